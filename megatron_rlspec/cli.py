@@ -51,7 +51,7 @@ COMMANDS = {
         "megatron_rlspec.integrations.slime.launch:main",
         "run a slime command line with a drafter that is trained",
     ),
-    "doctor": ("megatron_rlspec.commands.doctor:main", "known defects of what is installed; what a GPU machine lacks"),
+    "doctor": ("megatron_rlspec.commands.doctor:main", "whether what is installed fits; what a GPU machine lacks"),
     "completion": ("megatron_rlspec.commands.completion:main", "completion of commands and options by the Tab key"),
 }
 # What `rlspec --help` shows of them: the commands of a first day, each with an example.

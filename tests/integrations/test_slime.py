@@ -6,6 +6,7 @@ says how to make them.
 """
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from megatron_rlspec.compat import patches
 
 HERE = Path(__file__).parent
 SLIME = os.environ.get("RLSPEC_SLIME")
@@ -198,8 +201,16 @@ def test_drafter_resumes_from_slimes_checkpoint(cp):
     assert not any(torch.equal(v, lost[n]) for n, v in drafter(through).items()), "the moments did not matter"
 
 
-@pytest.mark.parametrize("name", ["slime-mask-shift", "slime-dead-accept-rate", "slime-qwen3-next-swap"])
-def test_doctor_finds_slimes_defects(name):
-    command = [PYTHON, "-W", "ignore", "-m", "megatron_rlspec.commands.doctor", name, "--json", "-"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
-    assert '"state": "present"' in done.stdout, done.stdout + done.stderr
+@pytest.mark.parametrize("patched", [False, True])
+def test_patch_0001_gives_megatron_the_inputs_that_sglang_reads(patched, tmp_path):
+    env = environment()
+    if patched:
+        shutil.copytree(Path(SLIME, "slime"), tmp_path / "slime")
+        folder = HERE.parents[1] / "patches/slime/624b824a8"
+        patches.change(tmp_path, sorted(folder.glob("*.patch")))
+        env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
+    command = [PYTHON, "-W", "ignore", str(HERE / "qwen3_next_projection.py")]
+    env["SGLANG_USE_CPU_ENGINE"] = "1"
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (float(done.stdout.split()[-1]) < 1e-5) == patched

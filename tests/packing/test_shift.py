@@ -75,6 +75,23 @@ def test_shift_fills_and_differentiates():
     assert torch.equal(x.grad, expected)
 
 
+def test_megatrons_own_packed_roll_is_wrong_where_sequences_are_padded():
+    """The control, and the reason why this package rolls by itself: it cuts at the boundaries without padding."""
+    packed_seq_params = pytest.importorskip("megatron.core.packed_seq_params").PackedSeqParams
+    roll = pytest.importorskip("megatron.core.transformer.multi_token_prediction").roll_tensor
+    real = torch.tensor([0, 3, 8, 9], dtype=torch.int32)
+    padded = torch.tensor([0, 4, 12, 14], dtype=torch.int32)
+    packed = packed_seq_params(
+        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
+    )
+    tokens = torch.arange(1, 15)[None]
+    rolled = roll(tokens, shifts=-1, dims=-1, packed_seq_params=packed)[0]
+    successors = [0, 1, 4, 5, 6, 7]  # positions whose next token is in the same sequence
+    wrong = [t for t in successors if rolled[0, t] != tokens[0, t + 1]]
+    assert wrong
+    assert torch.equal(shift_packed(tokens, padded)[0, successors], tokens[0, [t + 1 for t in successors]])
+
+
 def test_shift_to_the_right_is_refused():
     with pytest.raises(ValueError, match="steps >= 0"):
         shift_packed(torch.arange(4), boundaries([4]), -1)

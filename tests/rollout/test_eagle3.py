@@ -148,7 +148,7 @@ def test_doctor_compares_the_layers_with_the_target(tmp_path):
     run = tmp_path / "run.toml"
     run.write_text(f'[model]\npath = "{model}"\nmax_length = 4096\n[drafter]\nkind = "eagle3"\npath = "{path}"\n')
     with pytest.raises(ConfigError, match="the target has 8 layers"):
-        doctor.main(["sglang-contract", "--config", str(run)])
+        doctor.main(["--config", str(run)])
 
 
 def test_rejection_sampling_needs_all_words(tmp_path, monkeypatch):

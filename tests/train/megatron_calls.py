@@ -34,8 +34,7 @@ VERSIONS = {  # where each is read: a commit of Megatron-LM, or the release's wh
 }
 RECORD = Path(__file__).with_name("megatron_signatures.json")
 PACKAGE = Path(contracts.__file__).parents[1]
-# Not what doctor's probes call: they look at 0.16.1's defects, and at slime's pin through slime.
-SOURCES = [f for f in sorted((PACKAGE / "train").glob("*.py")) if f.name != "probes.py"]
+SOURCES = sorted((PACKAGE / "train").glob("*.py"))
 
 
 class Call(NamedTuple):
