@@ -29,7 +29,6 @@ PENDING = {  # files of the core that still import an extension; the list only s
     "rollout/sglang/scheduler/controller.py",
     "run/rollouts.py",
     "run/session.py",
-    "speculation/acceptance.py",
     "train/runtime.py",
 }
 BELOW = ("types", "files", "arguments")  # standard library only, for every room

@@ -61,7 +61,7 @@ def walk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Follow the rounds of each sequence at every step count; accept, reach and mask are `[T, D]`.
 
-    Return the sums of `forecast.Prediction`, (reached, accepted), `[K, D]` float64, on the device of `accept`: nothing
+    Return (reached, accepted) of `acceptance.Prediction`, `[K, D]` float64 each, on the device of `accept`: nothing
     waits for a GPU.
 
     `mask[t, d]` is 1 where depth d + 1 at t predicts a generated token (`drafter_targets`). Consecutive rows with a

@@ -35,8 +35,7 @@ from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
 from megatron_rlspec.run.checkpoints import Drawn
-from megatron_rlspec.speculation.acceptance import accept_length, pooled
-from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.sync import contract
 from megatron_rlspec.sync.contract import HealthError
 from megatron_rlspec.sync.detectors import HealthSettings, stamp_finding

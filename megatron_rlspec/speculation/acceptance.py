@@ -8,11 +8,11 @@ emits E = 1 + sum over d <= k of a_1 * ... * a_d tokens on average (docs/design.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_rlspec.extensions.trees.tree import grow
 from megatron_rlspec.types import SpecConfig
 
 RATIO_STRENGTH = 4.0  # times `prior_strength`: the weight of a ratio's prior, of which few drafts are seen at batch 1
@@ -22,7 +22,7 @@ _STATE = ("hits", "draws", "ratio_hits", "ratio_base")
 def expected_tokens(config: SpecConfig, rates: Sequence[float], sibling: float = 0.4) -> float:
     """Return the tokens that one request emits per round under `config`, given rates a_1.. (the last one repeats).
 
-    For topk > 1 the rates of the other branches are modelled (`tree.grow`), and the `num_draft_tokens - 1` likeliest
+    For topk > 1 the rates of the other branches are modelled (`grow`), and the `num_draft_tokens - 1` likeliest
     nodes are kept. A node adds the product of the rates on its path (RLHFSpec, section 5.2).
     """
     if config.num_steps == 0:
@@ -36,6 +36,43 @@ def expected_tokens(config: SpecConfig, rates: Sequence[float], sibling: float =
         return total
     best = np.sort(grow(depths, config.topk, sibling).chance)[::-1]
     return 1.0 + float(best[: config.num_draft_tokens - 1].sum())
+
+
+class Grown(NamedTuple):
+    """M candidates of a tree, by level, as `rollout.embedded.draft.Candidates`.
+
+    chance   [M] probability of acceptance, with that of the path to it; its logarithm is the score
+    parents  [M] number of a candidate, or -1
+    depth    [M] from 1
+    """
+
+    chance: np.ndarray
+    parents: np.ndarray
+    depth: np.ndarray
+
+
+def grow(rates: Sequence[float], topk: int, sibling: float) -> Grown:
+    """Grow SGLang's tree from acceptance: topk candidates, then topk children of the topk likeliest ones of each level.
+
+    rates    that the first child is accepted if its parent was, by depth
+    sibling  that a further one is if all before it were refused; it is not likelier than the first
+    """
+    beams = np.ones(1)
+    numbers = np.array([-1])
+    levels: list[tuple[np.ndarray, np.ndarray]] = []
+    grown = 0
+    for rate in rates:
+        missed = (1 - rate) * (1 - sibling) ** np.arange(topk - 1)
+        branches = np.concatenate([[rate], np.minimum(rate, missed * sibling)])
+        found = np.outer(beams, branches).ravel()
+        levels.append((found, np.repeat(numbers, topk)))
+        best = np.argsort(-found, kind="stable")[:topk]
+        beams = found[best]
+        numbers = grown + best
+        grown += len(found)
+    depth = np.repeat(np.arange(1, len(levels) + 1), [len(found) for found, _ in levels])
+    chance, parents = (np.concatenate(column) for column in zip(*levels, strict=True))
+    return Grown(chance, parents, depth)
 
 
 def accept_length(histogram: Sequence[int] | np.ndarray) -> float:
@@ -94,6 +131,42 @@ def histogram_of(num_steps: int, accepted: Sequence[int]) -> list[int]:
     if sum(histogram) != len(accepted):
         raise ValueError(f"accepted {min(accepted)}..{max(accepted)} drafts, but the round drafted {num_steps}")
     return histogram
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted sums over the starts of rounds. Add those of micro-batches; sum both arrays over ranks.
+
+    steps     [K] step counts of the rounds
+    reached   [K, D]: `reached[i, d]` drafts of depth d + 1 were reached in rounds of `steps[i]`
+    accepted  [K, D]: how many of them were accepted
+    """
+
+    steps: tuple[int, ...]
+    reached: np.ndarray
+    accepted: np.ndarray
+
+    @classmethod
+    def of_sums(cls, steps: Sequence[int], reached: Sequence[float], accepted: Sequence[float]) -> Prediction:
+        """Build one from the two arrays flattened, as a reduction over ranks returns them."""
+        shape = (len(steps), max(steps))
+        return cls(tuple(steps), np.array(reached).reshape(shape), np.array(accepted).reshape(shape))
+
+    def __add__(self, other: Prediction) -> Prediction:
+        if self.steps != other.steps:
+            raise ValueError(f"predictions for steps {self.steps} and {other.steps} do not add")
+        return Prediction(self.steps, self.reached + other.reached, self.accepted + other.accepted)
+
+    def rates(self, num_steps: int | None = None) -> list[float]:
+        """Return a_1..a_num_steps (of the deepest step count, if omitted); 0 where nothing was reached."""
+        row = self.steps.index(num_steps) if num_steps is not None else int(np.argmax(self.steps))
+        reached = self.reached[row]
+        accepted = self.accepted[row]
+        rates = np.divide(accepted, reached, out=np.zeros_like(accepted), where=reached > 0)
+        return [float(rate) for rate in rates[: self.steps[row]]]
+
+    def tokens_per_round(self, num_steps: int) -> float:
+        return expected_tokens(SpecConfig(num_steps), self.rates(num_steps)) if num_steps else 1.0
 
 
 class Acceptance:

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_rlspec.speculation.acceptance import expected_tokens
+from megatron_rlspec.speculation.acceptance import Prediction, expected_tokens
 from megatron_rlspec.types import RoundStats, SpecConfig
 
 GAINS = (0.1, 0.2, 0.4, 1.0)  # of exponential smoothing; 1 keeps the last value only
@@ -21,42 +20,6 @@ FIRST_WEIGHTS = (9.0, 3.0, 1.0)  # of each trust before any error is known: obse
 MEMORY = 0.95  # factor on past errors, per step
 ENOUGH = 20.0  # information (n a (1 - a)) at which a depth's observed log-odds count for half
 NOISES = 2.0  # steps of sampling noise that are added to the errors of every smoother
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Predicted sums over the starts of rounds. Add those of micro-batches; sum both arrays over ranks.
-
-    steps     [K] step counts of the rounds
-    reached   [K, D]: `reached[i, d]` drafts of depth d + 1 were reached in rounds of `steps[i]`
-    accepted  [K, D]: how many of them were accepted
-    """
-
-    steps: tuple[int, ...]
-    reached: np.ndarray
-    accepted: np.ndarray
-
-    @classmethod
-    def of_sums(cls, steps: Sequence[int], reached: Sequence[float], accepted: Sequence[float]) -> Prediction:
-        """Build one from the two arrays flattened, as a reduction over ranks returns them."""
-        shape = (len(steps), max(steps))
-        return cls(tuple(steps), np.array(reached).reshape(shape), np.array(accepted).reshape(shape))
-
-    def __add__(self, other: Prediction) -> Prediction:
-        if self.steps != other.steps:
-            raise ValueError(f"predictions for steps {self.steps} and {other.steps} do not add")
-        return Prediction(self.steps, self.reached + other.reached, self.accepted + other.accepted)
-
-    def rates(self, num_steps: int | None = None) -> list[float]:
-        """Return a_1..a_num_steps (of the deepest step count, if omitted); 0 where nothing was reached."""
-        row = self.steps.index(num_steps) if num_steps is not None else int(np.argmax(self.steps))
-        reached = self.reached[row]
-        accepted = self.accepted[row]
-        rates = np.divide(accepted, reached, out=np.zeros_like(accepted), where=reached > 0)
-        return [float(rate) for rate in rates[: self.steps[row]]]
-
-    def tokens_per_round(self, num_steps: int) -> float:
-        return expected_tokens(SpecConfig(num_steps), self.rates(num_steps)) if num_steps else 1.0
 
 
 class Calibration:

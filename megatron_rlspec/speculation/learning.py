@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rlspec.speculation.acceptance import Acceptance, accept_length, expected_tokens, pooled
+from megatron_rlspec.speculation.acceptance import Acceptance, Prediction, accept_length, expected_tokens, pooled
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.forecast import Forecast, Prediction
+from megatron_rlspec.speculation.forecast import Forecast
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.prior import Prior
 from megatron_rlspec.types import RoundStats, SpecConfig

@@ -24,7 +24,7 @@ from megatron_rlspec.losses.head import all_finite
 from megatron_rlspec.losses.predict import Verifier, deepen, of_rows, walk
 from megatron_rlspec.packing.context_parallel import Layout, cp_index, join_from_cp
 from megatron_rlspec.packing.transfer import to_device
-from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train.objectives import OutputLayer, Sums
 from megatron_rlspec.train.optimizer import Learner
 

@@ -30,7 +30,7 @@ from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.losses.head import VocabParallelHead, all_finite
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.packing.transfer import to_device
-from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train import checkpoint, experts, moments, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.drafter import Drafter, build_drafter

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.integrations.slime import state as slime_state
-from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction
 
 
 def test_a_prediction_is_read_for_later_rollouts_only(tmp_path):

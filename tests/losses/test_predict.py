@@ -8,7 +8,8 @@ import torch
 from megatron_rlspec.losses import predict
 from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.losses.predict import deepen, of_rows
-from megatron_rlspec.speculation.forecast import Calibration, Forecast, Prediction
+from megatron_rlspec.speculation.acceptance import Prediction
+from megatron_rlspec.speculation.forecast import Calibration, Forecast
 from megatron_rlspec.types import RoundStats, SpecConfig
 
 V, DEPTH = 6, 3

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.adapt import Adapter
-from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_health_in_a_run import Run
 
-from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import RoundStats, SpecConfig
 

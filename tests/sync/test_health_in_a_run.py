@@ -16,7 +16,7 @@ from megatron_rlspec.records.metrics import Recorder, read_records
 from megatron_rlspec.rollout import open as opening
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
-from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.sync.contract import HealthError
 from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig, SpecSchedule

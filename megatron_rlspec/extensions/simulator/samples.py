@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from megatron_rlspec.extensions.trees.tree import Grown, grow
+from megatron_rlspec.speculation.acceptance import Grown, grow
 from megatron_rlspec.types import Sample
 
 STEPS = 60  # of the fit

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -258,43 +258,6 @@ class TreeBudget:
             if count == len(weights) or falling == self.patience:
                 return best_count
             count = min(len(weights), bucket(samples + count + 1) - samples)
-
-
-class Grown(NamedTuple):
-    """M candidates of a tree, by level, as `rollout.embedded.draft.Candidates`.
-
-    chance   [M] probability of acceptance, with that of the path to it; its logarithm is the score
-    parents  [M] number of a candidate, or -1
-    depth    [M] from 1
-    """
-
-    chance: np.ndarray
-    parents: np.ndarray
-    depth: np.ndarray
-
-
-def grow(rates: Sequence[float], topk: int, sibling: float) -> Grown:
-    """Grow SGLang's tree from acceptance: topk candidates, then topk children of the topk likeliest ones of each level.
-
-    rates    that the first child is accepted if its parent was, by depth
-    sibling  that a further one is if all before it were refused; it is not likelier than the first
-    """
-    beams = np.ones(1)
-    numbers = np.array([-1])
-    levels: list[tuple[np.ndarray, np.ndarray]] = []
-    grown = 0
-    for rate in rates:
-        missed = (1 - rate) * (1 - sibling) ** np.arange(topk - 1)
-        branches = np.concatenate([[rate], np.minimum(rate, missed * sibling)])
-        found = np.outer(beams, branches).ravel()
-        levels.append((found, np.repeat(numbers, topk)))
-        best = np.argsort(-found, kind="stable")[:topk]
-        beams = found[best]
-        numbers = grown + best
-        grown += len(found)
-    depth = np.repeat(np.arange(1, len(levels) + 1), [len(found) for found, _ in levels])
-    chance, parents = (np.concatenate(column) for column in zip(*levels, strict=True))
-    return Grown(chance, parents, depth)
 
 
 def top(scores: np.ndarray, count: int) -> np.ndarray:

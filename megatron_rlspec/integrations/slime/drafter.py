@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_rlspec.extensions.drafter_schedules.updates import EverySteps
 from megatron_rlspec.extensions.drafter_schedules.weights import RewardWeight
 from megatron_rlspec.integrations.slime.batch import DrafterFields
-from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train.attention import PackedAttention, packed_sequences
 from megatron_rlspec.train.drafter import MTPDrafter
 from megatron_rlspec.train.drafter_step import (

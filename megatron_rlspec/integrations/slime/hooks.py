@@ -30,7 +30,7 @@ from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weig
 from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter
 from megatron_rlspec.integrations.slime.launch import split_experts
 from megatron_rlspec.models.families import FAMILIES
-from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train import checkpoint
 from megatron_rlspec.train.optimizer import Learner
 

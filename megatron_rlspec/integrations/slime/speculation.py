@@ -21,8 +21,7 @@ import numpy as np
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime.engines import SlimeEngine
-from megatron_rlspec.speculation.acceptance import accept_length, pooled
-from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.sync import contract
 from megatron_rlspec.sync.canary import Canary

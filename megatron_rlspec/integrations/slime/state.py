@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlspec import files
-from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction
 
 PREDICTION = "prediction.json"
 ROLLOUTS = "rollouts.json"
