@@ -18,15 +18,14 @@ import importlib
 import inspect
 import os
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rlspec.config import AlgorithmConfig, Config, ConfigError
+from megatron_rlspec.host.exits import ProcessExit, inside, own_frame
 from megatron_rlspec.host.interruption import Interrupted
 from megatron_rlspec.texts import one_line, shown
 
@@ -182,7 +181,7 @@ def load(option: str, name: str) -> Callable[..., Any]:
         except OURS:
             raise
         except BaseException as error:  # whatever the function's own code raises
-            place = traceback.extract_tb(error.__traceback__)[-1]
+            place = own_frame(traceback.extract_tb(error.__traceback__))
             where = f"{place.filename}:{place.lineno}, in {place.name}"
             raise FunctionError(f"{option}={name}: {described(error)} ({where})") from error
 
@@ -205,37 +204,12 @@ class Unwound(BaseException):
 OURS = (Unwound, Interrupted)  # what passes through the user's code and is not of it; signals raise Interrupted
 
 
-class ProcessExit(BaseException):
-    """The user's code called os._exit, which would end the run with an exit code of its choice and without a word."""
-
-
-_calls = threading.local()  # depth: calls of the user's code that this thread is in
-_exit = os._exit
-
-
-def _exit_unless_inside(status: int) -> NoReturn:
-    """Replace os._exit: forked children of the user's code may end so, this process may not."""
-    if getattr(_calls, "depth", 0) and os.getpid() == _calls.process:
-        raise ProcessExit(status)
-    _exit(status)
-
-
-@contextmanager
-def inside() -> Iterator[None]:
-    """Mark the block as code of the user's."""
-    os._exit = _exit_unless_inside
-    _calls.process = os.getpid()
-    _calls.depth = getattr(_calls, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _calls.depth -= 1
-
-
 def described(error: BaseException) -> str:
     """Return kind and text of an error of the user's code in one line. Its own methods may fail, too."""
-    if isinstance(error, SystemExit | ProcessExit):
+    if isinstance(error, SystemExit):
         return f"it would end the process with exit code {shown(error.args[0] if error.args else 0)}"
+    if isinstance(error, ProcessExit):
+        return str(error)
     with inside():
         return one_line(error)
 
@@ -307,6 +281,28 @@ def checked(option: str, result: Any, like: Tensor, mask: Tensor | None = None) 
         bad = int(result.detach().isfinite().logical_not().nonzero()[0])
         raise FunctionError(f"{option}: the function returned {float(result[bad])} at [{bad}]; expected finite numbers")
     return result
+
+
+def check_depends(option: str, result: Tensor, sources: Sequence[Tensor], names: str) -> None:
+    """Raise FunctionError if the gradient of `result` reaches none of `sources`: then the loss would train nothing.
+
+    It follows autograd's graph, and runs no backward of the user's. Sources without gradient are left out.
+    """
+    ends = [source.grad_fn or source for source in sources if source.requires_grad]
+    waiting: list[Any] = [result.grad_fn or result]
+    seen = set(waiting)
+    while ends and waiting:
+        node = waiting.pop()
+        if any(node is end or getattr(node, "variable", None) is end for end in ends):
+            return
+        further = {link for link, _ in getattr(node, "next_functions", ()) if link is not None} - seen
+        seen |= further
+        waiting += further
+    if ends:
+        raise FunctionError(
+            f"{option}: the gradient of what the function returned does not reach {names}, so it would train nothing; "
+            "expected a result that is computed from them"
+        )
 
 
 def numbers(option: str, result: Any, count: int) -> np.ndarray:

@@ -14,6 +14,8 @@ from short_run import TESTS, words
 
 from megatron_rlspec.host import ports
 from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.run.trajectory import Trajectory
+from megatron_rlspec.wire import decode_open_groups
 
 
 class Job:
@@ -96,6 +98,37 @@ def check_same(whole: Path, killed: Path, steps: int) -> None:
     for name in ("rollout/reward", "rollout/continued_tokens", "policy/loss"):
         assert [r[name] for r in records[1]] == [r[name] for r in records[0]], name
     assert [path for path in killed.rglob("*") if "partial" in path.name or path.name == ".lock"] == []
+
+
+def check_same_samples(whole: Path, killed: Path, steps: int) -> None:
+    """Check that a run with partial rollouts that was killed trained each begun sample once, with its text.
+
+    Which groups a step trains depends on time there, so the two runs must have one policy throughout.
+    """
+    texts = []
+    for run_dir in (whole, killed):
+        recorded = Trajectory(run_dir)
+        assert recorded.steps == steps
+        trained = [s for step in range(steps) for group in recorded.groups(step) for s in group.samples]
+        found = {sample.request_id: sample.tokens.tolist() for sample in trained}
+        assert len(found) == len(trained)
+        begun = decode_open_groups((run_dir / f"checkpoints/step-{steps:06d}.begun").read_bytes())
+        left = {request.id for group in begun for request in group.requests}
+        assert not left & found.keys()
+        texts.append((found, left | found.keys()))
+    (one, all_one), (other, all_other) = texts
+    assert all_one == all_other
+    assert [name for name in one.keys() & other.keys() if one[name] != other[name]] == []
+    assert [r["step"] for r in read_records(killed / "metrics.jsonl")] == list(range(steps))
+    assert [path for path in killed.rglob("*") if "partial" in path.name or path.name == ".lock"] == []
+
+
+def await_nothing_left(temporary: Path, names: set[str]) -> None:
+    """Wait until directories of engines, of these names, are gone from `temporary` and from shared memory."""
+    deadline = time.monotonic() + 60  # processes of their own remove them
+    while left := [*temporary.iterdir(), *(n for n in os.listdir("/dev/shm") if any(name in n for name in names))]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def forget(*folders: Path) -> None:

@@ -29,6 +29,7 @@ from megatron_rlspec.run import identity
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecSchedule
 
+COMPLETE = ("finished", "truncated")  # status of an answer that is whole
 AT_ONCE = 16  # requests given to the engines together, as a multiple of those that they decode together
 
 
@@ -144,10 +145,13 @@ class Journal:
         for number, line in enumerate(content[:whole].splitlines(), 1):
             row = data.json_row(f"{path}:{number}", line)
             try:
-                if row["row"] in prompts:
-                    self.done[f"p{row['row']:09d}-n{row['sample']:07d}"] = row["status"]
+                name = f"p{row['row']:09d}-n{row['sample']:07d}"
+                if row["status"] not in COMPLETE or not row["response_tokens"]:
+                    raise ValueError
             except (KeyError, TypeError, ValueError):
                 raise data.DataError(f"{path}:{number}: not a row of `rlspec answer`") from None
+            if row["row"] in prompts:
+                self.done[name] = row["status"]
 
     def add(self, sample: Sample, text: str) -> None:
         """Append one answer; threads may call it."""

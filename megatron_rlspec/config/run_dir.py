@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -25,6 +26,12 @@ def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
         return
     option, lock, owner = f"train.run_dir={run_dir}", run_dir / LOCK, os.getpid()
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    with suppress(OSError):
+        about = lock.lstat()
+        if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:  # a link's target would be locked, and replaced
+            linked = stat.S_ISLNK(about.st_mode) or (stat.S_ISREG(about.st_mode) and about.st_nlink > 1)
+            what = f"{LOCK} is {'a link' if linked else 'no file'}"
+            raise ConfigError(f"{option}: {what}; expected a file of this run's own, or none")
     with ExitStack() as held:
         try:
             held.enter_context(files.locked(lock))

@@ -28,13 +28,14 @@ class SftConfig(Section):
         description="steps between evaluations: an engine answers data.eval_path, if that is given; the trainer "
         "measures the drafter on sft.held_out prompts, if there are any; 0: none",
     )
-    eval_prompts: Annotated[int, Field(gt=0, le=2**20)] = Field(64, description="held-out prompts of one evaluation")
-    stop_reward: Annotated[float, Needs("sft.eval_every")] = Field(
+    eval_prompts: Annotated[int, Field(gt=0, le=2**20), Needs("sft.eval_every"), Needs("data.eval_path")] = Field(
+        64, description="held-out prompts of one evaluation"
+    )
+    stop_reward: Annotated[float, Needs("sft.eval_every"), Needs("data.eval_path")] = Field(
         1.0,
         ge=-1e6,
         le=1e6,
-        description="stop early if an evaluation's mean reward is at least this and accept length has stopped rising; "
-        "without data.eval_path the reward does not count",
+        description="stop early if an evaluation's mean reward is at least this and accept length has stopped rising",
     )
     plateau: Annotated[float, Needs("sft.eval_every")] = Field(
         0.1,

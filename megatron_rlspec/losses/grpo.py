@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.config import AlgorithmConfig
-from megatron_rlspec.custom import Advantage, PolicyLoss, PolicyTokens, RewardedGroup, checked, locked, named, numbers
+from megatron_rlspec.custom import (
+    Advantage,
+    PolicyLoss,
+    PolicyTokens,
+    RewardedGroup,
+    check_depends,
+    checked,
+    locked,
+    named,
+    numbers,
+)
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import PackedBatch, Sample
 
@@ -199,7 +209,13 @@ def _own_loss(
         staleness=trained_if_any(batch.staleness),
         options=algorithm,
     )
-    return checked(named("algorithm.loss", own), own(tokens), logprobs, mask).to(logprobs)
+    option = named("algorithm.loss", own)
+    loss = checked(option, own(tokens), logprobs, mask)
+    if bool(mask.any()):  # else nothing depends on the result
+        check_depends(
+            option, loss, [t for t in (logprobs, entropy) if t is not None], "tokens.logprobs or tokens.entropy"
+        )
+    return loss.to(logprobs)
 
 
 def own_advantages(

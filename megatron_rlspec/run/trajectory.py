@@ -47,6 +47,9 @@ class Link(msgspec.Struct, forbid_unknown_fields=True):
     before: str
 
 
+FIRST = Link("", 0, "")
+
+
 def file_of(run_dir: Path, step: int) -> Path:
     """Return the path of what `step` starts from."""
     return run_dir / FOLDER / f"step-{step:06d}.safetensors"
@@ -63,7 +66,7 @@ class TrajectoryWriter:
         self.run_dir = run_dir
         self.limit = limit
         self.ended = ""
-        self._link = Link("", 0, "")  # of the next file
+        self._link = FIRST  # of the next file
         self._held: dict[str, Tensor] = {}
         recorded = list((run_dir / FOLDER).glob("step-*.safetensors"))
         for file in recorded:
@@ -73,9 +76,9 @@ class TrajectoryWriter:
         missing = [step for step, file in enumerate(kept) if not file.exists()]
         if missing:
             self.ended = f"nothing is recorded: step {missing[0]} was not, and a replay needs every step before"
-        elif kept:
+        else:
             try:
-                self._link = _next(kept[-1])
+                self._link = _after(kept)
             except CheckpointError as error:
                 self.ended = f"nothing is recorded: {error}"
         self._bytes = sum(file.stat().st_size for file in kept if not missing)
@@ -124,19 +127,15 @@ class Trajectory:
         found = sorted(path.name for path in folder.glob("[!.]*"))
         if not found:
             raise CheckpointError(f"{run_dir}: no {FOLDER}/; expected a run with --train.record true")
-        expected = Link("", 0, "")
         for step, name in enumerate(found):
             path = file_of(run_dir, step)
             if name != path.name and path.name < name <= f"step-{'9' * 6}.safetensors":
                 raise CheckpointError(f"{path}: no such file, but {name} is there; a replay needs every step before")
             if name != path.name:
                 raise CheckpointError(f"{folder / name}: not a file of a trajectory; expected {path.name}, or nothing")
-            link = _link(path)
-            if link != expected:
-                raise CheckpointError(f"{path}: {_fault(link, expected)}")
-            expected = _next(path)
-        self.digest = expected.before
-        self.steps = expected.step - 1
+        end = _after([file_of(run_dir, step) for step in range(len(found))])
+        self.digest = end.before
+        self.steps = end.step - 1
 
     def groups(self, step: int) -> list[Group]:
         """Return the rollouts that `step` trained on."""
@@ -180,6 +179,17 @@ def _link(path: Path) -> Link:
         return msgspec.json.decode(note, type=Link)
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{path}: {_NOTE}: {error}") from None
+
+
+def _after(files: Sequence[Path]) -> Link:
+    """Return the place after files that are all of a trajectory so far. Raises CheckpointError."""
+    expected = FIRST
+    for path in files:
+        link = _link(path)
+        if link != expected:
+            raise CheckpointError(f"{path}: {_fault(link, expected)}")
+        expected = _next(path)
+    return expected
 
 
 def _next(path: Path) -> Link:

@@ -82,6 +82,31 @@ def test_an_interrupted_command_goes_on(start, tmp_path):
         answered(config)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"status": None},
+        {"status": "aborted"},
+        {"status": ["finished"]},
+        {"response_tokens": []},
+        {"response_tokens": None},
+        {"row": "3"},
+        {"sample": 1.5},
+    ],
+    ids=str,
+)
+def test_a_changed_row_is_no_answer(tmp_path, change):
+    held, prompts = {"seed": 1}, [Prompt(3, np.array([1, 2]))]
+    path = tmp_path / "a.jsonl"
+    row = {"row": 3, "sample": 0, "status": "finished", "response_tokens": [4]}
+    answer.Journal(path, held, prompts)
+    path.write_text(json.dumps(row) + "\n")
+    assert answer.Journal(path, held, prompts).done == {"p000000003-n0000000": "finished"}
+    path.write_text(json.dumps(row | {"row": 4}) + "\n" + json.dumps(row | change) + "\n")
+    with pytest.raises(data.DataError, match=r"a\.jsonl:2: not a row of `rlspec answer`"):
+        answer.Journal(path, held, prompts)
+
+
 def changed_model(folder: Path, file: str, old: str, new: str) -> None:
     path = folder / "model" / file
     assert old in path.read_text()

@@ -2,6 +2,8 @@
 
 import importlib.util
 import math
+import os
+import posix
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,9 @@ from short_run import words
 
 from megatron_rlspec import cli, custom
 from megatron_rlspec.config import AlgorithmConfig, ConfigError
+from megatron_rlspec.host import exits
 from megatron_rlspec.losses import grpo
+from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.records.metrics import read_records
 from megatron_rlspec.types import Prompt, Sample
 
@@ -115,6 +119,47 @@ def test_wrong_advantages_are_refused_in_one_line(result):
     assert "\n" not in str(e.value)
 
 
+WEIGHT = torch.ones(11, requires_grad=True)
+TRAINING = {
+    "of the log-probs": lambda t: -t.logprobs * t.advantages,
+    "of the entropy": lambda t: t.entropy * 2,
+    "zero everywhere": lambda t: t.logprobs * 0,
+    "through many operations": lambda t: torch.stack([t.logprobs.exp(), t.entropy]).sum(0).cumsum(0),
+    "a view of them": lambda t: t.logprobs[:],
+}
+TRAINING_NOTHING = {
+    "of a parameter of its own": lambda t: WEIGHT[: len(t.mask)] * t.advantages,
+    "detached": lambda t: t.logprobs.detach() * WEIGHT[: len(t.mask)],
+    "a leaf": lambda t: torch.zeros_like(t.mask, requires_grad=True),
+    "computed anew": lambda t: t.logprobs.detach().clone().requires_grad_().exp(),
+    "through numbers": lambda t: torch.tensor(t.logprobs.tolist(), dtype=t.mask.dtype, requires_grad=True) * 2,
+}
+
+
+@pytest.mark.parametrize("name", [*TRAINING, *TRAINING_NOTHING])
+def test_a_loss_whose_gradient_does_not_reach_the_policy_is_refused(name):
+    prompt = Prompt(0, np.arange(3))
+    sample = Sample("s", prompt, np.arange(11), np.r_[np.zeros(3), np.ones(8)], np.full(11, -1.0, np.float32))
+    (batch,) = pack(
+        [sample], advantages=[1.0], old_logprobs=[np.full(11, -1.0, np.float32)], depth=1, tokens_per_micro_batch=99
+    )
+    values = torch.full((2, len(batch.tokens)), -1.0, requires_grad=True)
+    logprobs, entropy = values.exp().unbind()
+    own = (TRAINING | TRAINING_NOTHING)[name]
+    with torch.no_grad():
+        grpo.policy_loss(logprobs.detach(), entropy.detach(), batch, AlgorithmConfig(), own=lambda t: t.logprobs)
+    if name in TRAINING:
+        loss, _ = grpo.policy_loss(logprobs, entropy, batch, AlgorithmConfig(), own=own)
+        loss.backward()
+        assert values.grad is not None
+        return
+    with pytest.raises(ConfigError, match=r"does not reach tokens.logprobs or tokens.entropy.*expected") as told:
+        grpo.policy_loss(logprobs, entropy, batch, AlgorithmConfig(), own=own)
+    assert "\n" not in str(told.value)
+    batch.loss_mask[:] = 0  # a part of the step without a trained token, for which a function may return zeros
+    grpo.policy_loss(logprobs, entropy, batch, AlgorithmConfig(), own=own)
+
+
 def test_only_what_counts_must_be_finite():
     like = torch.zeros(3, requires_grad=True)
     result = like / torch.tensor([1.0, 0.0, 1.0])
@@ -156,17 +201,62 @@ def test_a_function_cannot_change_what_it_is_given():
     assert samples[1].tokens.tolist() == [1, 2] and samples[1].prompt.tokens.tolist() == [1]
 
 
-@pytest.mark.parametrize("way", ["sys.exit(0)", "os._exit(0)"])
+ENDING = {
+    "sys.exit(0)": "would end the process with exit code 0",
+    "os._exit(0)": "would end the process with exit code 0",
+    "posix._exit(status=7)": "would end the process with exit code 7",
+    "os.execv('/bin/true', ['true'])": "would replace the process by '/bin/true'",
+    "os.execlp('true', 'true')": "would replace the process by '",
+}
+
+
+@pytest.mark.parametrize("way", ENDING)
 @pytest.mark.parametrize("when", ["call", "import"])
 def test_a_function_cannot_end_the_process_without_a_word(tmp_path, way, when):
     """A script that goes on after exit code 0 would take the run for a finished one."""
     body = f"def own(rows):\n    {way}\n" if when == "call" else f"{way}\ndef own(rows): pass\n"
-    (tmp_path / "ending.py").write_text(f"import os, sys\n{body}")
+    (tmp_path / "ending.py").write_text(f"import os, posix, sys\n{body}")
     code = "from megatron_rlspec import cli, custom; import sys\n"
     code += "sys.exit(cli.run(lambda: custom.load('algorithm.loss', 'ending:own')(None)))"
     ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
-    assert "algorithm.loss=ending:own: " in ended.stderr and "would end the process with exit code" in ended.stderr
+    assert "algorithm.loss=ending:own: " in ended.stderr and ENDING[way] in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "what"),
+    [
+        ("os._exit(0)", 1, "end the process with exit code 0"),
+        ("kept(0)", 1, "end the process with exit code 0"),
+        ("os._exit(3)", 3, "end the process with exit code 3"),
+        ("os.execl('/bin/true', 'true')", 1, "replace the process by '/bin/true'"),
+    ],
+)
+def test_a_thread_that_a_function_left_behind_cannot_end_the_run_without_a_word(tmp_path, way, code, what):
+    (tmp_path / "leaving.py").write_text(
+        f"import os, threading\nfrom os import _exit as kept\ndef end():\n    {way}\n"
+        "def own(rows): threading.Thread(target=end, name='mine').start()\n"
+    )
+    program = "from megatron_rlspec import cli, custom; from megatron_rlspec.host import exits; import sys, time\n"
+    program += "def act():\n    with exits.watched():\n        custom.load('algorithm.loss', 'leaving:own')(None)\n"
+    program += "        time.sleep(60)\nsys.exit(cli.run(act))"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == code and line.startswith(f"rlspec: a call would {what} ({tmp_path}/leaving.py:4, in end")
+    assert line.endswith("thread mine); the run ends here")
+
+
+def test_after_a_run_and_in_its_children_the_calls_are_the_systems_own():
+    with exits.watched(), exits.inside():
+        refused = os._exit
+        with pytest.raises(exits.ProcessExit, match="it would end the process with exit code 5"):
+            os._exit(5)
+        for ends in (lambda: os._exit(3), lambda: refused(3), lambda: os.execlp("sh", "sh", "-c", "exit 3")):
+            child = os.fork()
+            if not child:
+                ends()
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert os._exit is posix._exit is not refused and os.execv.__module__ == "posix"
 
 
 def test_a_process_that_the_function_forks_may_end(tmp_path, monkeypatch):

@@ -67,6 +67,28 @@ def test_what_became_of_the_directory_meanwhile_counts(tmp_path, result, what):
         pass
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda lock, other: lock.symlink_to(other),
+        lambda lock, other: lock.symlink_to("nothing"),
+        lambda lock, other: os.link(other, lock),
+        lambda lock, other: os.mkfifo(lock),
+        lambda lock, other: lock.mkdir(),
+    ],
+    ids=["link", "link to nothing", "hard link", "pipe", "directory"],
+)
+def test_a_lock_that_is_no_file_of_the_runs_own_is_refused(tmp_path, make):
+    other = tmp_path / "precious"
+    other.write_text("kept")
+    (tmp_path / "run").mkdir()
+    make(tmp_path / "run/.lock", other)
+    with pytest.raises(ConfigError, match=r"\.lock is (a link|no file); expected"), claimed(tmp_path / "run", True):
+        pass
+    assert other.read_text() == "kept" and len(list(tmp_path.iterdir())) == 2
+    assert os.path.lexists(tmp_path / "run/.lock")
+
+
 def test_a_file_that_its_owner_removes_is_not_locked(tmp_path, monkeypatch):
     path = tmp_path / "lock"
     flock = files.fcntl.flock

@@ -238,6 +238,17 @@ def test_files_that_are_not_one_run_are_found_before_any_is_read(tmp_path, fault
         Trajectory(mine)
 
 
+@pytest.mark.parametrize(
+    "fault", ["a file of another run", "two files exchanged", "no middle file", "a file of an earlier attempt"]
+)
+def test_a_resumed_run_records_nothing_after_files_that_are_not_one_run(tmp_path, fault):
+    mine, other = record(tmp_path / "a"), record(tmp_path / "b", 1)
+    change, _ = FAULTS[fault]
+    change(mine, other)
+    writer = TrajectoryWriter(mine, 1 << 20, 4)
+    assert writer.ended.startswith("nothing is recorded: ") and "step " in writer.ended.replace("step-00000", "step ")
+
+
 def test_without_the_policy_after_it_a_step_cannot_be_replayed(tmp_path):
     file_of(record(tmp_path), 3).unlink()
     assert Trajectory(tmp_path).steps == 2
