@@ -2,28 +2,41 @@
 
     python benchmarks/drafts.py --policy runs/quickstart/rl/hf --prompts runs/quickstart/task/eval.jsonl \\
         co-trained=runs/quickstart/rl/hf frozen=runs/quickstart/warm/hf control=runs/quickstart/control/hf
+    python benchmarks/drafts.py --policy runs/smollm2/rl/hf --prompts runs/smollm2/task/eval.jsonl --chat --count 100 \\
+        --max-new-tokens 32 --temperatures 1.0,0.7 \\
+        co-trained=runs/smollm2/rl/hf frozen=runs/smollm2/warm/hf control=runs/smollm2/control/hf
 
 Every row is one drafter, temperature and number of drafts: tokens per verify round with argmax drafts, with drafts that
-take the verifier's noise, and the difference on the same prompts, with 95 % intervals. Texts must be equal in all rows
-of a temperature. The last columns are tokens per CPU second of the embedded engine. float32, one thread.
+take the verifier's noise, and the difference on the same prompts, with 95 % intervals; then by how much more drafts a
+round are accepted, and tokens per CPU second of the embedded engine, and of --repeats draws in turn the medians and the
+range of their ratios. Texts must be equal in all rows of a temperature. float32, one thread.
+
+--sharpness 0.7,1,1.5,2,inf adds a row for each s: how often argmax(s · log q + noise) is the text's token, at the
+places where coupled drafts (s = 1) were drafted and those before them in their round were right. inf: argmax q. The
+tokens a round that follow from these rates are 1 + a_1 + a_1 a_2 + ...; intervals of differences to s = 1 are over
+prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from megatron_rlspec.checkpoint.drafter_files import read_model, weights_of
-from megatron_rlspec.commands.compare import draw, estimate, rounds_of
+from megatron_rlspec.commands.compare import Estimate, draw, estimate, rounds_of
 from megatron_rlspec.config import Config
+from megatron_rlspec.rollout.embedded import draft
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import is_drafter
 from megatron_rlspec.tasks import data
-from megatron_rlspec.types import Drafts, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Drafts, Prompt, Sample, Sampling, SpecConfig, SpecSchedule
 
 
 def main() -> None:
@@ -31,60 +44,207 @@ def main() -> None:
     p.add_argument("drafters", nargs="+", metavar="NAME=DIR")
     p.add_argument("--policy", required=True)
     p.add_argument("--prompts", required=True, type=Path)
+    p.add_argument("--chat", action="store_true", help="format prompts with the tokenizer's chat template")
     p.add_argument("--count", type=int, default=256)
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--temperatures", default="1.0,0.7,1.5")
     p.add_argument("--steps", default="1,3,5")
+    p.add_argument("--repeats", type=int, default=1, help="draws of each kind, in turn, for the speeds; default: 1")
+    p.add_argument("--sharpness", default="", help="factors on log q; none by default")
     options = p.parse_args()
     torch.set_num_threads(1)
 
-    hf_config, policy = read_model(options.policy, "")
-    weights = dict(weights_of(policy))
-    longest = min(hf_config["max_position_embeddings"], 4096)
-    config = Config.model_validate({"model": {"max_length": longest}, "rollout": {"max_new_tokens": 1}})
-    tokenizer = data.load_tokenizer(options.policy)
-    prompts, _ = data.read_prompts(options.prompts, config.data, tokenizer, longest - options.max_new_tokens)
-    prompts = prompts[: options.count]
-    print(f"{len(prompts)} prompts of {options.prompts}, up to {options.max_new_tokens} tokens, embedded, float32")
-    print(f"{'drafter':>12} {'T':>4} {'k':>2} {'argmax':>8} {'coupled':>8} {'difference':>24} {'tok/CPU s':>16}")
+    bench = Bench(options)
+    steps = [int(k) for k in options.steps.split(",")]
+    factors = [float(s) for s in options.sharpness.split(",") if s]
+    print(
+        f"{len(bench.prompts)} prompts of {options.prompts}, up to {options.max_new_tokens} tokens, embedded, float32"
+    )
     for temperature in map(float, options.temperatures.split(",")):
-        sampling = Sampling(temperature, max_new_tokens=options.max_new_tokens)
-        texts = set()
-        for named in options.drafters:
-            name, directory = named.split("=", 1)
-            own = dict(weights_of(read_model(directory, "")[1]))
-            tensors = weights | {key: tensor for key, tensor in own.items() if is_drafter(key)}
-            for steps in map(int, options.steps.split(",")):
-                found = {}
-                for drafts in ("argmax", "coupled"):
-                    found[drafts] = generate(hf_config, tensors, longest, drafts, steps, prompts, sampling)
-                    texts.add(found[drafts][1])
-                (plain, _, slow), (coupled, _, fast) = found["argmax"], found["coupled"]
-                gain = estimate(coupled, plain)
+        bench.sampling = Sampling(temperature, max_new_tokens=options.max_new_tokens)
+        bench.texts.clear()
+        samples, seconds = bench.drawn({}, None)
+        tokens = [sample.behaviour_logprobs[sample.prompt_len :] for sample in samples]
+        nats = -np.concatenate(tokens).mean()
+        count = sum(map(len, tokens))
+        print(
+            f"\nT = {temperature}: {count / len(tokens):.1f} tokens a text, {nats:.2f} nats a token; plain decoding "
+            f"{count / seconds:.0f} tokens per CPU second; load {os.getloadavg()[0]:.1f}"
+        )
+        bench.table(steps, factors)
+        print(f"T = {temperature}: {'all texts equal' if len(bench.texts) == 1 else 'TEXTS DIFFER'}", flush=True)
+
+
+class Bench:
+    """One policy with its prompts, several drafters, and the texts seen at the present temperature."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.hf_config, policy = read_model(options.policy, "")
+        self.policy = dict(weights_of(policy))
+        self.longest = min(self.hf_config["max_position_embeddings"], 4096)
+        config = Config.model_validate({"model": {"max_length": self.longest}, "rollout": {"max_new_tokens": 1}})
+        form = config.data.model_copy(update={"apply_chat_template": options.chat})
+        tokenizer = data.load_tokenizer(options.policy)
+        prompts, _ = data.read_prompts(options.prompts, form, tokenizer, self.longest - options.max_new_tokens)
+        self.prompts: Sequence[Prompt] = prompts[: options.count]
+        self.drafters = dict(named.split("=", 1) for named in options.drafters)
+        self.repeats = options.repeats
+        self.sampling = Sampling()
+        self.samples: Sequence[Sample] = ()
+        self.texts: set[tuple] = set()
+
+    def tensors_of(self, name: str) -> dict[str, torch.Tensor]:
+        own = dict(weights_of(read_model(self.drafters[name], "")[1]))
+        return {key: tensor for key, tensor in own.items() if is_drafter(key)}
+
+    def table(self, steps: Sequence[int], factors: Sequence[float]) -> None:
+        """Print argmax drafts beside coupled ones, and what `factors` on log q gain."""
+        head = f"{'drafter':>12} {'k':>2} {'argmax':>7} {'coupled':>7} {'difference':>24} {'accepted drafts':>24}"
+        print(head + f" {'tokens per CPU second':>34}")
+        for name in self.drafters:
+            tensors = self.tensors_of(name)
+            for k in steps:
+                with beside(factors) as drafted:
+                    pairs = [(self.rounds(tensors, k, "argmax"), self.rounds(tensors, k, "coupled", drafted))]
+                for _ in range(self.repeats - 1):
+                    pairs.append((self.rounds(tensors, k, "argmax"), self.rounds(tensors, k, "coupled")))
+                (plain, _), (coupled, _) = pairs[0]
+                more = relative(coupled, plain)
+                speeds = np.array([[one[1], other[1]] for one, other in pairs])
+                ratios = speeds[:, 1] / speeds[:, 0]
                 print(
-                    f"{name:>12} {temperature:4} {steps:2} {estimate(plain).value:8.3f} {estimate(coupled).value:8.3f} "
-                    f"{gain.value:+8.3f} [{gain.low:+.3f}, {gain.high:+.3f}] {slow:7.0f} {fast:8.0f}",
+                    f"{name:>12} {k:2} {estimate(plain).value:7.3f} {estimate(coupled).value:7.3f} "
+                    f"{signed(estimate(coupled, plain)):>24} "
+                    f"{f'{more.value:+.1%} [{more.low:+.1%}, {more.high:+.1%}]':>24} "
+                    f"{np.median(speeds[:, 0]):6.0f} {np.median(speeds[:, 1]):6.0f} "
+                    f"{np.median(ratios):6.3f} [{ratios.min():.3f}, {ratios.max():.3f}]",
                     flush=True,
                 )
-        print(f"T = {temperature}: {'all texts equal' if len(texts) == 1 else 'TEXTS DIFFER'}")
+                if factors:
+                    self.by_factor(drafted, k, factors)
+
+    def by_factor(self, drafted: Drafted, steps: int, factors: Sequence[float]) -> None:
+        """Print how often drafts with each factor are the text's token, by depth."""
+        counts = right(drafted, self.samples, steps, [1.0, *factors])
+        draws = np.random.default_rng(1).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), size=2000)
+        draws = np.concatenate([np.ones((1, len(counts)), np.int64), draws])
+        total = np.einsum("rp,pfdc->rfdc", draws, counts)  # [resamples, factors, depths, (drafted, right)]
+        rates = total[..., 1] / np.maximum(total[..., 0], 1)
+        lengths = 1 + rates.cumprod(2).sum(2)
+        for number, factor in enumerate(factors, start=1):
+            gain = lengths[:, number] - lengths[:, 0]
+            low, high = np.percentile(gain[1:], [2.5, 97.5])
+            shown = " ".join(f"{rate:.3f}" for rate in rates[0, number])
+            tokens = f"{lengths[0, number]:.3f} {signed(Estimate(gain[0], low, high)):>24}"
+            print(f"{f's = {factor:g}':>12} {steps:2}         {tokens}  by depth {shown}", flush=True)
+
+    def rounds(
+        self, tensors: Mapping[str, torch.Tensor], steps: int, drafts: Drafts, aside: Drafted | None = None
+    ) -> tuple[np.ndarray, float]:
+        """Return the rounds `[prompts, 2]` of `rounds_of`, and tokens per CPU second without those of `aside`."""
+        samples, seconds = self.drawn(tensors, steps, drafts)
+        seconds -= 0.0 if aside is None else aside.seconds
+        return np.array([rounds_of(sample) for sample in samples]), sum(len(s.response) for s in samples) / seconds
+
+    def drawn(
+        self, tensors: Mapping[str, torch.Tensor], steps: int | None, drafts: Drafts = "coupled"
+    ) -> tuple[list[Sample], float]:
+        """Return one sample a prompt and the CPU seconds that they took; `steps` None: plain decoding."""
+        engine = EmbeddedEngine(
+            self.hf_config,
+            (self.policy | dict(tensors)).items(),
+            max_length=self.longest,
+            max_running_requests=64,
+            max_total_tokens=max(65536, self.longest + 64),
+            schedule=SpecSchedule.fixed(OFF if steps is None else SpecConfig(steps)),
+            drafts=drafts,
+        )
+        begun = time.process_time()
+        samples = draw(engine, self.prompts, self.sampling, "sample")
+        seconds = time.process_time() - begun
+        self.samples = samples
+        self.texts.add(tuple(tuple(sample.response.tolist()) for sample in samples))
+        return samples, seconds
 
 
-def generate(hf_config, tensors, longest: int, drafts: Drafts, steps: int, prompts, sampling: Sampling):
-    """Return the rounds [prompts, 2] of `rounds_of`, the texts, and tokens per CPU second."""
-    engine = EmbeddedEngine(
-        hf_config,
-        tensors.items(),
-        max_length=longest,
-        max_running_requests=64,
-        max_total_tokens=max(65536, longest + 64),
-        schedule=SpecSchedule.fixed(SpecConfig(steps)),
-        drafts=drafts,
-    )
-    begun = time.process_time()
-    samples = draw(engine, prompts, sampling, "sample")
-    seconds = time.process_time() - begun
-    texts = tuple(tuple(sample.response.tolist()) for sample in samples)
-    return np.array([rounds_of(sample) for sample in samples]), texts, sum(map(len, texts)) / seconds
+def relative(rounds: np.ndarray, other: np.ndarray, resamples: int = 2000) -> Estimate:
+    """Estimate by what share `rounds [prompts, 2]` accept more drafts a round than `other`, with a 95 % interval."""
+    draws = np.random.default_rng(1).integers(0, len(rounds), (resamples, len(rounds)))
+
+    def accepted(table: np.ndarray) -> np.ndarray:
+        total = np.concatenate([table.sum(0)[None], table[draws].sum(1)])
+        return total[:, 1] / total[:, 0]
+
+    values = accepted(rounds) / accepted(other) - 1
+    low, high = np.percentile(values[1:], [2.5, 97.5])
+    return Estimate(float(values[0]), float(low), float(high))
+
+
+class Drafted:
+    """What was drafted beside coupled drafts, and the CPU seconds that it took.
+
+    rows  (level, seeds [B], keys [B] of the level's position, tokens [B, 1 + factors]); column 0 has the real drafts
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.seconds = 0.0
+
+
+@contextmanager
+def beside(factors: Sequence[float]) -> Iterator[Drafted]:
+    """Draft with every factor on log q at each place where a coupled draft is drawn, and yield these drafts."""
+    original = draft.coupled
+    found = Drafted()
+
+    def coupled(topk: int, coupling: draft.Coupling) -> draft.Pick:
+        pick = original(topk, coupling)
+
+        def picked(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+            result = pick(logits, level)
+            begun = time.process_time()
+            others = [logits.argmax(-1) if f == float("inf") else pick(logits * f, level)[1][..., 0] for f in factors]
+            tokens = torch.cat([result[1][..., 0], *others], 1)
+            found.rows.append((level, coupling.seeds, coupling.keys + level - 1, tokens))
+            found.seconds += time.process_time() - begun
+            return result
+
+        return picked
+
+    draft.coupled = coupled if factors else original
+    try:
+        yield found
+    finally:
+        draft.coupled = original
+
+
+def right(drafted: Drafted, samples: Sequence[Sample], steps: int, factors: Sequence[float]) -> np.ndarray:
+    """Return `[prompts, factors, depths, 2]`: drafts at places that were reached, and those that are the text's token.
+
+    A place is reached if the real drafts before it in its round are the text's. Left out: the round that draws a text's
+    first token, and places past its end.
+    """
+    number = {sample.seed: i for i, sample in enumerate(samples)}
+    counts = np.zeros((len(samples), len(factors), steps, 2), np.int64)
+    reached: dict[int, bool] = {}  # by sample, in its present round
+    for level, seeds, keys, tokens in drafted.rows:
+        for seed, key, words in zip(seeds.tolist(), keys.tolist(), tokens.tolist(), strict=True):
+            i = number[seed]
+            sample = samples[i]
+            if level == 1:
+                reached[i] = key >= sample.prompt_len
+            if key + 1 >= len(sample.tokens):
+                reached[i] = False
+            if reached[i]:
+                hits = [word == sample.tokens[key + 1] for word in words]
+                counts[i, :, level - 1, 0] += 1
+                counts[i, :, level - 1, 1] += hits
+                reached[i] = hits[0]
+    return counts
+
+
+def signed(found: Estimate) -> str:
+    return f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 """Measure how drafters follow one recorded RL run: by loss, schedule, weights and learning rate.
 
-    python benchmarks/staleness.py [--quick] [--workers N] [--seconds N] [--work DIR] [--csv FILE] [--plot FILE]
+    python benchmarks/staleness.py [--quick] [--question losses|dispute] [--workers N] [--seconds N] [--work DIR]
+        [--csv FILE] [--plot FILE]
+
+--question losses measures each loss with an update in every step. --question dispute compares drafters that are trained
+once before RL, on the first policy's own answers, with drafters that are updated in every step or in every fifth.
 
 The policy does not depend on its drafter. So a run is recorded once per task and seed, and every variant is a replay of
 it (docs/replay.md). All drafters answer the same held-out prompts with the same seeds, and the texts are the same; the
@@ -38,12 +42,15 @@ import torch
 from megatron_rlspec import files
 from megatron_rlspec.commands import compare
 from megatron_rlspec.config import Config, load_replay
+from megatron_rlspec.losses.drafter import Student, _divergence
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.noise import noisy
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.run.session import Session
 from megatron_rlspec.run.trajectory import Trajectory
 from megatron_rlspec.tasks import data
+from megatron_rlspec.train import drafter_step
 from megatron_rlspec.types import Prompt, Sampling
 
 ROOT = Path(__file__).parent.parent
@@ -51,13 +58,14 @@ EXAMPLES = ROOT / "examples/quickstart"
 SCHEDULES: dict[str, dict[str, str]] = {
     "every step": {},
     "every 5 steps": {"update_every": "5"},
+    "before RL": {},  # trained on answers of the first policy, then left alone
     "replay": {"replay": "uniform"},
     "reward": {"reward_weight": "reward"},
     "after the step": {"replay": "newest"},
     "overlap": {"overlap": "true"},
     "disagreement": {"replay": "disagreement"},
 }
-LOSSES = ("ce", "forward_kl", "reverse_kl", "tv")
+LOSSES = ("ce", "forward_kl", "reverse_kl", "tv", "keyed 1", "keyed 0.3")  # of `Keyed`: with its tau
 RATES = ("1e-3", "1e-4")  # ten times the policy's, and the policy's own
 MORE_RATES = ("3e-4", "3e-3")  # of an update in every step only
 DRAFTS = 3
@@ -111,15 +119,59 @@ class Variant:
 
     @property
     def options(self) -> dict[str, str]:
-        chosen = SCHEDULES[self.schedule] | {"loss": self.loss, "lr": self.rate}
+        loss = "tv" if self.loss.startswith("keyed") else self.loss  # `keyed_loss` takes the place of tv
+        chosen = SCHEDULES[self.schedule] | {"loss": loss, "lr": self.rate}
         return {f"drafter.{key}": value for key, value in chosen.items()}
+
+
+class Keyed(Student):
+    """A `Student` whose loss is the cross-entropy of the sampled token under softmax((log q + g) / tau), times tau.
+
+    g is the noise that sampled the token, so the loss trains what a coupled draft does. It needs no teacher. tau -> 0
+    is max(log q + g) - (log q + g)(token), whose gradient is the draft minus the token.
+    """
+
+    tau = 1.0
+    _part = slice(0)
+
+    def _learn(self, part: slice, logp: torch.Tensor | None = None) -> None:
+        self._part = part
+        super()._learn(part, logp)
+
+    def _against(
+        self, logq: torch.Tensor, logp: torch.Tensor, labels: torch.Tensor, depths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert self._noise is not None
+        overlap, _, _ = _divergence("tv", logq, logp, self._head.sum)
+        seeds, keys = (x[self._part] for x in self._noise)
+        scores = (noisy(logq, seeds, keys) / self.tau).log_softmax(-1).to(logq.dtype)
+        loss = -scores.gather(1, labels[:, None])[:, 0] * self.tau
+        return overlap, loss, scores.exp().scatter_add(1, labels[:, None], scores.new_full((len(labels), 1), -1))
+
+
+@contextmanager
+def keyed_loss(loss: str) -> Iterator[None]:
+    """Let drafters learn by `Keyed` for a loss of this name."""
+    name, _, tau = loss.partition(" ")
+    if name == "keyed":
+        Keyed.tau = float(tau)
+        drafter_step.Student = Keyed  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        drafter_step.Student = Student  # type: ignore[misc]
 
 
 BASE = Variant("every step", "ce", "1e-3")
 
 
-def variants(quick: bool) -> list[Variant]:
+def variants(quick: bool, question: str = "all") -> list[Variant]:
     """Return the variants, those that differ from `BASE` in one thing first."""
+    if question == "losses":
+        return [replace(BASE, loss=loss) for loss in LOSSES]
+    if question == "dispute":
+        schedules = (BASE.schedule, "every 5 steps", "before RL")
+        return [Variant(schedule, loss, BASE.rate) for loss in ("ce", "tv") for schedule in schedules]
     grid = [Variant(*cell) for cell in itertools.product(SCHEDULES, LOSSES, RATES)]
     grid += [replace(BASE, rate=rate) for rate in MORE_RATES]
 
@@ -256,19 +308,26 @@ class Work:
 
     def replay(self, variant: Variant) -> None:
         """Train the variant along the recorded run; keep its drafter at the steps that are measured."""
-        kept = sorted({*self.size.measured, self.size.last})
+        before = variant.schedule == "before RL"
+        kept = [self.size.steps] if before else sorted({*self.size.measured, self.size.last})
         if self.drafter(variant, kept[-1]).exists():
             return
         folder = self.drafter(variant, 0).parent
         overrides = variant.options | {"train.run_dir": str(folder / "run"), "train.steps": str(self.size.steps)}
         overrides |= {"rollout.engine": "embedded", "train.drift_every": "0"}
+        overrides |= {"replay.policy_step": "0"} if before else {}
         shutil.rmtree(folder, ignore_errors=True)
         config = load_replay(str(self.run), None, overrides)
         updates = 0.0
-        with Session(config, config.data.path) as run:
+        with keyed_loss(variant.loss), Session(config, config.data.path) as run:
+            if before:
+                run.push()
             for step in range(self.size.steps):
-                groups = run.recorded(step)
+                groups = run.collect(step) if before else run.recorded(step)
                 updates += run.train_step(run.pack(groups), objective="grpo", train_policy=False)["drafter/updated"]
+                if before:
+                    run.adapt()
+                    run.push()
                 if step + 1 in kept:
                     found = {key: tensor.clone() for key, tensor in run.trainer.export("drafter")}
                     assert run.online is not None
@@ -281,8 +340,11 @@ class Work:
         ages = sorted({self.size.last + age for age in self.size.ages})
         if variant is None:
             return [(step, FROZEN, self.task / "warm/hf") for step in sorted({*self.size.measured, *ages})]
+        if variant.schedule == "before RL":
+            only = self.drafter(variant, self.size.steps)
+            return [(step, variant.name, only) for step in self.size.measured]
         found = [(step, variant.name, self.drafter(variant, step)) for step in self.size.measured]
-        if variant.schedule == BASE.schedule:
+        if variant.schedule == BASE.schedule and self.size.ages:
             left = self.drafter(variant, self.size.last)
             found += [(step, f"{variant.name}, after {self.size.last}", left) for step in ages]
         return found
@@ -358,7 +420,7 @@ def rows(works: Sequence[Work], chosen: Sequence[Variant]) -> list[dict[str, obj
                 "drafter_step": works[0].size.last if name in ages else step,
             }
             row["curve"] = name in ages
-            if not variant:
+            if not variant or variant.schedule == "before RL":
                 row["drafter_step"] = 0
             row |= {"updates": here["updates"], "age": here["age"] + step - int(str(row["drafter_step"]))}
             row |= _numbers("accept_length", compare.estimate(here["rounds"]))
@@ -415,12 +477,13 @@ def table(found: Sequence[Mapping]) -> str:
                     f"{row['schedule']:<16}{row['loss']:<12}{row['lr']!s:>7}{row['seeds']:>6}{row['updates']:>9.1f}  "
                 )
                 lines.append(head + "  ".join(figures))
-        lines.append(f"{task}: every step until one, then no update; by steps since the last update")
-        for row in own:
-            if row["curve"]:
-                age = row["policy_step"] - row["drafter_step"]
-                cells = f"{_cell(row, 'accept_length')}  - frozen {_cell(row, 'minus_frozen')}"
-                lines.append(f"{row['loss']:<12}{row['lr']!s:>7}  {age:>3} steps  {cells}")
+        curves = [row for row in own if row["curve"]]
+        if curves:
+            lines.append(f"{task}: every step until one, then no update; by steps since the last update")
+        for row in curves:
+            age = row["policy_step"] - row["drafter_step"]
+            cells = f"{_cell(row, 'accept_length')}  - frozen {_cell(row, 'minus_frozen')}"
+            lines.append(f"{row['loss']:<12}{row['lr']!s:>7}  {age:>3} steps  {cells}")
     texts = [bool(row["same_text"]) for row in found]
     lines.append(f"\ntexts equal to those under the frozen drafter: {sum(texts)} of {len(texts)} cells")
     return "\n".join(lines)
@@ -468,22 +531,23 @@ def _curve(axis, line: Sequence[Mapping], x: Sequence[float], label: str) -> Non
     axis.errorbar(x, value, yerr=bars, label=label, marker=".", linewidth=1, capsize=2)
 
 
-def jobs(folder: Path, size: Size, quick: bool) -> list[Job]:
+def jobs(folder: Path, size: Size, chosen: Sequence[Variant]) -> list[Job]:
     """Return all jobs, the most informative first."""
     works = [Work(folder, task, seed, size) for seed in size.seeds for task in size.tasks]
     found = [job for work in works for job in work.recording()]
-    return found + [work.measuring(variant) for variant in (None, *variants(quick)) for work in works]
+    return found + [work.measuring(variant) for variant in (None, *chosen) for work in works]
 
 
-def work(folder: Path, size: Size, quick: bool, seconds: float) -> None:
+def work(folder: Path, size: Size, chosen: Sequence[Variant], seconds: float) -> None:
     """Run as one worker."""
     torch.set_num_threads(1)
-    work_off(jobs(folder, size, quick), time.monotonic() + seconds)
+    work_off(jobs(folder, size, chosen), time.monotonic() + seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one task, one seed, four steps, few variants")
+    parser.add_argument("--question", choices=("all", "losses", "dispute"), default="all", help="default: all")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     parser.add_argument("--csv", type=Path, help="write all rows to this file")
     parser.add_argument("--plot", type=Path, help="write the picture to this file")
@@ -495,17 +559,19 @@ def main() -> None:
     args = parser.parse_args()
     size = QUICK if args.quick else Size()
     size = replace(size, tasks=tuple(args.tasks or size.tasks), seeds=tuple(args.seeds or size.seeds))
+    if args.question != "all":
+        size = replace(size, ages=(), last=size.steps)
+    chosen = variants(args.quick, args.question)
     folder = (args.work or ROOT / f"runs/staleness{'-quick' if args.quick else ''}").absolute()
     start = multiprocessing.get_context("spawn").Process
-    shared = (folder, size, args.quick, args.seconds)
+    shared = (folder, size, chosen, args.seconds)
     workers = [start(target=work, args=shared) for _ in range(args.workers)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    chosen = variants(args.quick)
     works = {task: [Work(folder, task, seed, size) for seed in size.seeds] for task in size.tasks}
-    missing = [job.name for job in jobs(folder, size, args.quick) if not job.made.exists()]
+    missing = [job.name for job in jobs(folder, size, chosen) if not job.made.exists()]
     if missing:
         print(f"unfinished: {len(missing)} jobs are left; call again to go on")
     found = [row for of_task in works.values() for row in rows_of_all(of_task, chosen)]
