@@ -34,6 +34,9 @@ FLOOR = 10 * GIB
 # a prefilled token, in rows of the hidden size.
 LOGITS_ROWS = 4
 PREFILL_ROWS = 24
+# A workspace of FlashInfer's attention for these families. SGLang 0.5.23 takes it on GPUs other than Hopper, and makes
+# one for the engine and one for every number of drafts (`EAGLEWorkerV2.build_adaptive_runtime_state`).
+WORKSPACE = 512 * MIB
 
 Mode = Literal["none", "apart", "together"]
 
@@ -77,7 +80,7 @@ class Need:
     token    of one token's KV cache, over all GPUs of an engine
     longest  tokens of one sample
     working  of an engine on one GPU, beside weights and KV cache
-    graphs   of CUDA graphs, which a sleeping engine keeps; a part of `working`
+    kept     of CUDA graphs and attention's workspaces, which a sleeping engine keeps; a part of `working`
     """
 
     gpu: int
@@ -86,29 +89,37 @@ class Need:
     token: int
     longest: int
     working: int = 0
-    graphs: int = 0
+    kept: int = 0
 
     @classmethod
     def of(
-        cls, config: Config, hf_config: Mapping[str, Any], gpu: int, parameters: int, experts: int, world: int
+        cls,
+        config: Config,
+        hf_config: Mapping[str, Any],
+        gpu: int,
+        parameters: int,
+        experts: int,
+        world: int,
+        hopper: bool = True,
     ) -> Need:
         """Reckon what a run needs.
 
         parameters, experts  of the model, drafter included: all, and those of routed experts
         world                ranks of the job
+        hopper               whether the GPUs are of compute capability 9
         """
         itemsize = getattr(torch, config.model.dtype).itemsize
         shards = config.parallel.tensor * config.parallel.pipeline
         of_rank = (parameters - experts) // shards, experts // (shards * config.parallel.expert)
-        graphs = graph_bytes(config)
+        stays = graph_bytes(config) + (0 if hopper else workspace_bytes(config))
         return cls(
             gpu,
             kept(config, world, itemsize, *of_rank).total,
             parameters * itemsize,
             token_bytes(config, hf_config, config.placement.tensor),
             config.model.max_length,
-            working_bytes(config, hf_config, gpu, graphs),
-            graphs,
+            working_bytes(config, hf_config, gpu, stays),
+            stays,
         )
 
 
@@ -211,7 +222,7 @@ def with_memory(layout: Layout, need: Need) -> Layout:
     tensor = len(layout.engines[0])
     free = need.gpu - PROCESS_BYTES
     if layout.together or layout.second:
-        asleep = need.graphs if layout.second else 0
+        asleep = need.kept if layout.second else 0
         free = int(need.gpu * (1 - SPARE)) - 2 * PROCESS_BYTES - asleep - (need.train if layout.together else 0)
     room = free - need.working
     engine = (need.weights + need.token * need.longest) / tensor
@@ -226,10 +237,10 @@ def with_memory(layout: Layout, need: Need) -> Layout:
     return replace(layout, mem_fraction=int(1000 * room / free) / 1000, tokens=tokens, need=need)
 
 
-def working_bytes(config: Config, hf_config: Mapping[str, Any], gpu: int, graphs: int) -> int:
+def working_bytes(config: Config, hf_config: Mapping[str, Any], gpu: int, kept: int) -> int:
     """Return what an engine needs on a GPU of `gpu` bytes beside weights and KV cache: no less than SGLang leaves.
 
-    graphs  bytes of CUDA graphs
+    kept  bytes of CUDA graphs and workspaces
     """
     batch = config.rollout.max_running_requests
     prefill = next(tokens for least, tokens in PREFILLS if gpu >= least)
@@ -237,7 +248,7 @@ def working_bytes(config: Config, hf_config: Mapping[str, Any], gpu: int, graphs
     theirs += PREFILL_GRAPHS[bool(hf_config.get("kv_lora_rank"))] + config.placement.tensor * GIB // 8
     rows = batch * (1 + max(_steps(config)))
     hidden = prefill * int(hf_config["hidden_size"]) * getattr(torch, config.model.dtype).itemsize
-    ours = graphs + LOGITS_ROWS * rows * int(hf_config["vocab_size"]) * 4 + PREFILL_ROWS * hidden
+    ours = kept + LOGITS_ROWS * rows * int(hf_config["vocab_size"]) * 4 + PREFILL_ROWS * hidden
     return max(theirs, ours, FLOOR if gpu > 60 * GIB else 0)
 
 
@@ -247,6 +258,11 @@ def graph_bytes(config: Config) -> int:
     drafting = [steps for steps in _steps(config) if steps]
     slots = {"1": {"candidate_steps": sorted(drafting)}}
     return int(graphs.gib(graphs.count(slots, batch, min(drafting))) * GIB) if drafting else batch * GRAPH_REQUEST
+
+
+def workspace_bytes(config: Config) -> int:
+    """Return the bytes of FlashInfer's workspaces in an engine."""
+    return WORKSPACE * (1 + sum(1 for steps in _steps(config) if steps))
 
 
 def _steps(config: Config) -> Sequence[int]:

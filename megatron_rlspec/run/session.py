@@ -275,7 +275,8 @@ class Session:
         sizes = {name: math.prod(tensors.shape(name)) for name in tensors}
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        need = placement.Need.of(config, self.hf_config, gpu, sum(sizes.values()), experts, world)
+        hopper = torch.cuda.get_device_capability(0)[0] == 9
+        need = placement.Need.of(config, self.hf_config, gpu, sum(sizes.values()), experts, world, hopper)
         return placement.with_memory(layout, need)
 
     def __enter__(self) -> Session:

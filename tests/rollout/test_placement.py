@@ -278,6 +278,7 @@ def test_recipes_have_a_place_on_a_machine_of_eight_gpus(monkeypatch, recipe, la
         monkeypatch.setenv(name, str(ranks))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     run = SimpleNamespace(config=config, generates=True, hf_config=MIMO)
     layout = Session._place(run, Shapes({"all": (7_800_000, 1_000)}))
     if not launched:
@@ -338,6 +339,14 @@ def test_many_graphs_and_rows_of_logits_need_more_than_sglang_leaves():
     assert working(**rows) > 4 * 512 * 8 * 151_680 * 4 + 8 * GIB > working()
     few, many = ({"spec.candidate_steps": steps} for steps in ("0,3", "0,1,2,3,5"))
     assert placement.graph_bytes(load(None, few)) < placement.graph_bytes(load(None, many)) < 10 * GIB
+
+
+def test_workspaces_of_flashinfer_are_counted_where_sglang_takes_it():
+    """One, and one for each number of drafts: 2.5 GiB for 1, 2, 3 and 5. FlashAttention 3 has none."""
+    config = load(None, {"spec.candidate_steps": "0,1,2,3,5"})
+    hopper, other = (Need.of(config, MIMO, 48 * GIB, 7_800_000_000, 0, 1, hopper) for hopper in (True, False))
+    assert other.kept - hopper.kept == other.working - hopper.working == 5 * GIB // 2
+    assert placement.workspace_bytes(load(None, {"spec.mode": "off"})) == GIB // 2
 
 
 @pytest.mark.slow
