@@ -29,9 +29,9 @@ Each command that refuses a model names the column, and the architectures with "
 FOOT = """\
 Limits of the table:
 
-- Of Llama only unscaled rotary embeddings are trained. `models/config.py` refuses what else changes a model's
-  function.
-- Qwen3-MoE and DeepSeek-V3 are not trained. The logits of DeepSeek-V3's policy and drafter were compared with
+- Rotary embeddings are plain or scaled as Llama 3.1's. `models/config.py` refuses what else changes a model's function,
+  such as YaRN.
+- DeepSeek-V3 is not trained. The logits of its policy and drafter were compared with
   Transformers' in megatron-core's own classes.
 - Qwen3-Next and Qwen3.5 (text) are names and bytes. Only the projections of the delta net and of the gated attention
   were compared with Transformers' modules. megatron-core 0.16.1 has no delta net for packed sequences.

@@ -140,7 +140,8 @@ def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
     name = record.added_drafter
     if not name:
         drafted = names_where(lambda facts: facts.added_drafter)
-        raise ValueError(f"--add-mtp: {refusal(config['architectures'][0], 'given a drafter', drafted)}")
+        known = refusal(config["architectures"][0], "given a drafter", drafted)
+        raise ValueError(f"--add-mtp: {known}; --add-eagle3 gives it one where SGLang runs it")
     found = {**config, "architectures": [name], "num_nextn_predict_layers": 1}
     if FAMILIES[name].qkv_bias == "or_zero" and not record.has_qkv_bias(config):
         found |= {"model_type": "qwen2", "attention_bias": False}

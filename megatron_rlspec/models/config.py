@@ -107,6 +107,25 @@ class Converted(Shared):
     """Families whose tensors are renamed and moved, but whose forward pass is not computed here."""
 
 
+class Llama3Scaling(BaseModel):
+    """`rope_scaling` of Llama 3.1 and later."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    factor: Annotated[float, Field(ge=1, le=1e6)]
+    low_freq_factor: Annotated[float, Field(gt=0, le=1e6)]
+    high_freq_factor: Annotated[float, Field(gt=0, le=1e6)]
+    original_max_position_embeddings: Annotated[int, Field(gt=0, le=2**31 - 1)]
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Llama3Scaling:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"rope_scaling.low_freq_factor={self.low_freq_factor:g}: expected less than "
+                f"high_freq_factor={self.high_freq_factor:g}"
+            )
+        return self
+
+
 class Trained(Shared):
     """Families that are trained: every setting is either implemented, or refused."""
 
@@ -151,12 +170,18 @@ class Trained(Shared):
         return self
 
     def _check_rope(self, key: str, rope: Mapping[str, Any]) -> None:
+        scaled = rope.get("rope_type", rope.get("type")) == "llama3"
+        if scaled:
+            try:
+                Llama3Scaling.model_validate(dict(rope))
+            except ValidationError as error:
+                raise ValueError(_one_line(error, Llama3Scaling, rope, f"{key}.")) from None
         for name, value in rope.items():
+            if scaled and name in (*Llama3Scaling.model_fields, "rope_type", "type"):
+                continue
             if name in ("rope_type", "type"):
                 if value != "default":
-                    raise ValueError(
-                        f"{key}: rotary embedding of type {_shown(value)}; only the default is implemented"
-                    )
+                    raise ValueError(f"{key}: rotary embedding of type {_shown(value)}; expected default or llama3")
             elif name == "rope_theta":
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e12:
                     raise ValueError(f"{key}.rope_theta={_shown(value)}: expected a number greater than 0")
@@ -164,9 +189,7 @@ class Trained(Shared):
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
                     raise ValueError(f"{key}.{name}={_shown(value)}: expected a number greater than 0 and at most 1")
             elif value:
-                raise ValueError(
-                    f"{key}.{short(name)}={_shown(value)}: only unscaled rotary embeddings are implemented"
-                )
+                raise ValueError(f"{key}.{short(name)}={_shown(value)}: not implemented; expected no such key")
 
 
 class Dense(Trained):
@@ -257,6 +280,32 @@ class Eagle3(Llama):
         return found
 
 
+class Qwen3Moe(Trained):
+    """Experts in every layer, chosen by softmax, without shared ones."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
+
+    num_experts: Size
+    num_experts_per_tok: Size
+    moe_intermediate_size: Size  # type: ignore[assignment]  # required here
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Literal[1] = Field(1, description="only experts in every layer are implemented")
+    mlp_only_layers: Annotated[list[int], Field(max_length=0)] | None = Field(
+        None, description="only experts in every layer are implemented"
+    )
+    attention_bias: Literal[False] | None = Field(None, description="biases of its attention are not implemented")
+    n_routed_experts: None = Field(None, description="Qwen3-MoE calls them num_experts")  # type: ignore[assignment]
+    n_shared_experts: None = Field(None, description="Qwen3-MoE has no shared experts")  # type: ignore[assignment]
+
+    @model_validator(mode="after")
+    def _enough_experts(self) -> Qwen3Moe:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok}: expected at most num_experts={self.num_experts}"
+            )
+        return self
+
+
 class Glm4Moe(Trained):
     model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
 
@@ -294,6 +343,7 @@ SCHEMAS: dict[str, type[Shared]] = {
     "MiMoForCausalLM": MiMo,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
     "Glm4MoeForCausalLM": Glm4Moe,
 }
 EAGLE3 = "LlamaForCausalLMEagle3"
@@ -360,16 +410,16 @@ def _without_unknown(found: Shared, name: str, where: str) -> Shared:
     return found
 
 
-def _one_line(error: ValidationError, schema: type[Shared], config: Mapping[str, Any]) -> str:
+def _one_line(error: ValidationError, schema: type[BaseModel], config: Mapping[str, Any], of: str = "") -> str:
     first = error.errors(include_url=False)[0]
     if first["type"] == "value_error":
         return str(first["msg"]).removeprefix("Value error, ")
     key = str(first["loc"][0])
     field = schema.model_fields.get(key)
     if first["type"] == "missing" or field is None:
-        return f"no {key}; expected {expected(field) if field else 'a value'}"
+        return f"no {of}{key}; expected {expected(field) if field else 'a value'}"
     reason = f"; {field.description}" if field.description else ""
-    return f"{key}={_shown(config[key])}: expected {expected(field)}{reason}"
+    return f"{of}{key}={_shown(config[key])}: expected {expected(field)}{reason}"
 
 
 def _shown(value: Any) -> str:

@@ -248,7 +248,8 @@ def expected_shape(name: str, config: Shared) -> dict[str, int] | None:
     keys = {"num_key_value_heads x head_dim": config.groups * config.head_size}
     head = {"head_dim": config.head_size}
     wide = _mlp_width(name, config)
-    experts = {"n_routed_experts": config.n_routed_experts or 0}
+    routed = getattr(config, "num_experts", None)  # Qwen3-MoE's name
+    experts = {"num_experts": routed} if routed else {"n_routed_experts": config.n_routed_experts or 0}
     shapes = {
         "embed_tokens": words | hidden,
         "lm_head": words | hidden,

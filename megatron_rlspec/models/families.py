@@ -495,6 +495,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="always",
         zero_first_embedding=True,
         transformers="Qwen3",
+        embedded=True,
         sglang_files=("qwen3",),
         pushed=True,
     ),

@@ -61,7 +61,7 @@ def of_micro_batch(
         trainer = step.Trainer(config, hf_config)
         with torch.device(_CPU), LiveBytes() as live:
             batch = _batch(config)
-            packed = describe(batch, trainer.model_config, trainer.rotary_base, _META)
+            packed = describe(batch, trainer.model_config, trainer.rope, _META)
             if not parallel_state.is_pipeline_first_stage():
                 rows = len(batch.tokens) // (config.parallel.tensor if config.parallel.sequence else 1)
                 shape = (rows, 1, trainer.model_config.hidden_size)

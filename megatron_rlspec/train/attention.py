@@ -30,6 +30,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.train import varlen
 from megatron_rlspec.train.attention_plan import AttentionPlan, Batched, plan_attention
@@ -85,13 +86,12 @@ def packed_sequences(
     )
 
 
-def rotary_factors(positions: Tensor, dims: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_factors(positions: Tensor, dims: int, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin `[t, 1, dims / 2]` of the rotary angles, in float32 as Transformers and SGLang compute them.
 
     The first `dims` channels of a head are rotated.
     """
-    exponent = torch.arange(0, dims, 2, dtype=torch.float32, device=positions.device) / dims
-    angles = positions.float()[:, None] * (1.0 / base**exponent)
+    angles = positions.float()[:, None] * rope.frequencies(dims, positions.device)
     return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
 
 

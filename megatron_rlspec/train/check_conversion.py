@@ -21,9 +21,10 @@ from megatron_rlspec.config import load
 from megatron_rlspec.models.families import record_of
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.models.names import name_table
+from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.train import runtime, shards
 from megatron_rlspec.train.drafter import MTPDrafter
-from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
+from megatron_rlspec.train.model import Policy, describe, transformer_config
 
 _TOKENS = 64
 
@@ -67,14 +68,12 @@ def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tu
     is_hf = (path / "config.json").exists()
     source = HfSource(family, read_hf(path)[1]) if is_hf else TorchDistReader(path, family)
     model_config = transformer_config(config, options)
-    base = rotary_base(config)
+    rope = Rope.of(config)
     policy = Policy(model_config, config, options.model.max_length)
     modules = [policy]
     if family.drafter_names:
         rule = family.record.zero_first_embedding
-        drafter = MTPDrafter(
-            model_config, depth=1, repeated_layer=True, zero_first_embedding=rule, rotary_base=base, seed=0
-        )
+        drafter = MTPDrafter(model_config, depth=1, repeated_layer=True, zero_first_embedding=rule, rope=rope, seed=0)
         modules.append(drafter)
     for module in modules:
         for name, parameter in shards.global_names(module, model_config).items():
@@ -84,7 +83,7 @@ def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tu
     positions = torch.arange(len(tokens), device=device)
     ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
     batch: Any = SimpleNamespace(tokens=tokens, position_ids=positions, cu_seqlens_padded=ends)
-    packed = describe(batch, model_config, base, device)
+    packed = describe(batch, model_config, rope, device)
     hidden = policy(tokens[None], positions[None], None, packed_seq_params=packed)[:, 0]
     head = policy.head_weight().T
     if not family.drafter_names:

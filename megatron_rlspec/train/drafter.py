@@ -36,10 +36,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rlspec.config import ConfigError, DrafterConfig
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.families import record_of
+from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.train import runtime
 from megatron_rlspec.train.attention import Chain, PackedSequences
 from megatron_rlspec.train.layers import RMSNorm
-from megatron_rlspec.train.model import at_positions, rotary_base, taps_of
+from megatron_rlspec.train.model import at_positions, taps_of
 
 
 class Drafter(MegatronModule):
@@ -53,7 +54,7 @@ class Drafter(MegatronModule):
 
     depth: int
     repeated_layer: bool
-    rotary_base: float
+    rope: Rope
     recompute: bool
     zero_first_embedding = False
 
@@ -81,7 +82,7 @@ class Drafter(MegatronModule):
             embedded = embed(tokens[step], embedding)
             if self.zero_first_embedding:
                 embedded = embedded.masked_fill((positions == 0)[:, None], 0)
-            here = at_positions(packed, positions, self.config, self.rotary_base)
+            here = at_positions(packed, positions, self.config, self.rope)
             here.chain = chain
             state = self._layer(0 if self.repeated_layer else step, state, self._scatter(embedded[:, None]), here)
             if self.repeated_layer:
@@ -133,7 +134,7 @@ class MTPDrafter(Drafter):
         depth: int,
         repeated_layer: bool,
         zero_first_embedding: bool,
-        rotary_base: float,
+        rope: Rope,
         seed: int,
     ) -> None:
         layers = 1 if repeated_layer else depth
@@ -149,7 +150,7 @@ class MTPDrafter(Drafter):
         self.depth = depth
         self.repeated_layer = repeated_layer
         self.zero_first_embedding = zero_first_embedding
-        self.rotary_base = rotary_base
+        self.rope = rope
         self.recompute = config.recompute_granularity == "full"
         with runtime.own_random_stream(seed):
             # By default megatron-core 0.19 hands on two groups only, and its experts need all of them.
@@ -181,7 +182,7 @@ class Eagle3Drafter(Drafter):
         super().__init__(config=own)
         self.depth = depth
         self.repeated_layer = True
-        self.rotary_base = rotary_base(drafter)
+        self.rope = Rope.of(drafter)
         self.recompute = config.recompute_granularity == "full"
         width = own.hidden_size
         std = drafter.get("initializer_range", 0.02)
@@ -259,7 +260,7 @@ def build_drafter(
         depth=options.depth,
         repeated_layer=options.repeated_layer,
         zero_first_embedding=record_of(hf_config).zero_first_embedding,
-        rotary_base=rotary_base(hf_config),
+        rope=Rope.of(hf_config),
         seed=seed,
     )
 

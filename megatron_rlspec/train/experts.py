@@ -1,9 +1,10 @@
-"""Mixture of experts of GLM4-MoE: Megatron's options for a config.json, and the routers' biases.
+"""Mixtures of experts of GLM4-MoE and Qwen3-MoE: Megatron's options for a config.json, and the routers' biases.
 
-A router with a bias chooses its experts by sigmoid(logits) + bias and weighs them by the sigmoids alone (DeepSeek-V3,
+A router of GLM4-MoE chooses its experts by sigmoid(logits) + bias and weighs them by the sigmoids alone (DeepSeek-V3,
 arXiv 2412.19437, section 2.1.2). The bias is a buffer. No gradient changes it; the number of tokens that each
 expert got does (`model.moe_router_bias_update_rate`). Only the policy's biases change. The drafter's router keeps its
-bias and has no balancing loss, so neither model affects the other.
+bias and has no balancing loss, so neither model affects the other. A router of Qwen3-MoE chooses by softmax, and has no
+bias; the balancing loss (`model.moe_aux_loss_coeff`) is the same.
 """
 
 from __future__ import annotations
@@ -21,54 +22,73 @@ from torch import Tensor, nn
 from megatron_rlspec.config import Config
 from megatron_rlspec.train import runtime
 
-ROUTED = "n_routed_experts"
+
+def count(hf_config: Mapping[str, Any]) -> int:
+    """Return the number of routed experts of a layer; 0 for a dense model."""
+    return hf_config.get("n_routed_experts") or hf_config.get("num_experts") or 0
 
 
 def options(hf_config: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """Return the fields of `TransformerConfig` about experts; none for a dense model."""
-    if not hf_config.get(ROUTED):
+    if not count(hf_config):
         return {}
     layers = hf_config["num_hidden_layers"]
     dense = hf_config.get("first_k_dense_replace", 0)
     width = hf_config["moe_intermediate_size"]
-    groups = _groups(hf_config)
     coefficient = config.model.moe_aux_loss_coeff
     return {
-        "num_moe_experts": hf_config[ROUTED],
+        "num_moe_experts": count(hf_config),
         "expert_model_parallel_size": config.parallel.expert,
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": width * (hf_config.get("n_shared_experts") or 0) or None,
         "moe_layer_freq": [int(layer >= dense) for layer in range(layers)],
         "moe_router_topk": hf_config["num_experts_per_tok"],
+        "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
+        "moe_aux_loss_coeff": coefficient,
+        "moe_router_dtype": "fp64" if config.model.dtype == "float64" else "fp32",
+        **(_sigmoid(hf_config, config) if _has_bias(hf_config) else _softmax(hf_config)),
+    }
+
+
+def _sigmoid(hf_config: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    groups = _groups(hf_config)
+    return {
         "moe_router_num_groups": groups,
         "moe_router_group_topk": hf_config["topk_group"] if groups else None,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": config.model.moe_router_bias_update_rate,
         "moe_router_topk_scaling_factor": hf_config.get("routed_scaling_factor", 1.0),
-        "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
-        "moe_aux_loss_coeff": coefficient,
-        "moe_router_dtype": "fp64" if config.model.dtype == "float64" else "fp32",
+    }
+
+
+def _softmax(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    # A softmax over the chosen experts alone is the softmax over all, normalised to 1 over the chosen ones.
+    return {
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False),
     }
 
 
 def problems(hf_config: Mapping[str, Any], config: Config) -> Iterator[tuple[bool, str]]:
     """Yield (is it wrong?, error text) for every setting of experts that would otherwise be ignored."""
-    experts = hf_config.get(ROUTED)
+    experts = count(hf_config)
     parallel = config.parallel
     model = config.model
     balanced = model.moe_aux_loss_coeff or model.moe_router_bias_update_rate
-    yield bool(hf_config.get("num_experts")), "a mixture of experts of another family than GLM4-MoE is not trained"
     yield not experts and bool(balanced), "model.moe_* balances experts, but this model is dense"
     yield not experts and parallel.expert > 1, f"parallel.expert={parallel.expert}, but this model is dense"
     if not experts:
         return
-    yield bool(experts % parallel.expert), f"{ROUTED}={experts} is no multiple of parallel.expert={parallel.expert}"
+    rate = model.moe_router_bias_update_rate and not _has_bias(hf_config)
+    yield bool(rate), f"model.moe_router_bias_update_rate={model.moe_router_bias_update_rate}: its routers have no bias"
+    yield bool(experts % parallel.expert), f"{experts} experts are no multiple of parallel.expert={parallel.expert}"
     width = hf_config.get("moe_intermediate_size")
     chosen = hf_config.get("num_experts_per_tok", 0)
     yield not isinstance(width, int), "no moe_intermediate_size, the width of an expert"
     yield chosen < 2, f"num_experts_per_tok={chosen}: at least 2 are supported, whose weights are normalised"
-    yield not hf_config.get("norm_topk_prob", True), "norm_topk_prob=false: only normalised weights are supported"
+    given = _has_bias(hf_config) and not hf_config.get("norm_topk_prob", True)
+    yield given, "norm_topk_prob=false: only normalised weights are supported"
     grouped = _groups(hf_config) and chosen != 2 * hf_config.get("topk_group", 1)
     yield bool(grouped), f"num_experts_per_tok={chosen} with groups: only 2 for each of topk_group are supported"
     if isinstance(width, int):
@@ -102,6 +122,11 @@ def _counts_all_ranks_tokens() -> bool:
     """
     attach = inspect.unwrap(TopKRouter.attach_and_log_load_balancing_loss)
     return "tp_cp_group" in attach.__code__.co_names
+
+
+def _has_bias(hf_config: Mapping[str, Any]) -> bool:
+    """Return whether the routers choose by sigmoid and bias; otherwise by softmax."""
+    return bool(hf_config.get("n_routed_experts"))
 
 
 def _groups(hf_config: Mapping[str, Any]) -> int | None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.models.config import DRAFTER, check_config, check_drafter_config
 from megatron_rlspec.models.families import record_of
+from megatron_rlspec.models.rope import Rope, settings
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.attention import PackedSequences, packed_sequences, rotary_factors
@@ -44,7 +45,7 @@ class DecoderConfig(TransformerConfig):
 def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderConfig:
     """Describe a Llama-shaped decoder (Llama, Qwen2, Qwen3, MiMo, GLM4-MoE) to Megatron. Call after `init_distributed`.
 
-    Raises ConfigError for a setting that is not implemented, such as scaled rotary embeddings, and for a size that the
+    Raises ConfigError for a setting that is not implemented, such as a sliding window, and for a size that the
     parallel layout does not divide.
     """
     check(hf_config, config)
@@ -112,20 +113,10 @@ def check(hf_config: Mapping[str, Any], config: Config) -> None:
             raise ConfigError(f"config.json of {where}: {message}")
 
 
-def rotary_base(hf_config: Mapping[str, Any]) -> float:
-    """Return the base of the rotary angles; 10,000 if config.json states none, as in Transformers."""
-    return float(hf_config.get("rope_theta") or _rope(hf_config).get("rope_theta") or 10000.0)
-
-
 def rotary_percent(hf_config: Mapping[str, Any]) -> float:
     """Return the share of a head's channels that is rotated, from 0 to 1; by default the family's."""
-    stated = hf_config.get("partial_rotary_factor") or _rope(hf_config).get("partial_rotary_factor")
+    stated = hf_config.get("partial_rotary_factor") or settings(hf_config).get("partial_rotary_factor")
     return float(stated or record_of(hf_config).rotary_share)
-
-
-def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the rotary embedding, under the names of Transformers 4 or 5."""
-    return {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
 
 
 class Policy(GPTModel):
@@ -139,7 +130,8 @@ class Policy(GPTModel):
 
     def __init__(self, config: TransformerConfig, hf_config: Mapping[str, Any], max_length: int) -> None:
         # Our core attention computes the angles from each token's position; Transformer Engine's takes Megatron's.
-        rope = runtime.has_transformer_engine()
+        angles = runtime.has_transformer_engine()
+        rope = Rope.of(hf_config)
         super().__init__(
             config=config,
             transformer_layer_spec=runtime.decoder_spec(config),
@@ -148,10 +140,13 @@ class Policy(GPTModel):
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),
-            position_embedding_type="rope" if rope else "none",
-            rotary_base=rotary_base(hf_config),
+            position_embedding_type="rope" if angles else "none",
+            rotary_base=rope.base,
             rotary_percent=rotary_percent(hf_config),
         )
+        if angles:  # Megatron's own scaling has Llama 3.1's other settings built in
+            held = self.rotary_pos_emb.inv_freq
+            self.rotary_pos_emb.inv_freq = rope.frequencies(2 * len(held), held.device)
         self._kept: dict[int, Tensor] = {}
         for index in taps_of(hf_config):
             self.decoder.layers[index].register_forward_pre_hook(partial(self._keep, index), with_kwargs=True)
@@ -187,7 +182,7 @@ def taps_of(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     return check_drafter_config(hf_config[DRAFTER], "the drafter").taps(hf_config["num_hidden_layers"])
 
 
-def describe(batch: PackedBatch, config: TransformerConfig, base: float, device: torch.device) -> PackedSequences:
+def describe(batch: PackedBatch, config: TransformerConfig, rope: Rope, device: torch.device) -> PackedSequences:
     """Describe the packed sequences of a micro-batch to attention. Raises ValueError if lengths do not add up."""
     cp_size = parallel_state.get_context_parallel_world_size()
     cp_rank = parallel_state.get_context_parallel_rank()
@@ -198,11 +193,11 @@ def describe(batch: PackedBatch, config: TransformerConfig, base: float, device:
         )
     groups = config.num_query_groups // config.tensor_model_parallel_size
     packed = packed_sequences(batch.cu_seqlens_padded, groups, cp_size, cp_rank, device)
-    return at_positions(packed, to_device(batch.position_ids, device), config, base)
+    return at_positions(packed, to_device(batch.position_ids, device), config, rope)
 
 
-def at_positions(packed: PackedSequences, positions: Tensor, config: TransformerConfig, base: float) -> PackedSequences:
+def at_positions(packed: PackedSequences, positions: Tensor, config: TransformerConfig, rope: Rope) -> PackedSequences:
     """Return the same sequences with rotary angles for `positions [T]`."""
     dims = int(config.kv_channels * getattr(config, "rotary_percent", 1.0))
-    cos, sin = rotary_factors(positions, dims, base, config.params_dtype)
+    cos, sin = rotary_factors(positions, dims, rope, config.params_dtype)
     return replace(packed, cos=cos, sin=sin)

@@ -29,6 +29,7 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.losses.head import VocabParallelHead, all_finite
 from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train import checkpoint, experts, moments, runtime, shards
@@ -43,7 +44,7 @@ from megatron_rlspec.train.drafter_step import (
     training_temperature,
     unfiltered,
 )
-from megatron_rlspec.train.model import Policy, describe, rotary_base, taps_of, transformer_config
+from megatron_rlspec.train.model import Policy, describe, taps_of, transformer_config
 from megatron_rlspec.train.objectives import OBJECTIVES, OutputLayer, Sums, means, reduce_sums
 from megatron_rlspec.train.optimizer import AdamW, Learner
 from megatron_rlspec.types import PackedBatch, Scope
@@ -66,7 +67,7 @@ class Trainer:
         self.device = runtime.device()
         self.last_stage = ps.is_pipeline_last_stage()
         self.model_config = transformer_config(hf_config, config)
-        self.rotary_base = rotary_base(hf_config)
+        self.rope = Rope.of(hf_config)
         self.policy = Policy(self.model_config, hf_config, config.model.max_length).to(self.device)
         overlap = runtime.has_transformer_engine()
         self.learner = Learner(self.policy, _policy_adam(config), pipelined=True, overlap=overlap)
@@ -329,7 +330,7 @@ class Trainer:
 
         def forward(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
             batch = next(iterator)
-            packed = describe(batch, self.model_config, self.rotary_base, self.device)
+            packed = describe(batch, self.model_config, self.rope, self.device)
             tokens = to_device(batch.tokens, self.device)
             positions = to_device(batch.position_ids, self.device)
             with torch.set_grad_enabled(not forward_only):
@@ -389,7 +390,7 @@ class Trainer:
         assert self.drafter is not None and self.drafter_learner is not None and self.embedding is not None
         if DRAFTER in self.hf_config:
             hidden = self.policy.taps()
-            packed = describe(batch, self.drafter.config, self.rotary_base, self.device)  # of the drafter's heads
+            packed = describe(batch, self.drafter.config, self.rope, self.device)  # of the drafter's heads
         return self.drafter_learner.ddp(
             hidden.detach() if self.config.drafter.mtp_detach_heads else hidden,
             [to_device(tokens, self.device) for tokens in batch.drafter_tokens],

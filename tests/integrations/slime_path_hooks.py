@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import requests
 import torch
 
+from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 
 
@@ -41,7 +42,7 @@ def packed_for_cpu(get_batch, args):
         rank = ps.get_context_parallel_rank()
         here = drafter_fields(batch, 1, rank, size)
         packed = packed_sequences(here.cu_seqlens_padded, args.num_query_groups, size, rank, torch.device("cpu"))
-        batch["packed_seq_params"] = at_positions(packed, here.position_ids, config, float(args.rotary_base))
+        batch["packed_seq_params"] = at_positions(packed, here.position_ids, config, Rope(float(args.rotary_base)))
         return batch
 
     return wrapped

@@ -41,7 +41,7 @@ def own_and_slimes(loss, temperature):
     batches = pack(chosen, depth=3, tokens_per_micro_batch=400, advantages=[0.0] * len(chosen), drafter_weights=shares)
     assert len(batches) == 1
     with torch.no_grad():
-        packed = describe(batches[0], trainer.model_config, trainer.rotary_base, trainer.device)
+        packed = describe(batches[0], trainer.model_config, trainer.rope, trainer.device)
         hidden = trainer.policy(batches[0].tokens[None], batches[0].position_ids[None], None, packed_seq_params=packed)
 
     mtp = replace(trainer.model_config, mtp_num_layers=1, finalize_model_grads_func=None)
@@ -53,7 +53,7 @@ def own_and_slimes(loss, temperature):
         max_sequence_length=64,
         share_embeddings_and_output_weights=False,
         position_embedding_type="none",
-        rotary_base=trainer.rotary_base,
+        rotary_base=trainer.rope.base,
     )
     weights = dict(trainer.policy.named_parameters()) | dict(trainer.drafter.named_parameters())
     with torch.no_grad():

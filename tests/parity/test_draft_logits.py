@@ -40,7 +40,7 @@ def trainer_logits(trainer: Trainer, drafter: Drafter, sample: Sample, chains: d
     for t, chain in chains.items():
         for depth, token in enumerate(chain, 2):
             tokens[depth - 1][t] = token
-    packed = describe(batch, trainer.model_config, trainer.rotary_base, torch.device("cpu"))
+    packed = describe(batch, trainer.model_config, trainer.rope, torch.device("cpu"))
     with torch.no_grad():
         positions = batch.position_ids
         hidden = trainer.policy(batch.tokens[None], positions[None], None, packed_seq_params=packed)[:, 0]
@@ -75,7 +75,7 @@ def measure(drafted) -> dict[str, np.ndarray]:
         depth=DEPTH,
         repeated_layer=False,
         zero_first_embedding=True,
-        rotary_base=trainer.rotary_base,
+        rope=trainer.rope,
         seed=1,
     )
     for layer in separate.mtp.layers:

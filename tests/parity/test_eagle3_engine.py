@@ -170,10 +170,10 @@ def of_trainer(config: dict[str, Any], weights: dict[str, torch.Tensor], drafted
         for t, (chain, _) in found.items():
             for depth, token in enumerate(chain, 2):
                 tokens[depth - 1][t] = token
-        packed = describe(batch, trainer.model_config, trainer.rotary_base, cpu)
+        packed = describe(batch, trainer.model_config, trainer.rope, cpu)
         with torch.no_grad():
             trainer.policy(batch.tokens[None], batch.position_ids[None], None, packed_seq_params=packed)
-            own = describe(batch, trainer.drafter.config, trainer.rotary_base, cpu)
+            own = describe(batch, trainer.drafter.config, trainer.rope, cpu)
             outputs = trainer.drafter(trainer.policy.taps(), tokens, trainer.embedding, batch.position_ids, own)
             logits = (torch.stack(outputs) @ trainer.drafter.head.T).numpy()
         for t, (_, expected) in found.items():

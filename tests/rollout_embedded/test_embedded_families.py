@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_model_parity import LLAMA3
 from test_pushed_families import checkpoint, config_of
 from test_served_families import agrees_with_transformers, drawn
 
@@ -10,6 +11,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 EMBEDDED = {name: config_of(name, eos_token_id=2) for name in names_where(lambda record: record.embedded)}
+EMBEDDED["LlamaForCausalLM 3.1"] = config_of("LlamaForCausalLM", eos_token_id=2, rope_scaling=LLAMA3)
 EMBEDDED["MiMoForCausalLM of a Llama"] = config_of("MiMoForCausalLM", attention_bias=False, eos_token_id=2)
 
 

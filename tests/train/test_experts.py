@@ -8,8 +8,8 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 from moe_oracles import GLM4_MOE, checkpoint, logits
-from test_model_parity import drafter_logits
-from train_ranks import batches, config, digest, moments, on_ranks, samples
+from test_model_parity import QWEN3_MOE, drafter_logits
+from train_ranks import HF_CONFIG, batches, config, digest, moments, on_ranks, samples
 
 from megatron_rlspec.train import drafter as drafter_module
 from megatron_rlspec.train import experts
@@ -137,6 +137,32 @@ def test_policy_is_the_same_with_and_without_drafter():
         assert rank["norms"][0] > 0.05 and rank["norms"][1] > 0
 
 
+SOFTMAX = HF_CONFIG | QWEN3_MOE | {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2}
+
+
+def of_a_softmax_router(weights):
+    """Train Qwen3-MoE for three steps on two ranks: with split and whole experts, with and without a drafter."""
+    out = {}
+    for name, expert, drafter in (("split", 2, True), ("whole", 1, True), ("alone", 2, False)):
+        model = {"dtype": "float64", "moe_aux_loss_coeff": 0.1}
+        trainer = build(SOFTMAX, model=model, drafter=drafter, parallel={"expert": expert})
+        trainer.load_hf(weights)
+        metrics = [trainer.train_step(data_of(trainer, seed), objective="grpo") for seed in range(3)]
+        out[name] = dict(trainer.export("target")), metrics[-1], digest(trainer.policy.parameters())
+    return out
+
+
+@pytest.mark.slow
+def test_a_softmax_router_learns_with_split_experts_and_is_isolated():
+    (weights,) = on_ranks(1, made, SOFTMAX)
+    for rank in on_ranks(2, of_a_softmax_router, weights):
+        split, whole, alone = (rank[name] for name in ("split", "whole", "alone"))
+        assert split[2] == alone[2]
+        assert split[1]["drafter/grad_norm"] > 0 and split[1]["policy/grad_norm"] > 0
+        for name, tensor in whole[0].items():
+            assert torch.allclose(split[0][name], tensor, rtol=1e-5, atol=1e-7), name
+
+
 # ---- layouts --------------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
@@ -161,8 +187,8 @@ def layouts(weights, names):
     return out
 
 
-def made():
-    trainer = build(model={})
+def made(hf=SMALL):
+    trainer = build(hf, model={})
     generator = torch.Generator().manual_seed(3)
     return {k: v + 0.1 * torch.randn(v.shape, generator=generator) for k, v in trainer.export()}
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from train_ranks import HF_CONFIG, batches, config, on_ranks, samples
 
+from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.train.step import Trainer
 
 
@@ -18,26 +19,48 @@ def trained(dtype: str, hf: dict, depth: int = 3) -> tuple[Trainer, list]:
     return trainer, data
 
 
+# Waves of the angles are 6, 63, 628 and 6,283 tokens long: one is interpolated, and three are longer than 16.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 CASES = {
     "MiMoForCausalLM": {},
     "MiMoForCausalLM of a Llama": {"architectures": ["MiMoForCausalLM"], "attention_bias": False},
     "LlamaForCausalLM": {"model_type": "llama", "attention_bias": False},
     "Qwen2ForCausalLM": {"tie_word_embeddings": True},
+    "LlamaForCausalLM 3.1": {"model_type": "llama", "attention_bias": False, "rope_scaling": LLAMA3},
     "Qwen3ForCausalLM": {"model_type": "qwen3", "attention_bias": False, "head_dim": 16},
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "Qwen3MoeForCausalLM whose weights do not add up to 1": QWEN3_MOE | {"norm_topk_prob": False},
 }
 
 
-def policy_against_transformers(architecture):
+def policy_against_transformers(architecture, folder):
     """Return the largest difference of a label's log-probability."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    hf = HF_CONFIG | {"num_hidden_layers": 2, "architectures": [architecture]} | CASES[architecture]
+    hf = HF_CONFIG | {"num_hidden_layers": 2, "architectures": [architecture.partition(" ")[0]]} | CASES[architecture]
     trainer, data = trained("float32", hf)
     fields = {k: v for k, v in hf.items() if k not in ("architectures", "model_type", "num_nextn_predict_layers")}
-    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(hf["model_type"], **fields)).eval()
-    missing, unexpected = reference.load_state_dict(dict(trainer.export("target")), strict=False)
-    assert not unexpected and set(missing) <= ({"lm_head.weight"} if hf["tie_word_embeddings"] else set())
-    reference.tie_weights()
+    write_hf(folder / "model", hf, {name: tensor.clone() for name, tensor in trainer.export("target")})
+    known = AutoConfig.for_model(hf["model_type"], **fields)
+    options = {"config": known, "dtype": torch.float32, "output_loading_info": True}
+    reference, loaded = AutoModelForCausalLM.from_pretrained(folder / "model", **options)
+    reference.eval()
+    assert not loaded["unexpected_keys"]
+    assert set(loaded["missing_keys"]) <= ({"lm_head.weight"} if hf["tie_word_embeddings"] else set())
     worst = 0.0
     for batch, ours in zip(data, trainer.logprobs(data), strict=True):
         for start, end in zip(batch.cu_seqlens_padded[:-1], batch.cu_seqlens_padded[1:], strict=True):
@@ -52,8 +75,8 @@ def policy_against_transformers(architecture):
     "architecture",
     [pytest.param(name, marks=pytest.mark.slow if "Qwen2" in name or " of a " in name else []) for name in CASES],
 )
-def test_policy_equals_transformers(architecture):
-    (worst,) = on_ranks(1, policy_against_transformers, architecture)
+def test_policy_equals_transformers(architecture, tmp_path):
+    (worst,) = on_ranks(1, policy_against_transformers, architecture, tmp_path)
     assert worst == pytest.approx(0, abs=2e-5)
 
 

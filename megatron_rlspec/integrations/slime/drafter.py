@@ -28,6 +28,7 @@ from torch import Tensor
 from megatron_rlspec.extensions.drafter_schedules.updates import EverySteps
 from megatron_rlspec.extensions.drafter_schedules.weights import RewardWeight
 from megatron_rlspec.integrations.slime.batch import DrafterFields
+from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train.attention import PackedAttention, packed_sequences
 from megatron_rlspec.train.drafter import MTPDrafter
@@ -90,7 +91,7 @@ class Options:
 class Adopted(MTPDrafter):
     """A drafter around an MTP layer that exists already: chain-exact, with grouped-query attention."""
 
-    def __init__(self, model: GPTModel, depth: int, zero_first_embedding: bool, rotary_base: float) -> None:
+    def __init__(self, model: GPTModel, depth: int, zero_first_embedding: bool, rope: Rope) -> None:
         own = replace(model.config, calculate_per_token_loss=True)
         own.rotary_percent = model.rotary_percent  # as train.model.DecoderConfig has it
         MegatronModule.__init__(self, config=own)
@@ -98,8 +99,17 @@ class Adopted(MTPDrafter):
         self.depth = depth
         self.repeated_layer = True
         self.zero_first_embedding = zero_first_embedding
-        self.rotary_base = rotary_base
+        self.rope = rope
         self.recompute = own.recompute_granularity == "full"
+
+
+def _rope(model: GPTModel) -> Rope:
+    """Return the model's rotary embedding. Megatron keeps no factor of a scaling; the slowest frequency shows it."""
+    plain = Rope(float(model.rotary_base))
+    if not getattr(model, "rotary_scaling", False):
+        return plain
+    held = model.rotary_pos_emb.inv_freq
+    return replace(plain, factor=round(float(plain.frequencies(2 * len(held))[-1] / held[-1]), 3))
 
 
 class SlimeDrafter:
@@ -140,7 +150,7 @@ class SlimeDrafter:
             attention.core_attention = PackedAttention(
                 attention.config, attention.layer_number, attention.attn_mask_type, "self"
             )
-        self.block = Adopted(model, options.depth, options.zero_first_embedding, float(model.rotary_base))
+        self.block = Adopted(model, options.depth, options.zero_first_embedding, _rope(model))
         adam = AdamW(
             lr=options.lr,
             weight_decay=options.weight_decay,

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megatron_rlspec.models.config import DRAFTER, check_drafter_config, refusal
 from megatron_rlspec.models.config import PREFIX as EAGLE3
 from megatron_rlspec.models.families import FAMILIES, names_where
+from megatron_rlspec.models.rope import Rope, kind, settings
 from megatron_rlspec.rollout.embedded.packed import PackedWeights
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 
@@ -33,8 +34,9 @@ class Architecture:
     head_dim: int
     vocab: int
     eps: float
-    theta: float
+    rope: Rope
     qkv_bias: bool
+    qk_norm: bool
     tied: bool
     mtp: bool
     eos: tuple[int, ...]
@@ -60,9 +62,10 @@ class Architecture:
         if name not in known:
             raise ValueError(f"config.json: {refusal(name, 'run by the embedded engine', known)}")
         facts = FAMILIES[name]
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            raise ValueError(f"the embedded engine has plain rotary embeddings only; config.json asks for {rope}")
+        if (scaling := kind(settings(config))) not in ("default", "llama3"):
+            raise ValueError(
+                f"the embedded engine has rotary embeddings of type default and llama3; config.json asks for {scaling}"
+            )
         if config.get("use_sliding_window"):
             raise ValueError("the embedded engine has no sliding window; config.json has use_sliding_window = true")
         taps: tuple[int, ...] = ()
@@ -85,7 +88,8 @@ class Architecture:
             head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
             vocab=config["vocab_size"],
             eps=config["rms_norm_eps"],
-            theta=float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)),
+            rope=Rope.of(config),
+            qk_norm=facts.has_qk_norm(config),
             qkv_bias=facts.stores_qkv_bias(config),
             tied=bool(config.get("tie_word_embeddings", False)),
             mtp=not taps and facts.embedded_drafter and config.get("num_nextn_predict_layers", 0) > 0,
@@ -107,13 +111,12 @@ def _check_same(target: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
 
     def facts(config: Mapping[str, Any]) -> dict[str, Any]:
         heads = config["num_attention_heads"]
-        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
         return {
             "num_attention_heads": heads,
             "num_key_value_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
             "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-            "rope_theta": float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+            "rotary embedding": Rope.of(config),
         }
 
     wanted = facts(target)
@@ -149,6 +152,8 @@ class Layer:
     norm1: torch.Tensor
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
     out: torch.Tensor
     norm2: torch.Tensor
     gate_up: torch.Tensor
@@ -222,8 +227,8 @@ class Decoder:
         if arch.taps:
             self._add_eagle3()
         # As in Transformers and Megatron: angles in float32, cosine and sine cast afterwards.
-        frequency = arch.theta ** -(torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim)
-        angle = torch.outer(torch.arange(positions, dtype=torch.float32), frequency).repeat(1, 2)
+        angle = torch.outer(torch.arange(positions, dtype=torch.float32), arch.rope.frequencies(arch.head_dim))
+        angle = angle.repeat(1, 2)
         self.cos = angle.cos().to(device, dtype)[:, None]
         sign = torch.ones(arch.head_dim).index_fill_(0, torch.arange(arch.head_dim // 2), -1.0)
         self.sin = (angle.sin() * sign).to(device, dtype)[:, None]  # with the sign of the rotated half
@@ -335,6 +340,10 @@ class Decoder:
         read = self._rms(x, layer.norm1) if read is None else read
         qkv = self.packed.linear(read, layer.qkv, layer.qkv_bias).view(n, -1, d)
         qk = qkv[:, : self.heads + self.kv_heads]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query, key = qk.split([self.heads, self.kv_heads], 1)
+            query.copy_(self._rms(query, layer.q_norm))
+            key.copy_(self._rms(key, layer.k_norm))
         turned = qk.roll(d // 2, -1)
         qk.mul_(plan.cos).addcmul_(turned, plan.sin)
         kv.index_copy_(0, plan.write, qkv[:, self.heads :])
@@ -378,6 +387,8 @@ class Decoder:
             norm1=self._new({prefix + "input_layernorm.weight": h}),
             qkv=self._new(qkv, width or h, 0),
             qkv_bias=self._new(bias, split=0) if self.arch.qkv_bias and not width else None,
+            q_norm=self._new({prefix + "self_attn.q_norm.weight": d}) if self.arch.qk_norm and not width else None,
+            k_norm=self._new({prefix + "self_attn.k_norm.weight": d}) if self.arch.qk_norm and not width else None,
             out=self._new({prefix + "self_attn.o_proj.weight": h}, self.heads * d, 1),
             norm2=self._new({prefix + "post_attention_layernorm.weight": h}),
             gate_up=self._new({prefix + "mlp.gate_proj.weight": i, prefix + "mlp.up_proj.weight": i}, h, 0),

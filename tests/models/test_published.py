@@ -1,0 +1,48 @@
+"""The models that people try first, by their published config.json: accepted, named, counted, laid out."""
+
+import math
+
+import pytest
+from published import BILLIONS, PUBLISHED
+from train_ranks import config, on_ranks
+
+from megatron_rlspec.models.config import check_config
+from megatron_rlspec.models.directory import expected_shape
+from megatron_rlspec.models.names import name_table
+from megatron_rlspec.models.rope import Rope
+from megatron_rlspec.train import dry_run
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_names_and_shapes_add_up_to_the_models_parameters(name):
+    typed = check_config(PUBLISHED[name], name)
+    shapes = {hf: expected_shape(hf, typed) for hf in name_table(PUBLISHED[name]).by_hf}
+    assert sum(math.prod(shape.values()) for shape in shapes.values()) / 1e9 == pytest.approx(BILLIONS[name], rel=5e-3)
+
+
+def test_frequencies_are_those_of_transformers():
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for name in ("Llama-3.1-8B-Instruct", "Llama-3.2-1B-Instruct"):
+        stated = PUBLISHED[name]
+        plain = {key: value for key, value in stated.items() if key not in ("architectures", "model_type")}
+        theirs, factor = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.for_model("llama", **plain), "cpu")
+        ours = Rope.of(stated).frequencies(2 * len(theirs))
+        assert factor == 1 and ours.tolist() == theirs.tolist()
+
+
+def laid_out(name):
+    """Return the first line of `rlspec train --dry-run`, on ranks that do not exist."""
+    parallel = {"tensor": 2, "expert": 8, "sequence": True} if "-A" in name else {"tensor": 2}
+    options = config(model={"dtype": "bfloat16", "max_length": 4096}, parallel=parallel, drafter={"train": False})
+    return list(dry_run.report(options, PUBLISHED[name], 16))[0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "Qwen3-0.6B" else pytest.mark.slow) for name in PUBLISHED]
+)
+def test_a_dry_run_lays_the_model_out(name):
+    (line,) = on_ranks(1, laid_out, name)
+    policy = int(line.split(": ")[1].split(" ")[0].replace(",", ""))
+    assert policy / 1e9 == pytest.approx(BILLIONS[name], rel=5e-3)
