@@ -32,9 +32,10 @@ import numpy as np
 import torch
 from bigram_model import VOCAB, checkpoint
 
-from megatron_rlspec.extensions.trees.tree import AcceptanceMap, TreeBudget, VerifyCost, top
+from megatron_rlspec.extensions.trees.tree import AcceptanceMap, TreeBudget, VerifyCost
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.speculation.acceptance import top
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
 PROMPT = 32

@@ -7,7 +7,7 @@ import os
 import sys
 
 from megatron_rlspec import cli
-from megatron_rlspec.rollout.open import StartingEngines
+from megatron_rlspec.extensions.migration.builders import MigratableEngines
 from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.run.session import Session
@@ -32,6 +32,6 @@ if __name__ == "__main__":
         noted(SGLangEngine, name)
     for name in ("load_hf", "train_step"):
         noted(Trainer, name)
-    noted(StartingEngines, "launch")
+    noted(MigratableEngines, "launch")
     noted(Session, "_free_memory")
     cli.main()

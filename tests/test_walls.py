@@ -21,9 +21,6 @@ DECISIONS = ("speculation/", "extensions/migration/plans/", "extensions/simulato
 PENDING = {  # files of the core that still import an extension; the list only shrinks
     "integrations/slime/batch.py",
     "integrations/slime/drafter.py",
-    "rollout/embedded/rounds.py",
-    "rollout/open.py",
-    "rollout/pool.py",
     "rollout/sglang/http/routes.py",
     "rollout/sglang/scheduler/control.py",
     "rollout/sglang/scheduler/controller.py",

@@ -14,9 +14,9 @@ from gpu.figures import Figures
 from gpu.plan import Plan
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
-from megatron_rlspec.extensions.migration.moves import Moved, Mover, Owner, discard
+from megatron_rlspec.extensions.migration.moves import Moved, Mover, discard
 from megatron_rlspec.extensions.migration.protocol import TransferRequest
-from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.rollout.pool import EnginePool, Owner
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.types import Held, Move, Request, Sampling
 

@@ -23,7 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron_rlspec import files
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import RolloutEngine
-from megatron_rlspec.rollout.open import StartingEngines, learning
+from megatron_rlspec.extensions.kinds import KINDS
+from megatron_rlspec.rollout.open import learning
+from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.run import identity
 from megatron_rlspec.tasks import data
@@ -62,7 +64,7 @@ def _answer(config: Config, hf_config: dict[str, Any]) -> str:
             f"engine {config.rollout.engine}; {len(missing)} answers are missing in {path}",
             flush=True,
         )
-        starting = StartingEngines(config, path.with_name(f"{path.name}.logs"))
+        starting = KINDS[config.rollout.engine].start(config, path.with_name(f"{path.name}.logs"), Layout())
         try:
             starting.launch()
             engines = starting.wait()
@@ -106,7 +108,7 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 def _served(config: Config) -> dict[str, int]:
     """Return the fingerprints of what the engines at `rollout.urls` hold. Raises EngineError if they differ."""
-    starting = StartingEngines(config, Path())
+    starting = KINDS[config.rollout.engine].start(config, Path(), Layout())
     found = EnginePool(list(starting.wait().values())).fingerprints()
     return dict(sorted(found.items()))
 

@@ -9,12 +9,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.extensions.migration.moves import Owner, Returned, Stay
 from megatron_rlspec.types import Partial, Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
 
 if TYPE_CHECKING:
@@ -22,6 +21,46 @@ if TYPE_CHECKING:
 
 ABORT_AGAIN = 0.2  # seconds
 logger = logging.getLogger(__name__)
+Returned = Callable[[str, Request | None], None]  # (id, the request to continue); see `Owner.lend`
+
+
+@dataclass(frozen=True)
+class Stay:
+    """The time that a sample spent on one engine, in seconds of `time.perf_counter`."""
+
+    id: str
+    engine: RolloutEngine
+    began: float
+    ended: float
+
+
+class Owner(Protocol):
+    """The requests of a running `generate`, for what moves them between engines (`EnginePool.balance`).
+
+    waiting  groups of requests that no engine has
+    samples  those that have ended, by id
+    stays    of samples on engines that they have left
+    """
+
+    waiting: deque[list[Request]]
+    samples: dict[str, Sample]
+    stays: list[Stay]
+
+    def drawn_by(self, engine: RolloutEngine) -> Mapping[str, Request]:
+        """Return the unfinished requests of an engine."""
+
+    def lend(self, engine: RolloutEngine, ids: Iterable[str], returned: Returned) -> list[str]:
+        """Give samples away: when the engine returns one aborted, it goes to `returned` and is not finished.
+
+        `returned` is called once for each, with the request to continue, or with None if the sample has ended or the
+        engine is lost. Returns the ids that are lent; the others are elsewhere, or lent already.
+        """
+
+    def take_back(self, ids: Iterable[str]) -> None:
+        """End `lend` for samples that the engine still draws."""
+
+    def resume(self, requests: Sequence[Request], engine: RolloutEngine) -> None:
+        """Continue samples on an engine, or on another one if it is lost."""
 
 
 class EnginePool:
@@ -36,7 +75,7 @@ class EnginePool:
     continues  whether the engines take samples that have begun; otherwise such samples begin anew
     lanes      engines that are given no request while another is left: samples only move to them
 
-    `balance`, if it is set, is entered around every `generate`, and may move its samples (`balancer.Balancer`).
+    `balance`, if it is set, is entered around every `generate`, and may move its samples through `Owner`.
 
     An engine that fails is closed and left out from then on; `failures` gives the reason by the engine's `id`. Its
     unfinished requests go on on the others, from what is known of them. When no engine is left, every method raises
@@ -420,7 +459,7 @@ class _Run:
         for name, returned in ended:
             returned(name, None)
 
-    # ---- moves.Owner ------------------------------------------------------------------------------------------------
+    # ---- Owner ------------------------------------------------------------------------------------------------------
 
     def drawn_by(self, engine: RolloutEngine) -> dict[str, Request]:
         with self.changed:

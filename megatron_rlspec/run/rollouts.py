@@ -22,6 +22,8 @@ import numpy as np
 from megatron_rlspec import custom, files, texts
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.extensions.kinds import KINDS
+from megatron_rlspec.extensions.migration.builders import MigratableEngines, rebalancer, sizes_planner
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts
 from megatron_rlspec.extensions.migration.wiring import Tail
 from megatron_rlspec.losses import grpo
@@ -29,7 +31,7 @@ from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.records.metrics import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
-from megatron_rlspec.rollout.open import StartingEngines, learning, rebalancer, sizes_planner
+from megatron_rlspec.rollout.open import learning
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
 from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.pool import EnginePool
@@ -103,7 +105,7 @@ class StartingRollouts:
         ranks = config.rollout.engines * config.placement.tensor
         self.sizes = sizes_planner(config, SwitchCosts(0.0), ranks) if config.second else None
         self.scorer = rewards.Scorer(config.reward)
-        self.starting = StartingEngines(config, run_dir, layout)
+        self.starting = KINDS[config.rollout.engine].start(config, run_dir, layout or Layout())
 
     def launch(self) -> None:
         """Start the engines in the background."""
@@ -111,9 +113,7 @@ class StartingRollouts:
 
     def wait(self) -> Mapping[str, RolloutEngine]:
         """Wait until every engine answers and return the engines by name. Raises EngineError."""
-        engines = self.starting.wait()
-        self.starting.start_second(engines)
-        return engines
+        return self.starting.wait()
 
     def close(self) -> None:
         """End engines and reward workers."""
@@ -179,7 +179,7 @@ class Rollouts:
         alone = rollout.engine == "embedded"
         in_flight = rollout.in_flight or (0 if alone else rollout.max_running_requests)
         continues = rollout.engine == "embedded" or config.spec.verifier == "position_keyed"
-        lanes = [engines[name] for name in self.starting.lanes]
+        lanes = [engines[name] for name in self.starting.spare]
         self.engines = EnginePool(list(engines.values()), in_flight, self._start_again, continues, lanes)
         self._rolling = 0  # the step whose rollout runs
         self.conversations = None
@@ -187,9 +187,13 @@ class Rollouts:
             function = custom.load("rollout.function", rollout.function)
             self.conversations = Conversations(function, self.engines, self.tokenizer, rollout.function_seconds)
         self.health = self._health(engines, _drafter_names(config, started.hf_config))
-        turns = self.starting.turns(started.sizes, self.engines, self.health)
+        turns = None
+        sizes: Mapping[str, int] = {}
+        if isinstance(self.starting, MigratableEngines):
+            turns = self.starting.turns(started.sizes, self.engines, self.health)
+            sizes = self.starting.sizes
         pushed = self.health.pusher.engines
-        self.tail = Tail(config, started.planner, self.engines, pushed, self.starting.sizes, self._record_moves, turns)
+        self.tail = Tail(config, started.planner, self.engines, pushed, sizes, self._record_moves, turns)
         threading.Thread(target=self._abort_when_cancelled, name="cancel", daemon=True).start()
         if lost := self.learning.restore(resumed):
             recorder.event("resume", lost)
@@ -545,7 +549,7 @@ class Rollouts:
             if isinstance(engine, EngineError):
                 self.recorder.event("engine", f"{name}: not started again: {engine}", engine=name)
                 continue
-            self.engines.add(engine, lane=name in self.starting.lanes)
+            self.engines.add(engine, lane=name in self.starting.spare)
             self.health.join(name, engine)
             if self.tail.turns:
                 self.tail.turns.replace(name, engine)

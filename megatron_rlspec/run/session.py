@@ -25,7 +25,7 @@ from megatron_rlspec.checkpoint.drafter_files import Tensors, build_drafter, rea
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.drafter_schedules.online import OnlineLearner
-from megatron_rlspec.extensions.migration.embedded.fleet import Follower
+from megatron_rlspec.extensions.kinds import KINDS
 from megatron_rlspec.host import ranks
 from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.losses import grpo
@@ -38,7 +38,6 @@ from megatron_rlspec.records.live import View
 from megatron_rlspec.records.metrics import Clock, Recorder, RewardWatch, read_records
 from megatron_rlspec.records.sinks import open_sinks
 from megatron_rlspec.rollout import placement
-from megatron_rlspec.rollout.open import member
 from megatron_rlspec.run import identity
 from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
 from megatron_rlspec.run.rollouts import (
@@ -163,8 +162,9 @@ class Session:
             self._free_memory()
             if starting is not None:
                 starting.launch()
-        if not self.main and self.generates and config.rollout.engine == "embedded":
-            self._closing.callback(Follower(member(config)).close)
+        follow = KINDS[config.rollout.engine].follow
+        if not self.main and self.generates and follow is not None:
+            self._closing.callback(follow(config))
         if self.main:
             engines = starting.wait() if starting is not None else {}  # before the first write of the run
             sink = partial(open_sinks, config, self.run_dir, self.done)

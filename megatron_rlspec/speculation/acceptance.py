@@ -75,6 +75,13 @@ def grow(rates: Sequence[float], topk: int, sibling: float) -> Grown:
     return Grown(chance, parents, depth)
 
 
+def top(scores: np.ndarray, count: int) -> np.ndarray:
+    """Return the mask [B, M] of each row's `count` highest scores; of equal scores the first, as parents come first."""
+    keep = np.zeros(scores.shape, bool)
+    np.put_along_axis(keep, np.argsort(-scores, axis=1, kind="stable")[:, :count], True, 1)
+    return keep
+
+
 def accept_length(histogram: Sequence[int] | np.ndarray) -> float:
     """Return tokens per round, with the target's own token: 1 + accepted drafts / rounds. NaN without rounds.
 

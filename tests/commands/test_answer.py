@@ -21,6 +21,7 @@ from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.records.metrics import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.open import Kind
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig, SpecSchedule
@@ -186,7 +187,7 @@ def test_answers_of_a_server_with_other_weights_are_not_mixed(start, tmp_path, m
         def close(self):
             pass
 
-    monkeypatch.setattr(answer, "StartingEngines", Served)
+    monkeypatch.setitem(answer.KINDS, "sglang", Kind(Served))
     config = options(start, tmp_path / "a.jsonl", rollout__engine="sglang", rollout__urls="http://127.0.0.1:30000")
     rows = answered(config)
     assert answered(config) == rows and len(rows) == 48

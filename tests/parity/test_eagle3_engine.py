@@ -22,7 +22,8 @@ from eagle3_oracle import Eagle3Oracle
 
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.rollout.open import StartingEngines
+from megatron_rlspec.rollout.open import ServedEngines
+from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.sync.push import Pusher
@@ -329,6 +330,6 @@ def test_a_run_uses_an_engine_with_its_drafter(served, tmp_path):
     assert engine.describe()["eagle3"]["taps"] == [2, 4, 5]
 
 
-def attach(served: Served, options: dict[str, str], run_dir: Path) -> StartingEngines:
+def attach(served: Served, options: dict[str, str], run_dir: Path) -> ServedEngines:
     known = {"model.path": str(served.folder / "target"), "rollout.urls": served.engine.url}
-    return StartingEngines(load(None, known | options), run_dir)
+    return ServedEngines(load(None, known | options), run_dir, Layout())

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from megatron_rlspec.config import Config, ConfigError, load
+from megatron_rlspec.extensions.migration.builders import MigratableEngines, rebalancer
 from megatron_rlspec.extensions.migration.turns import calls
 from megatron_rlspec.rollout import placement
-from megatron_rlspec.rollout.open import StartingEngines, engine_arguments, rebalancer
+from megatron_rlspec.rollout.open import ServedEngines, engine_arguments
 from megatron_rlspec.rollout.placement import GIB, Layout, Need, place, with_memory
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
@@ -60,7 +61,7 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: Layout) -> list[R
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # no engine removes its directories
     monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "this would be the trainers'")
-    StartingEngines(config, tmp_path, layout).launch()
+    MigratableEngines(config, tmp_path, layout).launch()
     return list(started)
 
 
@@ -77,7 +78,7 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: Layout) -> list[R
 )
 def test_pushes_travel_as_the_engines_are_placed(layout, options, way, tmp_path):
     """NCCL goes from GPU to GPU, but refuses two processes on one."""
-    assert type(StartingEngines(load(None, options), tmp_path, layout)._transport) is way
+    assert type(ServedEngines(load(None, options), tmp_path, layout)._transport) is way
 
 
 @pytest.mark.parametrize(("mode", "case"), [("apart", c) for c in APART] + [("together", c) for c in TOGETHER])
@@ -121,7 +122,7 @@ def test_an_engine_of_two_gpus_and_without_gpus(monkeypatch, tmp_path):
     assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["e,f", "g,h"]
     assert ["--tp", "2"] == found[0].command[found[0].command.index("--tp") :][:2]
     assert Layout().environment(3) == {} and "--tp" not in engine_arguments(config, Layout())
-    together = engine_arguments(config, place(("0",), 1, 1, 1, "auto"))
+    together = engine_arguments(config, place(("0",), 1, 1, 1, "auto"), sleeps=True)
     assert "--enable-memory-saver" in together and "--enable-draft-weights-cpu-backup" not in together
 
 
@@ -146,9 +147,11 @@ def test_a_second_fleet_has_the_gpus_of_the_first(monkeypatch, tmp_path):
     config = load(None, options | {"rollout.engines": "4", "tail.lane": "2"})
     layout = place(tuple("abcdefgh"), 2, 4, 1, "auto", lane=2, second=2)
     assert layout.engines == (("c",), ("d",), ("e",), ("f",), ("g", "h")) and layout.second == (("c", "d"), ("e", "f"))
+    engines = MigratableEngines(config, tmp_path, layout)
     saver = []
     for index in range(7):
-        arguments = engine_arguments(config, layout, index)
+        name = list(engines.sizes)[index]
+        arguments, _ = engines._command(name, index)
         cards = layout.environment(index)["CUDA_VISIBLE_DEVICES"].split(",")
         assert arguments[arguments.index("--tp") + 1] == str(len(cards))
         saver.append("--enable-memory-saver" in arguments)
@@ -188,12 +191,12 @@ def test_running_engines_of_the_lane_s_size_are_the_lane(monkeypatch, tmp_path):
     config = load(None, {"rollout.urls": "http://a:1,http://b:2", **lane})
     sizes = {"http://a:1": 1, "http://b:2": 2}
     engine = lambda run, url: SimpleNamespace(describe=lambda: {"tensor_parallel": sizes[url]})  # noqa: E731
-    monkeypatch.setattr(StartingEngines, "_attach", engine)
-    assert StartingEngines(config, tmp_path).lanes == ["http://b:2"]
+    monkeypatch.setattr(MigratableEngines, "_attach", engine)
+    assert MigratableEngines(config, tmp_path, Layout()).spare == ["http://b:2"]
     for wrong in (1, 4):
         sizes["http://b:2"] = wrong
         with pytest.raises(ConfigError, match=f"placement.tensor=1; http://a:1 has 1, http://b:2 has {wrong}$"):
-            StartingEngines(config, tmp_path)
+            MigratableEngines(config, tmp_path, Layout())
 
 
 @pytest.mark.parametrize(

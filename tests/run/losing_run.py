@@ -7,8 +7,10 @@ import os
 
 from megatron_rlspec import cli
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.rollout import open as opening
+from megatron_rlspec.extensions.kinds import KINDS
+from megatron_rlspec.extensions.migration.builders import FleetEngines
 from megatron_rlspec.rollout import restart
+from megatron_rlspec.rollout.open import Kind, embedded
 from megatron_rlspec.run import rollouts
 
 draw = rollouts.Rollouts._draw
@@ -36,17 +38,18 @@ def lose(engine):
     engine._serve = ends
 
 
-class Own(opening.StartingEngines):
+class Own(FleetEngines):
     own = ("embedded",)
 
     def again(self, name, number):
         if number == 1:
             raise EngineError("it ended while starting")
-        return opening._embedded(self._config)
+        return embedded(self._config)
 
 
 rollouts.Rollouts._draw = draw_and_lose
 if os.environ.get("BACK"):
-    rollouts.StartingEngines, restart.PAUSES = Own, (0.0, 0.2)
+    KINDS["embedded"] = Kind(lambda config, *_: Own(config), KINDS["embedded"].follow)
+    restart.PAUSES = (0.0, 0.2)
     restart.Restarts.__init__.__defaults__ = (restart.PAUSES,)
 cli.main()

@@ -13,7 +13,7 @@ from megatron_rlspec.config import load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.records.metrics import Recorder, read_records
-from megatron_rlspec.rollout import open as opening
+from megatron_rlspec.rollout.open import embedded
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.speculation.acceptance import Prediction
@@ -136,7 +136,7 @@ def gone(*_):
 @pytest.mark.parametrize("when", ["after its canary", "told what to start from"])
 def test_an_engine_that_ends_while_its_rule_is_set_is_left_out(run, when):
     rollouts = run.rollouts
-    other = opening._embedded(run.rollouts.config)
+    other = embedded(run.rollouts.config)
     rollouts.engines.add(other)
     rollouts.health.join("other", other)
     if when == "told what to start from":

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.extensions.migration.moves import Moved, Mover, Owner
+from megatron_rlspec.extensions.migration.moves import Moved, Mover
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, Choice
 from megatron_rlspec.extensions.migration.protocol import MigratableEngine
 from megatron_rlspec.extensions.migration.turns import Turns
+from megatron_rlspec.rollout.pool import Owner
 from megatron_rlspec.speculation.acceptance import accept_length
 from megatron_rlspec.types import Held, Load, Move, Request
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.extensions.migration.moves import Moved, Mover, Owner, discard
+from megatron_rlspec.extensions.migration.moves import Moved, Mover, discard
 from megatron_rlspec.extensions.migration.plans.rebalance import How
 from megatron_rlspec.extensions.migration.plans.tp_planner import deal
 from megatron_rlspec.extensions.migration.protocol import KVTransfer, MigratableEngine
+from megatron_rlspec.rollout.pool import Owner
 from megatron_rlspec.types import Held, Move, Request
 
 Act = Literal["wake", "push", "move", "leave", "sleep", "arrive"]

@@ -12,15 +12,13 @@ import logging
 import os
 import queue
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
-from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.protocol import (
     KVTransfer,
     MigratableEngine,
@@ -28,50 +26,11 @@ from megatron_rlspec.extensions.migration.protocol import (
     RouteError,
     TransferRequest,
 )
-from megatron_rlspec.types import Held, Move, Request, Sample
+from megatron_rlspec.rollout.pool import Owner
+from megatron_rlspec.types import Held, Move, Request
 
 HEADROOM = 64  # tokens that a sample may draw between the offer and its arrival
 logger = logging.getLogger(__name__)
-Returned = Callable[[str, Request | None], None]
-
-
-@dataclass(frozen=True)
-class Stay:
-    """The time that a sample spent on one engine, in seconds of `time.perf_counter`."""
-
-    id: str
-    engine: RolloutEngine
-    began: float
-    ended: float
-
-
-class Owner(Protocol):
-    """What holds the requests of a running `generate`, and knows which engine draws them.
-
-    waiting  groups of requests that no engine has
-    samples  those that have ended, by id
-    stays    of samples on engines that they have left
-    """
-
-    waiting: deque[list[Request]]
-    samples: dict[str, Sample]
-    stays: list[Stay]
-
-    def drawn_by(self, engine: MigratableEngine) -> Mapping[str, Request]:
-        """Return the unfinished requests of an engine."""
-
-    def lend(self, engine: MigratableEngine, ids: Iterable[str], returned: Returned) -> list[str]:
-        """Give samples away: when the engine returns one aborted, it goes to `returned` and is not finished.
-
-        `returned` is called once for each, with the request to continue, or with None if the sample has ended or the
-        engine is lost. Returns the ids that are lent; the others are elsewhere, or lent already.
-        """
-
-    def take_back(self, ids: Iterable[str]) -> None:
-        """End `lend` for samples that the engine still draws."""
-
-    def resume(self, requests: Sequence[Request], engine: MigratableEngine) -> None:
-        """Continue samples on an engine, or on another one if it is lost."""
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ import torch
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.exchange import Call, Exchange, Footprint, order
-from megatron_rlspec.extensions.migration.moves import Moved, Owner
+from megatron_rlspec.extensions.migration.moves import Moved
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import WIRE, Rebalancer
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, Choice, SwitchCosts, TPPlanner, choose
 from megatron_rlspec.rollout.placement import PROCESS_BYTES, SPARE, Layout
-from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.rollout.pool import EnginePool, Owner
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.sync.bucket import Named
 from megatron_rlspec.sync.push import Pusher, Source

@@ -13,11 +13,10 @@ from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.migration.balancer import Balancer
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
-from megatron_rlspec.extensions.migration.moves import Owner
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.turns import Rounds, Turns
-from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.rollout.pool import EnginePool, Owner
 from megatron_rlspec.sync.push import Source
 from megatron_rlspec.types import RoundStats
 

@@ -12,7 +12,8 @@ from functools import cache
 import numpy as np
 
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, SimTree
-from megatron_rlspec.extensions.trees.tree import TreeBudget, top
+from megatron_rlspec.extensions.trees.tree import TreeBudget
+from megatron_rlspec.speculation.acceptance import top
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule

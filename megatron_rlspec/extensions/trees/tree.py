@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from megatron_rlspec.speculation.acceptance import top
 from megatron_rlspec.speculation.surface import fit_nonnegative, isotonic
 
 Cost = Callable[[int, int, int], float]  # (samples, cached tokens of the batch, verified tokens) -> ms of the round
@@ -258,13 +259,6 @@ class TreeBudget:
             if count == len(weights) or falling == self.patience:
                 return best_count
             count = min(len(weights), bucket(samples + count + 1) - samples)
-
-
-def top(scores: np.ndarray, count: int) -> np.ndarray:
-    """Return the mask [B, M] of each row's `count` highest scores; of equal scores the first, as parents come first."""
-    keep = np.zeros(scores.shape, bool)
-    np.put_along_axis(keep, np.argsort(-scores, axis=1, kind="stable")[:, :count], True, 1)
-    return keep
 
 
 def bucket(tokens: int) -> int:

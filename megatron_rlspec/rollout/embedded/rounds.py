@@ -7,14 +7,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from megatron_rlspec.extensions.trees.tree import top
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
+from megatron_rlspec.speculation.acceptance import top
 from megatron_rlspec.types import OFF, Drafts, Sampling, SpecConfig, Verifier
 
 
 class Budget(Protocol):
-    """Chooses which drafted candidates are verified. `extensions/trees/tree.py` has two implementations."""
+    """Chooses which drafted candidates are verified; without one, the best of them by score."""
 
     def keep(self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int) -> np.ndarray:
         """Return the mask [B, M] of the candidates to verify: at most `limit` a row, each with its parents."""

@@ -21,7 +21,7 @@ import pytest
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.balancer import Balancer
-from megatron_rlspec.extensions.migration.moves import Moved, Mover, Owner
+from megatron_rlspec.extensions.migration.moves import Moved, Mover
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import How, Rebalancer
 from megatron_rlspec.extensions.migration.protocol import (
@@ -31,7 +31,7 @@ from megatron_rlspec.extensions.migration.protocol import (
     RouteError,
     TransferRequest,
 )
-from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.rollout.pool import EnginePool, Owner
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Held, Load, Move, Prompt, Request, Sample, Sampling, Status

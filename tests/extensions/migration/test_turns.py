@@ -17,12 +17,11 @@ from test_moves import SAMPLING, length, named, requests, token
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.exchange import Footprint, order
-from megatron_rlspec.extensions.migration.moves import Owner
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Transport
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change
 from megatron_rlspec.extensions.migration.turns import Turns
-from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.rollout.pool import EnginePool, Owner
 from megatron_rlspec.sync.fingerprint import fingerprints
 from megatron_rlspec.sync.push import Pusher
 from megatron_rlspec.types import Held, Load, RoundStats

@@ -8,9 +8,9 @@ awake    when it has taken over
 import os
 
 from megatron_rlspec import cli
+from megatron_rlspec.extensions.migration import builders
 from megatron_rlspec.extensions.migration.exchange import Exchange, Footprint, order
 from megatron_rlspec.extensions.migration.turns import Turns
-from megatron_rlspec.rollout import open as opening
 
 moment = os.environ["KILLED"]
 change = Turns.change
@@ -41,5 +41,5 @@ def sleep_and_kill(self):
 Turns.change = change_and_kill
 Exchange._sleep = sleep_and_kill
 if moment == "leaving":
-    opening.calls = lambda *_: order(Footprint(1, 1), Footprint(1, 1), 2)
+    builders.calls = lambda *_: order(Footprint(1, 1), Footprint(1, 1), 2)
 cli.main()

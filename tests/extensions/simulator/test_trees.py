@@ -11,8 +11,8 @@ from megatron_rlspec.extensions.simulator.cluster import Cluster, Draw, Policies
 from megatron_rlspec.extensions.simulator.engine import Durations
 from megatron_rlspec.extensions.simulator.hardware import Model, hardware_table
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel
-from megatron_rlspec.extensions.trees.tree import TreeBudget, top
-from megatron_rlspec.speculation.acceptance import expected_tokens
+from megatron_rlspec.extensions.trees.tree import TreeBudget
+from megatron_rlspec.speculation.acceptance import expected_tokens, top
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import SpecConfig
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rlspec.extensions.trees.tree import AcceptanceMap, TreeBudget, VerifyCost, bucket, top
+from megatron_rlspec.extensions.trees.tree import AcceptanceMap, TreeBudget, VerifyCost, bucket
 from megatron_rlspec.rollout.embedded import draft
-from megatron_rlspec.speculation.acceptance import grow
+from megatron_rlspec.speculation.acceptance import grow, top
 
 
 def forest(rng, samples=6, branching=2, layers=4, spread=1.0):

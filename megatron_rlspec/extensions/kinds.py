@@ -1,0 +1,6 @@
+"""The kinds of engines with those of all extensions: what the commands hand to a run as `rollout.open.engines()`."""
+
+from megatron_rlspec.extensions.migration import builders
+from megatron_rlspec.extensions.trees.tree import TreeBudget
+
+KINDS = builders.engines(lambda share: TreeBudget(share="sample" if share == "sample" else "batch"))

@@ -1,0 +1,261 @@
+"""Build the migration of a run: planners, a fleet of embedded engines, and engines of two tensor-parallel sizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rlspec import files
+from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.engine import RolloutEngine
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
+from megatron_rlspec.extensions.migration.embedded import link
+from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
+from megatron_rlspec.extensions.migration.embedded.member import Member
+from megatron_rlspec.extensions.migration.plans import rebalance
+from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner
+from megatron_rlspec.extensions.migration.turns import Turns, calls
+from megatron_rlspec.host.ranks import Ranks
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.embedded.parallel import Groups
+from megatron_rlspec.rollout.open import (
+    EmbeddedEngines,
+    Kind,
+    MakeBudget,
+    ServedEngines,
+    StartingEngines,
+    embedded,
+    engine_arguments,
+)
+from megatron_rlspec.rollout.placement import Layout, token_bytes
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.speculation.acceptance import Acceptance
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.learnt_cost import LearntCost
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.sync.health import Health
+from megatron_rlspec.types import OFF, SpecConfig
+
+LANE = "lane"  # the engine of tail.lane
+Engines = dict[str, MigratableSGLangEngine]
+SECOND = "second-"  # begins the names of the engines of the second size of tail.tp
+
+
+def engines(budget: MakeBudget | None = None) -> dict[str, Kind]:
+    """Return the kinds of engines by `rollout.engine`, as `rollout.open.engines`, with those of this extension."""
+    return {
+        "sglang": Kind(served),
+        "embedded": Kind(
+            lambda config, run_dir, layout: FleetEngines(config, budget),
+            lambda config: Follower(member(config, budget)).close,
+        ),
+    }
+
+
+def served(config: Config, run_dir: Path, layout: Layout) -> StartingEngines:
+    """Return SGLang's engines of a run: the core's unless running samples move."""
+    kind = ServedEngines if config.tail.rebalance == "off" else MigratableEngines
+    return kind(config, run_dir, layout)
+
+
+class FleetEngines(EmbeddedEngines):
+    """The embedded engines of all ranks of a run, as one. See `rollout.open.StartingEngines`."""
+
+    def __init__(self, config: Config, budget: MakeBudget | None = None) -> None:
+        super().__init__(config, budget)
+        self._fleet: Fleet | None = None
+
+    def wait(self) -> Mapping[str, RolloutEngine]:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return super().wait()
+        self._fleet = Fleet(member(self._config, self._budget), self._config.tail.every)
+        return {"embedded": self._fleet}
+
+    def close(self) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
+
+
+class MigratableEngines(ServedEngines):
+    """SGLang's engines whose samples move, the lane of `tail.lane`, and the second fleet of `tail.tp`.
+
+    See `StartingEngines`.
+    """
+
+    client = MigratableSGLangEngine
+
+    def __init__(self, config: Config, run_dir: Path, layout: Layout) -> None:
+        """Raises ConfigError also for engines at `rollout.urls` that have not the sizes of `tail.lane`."""
+        super().__init__(config, run_dir, layout)
+        self._turning: tuple[Engines, Engines] | None = None
+        lane = config.tail.lane
+        if self._attached:
+            self.spare = self._of_lane() if lane else []
+            return
+        if lane:
+            self.spare = [LANE]
+            self.sizes[LANE] = lane
+        number = config.rollout.engines * config.placement.tensor // config.second if config.second else 0
+        self.sizes |= {f"{SECOND}{index}": config.second for index in range(number)}
+
+    @property
+    def own(self) -> Collection[str]:
+        """Return the names of the engines that `again` can restart: those launched, without the second fleet."""
+        return [name for name in self._processes if not name.startswith(SECOND)]
+
+    def launch(self) -> None:
+        """Start the processes of the engines, except those of the second fleet."""
+        for name in self.sizes:
+            if name not in self._attached and not name.startswith(SECOND):
+                self._launch(name)
+
+    def wait(self) -> Mapping[str, RolloutEngine]:
+        """Return the engines that are awake, once the second fleet sleeps, if there is one."""
+        found = super().wait()
+        if self._config.second:
+            self._start_second(found)
+        return found
+
+    def _start_second(self, engines: Mapping[str, RolloutEngine]) -> None:
+        """Start the second fleet on the devices of `engines`, which sleep meanwhile; then it sleeps.
+
+        It starts after them, because SGLang takes its share of the memory that is free then. Raises EngineError as
+        `wait`.
+        """
+        first = {
+            name: engine
+            for name, engine in engines.items()
+            if isinstance(engine, MigratableSGLangEngine) and name not in self.spare
+        }
+        second: Engines = {}
+        try:
+            for engine in first.values():
+                engine.sleep()
+            processes = {name: self._launch(name) for name in self.sizes if name.startswith(SECOND)}
+            for name, process in processes.items():
+                started = process.wait(self._config.placement.startup_seconds)
+                second[name] = self.client.of(started, timeout=self._timeout, transport=self._transport)
+            for engine in second.values():
+                engine.sleep()
+            for engine in first.values():
+                engine.wake()
+        except BaseException:
+            self.close()
+            raise
+        self._turning = first, second
+
+    def turns(self, planner: TPPlanner | None, pool: EnginePool, health: Health) -> Turns | None:
+        """Build the switch between two fleets, or None if there is one. Raises ConfigError for lack of memory."""
+        if self._turning is None or planner is None:
+            return None
+        try:
+            steps = calls(self._layout, *self._turning, self.sizes)
+        except ValueError as error:
+            raise ConfigError(f"tail.tp={','.join(map(str, self._config.tail.tp))}: {error}") from None
+        return Turns(planner, *self._turning, steps, pool, health.pusher, health.speculate)
+
+    def _of_lane(self) -> list[str]:
+        """Return which running engines are the fast lane. Raises ConfigError unless all have one of the two sizes."""
+        lane, tensor = self._config.tail.lane, self._config.placement.tensor
+        self.sizes = {url: engine.describe()["tensor_parallel"] for url, engine in self._attached.items()}
+        if set(self.sizes.values()) != {lane, tensor}:
+            held = ", ".join(f"{url} has {size}" for url, size in self.sizes.items())
+            raise ConfigError(
+                f"tail.lane={lane}: expected engines of this tensor-parallel size in rollout.urls, and others of "
+                f"placement.tensor={tensor}; {held}"
+            )
+        return [url for url, size in self.sizes.items() if size == lane]
+
+    def _command(self, name: str, index: int) -> tuple[list[str], dict[str, str]]:
+        layout = self._layout
+        sleeps = layout.together or (bool(layout.second) and name not in self.spare)
+        arguments = engine_arguments(self._config, layout, index, sleeps)
+        environment = layout.environment(index)
+        tp = self.sizes[name] if name == LANE or self._config.second else 1
+        if tp > 1 and not layout.engines:
+            arguments += ["--tp", str(tp)]
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(tp)
+        return arguments, environment
+
+
+def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebalancer | None:
+    """Build the move planner, or None if moves are off. Raises CostTableError."""
+    tail, spec = config.tail, config.spec
+    if tail.rebalance == "off":
+        return None
+    cost: CostTable | LearntCost
+    if tail.lane or config.second:
+        cost = CostTable.load(Path(tail.cost_table)).of_sizes(config.sizes)
+    elif spec.cost_table:
+        cost = CostTable.load(Path(spec.cost_table)).of_engine(config.placement.tensor)
+    else:
+        cost = LearntCost(Roofline.of_model(hf_config, spec.ridge_tokens, config.drafter.vocabulary))
+    return rebalance.Rebalancer(
+        cost,
+        _candidates(config),
+        rebalance.Transport(token_bytes=token_bytes(config, hf_config)),
+        gain=tail.gain,
+        rule=tail.rule,
+        modes=rebalance.WAYS[tail.rebalance],
+    )
+
+
+def _candidates(config: Config) -> list[SpecConfig]:
+    """Return the configurations that the run's engines choose from."""
+    if config.spec.mode == "adaptive":
+        return [SpecConfig(k) if k else OFF for k in config.spec.candidate_steps]
+    return [config.spec.config()]
+
+
+def member(config: Config, budget: MakeBudget | None = None) -> Member:
+    """Return this rank's part of the fleet of embedded engines. All ranks call it."""
+    hf_config = files.read_json(Path(config.model.path) / "config.json")
+    ranks = Ranks()
+    engine = embedded(config, budget)
+    sizes = None
+    groups = Groups()
+    for tp in config.tail.tp[1:]:
+        groups.of(tp)  # here, where all ranks come together
+    planner = rebalancer(config, hf_config)
+    wire = rebalance.WIRE
+    if planner is not None and config.tail.rebalance == "auto":
+        known = link.once(Path(config.train.run_dir) / "link.json", ranks, engine, planner.cost)
+        wire = known.gigabytes_per_second
+        planner.transport = replace(planner.transport, gigabytes_per_second=wire)
+        planner.ms_per_unit = planner.ms_per_unit or known.ms_per_unit
+    if config.tail.tp != (1,):
+        sizes = _sizes(config, hf_config, engine, ranks.size, wire)
+    return Member(engine, ranks, planner, sizes, groups)
+
+
+def _sizes(config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine, ranks: int, wire: float) -> TPPlanner:
+    """Build the planner of the fleet's tensor-parallel size. Raises CostTableError and ConfigError.
+
+    wire  GB/s that a rank sends
+    """
+    for tp in config.tail.tp:
+        try:
+            engine.arch.check_size(tp)
+        except ValueError as error:
+            raise ConfigError(f"tail.tp: {error}") from None
+    size = sum(shard.view.nbytes for shard in engine.model.tensors.values())
+    costs = SwitchCosts(size / wire / 1e6, token_bytes=token_bytes(config, hf_config), gigabytes_per_second=wire)
+    return sizes_planner(config, costs, ranks)
+
+
+def sizes_planner(config: Config, costs: SwitchCosts, ranks: int) -> TPPlanner:
+    """Build the planner of the size of tail.tp at which `ranks` ranks generate. Raises CostTableError."""
+    candidates = _candidates(config)
+    rates = Acceptance(max(1, *(candidate.num_steps for candidate in candidates))).rates
+    table = CostTable.load(Path(config.tail.cost_table)).of_sizes(config.tail.tp)
+    return TPPlanner(table, candidates, rates, costs, ranks, gain=config.tail.gain)
+
+
+def _cores(ranks: int) -> str:
+    """Return SGLang's binding of an engine's ranks to CPU cores: all ranks share those of this process."""
+    return "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * ranks)
