@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_rlspec.config import options, upstream
+from megatron_rlspec.config import Config, options
 from megatron_rlspec.config.load import Option
 
 PAGE = Path(__file__).parent.parent / "docs/configuration.md"
@@ -29,10 +29,28 @@ Everything is checked before anything starts: names, types and bounds of all opt
 whether the reward can be imported and called. A mistake is told in one line, with exit code 2.
 So is an option that has no effect beside the others, unless the command line switches off what the file sets up.
 
-The last column has the names that Megatron, slime, verl and SGLang give to an option. They are not accepted, but the
-message says which option is meant:
+## Names of other projects
 
-    rlspec: unknown option rollout_batch_size; here it is rollout.prompts_per_step
+They are not accepted. The most used ones:
+
+| slime, verl, Megatron or SGLang | here |
+|---|---|
+| `rollout_batch_size`, `train_batch_size` | `rollout.prompts_per_step` |
+| `n_samples_per_prompt`, `rollout.n` | `rollout.samples_per_prompt` |
+| `global_batch_size`, `ppo_mini_batch_size` | one optimizer step takes a whole rollout |
+| `max_tokens_per_gpu`, `micro_batch_size` | `train.tokens_per_micro_batch`: micro-batches are packed by tokens |
+| `rollout_max_response_len`, `max_response_length` | `rollout.max_new_tokens` |
+| `num_rollout`, `total_training_steps`, `train_iters` | `train.steps` |
+| `hf_checkpoint`, `model_name_or_path` | `model.path` |
+| `prompt_data`, `train_files` | `data.path` |
+| `rm_type`, `custom_rm_path`, `reward_fn` | `reward.kind` |
+| `eps_clip`, `clip_ratio` | `algorithm.clip_low`, `algorithm.clip_high` |
+| `kl_loss_coef`, `kl_coeff` | `algorithm.kl_coef` |
+| `loss_agg_mode`, `calculate_per_token_loss` | `algorithm.aggregation` |
+| `tensor_model_parallel_size` and the like | `parallel.tensor` and the like |
+| `gpu_memory_utilization`, `mem_fraction_static` | `rollout.mem_fraction` |
+| `num_layers`, `hidden_size` and the like | `config.json` of `model.path` |
+| `n_gpus_per_node`, `actor_num_nodes` | torchrun's `--nproc-per-node` and `--nnodes` |
 
 ## A reward of one's own
 
@@ -50,9 +68,6 @@ def page() -> str:
     """Render the page."""
     lines = [HEAD]
     section = ""
-    theirs: dict[str, list[str]] = {}
-    for name, ours in upstream.OURS.items():
-        theirs.setdefault(ours, []).append(f"`{name}`")
     for option in options():
         if option.name.partition(".")[0] != section:
             section = option.name.partition(".")[0]
@@ -60,22 +75,31 @@ def page() -> str:
                 "",
                 f"## [{section}]",
                 "",
-                "| option, default | meaning | accepts | elsewhere |",
-                "|---|---|---|---|",
+                "| option, default | meaning | accepts |",
+                "|---|---|---|",
             ]
-        lines.append(row(option, theirs.get(option.name, [])))
+        lines.append(row(option))
     return "\n".join(lines) + "\n"
 
 
-def row(option: Option, theirs: list[str]) -> str:
+def row(option: Option) -> str:
     """Render one row of the table."""
-    cells = (
-        f"`{option.name}`" + (f"<br>{option.shown}" if option.shown else ""),
-        option.help,
-        option.expected,
-        ", ".join(theirs),
-    )
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    name = f"`{option.name}`" + (f"<br>{option.shown}" if option.shown else "")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (name, option.help, accepts(option.name))) + " |"
+
+
+def accepts(name: str) -> str:
+    """Return what an option accepts, in words: `an integer from 1 to 64`."""
+    section, _, key = name.partition(".")
+    schema = type(getattr(Config(), section)).model_json_schema()["properties"][key]
+    if "enum" in schema:
+        *first, last = map(repr, schema["enum"])
+        return f"{', '.join(first)} or {last}"
+    kinds = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false"}
+    kind = kinds.get(schema["type"]) or f"a list of {schema['items']['type'].replace('string', 'text')}s"
+    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    bounds = [f"{word} {schema[bound]}" for bound, word in words.items() if bound in schema]
+    return f"{kind} {' and '.join(bounds)}".rstrip()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from megatron_rlspec.config import Command, Config, ConfigError, load, load_repl
 from megatron_rlspec.config.effects import option
 from megatron_rlspec.config.load import unknown_option
 from megatron_rlspec.config.run_dir import claimed
+from megatron_rlspec.extensions.migration import checks
 from megatron_rlspec.host import environment, exits
 from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.models.config import DRAFTER
@@ -173,12 +174,14 @@ def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | No
             raise ConfigError(f"{name} has no effect on rlspec {command}")
     if command == "answer":
         config.check_answer()
-    elif ranks:
-        config.check_run(command, ranks, f"--ranks is {ranks}")
-    elif started := environment.ranks_started(os.environ):
-        config.check_run(command, started, f"torchrun started {started}")
-    else:
-        config.check_run(command, 1, "this is one process, which torchrun did not start")
+        checks.check(config)
+        return config
+    started = ranks or environment.ranks_started(os.environ)
+    because = f"torchrun started {started}" if started else "this is one process, which torchrun did not start"
+    if ranks:
+        because = f"--ranks is {ranks}"
+    config.check_run(command, started or 1, because)
+    checks.check(config, started or 1, because)
     return config
 
 

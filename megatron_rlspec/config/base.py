@@ -6,11 +6,15 @@ number, and a quoted number is not one either (on the command line, where everyt
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from megatron_rlspec.texts import printable
 
 MOST_STEPS = 1_000_000_000
 MOST_TOKENS = 2**31 - 1  # token counts are kept in 32 bits by the kernels
@@ -20,6 +24,17 @@ MONTH = 30 * 24 * 3600.0  # the longest time limit, in seconds
 
 class ConfigError(ValueError):
     """A user's mistake in the configuration. The message is one line."""
+
+
+def expectation(error: Mapping[str, Any]) -> str:
+    """Return the message of one of pydantic's errors as ours are written: `expected a valid integer`."""
+    message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "expected")
+    return message.replace("a valid boolean", "true or false").replace("a valid tuple", "a valid list")
+
+
+def shown(value: Any) -> str:
+    """Return a value as JSON in one line of at most 80 characters."""
+    return printable(json.dumps(value, default=str, ensure_ascii=False))[:80]
 
 
 def _clean(text: str) -> str:

@@ -9,17 +9,16 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_rlspec import files
-from megatron_rlspec.config.base import ConfigError
+from megatron_rlspec.config.base import ConfigError, expectation, shown
 from megatron_rlspec.config.effects import option, useless
-from megatron_rlspec.config.expected import expected, metavar, of_integers, short, shown
 from megatron_rlspec.config.run import Config
-from megatron_rlspec.config.upstream import answer, leaves, plain
+from megatron_rlspec.texts import printable
 
 LARGEST_FILE = 1 << 20  # bytes of a TOML file; one with every option has some 10 KB
 TRUE = ("true", "1", "yes", "on")
@@ -34,12 +33,11 @@ FOLLOWED = (
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its dotted name, its default, what it means, and what it accepts in words and in short."""
+    """One option: its dotted name, its default, what it means, and what it accepts, in short (`INTEGER`, `{ce,tv}`)."""
 
     name: str
     default: Any
     help: str
-    expected: str
     metavar: str
 
     @property
@@ -62,7 +60,8 @@ def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = N
 
 def _given(tree: Mapping[str, Any], overrides: Mapping[str, str]) -> dict[str, int]:
     """Return the options of a file and of a command line by the rank of their source."""
-    in_file = {name: 1 for section in tree for name in leaves(tree[section], section)}
+    tables = {section: table for section, table in tree.items() if isinstance(table, dict)}
+    in_file = {f"{section}.{key}": 1 for section, table in tables.items() for key in table}
     return in_file | dict.fromkeys(overrides, 2)
 
 
@@ -129,7 +128,7 @@ def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str])
 def options() -> Iterator[Option]:
     """Return every option in order, for `--help` and docs/configuration.md."""
     for name, field in _fields():
-        yield Option(name, field.default, field.description or "", expected(field), metavar(field))
+        yield Option(name, field.default, field.description or "", _metavar(field))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -141,7 +140,7 @@ def _read(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path}: not valid TOML: nested too deeply") from None
     except ValueError as error:  # also an integer of more digits than Python converts, a date that does not exist
-        raise ConfigError(f"{path}: not valid TOML: {short(str(error))}") from None
+        raise ConfigError(f"{path}: not valid TOML: {printable(str(error))[:80]}") from None
 
 
 def _fields() -> Iterator[tuple[str, FieldInfo]]:
@@ -156,7 +155,7 @@ def _converted(text: str, field: FieldInfo) -> Any:
     if kind is bool:
         return {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}.get(text.lower(), text)
     if get_origin(kind) is tuple:
-        return [_number(part, int) if of_integers(field) else part for part in text.split(",") if part]
+        return [_number(part, int) if _of_integers(field) else part for part in text.split(",") if part]
     return _number(text, kind) if kind in (int, float) else text
 
 
@@ -167,72 +166,46 @@ def _number(text: str, kind: Any) -> Any:
         return text
 
 
-# ---- the message ----------------------------------------------------------------------------------------------------
+def _of_integers(field: FieldInfo) -> bool:
+    return get_args(field.annotation)[0] is not str
+
+
+def _metavar(field: FieldInfo) -> str:
+    kind = field.annotation
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, get_args(kind))) + "}"
+    if get_origin(kind) is tuple:
+        return "INTEGER,..." if _of_integers(field) else "TEXT,..."
+    names: dict[Any, str] = {bool: "{true,false}", int: "INTEGER", float: "NUMBER"}
+    return names.get(kind, "TEXT")
 
 
 def _one_line(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
-    loc = first["loc"]
-    dotted = ".".join(str(part) for part in loc if not isinstance(part, int))
+    dotted = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     if first["type"] == "extra_forbidden":
-        return unknown_option(dotted, first["input"])
-    got = f" (got {shown(first['input'])})"
+        return unknown_option(dotted)
     if first["type"] == "model_type":
-        return f"{dotted}: expected a table [{dotted}]{got}"
-    if first["type"] == "value_error":
-        message = first["msg"].removeprefix("Value error, ")
-        if not dotted:
-            return message
-        about_a_key = re.match(r"(\w+)=", message) and f"{dotted}.{message.partition('=')[0]}" in dict(_fields())
-        return f"{dotted}.{message}" if about_a_key else f"{dotted}: {message}"
-    field = dict(_fields()).get(dotted)
-    if field is None:
-        return f"{dotted}: {first['msg']}{got}"
-    return f"{dotted}: {_wanted(first, field)}{got}"
+        return f"{dotted}: expected a table [{dotted}] (got {shown(first['input'])})"
+    message = expectation(first)
+    if first["type"] != "value_error":
+        return f"{dotted}: {message} (got {shown(first['input'])})"
+    # A check of a whole section names the option itself, as in "num_steps=4 is not among candidate_steps".
+    of_section = dotted in Config.model_fields and re.match(r"\w+=", message)
+    return f"{dotted}{'.' if of_section else ': '}{message}" if dotted else message
 
 
-def _wanted(first: Mapping[str, Any], field: FieldInfo) -> str:
-    kind, context = first["type"], first.get("ctx", {})
-    if kind == "string_too_short":
-        return "must not be empty; expected text"
-    if kind == "string_unicode":
-        return "expected text in UTF-8"
-    if kind == "string_too_long":
-        return f"expected text of at most {context['max_length']} characters"
-    if kind == "finite_number":
-        return f"not finite; expected {expected(field)}"
-    inside_a_list = any(isinstance(part, int) for part in first["loc"])
-    if inside_a_list and "int" in kind:
-        return f"expected {expected(field)}"
-    if inside_a_list and {"ge", "le", "gt", "lt"} & context.keys():
-        bound, value = next(iter(context.items()))
-        relation = {"ge": "at least", "le": "at most", "gt": "greater than", "lt": "less than"}[bound]
-        return f"expected {expected(field)}, each {relation} {value}"
-    return f"expected {expected(field)}"
-
-
-def unknown_option(dotted: str, value: Any = None) -> str:
-    """Return the error for an unknown option, with its name here or the nearest name. `value`: a table of that name."""
-    ours: dict[str, str] = {}
+def unknown_option(dotted: str) -> str:
+    """Return the error for an unknown option, with the nearest names."""
     names = [name for name, _ in _fields()]
-    written = (dotted, *leaves(value, dotted))
-    for name in written:
-        if said := answer(name):
-            return f"unknown option {short(name)}; {said}"
     if dotted in Config.model_fields:
         inside = [name for name in names if name.startswith(f"{dotted}.")]
         return f"unknown option {dotted}; that is a section, with options such as {' and '.join(inside[:2])}"
-    if near := difflib.get_close_matches(dotted, names, n=1, cutoff=0.9):
-        return f"unknown option {short(dotted)}; did you mean {near[0]}?"
-    sections = difflib.get_close_matches(dotted, Config.model_fields, n=1, cutoff=0.8)
-    if sections and "." not in dotted:
-        return f"unknown option {dotted}; did you mean {sections[0]}?"
-    for name in names:
-        leaf = name.rpartition(".")[2]
-        ours[leaf] = f"{ours[leaf]} or {name}" if leaf in ours else name
-    for name in written:
-        leaf = plain(name).rpartition(".")[2]
-        if leaf in ours:
-            return f"unknown option {short(name)}; here it is {ours[leaf]}"
-    near = difflib.get_close_matches(dotted, [*names, *Config.model_fields], n=1, cutoff=0.5)
-    return f"unknown option {short(dotted)}" + (f"; did you mean {near[0]}?" if near else "; --help-all lists all")
+    near = difflib.get_close_matches(dotted, [*names, *Config.model_fields], n=1, cutoff=0.8)
+    if not near:  # the section may be missing or another one: `lr`, `data.seed`, `n_samples_per_prompt`
+        keys = [name.rpartition(".")[2] for name in names]
+        written = dotted.replace("-", "_").rpartition(".")[2]
+        closest = difflib.get_close_matches(written, keys, n=1, cutoff=0.75)
+        near = [name for name, key in zip(names, keys, strict=True) if key in closest]
+    hint = f"did you mean {' or '.join(near)}?" if near else "--help-all lists all"
+    return f"unknown option {printable(dotted)[:80]}; {hint}"

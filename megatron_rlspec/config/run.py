@@ -95,16 +95,6 @@ class Config(Section):
                 "drafter.overlap=true trains while engines draw, and so does the policy under rollout.staleness=1; "
                 "expected one of the two"
             )
-        if self.tail.rebalance != "off":
-            self._check_moves()
-        if self.tail.tp != (1,):
-            self._check_sizes()
-        if self.tail.lane:
-            self._check_lane()
-        if self.tail.cost_table and len(self.sizes) == 1:
-            raise ValueError(
-                f"tail.cost_table={self.tail.cost_table} is for sizes in tail.tp, which has none but 1, and tail.lane"
-            )
         if self.sft.drafter_only and not self.drafter.train:
             raise ValueError("sft.drafter_only=true and drafter.train=false leave nothing to train")
         if self.sft.drafter_only and not self.drafter.mtp_detach_heads:
@@ -123,81 +113,6 @@ class Config(Section):
     def second(self) -> int:
         """Return the tensor-parallel size of a second fleet of SGLang engines; 0: there is none."""
         return self.tail.tp[-1] if len(self.tail.tp) > 1 and self.rollout.engine == "sglang" else 0
-
-    def _check_moves(self) -> None:
-        asked = f"tail.rebalance={self.tail.rebalance}"
-        if self.spec.mode != "off" and self.spec.verifier != "position_keyed":
-            raise ValueError(f"{asked} continues samples, which needs spec.verifier=position_keyed")
-        if self.rollout.function:
-            raise ValueError(f"{asked} does not move the conversations of rollout.function; expected off")
-
-    def _check_lane(self) -> None:
-        asked = f"tail.lane={self.tail.lane}"
-        tensor = self.placement.tensor
-        if self.rollout.engine != "sglang":
-            raise ValueError(f"{asked} is one more SGLang engine; expected rollout.engine=sglang, or tail.tp")
-        if self.tail.rebalance == "off" or self.tail.rule != "makespan":
-            raise ValueError(
-                f"{asked} needs moves by tail.rule=makespan, but tail.rebalance={self.tail.rebalance} and "
-                f"tail.rule={self.tail.rule}"
-            )
-        if self.tail.lane <= tensor:
-            raise ValueError(f"{asked}: expected a larger size than placement.tensor={tensor}")
-        if self.placement.mode == "together":
-            raise ValueError(f"{asked} needs GPUs of its own, but placement.mode=together; expected apart")
-        if not self.tail.cost_table:
-            raise ValueError(f"{asked} needs tail.cost_table; rlspec profile --tp {tensor},{self.tail.lane} writes it")
-
-    def _check_sizes(self) -> None:
-        sizes = ",".join(map(str, self.tail.tp))
-        asked = f"tail.tp={sizes}"
-        embedded = self.rollout.engine == "embedded"
-        if not embedded:
-            self._check_second_fleet(asked)
-        elif self.tail.tp[0] != 1:
-            raise ValueError(f"{asked}: expected 1 and then multiples of the size before, such as 1,2,4")
-        elif self.tail.lane:
-            raise ValueError(f"{asked} and tail.lane={self.tail.lane}: expected one of the two")
-        if self.spec.mode != "off" and self.spec.verifier != "position_keyed":
-            raise ValueError(f"{asked} continues samples, which needs spec.verifier=position_keyed")
-        if not self.tail.cost_table:
-            options = f"--engine embedded --tp {sizes}" if embedded else f"--tp {sizes}"
-            raise ValueError(f"{asked} needs tail.cost_table; rlspec profile {options} writes it")
-
-    def _check_second_fleet(self, asked: str) -> None:
-        tail = self.tail
-        tensor = self.placement.tensor
-        ranks = self.rollout.engines * tensor
-        problems = (
-            (self.rollout.urls, "a second fleet needs engines that the run starts; expected no rollout.urls"),
-            (
-                len(tail.tp) != 2 or tail.tp[0] != tensor,
-                f"with SGLang engines, expected placement.tensor={tensor} and the size of a second fleet, such as "
-                f"{tensor},{2 * tensor}",
-            ),
-            (
-                ranks % tail.tp[-1],
-                f"the second fleet has the devices of the first, rollout.engines={self.rollout.engines} x "
-                f"placement.tensor={tensor}; expected a size that divides {ranks}",
-            ),
-            (
-                tail.rebalance == "off" or tail.rule != "makespan",
-                f"samples change the fleet by moves of tail.rule=makespan, but tail.rebalance={tail.rebalance} and "
-                f"tail.rule={tail.rule}",
-            ),
-            (
-                self.placement.mode == "together",
-                "the two fleets take turns while the trainer's memory stays; expected placement.mode=apart",
-            ),
-            (
-                self.push.transport == "group",
-                "NCCL refuses two processes on one GPU, and the two fleets share theirs; expected push.transport=http "
-                "or files",
-            ),
-        )
-        for wrong, message in problems:
-            if wrong:
-                raise ValueError(f"{asked}: {message}")
 
     def check_run(self, command: Command, world_size: int, because: str = "") -> None:
         """Raise ConfigError if a run of this command cannot be started so. Imports nothing heavy.
@@ -238,16 +153,6 @@ class Config(Section):
             ),
             (world_size % shards, f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}"),
             (problem := parallel.expert_problem(world_size), problem),
-            (
-                self.tail.rebalance != "off" and self.rollout.engine == "embedded" and world_size == 1,
-                f"tail.rebalance={self.tail.rebalance} moves samples between engines, and rollout.engine=embedded runs "
-                "one on each rank; expected several ranks, or off",
-            ),
-            (
-                self.rollout.engine == "embedded" and world_size % self.tail.tp[-1],
-                f"tail.tp={','.join(map(str, self.tail.tp))} needs a multiple of {self.tail.tp[-1]} ranks, but "
-                f"{because or world_size}",
-            ),
             (
                 self.train.tokens_per_micro_batch < longest,
                 f"train.tokens_per_micro_batch={self.train.tokens_per_micro_batch} cannot hold one sample of "

@@ -7,15 +7,13 @@ it reports a mistake at once.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megatron_rlspec.config import ConfigError
-from megatron_rlspec.config.expected import expected, short
+from megatron_rlspec.config.base import ConfigError, expectation, shown
+from megatron_rlspec.texts import printable
 
 Size = Annotated[int, Field(gt=0, le=2**24)]
 Layers = Annotated[int, Field(gt=0, le=10_000)]
@@ -181,15 +179,15 @@ class Trained(Shared):
                 continue
             if name in ("rope_type", "type"):
                 if value != "default":
-                    raise ValueError(f"{key}: rotary embedding of type {_shown(value)}; expected default or llama3")
+                    raise ValueError(f"{key}: rotary embedding of type {shown(value)}; expected default or llama3")
             elif name == "rope_theta":
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e12:
-                    raise ValueError(f"{key}.rope_theta={_shown(value)}: expected a number greater than 0")
+                    raise ValueError(f"{key}.rope_theta={shown(value)}: expected a number greater than 0")
             elif name == "partial_rotary_factor":
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-                    raise ValueError(f"{key}.{name}={_shown(value)}: expected a number greater than 0 and at most 1")
+                    raise ValueError(f"{key}.{name}={shown(value)}: expected a number greater than 0 and at most 1")
             elif value:
-                raise ValueError(f"{key}.{short(name)}={_shown(value)}: not implemented; expected no such key")
+                raise ValueError(f"{key}.{name}={shown(value)}: not implemented; expected no such key")
 
 
 class Dense(Trained):
@@ -253,12 +251,12 @@ class Eagle3(Llama):
         stated = self.eagle_config or {}
         for key, value in stated.items():
             if key not in ("use_aux_hidden_state", _TAPPED) and value:
-                raise ValueError(f"eagle_config.{short(key)}={_shown(value)}: not implemented; expected no such key")
+                raise ValueError(f"eagle_config.{key}={shown(value)}: not implemented; expected no such key")
         if stated.get("use_aux_hidden_state", True) is not True:
             raise ValueError("eagle_config.use_aux_hidden_state: only true is implemented")
         ids = stated.get(_TAPPED)
         if ids is not None and (not isinstance(ids, list) or any(type(i) is not int for i in ids)):
-            raise ValueError(f"eagle_config.{_TAPPED}={_shown(ids)}: expected a list of layer numbers")
+            raise ValueError(f"eagle_config.{_TAPPED}={shown(ids)}: expected a list of layer numbers")
         return self
 
     def taps(self, layers: int) -> tuple[int, ...]:
@@ -355,7 +353,9 @@ MAPS = ("d2t", "t2d")  # of its tensors those that are not trained: words of dra
 
 def refusal(architecture: str, column: str, known: Iterable[str]) -> str:
     """Return the line that refuses an architecture: which column of the families' table says no, and of which yes."""
-    return f"architecture {short(architecture)} is not {column}; those are {', '.join(known)} (docs/families.md)"
+    return (
+        f"architecture {printable(architecture)[:80]} is not {column}; those are {', '.join(known)} (docs/families.md)"
+    )
 
 
 def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True) -> Shared:
@@ -384,7 +384,7 @@ def check_drafter_config(config: Mapping[str, Any], where: str) -> Eagle3:
     """Check the config.json of an EAGLE-3 drafter and return it typed. Raises ModelConfigError."""
     names = config.get("architectures")
     if names != [EAGLE3]:
-        raise ModelConfigError(f"config.json of {where}: architectures={_shown(names)}: expected [{EAGLE3}]")
+        raise ModelConfigError(f"config.json of {where}: architectures={shown(names)}: expected [{EAGLE3}]")
     found = _validated(Eagle3, config, where)
     _without_unknown(found, EAGLE3, where)
     return found
@@ -404,7 +404,7 @@ def _without_unknown(found: Shared, name: str, where: str) -> Shared:
     for key, value in (found.model_extra or {}).items():
         if value and key not in HARMLESS and not key.startswith("_"):
             raise ModelConfigError(
-                f"config.json of {where}: {short(key)}={_shown(value)}: unknown to {name}, and might change what the "
+                f"config.json of {where}: {key}={shown(value)}: unknown to {name}, and might change what the "
                 "model computes; expected null, or no such key"
             )
     return found
@@ -415,14 +415,8 @@ def _one_line(error: ValidationError, schema: type[BaseModel], config: Mapping[s
     if first["type"] == "value_error":
         return str(first["msg"]).removeprefix("Value error, ")
     key = str(first["loc"][0])
-    field = schema.model_fields.get(key)
-    if first["type"] == "missing" or field is None:
-        return f"no {of}{key}; expected {expected(field) if field else 'a value'}"
+    if first["type"] == "missing":
+        return f"no {of}{key}"
+    field = schema.model_fields[key]
     reason = f"; {field.description}" if field.description else ""
-    return f"{of}{key}={_shown(config[key])}: expected {expected(field)}{reason}"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, str):
-        return short(value) if value and re.fullmatch(r"[\w./-]+", value) else short(repr(value))
-    return short(json.dumps(value, default=repr))
+    return f"{of}{key}={shown(config[key])}: {expectation(first)}{reason}"

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rlspec.config import Config, ConfigError, load, options, upstream
+from megatron_rlspec.config import Config, ConfigError, load, options
 
 
 def test_file_and_overrides(tmp_path):
@@ -19,8 +19,8 @@ def test_file_and_overrides(tmp_path):
     [
         ({"optimizer.lrr": "1"}, "unknown option optimizer.lrr; did you mean optimizer.lr?"),
         ({"optimiser.lr": "1"}, "unknown option optimiser; did you mean optimizer?"),
-        ({"optimizer.lr": "fast"}, "optimizer.lr: expected a number greater than 0 and at most 1 (got 'fast')"),
-        ({"optimizer.lr": "-1"}, "optimizer.lr: expected a number greater than 0 and at most 1 (got -1.0)"),
+        ({"optimizer.lr": "fast"}, 'optimizer.lr: expected a valid number (got "fast")'),
+        ({"optimizer.lr": "-1"}, "optimizer.lr: expected greater than 0 (got -1.0)"),
         ({"spec.num_steps": "4"}, "num_steps=4 is not among candidate_steps"),
         ({"parallel.sequence": "true"}, "sequence=true needs tensor > 1, but tensor=1"),
         ({"rollout.max_new_tokens": "9999"}, "rollout.max_new_tokens=9999 leaves no room"),
@@ -49,9 +49,3 @@ def test_the_page_of_options_is_up_to_date():
     root = Path(__file__).parents[2]
     page = runpy.run_path(str(root / "tools/configuration_page.py"))["page"]
     assert (root / "docs/configuration.md").read_text() == page(), "run python tools/configuration_page.py"
-
-
-def test_every_upstream_name_leads_to_an_option():
-    known = {option.name for option in options()}
-    assert set(upstream.OURS.values()) <= known
-    assert not known & upstream.OURS.keys() and not upstream.OURS.keys() & upstream.ELSEWHERE.keys()

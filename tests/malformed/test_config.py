@@ -20,32 +20,27 @@ def toml(text: str | bytes, *expects: str, name: str = "") -> Case:
 NUMBERS = [
     option(f"--{name} {value}", name, expected)
     for name, value, expected in (
-        ("optimizer.lr", "inf", "not finite"),
-        ("optimizer.lr", "2", "at most 1"),
+        ("optimizer.lr", "inf", "a finite number"),
+        ("optimizer.lr", "2", "less than or equal to 1"),
         ("optimizer.lr", "0", "greater than 0"),
-        ("optimizer.lr", "1,5", "a number"),
-        ("optimizer.beta1", "1", "less than 1"),
-        ("optimizer.warmup_steps", "-1", "an integer from 0"),
+        ("optimizer.lr", "1,5", "a valid number"),
         ("optimizer.distributed", "2", "true or false"),
-        ("algorithm.entropy_coef", "1e300", "from -1e+06 to 1e+06"),
         ("algorithm.dual_clip", "1", "must be above 1"),
         ("rollout.temperature", "1e-300", "0 (greedy)"),
         ("rollout.top_k", "0", "leaves no token"),
         ("rollout.prompts_per_step", "200000", "at most 1048576 samples a step"),
-        ("rollout.timeout_seconds", "1e300", "at most 2.592e+06"),
-        ("rollout.staleness", "0.5", "an integer from 0 to 1"),
-        ("train.seed", "-5", "from 0 to 2147483647"),
-        ("train.seed", "9" * 5000, "from 0 to 2147483647"),
-        ("train.steps", "ten", "an integer"),
-        ("spec.candidate_steps", "1,x", "a list of integers"),
-        ("spec.candidate_steps", "1,999", "each at most 64"),
+        ("rollout.staleness", "0.5", "a valid integer"),
+        ("train.seed", "9" * 5000, "a valid integer"),
+        ("train.steps", "ten", "a valid integer"),
+        ("spec.candidate_steps", "1,x", "a valid integer"),
+        ("spec.candidate_steps", "1,999", "less than or equal to 64"),
         ("spec.candidate_steps", "3,3", "different numbers"),
     )
 ]
 
 CHOICES = [
     option("--drafter.loss mse", "drafter.loss", "'ce', 'forward_kl', 'reverse_kl' or 'tv'", "'mse'"),
-    option("--data.shuffle perhaps", "data.shuffle", "true or false", "'perhaps'"),
+    option("--data.shuffle perhaps", "data.shuffle", "true or false", '"perhaps"'),
 ]
 
 REWARDS = [
@@ -56,12 +51,12 @@ REWARDS = [
     option("--reward.kind exactly", "reward.kind=exactly", "module:function"),
     option("--reward.kind a:b:c", "reward.kind=a:b:c", "module:function"),
     option("--reward.kind rewards/mine.py:f", "reward.kind=rewards/mine.py:f", "module:function"),
-    option("--reward.kind=", "reward.kind", "not be empty"),
+    option("--reward.kind=", "reward.kind", "at least 1 character"),
 ]
 
 PATHS = [
-    option("--train.run_dir=", "train.run_dir", "not be empty"),
-    option("--data.prompt_key=", "data.prompt_key", "not be empty"),
+    option("--train.run_dir=", "train.run_dir", "at least 1 character"),
+    option("--data.prompt_key=", "data.prompt_key", "at least 1 character"),
     Case("run_dir in /proc", NAMED + "--train.run_dir /proc/x", ("train.run_dir=/proc/x", "a directory that the run")),
     Case("run_dir is a file", NAMED + "--train.run_dir f", ("train.run_dir=f", "a directory that the run"), {"f": ""}),
     Case("run_dir below a file", NAMED + "--train.run_dir f/x/y", ("train.run_dir=f/x/y", "Not a dir"), {"f": ""}),
@@ -76,7 +71,7 @@ PATHS = [
         "run_dir is a loop", NAMED + "--train.run_dir loop", ("loop",), lambda here: os.symlink("loop", here / "loop")
     ),
     Case("run_dir holds results", NAMED + "--train.run_dir r", ("train.run_dir=r", "holds hf/"), {"r/hf/x": ""}),
-    Case("a surrogate", ["train", "--model.path", "m\udc80"], ("model.path", "UTF-8")),
+    Case("a surrogate", ["train", "--model.path", "m\udc80"], ("model.path", "unicode")),
     Case("a long path", ["train", "--model.path", "m" * 5000], ("model.path", "at most 4096 characters")),
     option("--rollout.urls localhost:30000", "rollout.urls=localhost:30000", "http://HOST:PORT"),
     option("--rollout.urls http://:30000", "rollout.urls=http://:30000", "no host name"),
@@ -86,34 +81,10 @@ PATHS = [
     option("--rollout.urls http://a:1,,ftp://b:1", "rollout.urls=ftp://b:1", "http://HOST:PORT"),
 ]
 
-OTHERS = [  # names of Megatron, slime, verl and SGLang
-    option(f"--{name} 8", f"unknown option {name}", f"here it is {ours}")
-    for name, ours in (
-        ("rollout_batch_size", "rollout.prompts_per_step"),
-        ("rollout.n_samples_per_prompt", "rollout.samples_per_prompt"),
-        ("tensor-model-parallel-size", "parallel.tensor"),
-        ("sglang-mem-fraction-static", "rollout.mem_fraction"),
-        ("actor_rollout_ref.actor.use_kl_loss", "algorithm.kl_coef"),
-        ("speculative-num-steps", "spec.num_steps"),
-        ("algorithm.normalize_std", "algorithm.normalise_std"),
-        ("seed", "train.seed"),
-        ("lr", "optimizer.lr or drafter.lr"),
-    )
-]
-OTHERS += [
-    option("--global-batch-size 8", "unknown option global-batch-size", "rollout.prompts_per_step x"),
-    option("--micro_batch_size 8", "unknown option micro_batch_size", "train.tokens_per_micro_batch"),
-    option("--num-layers 8", "unknown option num-layers", "config.json"),
-    option("--n_gpus_per_node 8", "unknown option n_gpus_per_node", "torchrun"),
-    option("--rollout_batch_size 8", "here it is rollout.prompts_per_step", command="sft"),
-    toml("rollout_batch_size = 8", "unknown option rollout_batch_size; here it is rollout.prompts_per_step"),
-    toml("[rollout]\nn_samples_per_prompt = 8", "here it is rollout.samples_per_prompt"),
-    toml("[actor_rollout_ref.actor]\nuse_kl_loss = true", "here it is algorithm.kl_coef"),
-    toml("[trainer]\ntotal_epochs = 3", "unknown option trainer.total_epochs", "train.steps"),
-    toml("rollout-batch-size = 8", "here it is rollout.prompts_per_step"),
-]
-
 UNKNOWN = [
+    option("--lr 8", "unknown option lr", "did you mean optimizer.lr or drafter.lr?"),
+    option("--rollout.n_samples_per_prompt 8", "did you mean rollout.samples_per_prompt?"),
+    toml("[rollout]\nn_samples_per_prompt = 8", "did you mean rollout.samples_per_prompt?"),
     option("--optimizer.lrr 1", "unknown option optimizer.lrr", "did you mean optimizer.lr?"),
     option("--optimiser.lr 1", "unknown option optimiser.lr", "did you mean optimizer.lr?"),
     option("--zzzzqqqq 1", "unknown option zzzzqqqq", "--help"),
@@ -141,29 +112,29 @@ FILES = [
     toml(".".join(["a"] * 3000) + " = 1", "unknown option", name="toml with a long key"),
     toml("#" * (2 << 20), "expected at most 1048576", name="toml of 2 MB"),
     toml("[train]\nseed = " + "9" * 5000, "not valid TOML", "4300 digits", name="toml with a huge integer"),
-    toml("[train]\nsteps = true", "train.steps: expected an integer", "got true"),
-    toml("[train]\nsteps = '5'", "train.steps: expected an integer", "got '5'"),
-    toml("[train]\nsteps = 1.0", "train.steps: expected an integer", "got 1.0"),
-    toml("[train]\nsteps = 2024-01-01", "train.steps: expected an integer"),
-    toml("[train]\nsteps = {a = 1}", "train.steps: expected an integer", "got a table"),
-    toml("[optimizer]\nlr = inf", "optimizer.lr: not finite"),
-    toml("[optimizer]\nlr = nan", "optimizer.lr: not finite"),
-    toml("[optimizer]\nlr = false", "optimizer.lr: expected a number", "got false"),
-    toml("[optimizer]\nlr = '1e-5'", "optimizer.lr: expected a number", "got '1e-5'"),
+    toml("[train]\nsteps = true", "train.steps: expected a valid integer", "got true"),
+    toml("[train]\nsteps = '5'", "train.steps: expected a valid integer", 'got "5"'),
+    toml("[train]\nsteps = 1.0", "train.steps: expected a valid integer", "got 1.0"),
+    toml("[train]\nsteps = 2024-01-01", "train.steps: expected a valid integer"),
+    toml("[train]\nsteps = {a = 1}", "train.steps: expected a valid integer", 'got {"a": 1}'),
+    toml("[optimizer]\nlr = inf", "optimizer.lr: expected a finite number"),
+    toml("[optimizer]\nlr = nan", "optimizer.lr: expected a finite number"),
+    toml("[optimizer]\nlr = false", "optimizer.lr: expected a valid number", "got false"),
+    toml("[optimizer]\nlr = '1e-5'", "optimizer.lr: expected a valid number", 'got "1e-5"'),
     toml("[data]\nshuffle = 1", "data.shuffle: expected true or false", "got 1"),
-    toml("[data]\nshuffle = 'true'", "data.shuffle: expected true or false", "got 'true'"),
-    toml("[model]\npath = 3", "model.path: expected text", "got 3"),
+    toml("[data]\nshuffle = 'true'", "data.shuffle: expected true or false", 'got "true"'),
+    toml("[model]\npath = 3", "model.path: expected a valid string", "got 3"),
     toml('[model]\npath = "a\\u0000b"', "model.path: expected text without control characters"),
     toml('[train]\nrun_dir = "a\\nb"', "train.run_dir: expected text without control characters"),
-    toml('[train]\nrun_dir = ""', "train.run_dir", "not be empty"),
-    toml("[spec]\ncandidate_steps = 3", "spec.candidate_steps: expected a list of integers", "got 3"),
-    toml("[spec]\ncandidate_steps = [1, true]", "spec.candidate_steps: expected a list of integers", "got true"),
+    toml('[train]\nrun_dir = ""', "train.run_dir", "at least 1 character"),
+    toml("[spec]\ncandidate_steps = 3", "spec.candidate_steps: expected a valid list", "got 3"),
+    toml("[spec]\ncandidate_steps = [1, true]", "spec.candidate_steps: expected a valid integer", "got true"),
     toml("[spec]\ncandidate_steps = []", "spec.candidate_steps=[]"),
-    toml("[rollout]\nurls = 'http://a:1'", "rollout.urls: expected a list of texts"),
-    toml("[rollout]\nurls = [1]", "rollout.urls: expected a list of texts", "got 1"),
-    toml("model = 'a'", "model: expected a table [model]", "got 'a'"),
-    toml("[[model]]\npath = 'a'", "model: expected a table [model]", "got a list"),
-    toml("[drafter]\nloss = ['ce']", "drafter.loss: expected text", "got a list"),
+    toml("[rollout]\nurls = 'http://a:1'", "rollout.urls: expected a valid list"),
+    toml("[rollout]\nurls = [1]", "rollout.urls: expected a valid string", "got 1"),
+    toml("model = 'a'", "model: expected a table [model]", 'got "a"'),
+    toml("[[model]]\npath = 'a'", "model: expected a table [model]", "got ["),
+    toml("[drafter]\nloss = ['ce']", "drafter.loss: expected a valid string", "got ["),
     toml("[rollout]\nmax_new_tokens = 9999", "rollout.max_new_tokens=9999", "model.max_length=4096"),
     Case("toml missing", "train --config no.toml", ("no.toml: No such file", "expected a TOML file")),
     Case("toml is a directory", "train --config {here}", ("Is a directory", "expected a TOML file")),
@@ -197,7 +168,7 @@ CONTRADICTIONS = [
     Case("no held-out data", NAMED + "--train.eval_every 8", ("train.eval_every=8", "data.eval_path")),
 ]
 
-CASES = NUMBERS + CHOICES + REWARDS + PATHS + OTHERS + UNKNOWN + FILES + CONTRADICTIONS
+CASES = NUMBERS + CHOICES + REWARDS + PATHS + UNKNOWN + FILES + CONTRADICTIONS
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids(CASES))

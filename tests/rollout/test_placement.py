@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_rlspec.config import Config, ConfigError, load
+from megatron_rlspec.extensions.migration import checks
 from megatron_rlspec.extensions.migration.builders import MigratableEngines, rebalancer
 from megatron_rlspec.extensions.migration.turns import calls
 from megatron_rlspec.rollout import placement
@@ -212,8 +213,9 @@ def test_running_engines_of_the_lane_s_size_are_the_lane(monkeypatch, tmp_path):
 )
 def test_a_lane_that_cannot_be_is_refused(options, line):
     lane = {"tail.lane": "2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
+    checks.check(load(None, lane))
     with pytest.raises(ConfigError) as refused:
-        load(None, lane | options)
+        checks.check(load(None, lane | options))
     assert line in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -227,7 +229,7 @@ def test_a_lane_that_cannot_be_is_refused(options, line):
             {"rollout.urls": "http://a:1", "rollout.engines": "1"},
             "tail.tp=1,2: a second fleet needs engines that the run starts",
         ),
-        ({"tail.rebalance": "off"}, "by moves of tail.rule=makespan, but tail.rebalance=off"),
+        ({"tail.rebalance": "off"}, "needs moves by tail.rule=makespan, but tail.rebalance=off"),
         ({"tail.rule": "threshold"}, "and tail.rule=threshold"),
         ({"placement.mode": "together"}, "the trainer's memory stays; expected placement.mode=apart"),
         ({"push.transport": "group"}, "NCCL refuses two processes on one GPU"),
@@ -237,9 +239,11 @@ def test_a_lane_that_cannot_be_is_refused(options, line):
 )
 def test_a_second_fleet_that_cannot_be_is_refused(options, line):
     good = {"tail.tp": "1,2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
-    assert load(None, good | {"rollout.engines": "2"}).second == 2
+    config = load(None, good | {"rollout.engines": "2"})
+    checks.check(config)
+    assert config.second == 2
     with pytest.raises(ConfigError) as refused:
-        load(None, good | {"rollout.engines": "2"} | options)
+        checks.check(load(None, good | {"rollout.engines": "2"} | options))
     assert line in str(refused.value) and "\n" not in str(refused.value)
 
 

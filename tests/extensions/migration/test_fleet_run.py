@@ -13,6 +13,7 @@ from short_run import run, train
 from test_interrupted import told
 
 from megatron_rlspec.config import ConfigError, load
+from megatron_rlspec.extensions.migration import checks
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.metrics import read_records
 from megatron_rlspec.run.trajectory import FOLDER
@@ -65,7 +66,7 @@ def test_one_rank_has_no_other_engine_to_move_samples_to(tmp_path):
     given = {"rollout.engine": "embedded", "tail.rebalance": "kv", "model.path": "m", "data.path": "d"}
     config = load(None, given | {"train.run_dir": str(tmp_path)})
     with pytest.raises(ConfigError, match="tail.rebalance=kv moves samples between engines.*expected several ranks"):
-        config.check_run("train", 1)
+        checks.check(config, 1)
 
 
 def sizes_table(path):
@@ -128,11 +129,13 @@ def test_a_rank_killed_in_a_change_of_the_size_ends_the_run_which_resumes(start,
         ({"tail.tp": "2,4"}, "tail.tp=2,4: expected 1 and then multiples"),
         ({"tail.tp": "1,2"}, "tail.tp=1,2 needs tail.cost_table; rlspec profile --engine embedded --tp 1,2 writes it"),
         ({"tail.cost_table": "t.json"}, "tail.cost_table=t.json is for sizes in tail.tp"),
+        ({"tail.rebalance": "auto", "spec.verifier": "rejection"}, "tail.rebalance=auto continues samples, which"),
+        ({"tail.rebalance": "recompute", "rollout.function": "a:b"}, "conversations of rollout.function"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
-        load(None, {"rollout.engine": "embedded", "model.path": "m", "data.path": "d"} | given)
+        checks.check(load(None, {"rollout.engine": "embedded", "model.path": "m", "data.path": "d"} | given))
 
 
 def test_sizes_need_as_many_ranks(tmp_path):
@@ -145,4 +148,4 @@ def test_sizes_need_as_many_ranks(tmp_path):
     }
     config = load(None, given | {"train.run_dir": str(tmp_path)})
     with pytest.raises(ConfigError, match="tail.tp=1,4 needs a multiple of 4 ranks, but 2"):
-        config.check_run("train", 2)
+        checks.check(config, 2)
