@@ -11,7 +11,6 @@ import time
 import pytest
 
 from megatron_rlspec.commands import watch
-from megatron_rlspec.commands.watch import Lines
 from megatron_rlspec.records.metrics import Recorder, RecordError
 
 
@@ -54,36 +53,21 @@ def test_a_run_is_followed_to_its_end(tmp_path, monkeypatch, capsys):
     assert out.splitlines()[-1] == f"{run}: the run has ended after 4 steps"
 
 
-def test_a_file_that_is_cut_or_rotated_is_read_anew(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    lines = Lines(path)
-    assert lines.read() == []
-    path.write_text(record(0) + record(1))
-    assert [row["step"] for row in lines.read()] == [0, 1] and not lines.anew
-    path.write_text(record(0) + record(1, time=7.0) + record(2))  # longer than before, with another line 2
-    assert [row["step"] for row in lines.read()] == [0, 1, 2] and lines.anew
-    path.write_text("")
-    assert lines.read() == [] and lines.anew
-    path.rename(tmp_path / "metrics.jsonl.1")
-    assert lines.read() == [] and not lines.anew
-    path.write_text(record(5) + '{"step"')
-    assert [row["step"] for row in lines.read()] == [5]
-    with path.open("a") as file:
-        file.write(": 6}\nno JSON\n")
-    with pytest.raises(RecordError, match="metrics.jsonl: expected a JSON object in each line, got b'no JSON'"):
-        lines.read()
+def test_events_are_shown_once(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text(record(0))
+    events = tmp_path / "events.jsonl"
+    events.write_text('{"kind": "health", "message": "engine-1: drop"}\n')
 
+    def more():
+        with events.open("a") as file:
+            file.write('{"kind": "push", "message": "repeated"}\n')
 
-def test_the_panel_is_drawn_on_a_terminal(tmp_path, monkeypatch, capsys):
-    for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", "80"), ("TERM", "xterm")):
-        monkeypatch.setenv(name, value)
-    (tmp_path / "metrics.jsonl").write_text("".join(record(i) for i in range(3)))
-    (tmp_path / "config.json").write_text('{"train": {"steps": 9}}')
-    (tmp_path / "events.jsonl").write_text('{"kind": "health", "message": "engine-1: drop"}\n')
-    ended = looks(lambda: (tmp_path / "process.jsonl").write_text('{"kind": "end"}\n'))
-    assert watch.main([str(tmp_path)], ended) == 0
-    out = capsys.readouterr().out
-    assert "step 3 of 9, 0:00:06 left" in out and "engine-1: drop" in out and "last record" in out
+    def end():
+        (tmp_path / "process.jsonl").write_text('{"kind": "end"}\n')
+
+    assert watch.main([str(tmp_path)], looks(lambda: None, more, end)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("[")] == ["[health] engine-1: drop", "[push] repeated"]
 
 
 def test_a_pipe_is_refused_and_does_not_block(tmp_path):
@@ -96,7 +80,6 @@ def test_a_pipe_is_refused_and_does_not_block(tmp_path):
         (tmp_path / name).write_text("")
 
 
-@pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize(
     "values",
     [
@@ -104,27 +87,21 @@ def test_a_pipe_is_refused_and_does_not_block(tmp_path):
         {"seconds_train": math.nan, "seconds_push": math.inf, "seconds_generate": -1},
         {"time": math.nan},
         {"time": 1e300},
-        {"spec/share_[/bold]": 0.5},
         {"spec/share_\x1b[2J": 0.5},
     ],
     ids=lambda values: next(iter(values))[:20].replace("\x1b", "escape"),
 )
-def test_edited_records_neither_fail_nor_drive_the_terminal(tmp_path, monkeypatch, capsys, values, terminal):
-    if terminal:
-        for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", "80"), ("TERM", "xterm")):
-            monkeypatch.setenv(name, value)
+def test_edited_records_neither_fail_nor_drive_the_terminal(tmp_path, capsys, values):
     (tmp_path / "metrics.jsonl").write_text(record(0) + record(1, **values))
     (tmp_path / "events.jsonl").write_text(json.dumps({"kind": "[red]", "message": "\x1b]0;mine\x07[/bold]"}) + "\n")
     (tmp_path / "config.json").write_text('{"train": {"steps": 1%s}}' % ("0" * 300))
     (tmp_path / "process.jsonl").write_text('{"kind": "end"}\n')
     assert watch.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "step 2" in out and "\x1b]0;" not in out and "\x1b[2J" not in out
-    if "spec/share_[/bold]" in values:
-        assert "[/bold] 50%" in out
+    assert "step 2" in out and "\x1b" not in out
 
 
-@pytest.mark.parametrize("step", ["-1", "1.5", "true", "1" + "0" * 400])
+@pytest.mark.parametrize("step", ["-1", "1.5", "true"])
 def test_a_step_that_is_no_count_is_one_line(tmp_path, step):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
     with pytest.raises(RecordError, match="expected an object with a number `step`"):
