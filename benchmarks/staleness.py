@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 from megatron_rlspec import files
-from megatron_rlspec.commands import compare
+from megatron_rlspec.commands import compare, training
 from megatron_rlspec.config import Config, load_replay
 from megatron_rlspec.losses.drafter import Student, _divergence
 from megatron_rlspec.models import tensor_file
@@ -319,7 +319,8 @@ class Work:
         shutil.rmtree(folder, ignore_errors=True)
         config = load_replay(str(self.run), None, overrides)
         updates = 0.0
-        with keyed_loss(variant.loss), Session(config, config.data.path) as run:
+        own = training.extensions(config)
+        with keyed_loss(variant.loss), Session(config, config.data.path, extensions=own) as run:
             if before:
                 run.push()
             for step in range(self.size.steps):
@@ -330,8 +331,7 @@ class Work:
                     run.push()
                 if step + 1 in kept:
                     found = {key: tensor.clone() for key, tensor in run.trainer.export("drafter")}
-                    assert run.online is not None
-                    age = step - run.online.last_update
+                    age = step - run.drafting.last_update
                     found |= {"updates": torch.tensor(int(updates)), "age": torch.tensor(age)}
                     tensor_file.save(found, self.drafter(variant, step + 1))
 

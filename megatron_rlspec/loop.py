@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.host.interruption import Interruption
+from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.session import Session
 
 
-def train(config: Config, interruption: Interruption | None = None) -> None:
+def train(config: Config, interruption: Interruption | None = None, extensions: Extensions | None = None) -> None:
     """Train the policy by GRPO, and the drafter with it. Raises RunStopped if the run ends early."""
-    with Session(config, config.data.path, interruption=interruption) as run:
+    with Session(config, config.data.path, interruption=interruption, extensions=extensions) as run:
         run.push()  # the engines need the initial weights
         if run.done == 0:
-            run.evaluate("first")
-        for step in run.steps(config.train.steps):
+            run.evaluation.evaluate("first")
+        for step in run.records.steps(config.train.steps):
             with run.clock("generate"):
-                groups = run.collect(step)  # rank 0: engines draw samples, rewards score them; all ranks get the groups
+                groups = run.collect(step)  # rank 0: engines generate, rewards score; all ranks get the groups
             run.keep(groups)  # with train.record: the policy and these rollouts, for `rlspec replay`
             with run.clock("train"):
                 batches = run.pack(groups)  # advantages within each group, then this rank's micro-batches
@@ -31,39 +32,39 @@ def train(config: Config, interruption: Interruption | None = None) -> None:
             run.record(step, metrics, groups)
             run.checkpoint()
             if run.due(config.train.eval_every):
-                run.evaluate(f"step-{run.done:06d}")
+                run.evaluation.evaluate(f"step-{run.done:06d}")
         run.keep()
-        run.evaluate("last")
+        run.evaluation.evaluate("last")
         run.finish()
 
 
-def warm_start(config: Config, interruption: Interruption | None = None) -> None:
+def warm_start(config: Config, interruption: Interruption | None = None, extensions: Extensions | None = None) -> None:
     """Train policy and drafter on demonstrations, until held-out reward and accept length are good enough for RL.
 
     Raises RunStopped if the run ends early.
     """
-    with Session(config, config.sft.path, supervised=True, interruption=interruption) as run:
-        for step in run.steps(config.sft.steps):
+    with Session(config, config.sft.path, supervised=True, interruption=interruption, extensions=extensions) as run:
+        for step in run.records.steps(config.sft.steps):
             with run.clock("train"):
                 batches = run.pack(run.demonstrations())
                 metrics = run.train_step(batches, objective="sft", train_policy=not config.sft.drafter_only)
             run.record(step, metrics)
             run.checkpoint()
-            if run.good_enough(step):
+            if run.good_enough():
                 break
         run.finish()
 
 
-def replay(config: Config, interruption: Interruption | None = None) -> None:
+def replay(config: Config, interruption: Interruption | None = None, extensions: Extensions | None = None) -> None:
     """Train a drafter along a recorded run: with the policy and rollouts of every step, or with one policy of it.
 
     Only the drafter learns, so the policy runs forward only. Raises RunStopped if the run ends early.
     """
     draws = config.replay.policy_step >= 0  # one policy stays, and engines draw from it
-    with Session(config, config.data.path, interruption=interruption) as run:
+    with Session(config, config.data.path, interruption=interruption, extensions=extensions) as run:
         if draws:
             run.push()
-        for step in run.steps(config.train.steps):
+        for step in run.records.steps(config.train.steps):
             with run.clock("generate"):
                 groups = run.collect(step) if draws else run.recorded(step)
             with run.clock("train"):

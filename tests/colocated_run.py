@@ -7,9 +7,10 @@ import os
 import sys
 
 from megatron_rlspec import cli
-from megatron_rlspec.extensions.migration.builders import MigratableEngines
+from megatron_rlspec.rollout.open import ServedEngines
 from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.run import loading
 from megatron_rlspec.run.session import Session
 from megatron_rlspec.train.step import Trainer
 
@@ -27,11 +28,11 @@ def noted(kind, name):
 
 
 if __name__ == "__main__":
-    Session._place = lambda self, tensors: Layout(os.environ.get("MODE", "together"))
+    loading.place = lambda config, hf_config, tensors: Layout(os.environ.get("MODE", "together"))
     for name in ("generate", "sleep", "wake", "update_weights", "fingerprints"):
         noted(SGLangEngine, name)
     for name in ("load_hf", "train_step"):
         noted(Trainer, name)
-    noted(MigratableEngines, "launch")
+    noted(ServedEngines, "launch")
     noted(Session, "_free_memory")
     cli.main()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from megatron_rlspec import arguments
 from megatron_rlspec.commands import doctor
@@ -22,6 +22,9 @@ from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.run.inputs import check_inputs, with_drafter
 from megatron_rlspec.tasks import data
+
+if TYPE_CHECKING:
+    from megatron_rlspec.run.extension import Extensions
 
 MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
 TRAIN_NOTES = """\
@@ -116,7 +119,27 @@ def _run(command: Command, argv: list[str]) -> None:
             doctor.refuse_if_affected(config, engines=engines[command])
             from megatron_rlspec import loop
 
-            {"train": loop.train, "sft": loop.warm_start, "replay": loop.replay}[command](config, interruption)
+            act = {"train": loop.train, "sft": loop.warm_start, "replay": loop.replay}[command]
+            act(config, interruption, extensions(config))
+
+
+def extensions(config: Config) -> Extensions:
+    """Return the extensions that a configuration asks for. With its defaults, on one rank, none is imported."""
+    from megatron_rlspec.run.extension import Extensions
+
+    drafter = None
+    options = config.drafter
+    if options.train and (options.separate or options.update_every > 1 or options.reward_weight != "none"):
+        from megatron_rlspec.extensions.drafter_schedules.online import OnlineLearner
+
+        drafter = partial(OnlineLearner, config)
+    several = config.rollout.engine == "embedded" and (environment.ranks_started(os.environ) or 1) > 1
+    kinds = None
+    if several or config.tail.rebalance != "off" or config.tail.tp != (1,) or config.spec.tree_budget != "none":
+        from megatron_rlspec.extensions.kinds import KINDS
+
+        kinds = KINDS
+    return Extensions(drafter, kinds)
 
 
 def answer(argv: list[str]) -> None:

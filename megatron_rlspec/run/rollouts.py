@@ -22,7 +22,6 @@ import numpy as np
 from megatron_rlspec import custom, files, texts
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.extensions.kinds import KINDS
 from megatron_rlspec.extensions.migration.builders import MigratableEngines, rebalancer, sizes_planner
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts
 from megatron_rlspec.extensions.migration.wiring import Tail
@@ -31,7 +30,7 @@ from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.records.metrics import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
-from megatron_rlspec.rollout.open import learning
+from megatron_rlspec.rollout.open import Kind, learning
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
 from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.pool import EnginePool
@@ -91,9 +90,10 @@ class StartingRollouts:
         hf_config: Mapping[str, Any],
         tokenizer: Any,
         run_dir: Path,
+        kind: Kind,
         layout: Layout | None = None,
     ) -> None:
-        """Raises DataError, CostTableError, RewardError and ConfigError before any engine starts."""
+        """`kind`: of the engines. Raises DataError, CostTableError and ConfigError before any engine starts."""
         self.config = config
         self.hf_config = hf_config
         self.tokenizer = tokenizer
@@ -105,7 +105,7 @@ class StartingRollouts:
         ranks = config.rollout.engines * config.placement.tensor
         self.sizes = sizes_planner(config, SwitchCosts(0.0), ranks) if config.second else None
         self.scorer = rewards.Scorer(config.reward)
-        self.starting = KINDS[config.rollout.engine].start(config, run_dir, layout or Layout())
+        self.starting = kind.start(config, run_dir, layout or Layout())
 
     def launch(self) -> None:
         """Start the engines in the background."""
@@ -469,6 +469,14 @@ class Rollouts:
             **result,
         )
         return result
+
+    def step_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Return `rollout/*` of the samples of the newest rollout, and the engines that were restarted since."""
+        found = rollout_metrics(samples)
+        found["tokens_per_second"] = found["response_tokens"] / self.seconds
+        found |= self.counts
+        restarted, self.restarted = self.restarted, 0
+        return {f"rollout/{name}": value for name, value in found.items()} | {"engine/restarts": float(restarted)}
 
     # ---- weights and speculation ------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from megatron_rlspec.rollout.open import ServedEngines, engine_arguments
 from megatron_rlspec.rollout.placement import GIB, Layout, Need, place, with_memory
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
-from megatron_rlspec.run.session import Session
+from megatron_rlspec.run import loading
 
 RECIPES = Path(__file__).parents[2] / "examples/torchrun"
 
@@ -286,8 +286,7 @@ def test_recipes_have_a_place_on_a_machine_of_eight_gpus(monkeypatch, recipe, la
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    run = SimpleNamespace(config=config, generates=True, hf_config=MIMO)
-    layout = Session._place(run, Shapes({"all": (7_800_000, 1_000)}))
+    layout = loading.place(config, MIMO, Shapes({"all": (7_800_000, 1_000)}))
     if not launched:
         assert layout == Layout()
         return

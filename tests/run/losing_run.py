@@ -12,6 +12,7 @@ from megatron_rlspec.extensions.migration.builders import FleetEngines
 from megatron_rlspec.rollout import restart
 from megatron_rlspec.rollout.open import Kind, embedded
 from megatron_rlspec.run import rollouts
+from megatron_rlspec.run.extension import Extensions
 
 draw = rollouts.Rollouts._draw
 losses = []
@@ -49,7 +50,7 @@ class Own(FleetEngines):
 
 rollouts.Rollouts._draw = draw_and_lose
 if os.environ.get("BACK"):
-    KINDS["embedded"] = Kind(lambda config, *_: Own(config), KINDS["embedded"].follow)
+    Extensions.kind = lambda self, engine: Kind(lambda config, *_: Own(config), KINDS["embedded"].follow)
     restart.PAUSES = (0.0, 0.2)
     restart.Restarts.__init__.__defaults__ = (restart.PAUSES,)
 cli.main()

@@ -171,7 +171,7 @@ def test_a_second_ctrl_c_ends_at_once():
     code = """
 import signal
 from types import SimpleNamespace
-from megatron_rlspec import interruption
+from megatron_rlspec.host import interruption
 now = 0.0
 interruption.time = SimpleNamespace(monotonic=lambda: now)
 asked = interruption.Interruption().install()

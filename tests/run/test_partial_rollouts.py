@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.rollout import open as opening
 from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts, _seed
 from megatron_rlspec.tasks import data
@@ -44,7 +45,7 @@ class Run:
         self.prompts = data.Prompts(config.data.path, tokenizer, config)
         if order is not None:
             self.prompts.restore(order)
-        starting = StartingRollouts(config, hf_config, tokenizer, run_dir)
+        starting = StartingRollouts(config, hf_config, tokenizer, run_dir, opening.engines()["embedded"])
         starting.scorer._judge = lambda sample: (len(sample.response) % 3 / 2, None)
         engines = starting.wait()
         recorder = SimpleNamespace(event=lambda *_, **__: None)

@@ -13,7 +13,7 @@ from megatron_rlspec.config import load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.records.metrics import Recorder, read_records
-from megatron_rlspec.rollout.open import embedded
+from megatron_rlspec.rollout.open import embedded, engines
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.speculation.acceptance import Prediction
@@ -26,7 +26,7 @@ CHAIN = SpecConfig(3)
 
 
 def start(config, hf_config, run_dir, resumed=None):
-    starting = StartingRollouts(config, hf_config, None, run_dir)
+    starting = StartingRollouts(config, hf_config, None, run_dir, engines()["embedded"])
     prompts = SimpleNamespace(rows=PROMPTS)
     return Rollouts(starting, starting.wait(), Recorder(run_dir), prompts, resumed or {}, Drawn())
 

@@ -1,4 +1,4 @@
-"""The drafter's online learner: which rollouts it learns from, with which weights, and when (ReSpec, section 5.3).
+"""Update the drafter from chosen rollouts, with weights by reward, and not in every step (ReSpec, section 5.3).
 
 An update is either part of the policy's step, on the same rollouts and hidden states (`drafter.replay=none`), or a pass
 of its own over stored rollouts (`separate`), whose hidden states the present policy computes. Such a pass runs after
@@ -9,7 +9,7 @@ parameters change, so the policy and its texts are the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,22 +26,35 @@ from megatron_rlspec.types import Group, Sample
 
 
 class OnlineLearner:
-    """Every rank holds one. All hold the same rollouts, so all pack the same updates.
+    """A `run.extension.DrafterSchedule`, by the options of `drafter`.
 
     last_update  the step that updated the drafter last; -1: none
-    seconds      of the newest separate update
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: Config,
+        trainer: Trainer,
+        load_policy: Callable[[int], None] | None,
+        state: Mapping[str, Any],
+        groups: Sequence[Group],
+    ) -> None:
+        """Take up `state` and `groups`, which a checkpoint has of `state()`; see `DrafterScheduleBuilder`."""
         options = config.drafter
-        self.separate = options.train and options.separate
-        self.overlaps = options.train and options.overlap
+        self.config = config
+        self.trainer = trainer
+        self.load_policy = load_policy
         self.rule = EverySteps(options.update_every)
-        self.held = Replay(options.replay_tokens, options.replay_bytes)
+        self.buffer = Replay(options.replay_tokens, options.replay_bytes)
         self.last_update = -1
-        self.seconds = 0.0
+        self.seconds = 0.0  # of the newest separate update
         self.updates = 0  # separate ones: the seed of the next draw
+        self._learned: dict[str, float] = {}  # metrics of an update beside a rollout, for the record of its step
+        if state:
+            self.rule.restore(state["rule"])
+            self.updates = state["updates"]
+            self.last_update = state["last_update"]
+        self.buffer.restore(groups)
 
     def weights(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
         """Return the drafter's weight of every position, for `pack`; None if all are 1."""
@@ -55,18 +68,62 @@ class OnlineLearner:
             clip=options.reward_clip,
         )
 
-    def add(self, groups: Sequence[Group]) -> None:
+    def observe(self, groups: Sequence[Group]) -> None:
         """Store the rollouts of a step, if updates learn from stored ones."""
-        if self.separate:
-            if self.config.drafter.replay == "none":
-                self.held.clear()
-            self.held.add([sample for group in groups for sample in group.samples])
+        options = self.config.drafter
+        if options.separate:
+            if options.replay == "none":
+                self.buffer.clear()
+            self.buffer.add([sample for group in groups for sample in group.samples])
 
-    def update(self, trainer: Trainer, step: int) -> dict[str, float]:
-        """Update the drafter from stored rollouts; collective. Returns the drafter's metrics, {} without rollouts."""
+    def during_rollout(self, step: int, begin: Callable[[], object]) -> None:
+        """Update the drafter from earlier rollouts, unless a resumed run has done so before it stopped. Collective."""
+        if not self.config.drafter.overlap:
+            return
+        begin()
+        if self.rule.due and self.last_update < step:
+            self._learned = self._update(step)
+
+    def train_step(
+        self, step: int, train: Callable[[bool], dict[str, float]], rollout_seconds: float | None
+    ) -> dict[str, float]:
+        """Take a step in which the drafter learns when, and from what, the options say. Collective."""
+        options = self.config.drafter
+        due = self.rule.due
+        metrics = train(due and not options.separate)
+        if options.overlap:
+            metrics |= self._learned
+            self._learned = {}
+            if rollout_seconds is not None:
+                spent = self.seconds if self.last_update == step else 0.0
+                hidden = min(spent, rollout_seconds)
+                metrics |= {"drafter/seconds_hidden": hidden, "drafter/seconds_added": spent - hidden}
+        elif due and not options.separate:
+            self.last_update = step
+        elif due:
+            metrics |= self._update_after(step)
+        updated = self.last_update == step
+        self.rule.observe(updated)
+        return metrics | {"drafter/updated": float(updated)}
+
+    def _update_after(self, step: int) -> dict[str, float]:
+        """Update the drafter after the policy's step, with hidden states of the policy as it is then."""
+        predicted = self.trainer.prediction
+        if self.load_policy is not None:
+            self.load_policy(step + 1)
+        metrics = self._update(step)
+        metrics["drafter/seconds_added"] = self.seconds
+        # The policy's own pass predicts by the newest rollouts; the update does so only if it learns from them.
+        if predicted is None and self.config.drafter.replay == "newest":
+            predicted = self.trainer.prediction
+        self.trainer.prediction = predicted
+        return metrics
+
+    def _update(self, step: int) -> dict[str, float]:
+        """Update the drafter from stored rollouts. Returns the drafter's metrics, {} without rollouts."""
         options = self.config.drafter
         by = "newest" if options.replay == "none" else options.replay
-        samples = self.held.draw(options.update_tokens, by, (self.config.train.seed, self.updates))
+        samples = self.buffer.draw(options.update_tokens, by, (self.config.train.seed, self.updates))
         if not samples:
             return {}
         began = time.perf_counter()
@@ -79,29 +136,16 @@ class OnlineLearner:
             **runtime.placement(),
             multiple=parallel.tensor if parallel.sequence else 1,
         )
-        metrics = trainer.train_step(batches, objective="grpo", train_policy=False)
+        metrics = self.trainer.train_step(batches, objective="grpo", train_policy=False)
         self.seconds = time.perf_counter() - began
         self.updates += 1
         self.last_update = step
         metrics["drafter/update_tokens"] = float(sum(len(sample.tokens) for sample in samples))
-        metrics["drafter/replay_tokens"] = float(self.held.tokens)
-        metrics["drafter/replay_bytes"] = float(self.held.bytes)
+        metrics["drafter/replay_tokens"] = float(self.buffer.tokens)
+        metrics["drafter/replay_bytes"] = float(self.buffer.bytes)
         return metrics
 
-    def observe(self, step: int) -> dict[str, float]:
-        """Count a step. Returns metrics."""
-        updated = self.last_update == step
-        self.rule.observe(updated)
-        return {"drafter/updated": float(updated)}
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON; `held.groups()` are the rest."""
-        return {"rule": self.rule.state(), "updates": self.updates, "last_update": self.last_update}
-
-    def restore(self, state: Mapping[str, Any], groups: Sequence[Group]) -> None:
-        """Restore what `state` and `held.groups` returned; nothing for a run without them."""
-        if state:
-            self.rule.restore(state["rule"])
-            self.updates = state["updates"]
-            self.last_update = state["last_update"]
-        self.held.restore(groups)
+    def state(self) -> tuple[dict[str, Any], list[Group]]:
+        """Return the state for a checkpoint: a JSON object, and the buffer's rollouts."""
+        state = {"rule": self.rule.state(), "updates": self.updates, "last_update": self.last_update}
+        return state, self.buffer.groups()

@@ -50,7 +50,8 @@ def trained(start, folder, variants):
         shutil.rmtree(folder / name.strip() / "hf", ignore_errors=True)  # a run to resume has not finished
         common = COMMON if "drafter__train" not in options else {k: v for k, v in COMMON.items() if "drafter" not in k}
         words = short_run.words(start, folder / name.strip(), "train", common | options)
-        loop.train(training.parse("train", words[1:]))
+        config = training.parse("train", words[1:])
+        loop.train(config, extensions=training.extensions(config))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,68 @@
+"""Rollouts to micro-batches: the advantages of samples within their group, then this rank's part, packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rlspec import custom
+from megatron_rlspec.config import Config
+from megatron_rlspec.losses import grpo
+from megatron_rlspec.packing.pack import pack
+from megatron_rlspec.tasks import rewards
+from megatron_rlspec.train import runtime
+from megatron_rlspec.types import Group, PackedBatch, Sample
+
+
+def advantages(config: Config, groups: Sequence[Group]) -> list[float]:
+    """Return the advantage of every sample, in the order of groups. It is computed within each group."""
+    found: list[float] = []
+    for group in groups:
+        found += _of_group(config, group)
+    return found
+
+
+def _of_group(config: Config, group: Group) -> list[float]:
+    algorithm = config.algorithm
+    longest = config.rollout.max_new_tokens
+    shaped = []
+    for sample in group.samples:
+        length = len(sample.response)
+        penalty = grpo.overlong_penalty(length, max_length=longest, zone=algorithm.overlong_tokens)
+        shaped.append(sample.reward + penalty)
+    known = [not rewards.failed(sample) for sample in group.samples]
+    if custom.is_function(algorithm.advantage):
+        own = custom.load("algorithm.advantage", algorithm.advantage)
+        return grpo.own_advantages(own, group.samples, shaped, known, algorithm).tolist()
+    return grpo.advantages(shaped, normalise_std=algorithm.normalise_std, known=known).tolist()
+
+
+def micro_batches(
+    config: Config,
+    samples: Sequence[Sample],
+    advantages: Sequence[float],
+    *,
+    version: int,
+    drafter_weights: list[np.ndarray] | None = None,
+    depth: int = 0,
+) -> list[PackedBatch]:
+    """Return this rank's micro-batches.
+
+    version          of the policy that trains on them; of use where samples of older versions are trained on
+    drafter_weights  of every position, `[L]` for each sample; None: 1
+    depth            drafts of each position; 0: drafter.depth
+    """
+    parallel = config.parallel
+    return pack(
+        samples,
+        advantages=advantages,
+        drafter_weights=drafter_weights,
+        depth=depth or config.drafter.depth,
+        tokens_per_micro_batch=config.train.tokens_per_micro_batch,
+        version=version if config.rollout.oldest else None,
+        aggregation=config.algorithm.aggregation,
+        constant_length=config.rollout.max_new_tokens,
+        **runtime.placement(),
+        multiple=parallel.tensor if parallel.sequence else 1,
+    )

@@ -1,0 +1,111 @@
+"""Held-out prompts and answers: how good policy and drafter are, and whether a warm start may end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from megatron_rlspec.config import Config
+from megatron_rlspec.host import ranks
+from megatron_rlspec.run import batches
+from megatron_rlspec.run.rank0 import Rank0
+from megatron_rlspec.run.recording import Records
+from megatron_rlspec.run.rollouts import Rollouts
+from megatron_rlspec.train.step import Trainer
+from megatron_rlspec.types import Sample
+
+
+class Evaluation:
+    """Every rank holds one; engines are asked on rank 0.
+
+    generates       whether the run has engines
+    rollouts        those of rank 0; None on other ranks, and without engines
+    push            sends the engines the present weights; collective
+    accept_lengths  means on held-out answers, of every measurement so far
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        trainer: Trainer,
+        rank0: Rank0,
+        records: Records,
+        generates: bool,
+        rollouts: Rollouts | None,
+        push: Callable[[], None],
+        accept_lengths: list[float],
+    ) -> None:
+        self.accept_lengths = accept_lengths
+        self._config = config
+        self._trainer = trainer
+        self._rank0 = rank0
+        self._records = records
+        self._generates = generates
+        self._rollouts = rollouts
+        self._push = push
+        self._last_rollout = 0.0  # accept length of the newest evaluation of a warm start
+
+    def evaluate(self, name: str, prompts: int | None = None) -> dict[str, float]:
+        """Generate and score responses to held-out prompts, if there are any, and write the result as an event.
+
+        Returns the result on rank 0, {} on the others. Collective.
+        """
+        found: dict[str, float] = {}
+
+        def measure() -> None:
+            assert self._rollouts is not None
+            found.update(self._rollouts.evaluate(name, prompts))
+
+        while not self._rank0.run(measure):
+            self._push()
+        return found
+
+    def warm_enough(self, done: int, tokens: int, held_out: list[Sample]) -> bool:
+        """Measure policy and drafter of a warm start after `done` steps. Returns whether it may end, on every rank.
+
+        tokens    that the drafter was trained on so far, for the event
+        held_out  answers that are not trained on
+
+        It may end if the held-out reward is at least `sft.stop_reward` and the accept length grew by less than
+        `sft.plateau` since the last evaluation. With `sft.held_out` it may end if the accept length on held-out answers
+        has stopped rising, too.
+        """
+        measures = self._config.sft.held_out
+        settled = self._drafter_settled(done, tokens, held_out) if measures else True
+        return (self._rollouts_good(done) if self._generates else True) and settled
+
+    def _drafter_settled(self, done: int, tokens: int, answers: list[Sample]) -> bool:
+        """Measure the drafter on held-out answers. Returns whether its accept length has stopped rising."""
+        options = self._config.sft
+        with self._records.clock("train"):
+            packed = batches.micro_batches(
+                self._config, answers, [0.0] * len(answers), version=done + 1, depth=max(options.eval_drafts)
+            )
+            found = self._trainer.accept_lengths(packed, options.eval_drafts)
+        past = self.accept_lengths
+        past.append(float(np.mean(list(found.values()))))
+        lengths = ", ".join(f"{value:.3f} at k = {k}" for k, value in found.items())
+        self._records.event(
+            "drafter",
+            f"step {done}, {tokens} tokens: accept length {lengths} on {len(answers)} held-out answers",
+            step=done,
+            tokens=tokens,
+            **{f"accept_length_{k}": value for k, value in found.items()},
+        )
+        return len(past) > 2 and max(past[-2:]) < max(past[:-2]) + options.plateau
+
+    def _rollouts_good(self, done: int) -> bool:
+        """Push, and evaluate with the engines. Returns whether reward and accept length allow the warm start to end."""
+        options = self._config.sft
+        with self._records.clock("push"):
+            self._push()
+        with self._records.clock("generate"):
+            found = self.evaluate(f"step-{done:06d}", options.eval_prompts)
+        stop = False
+        if found:
+            gain = found["accept_length"] - self._last_rollout
+            self._last_rollout = found["accept_length"]
+            stop = found.get("reward", -math.inf) >= options.stop_reward and gain < options.plateau
+        return bool(ranks.job().number(stop))

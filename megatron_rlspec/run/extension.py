@@ -1,0 +1,81 @@
+"""How a run uses what it can do without: other updates of the drafter, moves of running samples, more kinds of engines.
+
+`commands/training.py` builds the extensions that a configuration asks for, and hands them to the loop. The core imports
+none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from megatron_rlspec.rollout.open import Kind, engines
+from megatron_rlspec.types import Group, Sample
+
+if TYPE_CHECKING:
+    from megatron_rlspec.train.step import Trainer
+
+
+class DrafterSchedule(Protocol):
+    """Decides from which rollouts the drafter learns, with which weights, and in which steps.
+
+    Every rank holds one. All of them see the same rollouts, so all of them pack the same updates. Without a schedule
+    the drafter learns in every step, as a part of the policy's step, from the step's rollouts (`Drafting.train_step`).
+    """
+
+    def weights(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
+        """Return the drafter's weight of every position, `[L]` for each sample; None if all are 1."""
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Take the rollouts that the next `train_step` trains the policy on."""
+
+    def during_rollout(self, step: int, begin: Callable[[], object]) -> None:
+        """Update the drafter while engines generate the rollout of `step`, which `begin` starts in the background.
+
+        Does nothing, and does not call `begin`, unless such updates are wanted.
+        """
+
+    def train_step(
+        self, step: int, train: Callable[[bool], dict[str, float]], rollout_seconds: float | None
+    ) -> dict[str, float]:
+        """Take the step by `train(train_drafter)`, update the drafter if that is due, and return the metrics of both.
+
+        rollout_seconds  duration of the step's rollout; None on ranks above 0, and for recorded rollouts
+        """
+
+    def state(self) -> tuple[dict[str, Any], list[Group]]:
+        """Return the state for a checkpoint: a JSON object, and rollouts that are kept."""
+
+
+class DrafterScheduleBuilder(Protocol):
+    def __call__(
+        self,
+        trainer: Trainer,
+        load_policy: Callable[[int], None] | None,
+        state: Mapping[str, Any],
+        groups: Sequence[Group],
+    ) -> DrafterSchedule:
+        """Build the schedule of a run.
+
+        load_policy    loads the policy that a recorded run had before a step; None: the run trains its own policy
+        state, groups  what `DrafterSchedule.state` returned at the checkpoint of a resumed run, else empty
+        """
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """The extensions of a run.
+
+    drafter  builds the drafter's schedule; None: an update in every step
+    kinds    of engines, by `rollout.engine`, in place of the core's
+    """
+
+    drafter: DrafterScheduleBuilder | None = None
+    kinds: Mapping[str, Kind] | None = None
+
+    def kind(self, engine: str) -> Kind:
+        """Return the kind of engines of a run with this `rollout.engine`."""
+        return (self.kinds or engines())[engine]

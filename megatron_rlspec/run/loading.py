@@ -1,0 +1,177 @@
+"""What a run reads before it builds a trainer or starts an engine, with the checks that need the model or the machine.
+
+`inputs.py` has checked before this, without heavy imports, that the files are there and can be read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rlspec import custom
+from megatron_rlspec.checkpoint.drafter_files import Tensors, read_model, words
+from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.hf_files import CheckpointError, check
+from megatron_rlspec.models.names import name_table
+from megatron_rlspec.rollout import placement
+from megatron_rlspec.run import identity
+from megatron_rlspec.run.replay import Replay
+from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
+from megatron_rlspec.tasks.data import Demonstrations, Prompts, check_vocabulary, load_tokenizer
+from megatron_rlspec.train import model
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The same on every rank.
+
+    hf_config   of the policy, with the EAGLE-3 drafter's under `DRAFTER`
+    tensors     of both, read when they are asked for
+    eagle3_ids  token ids that an EAGLE-3 drafter drafts from, `[S] int64`; None for another drafter
+    layout      which GPUs the ranks of this node and the engines have
+    vocabulary  counts tokens for the draft vocabulary; None: drafts are chosen from all tokens
+    data        prompts, or the demonstrations of a warm start; None for a replay, which has recorded rollouts
+    replay      the recorded run that `rlspec replay` follows
+    identity    digests of what a resumed run must share with the run that wrote its checkpoint, by names of options
+    """
+
+    hf_config: dict[str, Any]
+    tensors: Tensors
+    eagle3_ids: torch.Tensor | None
+    layout: placement.Layout
+    tokenizer: Any
+    vocabulary: DraftVocabulary | None
+    data: Prompts | Demonstrations | None
+    replay: Replay | None
+    identity: dict[str, str]
+
+    @property
+    def prompts(self) -> Prompts | None:
+        """Return the prompts of rollouts; None in a warm start."""
+        return self.data if isinstance(self.data, Prompts) else None
+
+    @property
+    def demonstrations(self) -> Demonstrations | None:
+        """Return the demonstrations of a warm start; None in other runs."""
+        return self.data if isinstance(self.data, Demonstrations) else None
+
+
+def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -> Loaded:
+    """Read what a run needs, and check that it can work with it. Rank 0 prints what is being loaded.
+
+    supervised  `data_path` holds demonstrations
+    generates   the run has engines
+
+    Raises ConfigError, DataError or CheckpointError. Writes nothing.
+    """
+    check_machine(config)
+    custom.check(config)
+    hf_config, tensors = read_model(config.model.path, config.drafter.path)
+    try:
+        family = name_table(hf_config)
+    except ValueError as error:
+        raise CheckpointError(f"{config.model.path}: {error}") from None
+    check(family, tensors, drafter=config.drafter.train and config.drafter.kind == "mtp")
+    model.check(hf_config, config)
+    layout = place(config, hf_config, tensors) if generates else placement.Layout()
+    context = hf_config.get("max_position_embeddings")
+    longest = config.model.max_length
+    if context and context < longest:
+        raise ConfigError(
+            f"model.max_length={longest}, but config.json of {config.model.path} says max_position_embeddings={context}"
+        )
+    if os.environ.get("RANK", "0") == "0":
+        print(_announcement(config, hf_config, supervised, generates), flush=True)
+    tokenizer = load_tokenizer(config.model.path)
+    check_vocabulary(tokenizer, hf_config["vocab_size"])
+    vocabulary = draft_vocabulary(config, hf_config)
+    rows: Prompts | Demonstrations | None = None
+    if supervised:
+        rows = Demonstrations(data_path, tokenizer, config)
+        rows.check_ids(hf_config["vocab_size"])
+    elif generates:
+        rows = Prompts(data_path, tokenizer, config)
+    replay = Replay(config, tensors) if config.replay.run else None
+    digests = {"model.path": identity.of_model(config.model.path)}
+    if config.drafter.path:
+        digests["drafter.path"] = identity.of_model(config.drafter.path)
+    if rows is not None:
+        digests["sft.path" if supervised else "data.path"] = identity.of_rows(rows.rows)
+    if replay is not None:
+        digests["replay.run"] = replay.digest
+    eagle3_ids = words(tensors, hf_config) if DRAFTER in hf_config else None
+    return Loaded(hf_config, tensors, eagle3_ids, layout, tokenizer, vocabulary, rows, replay, digests)
+
+
+def check_machine(config: Config) -> None:
+    """Raise ConfigError if this machine cannot run the configuration."""
+    rollout = config.rollout
+    gpus = torch.cuda.device_count()
+    if not gpus and rollout.engine == "sglang" and not rollout.urls and config.spec.verifier == "rejection":
+        raise ConfigError(
+            "spec.verifier=rejection needs SGLang's GPU kernels, and there is no GPU here; "
+            "expected position_keyed or target_only"
+        )
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if gpus and ranks > gpus:
+        raise ConfigError(f"torchrun --nproc-per-node {ranks}, but this machine has {gpus} GPUs, one for each rank")
+
+
+def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> placement.Layout:
+    """Return which GPUs the ranks of this node and the engines have. Raises ConfigError if that does not fit."""
+    gpus = placement.devices(os.environ, torch.cuda.device_count())
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if config.rollout.engine != "sglang" or config.rollout.urls:
+        return placement.Layout()
+    options = config.placement
+    lane, second = config.tail.lane, config.second
+    for size, option in ((lane, "tail.lane"), (second, "tail.tp")):
+        placement.check_heads(hf_config, size or 1, option)
+    layout = placement.place(gpus, ranks, config.rollout.engines, options.tensor, options.mode, lane, second)
+    if not layout.engines:
+        return layout
+    placement.check_heads(hf_config, options.tensor)
+    if layout.together:
+        placement.check_together(config)
+    gpu = int(options.gpu_gib * placement.GIB) or torch.cuda.get_device_properties(0).total_memory
+    sizes = {name: math.prod(tensors.shape(name)) for name in tensors}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    hopper = torch.cuda.get_device_capability(0)[0] == 9
+    need = placement.Need.of(config, hf_config, gpu, sum(sizes.values()), experts, world, hopper)
+    return placement.with_memory(layout, need)
+
+
+def draft_vocabulary(config: Config, hf_config: Mapping[str, Any]) -> DraftVocabulary | None:
+    """Return the counts that choose the draft vocabulary; None if drafts are chosen from all. Raises ConfigError."""
+    size = config.drafter.vocabulary
+    if not size:
+        return None
+    if config.rollout.engine == "sglang" and config.spec.verifier == "rejection":
+        raise ConfigError(
+            f"drafter.vocabulary={size}: SGLang's rejection sampling drafts from all words; expected "
+            "spec.verifier=position_keyed or target_only"
+        )
+    try:
+        return DraftVocabulary(size, hf_config["vocab_size"], ends_of_text(hf_config))
+    except ValueError as error:
+        raise ConfigError(f"drafter.vocabulary={size}: {error}") from None
+
+
+def _announcement(config: Config, hf_config: Mapping[str, Any], supervised: bool, generates: bool) -> str:
+    """Return the line that says what is being loaded."""
+    weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    engine = f", engine {config.rollout.engine}" if generates else ""
+    return (
+        f"rlspec {'sft' if supervised else 'train'}: loading {config.model.path} "
+        f"({hf_config['architectures'][0]}, {weights / 1e9:.2g} GB) in {config.model.dtype}, "
+        f"ranks: {ranks}{engine}; run directory {Path(config.train.run_dir)}"
+    )

@@ -1,0 +1,97 @@
+"""A run's records: one line a step, events, texts, and the view on the terminal. Rank 0 writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_rlspec import files
+from megatron_rlspec.config import Config
+from megatron_rlspec.records.live import View
+from megatron_rlspec.records.metrics import Clock, Decode, Recorder, RewardWatch, read_records
+from megatron_rlspec.records.sinks import open_sinks
+from megatron_rlspec.types import Sample
+
+SHOWN_TEXTS = 4  # of a step, in samples.jsonl
+
+
+class Records:
+    """Every rank holds one, because every rank counts bad steps; ranks above 0 write nothing.
+
+    clock      seconds of the parts of a step
+    recorder   None on ranks above 0
+    recorded   steps that have a record
+    bad_steps  in a row: loss or gradient norm of policy or drafter was not finite
+    """
+
+    def __init__(self, config: Config, clock: Clock, done: int, main: bool) -> None:
+        """`done`: steps that the run has, from its checkpoint."""
+        self.clock = clock
+        self.recorder: Recorder | None = None
+        self.recorded = done
+        self.bad_steps = 0
+        self._config = config
+        self._main = main
+        self._first = done
+
+    def open(self) -> None:
+        """Open the files, which is a run's first write. Raises OSError and RecordError."""
+        if not self._main:
+            return
+        config, done = self._config, self._first
+        run_dir = Path(config.train.run_dir)
+        self.recorder = Recorder(run_dir, done, partial(open_sinks, config, run_dir, done))
+        self.recorder.started(done)
+        earlier = read_records(run_dir / "metrics.jsonl")
+        self._reward_watch = RewardWatch([r["rollout/reward"] for r in earlier if "rollout/reward" in r])
+        files.write(run_dir / "config.json", config.model_dump_json(indent=1))
+
+    def close(self, done: int) -> None:
+        """Record that this process trains no more, after `done` steps, and close the files."""
+        if self.recorder is not None:
+            self.recorder.ended(done)
+            self.recorder.close()
+
+    def event(self, kind: str, message: str, **fields: Any) -> None:
+        """Write an event, on rank 0."""
+        if self.recorder is not None:
+            self.recorder.event(kind, message, **fields)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yield the numbers of the remaining steps. Rank 0 shows the progress on the terminal."""
+        if self.recorder is None:
+            yield from range(self._first, total)
+            return
+        with View(total, self._first, self.recorder.latest) as self._view:
+            yield from range(self._first, total)
+
+    def write(
+        self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = (), decode: Decode | None = None
+    ) -> None:
+        """Write the record of a step to `metrics.jsonl`, and a few texts to `samples.jsonl`. Counts bad steps in a row.
+
+        samples  of the step's rollout, and `decode` of their tokens; none without a rollout
+        """
+        self.recorded = step + 1
+        skipped = [side for side in ("policy", "drafter") if values.get(f"{side}/skipped")]
+        self.bad_steps = self.bad_steps + 1 if skipped else 0
+        if self.recorder is None:
+            return
+        if skipped:
+            self.recorder.event("loss", f"step {step}: {self._why_skipped(skipped, values)}; step skipped")
+        record = dict(values) | self.clock.drain()
+        if "rollout/reward" in record and (halved := self._reward_watch.observe(record["rollout/reward"])):
+            self.recorder.event("reward", f"step {step}: {halved}")
+        if samples and decode is not None:
+            shown = samples[:: max(1, len(samples) // SHOWN_TEXTS)][:SHOWN_TEXTS]
+            self.recorder.samples(step, shown, decode)
+        self.recorder.write(step, record)
+        self._view.update(step, record)
+
+    def _why_skipped(self, skipped: Sequence[str], values: Mapping[str, float]) -> str:
+        gap = values.get("policy/train_rollout_logprob_abs_diff", 0.0)
+        if gap > self._config.health.logprob_gap:
+            return f"log-probs of engines and trainer differ by {gap:.3f} nats per token: different weights?"
+        return f"loss or gradient norm of {' and '.join(skipped)} not finite"

@@ -1,0 +1,87 @@
+"""The recorded trajectory of a run: written by the run (`train.record`), and followed by `rlspec replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_rlspec.checkpoint.drafter_files import Tensors
+from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.host import ranks
+from megatron_rlspec.models.hf_files import CheckpointError
+from megatron_rlspec.run.recording import Records
+from megatron_rlspec.run.trajectory import Trajectory, TrajectoryWriter
+from megatron_rlspec.sync.push import exporting
+from megatron_rlspec.train.step import Trainer
+from megatron_rlspec.types import Group
+
+
+class Replay:
+    """The recorded run that a drafter is trained along. Every rank reads it.
+
+    follows  whether the policy and the rollouts of every step are the recorded ones. If not, the policy stays the one
+             of `replay.policy_step`, and engines generate with it
+    digest   of all that was recorded
+    """
+
+    def __init__(self, config: Config, tensors: Tensors) -> None:
+        """Open `replay.run`. Raises CheckpointError if model.path is not what it began with, or it is too short."""
+        options = config.replay
+        self.follows = options.policy_step < 0
+        self._first = max(0, options.policy_step)
+        self._trajectory = Trajectory(Path(options.run))
+        self.digest = self._trajectory.digest
+        for name, tensor in self._trajectory.policy(0).items():
+            if not torch.equal(tensors[name].to(tensor.dtype), tensor):
+                raise CheckpointError(
+                    f"model.path={config.model.path}: {name} differs from what {options.run} began with"
+                )
+        asked = config.train.steps if self.follows else options.policy_step
+        if asked > self._trajectory.steps:
+            name = "train.steps" if self.follows else "replay.policy_step"
+            raise ConfigError(f"{name}={asked}, but {options.run} has {self._trajectory.steps} recorded steps")
+
+    def load_first(self, trainer: Trainer) -> None:
+        """Load the policy that the replay begins with."""
+        self.load(trainer, self._first)
+
+    def load(self, trainer: Trainer, step: int) -> None:
+        """Load the policy that the recorded run had before `step`. The drafter stays."""
+        trainer.load_hf(self._trajectory.policy(step), fresh_drafter=True)
+
+    def groups(self, step: int) -> list[Group]:
+        """Return the rollouts that `step` trained on."""
+        return self._trajectory.groups(step)
+
+
+class TrajectoryRecording:
+    """Records the policy and the rollouts of every step (`train.record`), on all ranks.
+
+    writer  on rank 0; None on the others
+    """
+
+    def __init__(self, trainer: Trainer, records: Records, writer: TrajectoryWriter | None) -> None:
+        self._trainer = trainer
+        self._records = records
+        self._writer = writer
+
+    def keep(self, step: int, groups: Sequence[Group] = ()) -> None:
+        """Write the present policy, and the rollouts that `step` trains on; none after the last step. Collective."""
+        writer = self._writer
+        if not ranks.job().number(writer is not None and not writer.ended):
+            return  # the bytes of train.record_gib are used
+        with self._records.clock("record"), exporting(self._trainer.export) as source:
+            if source is not None and writer is not None and (line := writer.keep(step, source("target"), groups)):
+                self._records.event("trajectory", line)
+
+
+def open_recording(config: Config, trainer: Trainer, records: Records, done: int) -> TrajectoryRecording:
+    """Begin or continue to record a run that has `done` steps."""
+    writer = None
+    if records.recorder is not None:
+        writer = TrajectoryWriter(Path(config.train.run_dir), int(config.train.record_gib * 2**30), done)
+        if writer.ended:
+            records.event("trajectory", writer.ended)
+    return TrajectoryRecording(trainer, records, writer)

@@ -1,0 +1,67 @@
+"""The result of a run: policy and drafter as Hugging Face checkpoints, with the drafter's optimizer state beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rlspec.checkpoint.drafter_files import Tensors, build_drafter
+from megatron_rlspec.config import Config
+from megatron_rlspec.models import tensor_file
+from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.hf_files import build_hf, publish
+from megatron_rlspec.run.loading import Loaded
+from megatron_rlspec.sync.push import Source, exporting
+from megatron_rlspec.train import moments
+from megatron_rlspec.train.step import Trainer
+
+
+def write_result(config: Config, loaded: Loaded, trainer: Trainer) -> None:
+    """Write policy and drafter to `run_dir/hf`; an EAGLE-3 drafter goes to `run_dir/hf_drafter`. Collective."""
+    run_dir = Path(config.train.run_dir)
+    built: dict[Path, Path] = {}  # directories by the names that they get at the end; hf/ is the last
+    with exporting(trainer.export) as source:
+        if source is not None:
+            built = _build(config, loaded, source, run_dir)
+    found = dict(trainer.export_drafter_moments())
+    if found:
+        path = next(iter(built.values())) / moments.FILE
+        path.parent.mkdir()
+        tensor_file.save(found, path)
+    for target, directory in built.items():
+        publish(directory, target)
+    if built:
+        drafter, *policy = built
+        what = "policy and drafter as a Hugging Face checkpoint"
+        what = f"the policy, and {drafter}, its EAGLE-3 drafter" if policy else what
+        print(f"written: {run_dir / 'hf'}, {what}", flush=True)
+
+
+def _build(config: Config, loaded: Loaded, source: Source, run_dir: Path) -> dict[Path, Path]:
+    """Write the directories of drafter and policy, which can be one, beside their names. Return them by name."""
+    target = run_dir / "hf"
+    hf_config = loaded.hf_config
+    tokenizer = config.model.path
+    if DRAFTER not in hf_config:
+        return {target: build_hf(target, hf_config, source("all"), tokenizer)}
+    stated = {key: value for key, value in hf_config.items() if key != DRAFTER}
+    built = {}
+    if config.drafter.train:
+        assert loaded.eagle3_ids is not None
+        own = run_dir / "hf_drafter"
+        built[own] = build_drafter(own, hf_config[DRAFTER], source("drafter"), loaded.eagle3_ids, config.drafter.path)
+    return built | {target: build_hf(target, stated, source("target"), tokenizer)}
+
+
+def take_drafter_moments(config: Config, trainer: Trainer, tensors: Tensors) -> str:
+    """Load the drafter's optimizer state of the run that wrote `model.path` or `drafter.path`. Collective.
+
+    Returns the event's text, or "".
+    """
+    shapes = {name: tensors.shape(name) for name in moments.trained_names(trainer.table)}
+    directory = Path(config.drafter.path or config.model.path)
+    file, problem = moments.find(directory, trainer.table, shapes)
+    if file is None:
+        return problem
+    with file:
+        trainer.take_drafter_moments(file)
+        return f"the optimizer continues after {int(file['updates'])} updates, with the moments in {file.path}"

@@ -1,0 +1,79 @@
+"""Save a run as a whole checkpoint, and resume from the newest one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rlspec.config import Config
+from megatron_rlspec.models.hf_files import CheckpointError
+from megatron_rlspec.run import identity
+from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
+from megatron_rlspec.train.checkpoint import SaveError, on_all_ranks
+from megatron_rlspec.train.step import Trainer
+
+State = tuple[dict[str, Any], Drawn]  # a JSON object, and groups of samples
+
+
+class Saver:
+    """Writes checkpoints of the trainer and of the run. Every rank holds one.
+
+    saved  steps of the newest checkpoint that this process wrote or loaded
+    """
+
+    def __init__(self, config: Config, trainer: Trainer, main: bool, known: Mapping[str, str]) -> None:
+        """`known`: digests of model and data, by names of options; a checkpoint with others is not resumed from."""
+        self.saved = 0
+        self._checkpoints = Checkpoints(Path(config.train.run_dir), config.train.keep)
+        self._trainer = trainer
+        self._main = main
+        self._identity = dict(known)
+
+    def load_newest(self, steps: int) -> State | None:
+        """Load the newest checkpoint into the trainer. Returns the run's state, None without a checkpoint.
+
+        Raises CheckpointError for a checkpoint after more than `steps` steps, or of another model or other data.
+        """
+        found = self._checkpoints.whole()
+        if not found:
+            return None
+        path = found[-1]
+        state, drawn = self._checkpoints.read_state(path)
+        if state["step"] > steps:
+            raise CheckpointError(f"{path} is after step {state['step']}, but the run has only {steps} steps")
+        if "identity" not in state:
+            raise CheckpointError(f"{path}: an earlier version wrote it, without digests of model and data; start anew")
+        if other := identity.difference(state["identity"], self._identity):
+            raise CheckpointError(
+                f"{path} is of a run with another content of {other}; expected the same, or another train.run_dir"
+            )
+        self._trainer.load(path)
+        self.saved = state["step"]
+        return state, drawn
+
+    def save(self, done: int, state: Callable[[], State]) -> Path:
+        """Write a checkpoint, unless this step has one, and return its path. Raises SaveError on every rank.
+
+        The small files are written first, so a checkpoint with the trainer's directory is complete.
+        """
+        path = self._checkpoints.path(done)
+        if self.saved == done:
+            return path
+
+        def write_state() -> None:
+            content, drawn = state()
+            self._checkpoints.write_state(done, content | {"identity": self._identity}, drawn)
+
+        try:
+            if error := on_all_ranks(write_state, self._main):
+                raise SaveError(error)
+            self._trainer.save(path)
+        except SaveError:
+            if self._main:
+                self._checkpoints.discard(done)
+            raise
+        self.saved = done
+        if self._main:
+            self._checkpoints.prune()
+        return path
