@@ -50,6 +50,8 @@ def words(start: Path, run_dir: Path, command: str, options: dict[str, object]) 
     chosen = {name.replace("__", "."): value for name, value in options.items()}
     if chosen.get("spec.mode", "adaptive") != "adaptive":
         del values["spec.candidate_steps"]  # it would have no effect, which is refused
+    if chosen.get("data.eval_path") == "":
+        del values["train.eval_prompts"]
     values |= chosen
     return [command, *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
 

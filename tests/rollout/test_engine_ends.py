@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 import psutil
@@ -168,3 +169,22 @@ def test_a_server_that_sglang_refuses_says_why_at_the_terminal(model: Path, tmp_
     [log] = tmp_path.glob("rlspec-serve-32102-*.log")
     last = ended.stderr.splitlines()[-1]
     assert ended.returncode == 2 and "unrecognized arguments: --nonsense 3" in last and str(log) in last, ended.stderr
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_temporary_directory_whose_name_is_too_long_for_sockets_is_refused(monkeypatch, more):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        above = Path(short, "x" * (scratch.MOST_BYTES + more - len(short) - 1))
+        above.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(above))
+        if more:
+            with pytest.raises(OSError, match=f"at most {scratch.MOST_BYTES} bytes") as told:
+                scratch.make()
+            assert told.value.filename == str(above) and not list(above.iterdir())
+            return
+        directory = scratch.make()
+        try:
+            own = tempfile.mkdtemp(prefix="pymp-", dir=directory)  # as multiprocessing
+            Listener(tempfile.mktemp(prefix="listener-", dir=own)).close()
+        finally:
+            scratch.remove(directory)

@@ -16,10 +16,21 @@ from typing import BinaryIO
 
 PREFIX = "rlspec-engine-"
 SHARED_MEMORY = Path("/dev/shm")
+# Of TMPDIR: the path of a socket has at most 107, and multiprocessing makes one below the engine's directory.
+MOST_BYTES = 107 - len("/rlspec-engine-XXXXXXXX/pymp-XXXXXXXX/listener-XXXXXXXX")
 
 
 def make() -> Path:
-    """Make a directory that only this user can read, and its folder for KV caches where there is a /dev/shm."""
+    """Make a directory that only this user can read, and its folder for KV caches where there is a /dev/shm.
+
+    Raises OSError, also where the directory's name would be too long for the sockets in it.
+    """
+    above = tempfile.gettempdir()
+    if len(os.fsencode(above)) > MOST_BYTES:
+        what = (
+            f"expected a temporary directory of at most {MOST_BYTES} bytes (TMPDIR), because engines keep sockets there"
+        )
+        raise OSError(errno.ENAMETOOLONG, what, above)
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))
     with suppress(OSError):
         (SHARED_MEMORY / columns(directory)).mkdir(mode=0o700)
