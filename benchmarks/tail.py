@@ -42,7 +42,7 @@ from megatron_rlspec.extensions.migration.moves import Moved, Mover
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
 from megatron_rlspec.models.hf_files import write_hf
-from megatron_rlspec.rollout.pool import EnginePool, Owner
+from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
 from megatron_rlspec.rollout.sglang.client import engine as client
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.settings import KEY
@@ -93,7 +93,7 @@ def request(prompt: int, length: int, tokens: int = 16) -> Request:
 
 
 @contextlib.contextmanager
-def in_thread(act: Callable[[Owner], None], owner: Owner) -> Iterator[None]:
+def in_thread(act: Callable[[RunningRequests], None], owner: RunningRequests) -> Iterator[None]:
     thread = threading.Thread(target=act, args=(owner,))
     thread.start()
     yield
@@ -107,9 +107,9 @@ def skewed(pair: Pair, samples: int, seconds: float, move: bool) -> tuple[float,
     """Return tokens per wall second and per CPU second, after some seconds and perhaps a move; and the move."""
     rates: list[tuple[float, float]] = []
     moved: list[Moved] = []
-    pool = EnginePool(list(pair.engines.values()))
+    pool = EnginePool(pair.engines)
 
-    def act(owner: Owner) -> None:
+    def act(owner: RunningRequests) -> None:
         while sum(len(engine.progress().running) for engine in pair.engines.values()) < samples + 1:
             time.sleep(0.05)
         time.sleep(seconds)
@@ -166,10 +166,10 @@ def dealt(lengths: Sequence[int], badly: bool) -> list[int]:
 
 def rollout(pair: Pair, way: str, lengths: Sequence[int], seen: Lengths, planner: Rebalancer) -> dict[str, Any]:
     asked = [request(i, length) for i, length in enumerate(lengths)]
-    pool = EnginePool(list(pair.engines.values()), in_flight=len(lengths) // 4 if way == "in_flight" else 0)
+    pool = EnginePool(pair.engines, in_flight=len(lengths) // 4 if way == "in_flight" else 0)
     found: list[Balancer] = []
 
-    def balance(owner: Owner) -> Balancer:
+    def balance(owner: RunningRequests) -> Balancer:
         found.append(Balancer(owner, pair.engines, planner, seen, CAP, every=16))
         return found[0]
 
@@ -227,10 +227,10 @@ def moves(pair: Pair, tokens: int) -> dict[str, Any]:
     names = list(pair.engines)
     for how in ("kv", "recompute"):
         asked = request(0, 400, tokens)
-        pool = EnginePool([pair.engines[names[0]]])
+        pool = EnginePool({names[0]: pair.engines[names[0]]})
         pool.add(pair.engines[names[1]])
 
-        def act(owner: Owner, how: str = how, name: str = asked.id, pool: EnginePool = pool) -> None:
+        def act(owner: RunningRequests, how: str = how, name: str = asked.id, pool: EnginePool = pool) -> None:
             while not (here := [n for n in names if pair.engines[n].progress().running]):
                 time.sleep(0.01)
             there = names[1 - names.index(here[0])]

@@ -63,11 +63,32 @@ class EngineDescription(TypedDict):
     unnamed: str
 
 
+class BucketMemory(Protocol):
+    """Pieces of memory in which a push lays out tensors that travel together (`sync.bucket.Memory`)."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the pieces are."""
+
+    def take(self, needed: int) -> torch.Tensor:
+        """Return a piece of at least `needed` bytes, uint8. Waits until one is free."""
+
+    def give(self, piece: torch.Tensor) -> None:
+        """Take back a piece."""
+
+    def close(self) -> None:
+        """End a push, after every piece came back."""
+
+
 class RolloutEngine(Protocol):
-    """One engine. Calls block; `rollout/pool.py` spreads them over threads and engines.
+    """One engine. Calls block; `rollout/pool.py` spreads them over threads and engines, and knows each by a name.
 
     Every method raises EngineError if the engine refuses, fails or is gone; `alive` and `close` never do.
     """
+
+    @property
+    def bucket_memory(self) -> BucketMemory | None:
+        """Return the memory of the buckets that `update_weights` takes (`sync.push.in_buckets`); None: tensors."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None

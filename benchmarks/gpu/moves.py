@@ -16,7 +16,7 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.moves import Moved, Mover, discard
 from megatron_rlspec.extensions.migration.protocol import TransferRequest
-from megatron_rlspec.rollout.pool import EnginePool, Owner
+from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.types import Held, Move, Request, Sampling
 
@@ -102,7 +102,7 @@ def _running(engine: MigratableSGLangEngine, name: str) -> Held:
 class _OneMove:
     """Moves the first sample that decodes from `source` to `target`, once, while a `generate` runs."""
 
-    def __init__(self, owner: Owner, engines: dict[str, MigratableSGLangEngine], way: str, name: str) -> None:
+    def __init__(self, owner: RunningRequests, engines: dict[str, MigratableSGLangEngine], way: str, name: str) -> None:
         self._mover = Mover(owner, engines)
         self._engines = engines
         self._way = way
@@ -131,9 +131,9 @@ def _move(plan: Plan, figures: Figures, engines: dict[str, MigratableSGLangEngin
     """Move a sample as a rollout would, in the order that the balancer uses."""
     [request] = serving.asked(plan, 1, plan.moved, seed=len(way))  # another prompt, which no cache holds
     moving: list[_OneMove] = []
-    pool = EnginePool([engines["source"]])
+    pool = EnginePool({"source": engines["source"]})
 
-    def balance(owner: Owner) -> _OneMove:
+    def balance(owner: RunningRequests) -> _OneMove:
         moving.append(_OneMove(owner, engines, way, request.id))
         return moving[0]
 

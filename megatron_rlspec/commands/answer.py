@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def _answer(config: Config, hf_config: dict[str, Any]) -> str:
             starting.launch()
             engines = starting.wait()
             began = time.perf_counter()
-            tokens = _draw(config, hf_config, list(engines.values()), missing, journal, tokenizer)
+            tokens = _draw(config, hf_config, engines, missing, journal, tokenizer)
             seconds = time.perf_counter() - began
         finally:
             starting.close()
@@ -109,7 +109,7 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
 def _served(config: Config) -> dict[str, int]:
     """Return the fingerprints of what the engines at `rollout.urls` hold. Raises EngineError if they differ."""
     starting = KINDS[config.rollout.engine].start(config, Path(), Layout())
-    found = EnginePool(list(starting.wait().values())).fingerprints()
+    found = EnginePool(starting.wait()).fingerprints()
     return dict(sorted(found.items()))
 
 
@@ -171,7 +171,7 @@ class Journal:
 def _draw(
     config: Config,
     hf_config: dict[str, Any],
-    engines: list[RolloutEngine],
+    engines: Mapping[str, RolloutEngine],
     missing: list[Request],
     journal: Journal,
     tokenizer: Any,

@@ -299,7 +299,7 @@ class Conversations:
             if self._failure is None:
                 self._until = time.monotonic() + self._seconds
                 self._failure = error
-        for engine in self._engines.engines:
+        for engine in list(self._engines.engines.values()):
             try:
                 engine.abort(list(self.running))
             except EngineError:  # a lost engine is dropped by the next call that needs it
@@ -309,14 +309,15 @@ class Conversations:
         self.running[request.id] = None
         try:
             while self._failure is None:
-                engines = self._engines.engines
-                engine = engines[request.prompt.id % len(engines)]
+                self._engines.check()
+                engines = list(self._engines.engines.items())
+                name, engine = engines[request.prompt.id % len(engines)]
                 try:
                     return engine.generate([request], sampling)[0]
                 except EngineError as error:
                     request = replace(request, partial=error.begun.get(request.id, request.partial))
                     with self._lock:
-                        self._engines.drop(engine, error)
+                        self._engines.drop(name, error)
         except EngineError as error:  # no engine is left
             self._fail(error)
         finally:

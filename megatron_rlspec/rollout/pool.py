@@ -1,4 +1,13 @@
-"""Several engines as one: distribute requests, collect samples, and continue when engines fail."""
+"""Several engines as one: the registry of a run's engines, by name, and `generate` over all of them.
+
+    generate(requests)                                            one `_Generation`, until every request has its sample
+      groups, the longest first ──► waiting ──► the engine with the least to do ──► engine.generate, in a thread
+                                       ▲                                               │ each sample that ends
+           stolen from a full engine ──┤                                               ▼
+         left over by a lost engine ───┘          `resume` of what `claim` took ◄── finished ──► samples, on_sample
+
+Pushes, checks and moves ask the pool for its engines. Only the pool adds, drops and removes one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.types import Partial, Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
@@ -20,46 +29,47 @@ if TYPE_CHECKING:
     import torch
 
 ABORT_AGAIN = 0.2  # seconds
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
-Returned = Callable[[str, Request | None], None]  # (id, the request to continue); see `Owner.lend`
+Returned = Callable[[str, Request | None], None]  # (id, the request to continue); see `RunningRequests.claim`
 
 
 @dataclass(frozen=True)
-class Stay:
+class Interval:
     """The time that a sample spent on one engine, in seconds of `time.perf_counter`."""
 
     id: str
-    engine: RolloutEngine
+    engine: str
     began: float
     ended: float
 
 
-class Owner(Protocol):
+class RunningRequests(Protocol):
     """The requests of a running `generate`, for what moves them between engines (`EnginePool.balance`).
 
-    waiting  groups of requests that no engine has
-    samples  those that have ended, by id
-    stays    of samples on engines that they have left
+    waiting    groups of requests that no engine has
+    samples    those that have ended, by id
+    intervals  of samples on engines that they have left
     """
 
     waiting: deque[list[Request]]
     samples: dict[str, Sample]
-    stays: list[Stay]
+    intervals: list[Interval]
 
-    def drawn_by(self, engine: RolloutEngine) -> Mapping[str, Request]:
-        """Return the unfinished requests of an engine."""
+    def on_engine(self, engine: str) -> Mapping[str, Request]:
+        """Return the unfinished requests of an engine, by id."""
 
-    def lend(self, engine: RolloutEngine, ids: Iterable[str], returned: Returned) -> list[str]:
-        """Give samples away: when the engine returns one aborted, it goes to `returned` and is not finished.
+    def claim(self, engine: str, ids: Iterable[str], returned: Returned) -> list[str]:
+        """Claim samples: when the engine returns one aborted, it goes to `returned` and is not finished.
 
         `returned` is called once for each, with the request to continue, or with None if the sample has ended or the
-        engine is lost. Returns the ids that are lent; the others are elsewhere, or lent already.
+        engine is lost. Returns the claimed ids; the others are elsewhere, or claimed already.
         """
 
-    def take_back(self, ids: Iterable[str]) -> None:
-        """End `lend` for samples that the engine still draws."""
+    def unclaim(self, ids: Iterable[str]) -> None:
+        """End `claim` for samples that stay on their engine."""
 
-    def resume(self, requests: Sequence[Request], engine: RolloutEngine) -> None:
+    def resume(self, requests: Sequence[Request], engine: str) -> None:
         """Continue samples on an engine, or on another one if it is lost."""
 
 
@@ -69,50 +79,53 @@ class EnginePool:
     Groups are dealt by their predicted lengths, the longest first, each to the engine with the fewest predicted tokens.
     When an engine has less than half as many requests as another, it takes over some that the other has not begun.
 
+    engines    by name. The pool is the only registry of a run's engines
     in_flight  requests that one engine holds at a time; further groups go to the first engine that has room. 0: all
                groups are distributed at the start
-    lost       is called with each engine that failed, from the thread that saw the failure
+    lost       is called with the name of each engine that failed, from the thread that saw the failure
     continues  whether the engines take samples that have begun; otherwise such samples begin anew
-    lanes      engines that are given no request while another is left: samples only move to them
+    spare      engines that get no requests while another one is left: samples only move to them
 
-    `balance`, if it is set, is entered around every `generate`, and may move its samples through `Owner`.
+    `balance`, if it is set, is entered around every `generate`, and may move its samples through `RunningRequests`.
 
-    An engine that fails is closed and left out from then on; `failures` gives the reason by the engine's `id`. Its
-    unfinished requests go on on the others, from what is known of them. When no engine is left, every method raises
+    An engine that fails is closed and left out from then on; `failures` has the reason until `take_failures`. Its
+    unfinished requests continue on the others, from what is known of them. When no engine is left, every method raises
     EngineError.
     """
 
     def __init__(
         self,
-        engines: Sequence[RolloutEngine],
+        engines: Mapping[str, RolloutEngine],
         in_flight: int = 0,
-        lost: Callable[[RolloutEngine], None] = lambda engine: None,
+        lost: Callable[[str], None] = lambda name: None,
         continues: bool = True,
-        lanes: Collection[RolloutEngine] = (),
+        spare: Collection[str] = (),
     ) -> None:
         if not engines:
             raise ValueError("an EnginePool needs at least one engine")
-        self._engines = list(engines)
-        self._lanes = list(lanes)
+        self._engines = dict(engines)
+        self._spare = set(spare)
         self._in_flight = in_flight
         self._lost = lost
         self.continues = continues
-        self._runs: list[_Run] = []
-        self.balance: Callable[[Owner], AbstractContextManager] | None = None
+        self._running: list[_Generation] = []
+        self.balance: Callable[[RunningRequests], AbstractContextManager] | None = None
         self.stolen = 0  # requests that moved before they had begun
-        self.continued = 0  # tokens of lost engines' samples that other engines went on from
-        self.failures: dict[int, str] = {}
+        self.continued = 0  # tokens of lost engines' samples that other engines continued from
+        self.failures: dict[str, str] = {}
+        self._last_failure = ""
         self._dropping = threading.Lock()
 
     @property
-    def engines(self) -> tuple[RolloutEngine, ...]:
-        """Return the engines that have not failed."""
-        return tuple(self._engines)
+    def engines(self) -> Mapping[str, RolloutEngine]:
+        """Return the engines that have not failed, by name: a view that follows the pool."""
+        return MappingProxyType(self._engines)
 
     @property
-    def dealt(self) -> tuple[RolloutEngine, ...]:
-        """Return the engines that are given requests."""
-        return tuple(engine for engine in self._engines if engine not in self._lanes) or self.engines
+    def serving(self) -> list[str]:
+        """Return the names of the engines that get requests."""
+        names = list(self._engines)
+        return [name for name in names if name not in self._spare] or names
 
     def generate(
         self,
@@ -121,7 +134,7 @@ class EnginePool:
         on_sample: Callable[[Sample], None] | None = None,
         lengths: Mapping[int, float] = MappingProxyType({}),
     ) -> list[Sample]:
-        """Draw one sample per request, in their order. `on_sample` is called once per request, from any thread.
+        """Generate one sample per request, in their order. `on_sample` is called once per request, from any thread.
 
         lengths  predicted tokens of a response, by the prompt's id. Prompts without one count as the mean of the
                  others; without any, groups are dealt in their order, by their number of requests
@@ -131,13 +144,13 @@ class EnginePool:
         self.check()
         if len({r.id for r in requests}) != len(requests):
             raise ValueError("two requests have the same id")
-        run = _Run(self, requests, sampling, on_sample, lengths)
-        self._runs.append(run)
+        run = _Generation(self, requests, sampling, on_sample, lengths)
+        self._running.append(run)
         try:
             with self.balance(run) if self.balance else nullcontext():
                 return run.finish()
         finally:
-            self._runs.remove(run)
+            self._running.remove(run)
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
         tensors = list(tensors) if len(self._engines) > 1 else tensors
@@ -154,81 +167,88 @@ class EnginePool:
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests, or all. A lost engine is left to the `generate` that runs on it."""
-        for run in list(self._runs):
+        for run in list(self._running):
             run.abort(request_ids)
-        for engine in self.engines:
+        for engine in list(self._engines.values()):
             with suppress(EngineError):
                 engine.abort(request_ids)
 
     def stats(self) -> list[RoundStats]:
         by_engine = self.everywhere(lambda engine: engine.stats())
-        return [stats for of_one in by_engine for stats in of_one]
+        return [stats for of_one in by_engine.values() for stats in of_one]
 
     def fingerprints(self) -> dict[str, int]:
         """Return those of the first engine. Raises EngineError if another engine holds other weights."""
-        first, *others = self.everywhere(lambda engine: engine.fingerprints())
-        for engine, other in zip(self._engines[1:], others, strict=True):
-            different = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        by_engine = self.everywhere(lambda engine: engine.fingerprints())
+        one, first = next(iter(by_engine.items()))
+        for name, other in by_engine.items():
+            every = first.keys() | other.keys()
+            different = sorted(tensor for tensor in every if first.get(tensor) != other.get(tensor))
             if different:
-                raise EngineError(f"{engine}: {len(different)} tensors differ from {self._engines[0]}: {different[0]}")
+                raise EngineError(f"{name}: {len(different)} tensors differ from {one}: {different[0]}")
         return first
 
     def close(self) -> None:
-        for engine in self._engines:
+        for engine in list(self._engines.values()):
             engine.close()
 
-    def drop(self, engine: RolloutEngine, error: EngineError) -> None:
+    def drop(self, name: str, error: EngineError) -> None:
         """Close a failed engine and leave it out from now on. Raises EngineError if none is left."""
         with self._dropping:
-            known = engine in self._engines
-            if known:
-                self._engines.remove(engine)
-                self.failures[id(engine)] = str(error)
-        if known:
+            engine = self._engines.pop(name, None)
+            if engine is not None:
+                self.failures[name] = self._last_failure = str(error)
+        if engine is not None:
             logger.warning("engine left out, %d remain: %s", len(self._engines), error)
             engine.close()
-            self._lost(engine)
+            self._lost(name)
         self.check()
+
+    def take_failures(self) -> dict[str, str]:
+        """Return and forget why engines failed, by name."""
+        with self._dropping:
+            found = self.failures
+            self.failures = {}
+        return found
 
     def check(self) -> None:
         """Raise EngineError if no engine is left."""
         if not self._engines:
-            raise EngineError(f"no engine is left; the last one failed with: {[*self.failures.values()][-1]}")
+            raise EngineError(f"no engine is left; the last one failed with: {self._last_failure}")
 
-    def serve(self, engines: Collection[RolloutEngine]) -> None:
+    def serve(self, names: Collection[str]) -> None:
         """Give requests to these engines from now on, and none to the others while one of these is left."""
-        self._lanes = [engine for engine in self._engines if engine not in engines]
+        self._spare = self._engines.keys() - set(names)
 
-    def add(self, engine: RolloutEngine, lane: bool = False) -> None:
-        """Add an engine that holds the same weights as the others; a lane also during `generate`."""
-        self._engines.append(engine)
-        if lane:
-            self._lanes.append(engine)
+    def add(self, name: str, engine: RolloutEngine, spare: bool = False) -> None:
+        """Add an engine that holds the same weights as the others; a spare one also during `generate`."""
+        self._spare = self._spare | {name} if spare else self._spare - {name}
+        self._engines[name] = engine
 
-    def remove(self, engine: RolloutEngine) -> None:
-        """Forget an engine that draws nothing, without closing it."""
-        self._engines.remove(engine)
-        self._lanes = [other for other in self._lanes if other is not engine]
+    def remove(self, name: str) -> None:
+        """Forget an engine that generates nothing, without closing it. Repeatable."""
+        self._engines.pop(name, None)
+        self._spare = self._spare - {name}
 
-    def everywhere(self, call: Callable[[RolloutEngine], Any]) -> list[Any]:
-        """Call every engine at once; return the results of those that did not fail, in order."""
-        engines = list(self._engines)
+    def everywhere(self, call: Callable[[RolloutEngine], Result]) -> dict[str, Result]:
+        """Call every engine at once; return the results by name, without those that failed."""
+        engines = dict(self._engines)
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            futures = [threads.submit(call, engine) for engine in engines]
-        results = []
-        for engine, future in zip(engines, futures, strict=True):
+            futures = {name: threads.submit(call, engine) for name, engine in engines.items()}
+        results = {}
+        for name, future in futures.items():
             try:
-                results.append(future.result())
+                results[name] = future.result()
             except EngineError as error:
-                self.drop(engine, error)
+                self.drop(name, error)
         return results
 
 
-class _Run:
+class _Generation:
     """One `generate`. The calling thread distributes groups; worker threads wait for engines.
 
-    A request is in exactly one place: in `waiting`, with the call in `where` that draws it, in the hands of the mover
-    that `lend` gave it to, or in `samples`.
+    A request is in exactly one place: in `waiting`, with the call in `where` that generates it, in transfer after
+    `claim`, or in `samples`. Engines are known by their names.
 
     load, tokens  of each engine's requests: their number, and how many tokens they will take
     queueing      engines that may hold requests that they have not begun
@@ -255,16 +275,16 @@ class _Run:
         self.samples: dict[str, Sample] = {}
         self.aborted: set[str] = set()
         self.abort_at = 0.0  # when the aborts are repeated
-        self.load: dict[int, int] = defaultdict(int)
-        self.tokens: dict[int, float] = defaultdict(float)
-        self.queueing: set[int] = set()
-        self.running: dict[Future, tuple[RolloutEngine, list[Request]]] = {}
-        self.where: dict[str, tuple[RolloutEngine, Request]] = {}
+        self.load: dict[str, int] = defaultdict(int)
+        self.tokens: dict[str, float] = defaultdict(float)
+        self.queueing: set[str] = set()
+        self.running: dict[Future, tuple[str, list[Request]]] = {}
+        self.where: dict[str, tuple[str, Request]] = {}  # by the request's id
         self.since: dict[str, float] = {}  # when the call in `where` began
-        self.stays: list[Stay] = []
-        self.lent: dict[str, Returned] = {}
-        self.coming: deque[tuple[RolloutEngine, list[Request]]] = deque()  # continued by `resume`
-        self.over = False  # whether `finish` has failed: nothing is lent then, as calls that failed return no samples
+        self.intervals: list[Interval] = []
+        self.claimed: dict[str, Returned] = {}
+        self.coming: deque[tuple[str, list[Request]]] = deque()  # continued by `resume`
+        self.over = False  # whether `finish` has failed: calls that failed return no samples, so nothing is claimed
         self.freed = False  # whether a sample has ended, or an abort has come, since the last look at stealing
         self.ran_dry = False  # whether an engine has taken over requests; then they go where the fewest are
         self.changed = threading.Condition()
@@ -296,7 +316,7 @@ class _Run:
                 self._abandon()
                 with self.changed:
                     self.over = True
-                self._end_lending(list(self.lent))
+                self._end_claims(list(self.claimed))
                 raise
         return [self.samples[r.id] for r in self.requests]
 
@@ -307,36 +327,36 @@ class _Run:
     def _room(self) -> bool:
         return bool(self.waiting) and self._least_loaded() is not None
 
-    def _least_loaded(self) -> RolloutEngine | None:
+    def _least_loaded(self) -> str | None:
         limit = self.pool._in_flight
-        free = [e for e in self.pool.dealt if not limit or self.load[id(e)] < limit]
+        free = [name for name in self.pool.serving if not limit or self.load[name] < limit]
         if self.ran_dry:
-            return min(free, key=lambda e: self.load[id(e)], default=None)
-        return min(free, key=lambda e: (self.tokens[id(e)], self.load[id(e)]), default=None)
+            return min(free, key=lambda name: self.load[name], default=None)
+        return min(free, key=lambda name: (self.tokens[name], self.load[name]), default=None)
 
     def _distribute(self, threads: ThreadPoolExecutor) -> None:
         if self.waiting and not self.running:
             self.pool.check()
-        parts: dict[int, list[Request]] = {}
+        parts: dict[str, list[Request]] = {}
         with self.changed:
             while self.waiting and (engine := self._least_loaded()) is not None:
                 group = self.waiting.popleft()
                 self._count(engine, group, 1)
-                parts.setdefault(id(engine), []).extend(group)
-            for engine in self.pool.engines:
-                if id(engine) in parts:
-                    self._start(threads, engine, parts[id(engine)])
+                parts.setdefault(engine, []).extend(group)
+            for engine, requests in parts.items():
+                self._start(threads, engine, requests)
 
-    def _count(self, engine: RolloutEngine, requests: Sequence[Request], sign: int) -> None:
-        self.load[id(engine)] += sign * len(requests)
-        self.tokens[id(engine)] += sign * sum(map(self._predicted, requests))
+    def _count(self, engine: str, requests: Sequence[Request], sign: int) -> None:
+        self.load[engine] += sign * len(requests)
+        self.tokens[engine] += sign * sum(map(self._predicted, requests))
 
-    def _start(self, threads: ThreadPoolExecutor, engine: RolloutEngine, requests: list[Request]) -> None:
+    def _start(self, threads: ThreadPoolExecutor, engine: str, requests: list[Request]) -> None:
+        """Have an engine generate these requests, in a thread. One that the pool has just dropped gives them back."""
         call = {request.id: (engine, request) for request in requests}
         with self.changed:
             self.where.update(call)
             self.since.update(dict.fromkeys(call, time.perf_counter()))
-            self.queueing.add(id(engine))
+            self.queueing.add(engine)
 
         def finished(sample: Sample) -> None:
             name = sample.request_id
@@ -345,7 +365,7 @@ class _Run:
                     return
                 self._leave(name)
                 self._count(engine, [call[name][1]], -1)
-                returned = self.lent.pop(name, None)
+                returned = self.claimed.pop(name, None)
                 leaves = returned is not None and sample.status == "aborted" and name not in self.aborted
                 if not leaves:
                     self.samples[name] = sample
@@ -356,13 +376,20 @@ class _Run:
             if self.on_sample and not leaves:
                 self.on_sample(sample)
 
-        future = threads.submit(engine.generate, requests, self.sampling, finished)
+        found = self.pool.engines.get(engine)
+
+        def generate() -> list[Sample]:
+            if found is None:
+                raise EngineError(f"{engine}: it was left out before it got its requests")
+            return found.generate(requests, self.sampling, finished)
+
+        future = threads.submit(generate)
         self.running[future] = (engine, requests)
         future.add_done_callback(self._wake)
 
     def _leave(self, name: str) -> None:
         engine, _ = self.where.pop(name)
-        self.stays.append(Stay(name, engine, self.since.pop(name), time.perf_counter()))
+        self.intervals.append(Interval(name, engine, self.since.pop(name), time.perf_counter()))
 
     def _wake(self, future: Future) -> None:
         with self.changed:
@@ -383,22 +410,23 @@ class _Run:
         self.freed = False
         if not freed or self.waiting or self.aborted:
             return
-        engines = self.pool.dealt
-        least = min(self.load[id(engine)] for engine in engines)
-        for engine in sorted(engines, key=lambda e: self.load[id(e)], reverse=True):
-            surplus = (self.load[id(engine)] - least) // 2
-            if id(engine) not in self.queueing or surplus <= least / 2:
+        engines = dict(self.pool.engines)
+        serving = [name for name in self.pool.serving if name in engines]
+        least = min((self.load[name] for name in serving), default=0)
+        for name in sorted(serving, key=lambda name: self.load[name], reverse=True):
+            surplus = (self.load[name] - least) // 2
+            if name not in self.queueing or surplus <= least / 2:
                 continue
             try:
-                names = [name for name in engine.not_begun() if name not in self.lent]
-                if not names:
-                    self.queueing.discard(id(engine))
+                ids = [id for id in engines[name].not_begun() if id not in self.claimed]
+                if not ids:
+                    self.queueing.discard(name)
                     continue
-                names = names[-surplus:]
+                ids = ids[-surplus:]
                 self.ran_dry = True
-                engine.abort(self.lend(engine, names, self._stolen))
+                engines[name].abort(self.claim(name, ids, self._stolen))
             except EngineError as error:  # its `generate` fails, too
-                logger.warning("no requests taken from %s: %s", engine, error)
+                logger.warning("no requests taken from %s: %s", name, error)
             return
 
     def _stolen(self, name: str, request: Request | None) -> None:
@@ -435,52 +463,55 @@ class _Run:
         if not self.aborted or time.monotonic() < self.abort_at:
             return
         self.abort_at = time.monotonic() + ABORT_AGAIN
-        engines = self.pool.engines
+        still: dict[str, list[str]] = {}
         with self.changed:
-            still = {id(e): [n for n, (where, _) in self.where.items() if where is e] for e in engines}
-        for engine in engines:
-            if names := self.aborted.intersection(still[id(engine)]):
+            for id, (name, _) in self.where.items():
+                if id in self.aborted:
+                    still.setdefault(name, []).append(id)
+        for name, engine in list(self.pool.engines.items()):
+            if name in still:
                 with suppress(EngineError):
-                    engine.abort(sorted(names))
+                    engine.abort(sorted(still[name]))
 
-    def _lost(self, engine: RolloutEngine, requests: list[Request], error: EngineError) -> list[Request]:
+    def _lost(self, engine: str, requests: list[Request], error: EngineError) -> list[Request]:
         """Take what a failed call has not finished away from its engine, with what is known of it."""
         with self.changed:
             left = [r for r in requests if self.where.get(r.id, (None, None)) == (engine, r)]
             for request in left:
                 self._leave(request.id)
-        self._end_lending([request.id for request in left])
+        self._end_claims([request.id for request in left])
         self.pool.continued += sum(len(begun.response) for name, begun in error.begun.items())
         return [replace(r, partial=error.begun.get(r.id, r.partial)) for r in left]
 
-    def _end_lending(self, ids: Iterable[str]) -> None:
+    def _end_claims(self, ids: Iterable[str]) -> None:
         with self.changed:
-            ended = [(name, self.lent.pop(name)) for name in ids if name in self.lent]
+            ended = [(name, self.claimed.pop(name)) for name in ids if name in self.claimed]
         for name, returned in ended:
             returned(name, None)
 
-    # ---- Owner ------------------------------------------------------------------------------------------------------
+    # ---- RunningRequests --------------------------------------------------------------------------------------------
 
-    def drawn_by(self, engine: RolloutEngine) -> dict[str, Request]:
+    def on_engine(self, engine: str) -> dict[str, Request]:
         with self.changed:
-            found = {name: request for name, (where, request) in self.where.items() if where is engine}
+            found = {id: request for id, (name, request) in self.where.items() if name == engine}
             for target, requests in list(self.coming):
-                found |= {request.id: request for request in requests if target is engine}
+                if target == engine:
+                    found |= {request.id: request for request in requests}
             return found
 
-    def lend(self, engine: RolloutEngine, ids: Iterable[str], returned: Returned) -> list[str]:
+    def claim(self, engine: str, ids: Iterable[str], returned: Returned) -> list[str]:
         with self.changed:
             ids = [] if self.over else ids
-            free = [name for name in ids if name not in self.lent and self.where.get(name, (None,))[0] is engine]
-            self.lent.update(dict.fromkeys(free, returned))
+            free = [id for id in ids if id not in self.claimed and self.where.get(id, ("",))[0] == engine]
+            self.claimed.update(dict.fromkeys(free, returned))
         return free
 
-    def take_back(self, ids: Iterable[str]) -> None:
+    def unclaim(self, ids: Iterable[str]) -> None:
         with self.changed:
-            for name in ids:
-                self.lent.pop(name, None)
+            for id in ids:
+                self.claimed.pop(id, None)
 
-    def resume(self, requests: Sequence[Request], engine: RolloutEngine) -> None:
+    def resume(self, requests: Sequence[Request], engine: str) -> None:
         with self.changed:
             if requests:
                 self.coming.append((engine, list(requests)))
@@ -505,8 +536,9 @@ class _Run:
 
     def _abandon(self) -> None:
         """Abort the requests that still run: this `generate` has failed."""
-        for engine, requests in self.running.values():
-            if engine not in self.pool.engines:
+        for name, requests in self.running.values():
+            engine = self.pool.engines.get(name)
+            if engine is None:
                 continue
             try:
                 engine.abort([r.id for r in requests])

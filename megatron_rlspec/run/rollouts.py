@@ -179,21 +179,19 @@ class Rollouts:
         alone = rollout.engine == "embedded"
         in_flight = rollout.in_flight or (0 if alone else rollout.max_running_requests)
         continues = rollout.engine == "embedded" or config.spec.verifier == "position_keyed"
-        lanes = [engines[name] for name in self.starting.spare]
-        self.engines = EnginePool(list(engines.values()), in_flight, self._start_again, continues, lanes)
+        self.engines = EnginePool(engines, in_flight, self._start_again, continues, self.starting.spare)
         self._rolling = 0  # the step whose rollout runs
         self.conversations = None
         if rollout.function:
             function = custom.load("rollout.function", rollout.function)
             self.conversations = Conversations(function, self.engines, self.tokenizer, rollout.function_seconds)
-        self.health = self._health(engines, _drafter_names(config, started.hf_config))
+        self.health = self._health(_drafter_names(config, started.hf_config))
         turns = None
         sizes: Mapping[str, int] = {}
         if isinstance(self.starting, MigratableEngines):
             turns = self.starting.turns(started.sizes, self.engines, self.health)
             sizes = self.starting.sizes
-        pushed = self.health.pusher.engines
-        self.tail = Tail(config, started.planner, self.engines, pushed, sizes, self._record_moves, turns)
+        self.tail = Tail(config, started.planner, self.engines, sizes, self._record_moves, turns)
         threading.Thread(target=self._abort_when_cancelled, name="cancel", daemon=True).start()
         if lost := self.learning.restore(resumed):
             recorder.event("resume", lost)
@@ -203,13 +201,13 @@ class Rollouts:
         if config.spec.mode == "adaptive":
             self.engines.everywhere(lambda engine: engine.set_spec_rule(self.learning.rule()))
 
-    def _health(self, engines: Mapping[str, RolloutEngine], drafter_names: Collection[str]) -> Health:
+    def _health(self, drafter_names: Collection[str]) -> Health:
         options = self.config.health
         spec = self.config.spec
         chain = spec.num_steps or max(spec.candidate_steps)
         rows = self.held_out or (self.prompts.rows if self.prompts else [])
         return Health(
-            Pusher(engines, frozen=() if self.config.drafter.train else drafter_names),
+            Pusher(self.engines.engines, frozen=() if self.config.drafter.train else drafter_names),
             drafter_names.__contains__,
             self._speculate if spec.mode != "off" and chain else None,
             rows[: options.canary_prompts],
@@ -218,7 +216,7 @@ class Rollouts:
             lambda record: self.recorder.event("health", contract.summary(record), **record),
         )
 
-    def _speculate(self, engine: RolloutEngine) -> None:
+    def _speculate(self, name: str, engine: RolloutEngine) -> None:
         """Set the run's speculation rule or schedule on an engine. Drops the engine if it does not answer."""
         try:
             if self.config.spec.mode == "adaptive":
@@ -226,7 +224,7 @@ class Rollouts:
             else:
                 engine.set_schedule(SpecSchedule.fixed(self.config.spec.config()))
         except EngineError as error:
-            self.engines.drop(engine, error)
+            self.engines.drop(name, error)
 
     def close(self) -> None:
         """End engines and reward workers. Engines come first, which ends a running rollout."""
@@ -490,7 +488,7 @@ class Rollouts:
         """Let engines that sleep take their memory back."""
         if self.asleep:
             self.asleep = False  # before an engine may fail: one that replaces it is awake
-            for name in self.health.pusher.engines:
+            for name in self.engines.engines:
                 self.health.pusher.forget(name)
             self.engines.everywhere(lambda engine: engine.wake())
 
@@ -512,15 +510,15 @@ class Rollouts:
             copied = self.tail.copied(version, source, words)
             report = self.health.push(version, copied, scope, predicted=self._expected_of_canary())
         except HealthError:
-            for engine in self.engines.engines:
+            for name, engine in list(self.engines.engines.items()):
                 if not engine.alive:
-                    self.engines.drop(engine, EngineError(f"{engine}: it ended during a push"))
+                    self.engines.drop(name, EngineError(f"{engine}: it ended during a push"))
             raise
         for name in set(report.pushes[0].engines) - set(report.serving):
-            self.engines.drop(self.health.pusher.engines[name], EngineError("its weights stayed wrong"))
+            self.engines.drop(name, EngineError("its weights stayed wrong"))
         if self.learning.renews:
-            for name in set(report.serving) - set(report.plain):
-                self._speculate(self.health.pusher.engines[name])
+            for name in self.engines.engines.keys() & (set(report.serving) - set(report.plain)):
+                self._speculate(name, self.engines.engines[name])
         self.engines.stats()  # drop the canary's rounds, which are not part of a rollout
         self._record_losses()
         return report.metrics()
@@ -530,19 +528,19 @@ class Rollouts:
         return self.learning.accept_length(SpecConfig(self.health.settings.canary_steps))
 
     def _record_losses(self) -> None:
-        """Stop pushing to engines that the pool has dropped, and write one event for each."""
-        pushed = self.health.pusher.engines
-        for name in [name for name, engine in pushed.items() if engine not in self.engines.engines]:
-            reason = self.engines.failures[id(pushed.pop(name))]
+        """Write one event for each engine that the pool has dropped."""
+        failures = self.engines.take_failures()
+        remaining = len(self.engines.engines) + len(failures)
+        for name, reason in failures.items():
+            remaining -= 1
             again = self._begun.pop(name, 0)
             restart = f"; restart {again} of {self.restarts.most} begins" if again else ""
-            self.recorder.event("engine", f"{name}: left out, {len(pushed)} remain: {reason}{restart}", engine=name)
+            self.recorder.event("engine", f"{name}: left out, {remaining} remain: {reason}{restart}", engine=name)
 
-    def _start_again(self, engine: RolloutEngine) -> None:
+    def _start_again(self, name: str) -> None:
         """Restart an engine that the pool has dropped, if this run started it."""
-        name = next(name for name, pushed in self.health.pusher.engines.items() if pushed is engine)
         if self.tail.turns:
-            self.tail.turns.lost(engine)
+            self.tail.turns.lost(name)
         if name in self.starting.own:
             self._begun[name] = self.restarts.lost(name)
 
@@ -557,8 +555,8 @@ class Rollouts:
             if isinstance(engine, EngineError):
                 self.recorder.event("engine", f"{name}: not started again: {engine}", engine=name)
                 continue
-            self.engines.add(engine, lane=name in self.starting.spare)
-            self.health.join(name, engine)
+            self.engines.add(name, engine, spare=name in self.starting.spare)
+            self.health.join(name)
             if self.tail.turns:
                 self.tail.turns.replace(name, engine)
             self.restarted += 1
@@ -573,14 +571,14 @@ class Rollouts:
         step before. Call this before the push, because the canary runs under another configuration.
         """
         adaptive = self.config.spec.mode == "adaptive"
-        reports = self.engines.everywhere(lambda engine: engine.spec_rule_report()) if adaptive else []
+        reports = list(self.engines.everywhere(lambda engine: engine.spec_rule_report()).values()) if adaptive else []
         expected = self.learning.accept_lengths()
         seen: list[RoundStats] = []
         rounds, more = self.tail.rounds()
         reports += more
         for name, stats in rounds:
             seen += stats
-            if name not in self.health.pusher.engines:  # of a fleet that sleeps again
+            if name not in self.engines.engines:  # of a fleet that sleeps again
                 continue
             if finding := self.health.watch(name, stats, expected):
                 message = f"{name}: no speculation until the next push: {finding.message}"

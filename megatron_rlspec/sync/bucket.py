@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rlspec.engine import BucketMemory
+
 Named = tuple[str, Tensor]
 Act = Callable[[list[Any]], None]
 
@@ -134,7 +136,7 @@ class Bucket:
         self.piece: Tensor | None = None
         self._readers = readers
         self._begin = 0
-        self._memory: Memory | None = None
+        self._memory: BucketMemory | None = None
         self._copied: Any = None
         self._made: list[Any] = []
         self._came: list[Any] = []
@@ -142,7 +144,7 @@ class Bucket:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
-    def pack(self, memory: Memory, drop: bool = False) -> None:
+    def pack(self, memory: BucketMemory, drop: bool = False) -> None:
         """Copy the tensors into a piece of `memory`. Returns before a copy from a GPU has ended.
 
         `drop`: keep no tensor, because all readers take the packed form.

@@ -61,8 +61,8 @@ class Health:
 
     is_drafter  returns whether a Hugging Face name is a tensor of the drafter. If only such tensors differ, the target
                 is sound
-    speculate   sets an engine to the run's own rule or schedule, after canaries and repairs. None in a run without
-                speculation: the canary then checks version stamps only
+    speculate   sets an engine to the run's own rule or schedule, after canaries and repairs: (name, engine). None in a
+                run without speculation: the canary then checks version stamps only
     canary      prompts that every engine answers after a push, under the rollouts' `sampling`. Without prompts only
                 fingerprints are compared
     incident    called with the record of every incident, before an error is raised because of it
@@ -72,7 +72,7 @@ class Health:
         self,
         pusher: Pusher,
         is_drafter: Callable[[str], bool],
-        speculate: Callable[[RolloutEngine], None] | None = None,
+        speculate: Callable[[str, RolloutEngine], None] | None = None,
         canary: Sequence[Prompt] = (),
         sampling: Sampling | None = None,
         settings: HealthSettings | None = None,
@@ -125,9 +125,8 @@ class Health:
         lengths = {name: result.accept_length for name, result in results.items() if any(result.accepted)}
         return HealthReport(tuple(pushes), serving, plain, verdict.records, lengths, self._canary.seconds - seconds)
 
-    def join(self, name: str, engine: RolloutEngine) -> None:
-        """Add an engine, or replace the one of this name. The next push runs its canary and sets its speculation."""
-        self.pusher.engines[name] = engine
+    def join(self, name: str) -> None:
+        """Take a new engine of this name into account. The next push runs its canary and sets its speculation."""
         self.pusher.forget(name)
         self._canary.forget(name)
         self._held.add(name)
@@ -190,7 +189,7 @@ class Health:
         if self.speculate is not None and (canary is not None or name in self._held):
             if name in self._held:
                 release(engine)
-            self.speculate(engine)
+            self.speculate(name, engine)
         self._held.discard(name)
 
     def _refuse(self, verdict: Verdict) -> None:

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.engine import BucketMemory, EngineError, RolloutEngine
 from megatron_rlspec.host.ranks import job
-from megatron_rlspec.sync.bucket import Bucket, Memory, Named, bucket_bytes, buckets, size
+from megatron_rlspec.sync.bucket import Bucket, Named, bucket_bytes, buckets, size
 from megatron_rlspec.sync.fingerprint import Difference, compare, fingerprints
 from megatron_rlspec.types import Scope
 
@@ -89,8 +89,9 @@ class PushReport:
 
 
 class Pusher:
-    """Push to `engines` (name -> engine), and remember the tensors that a comparison has shown in each of them.
+    """Push to engines, and remember the tensors that a comparison has shown in each of them.
 
+    engines     by name: `EnginePool.engines`, which changes with the pool
     delta       send an engine only the tensors that differ from those that it holds; the comparison afterwards covers
                 all tensors. Not for engines that need all tensors (the embedded one) or re-pack layers (SGLang with
                 AMX), and not for latent attention, of which SGLang drops a projection that comes without its pair
@@ -107,7 +108,7 @@ class Pusher:
         frozen: Collection[str] = (),
         feed_bytes: int = 1 << 30,
     ) -> None:
-        self.engines = dict(engines)
+        self.engines = engines
         self.frozen = frozenset(frozen)
         self.delta = delta
         self.feed_bytes = feed_bytes
@@ -133,17 +134,18 @@ class Pusher:
         serve nothing until a later push.
         """
         began = time.perf_counter()
-        names = list(self.engines) if only is None else list(only)
+        engines = dict(self.engines)  # of this push, though another thread may leave one out meanwhile
+        names = list(engines) if only is None else list(only)
         if scope != "all" and any(name not in self._proven for name in names):
             scope = "all"
         proven = {name: self._proven.pop(name, {}) for name in names}  # until the comparison
         feeds = {}
         for name in names:
-            memory = getattr(self.engines[name], "bucket_memory", None)
-            feeds[name] = Feed(self.feed_bytes, proven[name] if self.delta else {}, memory)
+            proof = proven[name] if self.delta else {}
+            feeds[name] = Feed(self.feed_bytes, proof, engines[name].bucket_memory)
         limit = min(bucket_bytes(), max(1, self.feed_bytes // 4))
         with ThreadPoolExecutor(max(1, len(names))) as threads:
-            updates = {n: threads.submit(_update, self.engines[n], version, scope, feeds[n]) for n in names}
+            updates = {n: threads.submit(_update, engines[n], version, scope, feeds[n]) for n in names}
             try:
                 new, total, spent = _stream(source(scope), list(feeds.values()), limit, known or {})
             finally:
@@ -155,7 +157,7 @@ class Pusher:
             self.expected = new if scope == "all" else {**self.expected, **new}
             self.version = version
             verified = time.perf_counter()
-            checks = {n: threads.submit(self._compare, n) for n in names if not errors[n]}
+            checks = {n: threads.submit(self._compare, engines[n]) for n in names if not errors[n]}
             results = {name: check.result() for name, check in checks.items()}
         ended = time.perf_counter()
         reports = {}
@@ -174,16 +176,16 @@ class Pusher:
         """
         found = {}
         for name in list(self.engines) if only is None else only:
-            error, difference = self._compare(name)
+            error, difference = self._compare(self.engines[name])
             found[name] = Difference(missing=tuple(sorted(self.expected))) if error else difference
             if not found[name].empty:
                 self._proven.pop(name, None)
         return found
 
-    def _compare(self, name: str) -> tuple[str, Difference]:
+    def _compare(self, engine: RolloutEngine) -> tuple[str, Difference]:
         """Return the error, or "", and the difference between what an engine was sent and what it holds."""
         try:
-            held = self.engines[name].fingerprints()
+            held = engine.fingerprints()
         except EngineError as error:
             return str(error), Difference()
         unsent = self.frozen - self.expected.keys()
@@ -237,7 +239,7 @@ class Feed:
     An iterator over (name, tensor), bounded in bytes; `buckets` yields whole buckets. Leaves out what the engine holds.
     """
 
-    def __init__(self, limit: int, proven: Mapping[str, int], memory: Memory | None = None) -> None:
+    def __init__(self, limit: int, proven: Mapping[str, int], memory: BucketMemory | None = None) -> None:
         self.limit = limit
         self.proven = proven
         self.memory = memory
@@ -346,7 +348,7 @@ class Feed:
         bucket.done()
 
 
-def in_buckets(tensors: Iterable[Named], memory: Memory) -> Iterator[tuple[Bucket, bool]]:
+def in_buckets(tensors: Iterable[Named], memory: BucketMemory) -> Iterator[tuple[Bucket, bool]]:
     """Yield (bucket, whether it is the last) of a feed, or of any tensors, packed into `memory`."""
     if isinstance(tensors, Feed):
         yield from tensors.buckets()

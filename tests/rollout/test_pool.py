@@ -71,6 +71,10 @@ class Engine:
         self.closed = True
 
 
+def named(engines: Sequence[Engine]) -> dict[str, Engine]:
+    return {engine.name: engine for engine in engines}
+
+
 def test_groups_of_known_lengths_are_dealt_by_them() -> None:
     """Four prompts of 1000 tokens and twelve of 10: each engine gets a long one; without lengths one gets three."""
     lengths = {p: 1000.0 if p in (0, 1, 5, 9) else 10.0 for p in range(16) if p != 3}
@@ -78,18 +82,18 @@ def test_groups_of_known_lengths_are_dealt_by_them() -> None:
     shares = []
     for known in (lengths, {}):
         engines = [Engine(name) for name in "abcd"]
-        EnginePool(engines).generate(requests(16), SAMPLING, lengths=known)
+        EnginePool(named(engines)).generate(requests(16), SAMPLING, lengths=known)
         shares.append(sorted(len(engine.prompts.intersection(long)) for engine in engines))
     assert shares == [[1, 1, 1, 1], [0, 0, 1, 3]]
     two = [Engine("a"), Engine("b")]
-    EnginePool(two).generate(requests(3), SAMPLING, lengths={0: 500.0, 1: 500.0, 2: 1000.0})
+    EnginePool(named(two)).generate(requests(3), SAMPLING, lengths={0: 500.0, 1: 500.0, 2: 1000.0})
     assert sorted(sorted(engine.prompts) for engine in two) == [[0, 1], [2]], "the longest comes first"
 
 
-def test_a_lane_is_given_no_request_while_another_engine_is_left() -> None:
+def test_a_spare_engine_gets_no_request_while_another_engine_is_left() -> None:
     others = [Engine("a"), Engine("b", dies_after=3)]
     lane = Engine("lane")
-    pool = EnginePool([lane, *others], lanes=[lane])
+    pool = EnginePool(named([lane, *others]), spare=["lane"])
     pool.generate(requests(8), SAMPLING)
     assert not lane.drawn and len(others[0].drawn) + 3 == 32
     others[0].left = 2
@@ -160,7 +164,7 @@ def test_an_idle_engine_takes_what_another_has_not_begun() -> None:
     full = Slots("full", slots=4, most=4)
     idle = Slots("idle", slots=4)
     asked = [r for r in requests(2, per_prompt=40) if r.prompt.id == 0 or r.id < "001-2."]
-    pool = EnginePool([full, idle])
+    pool = EnginePool(named([full, idle]))
     seen: Counter[str] = Counter()
     samples = pool.generate(asked, SAMPLING, lambda s: seen.update([s.request_id]))
     assert [s.request_id for s in samples] == [r.id for r in asked] and set(seen.values()) == {1}
@@ -172,7 +176,7 @@ def test_an_idle_engine_takes_what_another_has_not_begun() -> None:
 def test_aborted_requests_end_wherever_they_are() -> None:
     """Some are drawn, some wait in an engine, some in the pool; each comes back once, the rest untouched."""
     turn = threading.RLock()  # nothing goes on while `stop` aborts
-    pool = EnginePool([Slots("a", slots=2, turn=turn), Slots("b", slots=2, turn=turn)], in_flight=8)
+    pool = EnginePool(named([Slots("a", slots=2, turn=turn), Slots("b", slots=2, turn=turn)]), in_flight=8)
     asked = requests(12)
     seen: Counter[str] = Counter()
 
@@ -190,7 +194,7 @@ def test_aborted_requests_end_wherever_they_are() -> None:
 
 def test_what_is_taken_over_goes_to_the_engine_that_has_room() -> None:
     """By predicted tokens, the engine with one long request has more to do than that with twenty short ones."""
-    pool = EnginePool([Slots("a", slots=2, most=0), Slots("b", slots=2, most=1)])
+    pool = EnginePool(named([Slots("a", slots=2, most=0), Slots("b", slots=2, most=1)]))
     asked = requests(6)[3:]
     seen: Counter[str] = Counter()
     lengths = {0: 1000.0} | dict.fromkeys(range(1, 6), 10.0)
@@ -215,7 +219,7 @@ def test_an_abort_reaches_requests_that_are_on_their_way() -> None:
             super().abort([request.id for request in self.queue])
             aborted.set()
 
-    pool = EnginePool([Late("a", slots=1, most=0)])
+    pool = EnginePool(named([Late("a", slots=1, most=0)]))
     threading.Thread(target=lambda: asked.wait(60) and pool.abort()).start()
     [sample] = pool.generate(requests(1, per_prompt=1), SAMPLING)
     assert sample.status == "aborted"
@@ -224,12 +228,12 @@ def test_an_abort_reaches_requests_that_are_on_their_way() -> None:
 def test_requests_that_wait_fail_when_the_last_engine_is_left_out() -> None:
     """A push finds that the engine is lost, while the pool holds requests that it has not sent."""
     engine = Engine("a")
-    pool = EnginePool([engine], in_flight=4)
+    pool = EnginePool(named([engine]), in_flight=4)
 
     def lost(sample: Sample) -> None:
         if len(engine.drawn) == 4:
             with pytest.raises(EngineError, match="no engine is left"):
-                pool.drop(engine, EngineError("the push failed"))
+                pool.drop("a", EngineError("the push failed"))
 
     with pytest.raises(EngineError, match="no engine is left"):
         pool.generate(requests(3), SAMPLING, lost)
@@ -248,7 +252,7 @@ def test_order_groups_and_balance(in_flight: int) -> None:
     engines = [Engine("a"), Engine("b"), Engine("c")]
     seen: Counter[str] = Counter()
     asked = requests(30)
-    samples = EnginePool(engines, in_flight).generate(asked, SAMPLING, lambda s: seen.update([s.request_id]))
+    samples = EnginePool(named(engines), in_flight).generate(asked, SAMPLING, lambda s: seen.update([s.request_id]))
     assert [s.request_id for s in samples] == [r.id for r in asked]
     assert all(s.tokens[-1] == r.seed for s, r in zip(samples, asked, strict=True))
     assert set(seen.values()) == {1} and len(seen) == 120
@@ -273,7 +277,7 @@ def test_a_fast_engine_gets_more_requests() -> None:
 
     slow = Slow("slow")
     fast = Engine("fast")
-    EnginePool([slow, fast], in_flight=4).generate(requests(20), SAMPLING, count)
+    EnginePool(named([slow, fast]), in_flight=4).generate(requests(20), SAMPLING, count)
     assert len(slow.drawn) >= 4
 
 
@@ -281,19 +285,19 @@ def test_a_fast_engine_gets_more_requests() -> None:
 def test_no_sample_is_lost_or_doubled_when_an_engine_dies(in_flight: int) -> None:
     dying = Engine("dying", dies_after=7)
     healthy = Engine("healthy")
-    pool = EnginePool([dying, healthy], in_flight)
+    pool = EnginePool(named([dying, healthy]), in_flight)
     seen: Counter[str] = Counter()
     asked = requests(12)
     samples = pool.generate(asked, SAMPLING, lambda s: seen.update([s.request_id]))
     assert [s.request_id for s in samples] == [r.id for r in asked] and len(samples) == 48
     assert set(seen.values()) == {1} and len(seen) == 48
     assert len(dying.drawn) == 7 and not set(dying.drawn) & set(healthy.drawn)
-    assert dying.closed and pool.engines == (healthy,) and pool.failures == {id(dying): "dying: gone"}
+    assert dying.closed and pool.engines == {"healthy": healthy} and pool.take_failures() == {"dying": "dying: gone"}
     assert len(pool.generate(requests(2), SAMPLING)) == 8
 
 
 def test_no_engine_left() -> None:
-    pool = EnginePool([Engine("a", dies_after=3), Engine("b", dies_after=5)])
+    pool = EnginePool(named([Engine("a", dies_after=3), Engine("b", dies_after=5)]))
     with pytest.raises(EngineError, match="no engine is left; the last one failed with: [ab]: gone"):
         pool.generate(requests(10), SAMPLING)
 
@@ -304,17 +308,17 @@ def test_other_errors_are_raised() -> None:
             raise TypeError("a programmer's mistake")
 
     with pytest.raises(TypeError, match="a programmer's mistake"):
-        EnginePool([Broken("a"), Engine("b")]).generate(requests(4), SAMPLING)
+        EnginePool(named([Broken("a"), Engine("b")])).generate(requests(4), SAMPLING)
 
 
 def test_engines_must_hold_the_same_weights() -> None:
-    assert EnginePool([Engine("a"), Engine("b")]).fingerprints() == {"w": 1}
+    assert EnginePool(named([Engine("a"), Engine("b")])).fingerprints() == {"w": 1}
     with pytest.raises(EngineError, match="other: 1 tensors differ from a: w"):
-        EnginePool([Engine("a"), Engine("other")]).fingerprints()
+        EnginePool(named([Engine("a"), Engine("other")])).fingerprints()
 
 
 def test_bad_use() -> None:
     with pytest.raises(ValueError, match="at least one engine"):
-        EnginePool([])
+        EnginePool({})
     with pytest.raises(ValueError, match="the same id"):
-        EnginePool([Engine("a")]).generate(requests(1) * 2, SAMPLING)
+        EnginePool(named([Engine("a")])).generate(requests(1) * 2, SAMPLING)

@@ -378,7 +378,7 @@ def test_a_conversation_is_one_sample(engines: dict[str, SGLangEngine]) -> None:
         conversation.reply()
 
     def drawn(function: Callable[[Conversation], None]) -> list[Sample]:
-        conversations = Conversations(function, EnginePool([engine]), Ids())
+        conversations = Conversations(function, EnginePool({"a": engine}), Ids())
         return conversations.draw(requests(6, "talk"), Sampling(temperature=0.3, max_new_tokens=30))
 
     engine = engines["adaptive"]
@@ -419,7 +419,7 @@ def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) ->
     # What is known of a sample if its engine is lost.
     assert len(lines) > 2 and {line["version"] for line in lines if "drawn" in line} == {"7"}
     engine.update_weights(0, WEIGHTS.items())
-    pool = EnginePool([engine, engines["plain"]])
+    pool = EnginePool({"first": engine, "plain": engines["plain"]})
     with pytest.raises(EngineError, match="tensors differ"):  # the plain engine holds no drafter
         pool.fingerprints()
 
@@ -520,7 +520,7 @@ def test_an_idle_engine_takes_what_another_has_not_begun(engines: dict[str, SGLa
     asked += [Request(f"steal-{i:03d}.", second.prompt, seed=i) for i in range(44, 46)]
     engines["adaptive"].set_schedule(k(1))
     whole = engines["adaptive"].generate(asked, sampling)
-    pool = EnginePool([engines["adaptive"], engines["plain"]])
+    pool = EnginePool({name: engines[name] for name in ("adaptive", "plain")})
     seen: list[str] = []
     samples = pool.generate(asked, sampling, lambda s: seen.append(s.request_id))
     assert texts(samples) == texts(whole) and sorted(seen) == [r.id for r in asked]
@@ -1145,7 +1145,7 @@ def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:
     asked = requests(8, "lost")
     engines["adaptive"].set_schedule(k(3))
     expected = engines["adaptive"].generate(asked, sampling)
-    pool = EnginePool([engines["plain"], engines["adaptive"]])
+    pool = EnginePool({name: engines[name] for name in ("plain", "adaptive")})
     survivor = engines["adaptive"].generate
     sent: list[Request] = []
     engines["adaptive"].generate = lambda asked, *rest: sent.extend(asked) or survivor(asked, *rest)
@@ -1169,7 +1169,7 @@ def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:
         logprobs = by_id[request.id].behaviour_logprobs[by_id[request.id].prompt_len :]
         np.testing.assert_allclose(request.partial.logprobs, logprobs[:first], atol=2e-4)
     assert texts(samples) == texts(expected)
-    assert pool.engines == (engines["adaptive"],) and len(pool.failures) == 1
+    assert pool.engines == {"adaptive": engines["adaptive"]} and len(pool.failures) == 1
     with pytest.raises(EngineError, match="the engine"):
         engines["plain"].generate(asked[:1], sampling)
 

@@ -42,7 +42,7 @@ def model():
 
 def drawn(model, function, spec=K3, sampling=LONG, group=2):
     engine = oracle.engine_of(*model, spec)
-    return Conversations(function, EnginePool([engine]), Letters()).draw(
+    return Conversations(function, EnginePool({"a": engine}), Letters()).draw(
         oracle.requests(PROMPTS, group=group), sampling
     )
 
@@ -165,7 +165,7 @@ def test_a_failure_where_a_sample_is_taken_ends_the_rollout(model):
 
     engine = oracle.engine_of(*model, K3)
     with pytest.raises(EngineError, match="full disk"):
-        Conversations(three_turns, EnginePool([engine]), Letters()).draw(oracle.requests(PROMPTS), LONG, taken)
+        Conversations(three_turns, EnginePool({"a": engine}), Letters()).draw(oracle.requests(PROMPTS), LONG, taken)
 
 
 @pytest.mark.parametrize("patient", [True, False], ids=["waits", "asks for replies for ever"])
@@ -182,7 +182,7 @@ def test_a_function_that_does_not_go_on_ends_the_rollout(model, patient):
             conversation.reply(max_new_tokens=24)
 
     engine = oracle.engine_of(*model, K3)
-    conversations = Conversations(stuck, EnginePool([engine]), Letters(), seconds=0.5)
+    conversations = Conversations(stuck, EnginePool({"a": engine}), Letters(), seconds=0.5)
     try:
         with pytest.raises(ConfigError, match=r"did not go on for 0.5 s \(rollout.function_seconds\)"):
             conversations.draw(oracle.requests(PROMPTS), LONG)
@@ -205,7 +205,7 @@ def test_a_function_that_catches_the_end_of_its_conversation_does_not_keep_the_r
                 release.wait(0.01)
 
     engine = oracle.engine_of(*model, K3)
-    conversations = Conversations(catches_all, EnginePool([engine]), Letters(), seconds=0.5)
+    conversations = Conversations(catches_all, EnginePool({"a": engine}), Letters(), seconds=0.5)
     try:
         with pytest.raises(ValueError, match="the first failure"):
             conversations.draw(oracle.requests(PROMPTS), replace(LONG, max_new_tokens=200))
@@ -240,7 +240,7 @@ def test_a_conversation_takes_one_turn_at_a_time(model):
     engine = Waiting(oracle.engine_of(*model, K3))
     try:
         with pytest.raises(ConfigError, match="returned while a thread of it waits for a reply"):
-            Conversations(two_threads, EnginePool([engine]), Letters()).draw(oracle.requests(PROMPTS[:1]), LONG)
+            Conversations(two_threads, EnginePool({"a": engine}), Letters()).draw(oracle.requests(PROMPTS[:1]), LONG)
     finally:
         seen.set()
     assert len(said) == 2
@@ -259,7 +259,7 @@ def test_a_long_text_is_cut_before_it_is_tokenised(model):
         conversation.append("A" * 10_000_000)
 
     engine = oracle.engine_of(*model, K3)
-    samples = Conversations(tells_much, EnginePool([engine]), Counting()).draw(oracle.requests(PROMPTS[:1]), LONG)
+    samples = Conversations(tells_much, EnginePool({"a": engine}), Counting()).draw(oracle.requests(PROMPTS[:1]), LONG)
     assert len(samples[0].response) == LONG.max_new_tokens and max(seen) < 100_000
 
 
@@ -307,7 +307,9 @@ class Lost:
 
 def test_another_engine_goes_on_where_one_is_lost(model):
     expected = [s.tokens.tolist() for s in drawn(model, three_turns)]
-    pool = EnginePool([Lost(oracle.engine_of(*model, SpecConfig(3))), oracle.engine_of(*model, SpecConfig(2))])
+    pool = EnginePool(
+        {"a": Lost(oracle.engine_of(*model, SpecConfig(3))), "b": oracle.engine_of(*model, SpecConfig(2))}
+    )
     samples = Conversations(three_turns, pool, Letters()).draw(oracle.requests(PROMPTS, group=2), LONG)
     assert [s.tokens.tolist() for s in samples] == expected
     assert len(pool.engines) == 1
@@ -323,7 +325,7 @@ def test_no_engine_is_left(model):
             except Exception:
                 return 0.0
 
-    pool = EnginePool([Lost(oracle.engine_of(*model, SpecConfig(3)))])
+    pool = EnginePool({"a": Lost(oracle.engine_of(*model, SpecConfig(3)))})
     with pytest.raises(EngineError, match="no engine is left"):
         Conversations(hides, pool, Letters()).draw(oracle.requests(PROMPTS, group=2), LONG)
 
@@ -337,7 +339,7 @@ def test_aborted_conversations_keep_what_they_have(model):
             engine.abort()
         conversation.reply()
 
-    conversations = Conversations(aborts, EnginePool([engine]), Letters())
+    conversations = Conversations(aborts, EnginePool({"a": engine}), Letters())
     samples = conversations.draw(oracle.requests(PROMPTS), Sampling(max_new_tokens=200, ignore_eos=True))
     assert not conversations.running
     assert all(s.status in ("aborted", "truncated") for s in samples)

@@ -141,10 +141,10 @@ def test_an_engine_that_runs_dry_takes_what_another_has_not_begun(model):
     """The first prompt's samples go to one engine, which runs two at once; the other prompt's end soon."""
     wanted = oracle.requests(PROMPTS[:1], group=12) + oracle.requests(PROMPTS[:2], group=2)[2:]
     whole = engine_of(model, OFF).generate(wanted, LONG)
-    pool = EnginePool([engine_of(model, spec, max_running_requests=2) for spec in (OFF, SpecConfig(3))])
+    pool = EnginePool({str(spec): engine_of(model, spec, max_running_requests=2) for spec in (OFF, SpecConfig(3))})
     samples = pool.generate(wanted, LONG)
     assert [s.tokens.tolist() for s in samples] == [s.tokens.tolist() for s in whole]
-    assert pool.stolen >= 4 and not any(engine.not_begun() for engine in pool.engines)
+    assert pool.stolen >= 4 and not any(engine.not_begun() for engine in pool.engines.values())
 
 
 def test_the_pool_goes_on_from_what_a_lost_engine_had(model):
@@ -160,7 +160,7 @@ def test_the_pool_goes_on_from_what_a_lost_engine_had(model):
 
     dying._serve = dies
     healthy.stats()
-    pool = EnginePool([dying, healthy])
+    pool = EnginePool({"dying": dying, "healthy": healthy})
     samples = pool.generate(wanted, LONG)
     assert [s.tokens.tolist() for s in samples] == [s.tokens.tolist() for s in whole]
     assert pool.continued >= 4 * 20

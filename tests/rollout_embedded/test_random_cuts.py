@@ -66,7 +66,7 @@ def stalled(pool: EnginePool) -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         found = file.read().decode()
-    for engine in pool.engines:
+    for engine in pool.engines.values():
         engine.close()
     return found
 
@@ -93,7 +93,7 @@ def disturb(rng: np.random.Generator, pool: EnginePool, ids: list[str]) -> None:
     elif kind == "stats":
         pool.stats()
     elif kind in ("pause", "one"):
-        engines = pool if kind == "pause" else pool.engines[0]
+        engines = pool if kind == "pause" else next(iter(list(pool.engines.values())))
         engines.pause()
         if rng.random() < 0.5:
             pool.abort()
@@ -111,7 +111,7 @@ def test_every_sample_comes_whole_and_once(model, texts, seed):
     ]
     for engine in engines[: rng.integers(len(engines))]:
         loses(engine, int(rng.integers(25)))
-    pool = EnginePool(engines, in_flight=int(rng.choice([0, 5])))
+    pool = EnginePool(dict(zip("abc", engines, strict=False)), in_flight=int(rng.choice([0, 5])))
     left = {r.id: r for r in oracle.requests(PROMPTS[: rng.integers(1, 5)], group=3)}
     lengths = {p: float(rng.integers(1, 16)) for p in range(4)} if rng.random() < 0.5 else {}
     version = 0
@@ -133,4 +133,4 @@ def test_every_sample_comes_whole_and_once(model, texts, seed):
         if rng.random() < 0.5:
             version += 1
             pool.update_weights(version, model[1].items())
-    assert not any(engine.running or engine.waiting for engine in pool.engines)
+    assert not any(engine.running or engine.waiting for engine in pool.engines.values())

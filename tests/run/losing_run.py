@@ -21,7 +21,7 @@ losses = []
 def draw_and_lose(self, step):
     if step == 2 and not losses:
         losses.append(step)
-        lose(self.engines.engines[0])
+        lose(next(iter(self.engines.engines.values())))
     return draw(self, step)
 
 

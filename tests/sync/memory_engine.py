@@ -17,6 +17,8 @@ from megatron_rlspec.types import OFF, RoundStats, Sample, SpecSchedule
 
 
 class MemoryEngine:
+    bucket_memory = None
+
     def __init__(self, name: str = "memory", acceptance: float = 0.8, seed: int = 0) -> None:
         self.name = name
         self.acceptance = acceptance

@@ -27,7 +27,7 @@ PROMPTS = [Prompt(i, np.random.default_rng(i).integers(0, 128, 6)) for i in rang
 SAMPLING = Sampling(max_new_tokens=24, ignore_eos=True)
 
 
-def speculate(engine) -> None:
+def speculate(name, engine) -> None:
     engine.set_schedule(SCHEDULE)
 
 

@@ -40,7 +40,7 @@ def exporter(version: int, damage=lambda name, tensor: tensor):
     return lambda scope: ((name, damage(name, tensor)) for name, tensor in weights(version).items())
 
 
-def speculate(engine) -> None:
+def speculate(name, engine) -> None:
     engine.set_schedule(SCHEDULE)
 
 
@@ -312,7 +312,8 @@ def test_a_joining_engine_runs_the_canary_and_gets_the_runs_rule():
     health = healthy(engines, canary_share=1e-9)
     push(health, 0)
     assert not push(health, 1).accept_lengths, "no canary is due"
-    health.join("b", MemoryEngine())
+    engines["b"] = MemoryEngine()
+    health.join("b")
     report = push(health, 2)
     assert report.accept_lengths.keys() == {"a", "b"} and report.serving == ("a", "b")
     assert health.pusher.engines["b"].schedules[-1] == "k5"

@@ -50,7 +50,7 @@ class Run:
         config = load(overrides=overrides | {name.replace("__", "."): value for name, value in options.items()})
         self.run_dir = tmp_path / "run"
         self.rollouts = start(config, self.hf_config, self.run_dir)
-        (self.engine,) = self.rollouts.engines.engines
+        (self.engine,) = self.rollouts.engines.engines.values()
 
     def push(self, version, damage=lambda name, tensor: tensor):
         tensors = echo_checkpoint(version)[1]
@@ -137,15 +137,15 @@ def gone(*_):
 def test_an_engine_that_ends_while_its_rule_is_set_is_left_out(run, when):
     rollouts = run.rollouts
     other = embedded(run.rollouts.config)
-    rollouts.engines.add(other)
-    rollouts.health.join("other", other)
+    rollouts.engines.add("other", other)
+    rollouts.health.join("other")
     if when == "told what to start from":
         run.push(1)
         rollouts.health._spent = math.inf  # no canary is due
         rollouts.learning.adapter.expect([0.5] * 5)
     other.set_spec_rule = gone
     assert run.push(2)["health/serving_engines"] == 2  # as far as its weights go
-    assert rollouts.engines.engines == (run.engine,)
+    assert list(rollouts.engines.engines.values()) == [run.engine]
     events = [event["message"] for event in read_records(run.run_dir / "events.jsonl") if event["kind"] == "engine"]
     assert events == ["other: left out, 1 remain: gone"]
 

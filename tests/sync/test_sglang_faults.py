@@ -288,7 +288,7 @@ def test_a_pusher_killed_at_twenty_random_moments_leaves_nothing_mixed(urls):
 def test_an_engine_killed_during_a_push_leaves_the_rotation_and_comes_back(urls, served):
     room = Room(urls)
     victim = start(served, "victim")
-    room.engines["c"] = room.health.pusher.engines["c"] = Engine(victim.wait().url)
+    room.engines["c"] = Engine(victim.wait().url)
 
     def dies(name, tensor):
         if name == "model.norm.weight":
@@ -301,7 +301,7 @@ def test_an_engine_killed_during_a_push_leaves_the_rotation_and_comes_back(urls,
     room.rollout("a")
     again = start(served, "again")
     try:
-        room.health.pusher.engines["c"] = Engine(again.wait().url)
+        room.engines["c"] = Engine(again.wait().url)
         assert room.push(2).serving == ("a", "b", "c")
     finally:
         victim.close()

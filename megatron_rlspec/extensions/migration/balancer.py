@@ -23,7 +23,7 @@ from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, Choice
 from megatron_rlspec.extensions.migration.protocol import MigratableEngine
 from megatron_rlspec.extensions.migration.turns import Turns
-from megatron_rlspec.rollout.pool import Owner
+from megatron_rlspec.rollout.pool import RunningRequests
 from megatron_rlspec.speculation.acceptance import accept_length
 from megatron_rlspec.types import Held, Load, Move, Request
 
@@ -45,7 +45,7 @@ class Balancer:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: RunningRequests,
         engines: Mapping[str, MigratableEngine],
         planner: Rebalancer,
         lengths: Lengths,
@@ -57,9 +57,8 @@ class Balancer:
         self.sizes: list[dict[str, Any]] = []  # changes of the fleet that draws
         self.seconds = 0.0  # spent on looking and deciding
         self._owner = owner
-        self._named = {**engines, **(turns.second if turns else {})}
         self._engines = dict(engines)
-        self._mover = Mover(owner, self._named)
+        self._mover = Mover(owner, {**engines, **(turns.second if turns else {})})
         self._turns = turns
         self._planner = planner
         self._lengths = lengths
@@ -91,10 +90,8 @@ class Balancer:
 
     def record(self) -> dict[str, Any]:
         """Return what a report shows: `stays` [id, engine, from s, to s], the moves, and the decisions' seconds."""
-        names = {id(engine): name for name, engine in self._named.items()}
         stays = [
-            [stay.id, names.get(id(stay.engine), ""), stay.began - self._began, stay.ended - self._began]
-            for stay in self._owner.stays
+            [one.id, one.engine, one.began - self._began, one.ended - self._began] for one in self._owner.intervals
         ]
         moves = [asdict(moved) | {"began": moved.began - self._began} for moved in self.moves]
         return {"stays": stays, "moves": moves, "sizes": self.sizes, "decision_seconds": self.seconds}
@@ -156,7 +153,7 @@ class Balancer:
                 logger.warning("%s takes no part in moves: %s", name, error)
                 del self._engines[name]
                 continue
-            requests = dict(self._owner.drawn_by(engine))
+            requests = dict(self._owner.on_engine(name))
             running = [_as_asked(held, requests.pop(held.id)) for held in load.running if held.id in requests]
             running += [_on_its_way(request) for request in requests.values() if request.partial is not None]
             found.append(replace(load, engine=name, running=tuple(running)))

@@ -21,7 +21,7 @@ from megatron_rlspec.extensions.migration.moves import Moved, Mover, discard
 from megatron_rlspec.extensions.migration.plans.rebalance import How
 from megatron_rlspec.extensions.migration.plans.tp_planner import deal
 from megatron_rlspec.extensions.migration.protocol import KVTransfer, MigratableEngine
-from megatron_rlspec.rollout.pool import Owner
+from megatron_rlspec.rollout.pool import RunningRequests
 from megatron_rlspec.types import Held, Move, Request
 
 Act = Literal["wake", "push", "move", "leave", "sleep", "arrive"]
@@ -89,11 +89,11 @@ class Exchange:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: RunningRequests,
         old: Mapping[str, MigratableEngine],
         new: Mapping[str, MigratableEngine],
         push: Callable[[Collection[str]], None],
-        serve: Callable[[Collection[MigratableEngine]], None],
+        serve: Callable[[Collection[str]], None],
         version: int,
         how: How = "kv",
     ) -> None:
@@ -133,7 +133,7 @@ class Exchange:
 
     def _go_back(self) -> None:
         """Have the old fleet draw again. Raises EngineError if it slept and does not wake up."""
-        self._serve(list(self._old.values()))
+        self._serve(list(self._old))
         if self._slept:
             self._slept = False
             for engine in self._new.values():
@@ -161,9 +161,7 @@ class Exchange:
     def _moves(self, how: How) -> list[Move]:
         """Deal the running samples to the new engines."""
         where = {
-            name: (source, request)
-            for source, engine in self._old.items()
-            for name, request in self._owner.drawn_by(engine).items()
+            name: (source, request) for source in self._old for name, request in self._owner.on_engine(source).items()
         }
         running = [
             Held(name, len(request.prompt.tokens), len(request.prompt.tokens), 1.0, request.prompt.id)
@@ -179,7 +177,7 @@ class Exchange:
 
     def _until_all_left(self, act: Callable[[Move], None]) -> None:
         """Have every sample leave, those that were refused by recomputation. Raises EngineError if some stay."""
-        self._serve(list(self._new.values()))
+        self._serve(list(self._new))
         for tried in range(TRIES):
             moves = self._moves("recompute" if tried else self._how)
             if not moves:
@@ -195,7 +193,7 @@ class Exchange:
     def _leave(self) -> None:
         def fetch(move: Move) -> None:
             firsts = dict.fromkeys(move.ids, 0)
-            self._left.append((move, time.perf_counter(), *self._mover.fetch(self._old[move.source], firsts, move.how)))
+            self._left.append((move, time.perf_counter(), *self._mover.fetch(move.source, firsts, move.how)))
 
         self._until_all_left(fetch)
 
@@ -207,7 +205,7 @@ class Exchange:
             target = self._new[name] if self._slept else self._old[name]
             kept = self._mover.deliver(target, [piece for piece in columns if piece.id in known])
             discard(columns)
-            self._owner.resume(requests, target)
+            self._owner.resume(requests, name)
             ids = tuple(sorted(known))
             size = sum(piece.bytes for piece in kept)
             ms = 1e3 * (time.perf_counter() - began)

@@ -26,7 +26,7 @@ from megatron_rlspec.extensions.migration.protocol import (
     RouteError,
     TransferRequest,
 )
-from megatron_rlspec.rollout.pool import Owner
+from megatron_rlspec.rollout.pool import RunningRequests
 from megatron_rlspec.types import Held, Move, Request
 
 HEADROOM = 64  # tokens that a sample may draw between the offer and its arrival
@@ -70,7 +70,7 @@ class Moved:
 class Mover:
     """Carries out moves between named engines."""
 
-    def __init__(self, owner: Owner, engines: Mapping[str, MigratableEngine]) -> None:
+    def __init__(self, owner: RunningRequests, engines: Mapping[str, MigratableEngine]) -> None:
         self._owner = owner
         self._engines = engines
 
@@ -78,7 +78,7 @@ class Mover:
         """Carry out one move, and wait until its samples are on the target. Raises no EngineError."""
         began = time.perf_counter()
         source, target = self._engines[move.source], self._engines[move.target]
-        here = self._owner.drawn_by(source)
+        here = self._owner.on_engine(move.source)
         requests = {name: here[name] for name in move.ids if name in here}
         report = Moved(move.source, move.target, (), move.how, why, began=began)
         files: list[KVTransfer] = []
@@ -92,13 +92,13 @@ class Mover:
             if not firsts:
                 return report
             left = time.perf_counter()
-            arrived, delta = self.fetch(source, firsts, move.how)
+            arrived, delta = self.fetch(move.source, firsts, move.how)
             files += delta
             known = {request.id for request in arrived}
             kept = self.deliver(target, [piece for piece in delta if piece.id in known])
         finally:
             discard(files)
-        self._owner.resume(arrived, target)
+        self._owner.resume(arrived, move.target)
         now = time.perf_counter()
         size = sum(piece.bytes for piece in (*files, *kept))
         network = bool(kept) and source.node != target.node
@@ -131,18 +131,16 @@ class Mover:
             KVTransfer(grant.id, refused=grant.refused) for grant in grants if grant.refused
         ]
 
-    def fetch(
-        self, source: MigratableEngine, firsts: Mapping[str, int], how: str
-    ) -> tuple[list[Request], list[KVTransfer]]:
+    def fetch(self, source: str, firsts: Mapping[str, int], how: str) -> tuple[list[Request], list[KVTransfer]]:
         """Have samples leave the source; return those that did, as requests to continue, and their last columns."""
         returned: queue.SimpleQueue[tuple[str, Request | None]] = queue.SimpleQueue()
-        left = set(self._owner.lend(source, firsts, lambda name, request: returned.put((name, request))))
+        left = set(self._owner.claim(source, firsts, lambda name, request: returned.put((name, request))))
         delta: list[KVTransfer] = []
         try:
             grants = [Reservation(name, first) for name, first in firsts.items() if name in left]
-            delta = source.detach(grants, columns=how == "kv") if grants else []
+            delta = self._engines[source].detach(grants, columns=how == "kv") if grants else []
             stay = {piece.id for piece in delta if piece.refused}
-            self._owner.take_back(stay)
+            self._owner.unclaim(stay)
             left -= stay
         except EngineError as error:  # what arrives nevertheless is continued; the rest ends at the source
             logger.warning("a move from %s: %s", source, error)

@@ -25,7 +25,7 @@ from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import WIRE, Rebalancer
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, Choice, SwitchCosts, TPPlanner, choose
 from megatron_rlspec.rollout.placement import PROCESS_BYTES, SPARE, Layout
-from megatron_rlspec.rollout.pool import EnginePool, Owner
+from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.sync.bucket import Named
 from megatron_rlspec.sync.push import Pusher, Source
@@ -53,7 +53,7 @@ class Turns:
         calls: Sequence[Call],
         pool: EnginePool,
         pusher: Pusher,
-        speculate: Callable[[RolloutEngine], None] | None,
+        speculate: Callable[[str, RolloutEngine], None] | None,
     ) -> None:
         self.planner = planner
         self.first = first
@@ -115,7 +115,7 @@ class Turns:
             raise EngineError("; ".join(f"{name}: {why}" for name, why in report.failed.items()))
         for name in names:
             if self._speculate is not None:
-                self._speculate(engines[name])
+                self._speculate(name, engines[name])
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Turns:
 
     # ---- changes ----------------------------------------------------------------------------------------------------
 
-    def change(self, owner: Owner, change: Change) -> tuple[bool, list[Moved]]:
+    def change(self, owner: RunningRequests, change: Change) -> tuple[bool, list[Moved]]:
         """Have the second fleet take over. Returns whether it did, and what moved. If not, the first one goes on."""
         with self._lock:
             began = time.perf_counter()
@@ -199,17 +199,17 @@ class Turns:
             self._leave(self.second)
             self._return()
 
-    def lost(self, engine: RolloutEngine) -> None:
+    def lost(self, name: str) -> None:
         """Have the first fleet go on, if the second one was drawing and has lost an engine. Blocks.
 
         The samples go on from the tokens that are known. In the middle of a change the change itself fails.
         """
-        if engine not in self.second.values() or not self._lock.acquire(blocking=False):
+        if name not in self.second or not self._lock.acquire(blocking=False):
             return
         try:
             if self._switched and not self._over:
                 self._join(self.first)
-                self._give_up(EngineError(f"{engine}: it ended, so its whole fleet gives way"))
+                self._give_up(EngineError(f"{name}: it ended, so its whole fleet gives way"))
                 self._return()
                 self._refresh()
         finally:
@@ -229,28 +229,25 @@ class Turns:
     def _return(self) -> None:
         self._switched = False
         self._stale = True
-        self._pool.serve(list(self.first.values()))
+        self._pool.serve(list(self.first))
         self._try(self.first, lambda name, engine: engine.wake())
         self._try(self.first, lambda name, engine: engine.withdraw())
 
     def _join(self, engines: Fleet) -> None:
         """Take engines that wake up among those that are awake; they are given no requests yet."""
         for name, engine in engines.items():
-            self._pool.add(engine, lane=True)
-            self._pusher.engines[name] = engine
+            self._pool.add(name, engine, spare=True)
             self._pusher.forget(name)
 
     def _leave(self, engines: Fleet) -> None:
-        for name, engine in engines.items():
-            if engine in self._pool.engines:
-                self._pool.remove(engine)
-                del self._pusher.engines[name]
+        for name in engines:
+            self._pool.remove(name)
 
     def _give_up(self, error: EngineError) -> None:
         """Close the second fleet for good. Its samples go on on the others."""
         self._over = True
-        for engine in self.second.values():
-            self._pool.drop(engine, error)
+        for name in self.second:
+            self._pool.drop(name, error)
 
     def _try(self, engines: Fleet, act: Callable[[str, MigratableSGLangEngine], object]) -> None:
         """Act on every engine, and leave those out that fail. Raises EngineError if none is left."""
@@ -259,7 +256,7 @@ class Turns:
                 act(name, engine)
             except EngineError as error:
                 self._over |= name in self.second
-                self._pool.drop(engine, error)
+                self._pool.drop(name, error)
 
 
 def calls(layout: Layout, first: Fleet, second: Fleet, sizes: Mapping[str, int]) -> list[Call]:

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.migration.balancer import Balancer
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.turns import Rounds, Turns
-from megatron_rlspec.rollout.pool import EnginePool, Owner
+from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
 from megatron_rlspec.sync.push import Source
 from megatron_rlspec.types import RoundStats
 
@@ -25,7 +24,6 @@ class Tail:
     """Watches every `generate` of the pool.
 
     planner  decides on moves between SGLang engines; None: none moves, or embedded engines plan themselves
-    engines  by name, as they are at present
     sizes    their tensor-parallel sizes, where several are in use
     record   is called with what a line of `moves.jsonl` holds
     turns    has a second fleet take over; None: there is none
@@ -36,7 +34,6 @@ class Tail:
         config: Config,
         planner: Rebalancer | None,
         pool: EnginePool,
-        engines: Mapping[str, RolloutEngine],
         sizes: Mapping[str, int],
         record: Callable[[Mapping[str, Any]], None],
         turns: Turns | None = None,
@@ -47,7 +44,6 @@ class Tail:
         self._cap = config.rollout.max_new_tokens
         self._every = config.tail.every
         self._pool = pool
-        self._engines = engines
         self._sizes = sizes
         self._record = record
         self._timed: dict[int | None, list[RoundStats]] = {}  # by size: rounds that the planner has not seen
@@ -59,10 +55,8 @@ class Tail:
 
         The rounds correct the planner's costs of the engine's size.
         """
-        names = {id(engine): name for name, engine in self._engines.items()}
         found, reports = self.turns.taken() if self.turns else ([], [])
-        for engine, stats in self._pool.everywhere(lambda engine: (engine, engine.stats())):
-            found.append((names[id(engine)], stats))
+        found += self._pool.everywhere(lambda engine: engine.stats()).items()
         for name, stats in found:
             self._timed.setdefault(self._sizes.get(name), []).extend(stats)
         return found, reports
@@ -77,9 +71,9 @@ class Tail:
         return found | ({"size_changes": float(self.turns.changes)} if self.turns else {})
 
     @contextmanager
-    def _balanced(self, owner: Owner) -> Iterator[None]:
+    def _balanced(self, owner: RunningRequests) -> Iterator[None]:
         """Move samples between engines during one `generate`, and record moves and changes of the size."""
-        fleets = [engine for engine in self._pool.engines if isinstance(engine, Fleet)]
+        fleets = [engine for engine in self._pool.engines.values() if isinstance(engine, Fleet)]
         if fleets:  # its ranks plan and move
             yield
             record = fleets[0].record()
@@ -92,8 +86,7 @@ class Tail:
             self.planner.observe(stats, tp)
         if self.turns:
             self.turns.begin(self.planner)
-        serving = self._pool.engines
-        engines = {name: engine for name, engine in self._engines.items() if engine in serving}
+        engines = dict(self._pool.engines)
         movable = {name: engine for name, engine in engines.items() if isinstance(engine, MigratableSGLangEngine)}
         balancer = Balancer(owner, movable, self.planner, self.lengths, self._cap, self._every, self.turns)
         try:

@@ -71,6 +71,8 @@ class EmbeddedEngine:
     Raises ValueError for arguments that contradict each other.
     """
 
+    bucket_memory = None
+
     def __init__(
         self,
         hf_config: Mapping[str, Any],

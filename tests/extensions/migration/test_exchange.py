@@ -20,7 +20,7 @@ from test_moves import SAMPLING, Engine, length, named, requests, token
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.exchange import Exchange, Footprint, order
 from megatron_rlspec.extensions.migration.protocol import KVTransfer
-from megatron_rlspec.rollout.pool import EnginePool, Owner
+from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
 from megatron_rlspec.types import Load
 
 footprints = st.builds(Footprint, st.integers(0, 50), st.integers(0, 50), st.integers(0, 5))
@@ -117,7 +117,7 @@ def exchanged(
         engine.asleep = engine.empty = True
     for engine in old:
         engine.limit = MIDDLE
-    pool = EnginePool([a, b, wide, *([spare] if fails else [])], lanes=[*new, spare])
+    pool = EnginePool(named([a, b, wide, *([spare] if fails else [])]), spare={*named(new), "spare"})
     found: list[Exchange] = []
 
     def push(names: Collection[str]) -> None:
@@ -130,12 +130,12 @@ def exchanged(
         for engine in new:
             engine.version = version
 
-    def serve(names: Collection[Engine]) -> None:
-        calls.append(f"requests to {', '.join(map(str, names))}")
+    def serve(names: Collection[str]) -> None:
+        calls.append(f"requests to {', '.join(names)}")
         pool.serve(names)
 
     @contextmanager
-    def balance(owner: Owner) -> Iterator[None]:
+    def balance(owner: RunningRequests) -> Iterator[None]:
         found.append(Exchange(owner, named(old), named(new), push, serve, 0))
 
         def act() -> None:
@@ -153,7 +153,7 @@ def exchanged(
     pool.balance = balance
     for request, sample in zip(asked, pool.generate(asked, SAMPLING), strict=True):
         assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
-    assert fails or set(old) <= set(pool.engines), "a sample came back to an engine that sleeps"
+    assert fails or named(old).keys() <= pool.engines.keys(), "a sample came back to an engine that sleeps"
     assert not list(folder.iterdir()), "files of columns are left"
     return calls, engines, found[0]
 

@@ -31,7 +31,7 @@ from megatron_rlspec.extensions.migration.protocol import (
     RouteError,
     TransferRequest,
 )
-from megatron_rlspec.rollout.pool import EnginePool, Owner
+from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Held, Load, Move, Prompt, Request, Sample, Sampling, Status
@@ -53,6 +53,7 @@ def length(seed: int) -> int:
 class Engine:
     """Generates a token of every sample in each round, up to `limit` tokens. `fails`: the step at which it ends."""
 
+    bucket_memory = None
     node = "here"
     limit = math.inf
 
@@ -265,7 +266,7 @@ class Places:
 class Moving:
     """Moves random samples between random engines while a `generate` runs."""
 
-    def __init__(self, owner: Owner, engines: Mapping[str, MigratableEngine], chance: random.Random) -> None:
+    def __init__(self, owner: RunningRequests, engines: Mapping[str, MigratableEngine], chance: random.Random) -> None:
         self.mover = Mover(owner, engines)
         self.engines = engines
         self.owner = owner
@@ -293,7 +294,7 @@ class Moving:
 
     def turn(self) -> None:
         source, target = self.chance.sample(sorted(self.engines), 2)
-        held = sorted(self.owner.drawn_by(self.engines[source]))
+        held = sorted(self.owner.on_engine(source))
         ids = tuple(self.chance.sample(held, min(len(held), self.chance.randint(1, 3))))
         self.act(Move(source, target, ids, self.chance.choice(["kv", "recompute"])))
 
@@ -304,7 +305,7 @@ class Moving:
 def check(engines: Sequence[Engine], asked: Sequence[Request]) -> list[Moved]:
     """Draw with random moves; the texts must be those without any."""
     places = Places(engines)
-    pool = EnginePool(engines)
+    pool = EnginePool(named(engines))
     moving: list[Moving] = []
     pool.balance = lambda owner: moving.append(Moving(owner, named(engines), engines[0].chance)) or moving[0]
     seen: list[str] = []
@@ -342,21 +343,21 @@ def test_an_engine_that_ends_at_any_step_loses_no_sample(side: str, step: str, w
     class OneWay(Moving):
         def turn(self) -> None:
             source, target = (dying, others[0]) if side == "source" else (others[0], dying)
-            ids = tuple(sorted(self.owner.drawn_by(source))[:2])
+            ids = tuple(sorted(self.owner.on_engine(source.name))[:2])
             self.mover.move(Move(source.name, target.name, ids, "kv"), 0)
 
-    pool = EnginePool(engines)
+    pool = EnginePool(named(engines))
     pool.balance = lambda owner: OneWay(owner, named(engines), chance)
     asked = requests(9, 7)
     for request, sample in zip(asked, pool.generate(asked, SAMPLING), strict=True):
         assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
-    assert dying.dead and pool.engines == tuple(others)
+    assert dying.dead and pool.engines == named(others)
 
 
 def test_an_error_of_the_caller_ends_the_moves() -> None:
     """Calls that end by an error return no samples, so none may be awaited."""
     engines = [Engine(f"e{i}", random.Random(0)) for i in range(3)]
-    pool = EnginePool(engines)
+    pool = EnginePool(named(engines))
     pool.balance = lambda owner: Moving(owner, named(engines), random.Random(1))
 
     def fails(sample: Sample) -> None:
@@ -383,12 +384,12 @@ def balanced(engines: Sequence[Engine], lengths: Lengths, modes: Sequence[How] =
             clock.tick(self._ended)
             return super()._loads()
 
-    def balance(owner: Owner) -> Balancer:
+    def balance(owner: RunningRequests) -> Balancer:
         planner = Rebalancer(cost, [OFF], modes=modes)
         found.append(Ticking(owner, named(engines), planner, lengths, SAMPLING.max_new_tokens, every=4))
         return found[0]
 
-    pool = EnginePool(engines)
+    pool = EnginePool(named(engines))
     pool.balance = balance
     asked = [Request(f"r-{i:03d}.", Prompt(0, np.array([1, 2, 3])), i) for i in range(12)]
     reads = itertools.count()
@@ -492,8 +493,8 @@ def test_plans_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch, sec
         SimpleNamespace(progress=lambda name=r.id: Load("", (Held(name, 3, 3 + int(now / 0.02), 1.0),), 0, 1000, 0))
         for r in asked
     ]
-    drawn = {id(engine): {r.id: r} for engine, r in zip(engines, asked, strict=True)}
-    owner = SimpleNamespace(samples={}, stays=[], drawn_by=lambda engine: drawn[id(engine)])
+    drawn = {name: {r.id: r} for name, r in zip("ab", asked, strict=True)}
+    owner = SimpleNamespace(samples={}, intervals=[], on_engine=drawn.__getitem__)
     named = dict(zip("ab", engines, strict=True))
     balancer = Balancer(owner, named, SimpleNamespace(plan=plan), Lengths(), 300, every=8)  # type: ignore[arg-type]
     monkeypatch.setattr("megatron_rlspec.extensions.migration.balancer.time", SimpleNamespace(perf_counter=lambda: now))

@@ -48,7 +48,7 @@ from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.exchange import Exchange, Footprint, order
 from megatron_rlspec.extensions.migration.moves import Moved
 from megatron_rlspec.extensions.migration.protocol import KVTransfer, Reservation
-from megatron_rlspec.rollout.pool import EnginePool, Owner
+from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.sync.push import Pusher
 from megatron_rlspec.types import OFF, Move, Prompt, Request, Sample, Sampling, SpecSchedule
@@ -131,7 +131,7 @@ def fuzzed(
 ) -> tuple[list[Sample], Fuzz]:
     found: list[Fuzz] = []
 
-    def balance(owner: Owner) -> Fuzz:
+    def balance(owner: RunningRequests) -> Fuzz:
         found.append(Fuzz(owner, engines, chance))
         found[0].version = version
         return found[0]
@@ -143,11 +143,11 @@ def drawn(
     engines: Mapping[str, MigratableSGLangEngine],
     asked: list[Request],
     sampling: Sampling,
-    balance: Callable[[Owner], AbstractContextManager],
+    balance: Callable[[RunningRequests], AbstractContextManager],
 ) -> list[Sample]:
     """Draw with moves; at every instant each sample is in one place."""
     places = Places(engines.values())
-    pool = EnginePool(list(engines.values()))
+    pool = EnginePool(engines)
     pool.balance = balance
     try:
         samples = pool.generate(asked, sampling)
@@ -206,29 +206,35 @@ def test_random_moves_and_pushes_change_no_text(pair: dict[str, MigratableSGLang
 
 
 class Disturbed(Moving):
-    """Moves samples from `source` to `target` until one step of a move has been answered; then `act` disturbs it."""
+    """Moves samples from one engine to the other until one step of a move has been answered; then `act` disturbs it."""
 
     def __init__(
-        self, owner: Owner, pair: tuple[MigratableSGLangEngine, MigratableSGLangEngine], side: str, step: str, act: Any
+        self,
+        owner: RunningRequests,
+        pair: Mapping[str, MigratableSGLangEngine],
+        side: str,
+        step: str,
+        act: Any,
     ) -> None:
-        super().__init__(owner, {"source": pair[0], "target": pair[1]}, random.Random(0))
+        super().__init__(owner, pair, random.Random(0))
+        self.route = tuple(pair)
         self.version = 0
         self.disturbed = False
         self.calls = 2 if step.startswith("second ") else 1
         self.name = step.removeprefix("second ")
-        self.engine = pair[side == "target"]
+        self.engine = pair[self.route[side == "target"]]
         self.act_then = act
 
     def run(self) -> None:
-        source = self.engines["source"]
+        source = self.engines[self.route[0]]
         while not self.ended.is_set() and not self.disturbed:
             held = [sample.id for sample in source.progress().running if sample.context - sample.prompt > 20]
             if not held:
                 continue
-            ids = tuple(sorted(self.owner.drawn_by(source).keys() & set(held))[:2])
+            ids = tuple(sorted(self.owner.on_engine(self.route[0]).keys() & set(held))[:2])
             original = getattr(self.engine, self.name)
             setattr(self.engine, self.name, partial(self._answer, original, ids, iter(range(self.calls))))
-            self.moved.append(self.mover.move(Move("source", "target", ids, "kv"), self.version))
+            self.moved.append(self.mover.move(Move(*self.route, ids, "kv"), self.version))
             delattr(self.engine, self.name)
 
     def _answer(self, original: Callable, ids: tuple[str, ...], calls: Iterator[int], *args: Any, **kwargs: Any) -> Any:
@@ -248,11 +254,11 @@ def disturbed(
     asked: list[Request],
 ) -> tuple[list[Sample], Disturbed]:
     found: list[Disturbed] = []
-    way = (engines[route[0]], engines[route[1]])
+    way = {name: engines[name] for name in route}
 
-    def balance(owner: Owner) -> Disturbed:
+    def balance(owner: RunningRequests) -> Disturbed:
         found.append(Disturbed(owner, way, side, step, lambda ids: act(owner, ids)))
-        found[0].version = way[0].progress().version
+        found[0].version = way[route[0]].progress().version
         return found[0]
 
     samples = drawn(engines, asked, Sampling(max_new_tokens=300, ignore_eos=True), balance)
@@ -415,7 +421,7 @@ def test_a_mover_changes_the_tensor_parallel_size_of_running_samples(
         engine.update_weights(0, WEIGHTS.items())
         engine.set_schedule(k(3))
     undisturbed = pair["b"].generate(asked, sampling)
-    pool = EnginePool(list(engines.values()))
+    pool = EnginePool(engines)
     found: list[Moving] = []
     pool.balance = lambda owner: found.append(Moving(owner, engines, random.Random(5))) or found[0]
     assert texts(pool.generate(asked, sampling)) == texts(undisturbed)
@@ -433,14 +439,14 @@ def turned(old: Fleet, new: Fleet, asked: list[Request], budget: int, version: i
     """Draw samples on `old`, which gives way to `new` once all are running. Weights differ from those of version 0."""
     every = [*old.values(), *new.values()]
     pusher = Pusher({**old, **new})
-    pool = EnginePool(every)
-    pool.serve(list(old.values()))
+    pool = EnginePool({**old, **new})
+    pool.serve(list(old))
     moved: list[Moved] = []
 
     def push(names: Collection[str]) -> None:
         assert not pusher.push(version, lambda scope: drafting.items(), only=list(names)).failed
 
-    def act(owner: Owner) -> None:
+    def act(owner: RunningRequests) -> None:
         while sum(len(engine.progress().running) for engine in old.values()) < len(asked):
             time.sleep(0.01)
         exchange = Exchange(owner, old, new, push, pool.serve, version)
@@ -448,7 +454,7 @@ def turned(old: Fleet, new: Fleet, asked: list[Request], budget: int, version: i
         moved.extend(one for one in exchange.moved if one.ids)
 
     @contextmanager
-    def balance(owner: Owner) -> Iterator[None]:
+    def balance(owner: RunningRequests) -> Iterator[None]:
         thread = threading.Thread(target=act, args=[owner])
         thread.start()
         yield
@@ -462,7 +468,7 @@ def turned(old: Fleet, new: Fleet, asked: list[Request], budget: int, version: i
         engine.update_weights(0, WEIGHTS.items())  # a CPU keeps the weights of an engine that sleeps
         engine.sleep()
     samples = pool.generate(asked, SHARP)
-    assert pool.engines == tuple(every)
+    assert pool.engines == {**old, **new}
     for engine in old.values():
         with pytest.raises(EngineError, match="the engine sleeps"):
             engine.post("resume")

@@ -21,7 +21,7 @@ from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Transport
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change
 from megatron_rlspec.extensions.migration.turns import Turns
-from megatron_rlspec.rollout.pool import EnginePool, Owner
+from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
 from megatron_rlspec.sync.fingerprint import fingerprints
 from megatron_rlspec.sync.push import Pusher
 from megatron_rlspec.types import Held, Load, RoundStats
@@ -74,12 +74,12 @@ class Run:
         self.calls: list[str] = []
         self.a, self.b, self.wide = (Waking(name, self.calls, folder) for name in ("a", "b", "wide"))
         self.lost: list[str] = []
-        self.pool = EnginePool([self.a, self.b], lost=self._lost)
-        self.pusher = Pusher({"a": self.a, "b": self.b})
+        self.pool = EnginePool(named([self.a, self.b]), lost=self._lost)
+        self.pusher = Pusher(self.pool.engines)
         self.wide.sleep()
         calls = order(Footprint(10, 10), Footprint(5, 5), budget)
         fleets = named([self.a, self.b]), named([self.wide])
-        told = lambda engine: self.calls.append(f"speculation on {engine}")  # noqa: E731
+        told = lambda name, engine: self.calls.append(f"speculation on {engine}")  # noqa: E731
         self.turns = Turns(SimpleNamespace(), *fleets, calls, self.pool, self.pusher, told)
         self.push(1)
         self.calls.clear()
@@ -92,12 +92,12 @@ class Run:
         assert not self.pusher.push(version, source).failed
         tensors["w"].zero_()  # the trainer goes on; the copy must not
 
-    def _lost(self, engine: Waking) -> None:
-        self.lost.append(engine.name)
-        self.turns.lost(engine)
+    def _lost(self, name: str) -> None:
+        self.lost.append(name)
+        self.turns.lost(name)
 
     @contextmanager
-    def _balance(self, owner: Owner) -> Iterator[None]:
+    def _balance(self, owner: RunningRequests) -> Iterator[None]:
         self.turns.begin(SimpleNamespace(cost=None))
         self.a.limit = self.b.limit = MIDDLE
 
@@ -124,7 +124,7 @@ class Run:
 def test_the_first_fleet_is_back_after_every_rollout_and_gets_the_newest_weights(tmp_path: Path, budget: int) -> None:
     run = Run(tmp_path, budget)
     assert run.draw() and run.wide.tokens > 100
-    assert run.pool.engines == run.pool.dealt == (run.a, run.b) and list(run.pusher.engines) == ["a", "b"]
+    assert run.pool.engines == named([run.a, run.b]) and run.pool.serving == list(run.pusher.engines) == ["a", "b"]
     assert run.wide.asleep and not (run.a.asleep or run.b.asleep) and run.a.empty
     assert "speculation on wide" in run.calls and run.turns.changes == 1
     assert run.turns.taken() == ([("wide", ["wide"])], [{"of": "wide"}]) and run.turns.taken() == ([], [])
@@ -157,7 +157,7 @@ def test_the_rollout_ends_on_the_first_fleet_when_the_second_is_lost(tmp_path: P
     else:
         run.then = end
     assert run.draw() == (moment == "awake")
-    assert run.lost == ["wide"] and run.wide.dead and run.pool.engines == (run.a, run.b)
+    assert run.lost == ["wide"] and run.wide.dead and run.pool.engines == named([run.a, run.b])
     assert not any(engine.asleep or engine.empty for engine in (run.a, run.b))
     load = [Load(name, (Held("s", 1, 2, 1.0),), 0, 100, 1) for name in ("a", "b")]
     planned = SimpleNamespace(transport=Transport(token_bytes=1), modes=("kv",))

@@ -34,6 +34,8 @@ class Fleet:
     every  rounds of a tick, after which samples are returned, new requests begin, and samples move
     """
 
+    bucket_memory = None
+
     def __init__(self, member: Member, every: int) -> None:
         self.member = member
         self.every = every
