@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.rollout.sglang.http import plugin, serve
 
 MODEL, PORT = sys.argv[1:3]
 serve._install_stand_ins()
-serve._register_models(MODEL)
+plugin._register_models(serve._architectures(MODEL))
 serve._fork_children()
 
 from sglang.srt.arg_groups import arg_utils, attention_hook  # noqa: E402

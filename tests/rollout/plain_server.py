@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.rollout.sglang.http import plugin, serve
 from megatron_rlspec.rollout.sglang.scheduler import versions
 
 if __name__ == "__main__":
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     sglang = versions.installed()
     os.environ.update(sglang.cpu_environment)
     serve._install_stand_ins()
-    serve._register_models(model)
+    plugin._register_models(serve._architectures(model))
     sglang.prepare_cpu()
     serve._fork_children()
     adaptive = Path(model, "adaptive.json")

@@ -68,12 +68,12 @@ def _import_names(module):
 
 def _engine(module):
     """As `rlspec serve` prepares its engine on a CPU, and starts it faster."""
-    from megatron_rlspec.rollout.sglang.http import serve
+    from megatron_rlspec.rollout.sglang.http import plugin, serve
     from megatron_rlspec.rollout.sglang.scheduler import versions
 
     versions.installed().prepare_cpu()
     serve._fork_children()
-    serve._register_models(os.environ["RLSPEC_CPU_MODEL"])
+    plugin._register_models(serve._architectures(os.environ["RLSPEC_CPU_MODEL"]))
 
 
 BEFORE = {"sglang": _before_sglang}
