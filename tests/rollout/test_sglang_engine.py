@@ -45,8 +45,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine, _body
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.speculation.acceptance import pooled
-from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.acceptance import Acceptance, pooled
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
@@ -649,8 +648,8 @@ def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict
     swapped = agreeing | {name: torch.cat([agreeing[name][:, half:], agreeing[name][:, :half]], 1)}
     configs = [SpecConfig(*config) for config in engine.describe()["configs"]]
     settings = HealthSettings(canary_share=1.0, canary_tokens=24)
-    adapter = Adapter([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01)
-    speculation = Speculation(Learning(adapter), configs, settings)
+    learning = Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01)
+    speculation = Speculation(learning, configs, settings)
     prompts = [r.prompt.tokens.tolist() for r in requests(6)]
     greedy = Sampling(temperature=0, ignore_eos=True)
 
@@ -708,13 +707,14 @@ def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngin
     whole = 1 + 8 * 4  # tokens: the prefill's, and eight rounds that the limit does not cut
     samples = few.generate(requests(2), Sampling(temperature=0, max_new_tokens=whole, ignore_eos=True))
     samples += many.generate(requests(12), Sampling(max_new_tokens=30, ignore_eos=True))
-    speculation = Speculation(Learning(Adapter([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01)))
+    speculation = Speculation(Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01))
     found = speculation.after_rollout([few.url, many.url])
     assert found["rollout/spec_share_k3"] == 1.0
     shares = [sum(s.accepted[1:]) / sum(s.accepted) for s in (samples[0], samples[-1])]
     assert shares[0] == 1.0 and shares[1] < 0.2
     assert found["rollout/spec_accept_1"] < 0.2
-    learnt = [round(rate, 4) for rate in speculation.learning.adapter.acceptance.rates]
+    start = Acceptance.from_json(speculation.learning.rule()["acceptance"])
+    learnt = [round(rate, 4) for rate in start.rates]
     for engine in (few, many):
         report = engine.spec_rule_report()
         assert report["acceptance"][:3] == learnt[:3] and not report["rounds"]
@@ -723,7 +723,7 @@ def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngin
     # By a cost table: its times are scaled by what rounds took, and what it did not measure is no candidate.
     costs = hundred_times_faster(tmp_path / "costs.json")
     by_table = Speculation(
-        Learning(Adapter([0, 1, 2, 3], str(costs), Roofline.of_model(CONFIG, 64.0), 0.01, 0.01), scale_table=True),
+        Learning([0, 1, 2, 3], str(costs), Roofline.of_model(CONFIG, 64.0), 0.01, 0.01, scale_table=True),
         [SpecConfig(*config) for config in few.describe()["configs"]],
     )
     few.set_schedule(k(2))
@@ -733,7 +733,7 @@ def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngin
     measured = CostTable.load(costs)
     scaled = CostTable.from_json(given["table"]).ms(SpecConfig(2), 4, 400) / measured.ms(SpecConfig(2), 4, 400)
     assert not 0.99 < scaled < 1.01
-    resumed = Learning(Adapter([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01))
+    resumed = Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01)
     assert resumed.restore(json.loads(json.dumps(speculation.learning.state()))) == ""
     assert resumed.rule() == speculation.learning.rule()
 
