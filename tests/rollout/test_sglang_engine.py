@@ -62,6 +62,7 @@ LAUNCHES = {
     "unkeyed": ["--spec", "fixed", "--num-steps", "3", "--verifier", "target_only"],
 }
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "32"]
+SERVE += ["--extensions", "migration"]
 
 
 @pytest.fixture(scope="module")
@@ -1000,7 +1001,7 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
 
 
 def files_of(engine: MigratableSGLangEngine) -> list[Path]:
-    return list(Path("/dev/shm", engine.describe()["columns"]).iterdir())
+    return list(Path("/dev/shm", engine.folder).iterdir())
 
 
 def test_refused_moves_leave_no_trace(engines: dict[str, MigratableSGLangEngine]) -> None:

@@ -308,7 +308,7 @@ def test_an_engine_that_is_killed_at_any_step_loses_no_sample(
             engine.set_schedule(k(3))
         asked = requests(random.Random(5), f"kill-{side}-{step}")
         undisturbed = pair["b"].generate(asked, Sampling(max_new_tokens=300, ignore_eos=True))
-        columns = Path(dying.describe()["columns"])
+        columns = Path(dying.folder)
         route = ("dying", "a") if side == "source" else ("a", "dying")
         samples, disturbance = disturbed(engines, route, side, step, lambda *_: process.process.kill(), asked)
         assert texts(samples) == texts(undisturbed) and {sample.status for sample in samples} == {"truncated"}
@@ -545,7 +545,7 @@ def test_an_engine_that_is_lost_between_moves_loses_no_sample(pair: dict[str, Mi
         engine.update_weights(version, WEIGHTS.items())
         engine.set_schedule(k(3))
     undisturbed = pair["a"].generate(asked, sampling)
-    columns = Path("/dev/shm", pair["lost"].describe()["columns"])
+    columns = Path("/dev/shm", pair["lost"].folder)
     threading.Timer(0.5, pair["lost"].close).start()
     samples, fuzz = fuzzed(pair, asked, sampling, chance, version)
     assert texts(samples) == texts(undisturbed)

@@ -21,13 +21,13 @@ import urllib3
 from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from megatron_rlspec.extensions.migration.sglang import kv_file, reservations
-from megatron_rlspec.rollout.sglang import limits, schemas
+from megatron_rlspec.extensions.migration.sglang import kv_file, limits, reservations, schemas
+from megatron_rlspec.extensions.migration.sglang.folder import Folder
 from megatron_rlspec.rollout.sglang.http.bodies import manager, one_line, parsed, run_command
+from megatron_rlspec.rollout.sglang.limits import MEGABYTE
 from megatron_rlspec.rollout.sglang.schemas import Refusal
-from megatron_rlspec.rollout.sglang.scratch import Folder
 
-CHUNK = limits.MEGABYTE
+CHUNK = MEGABYTE
 
 
 async def send(request: Request) -> StreamingResponse:

@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from megatron_rlspec.rollout.sglang import limits
+from megatron_rlspec.extensions.migration.sglang import limits
+from megatron_rlspec.extensions.migration.sglang.folder import Folder
+from megatron_rlspec.extensions.migration.sglang.schemas import Accept, Detach, Export, Offer
 from megatron_rlspec.rollout.sglang.http.bodies import run_command
-from megatron_rlspec.rollout.sglang.scratch import Folder
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,14 @@ class Kept:
 _samples = Kept()
 _files = Kept()
 _task: asyncio.Task[None] | None = None
+
+
+def keep_samples(body: Offer | Accept) -> None:
+    keep(samples=[note.id for note in body.notes])
+
+
+def keep_files(body: Export | Detach) -> None:
+    keep(files=[note.name for note in body.notes if note.name])
 
 
 def keep(samples: Iterable[str] = (), files: Iterable[str] = ()) -> None:

@@ -105,6 +105,20 @@ async def run_command(command: str, arguments: dict[str, Any]) -> dict[str, Any]
     return of_all(command, [result.response[0] for result in results])
 
 
+def control(command: str, schema: type[Body], then: Callable[[Any], None] | None = None) -> Handler:
+    """Return the handler of a route that runs a command in the scheduler. `then` is called with the body after it."""
+
+    async def run(request: Request) -> JSONResponse:
+        body = await parsed(request, schema)
+        answer = await run_command(command, body.model_dump(exclude_unset=True))
+        if then is not None:
+            then(body)
+        return JSONResponse(answer)
+
+    run.__name__ = command
+    return run
+
+
 def done(success: bool, message: str) -> JSONResponse:
     if not success:
         raise Refusal(400, one_line(message))

@@ -7,8 +7,7 @@ the adapter whose names are all there. A later version that keeps them is treate
 from __future__ import annotations
 
 import contextlib
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -176,22 +175,7 @@ CONTRACTS: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_MANAGERS}.scheduler.Scheduler.weight_updater": (),
         f"{_MANAGERS}.scheduler.Scheduler._record_scheduler_state_for_paused_engine": (),
         f"{_MANAGERS}.scheduler.Scheduler.idle_sleeper": (),
-        f"{_MANAGERS}.scheduler.Scheduler.collect_inflight_reqs": (),
         f"{_MANAGERS}.scheduler.Scheduler.flush_cache": (),
-        f"{_MANAGERS}.scheduler.Scheduler.forward_stream": (),
-        f"{_MANAGERS}.scheduler.Scheduler.chunked_req": (),
-        f"{_MANAGERS}.schedule_batch.Req.update_finish_state": (),
-        f"{_MANAGERS}.schedule_batch.ScheduleBatch.check_decode_mem": ("selected_indices",),
-        f"{_MANAGERS}.schedule_batch.Req.to_finish": (),
-        f"{_MANAGERS}.schedule_batch.ReqKvInfo": ("req_pool_idx", "kv_committed_len"),
-        f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-        "._prepare_kv_cache_release": ("req",),
-        f"{_MANAGERS}.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver.session_held_tokens": (),
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.path_device_indices": ("node",),
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.lock": ("node_id",),
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.unlock": ("lock",),
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.tree_core": (),
-        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": ("head_num", "head_dim", "layer_num", "v_head_dim"),
         f"{_MANAGERS}.tp_worker.BaseTpWorker.deserialize_own_rank": ("serialized_named_tensors",),
         "sglang.srt.model_executor.model_runner_components.weight_updater._unsupported_derived_weight_cache_error": (
             "model",
@@ -237,7 +221,6 @@ class Sglang0523:
     cpu_environment: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
     reads_files = True  # schedulers read a bucket's file themselves
     couples = True  # drafts can take the verifier's noise
-    moves = True  # running samples can leave with their KV cache, and arrive with it
 
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:
         """Send a scheduler's answer to a control request."""
@@ -271,45 +254,6 @@ class Sglang0523:
         from sglang.srt.runtime_context import get_serving
 
         return get_serving().weight_version
-
-    def abortion(self) -> Any:
-        """Return the reason with which a request ends that is aborted."""
-        from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-        return FINISH_ABORT()
-
-    def asked_for(self, reason: Any) -> bool:
-        """Return whether a request ends because a client or a move aborted it, and not for an error."""
-        from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-        return isinstance(reason, FINISH_ABORT) and reason.status_code is None
-
-    def cached(self, tree: Any, tokens: Sequence[int]) -> tuple[Any, Any]:
-        """Return the slots of the longest prefix of these tokens in the prefix tree, and its last node."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-
-        match = tree.match_prefix(MatchPrefixParams(key=self._key(tree, tokens)))
-        return tree.path_device_indices(match.last_device_node)[: match.device_prefix_len], match.last_device_node
-
-    def insert(self, tree: Any, tokens: Sequence[int], slots: Any, present: int) -> Any:
-        """Put the slots of these tokens into the prefix tree, which has the first `present`. Returns the last node."""
-        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-
-        return tree.insert(
-            InsertParams(key=self._key(tree, tokens), value=slots, prev_prefix_len=present)
-        ).last_device_node
-
-    def evict(self, tree: Any, slots: int) -> None:
-        """Free at least so many slots of the prefix tree, if they are evictable."""
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-        tree.evict(EvictParams(num_tokens=slots))
-
-    def _key(self, tree: Any, tokens: Sequence[int]) -> Any:
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        key = RadixKey(array("q", tokens), None, is_bigram=tree.tree_core.is_eagle)
-        return key.page_aligned(tree.page_size)
 
     def drafting(self, drafter: Any) -> contextlib.AbstractContextManager:
         """Return the context in which a pass of the worker's `EagleDraftWorker` runs."""
@@ -418,7 +362,6 @@ class Sglang0515(Sglang0523):
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
     reads_files = False
     couples = False
-    moves = False
 
     def weight_version(self, manager: Any = None) -> str:
         if manager is None:
