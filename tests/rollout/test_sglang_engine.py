@@ -1200,6 +1200,11 @@ def test_an_engine_that_slept_serves_nothing_until_all_weights_are_pushed(engine
     engine.post("weights/abandon", params=session)
     with pytest.raises(EngineError, match=undefined):
         engine.post("resume")
+    one = sorted(WEIGHTS)[0]
+    with pytest.raises(EngineError, match=f"{len(WEIGHTS) - 1} tensors that are undefined were not sent, such as"):
+        engine.update_weights(1, [(one, WEIGHTS[one])])
+    with pytest.raises(EngineError, match="the update to version 1 ended unfinished"):
+        engine.post("resume")
     engine.update_weights(1, WEIGHTS.items())
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}
     assert texts(engine.generate(asked, SAMPLINGS["T=1"])) == before
