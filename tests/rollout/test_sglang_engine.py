@@ -415,7 +415,7 @@ def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) ->
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in pushed.items()}
     assert all(s.policy_versions == ((7, 0, len(s.response)),) for s in engine.generate(requests(3), SAMPLINGS["T=1"]))
     body = {"requests": [_body(requests(1, "known")[0], Sampling(max_new_tokens=150, ignore_eos=True))]}
-    lines = list(engine._stream("generate", json=body | {"progress": True}))
+    lines = list(engine.stream("generate", json=body | {"progress": True}))
     # What is known of a sample if its engine is lost.
     assert len(lines) > 2 and {line["version"] for line in lines if "drawn" in line} == {"7"}
     engine.update_weights(0, WEIGHTS.items())
@@ -919,7 +919,7 @@ def test_running_samples_move_with_their_kv_cache(
     source, target = engines["unkeyed"], engines["adaptive"]
     assert source.node == target.node != ""
     if temperature == 0:
-        monkeypatch.setattr(source, "_node", "another machine")
+        monkeypatch.setattr(source, "_place", replace(source.place, node="another machine"))
     first_version(source, target, engines["plain"])
     target.set_schedule(k(3))
     asked = fresh(4, f"move{temperature:.0f}", 9000)
@@ -1150,7 +1150,7 @@ def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:
     survivor = engines["adaptive"].generate
     sent: list[Request] = []
     engines["adaptive"].generate = lambda asked, *rest: sent.extend(asked) or survivor(asked, *rest)
-    stream = engines["plain"]._stream
+    stream = engines["plain"].stream
 
     def closes(path: str, body: dict) -> Iterator[dict]:
         for i, line in enumerate(stream(path, body)):
@@ -1158,9 +1158,9 @@ def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:
                 threading.Thread(target=engines["plain"].close).start()
             yield line
 
-    engines["plain"]._stream = closes
+    engines["plain"].stream = closes
     samples = pool.generate(asked, sampling)
-    del engines["adaptive"].generate, engines["plain"]._stream
+    del engines["adaptive"].generate, engines["plain"].stream
     moved = sent[4:]
     assert len(moved) == 4 and all(64 < len(r.partial.response) < 1200 for r in moved)
     by_id = {s.request_id: s for s in expected}

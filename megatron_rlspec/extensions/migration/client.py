@@ -14,14 +14,15 @@ from megatron_rlspec.extensions.migration.protocol import (
     TransferRequest,
     TransferSource,
 )
-from megatron_rlspec.rollout.sglang.client.engine import RefusedError, SGLangEngine
+from megatron_rlspec.rollout.sglang.client.connection import RefusedError
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import Held, Load
 
 _SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where an engine leaves KV caches: a name of its /dev/shm, a folder there, and how many ranks write to it."""
 
     node: str
@@ -32,23 +33,25 @@ class _Place:
 class MigratableSGLangEngine(SGLangEngine):
     """An engine of `rlspec serve --extensions migration`."""
 
-    _place: _Place | None = None  # asked once
+    _place: Place | None = None  # asked once
 
     @property
     def node(self) -> str:
         """Name the /dev/shm of the engine's ranks; "" if they do not share one. Raises EngineError."""
-        return self._where().node
+        return self.place.node
 
     @property
     def folder(self) -> str:
         """Return the name of its folder in /dev/shm for KV caches. Raises EngineError."""
-        return self._where().folder
+        return self.place.folder
 
-    def _where(self) -> _Place:
+    @property
+    def place(self) -> Place:
+        """Return where the engine leaves KV caches; it is asked once. Raises EngineError."""
         if self._place is None:
             found = self.post("control/kv_describe")
             try:
-                self._place = _Place(str(found["shared_memory"]), str(found["columns"]), int(found["tp"]))
+                self._place = Place(str(found["shared_memory"]), str(found["columns"]), int(found["tp"]))
             except (KeyError, TypeError, ValueError):
                 raise self.not_an_engine("control/kv_describe", found) from None
         return self._place
@@ -81,7 +84,7 @@ class MigratableSGLangEngine(SGLangEngine):
         names = {grant.id: uuid.uuid4().hex if columns else "" for grant in grants}
         files = {name: f"{_SHARED_MEMORY}/{self.folder}/{file}" if file else "" for name, file in names.items()}
         rows = [{"id": grant.id, "first": grant.first, "name": names[grant.id]} for grant in grants]
-        origin = TransferSource(self.node, self.url, self.api_key, self._where().ranks) if columns else None
+        origin = TransferSource(self.node, self.url, self.api_key, self.place.ranks) if columns else None
         return [
             KVTransfer(
                 row["id"], files[row["id"]], row.get("last", 0), row.get("bytes", 0), row.get("refused", ""), origin
