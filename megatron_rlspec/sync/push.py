@@ -92,9 +92,6 @@ class Pusher:
     """Push to engines, and remember the tensors that a comparison has shown in each of them.
 
     engines     by name: `EnginePool.engines`, which changes with the pool
-    delta       send an engine only the tensors that differ from those that it holds; the comparison afterwards covers
-                all tensors. Not for engines that need all tensors (the embedded one) or re-pack layers (SGLang with
-                AMX), and not for latent attention, of which SGLang drops a projection that comes without its pair
     frozen      names of tensors that no push sends because they are not trained. Engines may hold them
     feed_bytes  bytes by which the exporter may run ahead of the slowest engine that takes single tensors. Engines with
                 a `bucket_memory` take buckets of it, and the exporter runs ahead by two of them
