@@ -14,14 +14,15 @@ __all__ = ["before_round", "commands", "hooks", "routes"]
 
 def routes() -> Mapping[str, Route]:
     # Only the HTTP process has these modules of SGLang's server.
-    from megatron_rlspec.extensions.migration.sglang import columns, reservations
+    from megatron_rlspec.extensions.migration.sglang import columns
+    from megatron_rlspec.extensions.migration.sglang.reservations import reservations
     from megatron_rlspec.rollout.sglang.http.bodies import control
 
     keep: dict[str, Callable[[Any], None]] = {
-        "kv_offer": reservations.keep_samples,
-        "kv_accept": reservations.keep_samples,
-        "kv_export": reservations.keep_files,
-        "kv_detach": reservations.keep_files,
+        "kv_offer": reservations.of_samples,
+        "kv_accept": reservations.of_samples,
+        "kv_export": reservations.of_files,
+        "kv_detach": reservations.of_files,
     }
     found: dict[str, Route] = {
         f"control/{name}": (control(name, schema, keep.get(name)), schema) for name, schema in schemas.COMMANDS.items()

@@ -5,6 +5,15 @@ here, because SGLang's hooks rebind every module-level name of a class that they
 
 SGLang calls the controller when it launches a round. Under the overlap scheduler it processes the results of the round
 before only afterwards: request lengths (`Req.seqlen`) lag by one round, and the rule observes a round one launch later.
+
+    commands (control.py) ─► decider: schedule or SpecRule ◄───────────────────────────────┐
+                                        │ config                                           │ accepted drafts
+    batch ─► _round ─► _decide ◄────────┘                                                  │
+                │         └─► gap.close: drafters that missed tokens read them             │
+                ├─ off ──► plain_round.run: the target alone; gap.record(hidden, tokens) ──┤
+                └─ draft ► SGLang: draft (coupled.py) ─► verify (verifier.py) ─► extend ───┤
+                                                                                           │
+    tokens to clients ◄─ SGLang ◄─ control._after_decode(result.rlspec_round) ◄────────────┴──► RoundLog ─► `stats`
 """
 
 from __future__ import annotations
