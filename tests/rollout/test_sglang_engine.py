@@ -295,11 +295,15 @@ def delivered_tokens(sample: Sample) -> int:
 
 
 @pytest.mark.slow
-def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: dict[str, SGLangEngine]) -> None:
+def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(
+    engines: dict[str, SGLangEngine], late: int = 0
+) -> None:
     """While off, the drafters of 8 of 12 requests catch up in probes; the others draft at random in those rounds.
 
     By this rule's costs, drafting is faster once contexts are long. From then on, a round accepts the same drafts as in
     a run whose drafter was never off, if both start the round at the same token. So its cache lacks nothing.
+
+    late  samples, at most, that had ended when the last round of the whole batch was launched; these draft nothing
     """
     engine = engines["adaptive"]
     asked = requests(12, "some")
@@ -322,7 +326,7 @@ def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: dict
     # Rounds of the whole batch: each of the probes counts the drafts of 8 requests only.
     [whole] = [s for s in stats if (s.config, s.batch) == (SpecConfig(3), len(asked))]
     uncounted = whole.rounds * len(asked) - sum(whole.accepted)
-    assert report["probes"] > 3 and uncounted == 4 * report["probes"]
+    assert report["probes"] > 3 and 0 <= uncounted - 4 * report["probes"] <= late
     both = [
         (before[start], after[start])
         for before, after in zip(map(rounds_of, always), map(rounds_of, sometimes), strict=True)

@@ -8,26 +8,31 @@ from functools import cache
 from typing import Any
 
 from megatron_rlspec.compat import contracts
+from megatron_rlspec.rollout.sglang.scheduler.names import contract
 
-_MANAGERS = "sglang.srt.managers"
-# Names of SGLang 0.5.23 that migration hooks, calls or reads, with the parameters or fields it needs.
-CONTRACT: dict[str, tuple[str, ...]] = {
-    f"{_MANAGERS}.scheduler.Scheduler.collect_inflight_reqs": (),
-    f"{_MANAGERS}.scheduler.Scheduler.forward_stream": (),
-    f"{_MANAGERS}.scheduler.Scheduler.chunked_req": (),
-    f"{_MANAGERS}.schedule_batch.Req.update_finish_state": (),
-    f"{_MANAGERS}.schedule_batch.ScheduleBatch.check_decode_mem": ("selected_indices",),
-    f"{_MANAGERS}.schedule_batch.Req.to_finish": (),
-    f"{_MANAGERS}.schedule_batch.ReqKvInfo": ("req_pool_idx", "kv_committed_len"),
-    f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-    "._prepare_kv_cache_release": ("req",),
-    f"{_MANAGERS}.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver.session_held_tokens": (),
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.path_device_indices": ("node",),
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.lock": ("node_id",),
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.unlock": ("lock",),
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.tree_core": (),
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": ("head_num", "head_dim", "layer_num", "v_head_dim"),
-}
+# What migration hooks, calls or reads of SGLang 0.5.23, as in `scheduler/names.py`.
+CONTRACT = contract("""
+managers.schedule_batch
+    Req.to_finish
+    Req.update_finish_state
+    ReqKvInfo(req_pool_idx, kv_committed_len)
+    ScheduleBatch.check_decode_mem(selected_indices)
+managers.scheduler
+    Scheduler.chunked_req
+    Scheduler.collect_inflight_reqs
+    Scheduler.forward_stream
+managers.scheduler_components.batch_result_processor
+    SchedulerBatchResultProcessor._prepare_kv_cache_release(req)
+managers.scheduler_components.pool_stats_observer
+    SchedulerPoolStatsObserver.session_held_tokens
+mem_cache.memory_pool
+    MHATokenToKVPool(head_num, head_dim, layer_num, v_head_dim)
+mem_cache.unified_radix_cache
+    UnifiedRadixCache.lock(node_id)
+    UnifiedRadixCache.path_device_indices(node)
+    UnifiedRadixCache.tree_core
+    UnifiedRadixCache.unlock(lock)
+""")
 
 
 @cache
