@@ -320,7 +320,6 @@ class Trainer:
         hidden = hidden[:, 0]
         # A drafter that learns alone learns the distribution that engines sample from, as in an RL step.
         layer = self.output_layer(1.0 if objective == "sft" and train_policy else self.temperature)
-        taught = replace(layer, temperature=self.config.drafter.temperature or layer.temperature)
         loss = hidden.new_zeros(())
         sums: Sums = {}
         step = self.drafter_step if train_drafter else None
@@ -328,8 +327,8 @@ class Trainer:
         if step is not None:
             targets = _drafter_targets(batch)
             predict = objective == "grpo" and bool(step.objective.predicted_steps)
-            student = step.student(self._draft(batch, packed, hidden), targets, taught, predict=predict)
-        shared = step is not None and step.shares_policy_logits and taught.temperature == layer.temperature
+            student = step.student(self._draft(batch, packed, hidden), targets, layer, predict=predict)
+        shared = step is not None and step.shares_policy_logits
         observe = student.observe if student is not None and shared else None
         if train_policy:
             loss, sums = OBJECTIVES[objective](layer, batch, hidden, self.config.algorithm, observe)
@@ -425,14 +424,13 @@ def _drafts_coupled(config: Config) -> bool:
     """Return whether rollouts draft with the verifier's noise, at the temperature of the drafter's training."""
     rollout = config.rollout
     keyed = config.spec.verifier == "position_keyed" and config.spec.drafts == "coupled"
-    return keyed and rollout.temperature > 0 and config.drafter.temperature in (0, rollout.temperature)
+    return keyed and rollout.temperature > 0
 
 
 def _taught_what_is_sampled(config: Config) -> bool:
     """Return whether the teacher's distribution is the one that rollouts draw from."""
     rollout = config.rollout
-    whole = unfiltered(rollout.temperature, rollout.top_p, rollout.top_k)
-    return whole and config.drafter.temperature in (0, rollout.temperature)
+    return unfiltered(rollout.temperature, rollout.top_p, rollout.top_k)
 
 
 def _predicted_steps(config: Config) -> tuple[int, ...]:
@@ -462,12 +460,12 @@ def _policy_adam(config: Config) -> AdamW:
 
 
 def _drafter_adam(config: Config) -> AdamW:
-    """Return the drafter's Adam: its own rate, warm-up, decay and clip; the policy's betas, eps and decay_steps."""
+    """Return the drafter's Adam: its own rate, warm-up and clip, no decay of weights; the rest is the policy's."""
     own = config.drafter
     return replace(
         _policy_adam(config),
         lr=own.lr,
-        weight_decay=own.weight_decay,
+        weight_decay=0.0,
         clip_grad=own.clip_grad,
         warmup_steps=own.warmup_steps,
     )
