@@ -1,4 +1,4 @@
-"""Training with megatron-core. A Transformer Engine that is installed and does not load counts as absent."""
+"""Training with megatron-core. An optional package of it that is installed and does not load counts as absent."""
 
 import importlib
 import importlib.util
@@ -18,7 +18,9 @@ def _leave_out(package: str, part: str) -> str:
     return ""
 
 
-# megatron-core tries to import it and takes an ImportError only for an answer.
+# megatron-core tries to import them and takes an ImportError only for an answer. FlashMLA comes with SGLang, has no use
+# here, and does not load without a driver, as on a login node.
+_leave_out("flash_mla", "flash_mla")
 _problem = _leave_out("transformer_engine", "transformer_engine.pytorch")
 if _problem and os.environ.get("RANK", "0") == "0":
     print(

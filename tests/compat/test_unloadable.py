@@ -50,6 +50,22 @@ def test_the_trainer_is_imported_without_it(tmp_path, error):
     assert said.endswith(ERRORS[error].split('"')[1].split("\\n")[0])
 
 
+def test_flash_mla_without_a_driver_is_left_out(tmp_path):
+    """SGLang brings it, megatron-core imports it, and it needs libcuda.so.1, which a login node does not have."""
+    package = tmp_path / "flash_mla"
+    package.mkdir()
+    (package / "__init__.py").write_text('raise OSError("Could not load this library: flash_mla/cuda.abi3.so")')
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    code = "from megatron_rlspec.train import runtime"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "flash_mla" not in done.stderr, done.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_commands_say_so_in_one_line(tmp_path):
     (tmp_path / "model").mkdir()
