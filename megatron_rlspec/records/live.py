@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from megatron_rlspec.texts import printable
 
@@ -24,22 +24,6 @@ SHOWN = {
     "seconds_push": ("push", "{:.2f} s"),
 }
 Numbers = Mapping[str, float]
-
-
-class View:
-    """Context manager around the steps of a run. Call `update` after each step. `total`: steps of the whole run."""
-
-    def __init__(self, total: int, done: int, events: Sequence[str]) -> None:
-        self.total = total
-
-    def __enter__(self) -> View:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, step: int, values: Numbers) -> None:
-        print(line(step, self.total, values), flush=True)
 
 
 def line(step: int, total: int, values: Numbers) -> str:

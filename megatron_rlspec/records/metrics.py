@@ -107,7 +107,6 @@ class Recorder:
         _keep_before(self._moves, first_step)
         _drop_torn_line(self._events)
         _drop_torn_line(self._process)
-        self.latest: deque[str] = deque(maxlen=4)  # events, for the live view
         self._sinks = open_sinks()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -122,7 +121,6 @@ class Recorder:
         """Print one line on stderr, and add the event to `events.jsonl`. Control characters are escaped."""
         message = texts.printable(message)
         print(f"[{kind}] {message}", file=sys.stderr, flush=True)
-        self.latest.append(f"[{kind}] {message}")
         _append(self._events, [{"time": time.time(), "kind": kind, "message": message, **fields}])
 
     def samples(self, step: int, samples: Sequence[Sample], decode: Decode) -> None:

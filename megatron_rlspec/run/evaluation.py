@@ -16,6 +16,8 @@ from megatron_rlspec.run.rollouts import Rollouts
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Sample
 
+HELD_OUT_DRAFTS = (1, 3, 5)  # a round, at which the accept length on held-out answers is measured
+
 
 class Evaluation:
     """Every rank holds one; engines are asked on rank 0.
@@ -81,9 +83,9 @@ class Evaluation:
         options = self._config.sft
         with self._records.clock("train"):
             packed = batches.micro_batches(
-                self._config, answers, [0.0] * len(answers), version=done + 1, depth=max(options.eval_drafts)
+                self._config, answers, [0.0] * len(answers), version=done + 1, depth=max(HELD_OUT_DRAFTS)
             )
-            found = self._trainer.accept_lengths(packed, options.eval_drafts)
+            found = self._trainer.accept_lengths(packed, HELD_OUT_DRAFTS)
         past = self.accept_lengths
         past.append(float(np.mean(list(found.values()))))
         lengths = ", ".join(f"{value:.3f} at k = {k}" for k, value in found.items())

@@ -1,4 +1,4 @@
-"""A run's records: one line a step, events, texts, and the view on the terminal. Rank 0 writes them."""
+"""A run's records: one line a step, on disk and on the terminal, events and texts. Rank 0 writes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rlspec import files
 from megatron_rlspec.config import Config
-from megatron_rlspec.records.live import View
+from megatron_rlspec.records.live import line
 from megatron_rlspec.records.metrics import Clock, Decode, Recorder, RewardWatch, read_records
 from megatron_rlspec.records.sinks import open_sinks
 from megatron_rlspec.types import Sample
@@ -60,17 +60,14 @@ class Records:
             self.recorder.event(kind, message, **fields)
 
     def steps(self, total: int) -> Iterator[int]:
-        """Yield the numbers of the remaining steps. Rank 0 shows the progress on the terminal."""
-        if self.recorder is None:
-            yield from range(self._first, total)
-            return
-        with View(total, self._first, self.recorder.latest) as self._view:
-            yield from range(self._first, total)
+        """Yield the numbers of the remaining steps."""
+        self._total = total
+        yield from range(self._first, total)
 
     def write(
         self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = (), decode: Decode | None = None
     ) -> None:
-        """Write the record of a step to `metrics.jsonl`, and a few texts to `samples.jsonl`. Counts bad steps in a row.
+        """Write the record of a step, a line on the terminal, and a few texts. Counts bad steps in a row.
 
         samples  of the step's rollout, and `decode` of their tokens; none without a rollout
         """
@@ -88,7 +85,7 @@ class Records:
             shown = samples[:: max(1, len(samples) // SHOWN_TEXTS)][:SHOWN_TEXTS]
             self.recorder.samples(step, shown, decode)
         self.recorder.write(step, record)
-        self._view.update(step, record)
+        print(line(step, self._total, record), flush=True)
 
     def _why_skipped(self, skipped: Sequence[str], values: Mapping[str, float]) -> str:
         gap = values.get("policy/train_rollout_logprob_abs_diff", 0.0)
