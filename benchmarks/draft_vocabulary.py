@@ -126,7 +126,7 @@ def _rules(
     kept: dict[str, SpecRule] = {}
     for repetition in range(args.repetitions + 1):
         for name, data in rules.items():
-            engine._rule = kept.get(name)  # each contestant inherits from its own former rule
+            engine.choice.rule = kept.get(name)  # each contestant inherits from its own former rule
             acceptance = {"acceptance": kept[name].acceptance.to_json()} if name in kept else {}
             engine.set_spec_rule(data | acceptance)
             requests = [Request(f"{i}.", Prompt(i, prompts[i % len(prompts)]), repetition) for i in range(batch)]
@@ -136,7 +136,7 @@ def _rules(
             seconds[name].append(time.process_time() - began)
             rounds = engine.spec_rule_report()["rounds"]
             off[name].append(rounds.get("off", 0) / sum(rounds.values()))
-            kept[name] = engine._rule
+            kept[name] = engine.choice.rule
     engine.stats()
     plain = np.array(seconds["plain"])
     for name in ("layers", "learnt"):

@@ -60,6 +60,7 @@ from synthetic import conditions
 
 from megatron_rlspec.commands.sweep import Bench, tokens_of_a_point
 from megatron_rlspec.extensions.migration.embedded import retile
+from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.member import Member
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.models.hf_files import read_hf
@@ -151,10 +152,10 @@ def build(path: Path, size: int) -> None:
         load(path, None)
 
 
-def load(path: Path, group: dist.ProcessGroup | None) -> EmbeddedEngine:
+def load(path: Path, group: dist.ProcessGroup | None) -> MigratableEmbeddedEngine:
     """Build a rank's engine from the checkpoint."""
     config, tensors = read_hf(path)
-    return EmbeddedEngine(config, tensors.items(), max_length=8, max_total_tokens=128, group=group)
+    return MigratableEmbeddedEngine(config, tensors.items(), max_length=8, max_total_tokens=128, group=group)
 
 
 def drop_pages(path: Path) -> None:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from bigram_model import VOCAB, checkpoint
 from synthetic import conditions
 
+from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
@@ -39,7 +40,6 @@ from megatron_rlspec.extensions.simulator.rollout import Resizing
 from megatron_rlspec.extensions.simulator.rollout import rollout as simulated
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, rounds_of
 from megatron_rlspec.host.ranks import Ranks
-from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_rows import PrefillCost, Provenance, RoundCost
@@ -258,7 +258,7 @@ def rank_main(rank: int, folder: str, quick: bool) -> None:
     ranks, groups = Ranks(), Groups()
     groups.of(2)
     config, tensors = checkpoint(6.0, LAYERS, HIDDEN)
-    engine = EmbeddedEngine(
+    engine = MigratableEmbeddedEngine(
         config, tensors.items(), schedule=SpecSchedule.fixed(K), max_length=640, max_total_tokens=SLOTS
     )
     for cache in (*engine.cache.kv, engine.cache.hidden):

@@ -30,13 +30,13 @@ from bigram_model import VOCAB, checkpoint, worse_drafter
 
 from megatron_rlspec.commands import sweep as sweeping
 from megatron_rlspec.commands.sweep import Bench, Sweep
+from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.move import Arrivals, Cargo, Mover
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
 from megatron_rlspec.extensions.simulator.samples import rounds_of
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.rollout.embedded import engine as embedded
-from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.rollout.sglang.client import engine as client
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
@@ -85,7 +85,9 @@ class Yardstick:
     """Times a round of eight samples on an engine of its own, which neighbours on the machine slow as they do any."""
 
     def __init__(self, model: tuple[dict, dict]) -> None:
-        self.engine = EmbeddedEngine(model[0], model[1].items(), max_length=CONTEXT, schedule=SpecSchedule.fixed(K3))
+        self.engine = MigratableEmbeddedEngine(
+            model[0], model[1].items(), max_length=CONTEXT, schedule=SpecSchedule.fixed(K3)
+        )
         self.ms: list[float] = []
         self._serial = itertools.count()
 
@@ -175,7 +177,7 @@ class Timed:
     def __init__(self, name: str, model: tuple[dict, dict], scenario: Scenario, table: CostTable | None) -> None:
         self.name = name
         schedule = scenario.spec
-        self.engine = EmbeddedEngine(
+        self.engine = MigratableEmbeddedEngine(
             model[0],
             model[1].items(),
             schedule=SpecSchedule.fixed(schedule) if isinstance(schedule, SpecConfig) else schedule,

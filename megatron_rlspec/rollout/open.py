@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
+Engine = TypeVar("Engine", bound=EmbeddedEngine)
 MakeBudget = Callable[[str], Budget]  # from a value of `spec.tree_budget`
 
 
@@ -243,8 +244,14 @@ def _transport(push: PushConfig, layout: Layout) -> Transport:
 
 
 def embedded(config: Config, budget: MakeBudget | None = None) -> EmbeddedEngine:
+    """Build an embedded engine in this process. See `embedded_of`."""
+    return embedded_of(EmbeddedEngine, config, budget)
+
+
+def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget | None) -> Engine:
     """Build an embedded engine in this process.
 
+    kind    its class
     budget  makes a tree budget from `spec.tree_budget`, unless that is none
 
     Raises ConfigError for a model that the engine does not run, and for a tree budget without `budget`.
@@ -255,7 +262,7 @@ def embedded(config: Config, budget: MakeBudget | None = None) -> EmbeddedEngine
         raise ConfigError(f"spec.tree_budget={share}: this command drafts chains only; expected none")
     spec = config.spec.config()
     try:
-        return EmbeddedEngine(
+        return kind(
             hf_config,
             weights_of(tensors),
             dtype=getattr(torch, config.model.dtype),

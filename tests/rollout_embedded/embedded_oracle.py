@@ -159,11 +159,11 @@ class Oracle:
         return self.w[prefix + "input_proj.weight"] @ both
 
 
-def engine_of(config, tensors, spec: SpecConfig | SpecSchedule | None = None, **options) -> EmbeddedEngine:
+def engine_of(config, tensors, spec: SpecConfig | SpecSchedule | None = None, kind=EmbeddedEngine, **options):
     if isinstance(spec, SpecConfig):
         spec = SpecSchedule.fixed(spec)
     options = {"dtype": torch.float64, "max_total_tokens": 4096, "max_length": 256} | options
-    return EmbeddedEngine(config, tensors.items(), schedule=spec, **options)
+    return kind(config, tensors.items(), schedule=spec, **options)
 
 
 def requests(prompts, seed=0, group=1) -> list[Request]:

@@ -15,6 +15,7 @@ from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.embedded import link
+from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
 from megatron_rlspec.extensions.migration.plans import rebalance
@@ -29,7 +30,7 @@ from megatron_rlspec.rollout.open import (
     MakeBudget,
     ServedEngines,
     StartingEngines,
-    embedded,
+    embedded_of,
     engine_arguments,
 )
 from megatron_rlspec.rollout.placement import Layout, token_bytes
@@ -223,7 +224,7 @@ def member(config: Config, budget: MakeBudget | None = None) -> Member:
     """Return this rank's part of the fleet of embedded engines. All ranks call it."""
     hf_config = files.read_json(Path(config.model.path) / "config.json")
     ranks = Ranks()
-    engine = embedded(config, budget)
+    engine = embedded_of(MigratableEmbeddedEngine, config, budget)
     sizes = None
     groups = Groups()
     for tp in config.tail.tp[1:]:

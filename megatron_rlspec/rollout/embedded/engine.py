@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.rollout.embedded.cache import Cache
+from megatron_rlspec.rollout.embedded.choice import ConfigChoice
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, is_drafter
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
-from megatron_rlspec.rollout.embedded.requests import ActiveRequest, Landing
-from megatron_rlspec.rollout.embedded.rounds import Budget, RoundRunner, scratch
+from megatron_rlspec.rollout.embedded.requests import ActiveRequest
+from megatron_rlspec.rollout.embedded.round_log import RoundLog
+from megatron_rlspec.rollout.embedded.rounds import Ahead, Budget, RoundRunner
+from megatron_rlspec.rollout.embedded.scheduler import Scheduler
 from megatron_rlspec.speculation.acceptance import histogram_of
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.rule import SpecRule
@@ -32,8 +34,6 @@ from megatron_rlspec.sync.fingerprint import fingerprints
 from megatron_rlspec.types import (
     OFF,
     Drafts,
-    Held,
-    Load,
     Partial,
     Request,
     RoundStats,
@@ -42,13 +42,10 @@ from megatron_rlspec.types import (
     Scope,
     SpecConfig,
     SpecSchedule,
-    Status,
     Verifier,
-    ended,
 )
 
 CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))  # of a rule without candidates
-RECENT = 4096  # rounds that `recent_rounds` keeps
 _CLOSED = "closed"
 
 
@@ -100,10 +97,6 @@ class EmbeddedEngine:
                 f"max_total_tokens={max_total_tokens} does not hold one sample of max_length={max_length} "
                 f"and its {max_draft_tokens} drafts"
             )
-        if budget is not None and verifier == "rejection":
-            raise ValueError("a tree budget is not lossless with verifier=rejection; take position_keyed")
-        if verifier not in get_args(Verifier):
-            raise ValueError(f"verifier={verifier!r}; known: {', '.join(get_args(Verifier))}")
         comm = TensorParallel(group) if group is not None else Solo()
         self.arch = Architecture.from_hf(hf_config)
         self.model = Decoder(self.arch, dtype, device, comm, max_length + max_draft_tokens)
@@ -114,26 +107,33 @@ class EmbeddedEngine:
         columns = max_length + max_draft_tokens
         self.cache = Cache(self.model, max_running_requests, columns, max_total_tokens, share_prefix)
         self.rounds = RoundRunner(self.cache, verifier, drafts, budget, prefill_chunk)
-        self.max_length = max_length
-        self.max_draft_tokens = max_draft_tokens
+        self.scheduler = Scheduler(self.cache, self.rounds, max_length, self.arch.eos)
+        self.choice = ConfigChoice(self.model, verifier, candidates, max_draft_tokens)
         self.max_running_requests = max_running_requests
-        self.running: list[ActiveRequest] = []
-        self.waiting: list[ActiveRequest] = []
-        self.reserved: dict[str, int] = {}  # rows of samples that another engine hands over, by id
-        self._stats: dict[tuple[SpecConfig, int], list[Any]] = {}
-        self._recent: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=RECENT)
+        self._log = RoundLog()
         self._lock = threading.Condition()
         self._active = 0  # running calls of `generate`
         self._pausing = False
         self._paused = False
-        self._rule: SpecRule | None = None  # the last rule set; a schedule may have replaced it since
         self._broken = "no weights"  # why the engine cannot generate; empty if it can
         self._doubtful = set(self.model.tensors)  # tensors that no update has delivered completely
-        self.candidates = tuple(candidates)
-        self._held = ""
-        self._schedule: SpecSchedule | SpecRule
         self.set_schedule(schedule or SpecSchedule.fixed(OFF))
         self.update_weights(version, tensors)
+
+    @property
+    def running(self) -> list[ActiveRequest]:
+        """Return the requests that run, in rows of the cache."""
+        return self.scheduler.running
+
+    @property
+    def waiting(self) -> list[ActiveRequest]:
+        """Return the requests that wait for a row."""
+        return self.scheduler.waiting
+
+    @property
+    def schedule(self) -> SpecSchedule | SpecRule:
+        """Return the schedule or rule that chooses the next round's configuration."""
+        return self.choice.present
 
     # -- RolloutEngine ------------------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class EmbeddedEngine:
         self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
     ) -> list[Sample]:
         with self._lock:
-            runs = self.submit([(request, sampling) for request in requests])
+            runs = self.scheduler.submit([(request, sampling) for request in requests])
             self._active += 1
         try:
             open_runs = runs
@@ -160,14 +160,14 @@ class EmbeddedEngine:
         except EngineError as error:
             with self._lock:
                 for run in runs:
-                    self._remove(run)
+                    self.scheduler.remove(run)
             error.begun = {run.request.id: Partial.of(run.so_far("aborted")) for run in open_runs if run.response}
             raise
         finally:
             with self._lock:
                 self._active -= 1
                 for run in runs:
-                    self._remove(run)
+                    self.scheduler.remove(run)
                 if not self.running and not self.waiting and not self._broken:
                     self.cache.audit()
                 self._lock.notify_all()
@@ -208,61 +208,45 @@ class EmbeddedEngine:
             self._broken = ""
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
-        self._check_configs(config for row in schedule.configs for config in row)
-        self._schedule = schedule
+        self.choice.set_schedule(schedule)
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
-        """Choose the configuration of every round by `SpecRule.from_json(rule)`.
-
-        Without `candidates` in `rule`, the engine's own are used. The new rule takes over the probe budget of the rule
-        before it, and the time of its next probe.
-        """
-        own = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
-        made = SpecRule.from_json({"candidates": own} | dict(rule))
-        self._check_configs(made.candidates)
+        """See `RolloutEngine`. Without `candidates` in `rule`, the engine's own are used."""
+        made = self.choice.made(rule)
         with self._lock:
-            if self._rule is not None:
-                made.inherit(self._rule)
-            self._schedule = self._rule = made
+            self.choice.set_rule(made)
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
         with self._lock:
-            if isinstance(self._schedule, SpecSchedule):
-                self._check_configs((config for row in self._schedule.configs for config in row), len(words))
+            self.choice.check_words(len(words))
             try:
                 self.model.set_draft_vocabulary(torch.as_tensor(words))
             except ValueError as error:
                 raise EngineError(f"embedded engine: {error}") from None
 
-    @property
-    def schedule(self) -> SpecSchedule | SpecRule:
-        """Return the schedule or rule that chooses the next round's configuration."""
-        return SpecSchedule.fixed(OFF) if self._held else self._schedule
-
     def spec_rule_report(self) -> dict[str, Any]:
-        """Return `SpecRule.report` since the last call; empty under a schedule."""
         with self._lock:
-            return self._schedule.report() if isinstance(self._schedule, SpecRule) else {}
+            return self.choice.report()
 
     def hold(self, reason: str) -> None:
         with self._lock:
-            self._held = reason or "held"
+            self.choice.held = reason or "held"
 
     def release(self) -> None:
         with self._lock:
-            self._held = ""
+            self.choice.held = ""
 
     def describe(self) -> EngineDescription:
         return {
             "verifier": self.rounds.verifier,
             "drafts": "coupled" if self.rounds.coupled else "argmax",
-            "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates],
+            "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.choice.candidates],
             "speculative": self.arch.drafter,
             "tensor_parallel": self.model.comm.size,
             "max_total_tokens": self.cache.total,
             "max_running_requests": self.max_running_requests,
-            "draft_vocabulary": 0 if self.model.draft_ids is None else int((self.model.draft_ids >= 0).sum()),
-            "held": self._held,
+            "draft_vocabulary": self.choice.draft_vocabulary,
+            "held": self.choice.held,
             "unnamed": "",
         }
 
@@ -292,7 +276,7 @@ class EmbeddedEngine:
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         with self._lock:
-            for run in (*self.running, *self.waiting):
+            for run in self.scheduler.every:
                 run.abort |= request_ids is None or run.request.id in request_ids
             self._lock.notify_all()
 
@@ -302,19 +286,12 @@ class EmbeddedEngine:
 
     def stats(self) -> list[RoundStats]:
         with self._lock:
-            drained = self._stats
-            self._stats = {}
-        found = []
-        for (config, batch), (rounds, ms, context, accepted) in drained.items():
-            found.append(RoundStats(config, batch, context // max(rounds, 1), rounds, ms, tuple(accepted)))
-        return found
+            return self._log.take()
 
     def recent_rounds(self) -> list[tuple[SpecConfig, int, int, float | None]]:
-        """Drain the newest decode rounds, in order: (config, batch, context tokens, ms)."""
+        """Return and forget the newest decode rounds, in order: (config, batch, context tokens, ms)."""
         with self._lock:
-            drained = list(self._recent)
-            self._recent.clear()
-        return drained
+            return self._log.take_recent()
 
     def fingerprints(self) -> dict[str, int]:
         with self._lock:
@@ -326,227 +303,86 @@ class EmbeddedEngine:
             self._broken = _CLOSED
             self._lock.notify_all()
 
-    # -- step by step, for a fleet of engines -------------------------------------------------------------------------
-
-    def submit(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
-        """Queue requests; `step` draws them. Raises EngineError, and queues none, if one of them is wrong."""
-        with self._lock:
-            known = {run.request.id for run in (*self.running, *self.waiting)}
-            runs = self.made(requests)
-            for run in runs:
-                self.check(run, known)
-            self.waiting += [run for run in runs if run.sample is None]
-            return runs
-
-    def made(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
-        """Return requests as this engine works on them."""
-        ends = frozenset(self.arch.eos)
-        runs = []
-        for request, sampling in requests:
-            stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else ends)
-            runs.append(ActiveRequest(request, sampling, stops))
-        return runs
-
-    @property
-    def unable(self) -> str:
-        """Return why the engine cannot run rounds now; "" if it can."""
-        return self._broken or ("it is paused" if self._paused else "")
-
-    def step(self, landing: Landing | None = None) -> None:
-        """Admit, prefill and run one round, in which the samples of `landing` take part. Raises EngineError."""
-        with self._lock:
-            self._serve(landing)
-
-    def drop(self, ids: Sequence[str]) -> list[ActiveRequest]:
-        """Take these samples out, without an end. Returns those that were here."""
-        with self._lock:
-            found = [run for run in (*self.running, *self.waiting) if run.request.id in ids]
-            for run in found:
-                self._remove(run)
-            return found
-
-    def seat(
-        self, requests: Sequence[tuple[Request, Sampling]], rows: Mapping[str, int], rule: SpecRule | None
-    ) -> list[ActiveRequest]:
-        """Replace all requests by these: those that have a row of the cache already, by id, and others that wait.
-
-        rule  replaces the engine's own, if given
-        """
-        with self._lock:
-            runs = self.made(requests)
-            self.running = []
-            self.waiting = []
-            for run in runs:
-                run.row = rows.get(run.request.id, -1)
-                if run.row >= 0:
-                    self.rounds.seat(run.row, run.sampling, run.request.seed, run.draws)
-                    run.seats += 1
-                    self.running.append(run)
-                else:
-                    self.waiting.append(run)
-            if rule is not None:
-                self._schedule = self._rule = rule
-            return runs
-
-    def load(self, name: str) -> Load:
-        """Describe what this engine has to do."""
-        with self._lock:
-            ready = [run for run in self.running if self.rounds.ready(run.row) and run.response]
-            held = tuple(Held(*run.progress(), run.request.prompt.id) for run in ready)
-            waiting = len(self.waiting) + len(self.running) - len(ready)
-            return Load(name, held, waiting, self.cache.left, self.version)
-
     # -- between rounds -----------------------------------------------------------------------------------------------
 
-    def _check_configs(self, configs: Iterable[SpecConfig], words: int = 0) -> None:
-        """Raise EngineError for a configuration that cannot run. `words`: of the draft vocabulary, if it changes."""
-        words = words or (self.arch.vocab if self.model.draft_ids is None else self.describe()["draft_vocabulary"])
-        for config in configs:
-            if config.topk > words:
-                raise EngineError(f"embedded engine: {config} drafts {config.topk} words at once, from only {words}")
-            nodes = scratch(config)
-            if not config.off and not self.arch.drafter:
-                raise EngineError(f"embedded engine: {config} needs a drafter, and the model has none")
-            if config.topk > 1 and self.rounds.verifier == "rejection":
-                raise EngineError(f"embedded engine: {config} is a tree; verifier=rejection takes chains only")
-            if nodes > self.max_draft_tokens:
-                raise EngineError(f"embedded engine: {config} needs max_draft_tokens >= {nodes}")
-
-    def check(self, run: ActiveRequest, known: set[str]) -> None:
-        """Refuse a wrong request. Ends a run whose partial sample has ended already."""
-        request = run.request
-        length = len(request.prompt.tokens)
-        if not 0 < length < self.max_length:
-            raise EngineError(f"request {request.id}: {length} prompt tokens; expected 1 to {self.max_length - 1}")
-        if request.id in known:
-            raise EngineError(f"request {request.id}: the id is already in use")
-        known.add(request.id)
-        if request.partial is not None:
-            try:
-                status = ended(run.response, run.stops, self._limit(run))
-            except ValueError as error:
-                raise EngineError(f"request {request.id}: {error}") from None
-            if status is not None:
-                run.finish(status)
-
-    def _limit(self, run: ActiveRequest) -> int:
-        """Return the longest response that a run may have."""
-        return min(run.sampling.max_new_tokens, self.max_length - len(run.request.prompt.tokens))
-
-    def _serve(self, landing: Landing | None = None) -> None:
+    def _serve(self) -> None:
         """Run one step, unless the engine is broken or paused. The caller holds the lock. Raises EngineError."""
         if self._broken:
             raise EngineError(f"embedded engine: {self._broken}")
         self._agree()
-        aborted = [run for run in (*self.running, *self.waiting) if run.abort]
+        aborted = [run for run in self.scheduler.every if run.abort]
         for run in aborted:
-            self._end(run, "aborted")
+            self.scheduler.end(run, "aborted")
         if self._paused:
             if not aborted:
                 self._lock.wait(timeout=1.0)
             return
         self._broken = "an earlier round failed"
         with torch.inference_mode():
-            self._admit()
+            self.scheduler.admit()
             self.rounds.prefill([run.row for run in self.running])
-            self._round([run for run in self.running if self.rounds.ready(run.row)], landing)
+            self._round([run for run in self.running if self.rounds.ready(run.row)])
         self._broken = ""
 
-    def _admit(self) -> None:
-        while self.waiting:
-            if self.running and self.cache.left < self.cache.total // 16:
-                return  # samples admitted into the last slots would go back into the queue at once
-            run = self.waiting[0]
-            prompt = np.asarray(run.request.prompt.tokens, np.int64)
-            row = self.cache.open(np.concatenate([prompt, np.asarray(run.response, np.int64)]), len(prompt))
-            if row is None:
-                return
-            if not self.cache.back(row, len(prompt) + len(run.response)):
-                self.cache.close(row)
-                return
-            self.rounds.seat(row, run.sampling, run.request.seed, run.draws)
-            run.row = row
-            run.seats += 1
-            self.running.append(self.waiting.pop(0))
-
-    def _round(self, runs: list[ActiveRequest], landing: Landing | None) -> None:
-        newcomers = landing.runs if landing is not None else []
-        if not runs and not newcomers:
-            return
-        began = time.perf_counter()
-        rows = np.array([run.row for run in (*runs, *newcomers)])
-        context = int(self.cache.length[rows].sum())
-        schedule = self.schedule
-        if isinstance(schedule, SpecRule):
-            missed = self.rounds.missed(rows)
-            config = schedule.choose(len(rows), context, lambda n: missed, apart=False)
-        else:
-            config = schedule.choose(len(rows), context)
-        if not self.rounds.can_draft(rows).any():
-            config = OFF
-        columns = self.rounds.columns(rows, config)
-        room = all(self.cache.back(run.row, n) for run, n in zip(newcomers, columns[len(runs) :].tolist(), strict=True))
-        ahead = self.rounds.draft_only(rows[len(runs) :], config) if newcomers and room and not config.off else None
-        runs = self._back(runs, columns[: len(runs)])
-        if landing is not None:
-            landed = landing.land()
-            self.running += landed
-            runs += landed if room else []
-            ahead = ahead if landed else None
+    def _round(self, runs: list[ActiveRequest]) -> None:
+        """Run one round of these samples, or of those that the cache has room for."""
         if not runs:
             return
+        began = time.perf_counter()
+        rows = np.array([run.row for run in runs])
+        context = int(self.cache.length[rows].sum())
+        chooser, config = self._choose(rows, context)
+        runs = self.scheduler.make_room(runs, self.rounds.columns(rows, config))
+        if runs:
+            self._run_round(runs, chooser, config, context, began)
+
+    def _choose(self, rows: np.ndarray, context: int) -> tuple[SpecSchedule | SpecRule, SpecConfig]:
+        """Return what chooses the configuration of a round of these rows, and its choice."""
+        chooser, config = self.choice.choose(len(rows), context, lambda: self.rounds.missed(rows))
+        return chooser, config if self.rounds.can_draft(rows).any() else OFF
+
+    def _run_round(
+        self,
+        runs: Sequence[ActiveRequest],
+        chooser: SpecSchedule | SpecRule,
+        config: SpecConfig,
+        context: int,
+        began: float,
+        ahead: Ahead | None = None,
+        timed: bool = True,
+    ) -> None:
+        """Draft, verify and commit for these samples, and learn from the round.
+
+        began  seconds of `time.perf_counter`
+        ahead  drafts of the last ones of `runs`
+        timed  whether the rule may learn the duration: not if other work is a part of it
+        """
         rows = np.array([run.row for run in runs])
         drafting = np.full(len(rows), True) if config.off else self.rounds.can_draft(rows)
         verified = self.rounds.verified
         committed = self.rounds.round(rows, config, ahead)
         took = (time.perf_counter() - began) * 1e3
         accepted = [new.accepted for new, drafted in zip(committed, drafting, strict=True) if drafted]
-        if isinstance(schedule, SpecRule):
-            schedule.observe(config, accepted, len(rows) - len(accepted))
-            if isinstance(schedule.cost, LearntCost) and len(accepted) == len(rows) and landing is None:
-                schedule.timed(config, len(rows), context, self._agreed(took))
+        if isinstance(chooser, SpecRule):
+            chooser.observe(config, accepted, len(rows) - len(accepted))
+            if isinstance(chooser.cost, LearntCost) and len(accepted) == len(rows) and timed:
+                chooser.timed(config, len(rows), context, self.model.comm.mean(took, self.model.device))
         counts = histogram_of(config.num_steps, accepted)
         for run, new in zip(runs, committed, strict=True):
-            status = run.commit(new, self.version, self._limit(run))
+            status = run.commit(new, self.version, self.scheduler.limit(run))
             if status is not None:
-                self._end(run, status)
+                self.scheduler.end(run, status)
         if lone := len(rows) - len(accepted):
-            self._note(OFF, lone, 0, 0.0, 0, [lone])
+            self._log.add(OFF, lone, 0, 0.0, 0, [lone])
         ms = (time.perf_counter() - began) * 1e3
         if self.rounds.budget is not None and config.num_steps > 0:
             self.rounds.budget.timed(len(runs), context, self.rounds.verified - verified, ms)
-        self._note(config, len(runs), 1, ms, context, counts)
-        self._recent.append((config, len(runs), context, ms))
-
-    def _agreed(self, ms: float) -> float:
-        """Return the mean of all tensor-parallel ranks, so that they choose the same."""
-        if self.model.comm.size == 1:
-            return ms
-        own = torch.tensor(ms, dtype=torch.float64, device=self.model.device)
-        return float(self.model.comm.sum(own)) / self.model.comm.size
-
-    def _note(
-        self, config: SpecConfig, batch: int, rounds: int, ms: float, context: int, accepted: Sequence[int]
-    ) -> None:
-        """Add to the result of `stats`. Requests of a round that ran without drafts add 0 rounds of their own."""
-        entry = self._stats.setdefault((config, batch), [0, 0.0, 0, [0] * len(accepted)])
-        entry[0] += rounds
-        entry[1] += ms
-        entry[2] += context
-        entry[3] = [a + b for a, b in zip(entry[3], accepted, strict=True)]
-
-    def _back(self, runs: list[ActiveRequest], columns: np.ndarray) -> list[ActiveRequest]:
-        """Get slots for `columns [B]` of every run. While slots lack, the youngest goes back. Returns the others."""
-        for run, upto in zip(runs, columns.tolist(), strict=True):
-            while run.row >= 0 and not self.cache.back(run.row, upto):
-                youngest = self.running.pop()
-                self._vacate(youngest)
-                self.waiting.insert(0, youngest)
-        return [run for run in runs if run.row >= 0]
+        self._log.add(config, len(runs), 1, ms, context, counts)
+        self._log.recent.append((config, len(runs), context, ms))
 
     def _agree(self) -> None:
         """Begin a requested pause. All tensor-parallel ranks pause, and abort the same requests, at the same round."""
-        runs = [*self.running, *self.waiting]
+        runs = self.scheduler.every
         pausing = self._pausing and not self._paused
         if self.model.comm.size > 1 and not self._paused:
             flags = torch.tensor([pausing, *(run.abort for run in runs)], dtype=torch.int32, device=self.model.device)
@@ -560,31 +396,4 @@ class EmbeddedEngine:
             self._lock.notify_all()
 
     def _retract(self) -> None:
-        """Put every running sample back to the head of the queue; its KV cache is recomputed later.
-
-        Rows that are reserved for samples of other engines are given up: what has arrived may be of other weights.
-        """
-        for row in self.reserved.values():
-            self.cache.close(row)
-        self.reserved.clear()
-        for run in self.running:
-            self._vacate(run)
-        self.waiting[:0] = self.running
-        self.running = []
-
-    def _vacate(self, run: ActiveRequest) -> None:
-        run.draws = int(self.rounds.draws[run.row])
-        self.cache.close(run.row)
-        run.row = -1
-
-    def _remove(self, run: ActiveRequest) -> None:
-        """Take a run out of the engine. Repeatable."""
-        if run.row >= 0:
-            self._vacate(run)
-            self.running.remove(run)
-        elif run in self.waiting:
-            self.waiting.remove(run)
-
-    def _end(self, run: ActiveRequest, status: Status) -> None:
-        self._remove(run)
-        run.finish(status)
+        self.scheduler.retract()

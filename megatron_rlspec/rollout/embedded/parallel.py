@@ -19,6 +19,9 @@ class Solo:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def mean(self, value: float, device: str) -> float:
+        return value
+
     def concat(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return x
 
@@ -37,6 +40,10 @@ class TensorParallel:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(x, group=self.group)
         return x
+
+    def mean(self, value: float, device: str) -> float:
+        """Return the mean of a number over the ranks, in float64, so that they choose the same by it."""
+        return float(self.sum(torch.tensor(value, dtype=torch.float64, device=device))) / self.size
 
     def concat(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]

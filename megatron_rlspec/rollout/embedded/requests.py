@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -85,15 +84,3 @@ class ActiveRequest:
         """Return the first four fields of `Held`. The round that drew the first token counts here."""
         prompt = len(self.request.prompt.tokens)
         return self.request.id, prompt, prompt + len(self.response), len(self.response) / (self.rounds + 1)
-
-
-class Landing(Protocol):
-    """Samples of another engine whose drafter's keys are here; those of the target still travel.
-
-    They draft in the round during which the target's keys arrive, and are verified in it.
-    """
-
-    runs: list[ActiveRequest]
-
-    def land(self) -> list[ActiveRequest]:
-        """Wait for the target's keys. Returns the samples that are whole; the others are not here any more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
@@ -43,11 +43,18 @@ class Ahead(NamedTuple):
 
 
 class RoundRunner:
-    """Runs prefills and decode rounds. They advance rows of `cache` in place."""
+    """Runs prefills and decode rounds. They advance rows of `cache` in place.
+
+    Raises ValueError for an unknown verifier, and for one with which `budget` is not lossless.
+    """
 
     def __init__(
         self, cache: Cache, verifier: Verifier, drafts: Drafts, budget: Budget | None, prefill_chunk: int
     ) -> None:
+        if budget is not None and verifier == "rejection":
+            raise ValueError("a tree budget is not lossless with verifier=rejection; take position_keyed")
+        if verifier not in get_args(Verifier):
+            raise ValueError(f"verifier={verifier!r}; known: {', '.join(get_args(Verifier))}")
         self.cache = cache
         self.model = cache.model
         self.verifier = verifier

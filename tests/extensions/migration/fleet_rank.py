@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.embedded import link
+from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
@@ -34,7 +35,8 @@ def requests(group: int = 3):
 
 
 def engine(**options: Any) -> Any:
-    made = oracle.engine_of(*oracle.tiny(**MODEL), OFF, dtype=torch.float64, max_length=128, version=1, **options)
+    known = {"dtype": torch.float64, "max_length": 128, "version": 1}
+    made = oracle.engine_of(*oracle.tiny(**MODEL), OFF, MigratableEmbeddedEngine, **known, **options)
     made.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
     return made
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.embedded import member as member_module
 from megatron_rlspec.extensions.migration.embedded import regroup, retile
+from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
 from megatron_rlspec.extensions.migration.plans.rebalance import How
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change
 from megatron_rlspec.host.ranks import Ranks
-from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.roofline import Roofline
@@ -84,10 +84,10 @@ def engine(slots: int = 4096, kind: str = "mtp", phases: bool = False) -> Any:
 
     Then the drafts of a sample depend on its own tokens alone, and not on the batch.
     """
-    made = oracle.engine_of(
-        *model(kind), SpecSchedule.fixed(SpecConfig(3)) if phases else SWITCHING, dtype=torch.float64, max_length=96,
-        max_total_tokens=slots, max_draft_tokens=16, version=1, draft_words=WORDS if kind == "eagle3" else None,
-    )  # fmt: skip
+    schedule = SpecSchedule.fixed(SpecConfig(3)) if phases else SWITCHING
+    sizes: dict[str, Any] = {"max_length": 96, "max_total_tokens": slots, "max_draft_tokens": 16}
+    words = WORDS if kind == "eagle3" else None
+    made = oracle.engine_of(*model(kind), schedule, MigratableEmbeddedEngine, version=1, draft_words=words, **sizes)
     if phases:
         made.rounds.can_draft = lambda rows: (made.cache.length[rows] > 1) & (made.cache.length[rows] // 8 % 2 == 0)
     return made
@@ -98,7 +98,7 @@ def accepted(samples: list[Sample]) -> list[tuple[Any, ...]]:
     return [(s.accepted, s.accepted_spans, s.draws) for s in samples]
 
 
-def checked(engine: EmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how: How) -> list[ActiveRequest]:
+def checked(engine: MigratableEmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how: How) -> list[ActiveRequest]:
     """Change the size. With room for all, samples come with their caches, or wait to be computed anew."""
     drawn = regroup.regroup(engine, ranks, groups, size, how)
     assert [run.request.id for run in drawn] == sorted(run.request.id for run in drawn)

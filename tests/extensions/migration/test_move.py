@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.move import Arrivals, Cargo, MoveError, Mover
 from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
 
@@ -25,7 +26,7 @@ def model():
 
 def engine_of(model, spec=None, schedule=BY_BATCH, **options):
     options = {"max_total_tokens": 1024, "max_length": 128, "version": 1} | options
-    engine = oracle.engine_of(*model, OFF, dtype=torch.float64, **options)
+    engine = oracle.engine_of(*model, OFF, MigratableEmbeddedEngine, dtype=torch.float64, **options)
     engine.set_schedule(SpecSchedule.fixed(spec) if spec else schedule)
     return engine
 

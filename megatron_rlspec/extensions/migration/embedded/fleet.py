@@ -64,10 +64,10 @@ class Fleet:
     ) -> list[Sample]:
         found: dict[str, Sample] = {}
         with self._known:
-            checked = self.member.engine.made([(request, sampling) for request in requests])
+            checked = self.member.engine.scheduler.made([(request, sampling) for request in requests])
             known = set(self._open)
             for run in checked:
-                self.member.engine.check(run, known)
+                self.member.engine.scheduler.check(run, known)
             open_ids = {run.request.id for run in checked}
             self._done |= {run.request.id: run.sample for run in checked if run.sample is not None}
             self._new += [(run.request, sampling) for run in checked if run.sample is None]

@@ -19,13 +19,13 @@ import torch
 
 from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.move import Arrivals, Cargo, Grant, MoveError, Mover, Offer
 from megatron_rlspec.extensions.migration.embedded.regroup import regroup
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import How, Rebalancer
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change
 from megatron_rlspec.host.ranks import Pending, Ranks
-from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.sync.bucket import Named, buckets
@@ -122,7 +122,7 @@ class Member:
 
     def __init__(
         self,
-        engine: EmbeddedEngine,
+        engine: MigratableEmbeddedEngine,
         ranks: Ranks,
         rebalancer: Rebalancer | None,
         sizes: Sizes | None = None,

@@ -28,7 +28,7 @@ import torch
 
 from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.types import Partial, Request, Sampling
 
@@ -130,7 +130,7 @@ class Departure(NamedTuple):
 class Mover:
     """One engine's side of moves, as source and as target."""
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
+    def __init__(self, engine: MigratableEmbeddedEngine) -> None:
         self.engine = engine
         self.cache = engine.cache
         self.departing: dict[str, Departure] = {}
@@ -189,7 +189,7 @@ class Mover:
             requests = [(self._request(run), run.sampling) for run, _ in drafter]
             cargos = self._cargo(drafter, requests), self._cargo(target)
             for run, _ in drafter:
-                self.engine._remove(run)
+                self.engine.scheduler.remove(run)
                 self.departed[run.request.id] = run
             return cargos
 
@@ -250,7 +250,7 @@ class Mover:
             runs = []
             for (request, sampling), columns in zip(cargo.header.requests, cargo.header.samples, strict=True):
                 row = engine.reserved.get(request.id)
-                [run] = engine.made([(request, sampling)])
+                [run] = engine.scheduler.made([(request, sampling)])
                 tokens = np.concatenate([np.asarray(request.prompt.tokens), run.response])
                 if row is None or not cache.back(row, len(tokens)):
                     continue

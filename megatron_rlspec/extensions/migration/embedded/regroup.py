@@ -14,10 +14,10 @@ import msgspec
 
 from megatron_rlspec import wire
 from megatron_rlspec.extensions.migration.embedded import retile
+from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.plans.rebalance import How
 from megatron_rlspec.extensions.migration.plans.tp_planner import deal
 from megatron_rlspec.host.ranks import Ranks
-from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.rule import SpecRule
@@ -39,7 +39,7 @@ class Luggage(msgspec.Struct, frozen=True):
     rule: dict[str, Any] | None
 
 
-def regroup(engine: EmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how: How) -> list[ActiveRequest]:
+def regroup(engine: MigratableEmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how: How) -> list[ActiveRequest]:
     """Change to engines of `size` ranks each. All ranks of the job call it, between rounds.
 
     how  "kv": caches travel; "recompute": the new engines prefill prompts and responses
@@ -66,7 +66,7 @@ def regroup(engine: EmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how
     return engine.seat([(t.request, t.sampling) for t in here], seated, SpecRule.from_json(rule) if rule else None)
 
 
-def _luggage(engine: EmbeddedEngine, switch: retile.Switch, speaks: bool) -> Luggage:
+def _luggage(engine: MigratableEmbeddedEngine, switch: retile.Switch, speaks: bool) -> Luggage:
     travellers = []
     for run in (*engine.running, *engine.waiting) if speaks else ():
         row = None
@@ -75,7 +75,7 @@ def _luggage(engine: EmbeddedEngine, switch: retile.Switch, speaks: bool) -> Lug
             row = retile.Row.of(engine.cache, run.row, run.request.id, switch.old_group, 0)
         partial = Partial.of(run.so_far("aborted")) if run.response else None
         travellers.append(Traveller(replace(run.request, partial=partial), run.sampling, row))
-    chosen = engine._schedule  # also while speculation is held off, so that all ranks agree after its release
+    chosen = engine.choice.chosen  # also while speculation is held off, so that all ranks agree after its release
     rule = chosen.to_json() if isinstance(chosen, SpecRule) else None
     return Luggage(travellers, rule)
 

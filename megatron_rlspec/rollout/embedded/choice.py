@@ -1,0 +1,93 @@
+"""What chooses the configuration of an embedded engine's next round: a schedule, a rule, or a hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.embedded.model import Decoder
+from megatron_rlspec.rollout.embedded.rounds import scratch
+from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule, Verifier
+
+
+class ConfigChoice:
+    """See `RolloutEngine.set_schedule`, `set_spec_rule`, `hold` and `release`.
+
+    candidates        of a rule that names none
+    max_draft_tokens  nodes of a round, at most
+    """
+
+    def __init__(
+        self, model: Decoder, verifier: Verifier, candidates: Sequence[SpecConfig], max_draft_tokens: int
+    ) -> None:
+        self.model = model
+        self.verifier = verifier
+        self.candidates = tuple(candidates)
+        self.max_draft_tokens = max_draft_tokens
+        self.held = ""  # why speculation is held off
+        self.chosen: SpecSchedule | SpecRule = SpecSchedule.fixed(OFF)  # also while it is held off
+        self.rule: SpecRule | None = None  # the last rule set; a schedule may have replaced it since
+
+    @property
+    def present(self) -> SpecSchedule | SpecRule:
+        """Return the schedule or rule of the next round."""
+        return SpecSchedule.fixed(OFF) if self.held else self.chosen
+
+    @property
+    def draft_vocabulary(self) -> int:
+        """Return how many words drafts are chosen from; 0: all."""
+        ids = self.model.draft_ids
+        return 0 if ids is None else int((ids >= 0).sum())
+
+    def set_schedule(self, schedule: SpecSchedule) -> None:
+        self.check(config for row in schedule.configs for config in row)
+        self.chosen = schedule
+
+    def set_rule(self, rule: SpecRule) -> None:
+        """Set a rule. It takes over the probe budget of the rule before it, and the time of its next probe."""
+        self.check(rule.candidates)
+        if self.rule is not None:
+            rule.inherit(self.rule)
+        self.chosen = self.rule = rule
+
+    def made(self, rule: Mapping[str, Any]) -> SpecRule:
+        """Return a rule of JSON; without `candidates`, it chooses from the engine's own."""
+        own = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
+        return SpecRule.from_json({"candidates": own} | dict(rule))
+
+    def report(self) -> dict[str, Any]:
+        """Return `SpecRule.report` since the last call; {} under a schedule."""
+        return self.chosen.report() if isinstance(self.chosen, SpecRule) else {}
+
+    def choose(self, batch: int, context: int, missed: Callable[[], int]) -> tuple[SpecSchedule | SpecRule, SpecConfig]:
+        """Return what chooses the next round's configuration, and its choice.
+
+        missed  returns how many tokens the drafter must run on beyond those of a usual round
+        """
+        chooser = self.present
+        if isinstance(chooser, SpecRule):
+            behind = missed()
+            return chooser, chooser.choose(batch, context, lambda n: behind, apart=False)
+        return chooser, chooser.choose(batch, context)
+
+    def check_words(self, words: int) -> None:
+        """Raise EngineError if the schedule drafts more words at once than a draft vocabulary of `words` has."""
+        if isinstance(self.chosen, SpecSchedule):
+            self.check((config for row in self.chosen.configs for config in row), words)
+
+    def check(self, configs: Iterable[SpecConfig], words: int = 0) -> None:
+        """Raise EngineError for a configuration that cannot run. `words`: of the draft vocabulary, if it changes."""
+        arch = self.model.arch
+        words = words or self.draft_vocabulary or arch.vocab
+        for config in configs:
+            if config.topk > words:
+                raise EngineError(f"embedded engine: {config} drafts {config.topk} words at once, from only {words}")
+            nodes = scratch(config)
+            if not config.off and not arch.drafter:
+                raise EngineError(f"embedded engine: {config} needs a drafter, and the model has none")
+            if config.topk > 1 and self.verifier == "rejection":
+                raise EngineError(f"embedded engine: {config} is a tree; verifier=rejection takes chains only")
+            if nodes > self.max_draft_tokens:
+                raise EngineError(f"embedded engine: {config} needs max_draft_tokens >= {nodes}")

@@ -1,0 +1,134 @@
+"""The requests of an embedded engine: which wait, and which run in rows of its KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.embedded.cache import Cache
+from megatron_rlspec.rollout.embedded.requests import ActiveRequest
+from megatron_rlspec.rollout.embedded.rounds import RoundRunner
+from megatron_rlspec.types import Request, Sampling, Status, ended
+
+
+class Scheduler:
+    """Admits requests into the cache while it has room. Its caller holds the engine's lock.
+
+    max_length  tokens of a sample
+    ends        token ids that end a response
+    """
+
+    def __init__(self, cache: Cache, rounds: RoundRunner, max_length: int, ends: Sequence[int]) -> None:
+        self.cache = cache
+        self.rounds = rounds
+        self.max_length = max_length
+        self.ends = frozenset(ends)
+        self.running: list[ActiveRequest] = []
+        self.waiting: list[ActiveRequest] = []
+
+    @property
+    def every(self) -> list[ActiveRequest]:
+        """Return the running requests, then the waiting ones."""
+        return [*self.running, *self.waiting]
+
+    # ---- requests that come -----------------------------------------------------------------------------------------
+
+    def made(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
+        """Return requests as the engine works on them."""
+        runs = []
+        for request, sampling in requests:
+            stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.ends)
+            runs.append(ActiveRequest(request, sampling, stops))
+        return runs
+
+    def check(self, run: ActiveRequest, known: set[str]) -> None:
+        """Refuse a wrong request, and add its id to `known`. Ends a run whose partial sample has ended already.
+
+        Raises EngineError.
+        """
+        request = run.request
+        length = len(request.prompt.tokens)
+        if not 0 < length < self.max_length:
+            raise EngineError(f"request {request.id}: {length} prompt tokens; expected 1 to {self.max_length - 1}")
+        if request.id in known:
+            raise EngineError(f"request {request.id}: the id is already in use")
+        known.add(request.id)
+        if request.partial is not None:
+            try:
+                status = ended(run.response, run.stops, self.limit(run))
+            except ValueError as error:
+                raise EngineError(f"request {request.id}: {error}") from None
+            if status is not None:
+                run.finish(status)
+
+    def submit(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
+        """Queue requests. Raises EngineError, and queues none, if one of them is wrong."""
+        known = {run.request.id for run in self.every}
+        runs = self.made(requests)
+        for run in runs:
+            self.check(run, known)
+        self.waiting += [run for run in runs if run.sample is None]
+        return runs
+
+    def limit(self, run: ActiveRequest) -> int:
+        """Return the longest response that a run may have."""
+        return min(run.sampling.max_new_tokens, self.max_length - len(run.request.prompt.tokens))
+
+    # ---- rows of the cache ------------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Give rows to waiting requests, in their order, while there is room."""
+        while self.waiting:
+            if self.running and self.cache.left < self.cache.total // 16:
+                return  # samples admitted into the last slots would go back into the queue at once
+            run = self.waiting[0]
+            prompt = np.asarray(run.request.prompt.tokens, np.int64)
+            row = self.cache.open(np.concatenate([prompt, np.asarray(run.response, np.int64)]), len(prompt))
+            if row is None:
+                return
+            if not self.cache.back(row, len(prompt) + len(run.response)):
+                self.cache.close(row)
+                return
+            self.rounds.seat(row, run.sampling, run.request.seed, run.draws)
+            run.row = row
+            run.seats += 1
+            self.running.append(self.waiting.pop(0))
+
+    def make_room(self, runs: list[ActiveRequest], columns: np.ndarray) -> list[ActiveRequest]:
+        """Get slots for `columns [B]` of every run. While slots lack, the youngest goes back. Returns the others."""
+        for run, upto in zip(runs, columns.tolist(), strict=True):
+            while run.row >= 0 and not self.cache.back(run.row, upto):
+                youngest = self.running.pop()
+                self.vacate(youngest)
+                self.waiting.insert(0, youngest)
+        return [run for run in runs if run.row >= 0]
+
+    def retract(self) -> None:
+        """Put every running sample back to the head of the queue; its KV cache is recomputed later."""
+        for run in self.running:
+            self.vacate(run)
+        self.waiting[:0] = self.running
+        self.running = []
+
+    def vacate(self, run: ActiveRequest) -> None:
+        """Take a running sample's row from it."""
+        run.draws = int(self.rounds.draws[run.row])
+        self.cache.close(run.row)
+        run.row = -1
+
+    # ---- requests that go -------------------------------------------------------------------------------------------
+
+    def remove(self, run: ActiveRequest) -> None:
+        """Take a run out of the engine. Repeatable."""
+        if run.row >= 0:
+            self.vacate(run)
+            self.running.remove(run)
+        elif run in self.waiting:
+            self.waiting.remove(run)
+
+    def end(self, run: ActiveRequest, status: Status) -> None:
+        """Take a run out, and make its sample."""
+        self.remove(run)
+        run.finish(status)
