@@ -85,6 +85,15 @@ def pack(
     return batches
 
 
+def predicted(total: int, tokens: float) -> torch.Tensor:
+    """Return at which of a micro-batch's `total` positions acceptance is predicted, `[total]` bool, on the CPU.
+
+    tokens  of the step, on all ranks
+    """
+    first = max(32, math.ceil(WINDOW * PREDICTED_TOKENS / max(1.0, tokens)))
+    return torch.arange(total) % WINDOW < first
+
+
 def partition(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:
     """Put the indices of `lengths` into balanced bins of at most `budget`; return a multiple of `multiple_of` bins.
 
@@ -294,8 +303,7 @@ def _micro_batch(
         """Return the seeds of positions where acceptance is predicted, and -1 elsewhere."""
         tokens = counts["tokens"]
         assert isinstance(tokens, float)
-        predicted = max(32, math.ceil(WINDOW * PREDICTED_TOKENS / max(1.0, tokens)))
-        return share(lay_out("seeds", -1).masked_fill(torch.arange(total) % WINDOW >= predicted, -1))
+        return share(lay_out("seeds", -1).masked_fill(~predicted(total, tokens), -1))
 
     return PackedBatch(
         tokens=share(tokens.masked_fill(sequence_ids < 0, pad_token)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,7 +54,7 @@ class WeightsAndBiases:
             files.write(known, uuid.uuid4().hex)
         try:
             self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "megatron_rlspec"),
+                project=config.log.project,
                 name=run_dir.resolve().name,
                 id=known.read_text(),
                 resume="allow",

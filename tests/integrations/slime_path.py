@@ -84,13 +84,13 @@ def write_model(folder):
     )
 
 
-def write_cost_table(path):
-    """Write an invented cost table: up to 40 verified tokens cost nothing, so the best steps depend on the batch."""
+def write_cost_table(path, free):
+    """Write an invented cost table: `free` verified tokens cost nothing, so the best steps depend on the batch."""
     from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
     from megatron_rlspec.types import OFF, SpecConfig
 
     def ms(config, batch):
-        return 10 + 0.2 * config.num_steps + 0.4 * max(0, batch * (config.num_steps + 1) - 40)
+        return 10 + 0.2 * config.num_steps + 0.4 * max(0, batch * (config.num_steps + 1) - free)
 
     nowhere = Provenance(
         model="tiny", hardware="-", dtype="float32", engine="-", engine_version="0", date="-", simulated=True
@@ -153,6 +153,7 @@ def environment(folder, slime, sglang):
         "HF_HOME": str(folder / "hf"),
         "RAY_AUTH_MODE": "disabled",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # else Ray ends actors when other programs have the machine's memory
         # slime gives every engine the number of a GPU, and SGLang would look for the socket of that number.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * 8),
         "RLSPEC_CPU_MODEL": str(folder / "model"),
@@ -202,6 +203,8 @@ def main():
     parser.add_argument("--train", type=int, default=2, help="train ranks")
     parser.add_argument("--context", type=int, default=1, help="context-parallel size")
     parser.add_argument("--rollouts", type=int, default=4)
+    parser.add_argument("--verifier", choices=("target_only", "position_keyed"), default="target_only")
+    parser.add_argument("--free", type=int, default=40, help="tokens that a round verifies for nothing")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--sglang", choices=sorted(versions.KNOWN), default="0.5.23")
     parser.add_argument("--lines", action="store_true", help="record slime's lines for slime_lines.py; slower")
@@ -210,7 +213,7 @@ def main():
     folder.mkdir(parents=True)
     write_task(folder)
     write_model(folder / "model")
-    write_cost_table(folder / "cost.json")
+    write_cost_table(folder / "cost.json", options.free)
     (folder / "user.yaml").write_text(f"bf16: {str(options.dtype == 'bfloat16').lower()}\n")
     slime = checkout(folder, options.sglang)
     for argument in versions.KNOWN[options.sglang].cpu_arguments:
@@ -219,6 +222,7 @@ def main():
     whole = command(folder, slime, options.driver, options.train, options.context, options.rollouts, extra)
     ours = ["--folder", str(folder / "rlspec"), "--drafter.depth", "3", "--drafter.lr", "1e-2"]
     ours += ["--drafter.warmup_steps", "0"]  # four steps would all be warm-up
+    ours += ["--verifier", options.verifier]
     ours += ["--candidate-steps", "0,1,2,3", "--cost-table", str(folder / "cost.json")]
     prefix = [sys.executable, "-m", "megatron_rlspec.cli", "slime", *ours, "--"]
     env = environment(folder, slime, options.sglang)

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import requests
 import torch
 
+from megatron_rlspec.integrations.slime import seeds
 from megatron_rlspec.models.rope import Rope
-from megatron_rlspec.types import SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 
 def layer_spec(args, config, vp_stage=None):
@@ -55,6 +56,7 @@ def log_rollout(rollout_id, args, samples, extra, seconds):
     told = [{name: ask(url, f"rlspec/control/{name}") for name in ("describe", "fingerprints")} for url in engines]
     for url in engines:  # until the next rollout, before which our hook sets its rule again
         ask(url, "rlspec/control/set_schedule", schedule=SpecSchedule.fixed(SpecConfig(3)).to_json())
+    again = drawn_again(args, engines, samples) if seeds.keyed(args) else []
     answers = [greedy(router, s.tokens[: len(s.tokens) - s.response_length]) for s in samples[::8]]
     for url in engines:
         ask(url, "rlspec/control/stats")  # these rounds do not belong to a rollout
@@ -68,12 +70,36 @@ def log_rollout(rollout_id, args, samples, extra, seconds):
         "drafts": sum(i * n for s in samples for i, n in enumerate(s.spec_info.histogram)),
         "versions": sorted({str(v) for s in samples for v in s.weight_versions}),
         "engines": told,
+        "again": again,
         "greedy": [(prompt, text) for prompt, text, _ in answers],
         "accept_length": sum(len(text) - 1 for _, text, _ in answers) / sum(rounds for *_, rounds in answers),
     }
     with open(Path(os.environ["RLSPEC_PATH_FOLDER"], "rollouts.jsonl"), "a") as file:
         file.write(json.dumps(row) + "\n")
     return False
+
+
+def drawn_again(args, engines, samples):
+    """Draw samples of the newest weights again on the first engine: without drafts, with three, with another seed.
+
+    Returns for each the response, the three texts, and the rounds of the first two.
+    """
+    url = engines[0]
+    newest = max(int(version) for sample in samples for version in sample.weight_versions)
+    whole = [s for s in samples if {int(v) for v in s.weight_versions} == {newest} and not s.metadata]
+    found = []
+    for sample in whole[::3]:
+        prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
+        own = seeds.seed(args.rollout_seed, sample.index)
+        drawn = []
+        for config, number in ((OFF, own), (SpecConfig(3), own), (SpecConfig(3), own + 1)):
+            ask(url, "rlspec/control/set_schedule", schedule=SpecSchedule.fixed(config).to_json())
+            sampling = {"temperature": 1.0, "max_new_tokens": args.rollout_max_response_len, "sampling_seed": number}
+            drawn.append(ask(url, "generate", input_ids=prompt, sampling_params=sampling))
+        texts = [answer["output_ids"] for answer in drawn]
+        rounds = [answer["meta_info"]["spec_verify_ct"] for answer in drawn[:2]]
+        found.append((sample.tokens[len(prompt) :], *texts, *rounds))
+    return found
 
 
 def ask(engine, path, **body):

@@ -9,6 +9,7 @@ from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weig
 
 LENGTHS = (23, 14, 17, 9)
 RESPONSES = (15, 6, 3, 9)
+SEEDS = (2**31 - 1, 7, 0, 12)
 DEPTH = 3
 PAD = 8
 
@@ -61,11 +62,12 @@ def test_fields_of_every_rank(cp, layout):
     }
     trained = [0] * DEPTH
     for rank in range(cp):
-        fields = drafter_fields(batch, DEPTH, rank, cp, layout)
+        fields = drafter_fields(batch, DEPTH, rank, cp, layout, seeds=SEEDS)
         for local, position in enumerate(positions(widths, rank, cp, layout)):
             i = int(torch.searchsorted(cu[1:], position, right=True))
             t = position - int(cu[i])
-            assert fields.position_ids[local] == t
+            assert fields.position_ids[local] == fields.noise_positions[local] == t
+            assert fields.seeds[local] == (SEEDS[i] if i < len(LENGTHS) and t < LENGTHS[i] else -1)
             for d in range(1, DEPTH + 1):
                 response = [t + s - (LENGTHS[i] - RESPONSES[i]) for s in range(1, d + 2)] if i < len(LENGTHS) else [-1]
                 right = all(0 <= r < RESPONSES[i] and masks[i][r] for r in response)
@@ -81,6 +83,18 @@ def test_fields_of_every_rank(cp, layout):
 
 def test_without_samples_no_token_is_trained():
     assert trained_tokens({"total_lengths": [], "loss_masks": []}, [], 2) == [0.0, 0.0]
+
+
+def test_acceptance_is_predicted_at_a_part_of_many_tokens():
+    """8,192 of a step's tokens, at the beginning of every 1,024 positions, at the same ones on every rank."""
+    length = 4096
+    cu = torch.tensor([0, length]).int()
+    tokens = [torch.ones(length, dtype=torch.int64)]
+    batch = {"unconcat_tokens": tokens, "loss_masks": [torch.ones(9)], "packed_seq_params": SimpleNamespace()}
+    batch["packed_seq_params"].cu_seqlens_q = cu
+    fields = drafter_fields(batch, 1, 0, 1, seeds=[5], step_tokens=16 * 8192.0)
+    assert (fields.seeds == 5).sum() == 4 * 64 and bool((fields.seeds[1024:1088] == 5).all())
+    assert drafter_fields(batch, 1, 0, 1).seeds is None
 
 
 def test_another_layout_is_refused():

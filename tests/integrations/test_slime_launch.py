@@ -66,6 +66,18 @@ def test_contradictions_are_refused_in_one_line(command, drafter, message):
     assert "\n" not in str(error.value)
 
 
+def test_the_verifier_reaches_engines_and_hooks():
+    for verifier in ("target_only", "position_keyed"):
+        added = slime.plan([], DRAFTER, None, None, verifier=verifier)
+        settings = json.loads(added.environment["RLSPEC_SGLANG"])
+        assert settings["verifier"] == added.settings["rlspec_verifier"] == verifier
+    assert settings["drafts"] == "coupled" and planned().settings["rlspec_verifier"] == "target_only"
+    for flag in ("--sglang-enable-dp-attention", "--sglang-attn-dp-size 8"):
+        slime.plan(flag.split(), DRAFTER, None, None)
+        with pytest.raises(ConfigError, match="with --verifier position_keyed was never run"):
+            slime.plan(flag.split(), DRAFTER, None, None, verifier="position_keyed")
+
+
 def test_harmless_values_are_not_refused():
     planned("--expert-model-parallel-size 1 --expert-tensor-parallel-size 2 --tensor-model-parallel-size 2")
     planned(

@@ -37,12 +37,15 @@ _LINE = re.compile(r" (step|rollout|eval|perf) (\d+): (\{.*\})")
 def run(tmp_path_factory):
     """Run slime_path.py with these options; return its folder, rollouts, and logged metrics."""
 
-    @cache
-    def start(*options):
+    @cache  # of a run that fails, too: it takes minutes
+    def driver(*options):
         folder = tmp_path_factory.mktemp("path") / "run"
         command = [sys.executable, str(HERE / "slime_path.py"), str(folder), *options]
         env = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return folder, subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def start(*options):
+        folder, done = driver(*options)
         assert done.returncode == 0, done.stdout[-5000:]
         logged = defaultdict(dict)
         for kind, number, metrics in _LINE.findall(done.stdout):
@@ -69,6 +72,10 @@ ASYNCHRONOUS = (
     "--global-batch-size=16",
 )
 both = pytest.mark.parametrize("options", [SYNCHRONOUS, ASYNCHRONOUS], ids=["train", "train_async"])
+
+
+# Each sample with a seed of its own, drafts with the verifier's noise, which cost next to nothing.
+KEYED = ("--verifier=position_keyed", "--rollouts=3", "--free=4000")
 
 
 def version_of(rollout, options):
@@ -175,3 +182,28 @@ def test_engines_are_checked_and_get_rules_and_slime_logs_it(run, options):
     assert all(c["health/incidents"] == c["health/unchecked_engines"] == 0 for c in checks)
     learnt = folder / f"save/iter_{rollouts[-1]['rollout']:07d}/rlspec-drafter/rollouts.json"
     assert json.loads(learnt.read_text())["acceptance"]["depth"] == 3
+
+
+def test_texts_follow_from_seeds_whatever_is_drafted(run):
+    """Samples of slime's rollouts are drawn again with their seeds: with three drafts a round, and with none."""
+    _, rollouts, logged = run(*KEYED)
+    assert [row["rollout"] for row in rollouts] == [0, 1, 2]
+    again = [one for row in rollouts for one in row["again"]]
+    assert all(row["again"] for row in rollouts) and len(again) >= 12
+    for text, off, drafted, *_ in again:
+        assert text == off == drafted
+    assert sum(text != other for text, _, _, other, *_ in again) > len(again) / 2
+    # Drafts are accepted, and slime logs what its own rollouts accepted.
+    last = rollouts[-1]["again"]
+    off, drafted = (sum(rounds[-2 + i] for rounds in last) for i in range(2))
+    assert drafted < 0.8 * off
+    for row in rollouts:
+        found = logged["rollout", row["rollout"]]
+        assert found["rollout/accept_length"] == 1 + row["drafts"] / row["rounds"] > 1
+        assert found["health/incidents"] == found["health/unreachable_engines"] == 0
+
+
+def test_training_predicts_the_acceptance_of_coupled_drafts(run):
+    _, rollouts, logged = run(*KEYED)
+    assert all("train/drafter_tokens_k3" in step for step in steps(logged))
+    assert all("predict/next_tokens_k3" in logged["rollout", row["rollout"]] for row in rollouts[1:])

@@ -38,6 +38,19 @@ def sampler(sglang_models: ModuleType) -> ModuleType:
     return sampler
 
 
+def test_a_request_without_a_seed_gets_one_of_its_own():
+    """Otherwise the samples of a group would all have one noise, and one text."""
+
+    def request(name: str, seed: int | None) -> SimpleNamespace:
+        return SimpleNamespace(rid=name, sampling_params=SimpleNamespace(sampling_seed=seed))
+
+    batch = SimpleNamespace(reqs=[request("a", None), request("b", None), request("c", 0), request("d", 7)])
+    batch.device = "cpu"
+    first, again = (verifier._keep_seeds(SimpleNamespace(sampling_seed=None), None, batch, 8) for _ in range(2))
+    seeds = first.sampling_seed.tolist()
+    assert len({*seeds}) == 4 and seeds[2:] == [0, 7] and seeds == again.sampling_seed.tolist()
+
+
 def kept_by_sglang(
     sampler: ModuleType, probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor | None
 ) -> list[list[float]]:

@@ -15,6 +15,7 @@ import torch
 
 from megatron_rlspec.extensions.drafter_schedules.weights import RewardWeight, reward_weights
 from megatron_rlspec.packing.context_parallel import Layout, slice_for_cp
+from megatron_rlspec.packing.pack import predicted
 from megatron_rlspec.packing.shift import drafter_targets
 
 
@@ -22,7 +23,8 @@ from megatron_rlspec.packing.shift import drafter_targets
 class DrafterFields:
     """This rank's share of one micro-batch, `[t]` each; the lists run over depths 1..D as in `PackedBatch`.
 
-    `weight` is the mask times the sample's weight. `cu_seqlens_padded [n + 1]` counts all ranks' positions.
+    `weight` is the mask times the sample's weight. `cu_seqlens_padded [n + 1]` counts all ranks' positions. `seeds` are
+    those of `DrafterTargets`, with their `noise_positions`; None: the samples have none.
     """
 
     tokens: list[torch.Tensor]
@@ -31,6 +33,8 @@ class DrafterFields:
     position_ids: torch.Tensor
     cu_seqlens_padded: torch.Tensor
     layout: Layout
+    seeds: torch.Tensor | None = None
+    noise_positions: torch.Tensor | None = None
 
 
 def sample_weights(rollout_data: Mapping[str, Any], kind: RewardWeight, clip: float) -> list[float]:
@@ -51,10 +55,14 @@ def drafter_fields(
     cp_size: int,
     layout: Layout = "zigzag",
     weights: Sequence[float] | None = None,
+    seeds: Sequence[int] | None = None,
+    step_tokens: float = 0.0,
 ) -> DrafterFields:
     """Build the fields from slime's `get_batch`: its `unconcat_tokens`, response masks, lengths and boundaries.
 
-    weights  of the samples of the micro-batch; 1 if omitted
+    weights      of the samples of the micro-batch; 1 if omitted
+    seeds        of the samples' noise, where drafts are coupled
+    step_tokens  that the step trains, on all ranks
 
     Raises ValueError if the boundaries do not fit the samples, as under another layout than `layout`.
     """
@@ -74,6 +82,8 @@ def drafter_fields(
         mask[starts[i] : starts[i] + len(sample)] = token_mask(len(sample), trained)
         if weights is not None:
             weight[starts[i] : starts[i] + len(sample)] = weights[i]
+    noise = {} if seeds is None else _noise(samples, seeds, cu, step_tokens)
+    noise = {name: slice_for_cp(x, cu, cp_rank, cp_size, layout) for name, x in noise.items()}
     cu = cu.to(device)
 
     def share(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +98,20 @@ def drafter_fields(
         position_ids=share(positions),
         cu_seqlens_padded=cu,
         layout=layout,
+        **noise,
     )
+
+
+def _noise(
+    samples: Sequence[torch.Tensor], seeds: Sequence[int], cu: torch.Tensor, step_tokens: float
+) -> dict[str, torch.Tensor]:
+    """Lay out seeds and positions of the noise of whole sequences, on the CPU, which waits for no device."""
+    total = int(cu[-1])
+    laid = torch.full((total,), -1, dtype=torch.int64)
+    for sample, seed, start in zip(samples, seeds, cu.tolist(), strict=False):  # a last sequence is padding
+        laid[start : start + len(sample)] = seed
+    positions = torch.arange(total) - cu[:-1].long().repeat_interleave(cu[1:] - cu[:-1])
+    return {"seeds": laid.masked_fill(~predicted(total, step_tokens), -1), "noise_positions": positions}
 
 
 def trained_tokens(

@@ -43,6 +43,7 @@ from megatron_rlspec.train.drafter_step import (
 )
 from megatron_rlspec.train.objectives import OutputLayer, Sums, means, sum_over_replicas
 from megatron_rlspec.train.optimizer import AdamW, Learner
+from megatron_rlspec.types import Verifier
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Options:
     depth_decay: float = 0.8
     lr: float = 1e-4
     warmup_steps: int = 20
+    weight_decay: float = 0.0
     clip_grad: float = 1.0
     reward_weight: RewardWeight = "none"
     reward_clip: float = 4.0
@@ -62,6 +64,7 @@ class Options:
     candidate_steps: tuple[int, ...] = ()  # step counts the engines may run; acceptance is predicted for all above 0
     temperature: float = 1.0  # of slime's rollouts
     sampled: bool = True  # rollouts draw from the unfiltered softmax
+    verifier: Verifier = "target_only"
 
     @classmethod
     def from_args(cls, args: Any) -> Options:
@@ -77,14 +80,23 @@ class Options:
 
     @property
     def objective(self) -> DrafterObjective:
-        """Return the objective for `DrafterStep`. Inside slime, engines verify with target-only sampling."""
+        """Return the objective for `DrafterStep`."""
         return DrafterObjective(
             depth=self.depth,
             loss=drafter_loss_named(self.loss),
             depth_decay=self.depth_decay,
             predicted_steps=tuple(sorted({k for k in self.candidate_steps if k > 0})),
+            verifier=self.verifier,
             sampled=self.sampled,
+            coupled=self.coupled,
         )
+
+    @property
+    def coupled(self) -> bool:
+        """Return whether engines draft with the verifier's noise: not at temperature 0, nor with an older SGLang."""
+        from megatron_rlspec.rollout.sglang.scheduler import versions  # reads SGLang's sources
+
+        return self.verifier == "position_keyed" and self.temperature > 0 and versions.installed().couples
 
 
 class Adopted(MTPDrafter):
@@ -129,6 +141,7 @@ class SlimeDrafter:
             )
         self.model = model
         self.options = options
+        self.coupled = options.verifier == "position_keyed" and options.coupled
         self.learner: Learner | None = None
         self.rule = EverySteps(options.update_every)
         self.due = True  # whether the present step trains the drafter
@@ -152,6 +165,7 @@ class SlimeDrafter:
         self.block = Adopted(model, options.depth, options.zero_first_embedding, _rope(model))
         adam = AdamW(
             lr=options.lr,
+            weight_decay=options.weight_decay,
             clip_grad=options.clip_grad,
             warmup_steps=options.warmup_steps,
         )
@@ -205,7 +219,15 @@ class SlimeDrafter:
             raise RuntimeError("the micro-batch carries no drafter fields: slime's get_batch was not wrapped")
         here = self.fields
         step = self.drafter_step
-        targets = DrafterTargets(here.labels, here.weight, self.denominators, here.cu_seqlens_padded, here.layout)
+        targets = DrafterTargets(
+            here.labels,
+            here.weight,
+            self.denominators,
+            here.cu_seqlens_padded,
+            here.layout,
+            here.seeds,
+            here.noise_positions,
+        )
         layer = OutputLayer(self._head_weight(), training_temperature(self.options.temperature))
         with self._trainable(), torch.enable_grad():
             outputs = self._unroll(hidden, here, given)

@@ -29,6 +29,7 @@ from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weights, trained_tokens
 from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter
 from megatron_rlspec.integrations.slime.launch import split_experts
+from megatron_rlspec.integrations.slime.seeds import seed
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train import checkpoint
@@ -155,6 +156,7 @@ def _with_fields(get_batch: Callable) -> Callable:
         batch = get_batch(data_iterator, keys, pad_multiplier, allgather_cp)
         if _drafter is not None and learns:
             weights = _weights(data_iterator.rollout_data)
+            seeds = _seeds(data_iterator.rollout_data)
             _drafter.fields = drafter_fields(
                 batch,
                 _drafter.options.depth,
@@ -162,6 +164,8 @@ def _with_fields(get_batch: Callable) -> Callable:
                 ps.get_context_parallel_world_size(),
                 "contiguous" if allgather_cp else "zigzag",
                 [weights[i] for i in samples],
+                seeds and [seeds[i] for i in samples],
+                _drafter.denominators[0],
             )
         return batch
 
@@ -194,6 +198,15 @@ def _around_step(train_one_step: Callable) -> Callable:
 def _weights(rollout_data: Mapping[str, Any]) -> list[float]:
     assert _drafter is not None
     return sample_weights(rollout_data, _drafter.options.reward_weight, _drafter.options.reward_clip)
+
+
+def _seeds(rollout_data: Mapping[str, Any]) -> list[int] | None:
+    """Return the seeds of all samples of this rank's rollout data; None if engines draft without their noise."""
+    assert _drafter is not None
+    indices = rollout_data.get("sample_indices")
+    if not _drafter.coupled or indices is None or any(index is None for index in indices):
+        return None
+    return [seed(_args().rollout_seed, int(index)) for index in indices]
 
 
 def _write_prediction(step: Mapping[str, Any]) -> None:

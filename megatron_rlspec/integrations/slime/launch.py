@@ -26,7 +26,7 @@ from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.speculation.solver import chains
-from megatron_rlspec.types import OFF, SpecConfig
+from megatron_rlspec.types import OFF, SpecConfig, Verifier
 
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
 METRICS = "megatron_rlspec.integrations.slime.metrics"
@@ -40,7 +40,7 @@ CHAINED = {
     "--custom-rollout-log-function-path": (f"{METRICS}.log_rollout", "rlspec_inner_log_path"),
 }
 DRAFTER = (
-    *("depth", "loss", "depth_decay", "lr", "warmup_steps", "clip_grad"),
+    *("depth", "loss", "depth_decay", "lr", "warmup_steps", "weight_decay", "clip_grad"),
     *("reward_weight", "reward_clip", "update_every"),
 )
 # (flag, the value that is refused or None for the bare flag, why)
@@ -86,6 +86,7 @@ def plan(
     steps: Sequence[int] | None,
     start: int | None,
     cost_table: str = "",
+    verifier: Verifier = "target_only",
 ) -> Additions:
     """Decide what to add to `command` (slime's arguments, the driver excluded). Pure.
 
@@ -93,11 +94,14 @@ def plan(
     steps       step counts that the engines may choose from; None: the default, or one number if SGLang cannot adapt it
     start       num_steps until the first rollout has ended; None: the command's own, or the default
     cost_table  file by which our rule chooses in the engines; "": SGLang's own rule chooses
+    verifier    of the engines; position_keyed gives each sample a seed
 
     Raises ConfigError if slime's own flags contradict it.
     """
     given = flags(command)
     _refuse(given)
+    if verifier == "position_keyed" and (flag := _flag_of_attention_ranks(given)):
+        raise ConfigError(f"{flag} with --verifier position_keyed was never run; expected --verifier target_only")
     out = Additions()
     steps, start = _steps(given, steps, start, out.notes)
     depth = _depth(given, drafter["depth"], out.notes)
@@ -123,13 +127,13 @@ def plan(
             out.adaptive = _captured(given, steps, cost_table)
     out.settings |= {f"rlspec_{name}": drafter[name] for name in DRAFTER} | {"rlspec_depth": depth}
     out.settings |= {"rlspec_candidate_steps": sorted(steps), "rlspec_cost_table": cost_table}
+    out.settings["rlspec_verifier"] = verifier
     if cost_table and len(steps) == 1:
         remedy = f"{fixed}; leave it out" if (fixed := _fixed_by(given)) else "give --candidate-steps more than one"
         raise ConfigError(f"--cost-table {cost_table}: nothing to choose from: {remedy}")
-    # slime gives no seed of its own to each sample, which the position-keyed verifier would need. Without a table the
-    # engines keep `num_steps` until the first rollout has been observed.
+    # Without a table the engines keep `num_steps` until the first rollout has been observed.
     chosen = rule(cost_table, steps) if cost_table else None
-    out.environment |= Settings("target_only", chosen).to_environment()
+    out.environment |= Settings(verifier, chosen).to_environment()
     return out
 
 
@@ -187,6 +191,12 @@ def _fixed_by(given: Mapping[str, str | None]) -> str:
     if DELTA_NET in given:
         return "a changing number was never tested with the state of this model's delta nets"
     return ""
+
+
+def _flag_of_attention_ranks(given: Mapping[str, str | None]) -> str:
+    """Return the flag under which the ranks of an engine draw for requests of their own; "" if there is none."""
+    flags = ("--sglang-enable-dp-attention", "--sglang-attn-dp-size")
+    return next((flag for flag in flags if flag in given and given[flag] != "1"), "")
 
 
 def _depth(given: Mapping[str, str | None], depth: int | None, notes: list[str]) -> int:
@@ -364,6 +374,13 @@ def parser() -> arguments.Parser:
         default="",
         help="file written by `rlspec profile`: engines choose by its times; without it, by the number of passes",
     )
+    p.add_argument(
+        "--verifier",
+        choices=("target_only", "position_keyed"),
+        default="target_only",
+        help="target_only: SGLang's own verification; position_keyed: each sample gets a seed, texts do not depend on "
+        "drafts, and drafts take the verifier's noise (target_only)",
+    )
     p.add_argument("--folder", default="rlspec-slime", help="for the files the command names; all nodes must see it")
     p.add_argument("--yaml", action="store_true", help="print a YAML for --custom-config-path instead of running")
     p.add_argument("--dry-run", action="store_true", help="print the completed command and stop")
@@ -383,7 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = _numbers(options.candidate_steps) if options.candidate_steps else None
     table = str(Path(options.cost_table).absolute()) if options.cost_table else ""
     arguments = command if options.yaml else command[driver(command) + 1 :]
-    added = plan(arguments, drafter, steps, options.num_steps, table)
+    added = plan(arguments, drafter, steps, options.num_steps, table, options.verifier)
     if table:
         check_table(table, added.settings["rlspec_candidate_steps"])
     if options.yaml:

@@ -17,16 +17,19 @@ from typing import Any
 import requests
 from slime.observability import logging_utils
 from slime.observability.metric_utils import compute_rollout_step
+from slime.rollout import sglang_rollout
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 from megatron_rlspec.config import SpecSection
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.integrations.slime import seeds
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.engines import SlimeEngine, after_push, drafter_names
 from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.rollout.sglang.settings import DRAFTED
 from megatron_rlspec.speculation.acceptance import accept_length, delivered, pooled, runs
+from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.sync.detectors import HealthSettings
@@ -125,7 +128,7 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
     spec = SpecSection()
     table = getattr(args, "rlspec_cost_table", "")
     steps = sorted({config.num_steps for config in configs})
-    learning = Learning(
+    adapter = Adapter(
         steps,
         table,
         Roofline.of_model(config.get("text_config", config), spec.ridge_tokens),
@@ -133,10 +136,9 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
         probe_share=spec.probe_share,
         catch_up_share=spec.catch_up_share,
         tp=getattr(args, "rollout_num_gpus_per_engine", 1),
-        scale_table=True,
     )
     settings = HealthSettings()
-    found = Speculation(learning, configs, settings, _key(args))
+    found = Speculation(Learning(adapter, scale_table=True), configs, settings, _key(args))
     if state := slime_state.read_rollouts(slime_state.folder(args)):
         if lost := found.learning.restore(state):
             logger.warning("rlspec: %s", lost)
@@ -204,3 +206,4 @@ def add(self: Any, meta_info: Mapping[str, Any]) -> None:
 
 
 Sample.SpecInfo.add = add
+sglang_rollout.generate_and_rm = seeds.seeded(sglang_rollout.generate_and_rm)

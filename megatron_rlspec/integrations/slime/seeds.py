@@ -1,0 +1,43 @@
+"""Seeds of slime's samples, for the position-keyed verifier: slime gives none but under deterministic inference.
+
+A seed is made from `--rollout-seed` and the sample's index, which slime counts over the whole run and keeps in its
+checkpoints. So a resumed run has the same seeds, and a sample that was aborted goes on with its own. The train ranks
+make them again to predict the acceptance of coupled drafts.
+"""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+NAME = "sampling_seed"  # in SGLang's sampling parameters
+
+
+def seed(run: int, index: int, evaluation: bool = False) -> int:
+    """Return the sampling seed, below 2³¹, of a sample; those of evaluations are others."""
+    return int(np.random.SeedSequence((run, index, int(evaluation))).generate_state(1)[0]) & 0x7FFF_FFFF
+
+
+def keyed(args: Namespace) -> bool:
+    """Return whether the engines of this run verify with noise of a seed."""
+    return getattr(args, "rlspec_verifier", "target_only") == "position_keyed"
+
+
+def seeded(generate: Callable) -> Callable:
+    """Wrap slime's `generate_and_rm`: the sampling parameters get the seed of the sample, unless they have one.
+
+    The engine chooses a seed for a sample without an index.
+    """
+
+    @functools.wraps(generate)
+    async def wrapped(args: Namespace, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+        index = getattr(sample, "index", None)  # a list of samples has none
+        if keyed(args) and index is not None and NAME not in sampling_params:
+            sampling_params = {**sampling_params, NAME: seed(args.rollout_seed, index, evaluation)}
+        return await generate(args, sample, sampling_params, evaluation=evaluation)
+
+    return wrapped

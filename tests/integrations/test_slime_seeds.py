@@ -1,0 +1,47 @@
+"""Every sample of slime gets a seed of its own under the position-keyed verifier, and none otherwise."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rlspec.integrations.slime.seeds import seed, seeded
+
+
+def test_seeds_are_a_function_of_run_sample_and_purpose():
+    drawn = {seed(run, index, evaluation) for run in (0, 42) for index in range(500) for evaluation in (False, True)}
+    assert len(drawn) == 2000 and all(0 <= value < 1 << 31 for value in drawn)
+    assert seed(42, 7) == seed(42, 7)
+
+
+async def told(args, sample, sampling_params, evaluation=False):
+    """Take the place of slime's `generate_and_rm`."""
+    sampling_params["max_new_tokens"] -= 1  # as slime does
+    return sampling_params
+
+
+@pytest.mark.parametrize(
+    ("verifier", "index", "given", "expected"),
+    [
+        ("position_keyed", 7, {}, {"sampling_seed": seed(3, 7)}),
+        ("position_keyed", 8, {}, {"sampling_seed": seed(3, 8)}),
+        ("position_keyed", 7, {"sampling_seed": 5}, {"sampling_seed": 5}),
+        ("position_keyed", None, {}, {}),
+        ("target_only", 7, {}, {}),
+        (None, 7, {}, {}),
+    ],
+)
+def test_the_sampling_parameters_of_a_sample(verifier, index, given, expected):
+    args = SimpleNamespace(rollout_seed=3, **({} if verifier is None else {"rlspec_verifier": verifier}))
+    params = {"temperature": 1.0, "max_new_tokens": 9, **given}
+    got = asyncio.run(seeded(told)(args, SimpleNamespace(index=index), sampling_params=params))
+    assert got == {"temperature": 1.0, "max_new_tokens": 8, **expected}
+
+
+def test_evaluations_have_other_seeds_and_their_shared_parameters_stay():
+    """slime gives all samples of an evaluation one dictionary."""
+    args = SimpleNamespace(rollout_seed=3, rlspec_verifier="position_keyed")
+    shared = {"max_new_tokens": 9}
+    got = [asyncio.run(seeded(told)(args, SimpleNamespace(index=i), shared, evaluation=True)) for i in range(2)]
+    assert [params["sampling_seed"] for params in got] == [seed(3, 0, True), seed(3, 1, True)]
+    assert shared == {"max_new_tokens": 9} and seed(3, 0, True) != seed(3, 0)
