@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.rule import SpecRule
@@ -64,8 +65,15 @@ def simulated_pair(name: str, perturbation: float, seed: int) -> tuple[CostTable
     provenance = Provenance("7B, one MTP layer", name, "bfloat16", "roofline", "-", "-", simulated=True)
 
     def profile(seed: int) -> CostTable:
-        table = roofline.table(
-            chains(STEPS), BATCHES, LENGTHS, provenance, systematic=perturbation, noise=perturbation, seed=seed
+        table = roofline_table(
+            roofline,
+            chains(STEPS),
+            BATCHES,
+            LENGTHS,
+            provenance,
+            systematic=perturbation,
+            noise=perturbation,
+            seed=seed,
         )
         return CostTable(
             table.provenance, table.rounds, table.prefill, switch_ms=SWITCH_MS, catch_up_ms=table.catch_up_ms

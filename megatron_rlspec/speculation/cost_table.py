@@ -1,8 +1,8 @@
 """The cost table: the measured duration of a decode round by batch, context, configuration and tensor-parallel size.
 
-Standard library and numpy only. `rlspec profile` writes the table; the solver and the online rule read it. Sources of
-the axes: ReSpec, section 5.2 (batch, steps, branches, draft tokens); RLHFSpec, section 5.2 (context and verified
-tokens); PAT, section 4 (tensor-parallel size, context tokens).
+Standard library, numpy and scipy only. `rlspec profile` writes the table; the solver and the online rule read it.
+Sources of the axes: ReSpec, section 5.2 (batch, steps, branches, draft tokens); RLHFSpec, section 5.2 (context and
+verified tokens); PAT, section 4 (tensor-parallel size, context tokens).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from megatron_rlspec.speculation.cost_rows import (
     short,
     where,
 )
-from megatron_rlspec.speculation.surface import Model, Surface, fit_model, monotone, shrunk
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.speculation.surface import Surface, monotone, shrunk
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 SCHEMA = "rlspec.cost_table"
@@ -264,9 +265,9 @@ class CostTable:
         return points
 
     @cached_property
-    def _models(self) -> dict[int, tuple[Model, float]]:
+    def _models(self) -> dict[int, tuple[Roofline, float]]:
         return {
-            tp: fit_model((c.config, c.batch, c.context_tokens, c.ms) for c in self.rounds if c.tp == tp)
+            tp: Roofline.fit((c.config, c.batch, c.context_tokens, c.ms) for c in self.rounds if c.tp == tp)
             for tp in self.tps
         }
 

@@ -1,14 +1,15 @@
-"""A roofline model of the cost of decode rounds, for simulated tables and for choices without a table."""
+"""The cost of decode rounds: a roofline of a data sheet, of a model's sizes, or fitted to measured rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import nnls
 
-from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.types import SpecConfig
 
 # Dense bf16 by the vendors' data sheets: memory bandwidth in TB/s, TFLOPS.
@@ -20,6 +21,10 @@ HARDWARE = {
     "H20": (4.0, 148.0),
     "H200": (4.8, 989.0),
 }
+
+RIDGES = 2.0 ** np.arange(-6, 13)  # tokens, tried by `fit`
+LEAST_WEIGHTS = 1e-12  # ms, where the drafter's passes cost something and the target's nothing
+CONTEXTS = np.concatenate([[0.0], 4.0 ** np.arange(-12, -1)])  # ms of a context token over those of all weights
 
 
 class Work(NamedTuple):
@@ -167,6 +172,36 @@ class Roofline:
             sample_ms=0.0045 * 3.35 / bandwidth if sample_ms is None else sample_ms,
         )
 
+    @classmethod
+    def fit(cls, rounds: Iterable[tuple[SpecConfig, int, int, float]]) -> tuple[Roofline, float]:
+        """Fit to (configuration, batch, context tokens, ms). Return the roofline and the median relative error.
+
+        With the ridge and the share of the context given, a round's cost is linear in the other parameters. So all
+        pairs of the two are tried, each with a non-negative least squares fit. Errors are relative, so a round of 2 ms
+        counts as much as one of 200 ms.
+        """
+        configs, *columns = zip(*rounds, strict=True)
+        batch, context, ms = (np.array(column, float) for column in columns)
+        work = Work.of(configs, batch, context)
+        best = math.inf
+        for ridge in RIDGES.tolist():
+            for share in CONTEXTS.tolist():
+                unit = cls(1.0, 1.0 / ridge, share, 0.0)
+                verify = unit.target_ms(work.verified, context)
+                drafting = work.drafts * verify + work.passes * unit.target_ms(work.step, context)
+                terms = [np.ones_like(ms), work.verified, verify, drafting, work.drafts + work.passes]
+                x = np.stack(terms, axis=-1) / ms[:, None]
+                found, badness = nnls(x, np.ones(len(ms)))
+                if badness < best:
+                    best = float(badness)
+                    host, sample, weights, drafter, launch = found.tolist()
+                    weights = max(weights, LEAST_WEIGHTS)
+                    error = float(np.median(np.abs(x @ found - 1)))
+                    fitted = cls(
+                        weights, weights / ridge, weights * share, drafter / weights, host, launch, sample_ms=sample
+                    )
+        return fitted, error
+
     def target_ms(
         self, tokens: np.ndarray, context: np.ndarray, token_ms: np.ndarray | float | None = None
     ) -> np.ndarray:
@@ -201,44 +236,6 @@ class Roofline:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Roofline:
         return cls(**data)
-
-    def table(
-        self,
-        configs: Sequence[SpecConfig],
-        batches: Sequence[int],
-        lengths: Sequence[int],
-        provenance: Provenance,
-        *,
-        systematic: float = 0.0,
-        noise: float = 0.0,
-        seed: int = 0,
-    ) -> CostTable:
-        """Simulate the cost table of such a machine.
-
-        systematic  standard deviation of a relative error per configuration, and of one per batch size (clocks, kernel
-                    choices)
-        noise       standard deviation of the relative error of every cell
-        seed        two seeds simulate two profiles of the same machine
-        """
-        rng = np.random.default_rng(seed)
-        by_config = np.exp(systematic * rng.standard_normal((len(configs), 1, 1)))
-        by_batch = np.exp(systematic * rng.standard_normal((1, len(batches), 1)))
-        cells = np.exp(noise * rng.standard_normal((len(configs), len(batches), len(lengths))))
-        batch = np.array(batches)[:, None]
-        length = np.array(lengths)[None, :]
-        ms = self.grid(configs, batch, batch * length) * by_config * by_batch * cells
-        rounds = []
-        for i, config in enumerate(configs):
-            for j, b in enumerate(batches):
-                for k, n in enumerate(lengths):
-                    median = float(ms[i, j, k])
-                    spread = float(ms[i, j, k] * noise)
-                    rounds.append(RoundCost(1, b, b * n, config, round(median, 6), spread, 20))
-        prefill = []
-        for n in sorted(set(lengths)):
-            tokens = np.array(float(n))
-            prefill.append(PrefillCost(1, 1, n, self.host_ms + float(self.target_ms(tokens, tokens))))
-        return CostTable(provenance, rounds, prefill, switch_ms=self.switch_ms, catch_up_ms=self.catch_up_ms)
 
 
 def _attention(config: Mapping[str, int]) -> int:

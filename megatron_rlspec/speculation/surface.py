@@ -1,4 +1,4 @@
-"""Latency surfaces: interpolation inside a measured grid, a fitted model outside it, and the repair of noise.
+"""Latency surfaces: interpolation inside a measured grid, a fitted roofline outside it, and the repair of noise.
 
 One surface holds the round cost of one (TP, config) over batch and context. Its rows are the measured batch sizes.
 Along a row the cost is piecewise linear in context tokens (PAT, section 4). Between rows it is linear at equal *mean*
@@ -7,85 +7,15 @@ context per request, so that every point of a measured rectangle (batch, mean le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import SpecConfig
 
 Points = Mapping[tuple[int, int], float]  # (batch, context tokens of the whole batch) -> ms
-
-
-RIDGES = 2.0 ** np.arange(-6, 13)  # tokens
-
-
-def features(config: SpecConfig, batch: np.ndarray, context: np.ndarray, ridge: float) -> np.ndarray:
-    """Compute the terms of a round's cost, `[..., 7]`; the fitted model is linear in them (docs/design.md, Round cost).
-
-    In order: host, the target's pass, context, launches of drafter passes (the first, further ones), and these passes.
-    A pass over n tokens takes (1 + (n / ridge) ** 4) ** 0.25: as long as reading the weights, up to the ridge.
-    """
-    batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
-    drafts = 0.0 if config.off else 1.0
-    passes = max(config.num_steps - 1, 0)
-    one = np.ones_like(batch)
-    verify = (1 + (batch * (config.num_draft_tokens or 1) / ridge) ** 4) ** 0.25
-    draft = (1 + (batch * config.topk / ridge) ** 4) ** 0.25
-    return np.stack((one, verify, context, drafts * one, passes * one, drafts * verify, passes * draft), axis=-1)
-
-
-@dataclass(frozen=True)
-class Model:
-    """A roofline fitted to a table: coefficients `[7]` of `features`, and the ridge in tokens."""
-
-    coefficients: np.ndarray
-    ridge: float
-
-    def ms(self, config: SpecConfig, batch: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Compute ms of a round, of the broadcast shape of `batch` and `context`."""
-        return np.asarray(features(config, batch, context, self.ridge) @ self.coefficients)
-
-
-def fit_nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Solve least squares with coefficients >= 0 (active set of Lawson and Hanson): x `[n, m]`, y `[n]` -> `[m]`."""
-    n_terms = x.shape[1]
-    scale = np.maximum(np.abs(x).max(axis=0), 1e-30)
-    x = x / scale
-    active = np.zeros(n_terms, bool)
-    w = np.zeros(n_terms)
-    for _ in range(3 * n_terms):
-        gradient = x.T @ (y - x @ w)
-        gradient[active] = -np.inf
-        if gradient.max() <= 1e-10:
-            break
-        active[int(gradient.argmax())] = True
-        while True:
-            trial = np.zeros(n_terms)
-            trial[active] = np.linalg.lstsq(x[:, active], y, rcond=None)[0]
-            negative = active & (trial <= 0)
-            if not negative.any():
-                break
-            step = np.min(w[negative] / np.maximum(w[negative] - trial[negative], 1e-30))
-            w = w + step * (trial - w)
-            active &= w > 1e-12
-            w[~active] = 0.0
-        w = trial
-    return np.asarray(w / scale)
-
-
-def isotonic(values: Sequence[float], weights: Sequence[float] | None = None) -> np.ndarray:
-    """Return the nondecreasing sequence that is nearest in weighted least squares, by pooling adjacent violators."""
-    blocks: list[list[float]] = []  # [mean, weight, count]
-    for value, weight in zip(values, np.ones(len(values)) if weights is None else weights, strict=True):
-        blocks.append([float(value), float(weight), 1])
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            mean, weight, count = blocks.pop()
-            last = blocks[-1]
-            last[0] = (last[0] * last[1] + mean * weight) / (last[1] + weight)
-            last[1] += weight
-            last[2] += count
-    return np.repeat([b[0] for b in blocks], [int(b[2]) for b in blocks])
 
 
 def monotone(points: Points) -> dict[tuple[int, int], float]:
@@ -101,7 +31,7 @@ def monotone(points: Points) -> dict[tuple[int, int], float]:
     for _ in range(100):
         moved = 0.0
         for keys in lines.values():
-            for key, value in zip(keys, isotonic([fixed[k] for k in keys]), strict=True):
+            for key, value in zip(keys, isotonic_regression([fixed[k] for k in keys]).x.tolist(), strict=True):
                 moved = max(moved, abs(value - fixed[key]) / fixed[key])
                 fixed[key] = float(value)
         if moved < 1e-9:
@@ -112,7 +42,7 @@ def monotone(points: Points) -> dict[tuple[int, int], float]:
 class Surface:
     """ms by (batch, context tokens) for one (TP, config). `model` is fitted to all configurations of this TP."""
 
-    def __init__(self, config: SpecConfig, points: Points, model: Model) -> None:
+    def __init__(self, config: SpecConfig, points: Points, model: Roofline) -> None:
         self.config = config
         self.model = model
         rows: dict[int, list[tuple[float, float]]] = {}
@@ -152,32 +82,13 @@ class Surface:
         return ms, outside
 
     def _ratio(self, batch: np.ndarray, length: np.ndarray, near_batch: np.ndarray, near: np.ndarray) -> np.ndarray:
-        at = self.model.ms(self.config, batch, batch * length)
-        base = self.model.ms(self.config, near_batch, near_batch * near)
+        at = self.model.grid([self.config], batch, batch * length)[0]
+        base = self.model.grid([self.config], near_batch, near_batch * near)[0]
         return np.where(base > 0, at / np.maximum(base, 1e-30), 1.0)
 
 
-def fit_model(samples: Iterable[tuple[SpecConfig, int, int, float]]) -> tuple[Model, float]:
-    """Fit a `Model` to (config, batch, context, ms); return it and the median relative error."""
-    by_config: dict[SpecConfig, list[tuple[float, float, float]]] = {}
-    for config, batch, context, duration in samples:
-        by_config.setdefault(config, []).append((batch, context, duration))
-    columns = {config: np.array(points, float).T for config, points in by_config.items()}
-    ms = np.concatenate([points[2] for points in columns.values()])
-    best: tuple[float, Model, float] | None = None
-    for ridge in RIDGES.tolist():
-        x = np.concatenate([features(config, points[0], points[1], ridge) for config, points in columns.items()])
-        # The fit minimises relative errors, so a round of 2 ms counts as much as one of 200 ms.
-        coefficients = fit_nonnegative(x / ms[:, None], np.ones(len(ms)))
-        errors = x @ coefficients / ms - 1
-        if best is None or float(errors @ errors) < best[0]:
-            best = float(errors @ errors), Model(coefficients, ridge), float(np.median(np.abs(errors)))
-    assert best is not None
-    return best[1], best[2]
-
-
 def shrunk(
-    table: Mapping[SpecConfig, Points], spreads: Mapping[SpecConfig, Points], model: Model
+    table: Mapping[SpecConfig, Points], spreads: Mapping[SpecConfig, Points], model: Roofline
 ) -> dict[SpecConfig, dict[tuple[int, int], float]]:
     """Return the points without the differences between configurations that the spreads do not let one tell.
 
@@ -191,7 +102,7 @@ def shrunk(
     points = list(table[configs[0]])
     batch, context = np.array(points, float).T
     measured = np.log([[table[c][p] for p in points] for c in configs])
-    expected = np.log([model.ms(c, batch, context) for c in configs])
+    expected = np.log(model.grid(configs, batch, context))
     noise = np.array([[spreads[c][p] / table[c][p] for p in points] for c in configs]) ** 2
     difference = measured - expected
     common = difference.mean(axis=0)

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rlspec.commands import simulate, sizing
 from megatron_rlspec.commands.plan import lacking, main
+from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.solver import chains
@@ -18,7 +19,9 @@ from megatron_rlspec.types import SpecSchedule
 def table(tmp_path):
     provenance = Provenance("7B", "H20", "bfloat16", "roofline", "-", "2025-01-01", simulated=True)
     roofline = Roofline.of_hardware(*HARDWARE["H20"])
-    roofline.table(chains((0, 1, 2, 3, 5)), (1, 4, 16, 64, 256), (128, 2048), provenance).save(tmp_path / "t.json")
+    roofline_table(roofline, chains((0, 1, 2, 3, 5)), (1, 4, 16, 64, 256), (128, 2048), provenance).save(
+        tmp_path / "t.json"
+    )
     return tmp_path / "t.json"
 
 

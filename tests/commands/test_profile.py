@@ -7,6 +7,7 @@ import tiny_mimo
 import torch
 
 from megatron_rlspec.commands import profile
+from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance
@@ -18,7 +19,7 @@ from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
 def table(path: Path, **changes: str) -> Path:
     facts = {"model": "tiny", "hardware": "here", "dtype": "auto", "engine": "sglang"}
     facts |= {"engine_version": profile.importlib.metadata.version("sglang"), "date": "2025-01-01"} | changes
-    Roofline(1.0, 0.1, 0.0, 0.1).table(chains((0, 1)), (1, 4), (64,), Provenance(**facts)).save(path)
+    roofline_table(Roofline(1.0, 0.1, 0.0, 0.1), chains((0, 1)), (1, 4), (64,), Provenance(**facts)).save(path)
     return path
 
 

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.rollout.sglang.http import serve
 from megatron_rlspec.rollout.sglang.scheduler import decisions
 from megatron_rlspec.rollout.sglang.settings import Settings
@@ -26,7 +27,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 36}))
     provenance = Provenance("7B", "H20", "bfloat16", "roofline", "-", "2025-01-01", simulated=True)
     roofline = Roofline.of_hardware(*HARDWARE["H20"])
-    roofline.table(chains(STEPS), (1, 4, 16, 64, 256), (128, 2048), provenance).save(folder / "table.json")
+    roofline_table(roofline, chains(STEPS), (1, 4, 16, 64, 256), (128, 2048), provenance).save(folder / "table.json")
     return folder
 
 

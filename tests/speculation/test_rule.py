@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance
 from megatron_rlspec.speculation.probing import FIRST_PROBE, LAST_PROBE, ProbeBudget
@@ -79,7 +80,7 @@ def test_without_a_probe_budget_off_is_for_good():
 def owing(share):
     """A rule of this cost, by a table in which the drafter reads what one round missed in `share` of the round."""
     provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
-    table = H100.table(CANDIDATES, (1, 8, 64), (128, 2048), provenance)
+    table = roofline_table(H100, CANDIDATES, (1, 8, 64), (128, 2048), provenance)
     round_ms = table.ms(OFF, 64, 64 * 512)
     return CostTable(provenance, table.rounds, catch_up_ms=share * round_ms / 64)
 
@@ -223,7 +224,7 @@ def test_a_schedule_pins_every_decision_until_a_cost_comes():
 
 def test_json_carries_settings_and_learned_state(tmp_path):
     provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
-    table = H100.table(CANDIDATES, (1, 8, 64), (128, 1024), provenance)
+    table = roofline_table(H100, CANDIDATES, (1, 8, 64), (128, 1024), provenance)
     p = rule(table, margin=0.02, probe_share=0.005, catch_up_share=0.03)
     Engine(p, rates=(0.9, 0.2, 0.2, 0.2, 0.2)).run(300)
     again = SpecRule.from_json(json.loads(json.dumps(p.to_json())))
@@ -263,7 +264,7 @@ def test_bad_settings_get_one_line(data, message):
 
 def test_a_candidate_that_was_not_measured_is_refused():
     provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
-    table = H100.table(CANDIDATES, (1, 8), (128, 1024), provenance)
+    table = roofline_table(H100, CANDIDATES, (1, 8), (128, 1024), provenance)
     with pytest.raises(CostTableError, match="holds no k7"):
         SpecRule([OFF, SpecConfig(7)], table)
     with pytest.raises(ValueError, match="batch=0"):

@@ -4,6 +4,7 @@ import json
 import numpy as np
 import pytest
 
+from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.solver import (
@@ -123,7 +124,7 @@ def test_vllm_ranges_cover_every_batch_once():
 def test_a_simulated_profile_is_marked_and_differs_by_its_seed():
     provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
     one, two, clean = (
-        H100.table(CANDIDATES, (1, 8, 64), (128, 1024), provenance, systematic=s, noise=s, seed=seed)
+        roofline_table(H100, CANDIDATES, (1, 8, 64), (128, 1024), provenance, systematic=s, noise=s, seed=seed)
         for s, seed in ((0.02, 1), (0.02, 2), (0.0, 0))
     )
     assert one.provenance.simulated

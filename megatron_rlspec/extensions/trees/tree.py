@@ -1,6 +1,6 @@
 """Choose how many drafted tokens a round verifies, and which (RLHFSpec, section 5; also one budget for the batch).
 
-Standard library and numpy only.
+Standard library, numpy and scipy only.
 
 * A candidate's *score* is the sum of the drafter's log-probabilities on its path. F maps scores to probabilities of
   acceptance.
@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.optimize import isotonic_regression, nnls
 
 from megatron_rlspec.speculation.acceptance import top
-from megatron_rlspec.speculation.surface import fit_nonnegative, isotonic
 
 Cost = Callable[[int, int, int], float]  # (samples, cached tokens of the batch, verified tokens) -> ms of the round
 
@@ -72,7 +72,7 @@ class AcceptanceMap:
 
     def _refit(self) -> None:
         seen, accepted, score_sums = self.counts + self.prior
-        rate = isotonic(accepted / seen, seen)
+        rate = isotonic_regression(accepted / seen, weights=seen).x
         self.at = np.append(score_sums / seen, 0.0)
         self.rate = np.append(rate, rate[-1])
 
@@ -99,7 +99,7 @@ class VerifyCost:
         knees = np.unique(np.quantile(data[:, 2], [0.2, 0.4, 0.6, 0.8]))
         x = _features(data[:, 0], data[:, 1], data[:, 2], knees)
         # The fit minimises relative errors, so a round of 2 ms counts as much as one of 200 ms.
-        return cls(knees, fit_nonnegative(x / data[:, 3:], np.ones(len(data))))
+        return cls(knees, nnls(x / data[:, 3:], np.ones(len(data)))[0])
 
     def __call__(self, samples: int, context_tokens: int, verified: int) -> float:
         key = (samples, bucket(context_tokens), bucket(verified))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.pace import Drain
 from megatron_rlspec.extensions.migration.plans.rebalance import WORTH, Rebalancer, Transport, _State, after
+from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
@@ -393,7 +394,7 @@ def test_observed_rounds_change_costs_and_acceptance():
     rule.moved([(10_000_000, 10.0)])
     rule.moved([(10_000_000, 100.0)], network=True)
     assert (rule.transport.rate(network=False), rule.transport.rate(network=True)) == pytest.approx((1.0, 0.1))
-    table = L40S.table(CANDIDATES, (1, 8, 64), (64, 1024), Provenance("m", "h", "bf16", "e", "1", "d", True))
+    table = roofline_table(L40S, CANDIDATES, (1, 8, 64), (64, 1024), Provenance("m", "h", "bf16", "e", "1", "d", True))
     rule = planner(cost=table)
     before = rule.pace.per_round(np.array(8), 100)
     rule.observe([RoundStats(SpecConfig(1), 8, 800, 500, 500 * 90.0, (0, 4000))])
