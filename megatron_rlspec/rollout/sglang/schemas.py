@@ -66,7 +66,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class SamplingBody(Strict):
-    """How a request's tokens are drawn; `types.Sampling` says what each field means."""
+    """How a request's tokens are sampled; `types.Sampling` says what each field means."""
 
     temperature: float = Field(1.0, ge=0, le=1000)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -78,7 +78,7 @@ class SamplingBody(Strict):
 
 
 class RequestBody(Strict):
-    """One sample to draw. `begun`: response tokens that were drawn before; `max_new_tokens` counts them."""
+    """One sample to generate. `begun`: response tokens from before; `max_new_tokens` counts them."""
 
     id: RequestId
     input_ids: TokenIds
@@ -87,7 +87,7 @@ class RequestBody(Strict):
 
 
 class GenerateBody(Strict):
-    """`progress`: also send the tokens of samples that are being drawn."""
+    """`progress`: also send the tokens of samples that are being generated."""
 
     limit: ClassVar[int] = limits.BATCH_BYTES
     rows: ClassVar[str] = "requests"
@@ -171,7 +171,7 @@ class SetSpecRule(Strict):
 
 
 class SetDraftVocabulary(Strict):
-    """Ids of the words that drafts are chosen from, as many as at the start of the engine."""
+    """Ids of the tokens that drafts are chosen from, as many as at the start of the engine."""
 
     limit: ClassVar[int] = limits.BATCH_BYTES
     words: list[Annotated[int, Field(ge=0, le=1 << 24)]] = Field(min_length=1, max_length=1 << 24)

@@ -65,7 +65,7 @@ def folder_of(path: str) -> Folder:
     return Folder(folder.name, folder.parent)
 
 
-def columns_at(path: str, layout: kv_file.Layout) -> tuple[kv_file.Header, torch.Tensor]:
+def columns_at(path: str, layout: kv_file.KVLayout) -> tuple[kv_file.Header, torch.Tensor]:
     with folder_of(path) as folder:
         return kv_file.read(folder, Path(path).name, layout)
 

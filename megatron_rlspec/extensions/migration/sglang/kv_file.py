@@ -50,7 +50,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.layers, self.heads[2], self.sizes
 
 
-class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The caches of a rank. Source and target must have `whole` in common.
 
     ranks   of the engine
@@ -102,7 +102,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tokens   all its tokens that the columns below `last` depend on: `last` of them, one more if they are pairs
     version  of the weights that computed the columns
-    marks    fingerprint of each head, 8 bytes little-endian, in the order of `Layout.heads`
+    marks    fingerprint of each head, 8 bytes little-endian, in the order of `KVLayout.heads`
     """
 
     id: str
@@ -110,7 +110,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first: int
     last: int
     version: str
-    layout: Layout
+    layout: KVLayout
     marks: bytes = b""
 
     @property
@@ -119,7 +119,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.tokens, self.first, self.last
 
 
-def layout_of(pools: Sequence[Any], totals: Sequence[int], rank: int, ranks: int, pairs: bool) -> Layout:
+def layout_of(pools: Sequence[Any], totals: Sequence[int], rank: int, ranks: int, pairs: bool) -> KVLayout:
     """Describe SGLang's `MHATokenToKVPool`s of this rank, of models with so many key and value heads.
 
     Raises ValueError for a cache of another kind.
@@ -135,11 +135,11 @@ def layout_of(pools: Sequence[Any], totals: Sequence[int], rank: int, ranks: int
         if heads[1] != pool.head_num:
             raise ValueError(f"this rank holds {pool.head_num} key and value heads of {total}, expected {heads[1]}")
         models.append(Model(pool.layer_num, heads, (pool.head_dim, pool.v_head_dim)))
-    return Layout(str(pools[0].store_dtype).removeprefix("torch."), ranks, pairs, tuple(models))
+    return KVLayout(str(pools[0].store_dtype).removeprefix("torch."), ranks, pairs, tuple(models))
 
 
 def _heads(pools: Sequence[Any], count: int) -> Iterator[tuple[Any, int, int]]:
-    """Yield (pool, head, bytes of `count` columns), in the order of `Layout.heads`."""
+    """Yield (pool, head, bytes of `count` columns), in the order of `KVLayout.heads`."""
     for pool in pools:
         row = pool.k_buffer[0][0, 0].nbytes + pool.v_buffer[0][0, 0].nbytes
         for head in range(pool.head_num):
@@ -157,8 +157,8 @@ def _parts(piece: Tensor, pool: Any, head: int, count: int) -> Iterator[tuple[Te
             at += size
 
 
-def _pieces(columns: Tensor, layout: Layout, count: int) -> Iterator[Tensor]:
-    """Return the bytes of each head, in the order of `Layout.heads`."""
+def _pieces(columns: Tensor, layout: KVLayout, count: int) -> Iterator[Tensor]:
+    """Return the bytes of each head, in the order of `KVLayout.heads`."""
     at = 0
     for model, _ in layout.heads():
         size = layout.head_bytes(model) * count
@@ -210,7 +210,7 @@ def _encoded(header: Header, marks: Sequence[int]) -> bytes:
     return msgspec.msgpack.encode(msgspec.structs.replace(header, marks=b"".join(map(_MARK.pack, marks))))
 
 
-def read(folder: Folder, name: str, expected: Layout) -> tuple[Header, Tensor]:
+def read(folder: Folder, name: str, expected: KVLayout) -> tuple[Header, Tensor]:
     """Return a header and the bytes of this rank's columns, from the files NAME.RANK that have its heads.
 
     Raises ValueError, in one line, unless these files are whole, fit each other, and fit this engine.
@@ -238,7 +238,7 @@ def _common(header: Header) -> tuple[Any, ...]:
     return header.id, header.place, header.version, header.layout.ranks
 
 
-def _header(folder: Folder, path: str, expected: Layout) -> Header:
+def _header(folder: Folder, path: str, expected: KVLayout) -> Header:
     try:
         with folder.open(path) as file:
             prefix = file.read(_PREFIX.size)

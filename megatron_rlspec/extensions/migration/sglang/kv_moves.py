@@ -204,7 +204,7 @@ def _heads(scheduler: Any) -> list[int]:
     return [runner.model_config.get_total_num_kv_heads() for runner in runners]
 
 
-def _layout(scheduler: Any) -> kv_file.Layout:
+def _layout(scheduler: Any) -> kv_file.KVLayout:
     """Raises ValueError where the KV cache of a sample cannot move."""
     installed = versions.installed()
     if not installed.moves:
@@ -350,7 +350,7 @@ def _allocated(scheduler: Any, need: int) -> Tensor | None:
     return allocator.alloc(need)
 
 
-def _read(scheduler: Any, rid: str, name: str, layout: kv_file.Layout, folder: str = "") -> Answer:
+def _read(scheduler: Any, rid: str, name: str, layout: kv_file.KVLayout, folder: str = "") -> Answer:
     with _folder(folder) as opened:
         header, columns = kv_file.read(opened, name, layout)
     here = versions.installed().weight_version()

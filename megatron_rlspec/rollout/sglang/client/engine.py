@@ -102,7 +102,7 @@ class SGLangEngine:
         sampling: Sampling,
         on_sample: Callable[[Sample], None] | None = None,
     ) -> list[Sample]:
-        """Draw one sample per request and return them in this order. Calls `on_sample` with each finished sample."""
+        """Generate one sample per request and return them in order. Calls `on_sample` with each finished sample."""
         if self._broken:
             raise EngineError(f"{self.url}: serves nothing since a failed weight update: {self._broken}")
         if not requests:
@@ -242,7 +242,7 @@ class SGLangEngine:
         self.post("control/set_spec_rule", json={"spec_rule": dict(rule)})
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
-        """Choose drafts from `words`, as many as the engine was started with (`rlspec serve --draft-vocabulary`)."""
+        """Choose drafts from the token ids `words`, as many as `rlspec serve --draft-vocabulary` was given."""
         self.post("control/set_draft_vocabulary", json={"words": words.tolist()})
 
     def spec_rule_report(self) -> dict[str, Any]:
@@ -467,11 +467,11 @@ def _body(request: Request, sampling: Sampling) -> dict[str, Any]:
 def _longer(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[str, Any]:
     """Return the line of a sample that would end here. Raises KeyError, TypeError and ValueError."""
     found: dict[str, Any] = before or {"output_ids": [], "logprobs": [], "drafted": [], "finish": {"type": "abort"}}
-    drawn = line["drawn"]
-    tokens = [int(token) for token in drawn["output_ids"]]
+    new = line["drawn"]
+    tokens = [int(token) for token in new["output_ids"]]
     found["output_ids"] += tokens
-    found["logprobs"] += [float(value) for _, value in zip(tokens, drawn["logprobs"], strict=True)]
-    found["drafted"] += [int(mark or 0) for mark in drawn["drafted"]]
+    found["logprobs"] += [float(value) for _, value in zip(tokens, new["logprobs"], strict=True)]
+    found["drafted"] += [int(mark or 0) for mark in new["drafted"]]
     found["accepted"] = [int(line["rounds"])]
     found["weight_versions"] = [{"version": int(line["version"]), "start": 0, "end": len(found["output_ids"])}]
     return found

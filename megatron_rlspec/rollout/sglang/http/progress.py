@@ -1,4 +1,4 @@
-"""What a client has of a sample that is being drawn. Each token is looked at once, however often the client is told."""
+"""What a client has of a sample that is being generated. Each token is looked at once, however often a line is sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Progress:
     """The part of one sample that was sent.
 
     tokens  how many
-    rounds  verify rounds in which they were drawn
+    rounds  verify rounds in which they were generated
     """
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class Progress:
         if last <= self.tokens:
             return None
         part = slice(self.tokens, last)
-        drawn = {"output_ids": ids[part], "logprobs": logprobs(entries[part]), "drafted": marks[part]}
+        new = {"output_ids": ids[part], "logprobs": logprobs(entries[part]), "drafted": marks[part]}
         self._ends += sum(not mark for mark in marks[self._marked : last])
         self._marked = min(len(marks), last)
         self.tokens = last
-        return {"drawn": drawn, "rounds": max(0, self._ends - prefills)}
+        return {"drawn": new, "rounds": max(0, self._ends - prefills)}
 
 
 def logprobs(entries: Sequence[Sequence[Any]]) -> list[float]:

@@ -51,7 +51,7 @@ from megatron_rlspec.rollout.sglang.schemas import Refusal
 from megatron_rlspec.rollout.sglang.settings import DRAFTED, Settings
 from megatron_rlspec.types import ended
 
-PROGRESS_TOKENS = 64  # between two lines of a sample that is being drawn
+PROGRESS_TOKENS = 64  # between two lines of a sample that is being generated
 STARTED_AT_ONCE = 64  # samples; the server answers others in between
 _sglang = versions.installed()
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ async def _one(
             nothing: dict[str, Any] = {"output_ids": [], "logprobs": [], "weight_versions": []}
             lines.put_nowait({"id": asked.id, "finish": finished, "accepted": [], "drafted": [], **nothing})
             return
-        async for line in _drawn(asked, rid, progress):
+        async for line in _generated(asked, rid, progress):
             lines.put_nowait({"id": asked.id, **line})
     except ValueError as error:
         manager().abort_request(rid=rid)
@@ -158,7 +158,7 @@ async def _one(
         lines.put_nowait({"id": asked.id, "error": internal(error)})
 
 
-async def _drawn(asked: schemas.RequestBody, rid: str, progress: bool) -> AsyncIterator[dict[str, Any]]:
+async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> AsyncIterator[dict[str, Any]]:
     """Yield the lines of a sample: with `progress` its new tokens now and then, and at the end all of it."""
     sampling = asked.sampling.model_dump()
     sampling["max_new_tokens"] -= len(asked.begun)

@@ -117,7 +117,7 @@ def parser() -> Parser:
         "--draft-vocabulary",
         type=int,
         default=0,
-        help="words that drafts are chosen from: the size of SGLang's token map, which a run fills; 0: all words",
+        help="tokens that drafts are chosen from: the size of SGLang's token map, which a run fills; 0: all tokens",
     )
     p.add_argument("--max-total-tokens", type=int, default=0, help="KV cache; 0: 65536 on a CPU, else what fits")
     p.add_argument("--stop-with-parent", action="store_true", help="end when the process that started this one ends")

@@ -354,7 +354,7 @@ def _mark_drafts(request: Any, accepted: int) -> None:
 def _before_prefill(processor: Any, batch: Any, result: Any) -> None:
     """Note that the next round has no start time, and that the drafters have read all of these requests' tokens.
 
-    The token that a prefill draws is no draft.
+    The token that a prefill samples is no draft.
     """
     _rounds.interrupt()
     prefix_tree.follow(batch.reqs, ())

@@ -1,4 +1,4 @@
-"""SGLang's token map (FR-Spec): the words that drafts are chosen from, renewed while the engine runs.
+"""SGLang's token map (FR-Spec): the hot tokens, from which drafts are chosen, renewed while the engine runs.
 
 SGLang copies rows of the target's output layer into the drafter's when it starts, by the file of
 `--speculative-token-map`. The copy has three gaps. A weight update does not renew it. Where embedding and head are not
@@ -34,13 +34,13 @@ def write_map(path: Path, words: Iterable[int]) -> None:
 
 
 def size(worker: Any) -> int:
-    """Return how many words SGLang's token map has; 0: there is none."""
+    """Return how many tokens SGLang's token map has; 0: there is none."""
     drafter = _drafter(worker)
     return 0 if drafter is None else len(drafter.hot_token_id)
 
 
 def renew(worker: Any, words: list[int], tp_size: int) -> None:
-    """Choose drafts from `words` from the next round on. Raises ValueError."""
+    """Choose drafts from the token ids `words` from the next round on. Raises ValueError."""
     drafter = _drafter(worker)
     if drafter is None:
         raise ValueError("the engine was started without a draft vocabulary; start it with --draft-vocabulary")

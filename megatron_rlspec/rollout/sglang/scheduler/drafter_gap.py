@@ -121,7 +121,7 @@ class DrafterGap:
         chosen = sorted({*order[:n], *also})
         behind = [i for i in chosen if lags[i] > 0]
         if self._samples_drafts():
-            _be_certain(batch, sorted(set(chosen) - set(behind)))
+            _one_hot_draft_probs(batch, sorted(set(chosen) - set(behind)))
         if behind:
             self._feed(batch, behind)
         if len(chosen) == len(reqs):
@@ -218,18 +218,18 @@ class DrafterGap:
                 setattr(spec, name, values)
 
 
-def _be_certain(batch: Any, current: Sequence[int]) -> None:
+def _one_hot_draft_probs(batch: Any, current: Sequence[int]) -> None:
     """Set q to one-hot at the first draft x of all but the `current` requests, so that x is accepted with p(x).
 
-    Rejection sampling is exact only with the distribution that a draft was drawn from. A round without drafts leaves
+    Rejection sampling is exact only with the distribution that a draft was sampled from. A round without drafts leaves
     none. Under the overlap scheduler an older round's remains in the buffer between rounds (`FutureMap`).
     """
     spec = batch.spec_info
-    drawn = spec.draft_probs
+    sampled = spec.draft_probs
     certain = torch.zeros(len(batch.reqs), batch.model_config.vocab_size, device=spec.topk_index.device)
     certain.scatter_(1, spec.topk_index[:, :1], 1.0)
-    if drawn is not None:
-        certain[list(current)] = drawn[list(current)].to(certain)
+    if sampled is not None:
+        certain[list(current)] = sampled[list(current)].to(certain)
     spec.draft_probs = certain
 
 

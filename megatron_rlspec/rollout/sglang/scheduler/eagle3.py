@@ -5,7 +5,7 @@ EAGLE-3 drafter knows the target's `lm_head.weight`, `model.norm.weight` and lay
 So the drafter's tensors travel behind `PREFIX`, and each loader sees its own alone. That also protects the drafter from
 pushes that know of no drafter, and from SGLang's `update_weights_from_disk`.
 
-The map from the drafter's words to tokens is fixed when the engine starts: SGLang copies it out of the model, and
+The map from the drafter's vocabulary to tokens is fixed when the engine starts: SGLang copies it out of the model, and
 captured CUDA graphs read the copy.
 """
 
@@ -55,7 +55,7 @@ def _choose(model: Any, chosen: Callable[[Tensors], Tensors]) -> None:
 def describe(scheduler: Any) -> dict[str, Any]:
     """Return what a drafter must agree with its trainer about; {} if the engine has no EAGLE-3 drafter.
 
-    taps   layers of the target whose inputs it reads
+    taps   layers of the target whose inputs it reads (auxiliary hidden states)
     words  fingerprint of the tokens [S] int64 that it drafts from, in the order of its head's rows
     """
     worker = of(scheduler)

@@ -1,8 +1,8 @@
-"""Verifies drafts by sampling: at every position the target draws the token that plain decoding would have drawn.
+"""Verifies drafts by sampling: at every position it takes the token that plain decoding would sample.
 
 Position-keyed: a token is the argmax of log p + Gumbel(hash(seed, position, token)), SGLang's `multinomial_with_seed`.
-Drafts are accepted while they equal the token drawn at their position. So the text depends on seed, prompt and weights
-only. Target-only is the same walk with ordinary random draws.
+Drafts are accepted while they equal the token sampled at their position. So the text depends on seed, prompt and
+weights only. Target-only is the same walk with ordinary random numbers.
 
 SGLang's `eagle_sample` has a branch that walks the draft tree with given target tokens (`verify_tree_greedy_func`),
 which it computes by argmax. The hooks send sampled requests into that branch and replace those tokens by sampled ones,
@@ -107,7 +107,7 @@ def _verify(original: Callable, **walk: Any) -> Any:
 def sample_targets(verified: _VerifyPass) -> torch.Tensor:
     """Draw the target's token after every node, [B * width], by the functions that plain decoding uses.
 
-    A few rows are drawn at a time: SGLang's functions make several copies of the logits, some in float64.
+    A few rows are sampled at a time: SGLang's functions make several copies of the logits, some in float64.
     """
     group = versions.installed().tensor_group()
     rows = max(1, ELEMENTS // verified.logits.shape[-1])

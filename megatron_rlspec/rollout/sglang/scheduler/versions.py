@@ -231,7 +231,7 @@ CONTRACTS: dict[str, dict[str, tuple[str, ...]]] = {
 class Sglang0523:
     """Adapts to 0.5.23, and to later versions that keep its names."""
 
-    spans = True  # an answer names the weights under which each of its tokens was drawn
+    spans = True  # an answer names the weights under which each of its tokens was sampled
     cpu_arguments: tuple[str, ...] = ("--attention-backend=intel_amx",)
     # Huge pages: otherwise receiving a bucket of weights takes four times as long as copying it.
     cpu_environment: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
