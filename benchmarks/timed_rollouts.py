@@ -31,7 +31,7 @@ from bigram_model import VOCAB, checkpoint, worse_drafter
 from megatron_rlspec.commands import sweep as sweeping
 from megatron_rlspec.commands.sweep import Bench, Sweep
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
-from megatron_rlspec.extensions.migration.embedded.move import Arrivals, Cargo, Mover
+from megatron_rlspec.extensions.migration.embedded.move import Arrivals, KVMessage, TransferEndpoint
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
 from megatron_rlspec.extensions.simulator.samples import rounds_of
@@ -191,7 +191,7 @@ class Timed:
             self.engine.set_spec_rule({"table": table.to_json()})
         for cache in (*self.engine.cache.kv, self.engine.cache.hidden):
             cache.fill_(0)  # else the first use of each page costs time, as in a run's first rollout only
-        self.mover = Mover(self.engine)
+        self.mover = TransferEndpoint(self.engine)
         self.runs: list[ActiveRequest] = []
         self.now = 0.0
 
@@ -241,14 +241,14 @@ def carry_out(move: Move, engines: dict[str, Timed], outcome: Outcome) -> list[A
         ended = source.step()
         spent -= source.now
         with target.working():
-            target.mover.take(Cargo.unpack(first))
+            target.mover.take(KVMessage.unpack(first))
         with source.working():
-            rests = [cargo.pack() for cargo in source.mover.finish([grant.id for grant in grants])]
+            rests = [message.pack() for message in source.mover.finish([grant.id for grant in grants])]
         outcome.transfers.append((tokens, spent + source.now + target.now))
         target.now = max(target.now, source.now)
         with target.working():
-            drafters = [([grant.id for grant in grants], Cargo.unpack(rests[0]))]
-            arrivals = Arrivals(target.mover, drafters, [lambda: Cargo.unpack(rests[1])])
+            drafters = [([grant.id for grant in grants], KVMessage.unpack(rests[0]))]
+            arrivals = Arrivals(target.mover, drafters, [lambda: KVMessage.unpack(rests[1])])
         target.runs += arrivals.runs
         ended += target.step(arrivals)
         arrivals.close()

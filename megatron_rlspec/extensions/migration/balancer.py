@@ -64,7 +64,7 @@ class Balancer:
         self._lengths = lengths
         self._cap = cap
         self._every = every
-        self._pace = Pace()
+        self._clock = RoundClock()
         self._last = 0.0  # seconds that the last plan took
         self._acted = False  # whether any move was tried
         self._counted: set[str] = set()
@@ -97,11 +97,11 @@ class Balancer:
         return {"stays": stays, "moves": moves, "sizes": self.sizes, "decision_seconds": self.seconds}
 
     def _run(self) -> None:
-        while not self._ended.wait(max(PERIOD, self._every * self._pace.seconds, self._last / SHARE)):
+        while not self._ended.wait(max(PERIOD, self._every * self._clock.seconds, self._last / SHARE)):
             began = time.perf_counter()
             self._learn()
             loads = self._loads()
-            ready = len(loads) > 1 and self._pace.seconds > 0  # from the second look on
+            ready = len(loads) > 1 and self._clock.seconds > 0  # from the second look on
             choice = self._choose(loads) if ready else Choice("stay")
             spent = time.perf_counter() - began
             self.seconds += spent
@@ -126,7 +126,7 @@ class Balancer:
         taken, moved = self._turns.change(self._owner, change)
         ms = 1e3 * (time.perf_counter() - began)
         for one in moved:
-            rounds = one.away_ms / 1e3 / self._pace.seconds
+            rounds = one.away_ms / 1e3 / self._clock.seconds
             self.moves.append(replace(one, rounds=rounds, tp=(size, change.tp)))
             if one.kept and one.bytes:
                 self._planner.moved([(one.bytes, one.ms)])
@@ -157,7 +157,7 @@ class Balancer:
             running = [_as_asked(held, requests.pop(held.id)) for held in load.running if held.id in requests]
             running += [_on_its_way(request) for request in requests.values() if request.partial is not None]
             found.append(replace(load, engine=name, running=tuple(running)))
-        self._pace.observe(found)
+        self._clock.observe(found)
         return found
 
     def _move(self, move: Move, loads: Sequence[Load]) -> None:
@@ -179,7 +179,7 @@ class Balancer:
         news = moved.refused and moved.refused != self._refused
         self._refused = moved.refused
         if moved.ids or news:
-            self.moves.append(replace(moved, rounds=moved.away_ms / 1e3 / self._pace.seconds, tp=tp))
+            self.moves.append(replace(moved, rounds=moved.away_ms / 1e3 / self._clock.seconds, tp=tp))
         if moved.kept and moved.bytes:
             self._planner.moved([(moved.bytes, moved.ms)], moved.network)
         if moved.cut and way not in self._cut:
@@ -187,7 +187,7 @@ class Balancer:
             self._move(move, loads)
 
 
-class Pace:
+class RoundClock:
     """Seconds of a decode round, from how far samples get between two looks; 0 until it is known."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
-from megatron_rlspec.extensions.migration.embedded.move import Arrivals, Cargo, MoveError, Mover
+from megatron_rlspec.extensions.migration.embedded.move import Arrivals, KVMessage, MoveError, TransferEndpoint
 from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
 
 torch.set_num_threads(1)
@@ -37,7 +37,7 @@ class Fleet:
     def __init__(self, model, count: int, requests, sampling=LONG, used=None, **options) -> None:
         self.tensors = model[1]
         self.engines = [engine_of(model, **options) for _ in range(count)]
-        self.movers = [Mover(engine) for engine in self.engines]
+        self.movers = [TransferEndpoint(engine) for engine in self.engines]
         self.requests = requests
         self.runs: dict[str, list] = {request.id: [] for request in requests}
         self.moves = dict.fromkeys(("kv", "recompute", "refused", "lost", "stayed"), 0)
@@ -73,7 +73,9 @@ class Fleet:
         for engine in self.engines:
             engine.update_weights(version, self.tensors.items())
 
-    def move(self, source: int, target: int, ids, between=lambda: None, spoil=lambda cargo: cargo, how="kv") -> None:
+    def move(
+        self, source: int, target: int, ids, between=lambda: None, spoil=lambda message: message, how="kv"
+    ) -> None:
         """Move samples; `between` runs after stage 1, `spoil` changes messages on their way."""
         leaves, comes = self.movers[source], self.movers[target]
         if how == "recompute":
@@ -88,7 +90,7 @@ class Fleet:
         granted = [grant.id for grant in grants if not grant.refused]
         self.moves["refused"] += len(grants) - len(granted)
         try:
-            comes.take(Cargo.unpack(spoil(leaves.begin(grants).pack())))
+            comes.take(KVMessage.unpack(spoil(leaves.begin(grants).pack())))
         except MoveError:
             comes.withdraw(granted)
         self.check()
@@ -97,13 +99,13 @@ class Fleet:
         self.check()
         left = list(leaves.departed)
         self.moves["stayed"] += len(granted) - len(left)
-        cargos = []
-        for cargo in (first, rest):
+        messages = []
+        for message in (first, rest):
             try:
-                cargos.append(Cargo.unpack(spoil(cargo.pack())))
+                messages.append(KVMessage.unpack(spoil(message.pack())))
             except MoveError:
-                cargos.append(None)
-        arrivals = Arrivals(comes, [(granted, cargos[0])], [lambda: cargos[1]])
+                messages.append(None)
+        arrivals = Arrivals(comes, [(granted, messages[0])], [lambda: messages[1]])
         self.note(arrivals.runs)
         comes.engine.step(arrivals)
         arrivals.close()
@@ -344,8 +346,8 @@ def test_prompts_that_the_target_holds_do_not_travel(model):
     ids = [run.request.id for run in fleet.engines[0].running]
     grants = target.grant(source.offer(ids))
     assert [grant.target for grant in grants] == [len(PROMPTS[3]) - 1] * 2
-    cargo = source.begin(grants)
-    assert [c.target[0] for c in cargo.header.samples] == [len(PROMPTS[3]) - 1] * 2
+    message = source.begin(grants)
+    assert [c.target[0] for c in message.header.samples] == [len(PROMPTS[3]) - 1] * 2
     target.withdraw(ids)
     source.departing.clear()
     check_samples(fleet.finish(), undisturbed(model, requests))
@@ -358,7 +360,7 @@ def test_what_does_not_fit_is_refused_in_one_line(model):
     ids = [run.request.id for run in fleet.engines[0].running]
     offer = source.offer(ids)
     assert offer.layout.heads == (0, 2)
-    other = Mover(engine_of(oracle.tiny(layers=3)))
+    other = TransferEndpoint(engine_of(oracle.tiny(layers=3)))
     assert "layers=2" in other.grant(offer)[0].refused
     fleet.engines[1].update_weights(2, fleet.tensors.items())
     assert target.grant(offer)[0].refused == "the source has version 1, this engine 2"
@@ -366,14 +368,14 @@ def test_what_does_not_fit_is_refused_in_one_line(model):
     fleet.engines[1].pause()
     assert target.grant(offer)[0].refused == "it is paused"
     fleet.engines[1].resume()
-    cargo = source.begin(target.grant(offer))
-    message = cargo.pack()
-    message[-1] ^= 1
+    message = source.begin(target.grant(offer))
+    packed = message.pack()
+    packed[-1] ^= 1
     with pytest.raises(MoveError, match="checksum"):
-        target.take(Cargo.unpack(message))
+        target.take(KVMessage.unpack(packed))
     with pytest.raises(MoveError, match="checksum"):
-        Cargo.unpack(message[:40])
-    shifted = replace_layout(cargo, pairs="h[p],x[p+1]")
+        KVMessage.unpack(packed[:40])
+    shifted = replace_layout(message, pairs="h[p],x[p+1]")
     with pytest.raises(MoveError, match="pairs='h"):
         target.take(shifted)
     target.withdraw(ids)
@@ -381,9 +383,9 @@ def test_what_does_not_fit_is_refused_in_one_line(model):
     check_samples(fleet.finish(), undisturbed(model, fleet.requests))
 
 
-def replace_layout(cargo, **changes):
-    layout = type(cargo.header.layout)(
-        **{f: getattr(cargo.header.layout, f) for f in cargo.header.layout.__struct_fields__} | changes
+def replace_layout(message, **changes):
+    layout = type(message.header.layout)(
+        **{f: getattr(message.header.layout, f) for f in message.header.layout.__struct_fields__} | changes
     )
-    header = cargo.header
-    return Cargo(type(header)(layout, header.version, header.samples, header.requests), cargo.data)
+    header = message.header
+    return KVMessage(type(header)(layout, header.version, header.samples, header.requests), message.data)

@@ -20,7 +20,14 @@ import torch
 from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
-from megatron_rlspec.extensions.migration.embedded.move import Arrivals, Cargo, Grant, MoveError, Mover, Offer
+from megatron_rlspec.extensions.migration.embedded.move import (
+    Arrivals,
+    KVMessage,
+    MoveError,
+    Offer,
+    RowReservation,
+    TransferEndpoint,
+)
 from megatron_rlspec.extensions.migration.embedded.regroup import regroup
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import How, Rebalancer
@@ -59,7 +66,7 @@ class Order(msgspec.Struct, frozen=True):
     close: bool = False
 
 
-class Moved(msgspec.Struct, frozen=True):
+class MoveRecord(msgspec.Struct, frozen=True):
     """The record of one move, as a line of `moves.jsonl` has it.
 
     bytes, ms  that arrived, and that the target spent on them
@@ -90,7 +97,7 @@ class Report(msgspec.Struct, frozen=True):
     open: int
     queued: list[tuple[str, int]]
     done: int
-    moved: list[Moved]
+    moved: list[MoveRecord]
     error: str = ""
 
 
@@ -134,14 +141,14 @@ class Member:
         self.sizes = sizes
         self.groups = groups
         self.changes: list[dict[str, Any]] = []  # of the size
-        self.mover = Mover(engine)
+        self.mover = TransferEndpoint(engine)
         self.lengths = Lengths()  # of this rollout
         self.reports: list[Report] = []
         self.runs: list[ActiveRequest] = []
         self.seconds = 0.0  # of making plans
         self._error = ""
         self._missed: dict[str, tuple[int, int]] = {}  # moved samples: tokens at the move, steps without a new one
-        self._moved: list[Moved] = []
+        self._moved: list[MoveRecord] = []
 
     # ---- a tick -----------------------------------------------------------------------------------------------------
 
@@ -228,7 +235,7 @@ class Member:
                 done += wire.decode(self.ranks.receive(other).numpy().data, list[Sample])
         return done
 
-    def _settled(self) -> list[Moved]:
+    def _settled(self) -> list[MoveRecord]:
         """Return the records of moves whose samples have all drawn a token since, or ended."""
         still = {run.request.id for run in self.runs if self._missed.get(run.request.id, (-1,))[0] == len(run.response)}
         found = [record for record in self._moved if not still & set(record.ids)]
@@ -276,14 +283,14 @@ class Member:
             began = time.perf_counter()
             data = arrival.first.wait()
             try:
-                self.mover.take(Cargo.unpack(data))
+                self.mover.take(KVMessage.unpack(data))
             except MoveError as error:
                 arrival.refused = str(error)
                 self.mover.withdraw(arrival.granted)
             self._note(arrival, len(data), began)
         for target, granted in leaving:
-            for cargo in self.mover.finish(granted):
-                self.ranks.send(target, cargo.pack())
+            for message in self.mover.finish(granted):
+                self.ranks.send(target, message.pack())
         if coming:
             self._land(coming)
         else:
@@ -307,7 +314,7 @@ class Member:
             self.runs = [run for run in self.runs if run.request.id not in ids]
             return
         self.ranks.send(target, wire.encode(self.mover.offer(move.ids)))
-        grants = wire.decode(self.ranks.receive(target).numpy().data, list[Grant])
+        grants = wire.decode(self.ranks.receive(target).numpy().data, list[RowReservation])
         self.ranks.send(target, self.mover.begin(grants).pack())
         leaving.append((target, [grant.id for grant in grants if not grant.refused]))
 
@@ -333,9 +340,9 @@ class Member:
 
     def _land(self, coming: Sequence[Arrival]) -> None:
         """Take what arrives in stage 2 into the second round. Tells the sources what was lost."""
-        cargos = [(arrival.granted, self._rest(arrival)) for arrival in coming]
-        rests: list[Callable[[], Cargo | None]] = [partial(self._rest, arrival) for arrival in coming]
-        arrivals = Arrivals(self.mover, cargos, rests)
+        messages = [(arrival.granted, self._rest(arrival)) for arrival in coming]
+        rests: list[Callable[[], KVMessage | None]] = [partial(self._rest, arrival) for arrival in coming]
+        arrivals = Arrivals(self.mover, messages, rests)
         self._missed |= {run.request.id: (len(run.response), 0) for run in arrivals.runs}
         self.runs += arrivals.runs
         self._step(arrivals)
@@ -346,12 +353,12 @@ class Member:
             arrived = [run.request.id for run in arrivals.runs if run.request.id not in lost]
             self._record(arrival, [id for id in arrived if id in arrival.granted])
 
-    def _rest(self, arrival: Arrival) -> Cargo | None:
-        """Receive a cargo of stage 2; None if it is damaged."""
+    def _rest(self, arrival: Arrival) -> KVMessage | None:
+        """Receive a message of stage 2; None if it is damaged."""
         began = time.perf_counter()
         data = self.ranks.receive(int(arrival.move.source))
         try:
-            return Cargo.unpack(data)
+            return KVMessage.unpack(data)
         except MoveError as error:
             arrival.refused = str(error)
             return None
@@ -369,7 +376,7 @@ class Member:
         there, here = (len(self.reports[int(name)].load.running) for name in (move.source, move.target))
         why = f"{there} samples there, {here} here"
         tokens = sum(held.get(id, 0) for id in ids)
-        moved = Moved(move.source, move.target, list(ids), move.how, why, tokens, arrival.bytes, arrival.ms)
+        moved = MoveRecord(move.source, move.target, list(ids), move.how, why, tokens, arrival.bytes, arrival.ms)
         self._moved.append(msgspec.structs.replace(moved, refused=arrival.refused))
 
     # ---- everything else --------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@
            ── the target's rest ───────────► land: it is verified, in the same round
     settle ◄─ ids that did not arrive ─────  (they are computed anew by the source)
 
-Every step is a method of `Mover`; bytes travel elsewhere. A sample that is refused never left. From `finish` to
-`settle` the source keeps the sample, so no failure loses text.
+Every step is a method of `TransferEndpoint`; bytes travel elsewhere. A sample that is refused never left. From `finish`
+to `settle` the source keeps the sample, so no failure loses text.
 
-The data of one cargo is one contiguous buffer, ordered by model (drafter, its hidden rows, target), layer and sample.
+The data of one message is one contiguous buffer, ordered by model (drafter, its hidden rows, target), layer and sample.
 Column c of the drafter's cache holds the pair (h of column c - 1, token of column c); the header says so.
 """
 
@@ -39,10 +39,10 @@ Range = tuple[int, int]  # columns [first, last)
 
 
 class MoveError(EngineError):
-    """A cargo cannot be used. The message is one line."""
+    """A message cannot be used. The message is one line."""
 
 
-class Layout(msgspec.Struct, frozen=True):
+class CacheFormat(msgspec.Struct, frozen=True):
     """What two engines must have in common. `heads`: the first key/value head of this rank, and their number."""
 
     pairs: str
@@ -57,12 +57,12 @@ class Layout(msgspec.Struct, frozen=True):
 class Offer(msgspec.Struct, frozen=True):
     """What a source would send: for each sample its id, its prompt's tokens [P] and its length."""
 
-    layout: Layout
+    layout: CacheFormat
     version: int
     samples: list[tuple[str, np.ndarray, int]]
 
 
-class Grant(msgspec.Struct, frozen=True):
+class RowReservation(msgspec.Struct, frozen=True):
     """The answer for one sample. Columns below `target` and `drafter` are there; `refused`: why it may not come."""
 
     id: str
@@ -72,7 +72,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Columns(msgspec.Struct, frozen=True):
-    """What a cargo holds of one sample."""
+    """What a message holds of one sample."""
 
     id: str
     drafter: Range = (0, 0)
@@ -81,15 +81,15 @@ class Columns(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Describes a cargo. `requests`, each with its sampling: the samples themselves, in the drafter's rest only."""
+    """Describes a message. `requests`, each with its sampling: the samples themselves, in the drafter's rest only."""
 
-    layout: Layout
+    layout: CacheFormat
     version: int
     samples: list[Columns]
     requests: list[tuple[Request, Sampling]] = []
 
 
-class Cargo(NamedTuple):
+class KVMessage(NamedTuple):
     """One message: a header, and one contiguous buffer."""
 
     header: Header
@@ -104,16 +104,16 @@ class Cargo(NamedTuple):
         return torch.cat([torch.frombuffer(bytearray(front), dtype=torch.uint8), body])
 
     @classmethod
-    def unpack(cls, message: torch.Tensor) -> Cargo:
-        """Return the cargo of `pack`. Raises MoveError for other bytes."""
-        size, crc32 = (int.from_bytes(bytes(message[i : i + 8].tolist()), "little") for i in (0, 8))
-        body = message[FRONT:]
+    def unpack(cls, packed: torch.Tensor) -> KVMessage:
+        """Return the message of `pack`. Raises MoveError for other bytes."""
+        size, crc32 = (int.from_bytes(bytes(packed[i : i + 8].tolist()), "little") for i in (0, 8))
+        body = packed[FRONT:]
         if size > len(body) or zlib.crc32(body.numpy().data) != crc32:
-            raise MoveError(f"a cargo of {len(message)} bytes whose checksum is wrong")
+            raise MoveError(f"a message of {len(packed)} bytes whose checksum is wrong")
         try:
             header = wire.decode(body[:size].numpy().data, Header)
         except msgspec.DecodeError as error:
-            raise MoveError(f"a cargo that cannot be read: {error}") from None
+            raise MoveError(f"a message that cannot be read: {error}") from None
         return cls(header, body[size + -size % FRONT :].view(getattr(torch, header.layout.dtype)))
 
 
@@ -127,7 +127,7 @@ class Departure(NamedTuple):
     drafter: int
 
 
-class Mover:
+class TransferEndpoint:
     """One engine's side of moves, as source and as target."""
 
     def __init__(self, engine: MigratableEmbeddedEngine) -> None:
@@ -137,12 +137,12 @@ class Mover:
         self.departed: dict[str, ActiveRequest] = {}
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> CacheFormat:
         model = self.engine.model
         heads = (model.comm.rank * model.kv_heads, model.kv_heads)
         dtype = str(model.dtype).removeprefix("torch.")
         arch = model.arch
-        return Layout(PAIRS, dtype, arch.layers, arch.drafter, heads, arch.head_dim, self.cache.hidden.shape[1])
+        return CacheFormat(PAIRS, dtype, arch.layers, arch.drafter, heads, arch.head_dim, self.cache.hidden.shape[1])
 
     # ---- source -----------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Mover:
             notes = [(r.request.id, np.asarray(r.request.prompt.tokens), int(self.cache.length[r.row])) for r in runs]
             return Offer(self.layout, self.engine.version, notes)
 
-    def begin(self, grants: Sequence[Grant]) -> Cargo:
+    def begin(self, grants: Sequence[RowReservation]) -> KVMessage:
         """Start to move the samples that were granted, which go on here. Returns stage 1: their verified columns."""
         with self.engine._lock:
             here = {run.request.id: run for run in self.engine.running}
@@ -168,9 +168,9 @@ class Mover:
                 columns = Columns(grant.id, (sent, drafted), last, (grant.target, length - 1))
                 parts.append((run, columns))
                 self.departing[grant.id] = Departure(run, run.seats, self.engine.version, length - 1, drafted)
-            return self._cargo(parts)
+            return self._message(parts)
 
-    def finish(self, ids: Sequence[str]) -> tuple[Cargo, Cargo]:
+    def finish(self, ids: Sequence[str]) -> tuple[KVMessage, KVMessage]:
         """End the moves of `ids` that were begun. Returns stage 2: the drafter's rest, and the target's rest.
 
         The samples are in the first. They leave this engine; `settle` takes back those that do not arrive. Samples
@@ -187,11 +187,11 @@ class Mover:
                 drafter.append((run, Columns(run.request.id, (sent, drafted), hidden)))
                 target.append((run, Columns(run.request.id, target=(verified, length - 1))))
             requests = [(self._request(run), run.sampling) for run, _ in drafter]
-            cargos = self._cargo(drafter, requests), self._cargo(target)
+            messages = self._message(drafter, requests), self._message(target)
             for run, _ in drafter:
                 self.engine.scheduler.remove(run)
                 self.departed[run.request.id] = run
-            return cargos
+            return messages
 
     def detach(self, ids: Sequence[str]) -> list[tuple[Request, Sampling]]:
         """Take samples out, to be computed anew elsewhere. `settle` takes back those that do not arrive."""
@@ -208,7 +208,7 @@ class Mover:
 
     # ---- target -----------------------------------------------------------------------------------------------------
 
-    def grant(self, offer: Offer) -> list[Grant]:
+    def grant(self, offer: Offer) -> list[RowReservation]:
         """Reserve a row and slots for each offered sample, or say why not."""
         engine = self.engine
         with engine._lock:
@@ -222,15 +222,15 @@ class Mover:
             grants = []
             for id, prompt, length in offer.samples:
                 why = refused or ("the id is in use" if id in taken else "")
-                grants.append(Grant(id, refused=why) if why else self._reserve(id, prompt, length, coming))
+                grants.append(RowReservation(id, refused=why) if why else self._reserve(id, prompt, length, coming))
             return grants
 
-    def take(self, cargo: Cargo) -> None:
-        """Write stage 1. Raises MoveError for a cargo that does not fit; `withdraw` then gives up the reservations."""
+    def take(self, message: KVMessage) -> None:
+        """Write stage 1. Raises MoveError for a message that does not fit; `withdraw` then frees reserved rows."""
         with self.engine._lock:
-            self._check(cargo)
-            self._write(cargo)
-            for columns in cargo.header.samples:
+            self._check(message)
+            self._write(message)
+            for columns in message.header.samples:
                 row = self.engine.reserved.get(columns.id)
                 if row is not None:
                     prefix = self.cache.prefix[row]
@@ -239,16 +239,16 @@ class Mover:
                         prefix.computed = size
                     prefix.drafted = max(prefix.drafted, min(columns.drafter[1], size))
 
-    def arrive(self, cargo: Cargo) -> list[ActiveRequest]:
+    def arrive(self, message: KVMessage) -> list[ActiveRequest]:
         """Write the drafter's rest. Returns the samples that may draft now. Raises MoveError, as `take`."""
         engine = self.engine
         cache = self.cache
         with engine._lock:
-            self._check(cargo)
-            if [request.id for request, _ in cargo.header.requests] != [part.id for part in cargo.header.samples]:
-                raise MoveError("a cargo whose samples are not those of its header")
+            self._check(message)
+            if [request.id for request, _ in message.header.requests] != [part.id for part in message.header.samples]:
+                raise MoveError("a message whose samples are not those of its header")
             runs = []
-            for (request, sampling), columns in zip(cargo.header.requests, cargo.header.samples, strict=True):
+            for (request, sampling), columns in zip(message.header.requests, message.header.samples, strict=True):
                 row = engine.reserved.get(request.id)
                 [run] = engine.scheduler.made([(request, sampling)])
                 tokens = np.concatenate([np.asarray(request.prompt.tokens), run.response])
@@ -263,14 +263,14 @@ class Mover:
                 run.row = row
                 run.seats = 1
                 runs.append(run)
-            self._write(cargo, {run.request.id for run in runs})
+            self._write(message, {run.request.id for run in runs})
             return runs
 
-    def land(self, cargo: Cargo, runs: Sequence[ActiveRequest]) -> None:
+    def land(self, message: KVMessage, runs: Sequence[ActiveRequest]) -> None:
         """Write the target's rest for the samples of `arrive`, which run here from now on. Raises MoveError."""
         with self.engine._lock:
-            self._check(cargo)
-            self._write(cargo, {run.request.id for run in runs})
+            self._check(message)
+            self._write(message, {run.request.id for run in runs})
             for run in runs:
                 self.cache.computed[run.row] = self.cache.length[run.row] - 1
                 del self.engine.reserved[run.request.id]
@@ -306,21 +306,21 @@ class Mover:
             run.draws = int(self.engine.rounds.draws[run.row])
         return replace(run.request, partial=Partial.of(run.so_far("aborted")) if run.response else None)
 
-    def _reserve(self, id: str, prompt: np.ndarray, length: int, coming: set[bytes]) -> Grant:
+    def _reserve(self, id: str, prompt: np.ndarray, length: int, coming: set[bytes]) -> RowReservation:
         cache = self.cache
         row = cache.open(np.concatenate([prompt, np.zeros(length - len(prompt), np.int64)]), len(prompt))
         if row is None:
-            return Grant(id, refused="no row or no room for the prompt")
+            return RowReservation(id, refused="no row or no room for the prompt")
         if not cache.back(row, min(length + ROOM, cache.columns)):
             cache.close(row)
-            return Grant(id, refused=f"no room for {length} tokens")
+            return RowReservation(id, refused=f"no room for {length} tokens")
         prefix = cache.prefix[row]
         size = len(prefix.tokens)
         here = prefix.computed == size or prefix.key in coming
         drafted = prefix.drafted >= size or prefix.key in coming
         coming.add(prefix.key)
         self.engine.reserved[id] = row
-        return Grant(id, size if here else 0, max(size, 1) if drafted else 1)
+        return RowReservation(id, size if here else 0, max(size, 1) if drafted else 1)
 
     def _pools(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every pool in the order of the buffer."""
@@ -329,11 +329,11 @@ class Mover:
         yield "hidden", self.cache.hidden
         yield from (("target", pool) for pool in self.cache.kv[:layers])
 
-    def _cargo(
+    def _message(
         self,
         parts: Sequence[tuple[ActiveRequest, Columns]],
         requests: Sequence[tuple[Request, Sampling]] = (),
-    ) -> Cargo:
+    ) -> KVMessage:
         """Copy the columns of all samples into one buffer."""
         slots = {}
         for kind in ("drafter", "hidden", "target"):
@@ -344,11 +344,11 @@ class Mover:
         for (kind, pool), piece in zip(self._pools(), data.split(sizes), strict=True):
             torch.index_select(pool, 0, slots[kind].to(pool.device), out=piece.view(-1, *pool.shape[1:]))
         columns = [columns for _, columns in parts]
-        return Cargo(Header(self.layout, self.engine.version, columns, list(requests)), data)
+        return KVMessage(Header(self.layout, self.engine.version, columns, list(requests)), data)
 
-    def _write(self, cargo: Cargo, only: set[str] | None = None) -> None:
+    def _write(self, message: KVMessage, only: set[str] | None = None) -> None:
         """Copy a buffer into the slots of the reserved rows. What belongs to other ids is left out."""
-        samples = cargo.header.samples
+        samples = message.header.samples
         rows = {c.id: self.engine.reserved[c.id] for c in samples if c.id in self.engine.reserved}
         slots = {}
         wanted = {}
@@ -361,47 +361,47 @@ class Mover:
             slots[kind] = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *found]))
             wanted[kind] = torch.from_numpy(np.repeat(np.array(here, bool), [last - first for first, last in ranges]))
         sizes = [len(wanted[kind]) * pool[0].numel() for kind, pool in self._pools()]
-        if sum(sizes) != len(cargo.data):
-            raise MoveError(f"a cargo of {len(cargo.data)} elements, expected {sum(sizes)}")
-        for (kind, pool), piece in zip(self._pools(), cargo.data.split(sizes), strict=True):
+        if sum(sizes) != len(message.data):
+            raise MoveError(f"a message of {len(message.data)} elements, expected {sum(sizes)}")
+        for (kind, pool), piece in zip(self._pools(), message.data.split(sizes), strict=True):
             columns = piece.view(-1, *pool.shape[1:])[wanted[kind]]
             pool.index_copy_(0, slots[kind].to(pool.device), columns.to(pool.device))
 
-    def _check(self, cargo: Cargo) -> None:
-        header = cargo.header
+    def _check(self, message: KVMessage) -> None:
+        header = message.header
         if header.layout != self.layout:
-            raise MoveError(f"a cargo of {header.layout}, this engine has {self.layout}")
+            raise MoveError(f"a message of {header.layout}, this engine has {self.layout}")
         if header.version != self.engine.version:
-            raise MoveError(f"a cargo of version {header.version}, this engine has {self.engine.version}")
+            raise MoveError(f"a message of version {header.version}, this engine has {self.engine.version}")
 
 
 class Arrivals:
     """Samples that arrive during a step: a `Landing`.
 
-    cargos  the drafter's rests, each with the ids that were granted; some may have stayed at their source
-    rests   wait for the target's rest of each cargo, in order
+    messages  the drafter's rests, each with the ids that were granted; some may have stayed at their source
+    rests   wait for the target's rest of each message, in order
     A damaged message is None, here and there.
 
-    lost    for each cargo, the ids that left their source and could not be taken
+    lost    for each message, the ids that left their source and could not be taken
     """
 
     def __init__(
         self,
-        mover: Mover,
-        cargos: Sequence[tuple[Sequence[str], Cargo | None]],
-        rests: Sequence[Callable[[], Cargo | None]],
+        mover: TransferEndpoint,
+        messages: Sequence[tuple[Sequence[str], KVMessage | None]],
+        rests: Sequence[Callable[[], KVMessage | None]],
     ) -> None:
         self.mover = mover
         self.landed: list[ActiveRequest] = []
         self.lost: list[list[str]] = []
         self._rests = list(rests)
         self._groups: list[list[ActiveRequest]] = []
-        for granted, cargo in cargos:
-            ids = granted if cargo is None else [columns.id for columns in cargo.header.samples]
+        for granted, message in messages:
+            ids = granted if message is None else [columns.id for columns in message.header.samples]
             arrived: list[ActiveRequest] = []
-            if cargo is not None:
+            if message is not None:
                 with suppress(MoveError):
-                    arrived = mover.arrive(cargo)
+                    arrived = mover.arrive(message)
             self._groups.append(arrived)
             here = {run.request.id for run in arrived}
             self.lost.append([id for id in ids if id not in here])
@@ -411,11 +411,11 @@ class Arrivals:
     def land(self) -> list[ActiveRequest]:
         while self._rests:
             at = len(self._groups) - len(self._rests)
-            cargo = self._rests.pop(0)()
+            message = self._rests.pop(0)()
             try:
-                if cargo is None:
-                    raise MoveError("a damaged cargo")
-                self.mover.land(cargo, self._groups[at])
+                if message is None:
+                    raise MoveError("a damaged message")
+                self.mover.land(message, self._groups[at])
                 self.landed += self._groups[at]
             except MoveError:
                 self._lose(at)

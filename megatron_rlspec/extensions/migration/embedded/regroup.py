@@ -24,7 +24,7 @@ from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import Held, Partial, Request, Sampling
 
 
-class Traveller(msgspec.Struct, frozen=True):
+class MovingRequest(msgspec.Struct, frozen=True):
     """A request of an engine, with what it has so far. row: its place in the cache; None: it has none."""
 
     request: Request
@@ -32,10 +32,10 @@ class Traveller(msgspec.Struct, frozen=True):
     row: retile.Row | None
 
 
-class Luggage(msgspec.Struct, frozen=True):
+class EngineRequests(msgspec.Struct, frozen=True):
     """What the first rank of a group tells the others. rule: of its speculation; None under a schedule."""
 
-    travellers: list[Traveller]
+    moving: list[MovingRequest]
     rule: dict[str, Any] | None
 
 
@@ -50,41 +50,43 @@ def regroup(engine: MigratableEmbeddedEngine, ranks: Ranks, groups: Groups, size
     switch = retile.Switch(groups, old, size)
     engine.model.arch.check_size(size)
     speaks = switch.before.rank == 0
-    told = [wire.decode(data, Luggage) for data in ranks.share(wire.encode(_luggage(engine, switch, speaks)))]
+    told = [
+        wire.decode(data, EngineRequests) for data in ranks.share(wire.encode(_requests_of(engine, switch, speaks)))
+    ]
     first = ranks.rank // switch.wide.size * switch.wide.size
     block = told[first : first + switch.wide.size]
-    travellers = sorted((t for part in block for t in part.travellers), key=lambda t: t.request.id)
-    target = _targets(travellers, switch.wide.size // size)
+    moving = sorted((t for part in block for t in part.moving), key=lambda t: t.request.id)
+    target = _targets(moving, switch.wide.size // size)
     rows = []
-    for t in travellers:
+    for t in moving:
         if t.row is not None and how == "kv":
             rows.append(t.row._replace(target=target[t.request.id]))
     mine = {run.request.id: run.row for run in engine.running}
     seated = retile.retile(engine.model, engine.cache, rows, mine, switch)
-    here = [t for t in travellers if target[t.request.id] == switch.new_group]
+    here = [t for t in moving if target[t.request.id] == switch.new_group]
     rule = block[switch.new_group * size].rule if size > 1 else None  # equal on all ranks, which must choose the same
     return engine.seat([(t.request, t.sampling) for t in here], seated, SpecRule.from_json(rule) if rule else None)
 
 
-def _luggage(engine: MigratableEmbeddedEngine, switch: retile.Switch, speaks: bool) -> Luggage:
-    travellers = []
+def _requests_of(engine: MigratableEmbeddedEngine, switch: retile.Switch, speaks: bool) -> EngineRequests:
+    moving = []
     for run in (*engine.running, *engine.waiting) if speaks else ():
         row = None
         if run.row >= 0:
             run.draws = int(engine.rounds.draws[run.row])
             row = retile.Row.of(engine.cache, run.row, run.request.id, switch.old_group, 0)
         partial = Partial.of(run.so_far("aborted")) if run.response else None
-        travellers.append(Traveller(replace(run.request, partial=partial), run.sampling, row))
+        moving.append(MovingRequest(replace(run.request, partial=partial), run.sampling, row))
     chosen = engine.choice.chosen  # also while speculation is held off, so that all ranks agree after its release
     rule = chosen.to_json() if isinstance(chosen, SpecRule) else None
-    return Luggage(travellers, rule)
+    return EngineRequests(moving, rule)
 
 
-def _targets(travellers: Sequence[Traveller], engines: int) -> dict[str, int]:
+def _targets(moving: Sequence[MovingRequest], engines: int) -> dict[str, int]:
     """Deal requests to the engines of a block."""
     held = []
-    for traveller in travellers:
-        prompt = len(traveller.request.prompt.tokens)
-        partial = traveller.request.partial
-        held.append(Held(traveller.request.id, prompt, prompt + (len(partial.response) if partial else 0), 1.0))
+    for one in moving:
+        prompt = len(one.request.prompt.tokens)
+        partial = one.request.partial
+        held.append(Held(one.request.id, prompt, prompt + (len(partial.response) if partial else 0), 1.0))
     return {sample.id: i for i, group in enumerate(deal(held, engines)) for sample in group}
