@@ -61,13 +61,13 @@ from synthetic import conditions
 from megatron_rlspec.commands.sweep import Bench, tokens_of_a_point
 from megatron_rlspec.extensions.migration.embedded import retile
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
+from megatron_rlspec.extensions.migration.embedded.led import LedEngine
 from megatron_rlspec.extensions.migration.embedded.member import Member
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.rollout.embedded import engine as embedded
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.embedded.led import LedEngine
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Groups, Solo
 from megatron_rlspec.rollout.embedded.rounds import RoundRunner

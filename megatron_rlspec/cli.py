@@ -11,59 +11,83 @@ import resource
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from megatron_rlspec import __version__, texts
 from megatron_rlspec.host import memory
 from megatron_rlspec.host.interruption import Interrupted
 
+
+class Command(NamedTuple):
+    """One command.
+
+    run      module:function of this package, which gets the other words of the command line
+    text     what `rlspec --help` says of it
+    example  a command line of a first day; "": `rlspec --help` only names the command
+    parser   module:function that returns its parser; "": `parser` in the module of `run`
+    """
+
+    run: str
+    text: str
+    example: str = ""
+    parser: str = ""
+
+
 COMMANDS = {
-    "train": ("megatron_rlspec.commands.training:train", "GRPO with a co-trained drafter (start it under torchrun)"),
-    "sft": ("megatron_rlspec.commands.training:sft", "supervised warm start of policy and drafter (under torchrun)"),
-    "answer": (
-        "megatron_rlspec.commands.training:answer",
+    "doctor": Command(
+        "commands.doctor:main", "whether what is installed fits; what a GPU machine lacks", "rlspec doctor"
+    ),
+    "convert": Command(
+        "commands.convert:main",
+        "Hugging Face <-> Megatron checkpoints, MTP layer included",
+        "rlspec convert MODEL DIR --add-mtp --to hf",
+    ),
+    "answer": Command(
+        "commands.training:answer",
         "let a model write answers, for the warm start of a drafter",
+        "rlspec answer --config a.toml --answer.path answers.jsonl",
+        "commands.training:answer_parser",
     ),
-    "replay": (
-        "megatron_rlspec.commands.training:replay",
-        "train a drafter again along a recorded run (under torchrun)",
+    "train": Command(
+        "commands.training:train",
+        "GRPO with a co-trained drafter (start it under torchrun)",
+        "torchrun -m megatron_rlspec.cli train --config a.toml",
+        "commands.training:train_parser",
     ),
-    "serve": (
-        "megatron_rlspec.rollout.sglang.http.foreground:main",
+    "report": Command(
+        "commands.report:main", "one HTML page of a run, or of several side by side", "rlspec report runs/mine"
+    ),
+    "serve": Command(
+        "rollout.sglang.http.foreground:main",
         "one SGLang engine: lossless drafts, weight pushes, adaptive",
+        "rlspec serve --model DIR",
+        "rollout.sglang.http.serve:parser",
     ),
-    "profile": (
-        "megatron_rlspec.commands.profile:main",
-        "measure how long an engine's decode rounds take: a cost table",
+    "plan": Command(
+        "commands.plan:main",
+        "how many drafts at which batch; engines, TP and caps of a cluster",
+        "rlspec plan cost.json --acceptance 0.8,0.7,0.6",
     ),
-    "plan": ("megatron_rlspec.commands.plan:main", "how many drafts at which batch; engines, TP and caps of a cluster"),
-    "simulate": (
-        "megatron_rlspec.commands.simulate:main",
-        "what a rollout would take on a cluster, under several policies",
-    ),
-    "convert": ("megatron_rlspec.commands.convert:main", "Hugging Face <-> Megatron checkpoints, MTP layer included"),
-    "compare": ("megatron_rlspec.commands.compare:main", "accept lengths of several drafters on one policy, paired"),
-    "report": ("megatron_rlspec.commands.report:main", "one HTML page of a run, or of several side by side"),
-    "watch": (
-        "megatron_rlspec.commands.watch:main",
-        "the progress of a run that goes on elsewhere, from its directory",
-    ),
-    "slime": (
-        "megatron_rlspec.integrations.slime.launch:main",
+    "slime": Command(
+        "integrations.slime.launch:main",
         "run a slime command line with a drafter that is trained",
+        "rlspec slime -- python train.py --sglang-speculative-algorithm NEXTN",
     ),
-    "doctor": ("megatron_rlspec.commands.doctor:main", "whether what is installed fits; what a GPU machine lacks"),
-    "completion": ("megatron_rlspec.commands.completion:main", "completion of commands and options by the Tab key"),
-}
-# What `rlspec --help` shows of them: the commands of a first day, each with an example.
-FIRST = {
-    "doctor": "rlspec doctor",
-    "convert": "rlspec convert MODEL DIR --add-mtp --to hf",
-    "answer": "rlspec answer --config a.toml --answer.path answers.jsonl",
-    "train": "torchrun -m megatron_rlspec.cli train --config a.toml",
-    "report": "rlspec report runs/mine",
-    "serve": "rlspec serve --model DIR",
-    "plan": "rlspec plan cost.json --acceptance 0.8,0.7,0.6",
-    "slime": "rlspec slime -- python train.py --sglang-speculative-algorithm NEXTN",
+    "sft": Command(
+        "commands.training:sft",
+        "supervised warm start of policy and drafter (under torchrun)",
+        parser="commands.training:sft_parser",
+    ),
+    "replay": Command(
+        "commands.training:replay",
+        "train a drafter again along a recorded run (under torchrun)",
+        parser="commands.training:replay_parser",
+    ),
+    "profile": Command("commands.profile:main", "measure how long an engine's decode rounds take: a cost table"),
+    "simulate": Command("commands.simulate:main", "what a rollout would take on a cluster, under several policies"),
+    "compare": Command("commands.compare:main", "accept lengths of several drafters on one policy, paired"),
+    "watch": Command("commands.watch:main", "the progress of a run that goes on elsewhere, from its directory"),
+    "completion": Command("commands.completion:main", "completion of commands and options by the Tab key"),
 }
 # Errors that are printed as one line -> exit code: 2 for a mistake of the user, 1 for a failure of the run. The modules
 # are not imported for this: an error of a module can only occur after its import.
@@ -121,21 +145,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         if argv[0] in COMPUTING:
             memory.keep_freed()
     warnings.filterwarnings("ignore", MEGATRON_OWN_DEFAULT, UserWarning)
-    module, _, function = COMMANDS[argv[0]][0].partition(":")
-    sys.exit(run(lambda: getattr(importlib.import_module(module), function)(argv[1:])))
+    sys.exit(run(lambda: named(COMMANDS[argv[0]].run)(argv[1:])))
+
+
+def named(name: str) -> Any:
+    """Import what `module:function` names in this package."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(f"megatron_rlspec.{module}"), function)
 
 
 def overview(every: bool = False) -> str:
-    """Return the list of commands: those of `FIRST` with examples, or every one in a line. At most 80 columns wide."""
+    """Return the list of commands: those with an example, or every one in a line. At most 80 columns wide."""
     lines = [f"rlspec {__version__}: RL post-training with speculative decoding", ""]
     if every:
-        lines += [f"  {name:11} {text}" for name, (_, text) in COMMANDS.items()]
+        lines += [f"  {name:11} {command.text}" for name, command in COMMANDS.items()]
         return "\n".join(
             [*lines, "", "An example: `rlspec COMMAND --help`. Every option: `rlspec COMMAND --help-all`."]
         )
-    for name, example in FIRST.items():
-        lines += [f"  {name:10} {COMMANDS[name][1]}", f"      {example}"]
-    others = ", ".join(name for name in COMMANDS if name not in FIRST)
+    for name, command in COMMANDS.items():
+        if command.example:
+            lines += [f"  {name:10} {command.text}", f"      {command.example}"]
+    others = ", ".join(name for name, command in COMMANDS.items() if not command.example)
     lines += ["", f"Others: {others}."]
     lines.append("Most used options: `rlspec COMMAND --help`. Every command: `rlspec --help-all`.")
     return "\n".join(lines)

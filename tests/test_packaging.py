@@ -71,7 +71,7 @@ def test_megatron_s_fallback_is_warned_of_on_machines_with_a_gpu_only(tmp_path):
         "    for one in given:\n"
         "        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)\n"
         "cli.imports = lambda argv: again()\n"
-        "cli.COMMANDS['imports'] = ('megatron_rlspec.cli:imports', '')\n"
+        "cli.COMMANDS['imports'] = cli.Command('cli:imports', '')\n"
         "for device in sys.argv[1:]:\n"
         "    cli.GPU_DEVICE = device\n"
         "    with warnings.catch_warnings():\n"

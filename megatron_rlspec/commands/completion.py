@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Sequence
 
 from megatron_rlspec import arguments
-from megatron_rlspec.cli import COMMANDS, EXTRAS
+from megatron_rlspec.cli import COMMANDS, EXTRAS, named
 
 SHELLS = ("bash", "zsh", "fish")
-# Where the parser of a command is no function `parser` beside the command.
-PARSERS = {name: f"megatron_rlspec.commands.training:{name}_parser" for name in ("train", "sft", "answer", "replay")}
-PARSERS["serve"] = "megatron_rlspec.rollout.sglang.http.serve:parser"
 EXAMPLE = """\
 rlspec completion bash > ~/.local/share/bash-completion/completions/rlspec
 rlspec completion zsh > ~/.zfunc/_rlspec     # with ~/.zfunc in fpath
@@ -37,17 +33,18 @@ def whole() -> argparse.ArgumentParser:
     """Return one parser with a subparser for each command, without the options of commands that cannot be imported."""
     top = argparse.ArgumentParser(prog="rlspec")
     commands = top.add_subparsers(parser_class=argparse.ArgumentParser)
-    for name, (target, text) in COMMANDS.items():
-        own = parser_of(name, target)
-        commands.add_parser(name, help=text.replace("%", "%%"), parents=[own] if own else [], add_help=False)
+    for name, command in COMMANDS.items():
+        own = parser_of(name)
+        commands.add_parser(name, help=command.text.replace("%", "%%"), parents=[own] if own else [], add_help=False)
     return top
 
 
-def parser_of(name: str, target: str) -> arguments.Parser | None:
+def parser_of(name: str) -> arguments.Parser | None:
     """Return the parser of a command, or None if a package that a bare `pip install` leaves out is missing."""
-    module, _, function = PARSERS.get(name, f"{target.partition(':')[0]}:parser").partition(":")
+    command = COMMANDS[name]
     try:
-        return getattr(importlib.import_module(module), function)()
+        found: arguments.Parser = named(command.parser or f"{command.run.partition(':')[0]}:parser")()
+        return found
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRAS:
             raise

@@ -34,10 +34,10 @@ from megatron_rlspec.commands.sweep import (
     tokens_of_a_point,
 )
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration.embedded.led import LedEngine
 from megatron_rlspec.models.config import DRAFTER, ModelConfigError
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.embedded.led import LedEngine
 from megatron_rlspec.rollout.embedded.model import Architecture
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch

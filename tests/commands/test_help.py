@@ -37,12 +37,11 @@ def test_the_overview_names_every_command(capsys, monkeypatch):
     first = screen(capsys, monkeypatch, "--help")
     everything = screen(capsys, monkeypatch, "--help-all")
     assert all(name in first and f"\n  {name} " in everything for name in cli.COMMANDS)
-    assert set(cli.FIRST) <= set(cli.COMMANDS)
 
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
 def test_help_all_shows_every_option_and_the_first_help_names_it(name, capsys, monkeypatch):
-    parser = completion.parser_of(name, cli.COMMANDS[name][0])
+    parser = completion.parser_of(name)
     unknown = set(parser.first) - {option for action in parser._actions for option in action.option_strings}
     assert not unknown
     everything = screen(capsys, monkeypatch, name, "--help-all")
@@ -109,7 +108,7 @@ def tab(script, *words):
 
 def test_bash_completes_commands_options_and_values(scripts):
     script = scripts / "bash"
-    assert tab(script, "re") == ["replay", "report"]
+    assert sorted(tab(script, "re")) == ["replay", "report"]
     assert tab(script, "plan", "--acc") == ["--acceptance"]
     assert "--train.run_dir" in tab(script, "train", "--train.r")
     assert tab(script, "profile", "--engine", "e") == ["embedded"]

@@ -121,7 +121,7 @@ def test_a_command_line_holds_no_option_of_another_command(command, name):
 @pytest.mark.parametrize("command", ["plan", "simulate", "convert", "compare", "report", "watch", "doctor", "profile"])
 def test_every_option_of_a_command_is_read(command):
     """By its name, in the module of the command. What an option needs beside it names options that exist."""
-    module = importlib.import_module(cli.COMMANDS[command][0].partition(":")[0])
+    module = importlib.import_module(f"megatron_rlspec.{cli.COMMANDS[command].run.partition(':')[0]}")
     parser = module.parser()
     text = Path(module.__file__).read_text()
     own = [action.dest for action in parser._actions if not {"--help", "--help-all"} & {*action.option_strings}]
