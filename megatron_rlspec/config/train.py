@@ -31,9 +31,7 @@ class TrainConfig(Section):
     eval_every: Annotated[Count, Needs("data.eval_path")] = Field(
         0, description="steps between evaluations; 0: only before the first and after the last"
     )
-    eval_prompts: Annotated[int, Field(gt=0, le=2**20), Needs("data.eval_path")] = Field(
-        128, description="held-out prompts of one evaluation"
-    )
+    eval_prompts: Annotated[int, Field(gt=0, le=2**20)] = Field(128, description="held-out prompts of one evaluation")
     drift_every: Count = Field(
         10,
         description="steps between measurements of how far the policy is from model.path, on 16 samples; each rank "

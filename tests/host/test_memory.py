@@ -5,7 +5,7 @@ import sys
 
 PAGES = """
 import ctypes, resource, sys
-from megatron_rlspec import memory
+from megatron_rlspec.host import memory
 if sys.argv[1] == "kept":
     memory.keep_freed()
 malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free

@@ -60,6 +60,7 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: Layout) -> list[R
     started.clear()
     monkeypatch.setattr(subprocess, "Popen", Recorded)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # no engine removes its directories
+    monkeypatch.setattr(scratch, "MOST_BYTES", 4096)  # of an engine that binds sockets there; none does here
     monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "this would be the trainers'")
     MigratableEngines(config, tmp_path, layout).launch()

@@ -62,10 +62,10 @@ def test_a_bias_that_is_not_0_is_refused(llama, tmp_path):
 
 
 REFUSALS = {
-    "trained": ("Qwen3MoeForCausalLM", SCHEMAS),
+    "trained": ("Qwen3NextForCausalLM", SCHEMAS),
     "given a drafter": ("Qwen3ForCausalLM", names_where(lambda record: record.added_drafter)),
     "checked": ("Glm4MoeForCausalLM", names_where(lambda record: record.transformers)),
-    "run by the embedded engine": ("Qwen3ForCausalLM", names_where(lambda record: record.embedded)),
+    "run by the embedded engine": ("Qwen3MoeForCausalLM", names_where(lambda record: record.embedded)),
     "converted": ("GPT2LMHeadModel", FAMILIES),
 }
 

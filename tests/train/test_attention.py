@@ -9,6 +9,7 @@ import pytest
 import torch
 from host_reads import CPU, GPU, HostReads
 
+from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.packing.context_parallel import cp_index
 from megatron_rlspec.train import attention, varlen
 from megatron_rlspec.train.activations import LiveBytes
@@ -192,7 +193,7 @@ def test_rotation_follows_transformers_convention():
 
     x = random(5, 3, 8, seed=1)
     positions = torch.tensor([0, 1, 7, 3, 1000])
-    cos, sin = attention.rotary_factors(positions, 8, 10000.0, torch.float64)
+    cos, sin = attention.rotary_factors(positions, 8, Rope(), torch.float64)
     full_cos, full_sin = (torch.cat([y, y], -1)[None, :, 0] for y in (cos, sin))
     expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], full_cos, full_sin)
     ours = attention._Rotate.apply(x, cos, sin)

@@ -293,7 +293,7 @@ REFUSED = [
     ({"--parallel.tensor": "3"}, MIMO, "needs a multiple of 3 ranks"),
     ({"--parallel.tensor": "8"}, QWEN, "num_key_value_heads=4 is no multiple of parallel.tensor=8"),
     ({"--parallel.expert": "3"}, GLM, "parallel.expert=3 must divide the 8 ranks that share experts: 8 ranks /"),
-    ({"--parallel.expert": "8"}, GLM | {"n_routed_experts": 12}, "n_routed_experts=12 is no multiple of"),
+    ({"--parallel.expert": "8"}, GLM | {"n_routed_experts": 12}, "12 experts are no multiple of"),
     ({"--parallel.expert": "2"}, MIMO, "parallel.expert=2, but this model is dense"),
     ({"--parallel.pipeline": "8"}, MIMO, "num_hidden_layers=36 is no multiple of parallel.pipeline=8"),
     ({}, MIMO | {"kv_lora_rank": 512}, "latent attention is converted, but not trained"),

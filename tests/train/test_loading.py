@@ -70,7 +70,7 @@ REFUSED = {
     "groups of experts": (GLM4_MOE | {"n_group": 2, "topk_group": 2}, {}, "2 for each of topk_group"),
     "no sequence": (GLM4_MOE, {"tensor": 2}, "need parallel.sequence=true"),
     "experts' width": (GLM4_MOE | {"moe_intermediate_size": 33}, {"tensor": 2, "sequence": True}, "_size=33"),
-    "activation": ({"hidden_act": "gelu"}, {}, "hidden_act=gelu"),
+    "activation": ({"hidden_act": "gelu"}, {}, 'hidden_act="gelu"'),
     "vocabulary": ({"vocab_size": 65}, {"tensor": 2}, "vocab_size=65"),
     "groups": ({"num_key_value_heads": 1}, {"tensor": 2}, "num_key_value_heads=1"),
     "layers": ({}, {"pipeline": 3}, "num_hidden_layers"),
