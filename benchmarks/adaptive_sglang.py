@@ -49,8 +49,8 @@ from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.settings import KEY
-from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig, SpecSchedule
@@ -127,7 +127,7 @@ class Contestants:
         self.spec = spec
         self.plain = plain
         self.schedulers = schedulers
-        self.adapter = Adapter(STEPS, str(table), Roofline.of_layers(layers), margin=0.01, probe_share=0.01)
+        self.learning = Learning(STEPS, str(table), Roofline.of_layers(layers), margin=0.01, probe_share=0.01)
         self.rounds: dict[str, list[RoundStats]] = {}
 
     def run(self, name: str, lengths: Sequence[int], seed: int) -> tuple[tuple[float, float], list[list[int]]]:
@@ -142,7 +142,7 @@ class Contestants:
         if name == "plain":
             return rollout(self.plain, lengths, seed)
         if name == "ours":
-            self.spec.set_spec_rule(self.adapter.rule())
+            self.spec.set_spec_rule(self.learning.rule())
         elif name == "stock":
             self.spec.set_spec_rule({"stock": True})
         else:
@@ -152,7 +152,7 @@ class Contestants:
         result = rollout(self.spec, lengths, seed)
         stats = self.spec.stats()
         if name == "ours":
-            self.adapter.observe(stats, [self.spec.spec_rule_report()])
+            self.learning.observe(stats, [self.spec.spec_rule_report()])
         self.rounds.setdefault(name, []).extend(stats)
         return result
 

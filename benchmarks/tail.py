@@ -269,7 +269,7 @@ def engines(folder: Path) -> Iterator[Pair]:
     config, tensors = checkpoint(12.0, LAYERS, HIDDEN)
     write_hf(folder / "model", config | {"max_position_embeddings": 16384}, tensors)
     options = {"max-total-tokens": 98304, "max-running-requests": 64, "spec": "adaptive", "candidate-steps": "0,2"}
-    arguments = ["--device", "cpu", "--dtype", "float32"]
+    arguments = ["--device", "cpu", "--dtype", "float32", "--extensions", "migration"]
     for name, value in options.items():
         arguments += [f"--{name}", str(value)]
     with contextlib.ExitStack() as stack:

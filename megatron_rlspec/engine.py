@@ -45,6 +45,7 @@ class EngineDescription(TypedDict):
     draft_vocabulary  how many words drafts are chosen from; 0: all
     eagle3            of an EAGLE-3 drafter: `taps`, the layers of the target whose inputs it reads, and `words`, the
                       fingerprint of the tokens that it drafts from; {} or absent without one
+    extensions        of an SGLang engine: the names that `rlspec serve --extensions` was given
     held              why speculation is held off; "" if it is not
     unnamed           why pushes are checked by what the models' loaders were given, and not by what the engine holds;
                       "" if not
@@ -59,6 +60,7 @@ class EngineDescription(TypedDict):
     max_running_requests: int
     draft_vocabulary: int
     eagle3: NotRequired[dict[str, Any]]
+    extensions: NotRequired[list[str]]
     held: str
     unnamed: str
 

@@ -3,10 +3,10 @@
 
     python tools/try_locks.py cpu.txt gpu.txt --folder DIR
 
-One line a step: the installation, for gpu.txt whether all requirements are met, `rlspec doctor`, `rlspec train
---dry-run`, and an import of the trainer beside a Transformer Engine that is installed and does not load. pip's and the
-commands' output is in DIR/LOCK.log. An environment takes 3 to 12 GB and is removed afterwards, unless --keep is given.
-Exit status 1 if a step failed. Interpreters are python3.11 and python3.12, or what PYTHON311 and PYTHON312 name.
+One line a step: the installation, `rlspec doctor`, `rlspec train --dry-run`, and an import of the trainer beside a
+Transformer Engine that is installed and does not load. pip's and the commands' output is in DIR/LOCK.log. An
+environment takes 3 to 12 GB and is removed afterwards, unless --keep is given. Exit status 1 if a step failed.
+Interpreters are python3.11 and python3.12, or what PYTHON311 and PYTHON312 name.
 """
 
 from __future__ import annotations
@@ -86,8 +86,6 @@ class Trial:
             self.step(f"pip install -r {lock}", [*pip, "-r", ROOT / "requirements" / lock])
             if self.failed:
                 return
-        if self.name == "gpu.txt":  # the CPU locks have a torch that SGLang does not ask for
-            self.step("pip check", [python, "-m", "pip", "check"])
         cuda = self.step("build of torch", [python, "-c", "import importlib.metadata as m; print(m.version('torch'))"])
         if "+cpu" not in cuda and self.name != "gpu.txt":
             self.step("pip install -r cuda-libraries.txt", [*pip, "-r", ROOT / "requirements/cuda-libraries.txt"])

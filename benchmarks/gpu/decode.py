@@ -14,8 +14,8 @@ from gpu.figures import Figures
 from gpu.plan import Plan
 from megatron_rlspec.commands import profile
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
@@ -38,14 +38,14 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
             table = ""
             with figures.attempt("cost table"):
                 table = _cost_table(plan, folder, figures, engines[0])
-            adapter = Adapter(plan.steps, table, cost, 0.01, 0.01, learn=False)
+            learning = Learning(plan.steps, table, cost, 0.01, 0.01, learn=False)
             for batch in plan.batches:
                 with figures.attempt(f"contestants at batch {batch}"):
-                    _compete(plan, figures, *engines, adapter, batch)
+                    _compete(plan, figures, *engines, learning, batch)
 
 
 def _compete(
-    plan: Plan, figures: Figures, spec: SGLangEngine, plain: SGLangEngine, adapter: Adapter, batch: int
+    plan: Plan, figures: Figures, spec: SGLangEngine, plain: SGLangEngine, learning: Learning, batch: int
 ) -> None:
     """Run all contestants in turn, and write tokens/s and ratios to plain within the same repetition."""
     fixed = {"off": OFF} | {f"k{k}": SpecConfig(k) for k in plan.fixed}
@@ -58,7 +58,7 @@ def _compete(
         texts = {}
         for name in (*names[turn:], *names[:turn]):
             if name == "adaptive":
-                spec.set_spec_rule(adapter.rule())
+                spec.set_spec_rule(learning.rule())
             elif name in fixed:
                 spec.set_schedule(SpecSchedule.fixed(fixed[name]))
             engine = plain if name == "plain" else spec
@@ -69,7 +69,7 @@ def _compete(
             texts[name] = [sample.tokens.tolist() for sample in samples]
             stats = engine.stats()
             if name == "adaptive":
-                adapter.observe(stats, [spec.spec_rule_report()])
+                learning.observe(stats, [spec.spec_rule_report()])
             if repetition >= 0:
                 seconds[name].append(taken)
                 rounds[name] += stats

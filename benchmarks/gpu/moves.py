@@ -23,7 +23,13 @@ from megatron_rlspec.types import Held, Move, Request, Sampling
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
     response = max(512, plan.moved // 2)
-    arguments = [*serving.options(plan, 4, 2 * (plan.moved + response + 128), 0.4), "--spec", "off"]
+    arguments = [
+        *serving.options(plan, 4, 2 * (plan.moved + response + 128), 0.4),
+        "--spec",
+        "off",
+        "--extensions",
+        "migration",
+    ]
     with contextlib.ExitStack() as stack:
         model = serving.directory(plan, folder)
         processes = {

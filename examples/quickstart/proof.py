@@ -112,8 +112,8 @@ def predictions(run: Path) -> dict:
         "predicted_steps": len(scored),
         "prediction_error": float(np.mean([abs(r["predict/error"]) for r in scored])),
         "last_value_error": float(np.mean([abs(r["predict/last_value_error"]) for r in scored])),
-        "uncalibrated_error": float(
-            np.mean([abs(r["predict/uncalibrated_tokens"] - r["predict/observed_tokens"]) for r in scored])
+        "trainer_error": float(
+            np.mean([abs(r["predict/trainer_tokens"] - r["predict/observed_tokens"]) for r in scored])
         ),
     }
 

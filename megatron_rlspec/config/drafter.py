@@ -52,9 +52,6 @@ class DrafterConfig(Section):
     depth_decay: Annotated[float, Needs("drafter.train")] = Field(
         0.8, gt=0, le=1, description="weight of depth d is depth_decay ** (d - 1)"
     )
-    temperature: Annotated[float, Needs("drafter.train")] = Field(
-        0.0, ge=0, le=100, description="temperature of both distributions in the loss; 0: that of the rollouts"
-    )
     reward_weight: Annotated[Literal["none", "reward", "rank"], Needs("drafter.train")] = Field(
         "none",
         description="weight of a sample: 1 (none), its reward over the mean reward, less the least one if that is "
@@ -93,9 +90,6 @@ class DrafterConfig(Section):
         description="steps over which the drafter's learning rate rises linearly from 0; earlier updates count, "
         "if model.path holds their moments; 0: none",
     )
-    weight_decay: Annotated[Weight, Needs("drafter.train")] = Field(
-        0.0, description="AdamW's decoupled weight decay of the drafter"
-    )
     clip_grad: Annotated[Weight, Needs("drafter.train")] = Field(
         1.0, description="largest norm of the drafter's gradient; 0: not clipped"
     )
@@ -116,7 +110,7 @@ class DrafterConfig(Section):
     def _joined_unless_detached(self) -> DrafterConfig:
         if self.mtp_detach_heads or not self.train:
             return self
-        for name in ("update_every", "overlap", "replay", "temperature"):
+        for name in ("update_every", "overlap", "replay"):
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 raise ValueError(
                     f"mtp_detach_heads=false trains the policy through the drafter, in every step alike; "

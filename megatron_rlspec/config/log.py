@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Name, Needs, Section
+from megatron_rlspec.config.base import Section
 
 
 class LogConfig(Section):
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         ("tensorboard",),
         description="tensorboard: event files in run_dir/tensorboard; wandb: Weights & Biases, set by the "
-        "environment (WANDB_API_KEY, WANDB_MODE=offline); empty: none. metrics.jsonl is written in any case",
+        "environment (WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE=offline); empty: none. metrics.jsonl is written in any "
+        "case",
     )
-    project: Annotated[Name, Needs("log.sinks=wandb")] = Field("megatron_rlspec", description="project of sinks=wandb")
 
     @model_validator(mode="after")
     def _consistent(self) -> LogConfig:

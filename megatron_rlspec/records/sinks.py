@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,7 +55,7 @@ class WeightsAndBiases:
             files.write(known, uuid.uuid4().hex)
         try:
             self._run = wandb.init(
-                project=config.log.project,
+                project=os.environ.get("WANDB_PROJECT", "megatron_rlspec"),
                 name=run_dir.resolve().name,
                 id=known.read_text(),
                 resume="allow",

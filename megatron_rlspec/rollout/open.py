@@ -22,7 +22,6 @@ from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http, Transport
-from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.sync.fingerprint import fingerprint
@@ -221,7 +220,7 @@ def _shown(drafter: Mapping[str, Any]) -> str:
 def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
     """Return the learning of speculation that a run begins with. Raises CostTableError."""
     spec = config.spec
-    adapter = Adapter(
+    return Learning(
         spec.candidate_steps,
         spec.cost_table,
         Roofline.of_model(hf_config, spec.ridge_tokens, config.drafter.vocabulary),
@@ -230,8 +229,8 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
         catch_up_share=spec.catch_up_share,
         learn=spec.learn_costs,
         tp=config.placement.tensor,
+        adaptive=spec.mode == "adaptive",
     )
-    return Learning(adapter, spec.num_steps, adaptive=spec.mode == "adaptive")
 
 
 def _transport(push: PushConfig, layout: Layout) -> Transport:

@@ -212,7 +212,7 @@ class Rollouts:
             self._speculate if spec.mode != "off" and chain else None,
             rows[: options.canary_prompts],
             self.sampling,
-            HealthSettings(options.on_failure, chain, options.canary_tokens, options.canary_share, options.floor_share),
+            HealthSettings(options.on_failure, chain),
             lambda record: self.recorder.event("health", contract.summary(record), **record),
         )
 

@@ -280,7 +280,8 @@ class Session:
         trains_policy = options.get("train_policy", True)
         learns = options["objective"] == "grpo" and trains_policy
         if self.config.algorithm.kl_coef and learns:
-            rows = self.trainer.reference_logprobs(batches)
+            assert self.trainer.reference is not None
+            rows = self.trainer.reference.logprobs(batches)
             batches = [replace(b, reference_logprobs=row) for b, row in zip(batches, rows, strict=True)]
         options["logprob_gap"] = self.config.health.logprob_gap
         seconds = self.rollouts.seconds if self.rollouts is not None else None
@@ -298,7 +299,8 @@ class Session:
         """Compare the policy with model.path on a few samples, evenly spaced. The same samples on every rank."""
         samples = [sample for group in groups for sample in group.samples]
         chosen = samples[:: max(1, len(samples) // DRIFT_SAMPLES)][:DRIFT_SAMPLES]
-        return self.trainer.drift(self._pack(chosen, [0.0] * len(chosen)))
+        assert self.trainer.reference is not None
+        return self.trainer.reference.drift(self._pack(chosen, [0.0] * len(chosen)))
 
     # ---- weights and schedule ---------------------------------------------------------------------------------------
 

@@ -277,6 +277,14 @@ class Acceptance:
             shallower = rate
         self._refresh()
 
+    def fresh(self, most: float) -> Acceptance:
+        """Copy the estimate for rounds under new weights: the rates of every depth weigh at most `most` drafts."""
+        copy = Acceptance.from_json(self.to_json())
+        for d in range(copy.depth):
+            _cap(copy.hits, copy.draws, d, most)
+        copy._refresh()
+        return copy
+
     def to_json(self) -> dict[str, Any]:
         """Return the state, for `from_json`."""
         return {

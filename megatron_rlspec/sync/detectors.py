@@ -9,12 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_rlspec.config import HealthConfig
 from megatron_rlspec.types import RoundStats, Sample, SpecConfig
 
 Detector = Literal["session", "fingerprint", "stamp", "canary", "drift", "logprobs"]
 Action = Literal["speculate", "push_again", "plain", "drop"]
-_DEFAULTS = HealthConfig()
 
 
 @dataclass(frozen=True)
@@ -41,11 +39,11 @@ class HealthSettings:
     correlated_rounds  rounds that the drift test counts as one observation, because rounds of a request are correlated
     """
 
-    on_failure: Literal["plain", "stop"] = _DEFAULTS.on_failure
+    on_failure: Literal["plain", "stop"] = "plain"
     canary_steps: int = 3
-    canary_tokens: int = _DEFAULTS.canary_tokens
-    canary_share: float = _DEFAULTS.canary_share
-    floor_share: float = _DEFAULTS.floor_share
+    canary_tokens: int = 8
+    canary_share: float = 0.02
+    floor_share: float = 0.5
     z: float = 4.0
     false_alarm: float = 1e-9
     correlated_rounds: int = 8

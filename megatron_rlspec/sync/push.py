@@ -92,9 +92,6 @@ class Pusher:
     """Push to engines, and remember the tensors that a comparison has shown in each of them.
 
     engines     by name: `EnginePool.engines`, which changes with the pool
-    delta       send an engine only the tensors that differ from those that it holds; the comparison afterwards covers
-                all tensors. Not for engines that need all tensors (the embedded one) or re-pack layers (SGLang with
-                AMX), and not for latent attention, of which SGLang drops a projection that comes without its pair
     frozen      names of tensors that no push sends because they are not trained. Engines may hold them
     feed_bytes  bytes by which the exporter may run ahead of the slowest engine that takes single tensors. Engines with
                 a `bucket_memory` take buckets of it, and the exporter runs ahead by two of them
@@ -104,17 +101,15 @@ class Pusher:
         self,
         engines: Mapping[str, RolloutEngine],
         *,
-        delta: bool = False,
         frozen: Collection[str] = (),
         feed_bytes: int = 1 << 30,
     ) -> None:
         self.engines = engines
         self.frozen = frozenset(frozen)
-        self.delta = delta
         self.feed_bytes = feed_bytes
         self.expected: dict[str, int] = {}
         self.version = -1
-        self._proven: dict[str, dict[str, int]] = {}
+        self._proven: set[str] = set()  # engines that a comparison has shown to hold `expected`
 
     def push(
         self,
@@ -138,11 +133,10 @@ class Pusher:
         names = list(engines) if only is None else list(only)
         if scope != "all" and any(name not in self._proven for name in names):
             scope = "all"
-        proven = {name: self._proven.pop(name, {}) for name in names}  # until the comparison
+        self._proven.difference_update(names)  # until the comparison
         feeds = {}
         for name in names:
-            proof = proven[name] if self.delta else {}
-            feeds[name] = Feed(self.feed_bytes, proof, engines[name].bucket_memory)
+            feeds[name] = Feed(self.feed_bytes, engines[name].bucket_memory)
         limit = min(bucket_bytes(), max(1, self.feed_bytes // 4))
         with ThreadPoolExecutor(max(1, len(names))) as threads:
             updates = {n: threads.submit(_update, engines[n], version, scope, feeds[n]) for n in names}
@@ -166,7 +160,7 @@ class Pusher:
             feed = feeds[name]
             reports[name] = EngineReport(feed.seconds, feed.sent_bytes, feed.sent_tensors, error, difference)
             if reports[name].ok:
-                self._proven[name] = dict(self.expected)
+                self._proven.add(name)
         return PushReport(version, scope, ended - began, total, len(new), spent, ended - verified, reports)
 
     def verify(self, only: Sequence[str] | None = None) -> dict[str, Difference]:
@@ -179,7 +173,7 @@ class Pusher:
             error, difference = self._compare(self.engines[name])
             found[name] = Difference(missing=tuple(sorted(self.expected))) if error else difference
             if not found[name].empty:
-                self._proven.pop(name, None)
+                self._proven.discard(name)
         return found
 
     def _compare(self, engine: RolloutEngine) -> tuple[str, Difference]:
@@ -193,7 +187,7 @@ class Pusher:
 
     def forget(self, name: str) -> None:
         """Forget what this engine holds: the next push sends it all tensors."""
-        self._proven.pop(name, None)
+        self._proven.discard(name)
 
 
 @contextmanager
@@ -236,12 +230,11 @@ def exporting(export: Source) -> Iterator[Source | None]:
 class Feed:
     """What one engine gets of a push: buckets in `memory`, or single tensors of the exporter if it has none.
 
-    An iterator over (name, tensor), bounded in bytes; `buckets` yields whole buckets. Leaves out what the engine holds.
+    An iterator over (name, tensor), bounded in bytes; `buckets` yields whole buckets.
     """
 
-    def __init__(self, limit: int, proven: Mapping[str, int], memory: BucketMemory | None = None) -> None:
+    def __init__(self, limit: int, memory: BucketMemory | None = None) -> None:
         self.limit = limit
-        self.proven = proven
         self.memory = memory
         self.reading = True
         self.sent_bytes = 0
@@ -254,11 +247,10 @@ class Feed:
         self._ended: BaseException | bool = False
         self._changed = threading.Condition()
 
-    def wants(self, named: Sequence[Named], marks: Sequence[int]) -> tuple[int, ...]:
-        """Return which of these tensors the engine is to get."""
-        if not self.reading or self._ended:
-            return ()
-        return tuple(i for i, (name, _) in enumerate(named) if self.proven.get(name) != marks[i])
+    @property
+    def open(self) -> bool:
+        """Return whether the engine still reads tensors."""
+        return self.reading and not self._ended
 
     def put(self, bucket: Bucket) -> None:
         with self._changed:
@@ -396,7 +388,7 @@ def _stream(
             for feed in feeds:
                 feed.close(PushError(refused))
         else:
-            _distribute(lot, [marks[name] for name, _ in lot], feeds)
+            _distribute(lot, feeds)
     if not marks and not refused:
         refused = "the exporter gave no tensor"
     for feed in feeds:
@@ -406,15 +398,14 @@ def _stream(
     return marks, total, spent
 
 
-def _distribute(lot: Sequence[Named], marks: Sequence[int], feeds: Sequence[Feed]) -> None:
-    """Make one bucket for all feeds that want the same of these tensors in the same memory."""
-    alike: dict[tuple[int, tuple[int, ...]], list[Feed]] = {}
+def _distribute(lot: Sequence[Named], feeds: Sequence[Feed]) -> None:
+    """Make one bucket for all feeds with the same memory."""
+    alike: dict[int, list[Feed]] = {}
     for feed in feeds:
-        wanted = feed.wants(lot, marks)
-        if wanted:
-            alike.setdefault((id(feed.memory), wanted), []).append(feed)
-    for (_, wanted), readers in alike.items():
-        bucket = Bucket([lot[i] for i in wanted], len(readers))
+        if feed.open:
+            alike.setdefault(id(feed.memory), []).append(feed)
+    for readers in alike.values():
+        bucket = Bucket(lot, len(readers))
         memory = readers[0].memory
         if memory is not None:
             bucket.pack(memory, drop=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.losses.drafter import Student
-from megatron_rlspec.losses.head import VocabParallelHead, all_finite
+from megatron_rlspec.losses.head import all_finite
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.packing.transfer import to_device
@@ -47,9 +46,8 @@ from megatron_rlspec.train.drafter_step import (
 from megatron_rlspec.train.model import Policy, describe, taps_of, transformer_config
 from megatron_rlspec.train.objectives import OBJECTIVES, OutputLayer, Sums, means, reduce_sums
 from megatron_rlspec.train.optimizer import AdamW, Learner
+from megatron_rlspec.train.reference import Reference
 from megatron_rlspec.types import PackedBatch, Scope
-
-DRIFT_ROWS = 512  # tokens of a micro-batch whose distributions `Trainer.drift` compares
 
 
 class Trainer:
@@ -88,7 +86,7 @@ class Trainer:
         self._steps = _predicted_steps(config) if options.train else ()
         self.temperature = training_temperature(config.rollout.temperature)
         self._head_is_finite: bool | None = None  # known during a step
-        self.reference: list[Tensor] = []
+        self.reference: Reference | None = None  # after `keep_reference`
         self.embedding: Tensor | None = None
         self.refresh_embedding()
 
@@ -185,7 +183,7 @@ class Trainer:
         losses = partial(self._losses, objective, train_policy, train_drafter)
         if self.last_stage:
             self._head_is_finite = all_finite(self.policy.head_weight())
-        sums = self._run(batches, losses, forward_only=not train_policy)
+        sums = self.run(batches, losses, forward_only=not train_policy)
         self._head_is_finite = None
         totals = reduce_sums(sums)
         self.prediction = prediction_of(totals, self._steps)
@@ -209,7 +207,7 @@ class Trainer:
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return log-probabilities of labels at the rollouts' temperature, `[T]` per micro-batch; 0 if not trained."""
         self.policy.eval()
-        rows = self._run(batches, self._report_logprobs, forward_only=True)
+        rows = self.run(batches, self._report_logprobs, forward_only=True)
         if self.last_stage:
             rows = [row.cpu() for row in rows]
         else:
@@ -237,7 +235,7 @@ class Trainer:
                 replay.words = self.drafter_step.words
                 replay.head = self.drafter_step.head
         try:
-            found = self._run(batches, partial(self._replayed, replay) if self.last_stage else None, forward_only=True)
+            found = self.run(batches, partial(self._replayed, replay) if self.last_stage else None, forward_only=True)
         finally:
             if self.drafter is not None:
                 self.drafter.depth = self.config.drafter.depth
@@ -245,47 +243,9 @@ class Trainer:
         return {k: 1.0 if prediction is None else prediction.tokens_per_round(k) for k in steps}
 
     def keep_reference(self) -> None:
-        """Copy the current policy to the CPU, for `reference_logprobs` and `drift`."""
-        self.reference = [parameter.detach().cpu().clone() for parameter in self.policy.parameters()]
-
-    @torch.no_grad()
-    def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Compute `logprobs` with the weights of `keep_reference`; then restore the current weights bit for bit."""
-        with self._reference_weights():
-            return self.logprobs(batches)
-
-    @torch.no_grad()
-    def drift(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
-        """Measure how far the policy is from the weights of `keep_reference`, on a sample of the trained tokens.
-
-        drift/kl       mean KL(policy ‖ reference) of the next token, in nats, at the rollouts' temperature
-        drift/changed  share of tokens whose likeliest token differs
-
-        The sample is at most `DRIFT_ROWS` tokens of a micro-batch, evenly spaced.
-        """
-        self.policy.eval()
-        with self._reference_weights():
-            rows = self._run(batches, self._report_distribution, forward_only=True)
-        reference = iter(rows)
-        sums = self._run(batches, partial(self._report_drift, reference), forward_only=True)
-        totals = reduce_sums(sums)
-        (tokens,) = totals["drift/tokens"]
-        return {name: totals[name][0] / max(tokens, 1.0) for name in ("drift/kl", "drift/changed")}
-
-    @contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        """Exchange the policy's weights and the reference's during the block. The exchange is exact."""
-        self._exchange_with_reference()
-        try:
-            yield
-        finally:
-            self._exchange_with_reference()
-
-    def _exchange_with_reference(self) -> None:
-        for parameter, held in zip(self.policy.parameters(), self.reference, strict=True):
-            present = parameter.detach().to("cpu", copy=True)
-            parameter.data.copy_(held)
-            held.copy_(present)
+        """Copy the current policy, for `reference`."""
+        layer = partial(self.output_layer, self.temperature)
+        self.reference = Reference(self.policy, self.run, self.logprobs, layer)
 
     def refresh_embedding(self) -> None:
         """Update `embedding`, which the drafter reads: a view of the policy's, or a copy on a later pipeline stage."""
@@ -325,7 +285,7 @@ class Trainer:
             "drafter_layers": 1 if drafter.repeated_layer else drafter.depth,
         }
 
-    def _run(self, batches: Sequence[PackedBatch], loss: Any, *, forward_only: bool) -> list[Any]:
+    def run(self, batches: Sequence[PackedBatch], loss: Any, *, forward_only: bool) -> list[Any]:
         """Run Megatron's schedule over the micro-batches; return what `loss` reports for each, on the last stage."""
 
         def forward(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
@@ -359,8 +319,7 @@ class Trainer:
         """Return the policy's loss, whose backward the schedule runs; run the drafter's forward and backward."""
         hidden = hidden[:, 0]
         # A drafter that learns alone learns the distribution that engines sample from, as in an RL step.
-        layer = self._output_layer(1.0 if objective == "sft" and train_policy else self.temperature)
-        taught = replace(layer, temperature=self.config.drafter.temperature or layer.temperature)
+        layer = self.output_layer(1.0 if objective == "sft" and train_policy else self.temperature)
         loss = hidden.new_zeros(())
         sums: Sums = {}
         step = self.drafter_step if train_drafter else None
@@ -368,8 +327,8 @@ class Trainer:
         if step is not None:
             targets = _drafter_targets(batch)
             predict = objective == "grpo" and bool(step.objective.predicted_steps)
-            student = step.student(self._draft(batch, packed, hidden), targets, taught, predict=predict)
-        shared = step is not None and step.shares_policy_logits and taught.temperature == layer.temperature
+            student = step.student(self._draft(batch, packed, hidden), targets, layer, predict=predict)
+        shared = step is not None and step.shares_policy_logits
         observe = student.observe if student is not None and shared else None
         if train_policy:
             loss, sums = OBJECTIVES[objective](layer, batch, hidden, self.config.algorithm, observe)
@@ -403,7 +362,7 @@ class Trainer:
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.no_grad():
-            rows, _ = self._output_layer(self.temperature).logprobs(batch, hidden[:, 0])
+            rows, _ = self.output_layer(self.temperature).logprobs(batch, hidden[:, 0])
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), rows
 
     def _replayed(
@@ -413,37 +372,12 @@ class Trainer:
         hidden = hidden[:, 0]
         targets = _drafter_targets(batch)
         outputs = self._draft(batch, packed, hidden)
-        student = step.student(outputs, targets, self._output_layer(1.0), predict=True)
+        student = step.student(outputs, targets, self.output_layer(1.0), predict=True)
         _, sums = step.learn(student, targets, None)
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), sums
 
-    def _report_distribution(
-        self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), self._distribution(batch, hidden)[1]
-
-    def _report_drift(
-        self, reference: Iterator[Tensor], batch: PackedBatch, packed: PackedSequences, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, Sums]:
-        head, logp = self._distribution(batch, hidden)
-        logq = next(reference)
-        sums = {
-            "drift/tokens": torch.tensor(len(logp), device=logp.device),
-            "drift/kl": head.sum((logp.exp() * (logp - logq)).sum(-1)).sum(),
-            "drift/changed": (head.argmax(logp) != head.argmax(logq)).sum(),
-        }
-        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), sums
-
-    def _distribution(self, batch: PackedBatch, hidden: Tensor) -> tuple[VocabParallelHead, Tensor]:
-        """Return the head and log-probabilities `[n, V / tensor]` of at most `DRIFT_ROWS` of the trained tokens."""
-        layer = self._output_layer(self.temperature)
-        head = VocabParallelHead.of(layer.weight, layer.temperature, layer.tensor_group, None)
-        rows = batch.loss_mask.nonzero()[:, 0]
-        rows = to_device(rows[:: max(1, -(-len(rows) // DRIFT_ROWS))], hidden.device)
-        scores = head.scores(hidden[:, 0].index_select(0, rows))
-        return head, scores - head.log_sum_exp(scores)[:, None]
-
-    def _output_layer(self, temperature: float) -> OutputLayer:
+    def output_layer(self, temperature: float) -> OutputLayer:
+        """Return the policy's output layer on this rank of the last stage, at a temperature."""
         return OutputLayer(self.policy.head_weight(), temperature, self._head_is_finite)
 
     def _from_last_stage(self, x: Tensor) -> Tensor:
@@ -490,14 +424,13 @@ def _drafts_coupled(config: Config) -> bool:
     """Return whether rollouts draft with the verifier's noise, at the temperature of the drafter's training."""
     rollout = config.rollout
     keyed = config.spec.verifier == "position_keyed" and config.spec.drafts == "coupled"
-    return keyed and rollout.temperature > 0 and config.drafter.temperature in (0, rollout.temperature)
+    return keyed and rollout.temperature > 0
 
 
 def _taught_what_is_sampled(config: Config) -> bool:
     """Return whether the teacher's distribution is the one that rollouts draw from."""
     rollout = config.rollout
-    whole = unfiltered(rollout.temperature, rollout.top_p, rollout.top_k)
-    return whole and config.drafter.temperature in (0, rollout.temperature)
+    return unfiltered(rollout.temperature, rollout.top_p, rollout.top_k)
 
 
 def _predicted_steps(config: Config) -> tuple[int, ...]:
@@ -527,12 +460,12 @@ def _policy_adam(config: Config) -> AdamW:
 
 
 def _drafter_adam(config: Config) -> AdamW:
-    """Return the drafter's Adam: its own rate, warm-up, decay and clip; the policy's betas, eps and decay_steps."""
+    """Return the drafter's Adam: its own rate, warm-up and clip, no decay of weights; the rest is the policy's."""
     own = config.drafter
     return replace(
         _policy_adam(config),
         lr=own.lr,
-        weight_decay=own.weight_decay,
+        weight_decay=0.0,
         clip_grad=own.clip_grad,
         warmup_steps=own.warmup_steps,
     )

@@ -301,7 +301,10 @@ def test_a_line_is_a_mean_with_its_interval():
 
 
 def test_the_prediction_of_a_step_is_drawn_at_the_next_one(tmp_path):
-    rows = [{"step": i, "spec/accept_1": 0.5, "spec/accept_2": 0.5, "spec/prior_1": 0.25 * (i + 1)} for i in range(3)]
+    rows = [
+        {"step": i, "spec/accept_1": 0.5, "spec/accept_2": 0.5, "predict/next_tokens_k1": 1.25 + 0.25 * i}
+        for i in range(3)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (drawing,) = [d for d in figures.of_run(read_run(tmp_path)) if d.title == "Accept length by depth"]
     assert [row[1:] for row in drawing.hover["rows"]] == [

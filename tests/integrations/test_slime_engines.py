@@ -34,7 +34,7 @@ def engine(tmp_path_factory):
             start_new_session=True,
         )
         found = SlimeEngine(f"http://127.0.0.1:{port}")
-        deadline = time.monotonic() + 800  # ends a hang
+        deadline = time.monotonic() + 240
         try:
             while True:
                 try:

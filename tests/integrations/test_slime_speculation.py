@@ -6,7 +6,6 @@ import pytest
 
 from megatron_rlspec.integrations.slime import speculation as slime_speculation
 from megatron_rlspec.integrations.slime.speculation import Speculation
-from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
@@ -50,7 +49,7 @@ def rounds(*accepted):
 
 def test_an_evaluation_is_not_learnt_from(monkeypatch):
     monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
-    speculation = Speculation(Learning(Adapter([0, 3], "", Roofline.of_layers(2), 0.01, 0.01)), [CHAIN])
+    speculation = Speculation(Learning([0, 3], "", Roofline.of_layers(2), 0.01, 0.01), [CHAIN])
     Engine.rounds.append(rounds(5000, 0, 0, 0))
     speculation.forget(["a"])
     Engine.rounds.append(rounds(0, 0, 0, 50))
@@ -61,7 +60,7 @@ def test_an_evaluation_is_not_learnt_from(monkeypatch):
 def test_no_canary_before_the_first_push(monkeypatch):
     """SGLang names "default" as the version of weights that it loaded by itself (slime's --debug-rollout-only)."""
     monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
-    speculation = Speculation(Learning(Adapter([0, 3], "", Roofline.of_layers(2), 0.01, 0.01)), [CHAIN])
+    speculation = Speculation(Learning([0, 3], "", Roofline.of_layers(2), 0.01, 0.01), [CHAIN])
     assert "health/canary_accept_length" not in speculation.canary(["a"], [[1, 2, 3]], Sampling())
 
 
@@ -69,8 +68,8 @@ def test_no_canary_before_the_first_push(monkeypatch):
 def test_a_resumed_run_may_have_other_candidate_steps(before):
     """Its engines accept the restored rule, even if `--candidate-steps` was different before."""
     cost = Roofline.of_layers(2)
-    former, resumed = (Learning(Adapter([0, deepest], "", cost, 0.01, 0.01)) for deepest in (before, 3))
-    former.adapter.observe([RoundStats(SpecConfig(before), 8, 800, 400, 900.0, (0,) * before + (400,))], [])
+    former, resumed = (Learning([0, deepest], "", cost, 0.01, 0.01) for deepest in (before, 3))
+    former.observe([RoundStats(SpecConfig(before), 8, 800, 400, 900.0, (0,) * before + (400,))], [])
     resumed.restore(json.loads(json.dumps(former.state())))
     rule = SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **resumed.rule()})
     assert (rule.acceptance.rates[0] > 0.9) == (before >= 3)

@@ -1,5 +1,4 @@
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -9,8 +8,6 @@ from megatron_rlspec.losses import predict
 from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.losses.predict import deepen, of_rows
 from megatron_rlspec.speculation.acceptance import Prediction
-from megatron_rlspec.speculation.forecast import Calibration, Forecast
-from megatron_rlspec.types import RoundStats, SpecConfig
 
 V, DEPTH = 6, 3
 
@@ -260,83 +257,6 @@ def test_accept_and_reach_agree_on_average():
         assert (target[0] * reach).sum().item() == pytest.approx(accept[0].item())
 
 
-def test_calibration_learns_a_steady_gap_and_scores_both_forecasts():
-    rng = np.random.default_rng(6)
-    calibration = Calibration(3)
-    errors = []
-    for step in range(30):
-        raw = 0.4 + 0.01 * step  # the drafter improves; the forward before each update is always behind
-        truth = 1 / (1 + np.exp(-(np.log(raw / (1 - raw)) + 0.6)))
-        reached = np.array([[1000.0, 1000 * raw, 1000 * raw**2]])
-        prediction = Prediction((3,), reached, reached * raw)
-        accepted = np.cumprod(rng.random((4000, 3)) < truth, axis=1).sum(axis=1)
-        errors.append(calibration.update(prediction, {3: np.bincount(accepted, minlength=4).tolist()}))
-    assert abs(errors[0]["error"]) > 0.3
-    late = errors[10:]
-    assert np.mean([abs(e["error"]) for e in late]) < 0.06
-    assert np.mean([abs(e["uncalibrated_tokens"] - e["observed_tokens"]) for e in late]) > 0.3
-    assert "last_value_error" not in errors[0] and "last_value_error" in errors[1]
-    again = Calibration.from_json(calibration.to_json())
-    assert again.apply([0.5, 0.5, 0.5]) == calibration.apply([0.5, 0.5, 0.5])
-    assert calibration.update(prediction, {}) == {} == calibration.update(prediction, {7: [1, 2]})
-
-
-def errors_of(informative, seed, steps=40, rounds=600, depth=3):
-    """Mean absolute errors (calibrated, last value, raw) where drafts drift, in log-odds, and texts differ besides.
-
-    The prediction sees the next rollout's level through a bias that drifts too, or wanders by itself.
-    """
-    rng = np.random.default_rng(seed)
-    level, bias, elsewhere = 0.8, 0.5, 1.3
-    calibration, errors = Calibration(depth), []
-    for _ in range(steps):
-        level, bias, elsewhere = (np.array([level, bias, elsewhere]) + rng.normal(0, [0.15, 0.03, 0.15])).tolist()
-        level = min(max(level, -2.0), 3.0)
-        raw, rate = 1 / (
-            1 + np.exp(-np.array([(level + bias if informative else elsewhere), level]) - rng.normal(0, [0.1, 0.25]))
-        )
-        reached = 1000 * raw ** np.arange(depth)[None]
-        accepted = np.cumprod(rng.random((rounds, depth)) < rate, axis=1).sum(axis=1)
-        found = calibration.update(
-            Prediction((depth,), reached, reached * raw), {depth: np.bincount(accepted, minlength=depth + 1).tolist()}
-        )
-        uncalibrated = found["uncalibrated_tokens"] - found["observed_tokens"]
-        errors.append([found["error"], found.get("last_value_error", np.nan), uncalibrated])
-    return np.abs(errors[1:]).mean(axis=0)
-
-
-@pytest.mark.parametrize(("informative", "gain"), [(True, 0.12), (False, 0.05)])
-def test_calibrated_forecasts_beat_the_last_value(informative, gain):
-    """The gain comes from the prediction of the change; without a prediction it comes from smoothing alone."""
-    calibrated, last, raw = np.mean([errors_of(informative, seed) for seed in range(12)], axis=0)
-    assert calibrated < (1 - gain) * last < last < raw
-
-
-def test_a_prediction_is_weighed_by_its_earlier_errors():
-    def trusts(informative):
-        rng = np.random.default_rng(2)
-        calibration = Calibration(1)
-        for _ in range(40):
-            rate, noise = rng.uniform(0.4, 0.9, 2)
-            reached = np.array([[1000.0]])
-            prediction = Prediction((1,), reached, reached * (rate if informative else noise))
-            hits = int(rng.binomial(2000, rate))
-            calibration.update(prediction, {1: [2000 - hits, hits]})
-        return calibration.weights().sum(axis=0)
-
-    assert trusts(True)[-1] > 0.95 and trusts(False)[0] > 0.75
-
-
-def test_depths_that_were_never_reached_stay_as_predicted():
-    calibration = Calibration(3)
-    reached = np.array([[1000.0, 500, 250], [1000, 500, 250]])
-    calibration.update(Prediction((1, 3), reached, reached / 2), {1: [100, 900]})
-    first, second, third = calibration.apply([0.5, 0.5, 0.4])
-    assert first > 0.8 and (second, third) == (pytest.approx(0.5), pytest.approx(0.4))
-    with pytest.raises(ValueError, match="from another release"):
-        Calibration.from_json({**calibration.to_json(), "loss": [[0.0]]})
-
-
 def test_wrong_shapes_and_names_are_refused():
     x = torch.rand(4, 2)
     with pytest.raises(ValueError, match="differ"):
@@ -388,16 +308,3 @@ def test_depths_below_the_trained_ones_follow_the_deepest():
     two = walk(*(deepen(part[:, :2], wanted) for part in (accept, reach, mask)), [5])
     assert two.rates() == pytest.approx(whole.rates(), abs=0.003)
     assert torch.equal(deepen(mask[:, :2], wanted), mask)
-
-
-def test_a_forecast_is_scored_by_the_rollout_it_was_made_for():
-    forecast, config = Forecast(3), SpecConfig(2)
-    rounds = [RoundStats(config, 4, 100, 10, 5.0, (20, 10, 10)), RoundStats(SpecConfig(0), 4, 100, 10, 5.0, (40,))]
-    assert forecast.score(rounds) == {}
-    expected = forecast.expect(Prediction((1, 2, 3), np.ones((3, 3)), np.full((3, 3), 0.5)))
-    assert expected["predict/next_tokens_k2"] == pytest.approx(1.75)
-    forecast = Forecast.from_json(json.loads(json.dumps(forecast.to_json())))
-    found = forecast.score(rounds)
-    assert found["predict/observed_tokens"] == pytest.approx(1.75)
-    assert found["predict/predicted_tokens"] == pytest.approx(1.75) and abs(found["predict/error"]) < 1e-9
-    assert "predict/last_value_error" in forecast.score(rounds)

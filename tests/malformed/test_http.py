@@ -30,6 +30,7 @@ VOCABULARY = 160
 CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=VOCABULARY)
 WEIGHTS = tiny_mimo.weights(CONFIG)
 SERVE = "--device cpu --dtype float32 --candidate-steps 0,1,2,3 --max-total-tokens 4096 --max-running-requests 16"
+SERVE += " --extensions migration"
 NORM, DRAFTER = "model.norm.weight", "model.mtp_layers.0.final_layernorm.weight"
 PYTHON = ("Traceback", "pydantic", "Input should", "<class", "object at 0x", "errno", "NoneType")
 

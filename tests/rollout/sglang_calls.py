@@ -17,11 +17,13 @@ from pathlib import Path
 from megatron_calls import Call, calls_within, show
 
 from megatron_rlspec.compat import contracts
+from megatron_rlspec.extensions.migration.sglang import kv_tree
 from megatron_rlspec.rollout.sglang.scheduler import versions
 
 RECORD = Path(__file__).with_name("sglang_signatures.json")
 ROOM = Path(versions.__file__).parents[1]
-SOURCES = [file for file in sorted(ROOM.rglob("*.py")) if file.name != "versions.py"]
+MIGRATION = Path(kv_tree.__file__).parent
+SOURCES = [file for room in (ROOM, MIGRATION) for file in sorted(room.rglob("*.py")) if file.name != "versions.py"]
 
 
 def calls(version: str) -> list[Call]:
@@ -38,7 +40,7 @@ def calls(version: str) -> list[Call]:
 
 def recorded_names() -> list[str]:
     named = {call.dotted for version in versions.KNOWN for call in calls(version)}
-    return sorted(named.union(*versions.CONTRACTS.values()))
+    return sorted(named.union(kv_tree.CONTRACT, *versions.CONTRACTS.values()))
 
 
 def record(folders: dict[str, str]) -> dict[str, dict[str, str | None]]:

@@ -31,7 +31,7 @@ def test_a_bucket_is_copied_once_for_both_loaders(bucket, way, device, tmp_path,
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
     tensors, content, entries = bucket
-    monkeypatch.setattr(bucket_file, "_memory", torch.empty(0, dtype=torch.uint8))
+    monkeypatch.setattr(bucket_file.landing, "_kept", torch.empty(0, dtype=torch.uint8))
     metadata = [
         FlattenedTensorMetadata(e.name, torch.Size(e.shape), e.dtype, e.first, e.end, e.end - e.first) for e in entries
     ]
@@ -48,4 +48,4 @@ def test_a_bucket_is_copied_once_for_both_loaders(bucket, way, device, tmp_path,
                     model[name].copy_(tensor)
         assert list(reads.found.values()) == ([2] if device == "cuda" else []), reads.found
         assert all(torch.equal(reads.take(model[n]), tensors[n]) for model in held for n in tensors)
-    assert bucket_file._memory.numel() == (0 if (way, device) == ("shared memory", "cpu") else len(content))
+    assert bucket_file.landing._kept.numel() == (0 if (way, device) == ("shared memory", "cpu") else len(content))

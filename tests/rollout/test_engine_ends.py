@@ -22,7 +22,7 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 
 CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
-SERVE = "--device cpu --dtype float32 --max-total-tokens 1024 --max-running-requests 4".split()
+SERVE = "--device cpu --dtype float32 --max-total-tokens 1024 --max-running-requests 4 --extensions migration".split()
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 LAUNCHER = """
 import sys, time
@@ -94,9 +94,8 @@ def test_nothing_remains_after_a_kill(model: Path, tmp_path: Path, victim: str) 
     launcher, server, directory = start(model, tmp_path / "log")
     try:
         assert any("sglang_loads" in name for name in left(directory))
-        (
-            scratch.SHARED_MEMORY / scratch.columns(directory) / "0.0"
-        ).touch()  # the KV cache of a sample that no engine took
+        folder = scratch.SHARED_MEMORY / f"rlspec-kv-{directory.name}"
+        (folder / "0.0").touch()  # the KV cache of a sample that no engine took
         children = server.children(recursive=True)
         if victim in ("server", "all"):
             server.kill()

@@ -40,6 +40,7 @@ from megatron_rlspec.types import Prompt, Request, Sampling
 CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=160)
 WEIGHTS = tiny_mimo.weights(CONFIG)
 SERVE = "--device cpu --dtype float32 --candidate-steps 0,1,2,3 --max-total-tokens 4096 --max-running-requests 16"
+SERVE += " --extensions migration"
 NORM = "model.norm.weight"
 LONG = Sampling(max_new_tokens=300, ignore_eos=True)
 

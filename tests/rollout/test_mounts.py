@@ -9,6 +9,8 @@ import pytest
 import torch.distributed as dist
 from train_ranks import on_ranks
 
+from megatron_rlspec.extensions.migration.sglang import folder
+from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.bucket import ServedTensors
 from megatron_rlspec.rollout.sglang.scheduler import mounts
 from megatron_rlspec.rollout.sglang.schemas import Refusal
@@ -37,10 +39,10 @@ def test_ranks_with_mounts_of_their_own_are_found(own_mounts):
 
 
 def test_another_file_system_is_not_the_same_shared_memory(monkeypatch):
-    here = mounts.shared_memory()
-    assert here and here == mounts.shared_memory()
-    monkeypatch.setattr(mounts, "SHARED_MEMORY", Path("/proc"))
-    assert mounts.shared_memory() not in ("", here)
+    here = folder.shared_memory()
+    assert here and here == folder.shared_memory()
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", Path("/proc"))
+    assert folder.shared_memory() not in ("", here)
 
 
 def test_http_and_files_are_refused_then(sglang_models, monkeypatch):

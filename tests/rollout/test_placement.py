@@ -192,7 +192,8 @@ def test_running_engines_of_the_lane_s_size_are_the_lane(monkeypatch, tmp_path):
     lane = {"tail.lane": "2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
     config = load(None, {"rollout.urls": "http://a:1,http://b:2", **lane})
     sizes = {"http://a:1": 1, "http://b:2": 2}
-    engine = lambda run, url: SimpleNamespace(describe=lambda: {"tensor_parallel": sizes[url]})  # noqa: E731
+    described = lambda url: {"tensor_parallel": sizes[url], "extensions": ["migration"]}  # noqa: E731
+    engine = lambda run, url: SimpleNamespace(describe=lambda: described(url))  # noqa: E731
     monkeypatch.setattr(MigratableEngines, "_attach", engine)
     assert MigratableEngines(config, tmp_path, Layout()).spare == ["http://b:2"]
     for wrong in (1, 4):

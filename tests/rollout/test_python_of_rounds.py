@@ -51,7 +51,7 @@ class Round:
 
     def decide(self):
         self.decider.choose(len(self.reqs), 600 * len(self.reqs), lambda n: self.gap.missed(self.reqs, n))
-        kv_moves.movers(self.reqs)
+        kv_moves.before_round(self.reqs)
 
     def mark(self):
         for request in self.reqs:

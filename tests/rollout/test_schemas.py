@@ -9,6 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from megatron_rlspec.extensions.migration.sglang import kv_moves
+from megatron_rlspec.extensions.migration.sglang import schemas as migration
 from megatron_rlspec.rollout.sglang import schemas
 from megatron_rlspec.rollout.sglang.bucket import ServedTensors, read_entries
 from megatron_rlspec.rollout.sglang.scheduler import control
@@ -88,8 +90,10 @@ def test_what_no_schema_can_know_is_refused():
 
 def test_every_command_has_a_schema():
     assert set(schemas.COMMANDS) == set(control._COMMANDS) - {"stamp"}  # which only `weights/end` gives
+    assert migration.COMMANDS.keys() == kv_moves.COMMANDS.keys()
 
 
+COMMANDS = schemas.COMMANDS | migration.COMMANDS
 SESSION = ("session", "a" * 32)
 QUERIES = [
     (schemas.BeginQuery, [], "query: scope is missing"),
@@ -111,7 +115,7 @@ def test_a_malformed_query_is_refused_in_one_sentence(model, query, told):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([schemas.GenerateBody, schemas.AbortBody, *schemas.COMMANDS.values(), schemas.JoinBody]), JUNK)
+@given(st.sampled_from([schemas.GenerateBody, schemas.AbortBody, *COMMANDS.values(), schemas.JoinBody]), JUNK)
 def test_any_json_is_accepted_or_refused_in_one_sentence(model, value):
     try:
         parse(model, json.dumps(value).encode())

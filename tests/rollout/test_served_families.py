@@ -17,6 +17,7 @@ import transformers
 from test_pushed_families import checkpoint, config_of
 from torch import Tensor
 
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.families import FAMILIES, names_where
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.models.names import name_table
@@ -30,6 +31,7 @@ SERVED = {name: config_of(name, bos_token_id=1, eos_token_id=2) for name in name
 # On a CPU, SGLang takes hidden_size / heads for the head size of these classes.
 SERVED["MiMoForCausalLM"] |= {"head_dim": 8}
 SERVED["MiMoForCausalLM of a Llama"] = {**SERVED["MiMoForCausalLM"], "attention_bias": False}
+SERVED["LlamaForCausalLM, tied"] = {**SERVED["LlamaForCausalLM"], "tie_word_embeddings": True}
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096", "--max-running-requests", "8"]
 TEMPERATURE = 0.8
 Tensors = dict[str, Tensor]
@@ -114,6 +116,7 @@ def test_a_push_changes_what_the_engine_computes(served_model, tmp_path):
     assert {version for sample in samples for version, _, _ in sample.policy_versions} == {1}
     agrees_with_transformers(samples, config, new, tmp_path / "new")
     if not drafts:
+        wakes(engine, pusher, new)
         return
     engine.set_schedule(SpecSchedule.fixed(OFF))
     plain = drawn(engine)
@@ -136,3 +139,16 @@ def test_a_push_changes_what_the_engine_computes(served_model, tmp_path):
         engine.update_weights(4, wrong.items())
         assert pusher.verify()["e"].differing == (name,)
     assert not pusher.push(5, lambda scope: old.items()).failed
+    wakes(engine, pusher, old)
+
+
+def wakes(engine: SGLangEngine, pusher: Pusher, tensors: Tensors) -> None:
+    """Have an engine sleep and wake: a push of what a trainer has is complete, one that lacks a tensor is not."""
+    before = [sample.tokens.tolist() for sample in drawn(engine)]
+    engine.sleep()
+    engine.wake()
+    some = dict(list(tensors.items())[1:])
+    with pytest.raises(EngineError, match=f"1 tensors that are undefined were not sent, such as {list(tensors)[0]}"):
+        engine.update_weights(6, some.items())
+    assert not pusher.push(7, lambda scope: tensors.items()).failed and pusher.verify()["e"].empty
+    assert [sample.tokens.tolist() for sample in drawn(engine)] == before

@@ -45,8 +45,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine, _body
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.speculation.acceptance import pooled
-from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.acceptance import Acceptance, pooled
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
@@ -63,6 +62,7 @@ LAUNCHES = {
     "unkeyed": ["--spec", "fixed", "--num-steps", "3", "--verifier", "target_only"],
 }
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "32"]
+SERVE += ["--extensions", "migration"]
 
 
 @pytest.fixture(scope="module")
@@ -295,11 +295,15 @@ def delivered_tokens(sample: Sample) -> int:
 
 
 @pytest.mark.slow
-def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: dict[str, SGLangEngine]) -> None:
+def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(
+    engines: dict[str, SGLangEngine], late: int = 0
+) -> None:
     """While off, the drafters of 8 of 12 requests catch up in probes; the others draft at random in those rounds.
 
     By this rule's costs, drafting is faster once contexts are long. From then on, a round accepts the same drafts as in
     a run whose drafter was never off, if both start the round at the same token. So its cache lacks nothing.
+
+    late  samples, at most, that had ended when the last round of the whole batch was launched; these draft nothing
     """
     engine = engines["adaptive"]
     asked = requests(12, "some")
@@ -322,7 +326,7 @@ def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: dict
     # Rounds of the whole batch: each of the probes counts the drafts of 8 requests only.
     [whole] = [s for s in stats if (s.config, s.batch) == (SpecConfig(3), len(asked))]
     uncounted = whole.rounds * len(asked) - sum(whole.accepted)
-    assert report["probes"] > 3 and uncounted == 4 * report["probes"]
+    assert report["probes"] > 3 and 0 <= uncounted - 4 * report["probes"] <= late
     both = [
         (before[start], after[start])
         for before, after in zip(map(rounds_of, always), map(rounds_of, sometimes), strict=True)
@@ -415,7 +419,7 @@ def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) ->
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in pushed.items()}
     assert all(s.policy_versions == ((7, 0, len(s.response)),) for s in engine.generate(requests(3), SAMPLINGS["T=1"]))
     body = {"requests": [_body(requests(1, "known")[0], Sampling(max_new_tokens=150, ignore_eos=True))]}
-    lines = list(engine._stream("generate", json=body | {"progress": True}))
+    lines = list(engine.stream("generate", json=body | {"progress": True}))
     # What is known of a sample if its engine is lost.
     assert len(lines) > 2 and {line["version"] for line in lines if "drawn" in line} == {"7"}
     engine.update_weights(0, WEIGHTS.items())
@@ -649,8 +653,8 @@ def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict
     swapped = agreeing | {name: torch.cat([agreeing[name][:, half:], agreeing[name][:, :half]], 1)}
     configs = [SpecConfig(*config) for config in engine.describe()["configs"]]
     settings = HealthSettings(canary_share=1.0, canary_tokens=24)
-    adapter = Adapter([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01)
-    speculation = Speculation(Learning(adapter), configs, settings)
+    learning = Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01)
+    speculation = Speculation(learning, configs, settings)
     prompts = [r.prompt.tokens.tolist() for r in requests(6)]
     greedy = Sampling(temperature=0, ignore_eos=True)
 
@@ -708,13 +712,14 @@ def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngin
     whole = 1 + 8 * 4  # tokens: the prefill's, and eight rounds that the limit does not cut
     samples = few.generate(requests(2), Sampling(temperature=0, max_new_tokens=whole, ignore_eos=True))
     samples += many.generate(requests(12), Sampling(max_new_tokens=30, ignore_eos=True))
-    speculation = Speculation(Learning(Adapter([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01)))
+    speculation = Speculation(Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01))
     found = speculation.after_rollout([few.url, many.url])
     assert found["rollout/spec_share_k3"] == 1.0
     shares = [sum(s.accepted[1:]) / sum(s.accepted) for s in (samples[0], samples[-1])]
     assert shares[0] == 1.0 and shares[1] < 0.2
     assert found["rollout/spec_accept_1"] < 0.2
-    learnt = [round(rate, 4) for rate in speculation.learning.adapter.acceptance.rates]
+    start = Acceptance.from_json(speculation.learning.rule()["acceptance"])
+    learnt = [round(rate, 4) for rate in start.rates]
     for engine in (few, many):
         report = engine.spec_rule_report()
         assert report["acceptance"][:3] == learnt[:3] and not report["rounds"]
@@ -723,7 +728,7 @@ def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngin
     # By a cost table: its times are scaled by what rounds took, and what it did not measure is no candidate.
     costs = hundred_times_faster(tmp_path / "costs.json")
     by_table = Speculation(
-        Learning(Adapter([0, 1, 2, 3], str(costs), Roofline.of_model(CONFIG, 64.0), 0.01, 0.01), scale_table=True),
+        Learning([0, 1, 2, 3], str(costs), Roofline.of_model(CONFIG, 64.0), 0.01, 0.01, scale_table=True),
         [SpecConfig(*config) for config in few.describe()["configs"]],
     )
     few.set_schedule(k(2))
@@ -733,7 +738,7 @@ def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngin
     measured = CostTable.load(costs)
     scaled = CostTable.from_json(given["table"]).ms(SpecConfig(2), 4, 400) / measured.ms(SpecConfig(2), 4, 400)
     assert not 0.99 < scaled < 1.01
-    resumed = Learning(Adapter([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01))
+    resumed = Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01)
     assert resumed.restore(json.loads(json.dumps(speculation.learning.state()))) == ""
     assert resumed.rule() == speculation.learning.rule()
 
@@ -918,7 +923,7 @@ def test_running_samples_move_with_their_kv_cache(
     source, target = engines["unkeyed"], engines["adaptive"]
     assert source.node == target.node != ""
     if temperature == 0:
-        monkeypatch.setattr(source, "_node", "another machine")
+        monkeypatch.setattr(source, "_place", replace(source.place, node="another machine"))
     first_version(source, target, engines["plain"])
     target.set_schedule(k(3))
     asked = fresh(4, f"move{temperature:.0f}", 9000)
@@ -1000,7 +1005,7 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
 
 
 def files_of(engine: MigratableSGLangEngine) -> list[Path]:
-    return list(Path("/dev/shm", engine.describe()["columns"]).iterdir())
+    return list(Path("/dev/shm", engine.folder).iterdir())
 
 
 def test_refused_moves_leave_no_trace(engines: dict[str, MigratableSGLangEngine]) -> None:
@@ -1149,7 +1154,7 @@ def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:
     survivor = engines["adaptive"].generate
     sent: list[Request] = []
     engines["adaptive"].generate = lambda asked, *rest: sent.extend(asked) or survivor(asked, *rest)
-    stream = engines["plain"]._stream
+    stream = engines["plain"].stream
 
     def closes(path: str, body: dict) -> Iterator[dict]:
         for i, line in enumerate(stream(path, body)):
@@ -1157,9 +1162,9 @@ def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:
                 threading.Thread(target=engines["plain"].close).start()
             yield line
 
-    engines["plain"]._stream = closes
+    engines["plain"].stream = closes
     samples = pool.generate(asked, sampling)
-    del engines["adaptive"].generate, engines["plain"]._stream
+    del engines["adaptive"].generate, engines["plain"].stream
     moved = sent[4:]
     assert len(moved) == 4 and all(64 < len(r.partial.response) < 1200 for r in moved)
     by_id = {s.request_id: s for s in expected}
@@ -1198,6 +1203,11 @@ def test_an_engine_that_slept_serves_nothing_until_all_weights_are_pushed(engine
     session = engine.post("weights/begin", params={"scope": "all", "version": "1"})
     engine.post("weights/abandon", params=session)
     with pytest.raises(EngineError, match=undefined):
+        engine.post("resume")
+    one = sorted(WEIGHTS)[0]
+    with pytest.raises(EngineError, match=f"{len(WEIGHTS) - 1} tensors that are undefined were not sent, such as"):
+        engine.update_weights(1, [(one, WEIGHTS[one])])
+    with pytest.raises(EngineError, match="the update to version 1 ended unfinished"):
         engine.post("resume")
     engine.update_weights(1, WEIGHTS.items())
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}

@@ -63,7 +63,7 @@ def test_after_a_mixture_nothing_is_generated_until_its_tensors_came_again(weigh
         weights.check_defined()
     with pytest.raises(Refusal, match=mixed):
         weights.begin("drafter", "4")
-    with pytest.raises(Refusal, match="1 tensors of an unfinished update were not sent, such as b"):
+    with pytest.raises(Refusal, match="1 tensors that are undefined were not sent, such as b"):
         finished(weights, ["a", "c"])
     with pytest.raises(Refusal, match="to version 7 ended unfinished"):
         weights.check_defined()
@@ -101,12 +101,22 @@ def test_buckets_at_once_are_few(weights):
 
 
 def test_after_a_sleep_all_weights_are_pushed(weights):
-    weights.sleep()
+    weights.sleep(["a", "b"])
     weights.asleep = True
     with pytest.raises(Refusal, match="call wake first"):
         weights.begin("all", "3")
     weights.asleep = False
     with pytest.raises(Refusal, match="the engine slept"):
         weights.begin("target", "3")
+    with pytest.raises(Refusal, match="1 tensors that are undefined were not sent, such as b"):
+        finished(weights, ["a"])
+    with pytest.raises(Refusal, match=r"ended unfinished \(1 tensors that are undefined were not sent, such as b\)"):
+        weights.check_defined()
+    finished(weights, ["a", "b"])
+    weights.check_defined()
+
+
+def test_an_engine_whose_tensors_have_no_known_names_takes_any_push_after_a_sleep(weights):
+    weights.sleep([])
     finished(weights, ["a"])
     weights.check_defined()

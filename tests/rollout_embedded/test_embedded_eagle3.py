@@ -132,7 +132,7 @@ def recorded(tensors):
             seen.extend((x @ trainer.drafter.head.T).log_softmax(-1) for x in outputs)
             return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {}
 
-        trainer._run([batch], look, forward_only=True)
+        trainer.run([batch], look, forward_only=True)
         assert len(chains) > 5
         for t, chain, score in chains:
             if t < 0:

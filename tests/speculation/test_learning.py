@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_rlspec.speculation.acceptance import Prediction
-from megatron_rlspec.speculation.adapt import Adapter
-from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.acceptance import Acceptance, Prediction
+from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance, RoundCost
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
@@ -18,7 +17,7 @@ TABLE = str(Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.jso
 
 
 def learning(deepest=3, table="", **options):
-    return Learning(Adapter((0, 1, deepest), table, Roofline.of_layers(12), 0.01, 0.01), **options)
+    return Learning((0, 1, deepest), table, Roofline.of_layers(12), 0.01, 0.01, **options)
 
 
 def rounds(k, *accepted):
@@ -30,7 +29,7 @@ def prediction(rate):
 
 
 def taught():
-    made = learning(depth=3)
+    made = learning()
     made.observe([rounds(3, 200, 100, 50, 50)], [])
     made.expect(prediction(0.4))
     made.observe([rounds(3, 200, 100, 50, 50)], [])
@@ -39,7 +38,7 @@ def taught():
 
 
 def test_learned_state_survives_a_checkpoint():
-    former, later = taught(), learning(depth=3)
+    former, later = taught(), learning()
     assert later.restore(json.loads(json.dumps(former.state()))) == ""
     assert later.rule() == former.rule() and later.renews
     assert later.accept_length(SpecConfig(3)) == former.accept_length(SpecConfig(3))
@@ -47,14 +46,14 @@ def test_learned_state_survives_a_checkpoint():
     assert later.state() == former.state()
 
 
-@pytest.mark.parametrize("missing", [("table",), ("table", "prior"), ("table", "prior", "forecast"), "all"])
+@pytest.mark.parametrize("missing", [("table",), ("table", "prediction", "last"), "all"])
 def test_checkpoints_of_earlier_releases_are_read(missing):
     """Each release has added a part; a run's checkpoint holds other things beside them."""
     state = json.loads(json.dumps(taught().state()))
     kept = {} if missing == "all" else {name: part for name, part in state.items() if name not in missing}
-    later = learning(depth=3)
-    assert later.restore(kept | {"pending": []}) == ""
-    assert (later.adapter.acceptance.draws[0] > 100) == (missing != "all")
+    later = learning()
+    assert later.restore(kept | {"pending": [], "prior": {}, "forecast": {"calibration": {}}}) == ""
+    assert (later.acceptance.draws[0] > 100) == (missing != "all")
 
 
 def test_a_checkpoint_that_drafted_fewer_steps_is_refused_in_one_line():
@@ -88,7 +87,95 @@ def test_the_accept_length_of_drafting_rounds_leaves_rounds_without_drafts_out()
 
 
 def test_engines_without_a_rule_get_no_forecast():
-    made = learning(depth=3, adaptive=False)
+    made = learning(adaptive=False)
     found = made.expect(prediction(0.5))
-    assert "predict/next_tokens_k3" in found and "spec/prior_1" not in found and not made.renews
-    assert made.accept_length(SpecConfig(3)) == pytest.approx(1.875)
+    assert "predict/next_tokens_k3" in found and "forecast" not in made.rule() and not made.renews
+    assert made.accept_length(SpecConfig(3)) == pytest.approx(1.875)  # as predicted
+
+
+def by_roofline():
+    cost = Roofline.of_layers(12, ridge_tokens=256.0)
+    return Learning((0, 1, 3), "", cost, margin=0.01, probe_share=0.01, learn=False)
+
+
+def test_engines_accept_the_rule_and_learn_on_from_it():
+    mine = by_roofline()
+    mine.observe([RoundStats(SpecConfig(3), 4, 400, rounds=50, ms=100.0, accepted=(0, 0, 0, 200))], [])
+    rule = SpecRule.from_json({"candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]], **mine.rule()})
+    assert rule.acceptance.rates == pytest.approx(mine.acceptance.rates, abs=0.02) and rule.choose(
+        4, 400
+    ) == SpecConfig(3)
+
+
+def test_a_table_of_several_sizes_counts_by_the_engines_size(tmp_path):
+    rows = [
+        RoundCost(tp, batch, batch * 100, config, ms)
+        for tp, drafting in ((1, 9.0), (2, 1.1))  # ms of a round with three drafts: they pay at size 2 only
+        for batch in (1, 4)
+        for config, ms in ((OFF, 1.0), (SpecConfig(3), drafting))
+    ]
+    path = tmp_path / "sizes.json"
+    CostTable(Provenance("m", "cpu", "float32", "e", "", ""), rows).save(path)
+
+    def chosen(tp):
+        mine = Learning((0, 3), str(path), Roofline.of_layers(2), margin=0.01, probe_share=0.0, tp=tp)
+        mine.observe([RoundStats(SpecConfig(3), 4, 400, rounds=50, ms=100.0, accepted=(0, 0, 0, 200))], [])
+        return SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **mine.rule()}).choose(4, 400)
+
+    assert (chosen(1), chosen(2)) == (OFF, SpecConfig(3))
+    with pytest.raises(CostTableError, match=r"holds tp=\[1, 2\], but this engine runs tp=4"):
+        chosen(4)
+
+
+def test_records_hold_shares_acceptance_and_what_rules_decided():
+    stats = [
+        RoundStats(SpecConfig(3), 4, 400, rounds=30, ms=90.0, accepted=(60, 0, 0, 60)),
+        RoundStats(OFF, 64, 6400, rounds=10, ms=30.0, accepted=(640,)),
+    ]
+    report = {"predicted_ms": 2.0, "predicted_tokens": 5.0, "emitted_tokens": 6.0, "switches": 3, "probes": 1}
+    values = by_roofline().observe(stats, [report | {"estimated_regret": 0.02}, {}])
+    assert values["spec/share_k3"] == 0.75 and values["spec/share_off"] == 0.25
+    assert values["spec/ms_per_round"] == pytest.approx(3.0) and 0.5 < values["spec/accept_1"] < 0.6
+    assert values["spec/estimated_regret"] == pytest.approx(0.02) and values["spec/switches"] == 3
+    assert "spec/predicted_tokens_per_second" not in values  # without a table there are no ms to promise
+
+
+def test_a_rollout_of_rounds_without_a_time():
+    """Only rounds right after a prefill, which have no time: acceptance is learned, shares are unknown."""
+    learnt = by_roofline()
+    found = learnt.observe([RoundStats(SpecConfig(3), 4, 400, rounds=0, ms=0.0, accepted=(0, 0, 0, 400))], [])
+    assert found["spec/rounds"] == 0 and "spec/share_k3" not in found
+    assert found["spec/accept_1"] > 0.9
+
+
+def told(rate, depth=3):
+    return Prediction((depth,), rate ** np.arange(depth)[None], rate ** np.arange(1, depth + 1)[None])
+
+
+def test_a_rollout_is_expected_to_accept_what_engines_observed_and_the_prediction_counts_before():
+    made = learning()
+    first = rounds(3, 400, 200, 100, 100)
+    assert "predict/error" not in made.observe([], [])
+    assert made.expect(told(0.5))["predict/next_tokens_k3"] == pytest.approx(1.875) == made.accept_length(SpecConfig(3))
+    found = made.observe([first, rounds(2, 20, 20, 0)], [])  # k2 was not predicted
+    assert found["predict/observed_tokens"] == pytest.approx(1.875) == found["predict/trainer_tokens"]
+    assert abs(found["predict/error"]) < 1e-9 and "predict/last_value_error" not in found
+    tokens = made.expect(told(0.9))["predict/next_tokens_k3"]
+    assert tokens == pytest.approx(made.acceptance.totals[3]) == made.accept_length(SpecConfig(3)) < 2
+    resumed = learning()
+    resumed.restore(json.loads(json.dumps(made.state())))
+    found = resumed.observe([rounds(3, 0, 0, 0, 400)], [])
+    assert found["predict/predicted_tokens"] == pytest.approx(tokens)
+    assert found["predict/trainer_tokens"] == pytest.approx(1 + 0.9 + 0.81 + 0.729)
+    assert found["predict/observed_tokens"] == 4 and -2.3 < found["predict/last_value_error"] < -2
+
+
+def test_a_prediction_wakes_a_probe_and_does_not_replace_what_was_seen():
+    made = learning()
+    made.observe([rounds(3, 200, 100, 50, 50)], [])
+    made.expect(told(0.9))
+    assert made.rule()["forecast"] == pytest.approx([0.9] * 3)
+    start = made.rule()["acceptance"]
+    assert start["draws"][0] == 50.0 and start["ratio_hits"] == made.acceptance.ratio_hits
+    assert Acceptance.from_json(start).rates == pytest.approx(made.acceptance.rates, abs=0.02)
+    assert made.expect(None) == {} and "forecast" not in made.rule()

@@ -17,7 +17,7 @@ def run(tmp_path):
     options["spec__learn_costs"] = "false"  # costs are those below
     made = Run(tmp_path, rollout__max_new_tokens=str(ROUNDS), **options)
     learning = made.rollouts.learning
-    learning.adapter.cost = {
+    learning.cost = {
         "roofline": Roofline.of_layers(8).to_json()
     }  # with the model's one layer, drafting would never be faster
     learning.observe([RoundStats(SpecConfig(1), 32, 3200, 40, 40.0, (1249, 31))], [])  # the drafter was bad before
@@ -37,5 +37,5 @@ def test_an_improved_drafter_is_found_in_rollouts_of_20_rounds(run):
     assert share_off[0] == 1.0, "by what was seen, drafts do not pay"
     # In the first rollout with the forecast, a probe would have to pay for the drafter to read all prompts.
     assert share_off[2] < 1.0, "the forecast was not tried"
-    assert max(share_off[3:]) < 0.2, share_off
-    assert run.rollouts.learning.adapter.acceptance.rates[0] > 0.5
+    assert max(share_off[4:]) < 0.2, share_off
+    assert run.rollouts.learning.acceptance.rates[0] > 0.5

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.sync.contract import HealthError
+from megatron_rlspec.sync.detectors import HealthSettings
 from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig, SpecSchedule
 
 PROMPTS = [Prompt(i, np.random.default_rng(i).integers(0, 128, 6)) for i in range(32)]
@@ -45,8 +47,6 @@ class Run:
             "rollout.max_total_tokens": "4096",
             "spec.mode": "fixed",
         }
-        if "health__canary_prompts" not in options:
-            overrides["health.canary_share"] = "1"
         config = load(overrides=overrides | {name.replace("__", "."): value for name, value in options.items()})
         self.run_dir = tmp_path / "run"
         self.rollouts = start(config, self.hf_config, self.run_dir)
@@ -65,7 +65,9 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path, request):
+def run(tmp_path, request, monkeypatch):
+    # So that every push of these short runs is followed by a canary.
+    monkeypatch.setattr("megatron_rlspec.run.rollouts.HealthSettings", partial(HealthSettings, canary_share=1.0))
     made = Run(tmp_path, **getattr(request, "param", {}))
     yield made
     made.rollouts.close()
@@ -142,7 +144,7 @@ def test_an_engine_that_ends_while_its_rule_is_set_is_left_out(run, when):
     if when == "told what to start from":
         run.push(1)
         rollouts.health._spent = math.inf  # no canary is due
-        rollouts.learning.adapter.expect([0.5] * 5)
+        rollouts.learning.expect(Prediction((5,), np.ones((1, 5)), np.full((1, 5), 0.5)))
     other.set_spec_rule = gone
     assert run.push(2)["health/serving_engines"] == 2  # as far as its weights go
     assert list(rollouts.engines.engines.values()) == [run.engine]
@@ -158,7 +160,7 @@ def test_a_resumed_run_starts_with_the_state_of_the_stopped_one(run, tmp_path):
         run.draw(f"r{reached:.0f}")
         rollouts.adapt(Prediction((1,), np.array([[reached]]), np.array([[reached / 4]])))
     before = rollouts.learning.rule()
-    assert before["acceptance"] != rollouts.learning.adapter.acceptance.to_json()
+    assert before["forecast"]
     state = json.loads(json.dumps(rollouts.state()))
     after = start(rollouts.config, run.hf_config, tmp_path / "again", state)
     assert after.learning.rule() == before and after.learning.state() == rollouts.learning.state()

@@ -168,21 +168,6 @@ def test_scope_drafter_sends_the_drafter_only():
     assert "layers.0" in pusher.push(2, source_of(new), scope="drafter").failed["e"]
 
 
-def test_delta_sends_changed_tensors_and_all_after_a_failure():
-    engine = MemoryEngine()
-    pusher = Pusher({"e": engine}, delta=True)
-    old = weights()
-    pusher.push(0, source_of(old))
-    new = {**old, "model.mtp_layers.0.mlp.w3.weight": torch.ones(8, 16)}
-    report = pusher.push(1, source_of(new))
-    assert engine.sessions[-1] == (1, "all", 1) and holds(engine, new) and report.engines["e"].sent_bytes == 512
-    engine.fail_at = 0
-    pusher.push(2, source_of(weights(5)))
-    engine.fail_at = None
-    pusher.push(3, source_of(weights(5)))
-    assert engine.sessions[-1] == (3, "all", 12) and holds(engine, weights(5))
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_tensor_is_never_served(bad):
     engine = MemoryEngine()
@@ -292,7 +277,7 @@ def test_engines_killed_at_twenty_random_moments():
     """Either an engine has the whole new version, or it refuses to answer and the next push restores it."""
     chance = random.Random(0)
     engines = {"a": MemoryEngine("a"), "b": MemoryEngine("b")}
-    pusher = Pusher(engines, delta=True)
+    pusher = Pusher(engines)
     pusher.push(0, source_of(weights(0)))
     for version in range(1, 21):
         victim, other = chance.sample(sorted(engines), 2)

@@ -125,7 +125,7 @@ def logits_of(trainer, batch):
         seen.extend(x @ trainer.drafter.head.T for x in trainer._draft(batch, packed, hidden[:, 0]))
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {}
 
-    trainer._run([batch], look, forward_only=True)
+    trainer.run([batch], look, forward_only=True)
     return [x.detach() for x in seen]
 
 

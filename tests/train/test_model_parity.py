@@ -149,7 +149,7 @@ def drafter_logits(trainer, batch):
         seen["hidden"], seen["logits"] = hidden[:, 0], [x @ trainer.policy.head_weight().T for x in outputs]
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {}
 
-    trainer._run([batch], look, forward_only=True)
+    trainer.run([batch], look, forward_only=True)
     return seen["hidden"].detach(), [x.detach() for x in seen["logits"]]
 
 

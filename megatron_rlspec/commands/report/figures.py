@@ -159,7 +159,7 @@ def _accept_by_depth(records: Records) -> Drawing | None:
         if seen := _chain(records, "spec/accept_", depth + 1):
             series.append(Series(label, seen, key, depth))
         later = {left["step"]: right["step"] for left, right in pairwise(records)}
-        ahead = _chain(records, "spec/prior_", depth + 1)
+        ahead = points_of(records, f"predict/next_tokens_k{depth + 1}")
         if expected := [(later[x - 1] + 1.0, y) for x, y in ahead if x - 1 in later]:
             series.append(Series(f"{label}, predicted", expected, "", depth, dashed=True, listed=False))
     note = "Tokens a round of n drafts would yield, from the acceptance at each depth. Dashed: predicted a step ahead."

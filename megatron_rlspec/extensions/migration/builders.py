@@ -42,6 +42,7 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.sync.health import Health
 from megatron_rlspec.types import OFF, SpecConfig
 
+EXTENSION = "migration"  # by this name `rlspec serve --extensions` loads the engine's part
 LANE = "lane"  # the engine of tail.lane
 Engines = dict[str, MigratableSGLangEngine]
 SECOND = "second-"  # begins the names of the engines of the second size of tail.tp
@@ -91,10 +92,16 @@ class MigratableEngines(ServedEngines):
     client = MigratableSGLangEngine
 
     def __init__(self, config: Config, run_dir: Path, layout: Layout) -> None:
-        """Raises ConfigError also for engines at `rollout.urls` that have not the sizes of `tail.lane`."""
+        """Raises ConfigError also for attached engines without migration, or of other sizes than `tail.lane`."""
         super().__init__(config, run_dir, layout)
         self._turning: tuple[Engines, Engines] | None = None
         lane = config.tail.lane
+        for url, engine in self._attached.items():
+            if EXTENSION not in engine.describe().get("extensions", ()):
+                raise ConfigError(
+                    f"tail.rebalance={config.tail.rebalance}, but the engine at {url} was started without "
+                    f"--extensions {EXTENSION}"
+                )
         if self._attached:
             self.spare = self._of_lane() if lane else []
             return
@@ -175,7 +182,7 @@ class MigratableEngines(ServedEngines):
     def _command(self, name: str, index: int) -> tuple[list[str], dict[str, str]]:
         layout = self._layout
         sleeps = layout.together or (bool(layout.second) and name not in self.spare)
-        arguments = engine_arguments(self._config, layout, index, sleeps)
+        arguments = [*engine_arguments(self._config, layout, index, sleeps), "--extensions", EXTENSION]
         environment = layout.environment(index)
         tp = self.sizes[name] if name == LANE or self._config.second else 1
         if tp > 1 and not layout.engines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_rlspec.extensions.migration.protocol import (
@@ -13,25 +14,47 @@ from megatron_rlspec.extensions.migration.protocol import (
     TransferRequest,
     TransferSource,
 )
-from megatron_rlspec.rollout.sglang.client.engine import RefusedError, SGLangEngine
+from megatron_rlspec.rollout.sglang.client.connection import RefusedError
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import Held, Load
 
 _SHARED_MEMORY = "/dev/shm"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where an engine leaves KV caches: a name of its /dev/shm, a folder there, and how many ranks write to it."""
+
+    node: str
+    folder: str
+    ranks: int
+
+
 class MigratableSGLangEngine(SGLangEngine):
     """An engine of `rlspec serve --extensions migration`."""
 
-    _node: str | None = None  # asked once
-    _folder = ""  # the name of its folder for KV caches
-    _ranks = 1
+    _place: Place | None = None  # asked once
 
     @property
     def node(self) -> str:
         """Name the /dev/shm of the engine's ranks; "" if they do not share one. Raises EngineError."""
-        if self._node is None:
-            self._node = self.field("control/describe", "shared_memory", str)
-        return self._node
+        return self.place.node
+
+    @property
+    def folder(self) -> str:
+        """Return the name of its folder in /dev/shm for KV caches. Raises EngineError."""
+        return self.place.folder
+
+    @property
+    def place(self) -> Place:
+        """Return where the engine leaves KV caches; it is asked once. Raises EngineError."""
+        if self._place is None:
+            found = self.post("control/kv_describe")
+            try:
+                self._place = Place(str(found["shared_memory"]), str(found["columns"]), int(found["tp"]))
+            except (KeyError, TypeError, ValueError):
+                raise self.not_an_engine("control/kv_describe", found) from None
+        return self._place
 
     def progress(self) -> Load:
         """Return what the engine decodes now. A resumed sample's `prompt` includes what it was resumed with."""
@@ -58,16 +81,10 @@ class MigratableSGLangEngine(SGLangEngine):
         return self._send_off("control/kv_detach", grants, columns)
 
     def _send_off(self, path: str, grants: Sequence[Reservation], columns: bool = True) -> list[KVTransfer]:
-        if columns and not self._folder:
-            described = self.post("control/describe")
-            try:
-                self._folder, self._ranks = str(described["columns"]), int(described["tensor_parallel"])
-            except (KeyError, TypeError, ValueError):
-                raise self.not_an_engine("control/describe", described) from None
         names = {grant.id: uuid.uuid4().hex if columns else "" for grant in grants}
-        files = {name: f"{_SHARED_MEMORY}/{self._folder}/{file}" if file else "" for name, file in names.items()}
+        files = {name: f"{_SHARED_MEMORY}/{self.folder}/{file}" if file else "" for name, file in names.items()}
         rows = [{"id": grant.id, "first": grant.first, "name": names[grant.id]} for grant in grants]
-        origin = TransferSource(self.node, self.url, self.api_key, self._ranks) if columns else None
+        origin = TransferSource(self.node, self.url, self.api_key, self.place.ranks) if columns else None
         return [
             KVTransfer(
                 row["id"], files[row["id"]], row.get("last", 0), row.get("bytes", 0), row.get("refused", ""), origin

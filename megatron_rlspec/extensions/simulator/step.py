@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from megatron_rlspec.extensions.simulator.cluster import Cluster, Draw, Policies, Workload
 from megatron_rlspec.extensions.simulator.rollout import Trace
-from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
@@ -118,7 +117,7 @@ class _Run:
         depth = workload.acceptance.rates.shape[1]
         candidates = policies.candidates(cluster.believed(cluster.tp), depth)
         chains = list(dict.fromkeys(config.num_steps for config in candidates))
-        self.learning = Learning(Adapter(chains, "", Roofline.of_layers(32), MARGIN, PROBES, learn=False))
+        self.learning = Learning(chains, "", Roofline.of_layers(32), MARGIN, PROBES, learn=False)
         self.gap = 0.0 if policies.trained else training.behind  # log-odds that the drafter is behind
         self.beside = 0.0  # seconds of an update that runs beside the next rollout
 

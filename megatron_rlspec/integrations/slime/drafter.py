@@ -55,7 +55,6 @@ class Options:
     depth_decay: float = 0.8
     lr: float = 1e-4
     warmup_steps: int = 20
-    weight_decay: float = 0.0
     clip_grad: float = 1.0
     reward_weight: RewardWeight = "none"
     reward_clip: float = 4.0
@@ -165,7 +164,6 @@ class SlimeDrafter:
         self.block = Adopted(model, options.depth, options.zero_first_embedding, _rope(model))
         adam = AdamW(
             lr=options.lr,
-            weight_decay=options.weight_decay,
             clip_grad=options.clip_grad,
             warmup_steps=options.warmup_steps,
         )

@@ -21,7 +21,8 @@ import requests
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.names import name_table
-from megatron_rlspec.rollout.sglang.client.engine import RefusedError, SGLangEngine
+from megatron_rlspec.rollout.sglang.client.connection import RefusedError
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.sync import contract
 from megatron_rlspec.sync.contract import Findings, HealthError, enforce
 from megatron_rlspec.sync.detectors import Action, Finding

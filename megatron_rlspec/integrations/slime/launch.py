@@ -40,7 +40,7 @@ CHAINED = {
     "--custom-rollout-log-function-path": (f"{METRICS}.log_rollout", "rlspec_inner_log_path"),
 }
 DRAFTER = (
-    *("depth", "loss", "depth_decay", "lr", "warmup_steps", "weight_decay", "clip_grad"),
+    *("depth", "loss", "depth_decay", "lr", "warmup_steps", "clip_grad"),
     *("reward_weight", "reward_clip", "update_every"),
 )
 # (flag, the value that is refused or None for the bare flag, why)

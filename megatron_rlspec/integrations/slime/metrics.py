@@ -29,7 +29,6 @@ from megatron_rlspec.integrations.slime.engines import SlimeEngine, after_push, 
 from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.rollout.sglang.settings import DRAFTED
 from megatron_rlspec.speculation.acceptance import accept_length, delivered, pooled, runs
-from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.sync.detectors import HealthSettings
@@ -128,7 +127,7 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
     spec = SpecSection()
     table = getattr(args, "rlspec_cost_table", "")
     steps = sorted({config.num_steps for config in configs})
-    adapter = Adapter(
+    learning = Learning(
         steps,
         table,
         Roofline.of_model(config.get("text_config", config), spec.ridge_tokens),
@@ -136,9 +135,10 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
         probe_share=spec.probe_share,
         catch_up_share=spec.catch_up_share,
         tp=getattr(args, "rollout_num_gpus_per_engine", 1),
+        scale_table=True,
     )
     settings = HealthSettings()
-    found = Speculation(Learning(adapter, scale_table=True), configs, settings, _key(args))
+    found = Speculation(learning, configs, settings, _key(args))
     if state := slime_state.read_rollouts(slime_state.folder(args)):
         if lost := found.learning.restore(state):
             logger.warning("rlspec: %s", lost)

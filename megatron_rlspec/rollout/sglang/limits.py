@@ -6,10 +6,10 @@ MEGABYTE = 1 << 20
 
 # Bodies
 JSON_BYTES = 8 * MEGABYTE  # of a command; a cost table has one or two
-BATCH_BYTES = 64 * MEGABYTE  # of `generate`, `kv_offer` and `set_draft_vocabulary`, which hold token ids
+BATCH_BYTES = 64 * MEGABYTE  # of bodies that hold token ids, such as those of `generate` and `set_draft_vocabulary`
 READING_BYTES = 256 * MEGABYTE  # of all JSON bodies that are being read
-REQUEST_BYTES = 8 * MEGABYTE  # of one request of `generate`, or one note
-REQUESTS = 4096  # of one `generate`, and notes of one `kv_` command
+REQUEST_BYTES = 8 * MEGABYTE  # of one row of such a body
+REQUESTS = 4096  # of one `generate`; rows of such a body
 BODY_SILENT = 30.0  # seconds without a byte of a body
 BODY_SECONDS = 60.0  # for a whole JSON body
 BUCKET_SECONDS = 600.0  # for a whole bucket of weights
@@ -18,11 +18,3 @@ BUCKETS = 2  # that one update may send at the same time
 # Weight updates
 UPDATE_SILENT = 120.0  # seconds without a byte of the update's owner; then the update has ended unfinished
 UPDATE_WAIT = 60.0  # seconds that `generate` waits for the end of an update
-
-# Moves of samples
-GROWTH_TOKENS = 512  # that every running sample keeps room for when slots are reserved
-RESERVED_SECONDS = 180.0  # for which slots and files are kept for a sample that does not come
-SOURCE_SILENT = 10.0  # seconds without a byte of columns, after which their source counts as lost
-SOURCE_SECONDS = 120.0  # for a whole columns/fetch
-FETCHES = 4  # of columns at once
-FETCHES_WAITING = 4

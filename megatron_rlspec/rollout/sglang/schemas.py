@@ -59,8 +59,6 @@ RequestId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x20-
 Version = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 TokenIds = Annotated[list[int], Field(min_length=1, max_length=4 << 20)]
 Edge = Annotated[int, Field(ge=0, le=1 << 40)]
-ColumnsFolder = Annotated[str, Field(pattern=r"^(rlspec-kv-rlspec-engine-[A-Za-z0-9_]{1,64})?$")]
-ColumnsName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Config = Annotated[list[Annotated[int, Field(ge=0, le=4096)]], Field(min_length=3, max_length=3)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -181,80 +179,6 @@ class Hold(Strict):
     reason: str = Field(min_length=1, max_length=4096)
 
 
-class OfferNote(Strict):
-    """A sample that may come: the tokens known of it, and how many columns it will have at most."""
-
-    id: RequestId
-    tokens: TokenIds
-    upto: Edge
-
-
-class Offer(Strict):
-    limit: ClassVar[int] = limits.BATCH_BYTES
-    rows: ClassVar[str] = "notes"
-    row: ClassVar[type[Strict]] = OfferNote
-    version: Version
-    notes: list[OfferNote] = Field(min_length=1, max_length=limits.REQUESTS)
-
-
-class ExportNote(Strict):
-    """A sample whose columns from `first` on are written to the files `name` of this engine."""
-
-    id: RequestId
-    first: Edge
-    name: ColumnsName
-
-
-class Export(Strict):
-    notes: list[ExportNote] = Field(min_length=1, max_length=limits.REQUESTS)
-
-
-class DetachNote(Strict):
-    """A sample that leaves; without `name`, without its columns."""
-
-    id: RequestId
-    first: Edge = 0
-    name: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
-
-
-class Detach(Strict):
-    notes: list[DetachNote] = Field(min_length=1, max_length=limits.REQUESTS)
-
-
-class AcceptNote(Strict):
-    """A sample whose columns are read from the files `name` in the folder of another engine, or in this one's."""
-
-    id: RequestId
-    name: ColumnsName
-    folder: ColumnsFolder = ""
-
-
-class Accept(Strict):
-    notes: list[AcceptNote] = Field(min_length=1, max_length=limits.REQUESTS)
-
-
-class Withdraw(Strict):
-    """The samples whose room is given back; without `ids`, all of them."""
-
-    ids: Annotated[list[Text], Field(max_length=1 << 16)] | None = None
-
-
-class SendBody(Strict):
-    """The file of one rank."""
-
-    name: ColumnsName
-    rank: int = Field(ge=0, le=4095)
-
-
-class FetchBody(Strict):
-    """Files of another engine: where it answers, with which key, and of how many ranks."""
-
-    url: Annotated[str, Field(max_length=1024, pattern=r"^https?://[A-Za-z0-9._:%\[\]-]+(/[A-Za-z0-9._~/-]*)?$")]
-    key: Annotated[str, Field(max_length=4096, pattern=r"^[\x20-\x7e]*$")] = ""
-    names: list[ColumnsName] = Field(min_length=1, max_length=limits.REQUESTS)
-    ranks: int = Field(1, ge=1, le=4096)
-
-
 COMMANDS: dict[str, type[Strict]] = {
     "describe": Nothing,
     "set_schedule": SetSchedule,
@@ -269,14 +193,6 @@ COMMANDS: dict[str, type[Strict]] = {
     "fingerprints": Nothing,
     "delivered": Nothing,
     "shapes": Nothing,
-    "progress": Nothing,
-    "kv_offer": Offer,
-    "kv_export": Export,
-    "kv_detach": Detach,
-    "kv_accept": Accept,
-    "kv_withdraw": Withdraw,
-    "kv_room": Nothing,
-    "kv_audit": Nothing,
 }
 
 

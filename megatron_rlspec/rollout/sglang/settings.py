@@ -24,6 +24,7 @@ class Settings:
     drafts: Drafts = "coupled"  # with the verifier position_keyed
     architectures: tuple[str, ...] = ()  # import SGLang's files of these alone; (): all its files
     loopback: bool = False  # torch's stores listen on the loopback address only
+    extensions: tuple[str, ...] = ()  # names of those that every process imports (`extensions.py`)
 
     @classmethod
     def from_environment(cls) -> Settings | None:
@@ -33,7 +34,7 @@ class Settings:
         fields = json.loads(text or "{}")
         if "policy" in fields:  # the rule's name before 0.2.0
             fields["spec_rule"] = fields.pop("policy")
-        return cls(**fields | {"architectures": tuple(fields.get("architectures", ()))})
+        return cls(**fields | {name: tuple(fields.get(name, ())) for name in ("architectures", "extensions")})
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rlspec.extensions.migration.sglang import kv_file
+from megatron_rlspec.extensions.migration.sglang.folder import Folder
 from megatron_rlspec.rollout.sglang.cpu import stand_ins
-from megatron_rlspec.rollout.sglang.scratch import Folder
 
 
 @dataclass

@@ -21,13 +21,14 @@ import urllib3
 from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from megatron_rlspec.extensions.migration.sglang import kv_file, reservations
-from megatron_rlspec.rollout.sglang import limits, schemas
+from megatron_rlspec.extensions.migration.sglang import kv_file, limits, schemas
+from megatron_rlspec.extensions.migration.sglang.folder import Folder
+from megatron_rlspec.extensions.migration.sglang.reservations import reservations
 from megatron_rlspec.rollout.sglang.http.bodies import manager, one_line, parsed, run_command
+from megatron_rlspec.rollout.sglang.limits import MEGABYTE
 from megatron_rlspec.rollout.sglang.schemas import Refusal
-from megatron_rlspec.rollout.sglang.scratch import Folder
 
-CHUNK = limits.MEGABYTE
+CHUNK = MEGABYTE
 
 
 async def send(request: Request) -> StreamingResponse:
@@ -52,7 +53,7 @@ async def fetch(request: Request) -> JSONResponse:
         found = await asyncio.get_running_loop().run_in_executor(_fetches.threads, _fetch, asked, most)
     finally:
         _fetches.waiting -= 1
-    reservations.keep(files=found)
+    reservations.files(found)
     return JSONResponse({"names": found})
 
 

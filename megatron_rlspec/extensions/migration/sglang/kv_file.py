@@ -22,8 +22,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from megatron_rlspec.extensions.migration.sglang.folder import Folder
 from megatron_rlspec.rollout.sglang.scheduler import bucket_file
-from megatron_rlspec.rollout.sglang.scratch import Folder
 from megatron_rlspec.sync.fingerprint import fingerprint, unread
 from megatron_rlspec.sync.fingerprint import read as values_of
 

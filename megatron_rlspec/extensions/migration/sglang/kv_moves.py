@@ -29,11 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rlspec.extensions.migration.sglang import kv_file
+from megatron_rlspec.extensions.migration.sglang import kv_file, kv_tree, limits
+from megatron_rlspec.extensions.migration.sglang.folder import Folder, own_name, shared_memory
 from megatron_rlspec.rollout.sglang import ids as names
-from megatron_rlspec.rollout.sglang import limits
 from megatron_rlspec.rollout.sglang.scheduler import versions
-from megatron_rlspec.rollout.sglang.scratch import Folder
 from megatron_rlspec.rollout.sglang.settings import Settings
 
 Answer = dict[str, Any]
@@ -55,7 +54,7 @@ _protected: dict[str, Any] = {}  # locks in the tree
 
 
 def hooks() -> Iterator[versions.Hook]:
-    """Return the hooks that moves need, where `versions` says that they are possible."""
+    """Yield the hooks that migration needs, where `kv_tree.lacking` is empty."""
     managers = "sglang.srt.managers"
     components = f"{managers}.scheduler_components"
     yield f"{managers}.schedule_batch.Req.update_finish_state", _end_first, "AROUND"
@@ -82,6 +81,15 @@ def progress(settings: Settings, scheduler: Any) -> Answer:
         "waiting": len(scheduler.waiting_queue) + (scheduler.chunked_req is not None),
         "free_tokens": scheduler.token_to_kv_pool_allocator.available_size() + tree.evictable_size(),
         "version": versions.installed().weight_version(),
+        "tp": versions.installed().tensor_group().world_size,
+    }
+
+
+def describe(settings: Settings, scheduler: Any) -> Answer:
+    """Return the engine's folder of KV caches, a name of the /dev/shm that its ranks share, and their number."""
+    return {
+        "columns": own_name(),
+        "shared_memory": "" if scheduler.rlspec_apart else shared_memory(),
         "tp": versions.installed().tensor_group().world_size,
     }
 
@@ -157,12 +165,25 @@ def audit(settings: Settings, scheduler: Any) -> Answer:
     }
 
 
-def movers(requests: Sequence[Any]) -> list[int]:
+def before_round(requests: Sequence[Any]) -> list[int]:
     """Return the indices of the requests that leave after this round, and have them end there."""
     found = [i for i, request in enumerate(requests) if request.rid in _leaving] if _leaving else []
     for i in found:
         _end(requests[i])
     return found
+
+
+COMMANDS: dict[str, Callable[..., Answer]] = {
+    "progress": progress,
+    "kv_describe": describe,
+    "kv_offer": offer,
+    "kv_export": export,
+    "kv_detach": detach,
+    "kv_accept": accept,
+    "kv_withdraw": withdraw,
+    "kv_room": room,
+    "kv_audit": audit,
+}
 
 
 def _each(act: Callable[..., Answer], scheduler: Any, id: str, **note: Any) -> Answer:
@@ -207,8 +228,8 @@ def _heads(scheduler: Any) -> list[int]:
 def _layout(scheduler: Any) -> kv_file.KVLayout:
     """Raises ValueError where the KV cache of a sample cannot move."""
     installed = versions.installed()
-    if not installed.moves:
-        raise ValueError("samples move with their KV cache from SGLang 0.5.23 on")
+    if problem := kv_tree.lacking():
+        raise ValueError(problem)
     if scheduler.server_args.disable_radix_cache or scheduler.server_args.dp_size > 1:
         raise ValueError("without a prefix cache, and under data parallelism, the KV cache of a sample cannot move")
     group = installed.tensor_group()
@@ -282,7 +303,7 @@ def _detach(scheduler: Any, rid: str, first: int = 0, name: str = "") -> Answer:
 
 def _end(request: Any) -> None:
     if request.to_finish is None:
-        request.to_finish = versions.installed().abortion()
+        request.to_finish = kv_tree.abortion()
 
 
 def _end_first(original: Callable, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -292,7 +313,7 @@ def _end_first(original: Callable, request: Any, *args: Any, **kwargs: Any) -> N
     continue behind it in another engine.
     """
     reason = request.to_finish
-    if reason is not None and versions.installed().asked_for(reason):
+    if reason is not None and kv_tree.asked_for(reason):
         request.to_finish = None
         original(request, *args, **kwargs)
         if request.finished():
@@ -304,7 +325,7 @@ def _end_first(original: Callable, request: Any, *args: Any, **kwargs: Any) -> N
 def _leave(processor: Any, request: Any) -> None:
     """Write the last columns of a sample that leaves. Its slots are still its own, and its tokens complete."""
     departure = _leaving.pop(request.rid, None)
-    if departure is None or not departure.name or not versions.installed().asked_for(request.finished_reason):
+    if departure is None or not departure.name or not kv_tree.asked_for(request.finished_reason):
         return
     try:
         _write(departure.scheduler, request, departure.first, departure.name)
@@ -317,7 +338,7 @@ def _reserve(scheduler: Any, rid: str, tokens: list[int], upto: int) -> Answer:
     tree = scheduler.tree_cache
     _check_tokens(scheduler, tokens)
     _release(tree, rid)
-    present, node = versions.installed().cached(tree, tokens)
+    present, node = kv_tree.cached(tree, tokens)
     need = max(0, -(-(upto - len(present)) // tree.page_size) * tree.page_size)
     _protected[rid] = tree.lock(node)
     slots = _allocated(scheduler, need)
@@ -346,7 +367,7 @@ def _allocated(scheduler: Any, need: int) -> Tensor | None:
     if need + growth > allocator.available_size() + scheduler.tree_cache.evictable_size():
         return None
     if missing := max(0, need - allocator.available_size()):
-        versions.installed().evict(scheduler.tree_cache, missing)
+        kv_tree.evict(scheduler.tree_cache, missing)
     return allocator.alloc(need)
 
 
@@ -384,7 +405,7 @@ def _agree(found: list[Answer]) -> list[Answer]:
 def _insert(scheduler: Any, rid: str, header: kv_file.Header, columns: Tensor) -> Answer:
     tree = scheduler.tree_cache
     installed = versions.installed()
-    present, node = installed.cached(tree, header.tokens)
+    present, node = kv_tree.cached(tree, header.tokens)
     if len(present) < header.first:
         raise ValueError(f"columns below {header.first} are needed, and {len(present)} are here")
     lock = tree.lock(node)
@@ -395,7 +416,7 @@ def _insert(scheduler: Any, rid: str, header: kv_file.Header, columns: Tensor) -
             raise ValueError(f"no room for {header.last - len(present)} tokens")
         _after_passes(scheduler)
         kv_file.scatter(columns, _pools(scheduler), slots)
-        node = installed.insert(tree, header.tokens, torch.cat([present, slots]), len(present))
+        node = kv_tree.insert(tree, header.tokens, torch.cat([present, slots]), len(present))
         tree.unlock(lock)
         lock = tree.lock(node)
     tree.unlock(_protected.pop(rid, None))

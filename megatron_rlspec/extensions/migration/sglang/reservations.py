@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from megatron_rlspec.rollout.sglang import limits
+from megatron_rlspec.extensions.migration.sglang import limits
+from megatron_rlspec.extensions.migration.sglang.folder import Folder
+from megatron_rlspec.extensions.migration.sglang.schemas import Accept, Detach, Export, Offer
 from megatron_rlspec.rollout.sglang.http.bodies import run_command
-from megatron_rlspec.rollout.sglang.scratch import Folder
 
 logger = logging.getLogger(__name__)
 
@@ -43,29 +44,41 @@ class Kept:
         return next(iter(self._until.values()), None)
 
 
-_samples = Kept()
-_files = Kept()
-_task: asyncio.Task[None] | None = None
+class Reservations:
+    """Slots for samples and files of this engine. What is not kept anew is given up after a while."""
+
+    def __init__(self) -> None:
+        self._samples = Kept()
+        self._files = Kept()
+        self._task: asyncio.Task[None] | None = None
+
+    def of_samples(self, body: Offer | Accept) -> None:
+        """Keep the slots of a command's samples."""
+        self._keep(self._samples, [note.id for note in body.notes])
+
+    def of_files(self, body: Export | Detach) -> None:
+        """Keep the files that a command writes."""
+        self.files([note.name for note in body.notes if note.name])
+
+    def files(self, names: Iterable[str]) -> None:
+        self._keep(self._files, names)
+
+    def _keep(self, kept: Kept, names: Iterable[str]) -> None:
+        kept.add(names, time.monotonic())
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._give_up())
+
+    async def _give_up(self) -> None:
+        while times := [kept.next for kept in (self._samples, self._files) if kept.next is not None]:
+            await asyncio.sleep(max(0.0, min(times) - time.monotonic()))
+            now = time.monotonic()
+            if names := self._samples.due(now):
+                logger.info("rlspec: slots of %d samples that did not come, or have come, are given up", len(names))
+                with suppress(ValueError):
+                    await run_command("kv_withdraw", {"ids": names})
+            with suppress(OSError), Folder.own() as folder:
+                for name in self._files.due(now):
+                    folder.remove(f"{name}.")
 
 
-def keep(samples: Iterable[str] = (), files: Iterable[str] = ()) -> None:
-    """Give up the slots of these samples and these files of this engine in a while, unless they are kept anew."""
-    global _task
-    now = time.monotonic()
-    _samples.add(samples, now)
-    _files.add(files, now)
-    if _task is None or _task.done():
-        _task = asyncio.create_task(_give_up())
-
-
-async def _give_up() -> None:
-    while times := [kept.next for kept in (_samples, _files) if kept.next is not None]:
-        await asyncio.sleep(max(0.0, min(times) - time.monotonic()))
-        now = time.monotonic()
-        if names := _samples.due(now):
-            logger.info("rlspec: slots of %d samples that did not come, or have come, are given up", len(names))
-            with suppress(ValueError):
-                await run_command("kv_withdraw", {"ids": names})
-        with suppress(OSError), Folder.own() as folder:
-            for name in _files.due(now):
-                folder.remove(f"{name}.")
+reservations = Reservations()  # of this process

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Self, cast
-from urllib.parse import urlsplit
 
 import numpy as np
-import requests
 import torch
-from urllib3.exceptions import NameResolutionError, NewConnectionError, ReadTimeoutError
 
 from megatron_rlspec.engine import EngineDescription, EngineError
+from megatron_rlspec.rollout.sglang.client.connection import Connection, RefusedError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
-from megatron_rlspec.rollout.sglang.settings import KEY, known_key
+from megatron_rlspec.rollout.sglang.settings import known_key
 from megatron_rlspec.speculation.acceptance import delivered, pooled, runs
 from megatron_rlspec.sync.bucket import Bucket, Memory
 from megatron_rlspec.sync.fingerprint import as_delivered
@@ -38,22 +35,12 @@ from megatron_rlspec.types import (
 )
 
 _STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
-_CONNECT_SECONDS = 10.0
 _OTHERS_UPDATE = 150.0  # seconds; longer than a lost client can hold an update open
 _REQUESTS, _TOKENS = 4096, 4_000_000  # of one body; a token takes up to nine bytes, and the server's limit is 64 MiB
-_BUSY_SECONDS = 60.0  # that a server may answer that it receives too much
 logger = logging.getLogger(__name__)
 
 
-class RefusedError(EngineError):
-    """The engine answered that it cannot do this."""
-
-
-class NotAnEngineError(RefusedError):
-    """The server at this address is not `rlspec serve`."""
-
-
-class SGLangEngine:
+class SGLangEngine(Connection):
     """The client of one `rlspec serve`. Several threads may call it.
 
     url        of the running server
@@ -72,11 +59,7 @@ class SGLangEngine:
         timeout: float = 1800.0,
         transport: Transport | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
-        self.api_key = api_key = known_key(api_key)
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._process = process
-        self._timeout = timeout
+        super().__init__(url, known_key(api_key), timeout, process)
         self._transport = transport or Http()
         self._paused = False
         self._broken = ""
@@ -87,9 +70,6 @@ class SGLangEngine:
     @classmethod
     def of(cls, process: EngineProcess, *, timeout: float = 1800.0, transport: Transport | None = None) -> Self:
         return cls(process.url, api_key=process.api_key, process=process, timeout=timeout, transport=transport)
-
-    def __repr__(self) -> str:
-        return f"SGLangEngine({self.url})"
 
     @property
     def bucket_memory(self) -> Memory:
@@ -120,7 +100,7 @@ class SGLangEngine:
         samples: dict[str, Sample] = {}
         begun: dict[str, dict[str, Any]] = {}
         try:
-            for line in self._stream("generate", json=body):
+            for line in self.stream("generate", json=body):
                 if "error" in line:
                     place = f"request {line['id']}" if "id" in line else "generate"
                     raise EngineError(f"{self.url}: {place}: {line['error']}")
@@ -204,7 +184,7 @@ class SGLangEngine:
         until = time.monotonic() + _OTHERS_UPDATE
         while True:
             try:
-                self._owner = self._stream("weights/begin", params=asked)
+                self._owner = self.stream("weights/begin", params=asked)
                 found = next(self._owner, {})
                 break
             except RefusedError as error:
@@ -337,107 +317,6 @@ class SGLangEngine:
     def close(self) -> None:
         if self._process is not None:
             self._process.close()
-
-    def post(self, path: str, **arguments: Any) -> dict[str, Any]:
-        with self._send(path, **arguments) as answer:
-            try:
-                body = answer.content
-                found = json.loads(body)
-            except requests.RequestException as error:
-                raise EngineError(f"{self.url}: {path} broke off: {self._why(error)}") from None
-            except (ValueError, RecursionError):
-                raise self.not_an_engine(path, body) from None
-        if not isinstance(found, dict):
-            raise self.not_an_engine(path, found)
-        return found
-
-    def field(self, path: str, name: str, kind: type) -> Any:
-        answer = self.post(path)
-        if not isinstance(answer.get(name), kind):
-            raise self.not_an_engine(path, answer)
-        return answer[name]
-
-    def not_an_engine(self, path: str, answer: Any) -> NotAnEngineError:
-        text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        begins = text[:40].decode("ascii", "replace").replace("\ufffd", "?")
-        return NotAnEngineError(f"{self.url}: not an rlspec engine: {path} answered {' '.join(begins.split())!r}")
-
-    def _stream(self, path: str, **arguments: Any) -> Generator[dict[str, Any], None, None]:
-        with self._send(path, stream=True, **arguments) as answer:
-            try:
-                for text in answer.iter_lines(chunk_size=None):  # type: ignore[call-overload]
-                    if text:
-                        yield self._line(path, text)
-            except requests.RequestException as error:
-                raise EngineError(f"{self.url}: {path} broke off: {self._why(error)}") from None
-
-    def _line(self, path: str, text: bytes) -> dict[str, Any]:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            raise self.not_an_engine(path, text) from None
-        if not isinstance(line, dict):
-            raise self.not_an_engine(path, line)
-        return line
-
-    def _send(self, path: str, **arguments: Any) -> requests.Response:
-        session = requests.Session()
-        session.trust_env = False
-        until = time.monotonic() + _BUSY_SECONDS
-        try:
-            while True:
-                answer = session.post(
-                    f"{self.url}/rlspec/{path}",
-                    headers=self._headers,
-                    timeout=(_CONNECT_SECONDS, self._timeout),
-                    **arguments,
-                )
-                if answer.status_code != 503 or time.monotonic() > until:
-                    break
-                answer.close()
-                time.sleep(1.0)
-        except requests.RequestException as error:
-            raise EngineError(f"{self.url}: {path} failed: {self._why(error)}") from None
-        if answer.status_code == 401:
-            answer.close()
-            given = "another key than the one it was given" if self._headers else "a key, and was given none"
-            raise EngineError(f"{self.url}: it needs {given}; set {KEY} to the key it was served with")
-        if answer.status_code == 200:
-            return answer
-        with answer:
-            try:
-                text = json.loads(answer.content)["error"]
-            except (requests.RequestException, ValueError, KeyError, TypeError, RecursionError):
-                text = None
-        if isinstance(text, str):
-            raise RefusedError(f"{self.url}: {path} refused ({answer.status_code}): {text[:500]}")
-        raise NotAnEngineError(f"{self.url}: not an rlspec engine: {path} answered with status {answer.status_code}")
-
-    def _why(self, error: requests.RequestException) -> str:
-        # Within a stream, requests reports a timeout as a ConnectionError around urllib3's own.
-        inner = (*error.args, None)[0]
-        silent = isinstance(error, requests.Timeout) or isinstance(inner, ReadTimeoutError)
-        connecting = isinstance(error, requests.ConnectTimeout)
-        if self._process is not None and self._process.ends_within(0 if silent else 1):
-            return f"the engine ended with code {self._process.process.returncode} (log: {self._process.log})"
-        if connecting:
-            return f"cannot connect to {urlsplit(self.url).netloc}: no answer within {_CONNECT_SECONDS:.0f} s"
-        if silent:
-            return f"silent for {self._timeout:.0f} s"
-        reason = getattr(inner, "reason", None)
-        if isinstance(reason, NameResolutionError):
-            return f"cannot connect to {urlsplit(self.url).netloc}: unknown host name"
-        if isinstance(reason, NewConnectionError):
-            return f"cannot connect to {urlsplit(self.url).netloc}: nothing listens there"
-        if isinstance(error, requests.exceptions.SSLError):
-            return "the TLS handshake failed; `rlspec serve` itself speaks http"
-        if isinstance(error, requests.exceptions.ChunkedEncodingError):
-            return "the answer ended early: the engine ended, or closed the connection"
-        if isinstance(error, requests.ConnectionError):
-            return "the engine closed the connection without an answer"
-        if isinstance(error, (requests.exceptions.InvalidURL, requests.exceptions.MissingSchema, ValueError)):
-            return "not an engine's address; expected http://HOST:PORT"
-        return " ".join(str(error).split())
 
 
 def _parts(requests: Sequence[Request]) -> list[list[Request]]:

@@ -47,14 +47,20 @@ class _Plan:
         )
 
 
-_plan: _Plan | None = None
+class _Plans:
+    """The plan of the present pass, which its layers share."""
+
+    def __init__(self) -> None:
+        self._plan: _Plan | None = None
+
+    def of(self, key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...], make: Callable[[], tuple]) -> _Plan:
+        plan = self._plan
+        if plan is None or len(plan.inputs) != len(inputs) or not plan.serves(key_buffer, inputs):
+            plan = self._plan = _Plan(key_buffer, inputs, *make())
+        return plan
 
 
-def _plan_for(key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...], make: Callable[[], tuple]) -> _Plan:
-    global _plan
-    if _plan is None or len(_plan.inputs) != len(inputs) or not _plan.serves(key_buffer, inputs):
-        _plan = _Plan(key_buffer, inputs, *make())
-    return _plan
+_plans = _Plans()
 
 
 def _attend(
@@ -130,7 +136,7 @@ def decode_attention_cpu(
         visible = torch.arange(longest) < seq_lens[:, None]
         return rows, _additive(visible[:, None], query, key_buffer)
 
-    plan = _plan_for(key_buffer, (req_to_token, req_pool_indices, seq_lens), make)
+    plan = _plans.of(key_buffer, (req_to_token, req_pool_indices, seq_lens), make)
     out = _attend(query[:, None], plan.gather(key_buffer), plan.gather(value_buffer), plan.mask, scaling)
     output.copy_(out[:, 0])
 
@@ -200,7 +206,7 @@ def extend_attention_cpu(
             output[first : first + length] = seen[0]
         return
 
-    plan = _plan_for(key_buffer, (req_to_token, req_pool_indices, seq_lens, extend_lens), make)
+    plan = _plans.of(key_buffer, (req_to_token, req_pool_indices, seq_lens, extend_lens), make)
     keys = plan.gather(key_buffer)
     values = plan.gather(value_buffer)
     if uniform:

@@ -20,8 +20,16 @@ from megatron_rlspec.rollout.sglang.schemas import Body, Nothing, Refusal, parse
 
 logger = logging.getLogger(__name__)
 _UNREAD = (408, 413, 503)
-_reading = 0  # bytes of the JSON bodies that are being read
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+class _Reading:
+    """The JSON bodies that are being read."""
+
+    bytes = 0
+
+
+_reading = _Reading()
 
 
 def manager() -> Any:
@@ -36,18 +44,17 @@ async def parsed(request: Request, model: type[Body]) -> Body:
 
 async def read_body(request: Request, limit: int = limits.JSON_BYTES) -> bytes:
     """Read the body, at most `limit` bytes. Raises Refusal for a longer one, if possible before it is read."""
-    global _reading
     found: list[bytes] = []
     content_length(request, limit)
     try:
         async for part in parts(request, limit, limits.BODY_SECONDS):
             found.append(part)
-            _reading += len(part)
-            if _reading > limits.READING_BYTES:
+            _reading.bytes += len(part)
+            if _reading.bytes > limits.READING_BYTES:
                 raise Refusal(503, f"bodies of {limits.READING_BYTES} bytes are being read; send this one later")
         return b"".join(found)
     finally:
-        _reading -= sum(map(len, found))
+        _reading.bytes -= sum(map(len, found))
 
 
 async def parts(
@@ -103,6 +110,20 @@ async def run_command(command: str, arguments: dict[str, Any]) -> dict[str, Any]
     if errors:
         raise Refusal(400, one_line(errors[0]))
     return of_all(command, [result.response[0] for result in results])
+
+
+def control(command: str, schema: type[Body], then: Callable[[Any], None] | None = None) -> Handler:
+    """Return the handler of a route that runs a command in the scheduler. `then` is called with the body after it."""
+
+    async def run(request: Request) -> JSONResponse:
+        body = await parsed(request, schema)
+        answer = await run_command(command, body.model_dump(exclude_unset=True))
+        if then is not None:
+            then(body)
+        return JSONResponse(answer)
+
+    run.__name__ = command
+    return run
 
 
 def done(success: bool, message: str) -> JSONResponse:

@@ -12,7 +12,7 @@ import importlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from megatron_rlspec.host import loopback
 from megatron_rlspec.models.families import FAMILIES
@@ -41,7 +41,7 @@ def register() -> None:
         HookRegistry.register(target, hook, HookType[kind])
     if settings.loopback:
         loopback.bind_stores()
-    _add_routes()
+    _add_routes(settings.extensions)
 
 
 def _register_models(architectures: Collection[str]) -> None:
@@ -56,7 +56,7 @@ def _register_models(architectures: Collection[str]) -> None:
             ModelRegistry.models[entry.__name__] = entry
 
 
-def _add_routes() -> None:
+def _add_routes(extensions: Sequence[str]) -> None:
     """Add our routes in the HTTP process: SGLang's main program, or a process started to run its server."""
     name = "sglang.srt.entrypoints.http_server"
     if name not in sys.modules and multiprocessing.parent_process() is not None:
@@ -69,4 +69,4 @@ def _add_routes() -> None:
 
     for target, hook, kind in protect.http_hooks():
         HookRegistry.register(target, hook, HookType[kind])
-    add_routes(http_server.app)
+    add_routes(http_server.app, extensions)

@@ -6,7 +6,7 @@
 `POST /rlspec/abort`              {"ids": [...]} or {} for all
 `POST /rlspec/pause`, `/resume`, `/sleep`, `/wake`, `/weights/begin`, `/weights/end`; between the last two a bucket as
 `/rlspec/weights/bucket` (in the body), `/file` (by path) or `/receive` (through the group that `/join` made)
-`POST /rlspec/columns/send`, `/fetch`  a sample's KV cache between engines that share no memory (`columns.py`)
+An extension adds routes of its own (`extensions.py`).
 
 Every body and query is checked against `schemas.py` before anything reaches a scheduler. Every error is a JSON object
 {"error": sentence}: 400 for a malformed request, 404 for an unknown route, 409 for one at the wrong time, 413 for one
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
@@ -31,18 +31,18 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
-from megatron_rlspec.extensions.migration.sglang import columns, reservations
 from megatron_rlspec.rollout.sglang import ids, schemas
+from megatron_rlspec.rollout.sglang.extensions import Route, loaded
 from megatron_rlspec.rollout.sglang.http import guard, weight_routes
 from megatron_rlspec.rollout.sglang.http.bodies import (
     Handler,
     answering,
+    control,
     internal,
     manager,
     one_line,
     parsed,
     read_nothing,
-    run_command,
 )
 from megatron_rlspec.rollout.sglang.http.progress import Progress, logprobs
 from megatron_rlspec.rollout.sglang.http.weight_routes import weights
@@ -55,20 +55,6 @@ PROGRESS_TOKENS = 64  # between two lines of a sample that is being generated
 STARTED_AT_ONCE = 64  # samples; the server answers others in between
 _sglang = versions.installed()
 logger = logging.getLogger(__name__)
-
-
-def _control(command: str, schema: type[schemas.Strict]) -> Handler:
-    async def control(request: Request) -> JSONResponse:
-        body = (await parsed(request, schema)).model_dump(exclude_unset=True)
-        answer = await run_command(command, body)
-        if command in ("kv_offer", "kv_accept"):
-            reservations.keep(samples=[note["id"] for note in body["notes"]])
-        elif command in ("kv_export", "kv_detach"):
-            reservations.keep(files=[note["name"] for note in body["notes"] if note.get("name")])
-        return JSONResponse(answer)
-
-    control.__name__ = command
-    return control
 
 
 async def generate(request: Request) -> StreamingResponse:
@@ -243,23 +229,24 @@ async def wake(request: Request) -> JSONResponse:
     return JSONResponse({})
 
 
-async def unknown(request: Request) -> JSONResponse:
-    path = request.url.path
-    if path.removeprefix("/rlspec/") in ROUTES and request.method != "POST":
-        raise Refusal(405, f"{path} is called with {request.method}; expected POST")
-    raise Refusal(404, f"no route {schemas.shown(path)}; known are {', '.join(ROUTES)} below /rlspec")
+def _unknown(routes: Collection[str]) -> Handler:
+    async def unknown(request: Request) -> JSONResponse:
+        path = request.url.path
+        if path.removeprefix("/rlspec/") in routes and request.method != "POST":
+            raise Refusal(405, f"{path} is called with {request.method}; expected POST")
+        raise Refusal(404, f"no route {schemas.shown(path)}; known are {', '.join(routes)} below /rlspec")
+
+    return unknown
 
 
-ROUTES: dict[str, tuple[Handler, type[schemas.Strict]]] = {
-    **{f"control/{name}": (_control(name, schema), schema) for name, schema in schemas.COMMANDS.items()},
+ROUTES: dict[str, Route] = {
+    **{f"control/{name}": (control(name, schema), schema) for name, schema in schemas.COMMANDS.items()},
     "generate": (generate, schemas.GenerateBody),
     "abort": (abort, schemas.AbortBody),
     "pause": (pause, schemas.Nothing),
     "resume": (resume, schemas.Nothing),
     "sleep": (sleep, schemas.Nothing),
     "wake": (wake, schemas.Nothing),
-    "columns/send": (columns.send, schemas.SendBody),
-    "columns/fetch": (columns.fetch, schemas.FetchBody),
     "weights/begin": (weight_routes.begin, schemas.BeginQuery),
     "weights/bucket": (weight_routes.bucket, schemas.SessionQuery),
     "weights/file": (weight_routes.file, schemas.FileQuery),
@@ -270,16 +257,17 @@ ROUTES: dict[str, tuple[Handler, type[schemas.Strict]]] = {
 }
 
 
-def add_routes(app: FastAPI) -> None:
-    """Add our routes, and refuse other sites' pages, which SGLang would let in (`guard.close_to_other_sites`)."""
+def add_routes(app: FastAPI, extensions: Sequence[str] = ()) -> None:
+    """Add our routes and those of extensions, and refuse other sites' pages, which SGLang would let in (`guard`)."""
     router = APIRouter(prefix="/rlspec")
-    for path, (handler, schema) in ROUTES.items():
+    routes = ROUTES | {path: route for extension in loaded(extensions) for path, route in extension.routes().items()}
+    for path, (handler, schema) in routes.items():
         router.add_api_route(
             f"/{path}", answering(handler), methods=["POST"], response_model=None, openapi_extra=_described(schema)
         )
     methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
     router.add_api_route(
-        "/{rest:path}", answering(unknown), methods=methods, response_model=None, include_in_schema=False
+        "/{rest:path}", answering(_unknown(routes)), methods=methods, response_model=None, include_in_schema=False
     )
     app.include_router(router)
     guard.close_to_other_sites(app)

@@ -32,7 +32,7 @@ from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models.config import ModelConfigError
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.families import FAMILIES
-from megatron_rlspec.rollout.sglang import scratch
+from megatron_rlspec.rollout.sglang import extensions, scratch
 from megatron_rlspec.rollout.sglang.cpu import emulation
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import APART, KEY, MIXED_CHUNK, Settings, known_key
@@ -120,6 +120,9 @@ def parser() -> Parser:
         help="tokens that drafts are chosen from: the size of SGLang's token map, which a run fills; 0: all tokens",
     )
     p.add_argument("--max-total-tokens", type=int, default=0, help="KV cache; 0: 65536 on a CPU, else what fits")
+    p.add_argument(
+        "--extensions", default="", help="what the engine can do beyond that: migration, which tail.rebalance needs"
+    )
     p.add_argument("--stop-with-parent", action="store_true", help="end when the process that started this one ends")
     return p
 
@@ -159,7 +162,11 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     for name in list(os.environ):
         if name in _DISTRIBUTED or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
-    settings = dataclasses.replace(settings, architectures=_architectures(options.model, options.draft_model))
+    settings = dataclasses.replace(
+        settings,
+        architectures=_architectures(options.model, options.draft_model),
+        extensions=_extensions(options.extensions),
+    )
     os.environ.update(settings.to_environment())
     if settings.architectures:  # before SGLang is imported
         os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
@@ -173,12 +180,21 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
 def check(options: argparse.Namespace) -> None:
     """Check address and model directory, which needs no import of SGLang. Raises ServeError."""
     _check_address(options)
+    _extensions(options.extensions)
     if not (Path(options.model) / "config.json").is_file():
         raise ServeError(
             f"--model {options.model}: no config.json there; expected a Hugging Face directory; "
             "`rlspec convert` makes one of a Megatron checkpoint or a .gguf file"
         )
     _check_model(options)
+
+
+def _extensions(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name)
+    for name in names:
+        if name not in extensions.known():
+            raise ServeError(f"--extensions {name}: expected names of {', '.join(extensions.known())}")
+    return names
 
 
 @cache

@@ -43,7 +43,7 @@ class Weights:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._stale: set[str] = set()  # tensors of unfinished updates
+        self._stale: set[str] = set()  # tensors that are undefined, or of unfinished updates
         self.update: Update | None = None
         self.asleep = False
         self.undefined = ""
@@ -121,7 +121,7 @@ class Weights:
         """End an update that is complete, as its owner says. Raises Refusal if it is not; then it ended unfinished."""
         left = self._stale - update.sent
         if update.failed or left:
-            why = update.failed or f"{len(left)} tensors of an unfinished update were not sent, such as {_first(left)}"
+            why = update.failed or f"{len(left)} tensors that are undefined were not sent, such as {_first(left)}"
             self.abandon(update, why)
             raise Refusal(409, self.undefined)
         self.update = None
@@ -137,7 +137,9 @@ class Weights:
                 f"the update to version {update.version} ended unfinished ({why}), so the weights are mixed"
             )
 
-    def sleep(self) -> None:
+    def sleep(self, names: Collection[str]) -> None:
+        """Note that the tensors `names` lose their values; one update then has to send all of them."""
+        self._stale.update(names)
         self.undefined = "the engine slept, so its weights are undefined"
 
     def _check_awake(self) -> None:

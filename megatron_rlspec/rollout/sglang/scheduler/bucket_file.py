@@ -23,7 +23,6 @@ from megatron_rlspec.rollout.sglang.bucket import Entry
 WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank"
 _MAGIC = b"rlspec-file"
 _KEPT = 2 << 30  # bytes of memory that stay between pushes: new pages take longer than the copy into them
-_memory = torch.empty(0, dtype=torch.uint8)  # pinned in a scheduler with a GPU
 
 
 class NotRegularError(ValueError):
@@ -67,16 +66,24 @@ def read(original: Callable, worker: Any, payloads: Sequence[bytes]) -> Any:
     return {"flattened_tensor": bytes_of(path, size, pinned=device.type == "cuda").to(device), "metadata": metadata}
 
 
-def landing(size: int, pinned: bool) -> torch.Tensor:
-    """Return so many bytes of this process's memory for copies. The next call gives the same ones."""
-    global _memory
-    landed = _memory
-    if size > landed.numel():
-        landed = torch.empty(size, dtype=torch.uint8)
-        landed = landed.pin_memory() if pinned else landed
-    if size <= _KEPT:
-        _memory = landed
-    return landed[:size]
+class _Landing:
+    """Memory of this process for copies between host and device."""
+
+    def __init__(self) -> None:
+        self._kept = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, size: int, pinned: bool) -> torch.Tensor:
+        """Return so many bytes. The next call gives the same ones."""
+        landed = self._kept
+        if size > landed.numel():
+            landed = torch.empty(size, dtype=torch.uint8)
+            landed = landed.pin_memory() if pinned else landed
+        if size <= _KEPT:
+            self._kept = landed
+        return landed[:size]
+
+
+landing = _Landing()
 
 
 def bytes_of(path: str, size: int, pinned: bool = False) -> torch.Tensor:

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from megatron_rlspec.extensions.migration.sglang import kv_moves
 from megatron_rlspec.host.environment import SHARED
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import name_table
-from megatron_rlspec.rollout.sglang import ids, scratch
+from megatron_rlspec.rollout.sglang import extensions, ids
 from megatron_rlspec.rollout.sglang.scheduler import (
     coupled,
     decisions,
@@ -60,8 +59,8 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     yield "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram", _mark_drafts, "BEFORE"
     yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
     yield f"{processor}.process_batch_result_prefill", _before_prefill, "BEFORE"
-    if versions.installed().moves:
-        yield from kv_moves.hooks()
+    for extension in extensions.loaded(settings.extensions):
+        yield from extension.hooks()
 
 
 def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any) -> Any:
@@ -72,9 +71,10 @@ def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any
     body = dict(request.body)
     command = body.pop("command", None)
     try:
-        if command not in _COMMANDS:
-            raise ValueError(f"unknown command {command!r}; known are {', '.join(_COMMANDS)}")
-        result = _COMMANDS[command](settings, scheduler, **body)
+        commands = _COMMANDS | extensions.commands(settings.extensions)
+        if command not in commands:
+            raise ValueError(f"unknown command {command!r}; known are {', '.join(commands)}")
+        result = commands[command](settings, scheduler, **body)
         answer = DumperControlReqOutput(success=True, response=[result])
     except Exception as error:  # an exception that leaves this method ends the scheduler
         if not isinstance(error, (ValueError, NotImplementedError)):
@@ -133,8 +133,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "held": _held.get("reason", ""),
         "unnamed": scheduler.rlspec_unnamed,
         "nccl_cumem_enable": os.environ.get(SHARED, ""),
-        "columns": scratch.columns(scratch.current()),
-        "shared_memory": "" if scheduler.rlspec_apart else mounts.shared_memory(),
+        "extensions": list(settings.extensions),
     }
 
 
@@ -304,14 +303,6 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "delivered": _delivered,
     "shapes": _shapes,
     "stamp": _stamp,  # of `weights/end` only: no route has this name
-    "progress": kv_moves.progress,
-    "kv_offer": kv_moves.offer,
-    "kv_export": kv_moves.export,
-    "kv_detach": kv_moves.detach,
-    "kv_accept": kv_moves.accept,
-    "kv_withdraw": kv_moves.withdraw,
-    "kv_room": kv_moves.room,
-    "kv_audit": kv_moves.audit,
 }
 
 

@@ -5,6 +5,15 @@ here, because SGLang's hooks rebind every module-level name of a class that they
 
 SGLang calls the controller when it launches a round. Under the overlap scheduler it processes the results of the round
 before only afterwards: request lengths (`Req.seqlen`) lag by one round, and the rule observes a round one launch later.
+
+    commands (control.py) ─► decider: schedule or SpecRule ◄───────────────────────────────┐
+                                        │ config                                           │ accepted drafts
+    batch ─► _round ─► _decide ◄────────┘                                                  │
+                │         └─► gap.close: drafters that missed tokens read them             │
+                ├─ off ──► plain_round.run: the target alone; gap.record(hidden, tokens) ──┤
+                └─ draft ► SGLang: draft (coupled.py) ─► verify (verifier.py) ─► extend ───┤
+                                                                                           │
+    tokens to clients ◄─ SGLang ◄─ control._after_decode(result.rlspec_round) ◄────────────┴──► RoundLog ─► `stats`
 """
 
 from __future__ import annotations
@@ -15,10 +24,11 @@ from typing import Any
 import torch
 from sglang.srt.speculative import adaptive_runtime_state
 
-from megatron_rlspec.extensions.migration.sglang import kv_moves
+from megatron_rlspec.rollout.sglang import extensions
 from megatron_rlspec.rollout.sglang.scheduler import decisions, plain_round, versions
 from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
+from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.types import SpecConfig
 
 _STUBBED = ("topk_p", "topk_index", "hidden_states")  # SGLang passes these between rounds; unused while off
@@ -35,6 +45,8 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         super().__init__(worker, *args, **kwargs)  # `args`: SGLang's rule or its file, by version
         decisions.decider.start(self.candidate_steps, worker.speculative_num_steps)
         self._config = SpecConfig(worker.speculative_num_steps)
+        settings = Settings.from_environment()
+        self._extensions = extensions.loaded(settings.extensions if settings else ())
         self.gap = DrafterGap(worker)
         self._drafting: list[int] | None = None  # indices of the requests whose drafter has caught up; None: all
         self._batch: Any = None
@@ -65,9 +77,9 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             self._context = sum(r.seqlen for r in reqs)
             missed = partial(gap.missed, reqs) if gap.open else _nothing
             self._config, n = decisions.decider.choose(batch_size, self._context, missed)
-            movers = kv_moves.movers(reqs)  # their drafter's cache leaves with them
-            closing = gap.open and (bool(movers) or not self._config.off)
-            drafting = gap.close(self._batch, 0 if self._config.off else n, movers) if closing else None
+            needed = [i for extension in self._extensions for i in extension.before_round(reqs)]
+            closing = gap.open and (bool(needed) or not self._config.off)
+            drafting = gap.close(self._batch, 0 if self._config.off else n, needed) if closing else None
             self._drafting = None if self._config.off else drafting
         if self._config.num_steps != self.worker.speculative_num_steps:
             self._activate(self._config.num_steps)

@@ -10,25 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SHARED_MEMORY = Path("/dev/shm")
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 _MOUNTS = Path("/proc/self/ns/mnt")
 
 
 def identity() -> int:
     """Return a number that processes of one machine and one mount namespace share."""
-    boot = _BOOT.read_text() if _BOOT.exists() else os.uname().nodename
+    boot = BOOT.read_text() if BOOT.exists() else os.uname().nodename
     mounts = os.readlink(_MOUNTS) if _MOUNTS.is_symlink() else ""
     return int.from_bytes(hashlib.sha256(f"{boot} {mounts}".encode()).digest()[:7], "little")
-
-
-def shared_memory() -> str:
-    """Name this process's /dev/shm. Processes have one name if a file that one of them writes there reaches all.
-
-    A mounted tmpfs has a device number of its own among those of one running kernel.
-    """
-    boot = _BOOT.read_text().strip() if _BOOT.exists() else os.uname().nodename
-    return f"{boot}:{os.stat(SHARED_MEMORY).st_dev:x}" if SHARED_MEMORY.is_dir() else ""
 
 
 def apart(group: Any) -> str:

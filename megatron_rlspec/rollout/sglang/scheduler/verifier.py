@@ -34,8 +34,9 @@ def hooks(settings: Settings) -> Iterator[Hook]:
         yield "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch", _sample_filtered, "AROUND"
     elif not is_cpu():
         return  # SGLang's own kernels do target-only and rejection sampling where they exist.
-    yield "sglang.srt.speculative.eagle_utils.eagle_sample", _remember_pass, "AROUND"
-    yield "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func", _verify, "AROUND"
+    sampled = _SampledVerification()
+    yield "sglang.srt.speculative.eagle_utils.eagle_sample", sampled.sample, "AROUND"
+    yield "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func", sampled.walk, "AROUND"
 
 
 def _keep_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> Any:
@@ -78,30 +79,31 @@ class _VerifyPass:
     width: int
 
 
-_pass: _VerifyPass | None = None
+class _SampledVerification:
+    """Hooks around SGLang's verification, which have it walk sampled tokens."""
 
+    def __init__(self) -> None:
+        self._pass: _VerifyPass | None = None  # the one in progress, if its tokens are sampled
 
-def _remember_pass(
-    original: Callable, verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
-) -> Any:
-    global _pass
-    info = batch.sampling_info
-    if not (batch.forward_mode.is_idle() or info.is_all_greedy):
-        logits, positions = logits_output.next_token_logits, verify_input.positions
-        _pass = _VerifyPass(info, logits, positions, verify_input.draft_token_num)
-        info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
-    try:
-        return original(verify_input, batch, logits_output, *args, **kwargs)
-    finally:
-        if _pass is not None:
-            info.is_all_greedy = False
-            _pass = None
+    def sample(
+        self, original: Callable, verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        info = batch.sampling_info
+        if not (batch.forward_mode.is_idle() or info.is_all_greedy):
+            logits, positions = logits_output.next_token_logits, verify_input.positions
+            self._pass = _VerifyPass(info, logits, positions, verify_input.draft_token_num)
+            info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
+        try:
+            return original(verify_input, batch, logits_output, *args, **kwargs)
+        finally:
+            if self._pass is not None:
+                info.is_all_greedy = False
+                self._pass = None
 
-
-def _verify(original: Callable, **walk: Any) -> Any:
-    if _pass is not None:
-        walk["target_predict"] = sample_targets(_pass).view(walk["candidates"].shape)
-    return original(**walk)
+    def walk(self, original: Callable, **walk: Any) -> Any:
+        if self._pass is not None:
+            walk["target_predict"] = sample_targets(self._pass).view(walk["candidates"].shape)
+        return original(**walk)
 
 
 def sample_targets(verified: _VerifyPass) -> torch.Tensor:

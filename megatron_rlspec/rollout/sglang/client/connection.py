@@ -1,0 +1,146 @@
+"""HTTP requests to one `rlspec serve`, and one line for each way in which they fail."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+from urllib3.exceptions import NameResolutionError, NewConnectionError, ReadTimeoutError
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
+from megatron_rlspec.rollout.sglang.settings import KEY
+
+_CONNECT_SECONDS = 10.0
+_BUSY_SECONDS = 60.0  # that a server may answer that it receives too much
+
+
+class RefusedError(EngineError):
+    """The engine answered that it cannot do this."""
+
+
+class NotAnEngineError(RefusedError):
+    """The server at this address is not `rlspec serve`."""
+
+
+class Connection:
+    """Requests below `url`/rlspec. Several threads may call it.
+
+    process  the server's, if this client started it
+    timeout  longest time in seconds without an answer
+    """
+
+    def __init__(self, url: str, api_key: str, timeout: float, process: EngineProcess | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.api_key = api_key
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout = timeout
+        self._process = process
+
+    def __repr__(self) -> str:
+        return f"SGLangEngine({self.url})"
+
+    def post(self, path: str, **arguments: Any) -> dict[str, Any]:
+        with self._send(path, **arguments) as answer:
+            try:
+                body = answer.content
+                found = json.loads(body)
+            except requests.RequestException as error:
+                raise EngineError(f"{self.url}: {path} broke off: {self._why(error)}") from None
+            except (ValueError, RecursionError):
+                raise self.not_an_engine(path, body) from None
+        if not isinstance(found, dict):
+            raise self.not_an_engine(path, found)
+        return found
+
+    def field(self, path: str, name: str, kind: type) -> Any:
+        answer = self.post(path)
+        if not isinstance(answer.get(name), kind):
+            raise self.not_an_engine(path, answer)
+        return answer[name]
+
+    def not_an_engine(self, path: str, answer: Any) -> NotAnEngineError:
+        text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        begins = text[:40].decode("ascii", "replace").replace("\ufffd", "?")
+        return NotAnEngineError(f"{self.url}: not an rlspec engine: {path} answered {' '.join(begins.split())!r}")
+
+    def stream(self, path: str, **arguments: Any) -> Generator[dict[str, Any], None, None]:
+        with self._send(path, stream=True, **arguments) as answer:
+            try:
+                for text in answer.iter_lines(chunk_size=None):  # type: ignore[call-overload]
+                    if text:
+                        yield self._line(path, text)
+            except requests.RequestException as error:
+                raise EngineError(f"{self.url}: {path} broke off: {self._why(error)}") from None
+
+    def _line(self, path: str, text: bytes) -> dict[str, Any]:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            raise self.not_an_engine(path, text) from None
+        if not isinstance(line, dict):
+            raise self.not_an_engine(path, line)
+        return line
+
+    def _send(self, path: str, **arguments: Any) -> requests.Response:
+        session = requests.Session()
+        session.trust_env = False
+        until = time.monotonic() + _BUSY_SECONDS
+        try:
+            while True:
+                answer = session.post(
+                    f"{self.url}/rlspec/{path}",
+                    headers=self._headers,
+                    timeout=(_CONNECT_SECONDS, self._timeout),
+                    **arguments,
+                )
+                if answer.status_code != 503 or time.monotonic() > until:
+                    break
+                answer.close()
+                time.sleep(1.0)
+        except requests.RequestException as error:
+            raise EngineError(f"{self.url}: {path} failed: {self._why(error)}") from None
+        if answer.status_code == 401:
+            answer.close()
+            given = "another key than the one it was given" if self._headers else "a key, and was given none"
+            raise EngineError(f"{self.url}: it needs {given}; set {KEY} to the key it was served with")
+        if answer.status_code == 200:
+            return answer
+        with answer:
+            try:
+                text = json.loads(answer.content)["error"]
+            except (requests.RequestException, ValueError, KeyError, TypeError, RecursionError):
+                text = None
+        if isinstance(text, str):
+            raise RefusedError(f"{self.url}: {path} refused ({answer.status_code}): {text[:500]}")
+        raise NotAnEngineError(f"{self.url}: not an rlspec engine: {path} answered with status {answer.status_code}")
+
+    def _why(self, error: requests.RequestException) -> str:
+        # Within a stream, requests reports a timeout as a ConnectionError around urllib3's own.
+        inner = (*error.args, None)[0]
+        silent = isinstance(error, requests.Timeout) or isinstance(inner, ReadTimeoutError)
+        connecting = isinstance(error, requests.ConnectTimeout)
+        if self._process is not None and self._process.ends_within(0 if silent else 1):
+            return f"the engine ended with code {self._process.process.returncode} (log: {self._process.log})"
+        if connecting:
+            return f"cannot connect to {urlsplit(self.url).netloc}: no answer within {_CONNECT_SECONDS:.0f} s"
+        if silent:
+            return f"silent for {self._timeout:.0f} s"
+        reason = getattr(inner, "reason", None)
+        if isinstance(reason, NameResolutionError):
+            return f"cannot connect to {urlsplit(self.url).netloc}: unknown host name"
+        if isinstance(reason, NewConnectionError):
+            return f"cannot connect to {urlsplit(self.url).netloc}: nothing listens there"
+        if isinstance(error, requests.exceptions.SSLError):
+            return "the TLS handshake failed; `rlspec serve` itself speaks http"
+        if isinstance(error, requests.exceptions.ChunkedEncodingError):
+            return "the answer ended early: the engine ended, or closed the connection"
+        if isinstance(error, requests.ConnectionError):
+            return "the engine closed the connection without an answer"
+        if isinstance(error, (requests.exceptions.InvalidURL, requests.exceptions.MissingSchema, ValueError)):
+            return "not an engine's address; expected http://HOST:PORT"
+        return " ".join(str(error).split())

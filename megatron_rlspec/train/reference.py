@@ -1,0 +1,106 @@
+"""The weights that the policy is compared with: for the KL penalty, and to measure how far the policy has moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_rlspec.losses.head import VocabParallelHead
+from megatron_rlspec.packing.transfer import to_device
+from megatron_rlspec.train.attention import PackedSequences
+from megatron_rlspec.train.objectives import OutputLayer, Sums, reduce_sums
+from megatron_rlspec.types import PackedBatch
+
+ROWS = 512  # tokens of a micro-batch whose distributions `drift` compares
+
+
+class Reference:
+    """A copy of the policy on the CPU, made at construction. Every method is collective.
+
+    run       `Trainer.run`
+    logprobs  `Trainer.logprobs`
+    layer     returns the policy's output layer at the rollouts' temperature
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        run: Callable[..., list[Any]],
+        logprobs: Callable[[Sequence[PackedBatch]], list[Tensor]],
+        layer: Callable[[], OutputLayer],
+    ) -> None:
+        self._policy = policy
+        self._run = run
+        self._logprobs = logprobs
+        self._layer = layer
+        self._weights = [parameter.detach().cpu().clone() for parameter in policy.parameters()]
+
+    @torch.no_grad()
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Compute `Trainer.logprobs` with the reference; then restore the current weights bit for bit."""
+        with self._exchanged():
+            return self._logprobs(batches)
+
+    @torch.no_grad()
+    def drift(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
+        """Measure how far the policy is from the reference, on a sample of the trained tokens.
+
+        drift/kl       mean KL(policy ‖ reference) of the next token, in nats, at the rollouts' temperature
+        drift/changed  share of tokens whose likeliest token differs
+
+        The sample is at most `ROWS` tokens of a micro-batch, evenly spaced.
+        """
+        self._policy.eval()
+        with self._exchanged():
+            rows = self._run(batches, self._report_distribution, forward_only=True)
+        reference = iter(rows)
+        sums = self._run(batches, partial(self._report_drift, reference), forward_only=True)
+        totals = reduce_sums(sums)
+        (tokens,) = totals["drift/tokens"]
+        return {name: totals[name][0] / max(tokens, 1.0) for name in ("drift/kl", "drift/changed")}
+
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        """Exchange the policy's weights and the reference's during the block. The exchange is exact."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for parameter, held in zip(self._policy.parameters(), self._weights, strict=True):
+            present = parameter.detach().to("cpu", copy=True)
+            parameter.data.copy_(held)
+            held.copy_(present)
+
+    def _report_distribution(
+        self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), self._distribution(batch, hidden)[1]
+
+    def _report_drift(
+        self, reference: Iterator[Tensor], batch: PackedBatch, packed: PackedSequences, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Sums]:
+        head, logp = self._distribution(batch, hidden)
+        logq = next(reference)
+        sums = {
+            "drift/tokens": torch.tensor(len(logp), device=logp.device),
+            "drift/kl": head.sum((logp.exp() * (logp - logq)).sum(-1)).sum(),
+            "drift/changed": (head.argmax(logp) != head.argmax(logq)).sum(),
+        }
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), sums
+
+    def _distribution(self, batch: PackedBatch, hidden: Tensor) -> tuple[VocabParallelHead, Tensor]:
+        """Return the head and log-probabilities `[n, V / tensor]` of at most `ROWS` of the trained tokens."""
+        layer = self._layer()
+        head = VocabParallelHead.of(layer.weight, layer.temperature, layer.tensor_group, None)
+        rows = batch.loss_mask.nonzero()[:, 0]
+        rows = to_device(rows[:: max(1, -(-len(rows) // ROWS))], hidden.device)
+        scores = head.scores(hidden[:, 0].index_select(0, rows))
+        return head, scores - head.log_sum_exp(scores)[:, None]
