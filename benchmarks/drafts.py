@@ -11,10 +11,10 @@ take the verifier's noise, and the difference on the same prompts, with 95 % int
 round are accepted, and tokens per CPU second of the embedded engine, and of --repeats draws in turn the medians and the
 range of their ratios. Texts must be equal in all rows of a temperature. float32, one thread.
 
---sharpness 0.7,1,1.5,2,inf adds a row for each s: how often argmax(s · log q + noise) is the text's token, at the
-places where coupled drafts (s = 1) were drafted and those before them in their round were right. inf: argmax q. The
-tokens a round that follow from these rates are 1 + a_1 + a_1 a_2 + ...; intervals of differences to s = 1 are over
-prompts.
+--sharpness 2,1,1.5,3 draws once more with drafts argmax(s · log q + noise), s the first of these factors, and adds a
+row for each s: how often such a draft is the text's token, where the drafts before it in its round were right.
+The tokens a round that follow from these rates are 1 + a_1 + a_1 a_2 + ...; intervals of their differences to argmax
+drafts, s = inf, are over prompts.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ class Bench:
         self.repeats = options.repeats
         self.sampling = Sampling()
         self.samples: Sequence[Sample] = ()
+        self.engines: dict[Drafts, EmbeddedEngine] = {}
+        self.version = 0
         self.texts: set[tuple] = set()
 
     def tensors_of(self, name: str) -> dict[str, torch.Tensor]:
@@ -104,9 +106,8 @@ class Bench:
         for name in self.drafters:
             tensors = self.tensors_of(name)
             for k in steps:
-                with beside(factors) as drafted:
-                    pairs = [(self.rounds(tensors, k, "argmax"), self.rounds(tensors, k, "coupled", drafted))]
-                for _ in range(self.repeats - 1):
+                pairs = []
+                for _ in range(self.repeats):
                     pairs.append((self.rounds(tensors, k, "argmax"), self.rounds(tensors, k, "coupled")))
                 (plain, _), (coupled, _) = pairs[0]
                 more = relative(coupled, plain)
@@ -121,22 +122,29 @@ class Bench:
                     flush=True,
                 )
                 if factors:
+                    with beside(factors) as drafted:
+                        found, speed = self.rounds(tensors, k, "coupled", drafted)
+                    gain, more = estimate(found, plain), relative(found, plain)
+                    print(
+                        f"{f's = {factors[0]:g}':>12} {k:2} {estimate(found).value:15.3f} {signed(gain):>24} "
+                        f"{f'{more.value:+.1%} [{more.low:+.1%}, {more.high:+.1%}]':>24} {speed:13.0f}"
+                    )
                     self.by_factor(drafted, k, factors)
 
     def by_factor(self, drafted: Drafted, steps: int, factors: Sequence[float]) -> None:
         """Print how often drafts with each factor are the text's token, by depth."""
-        counts = right(drafted, self.samples, steps, [1.0, *factors])
+        counts = right(drafted, self.samples, steps, len(factors) + 1)
         draws = np.random.default_rng(1).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), size=2000)
         draws = np.concatenate([np.ones((1, len(counts)), np.int64), draws])
         total = np.einsum("rp,pfdc->rfdc", draws, counts)  # [resamples, factors, depths, (drafted, right)]
         rates = total[..., 1] / np.maximum(total[..., 0], 1)
         lengths = 1 + rates.cumprod(2).sum(2)
-        for number, factor in enumerate(factors, start=1):
-            gain = lengths[:, number] - lengths[:, 0]
+        for number, factor in enumerate((*factors, float("inf"))):
+            gain = lengths[:, number] - lengths[:, -1]
             low, high = np.percentile(gain[1:], [2.5, 97.5])
             shown = " ".join(f"{rate:.3f}" for rate in rates[0, number])
             tokens = f"{lengths[0, number]:.3f} {signed(Estimate(gain[0], low, high)):>24}"
-            print(f"{f's = {factor:g}':>12} {steps:2}         {tokens}  by depth {shown}", flush=True)
+            print(f"{f'(s = {factor:g})':>12} {steps:2}         {tokens}  by depth {shown}", flush=True)
 
     def rounds(
         self, tensors: Mapping[str, torch.Tensor], steps: int, drafts: Drafts, aside: Drafted | None = None
@@ -150,15 +158,21 @@ class Bench:
         self, tensors: Mapping[str, torch.Tensor], steps: int | None, drafts: Drafts = "coupled"
     ) -> tuple[list[Sample], float]:
         """Return one sample a prompt and the CPU seconds that they took; `steps` None: plain decoding."""
-        engine = EmbeddedEngine(
-            self.hf_config,
-            (self.policy | dict(tensors)).items(),
-            max_length=self.longest,
-            max_running_requests=64,
-            max_total_tokens=max(65536, self.longest + 64),
-            schedule=SpecSchedule.fixed(OFF if steps is None else SpecConfig(steps)),
-            drafts=drafts,
-        )
+        if drafts not in self.engines:
+            self.engines[drafts] = EmbeddedEngine(
+                self.hf_config,
+                (self.policy | dict(tensors)).items(),
+                max_length=self.longest,
+                max_running_requests=64,
+                max_total_tokens=max(16384, self.longest + 64),
+                drafts=drafts,
+            )
+            draw(self.engines[drafts], self.prompts, self.sampling, "warm-up")  # the first use of memory takes longer
+        engine = self.engines[drafts]
+        if tensors:
+            self.version += 1
+            engine.update_weights(self.version, tensors.items(), "drafter")
+        engine.set_schedule(SpecSchedule.fixed(OFF if steps is None else SpecConfig(steps)))
         begun = time.process_time()
         samples = draw(engine, self.prompts, self.sampling, "sample")
         seconds = time.process_time() - begun
@@ -183,7 +197,8 @@ def relative(rounds: np.ndarray, other: np.ndarray, resamples: int = 2000) -> Es
 class Drafted:
     """What was drafted beside coupled drafts, and the CPU seconds that it took.
 
-    rows  (level, seeds [B], keys [B] of the level's position, tokens [B, 1 + factors]); column 0 has the real drafts
+    rows  (level, seeds [B], keys [B] of the level's position, tokens [B, factors + 1]); column 0 has the real drafts,
+          the last one the likeliest tokens
     """
 
     def __init__(self) -> None:
@@ -193,7 +208,7 @@ class Drafted:
 
 @contextmanager
 def beside(factors: Sequence[float]) -> Iterator[Drafted]:
-    """Draft with every factor on log q at each place where a coupled draft is drawn, and yield these drafts."""
+    """Let coupled drafts be argmax(s · log q + noise), s the first factor; yield them with those of the others."""
     original = draft.coupled
     found = Drafted()
 
@@ -201,31 +216,31 @@ def beside(factors: Sequence[float]) -> Iterator[Drafted]:
         pick = original(topk, coupling)
 
         def picked(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-            result = pick(logits, level)
+            result = pick(logits * factors[0], level)
             begun = time.process_time()
-            others = [logits.argmax(-1) if f == float("inf") else pick(logits * f, level)[1][..., 0] for f in factors]
-            tokens = torch.cat([result[1][..., 0], *others], 1)
+            others = [pick(logits * factor, level)[1][..., 0] for factor in factors[1:]]
+            tokens = torch.cat([result[1][..., 0], *others, logits.argmax(-1)], 1)
             found.rows.append((level, coupling.seeds, coupling.keys + level - 1, tokens))
             found.seconds += time.process_time() - begun
             return result
 
         return picked
 
-    draft.coupled = coupled if factors else original
+    draft.coupled = coupled
     try:
         yield found
     finally:
         draft.coupled = original
 
 
-def right(drafted: Drafted, samples: Sequence[Sample], steps: int, factors: Sequence[float]) -> np.ndarray:
-    """Return `[prompts, factors, depths, 2]`: drafts at places that were reached, and those that are the text's token.
+def right(drafted: Drafted, samples: Sequence[Sample], steps: int, columns: int) -> np.ndarray:
+    """Return `[prompts, columns, depths, 2]`: drafts at places that were reached, and those that are the text's token.
 
     A place is reached if the real drafts before it in its round are the text's. Left out: the round that draws a text's
     first token, and places past its end.
     """
     number = {sample.seed: i for i, sample in enumerate(samples)}
-    counts = np.zeros((len(samples), len(factors), steps, 2), np.int64)
+    counts = np.zeros((len(samples), columns, steps, 2), np.int64)
     reached: dict[int, bool] = {}  # by sample, in its present round
     for level, seeds, keys, tokens in drafted.rows:
         for seed, key, words in zip(seeds.tolist(), keys.tolist(), tokens.tolist(), strict=True):

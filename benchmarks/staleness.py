@@ -548,6 +548,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one task, one seed, four steps, few variants")
     parser.add_argument("--question", choices=("all", "losses", "dispute"), default="all", help="default: all")
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES, help="default: all")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     parser.add_argument("--csv", type=Path, help="write all rows to this file")
     parser.add_argument("--plot", type=Path, help="write the picture to this file")
@@ -561,7 +562,8 @@ def main() -> None:
     size = replace(size, tasks=tuple(args.tasks or size.tasks), seeds=tuple(args.seeds or size.seeds))
     if args.question != "all":
         size = replace(size, ages=(), last=size.steps)
-    chosen = variants(args.quick, args.question)
+    chosen = [variant for variant in variants(args.quick, args.question) if variant.loss in args.losses]
+    chosen.sort(key=lambda variant: args.losses.index(variant.loss))
     folder = (args.work or ROOT / f"runs/staleness{'-quick' if args.quick else ''}").absolute()
     start = multiprocessing.get_context("spawn").Process
     shared = (folder, size, chosen, args.seconds)

@@ -79,7 +79,12 @@ def conditions() -> dict:
 def engine_of(run: Path, config: Config, dtype: torch.dtype) -> EmbeddedEngine:
     hf_config, tensors = read_hf(run / "rl/hf")
     return EmbeddedEngine(
-        hf_config, tensors.items(), dtype=dtype, max_length=config.model.max_length, max_total_tokens=16384
+        hf_config,
+        tensors.items(),
+        dtype=dtype,
+        max_length=config.model.max_length,
+        max_total_tokens=16384,
+        drafts=config.spec.drafts,
     )
 
 
