@@ -95,7 +95,7 @@ class RolloutEngine(Protocol):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
     ) -> list[Sample]:
-        """Draw one sample per request, returned in the order of the requests.
+        """Generate one sample per request, returned in the order of the requests.
 
         Every sample carries log-probs, acceptance histogram and policy versions; aborted ones keep what they have.
         A request with a partial is continued after a prefill of prompt and partial, and its sample is the whole one.

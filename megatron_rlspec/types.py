@@ -116,7 +116,7 @@ class SpecSchedule:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for drawing the target's tokens.
+    """Settings for sampling the target's tokens.
 
     `top_k = -1` and `top_p = 1` filter nothing; `temperature = 0` is greedy.
     """
@@ -147,8 +147,8 @@ class Partial:
     Moves between engines, changes of the tensor-parallel size, lost engines and partial rollouts all use it. Indices
     count response tokens. The last four fields are as in `Sample`.
 
-    response [R] int64   tokens drawn so far, at least one
-    logprobs [R] float32 their log-probabilities under the policies that drew them
+    response [R] int64   tokens sampled so far, at least one
+    logprobs [R] float32 their log-probabilities under the policies that sampled them
     draws                noise keys used so far; only verifiers that are not position-keyed read it
     """
 
@@ -187,7 +187,7 @@ class Partial:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One sample to draw. Under the position-keyed verifier its text depends only on seed, prompt and weights.
+    """One sample to generate. Under the position-keyed verifier its text depends only on seed, prompt and weights.
 
     No `id` may be a prefix of another: SGLang aborts by prefix. With `partial`, the engine continues that sample and
     returns the whole of it; `max_new_tokens` counts from the first response token.
@@ -199,7 +199,7 @@ class Request:
     partial: Partial | None = None
 
     def aborted(self) -> Sample:
-        """Return the sample as far as it is drawn."""
+        """Return the sample as far as it is generated."""
         prompt = np.asarray(self.prompt.tokens, np.int64)
         zeros = np.zeros(len(prompt), np.float32)
         begun = self.partial
@@ -221,11 +221,11 @@ class Request:
 
 @dataclass(eq=False)
 class Sample:
-    """One drawn response. Index i of every `[L]` array describes `tokens[i]` itself.
+    """One generated response. Index i of every `[L]` array describes `tokens[i]` itself.
 
     tokens [L] int64               prompt then response
     loss_mask [L] float32          1 where the token itself is a trained response token
-    behaviour_logprobs [L] float32 log-probability under the policy that drew the token; 0 on the prompt
+    behaviour_logprobs [L] float32 log-probability under the policy that sampled the token; 0 on the prompt
     policy_versions                spans (version, first, last + 1) of response tokens; the first has index 0
     accepted                       histogram over verify rounds: accepted[i] rounds delivered 1 + i tokens
                                    (`acceptance.delivered`)
@@ -290,7 +290,7 @@ class Group:
 
 @dataclass(eq=False)
 class OpenGroup:
-    """A group that is being drawn: all its requests, and the samples that have ended, with their rewards."""
+    """A group that is being generated: all its requests, and the samples that have ended, with their rewards."""
 
     requests: list[Request]
     samples: list[Sample] = field(default_factory=list)
@@ -301,7 +301,7 @@ class OpenGroup:
 
     @property
     def oldest(self) -> float:
-        """Return the oldest version that drew one of its tokens; infinity without tokens."""
+        """Return the oldest version that sampled one of its tokens; infinity without tokens."""
         spans = [span for sample in self.samples for span in sample.policy_versions]
         spans += [span for request in self.requests if request.partial for span in request.partial.policy_versions]
         return min((version for version, _, _ in spans), default=math.inf)

@@ -8,7 +8,7 @@ import sys
 
 from megatron_rlspec import cli
 from megatron_rlspec.rollout.open import ServedEngines
-from megatron_rlspec.rollout.placement import Layout
+from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.run import loading
 from megatron_rlspec.run.session import Session
@@ -28,7 +28,7 @@ def noted(kind, name):
 
 
 if __name__ == "__main__":
-    loading.place = lambda config, hf_config, tensors: Layout(os.environ.get("MODE", "together"))
+    loading.place = lambda config, hf_config, tensors: GpuLayout(os.environ.get("MODE", "together"))
     for name in ("generate", "sleep", "wake", "update_weights", "fingerprints"):
         noted(SGLangEngine, name)
     for name in ("load_hf", "train_step"):

@@ -28,7 +28,7 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     directory = folder / "whole"
     config, parameters = without_data(plan, directory)
     settings = settings_of(plan, directory)
-    layout = placement.Layout()
+    layout = placement.GpuLayout()
     if plan.on_gpu:
         gpu = torch.cuda.get_device_properties(0).total_memory
         layout = layout_of(settings, config, parameters, gpu)
@@ -55,10 +55,10 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
                 _say_free(figures, f"after {name}", now, f"{started - now:.1f} GiB less than after the start")
 
 
-def layout_of(settings: Config, config: dict[str, Any], parameters: int, gpu: int) -> placement.Layout:
+def layout_of(settings: Config, config: dict[str, Any], parameters: int, gpu: int) -> placement.GpuLayout:
     """Return the placement of an engine that has a GPU of `gpu` bytes to itself."""
     need = placement.Need.of(settings, config, gpu, parameters, 0, 1)
-    return placement.with_memory(placement.Layout("apart", ("0",), (("0",),)), need)
+    return placement.with_memory(placement.GpuLayout("apart", ("0",), (("0",),)), need)
 
 
 def _say_free(figures: Figures, when: str, gib: float, note: str) -> None:

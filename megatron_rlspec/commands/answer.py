@@ -25,7 +25,7 @@ from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.kinds import KINDS
 from megatron_rlspec.rollout.open import learning
-from megatron_rlspec.rollout.placement import Layout
+from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.run import identity
 from megatron_rlspec.tasks import data
@@ -64,7 +64,7 @@ def _answer(config: Config, hf_config: dict[str, Any]) -> str:
             f"engine {config.rollout.engine}; {len(missing)} answers are missing in {path}",
             flush=True,
         )
-        starting = KINDS[config.rollout.engine].start(config, path.with_name(f"{path.name}.logs"), Layout())
+        starting = KINDS[config.rollout.engine].start(config, path.with_name(f"{path.name}.logs"), GpuLayout())
         try:
             starting.launch()
             engines = starting.wait()
@@ -108,7 +108,7 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 def _served(config: Config) -> dict[str, int]:
     """Return the fingerprints of what the engines at `rollout.urls` hold. Raises EngineError if they differ."""
-    starting = KINDS[config.rollout.engine].start(config, Path(), Layout())
+    starting = KINDS[config.rollout.engine].start(config, Path(), GpuLayout())
     found = EnginePool(starting.wait()).fingerprints()
     return dict(sorted(found.items()))
 

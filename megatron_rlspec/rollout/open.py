@@ -18,7 +18,7 @@ from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.models.config import DRAFTER, check_drafter_config
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.rounds import Budget, scratch
-from megatron_rlspec.rollout.placement import Layout
+from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http, Transport
@@ -70,7 +70,7 @@ class Kind(NamedTuple):
     follow  joins on the other ranks: (config). Returns what ends their part. None: other ranks have no part
     """
 
-    start: Callable[[Config, Path, Layout], StartingEngines]
+    start: Callable[[Config, Path, GpuLayout], StartingEngines]
     follow: Callable[[Config], Callable[[], None]] | None = None
 
 
@@ -108,13 +108,13 @@ class EmbeddedEngines:
 class ServedEngines:
     """SGLang's engines: processes that `launch` starts, or running ones at `rollout.urls`. See `StartingEngines`.
 
-    sizes   tensor-parallel sizes by name, of the engines that are launched, in the order of `Layout.engines`
+    sizes   tensor-parallel sizes by name, of the engines that are launched, in the order of `GpuLayout.engines`
     client  this side of an engine
     """
 
     client: type[SGLangEngine] = SGLangEngine
 
-    def __init__(self, config: Config, run_dir: Path, layout: Layout) -> None:
+    def __init__(self, config: Config, run_dir: Path, layout: GpuLayout) -> None:
         self.spare: Collection[str] = ()
         self.sizes: dict[str, int] = {}
         self._config = config
@@ -233,7 +233,7 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
     )
 
 
-def _transport(push: PushConfig, layout: Layout) -> Transport:
+def _transport(push: PushConfig, layout: GpuLayout) -> Transport:
     """Make the weight transport of all engines."""
     way = push.transport
     if way == "auto":  # NCCL refuses two processes on one GPU
@@ -282,10 +282,10 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
         raise ConfigError(str(error)) from None
 
 
-def engine_arguments(config: Config, layout: Layout, index: int = 0, sleeps: bool = False) -> list[str]:
+def engine_arguments(config: Config, layout: GpuLayout, index: int = 0, sleeps: bool = False) -> list[str]:
     """Return the command-line options of `rlspec serve` for one of this run's engines.
 
-    index   of the engine, in `Layout.engines` and then `Layout.second`
+    index   of the engine, in `GpuLayout.engines` and then `GpuLayout.second`
     sleeps  whether it releases its memory at times
     """
     options: dict[str, str | int | float] = {

@@ -42,7 +42,7 @@ Mode = Literal["none", "apart", "together"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class GpuLayout:
     """Names of GPUs, as in CUDA_VISIBLE_DEVICES.
 
     train         of the trainer ranks, by local rank
@@ -138,14 +138,14 @@ def place(
     mode: Literal["auto", "apart", "together"],
     lane: int = 0,
     second: int = 0,
-) -> Layout:
+) -> GpuLayout:
     """Give every GPU to trainer ranks, to an engine, or to both. Raises ConfigError if that does not come out even.
 
-    lane    GPUs of one more engine, the last of `Layout.engines`
+    lane    GPUs of one more engine, the last of `GpuLayout.engines`
     second  GPUs of an engine of the second fleet; 0: there is none
     """
     if not gpus:
-        return Layout()
+        return GpuLayout()
     if mode == "auto":
         mode = "apart" if ranks < len(gpus) else "together"
     wanted = engines * tensor + lane
@@ -188,7 +188,7 @@ def place(
     of_engines = tuple(tuple(next(free) for _ in range(count)) for count in ranks_of)
     shared = [gpu for group in of_engines[:engines] for gpu in group] if second else []
     of_second = tuple(tuple(shared[i : i + second]) for i in range(0, len(shared), second or 1))
-    return Layout(mode, tuple(gpus[:ranks]), of_engines, second=of_second)
+    return GpuLayout(mode, tuple(gpus[:ranks]), of_engines, second=of_second)
 
 
 def _filling(count: int, engines: int, tensor: int) -> list[str]:
@@ -213,7 +213,7 @@ def check_heads(hf_config: Mapping[str, Any], tensor: int, option: str = "placem
         )
 
 
-def with_memory(layout: Layout, need: Need) -> Layout:
+def with_memory(layout: GpuLayout, need: Need) -> GpuLayout:
     """Fill in the memory of the engines. Raises ConfigError if weights and one sample do not fit.
 
     Together, the trainer keeps weights, gradients and optimizer while engines generate; its activations are gone by

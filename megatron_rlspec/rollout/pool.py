@@ -301,7 +301,7 @@ class _Generation:
         return max(1.0, self.lengths.get(request.prompt.id, self.unknown) - begun)
 
     def finish(self) -> list[Sample]:
-        with ThreadPoolExecutor(max(1, len(self.requests))) as threads:  # a call draws at least one sample
+        with ThreadPoolExecutor(max(1, len(self.requests))) as threads:  # a call generates at least one sample
             try:
                 while len(self.samples) < len(self.requests) or self.running:
                     self._continue(threads)

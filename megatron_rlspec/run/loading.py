@@ -45,7 +45,7 @@ class Loaded:
     hf_config: dict[str, Any]
     tensors: Tensors
     eagle3_ids: torch.Tensor | None
-    layout: placement.Layout
+    layout: placement.GpuLayout
     tokenizer: Any
     vocabulary: DraftVocabulary | None
     data: Prompts | Demonstrations | None
@@ -80,7 +80,7 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
         raise CheckpointError(f"{config.model.path}: {error}") from None
     check(family, tensors, drafter=config.drafter.train and config.drafter.kind == "mtp")
     model.check(hf_config, config)
-    layout = place(config, hf_config, tensors) if generates else placement.Layout()
+    layout = place(config, hf_config, tensors) if generates else placement.GpuLayout()
     context = hf_config.get("max_position_embeddings")
     longest = config.model.max_length
     if context and context < longest:
@@ -124,12 +124,12 @@ def check_machine(config: Config) -> None:
         raise ConfigError(f"torchrun --nproc-per-node {ranks}, but this machine has {gpus} GPUs, one for each rank")
 
 
-def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> placement.Layout:
+def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> placement.GpuLayout:
     """Return which GPUs the ranks of this node and the engines have. Raises ConfigError if that does not fit."""
     gpus = placement.devices(os.environ, torch.cuda.device_count())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if config.rollout.engine != "sglang" or config.rollout.urls:
-        return placement.Layout()
+        return placement.GpuLayout()
     options = config.placement
     lane, second = config.tail.lane, config.second
     for size, option in ((lane, "tail.lane"), (second, "tail.tp")):

@@ -32,7 +32,7 @@ from megatron_rlspec.records.metrics import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.open import Kind, learning
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
-from megatron_rlspec.rollout.placement import Layout
+from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
 from megatron_rlspec.run.checkpoints import Drawn
@@ -91,7 +91,7 @@ class StartingRollouts:
         tokenizer: Any,
         run_dir: Path,
         kind: Kind,
-        layout: Layout | None = None,
+        layout: GpuLayout | None = None,
     ) -> None:
         """`kind`: of the engines. Raises DataError, CostTableError and ConfigError before any engine starts."""
         self.config = config
@@ -105,7 +105,7 @@ class StartingRollouts:
         ranks = config.rollout.engines * config.placement.tensor
         self.sizes = sizes_planner(config, SwitchCosts(0.0), ranks) if config.second else None
         self.scorer = rewards.Scorer(config.reward)
-        self.starting = kind.start(config, run_dir, layout or Layout())
+        self.starting = kind.start(config, run_dir, layout or GpuLayout())
 
     def launch(self) -> None:
         """Start the engines in the background."""

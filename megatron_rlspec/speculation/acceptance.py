@@ -122,7 +122,7 @@ def runs(marks: Sequence[int | None]) -> Iterator[tuple[int, int]]:
     yield from zip(edges[::2], edges[1::2], strict=True)
 
 
-def pooled(histograms: Iterable[Sequence[int]]) -> np.ndarray:
+def pooled(histograms: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:
     """Sum histograms of different lengths, element by element; `[longest] int64`."""
     total = np.zeros(0, dtype=np.int64)
     for histogram in histograms:

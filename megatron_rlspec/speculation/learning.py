@@ -108,7 +108,7 @@ class Learning:
 
     def rule(self) -> dict[str, Any]:
         """Return the data of `SpecRule.from_json` without candidates; every engine adds its own."""
-        rule = ({"learnt": self.learnt.to_json()} if self.learnt else self.cost) | self.settings
+        rule: dict[str, Any] = ({"learnt": self.learnt.to_json()} if self.learnt else self.cost) | self.settings
         rule["acceptance"] = self.acceptance.fresh(START_DRAWS).to_json()
         if self.adaptive and self.prediction is not None:
             rule["forecast"] = self.prediction.rates()
@@ -188,7 +188,7 @@ class Learning:
             return {}
         observed: dict[int, list[tuple[int, ...]]] = {}
         for stats in rounds:
-            if stats.config.num_steps in self.prediction.steps and sum(stats.accepted):
+            if stats.config.num_steps in self.prediction.steps and any(stats.accepted):
                 observed.setdefault(stats.config.num_steps, []).append(stats.accepted)
         if not observed:
             return {}

@@ -23,7 +23,7 @@ from eagle3_oracle import Eagle3Oracle
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.open import ServedEngines
-from megatron_rlspec.rollout.placement import Layout
+from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.sync.push import Pusher
@@ -332,4 +332,4 @@ def test_a_run_uses_an_engine_with_its_drafter(served, tmp_path):
 
 def attach(served: Served, options: dict[str, str], run_dir: Path) -> ServedEngines:
     known = {"model.path": str(served.folder / "target"), "rollout.urls": served.engine.url}
-    return ServedEngines(load(None, known | options), run_dir, Layout())
+    return ServedEngines(load(None, known | options), run_dir, GpuLayout())

@@ -12,7 +12,7 @@ import tiny_mimo
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.extensions.migration.builders import served
 from megatron_rlspec.extensions.migration.sglang import schemas, serving
-from megatron_rlspec.rollout.placement import Layout
+from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang import extensions
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.http.serve import ServeError, check
@@ -63,12 +63,12 @@ def test_an_engine_has_what_it_was_asked_for(tmp_path: Path, asked: tuple[str, .
 def attach(config: Config, process: EngineProcess, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RLSPEC_API_KEY", process.api_key)
-        served(config, folder, Layout())
+        served(config, folder, GpuLayout())
 
 
 def test_engines_of_a_run_that_moves_samples_are_started_with_migration(tmp_path: Path) -> None:
     for options, asked in (({}, False), (MOVES, True)):
-        arguments, _ = served(load(None, options), tmp_path, Layout())._command("engine-0", 0)
+        arguments, _ = served(load(None, options), tmp_path, GpuLayout())._command("engine-0", 0)
         assert (arguments[-2:] == ["--extensions", "migration"]) is asked
 
 

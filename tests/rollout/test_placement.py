@@ -19,7 +19,7 @@ from megatron_rlspec.extensions.migration.builders import MigratableEngines, reb
 from megatron_rlspec.extensions.migration.turns import calls
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.open import ServedEngines, engine_arguments
-from megatron_rlspec.rollout.placement import GIB, Layout, Need, place, with_memory
+from megatron_rlspec.rollout.placement import GIB, GpuLayout, Need, place, with_memory
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
 from megatron_rlspec.run import loading
@@ -55,7 +55,7 @@ class Recorded:
 started: list[Recorded] = []
 
 
-def start(monkeypatch, tmp_path: Path, config: Config, layout: Layout) -> list[Recorded]:
+def start(monkeypatch, tmp_path: Path, config: Config, layout: GpuLayout) -> list[Recorded]:
     """Start the engines of a layout, and return what was started."""
     started.clear()
     monkeypatch.setattr(subprocess, "Popen", Recorded)
@@ -70,11 +70,11 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: Layout) -> list[R
 @pytest.mark.parametrize(
     ("layout", "options", "way"),
     [
-        (Layout(), {}, Http),
-        (Layout("apart", ("0",), (("1",),)), {}, GroupBroadcast),
-        (Layout("apart", ("0",), (("1",),)), {"push.transport": "http"}, Http),
-        (Layout("together", ("0",), (("0",),)), {}, Files),
-        (Layout("apart", ("0",), (("1",), ("2",)), second=(("1", "2"),)), {}, Files),
+        (GpuLayout(), {}, Http),
+        (GpuLayout("apart", ("0",), (("1",),)), {}, GroupBroadcast),
+        (GpuLayout("apart", ("0",), (("1",),)), {"push.transport": "http"}, Http),
+        (GpuLayout("together", ("0",), (("0",),)), {}, Files),
+        (GpuLayout("apart", ("0",), (("1",), ("2",)), second=(("1", "2"),)), {}, Files),
     ],
     ids=["not placed", "apart", "asked for", "together", "two fleets"],
 )
@@ -123,7 +123,7 @@ def test_an_engine_of_two_gpus_and_without_gpus(monkeypatch, tmp_path):
     found = start(monkeypatch, tmp_path, config, layout)
     assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["e,f", "g,h"]
     assert ["--tp", "2"] == found[0].command[found[0].command.index("--tp") :][:2]
-    assert Layout().environment(3) == {} and "--tp" not in engine_arguments(config, Layout())
+    assert GpuLayout().environment(3) == {} and "--tp" not in engine_arguments(config, GpuLayout())
     together = engine_arguments(config, place(("0",), 1, 1, 1, "auto"), sleeps=True)
     assert "--enable-memory-saver" in together and "--enable-draft-weights-cpu-backup" not in together
 
@@ -134,7 +134,7 @@ def test_a_fast_lane_has_gpus_of_its_own(monkeypatch, tmp_path):
     found = start(monkeypatch, tmp_path, config, place(tuple("abcdef"), 2, 2, 1, "auto", lane=2))
     assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["c", "d", "e,f"]
     assert [process.command[process.command.index("--tp") + 1] for process in found] == ["1", "1", "2"]
-    on_cpu = start(monkeypatch, tmp_path, config, Layout())
+    on_cpu = start(monkeypatch, tmp_path, config, GpuLayout())
     assert ["--tp" in process.command for process in on_cpu] == [False, False, True]
     with pytest.raises(ConfigError, match=r"engines=2 x placement.tensor=1 \+ tail.lane=2 needs 4, more than"):
         place(tuple("abcde"), 2, 2, 1, "apart", lane=2)
@@ -170,7 +170,7 @@ def test_a_second_fleet_has_the_gpus_of_the_first(monkeypatch, tmp_path):
 def test_calls_of_an_exchange_follow_from_the_engines_caches():
     """Weights of 14 GiB; a token's cache has 128 KiB over all ranks."""
     need = Need(80 * GIB, 0, 14 * GIB, 1 << 17, 8192)
-    layout = Layout("apart", need=need)
+    layout = GpuLayout("apart", need=need)
     sizes = {"engine-0": 1, "second-0": 2}
 
     def acts(tokens: int, wide: int) -> list[str]:
@@ -185,7 +185,7 @@ def test_calls_of_an_exchange_follow_from_the_engines_caches():
     assert acts(300_000, 400_000) == one_awake
     with pytest.raises(ValueError, match="does not fit into"):
         acts(500_000, 400_000)
-    assert [call.act for call in calls(Layout(), {}, {}, {})] == ["wake", "push", "move", "sleep"]
+    assert [call.act for call in calls(GpuLayout(), {}, {}, {})] == ["wake", "push", "move", "sleep"]
 
 
 def test_running_engines_of_the_lane_s_size_are_the_lane(monkeypatch, tmp_path):
@@ -195,11 +195,11 @@ def test_running_engines_of_the_lane_s_size_are_the_lane(monkeypatch, tmp_path):
     described = lambda url: {"tensor_parallel": sizes[url], "extensions": ["migration"]}  # noqa: E731
     engine = lambda run, url: SimpleNamespace(describe=lambda: described(url))  # noqa: E731
     monkeypatch.setattr(MigratableEngines, "_attach", engine)
-    assert MigratableEngines(config, tmp_path, Layout()).spare == ["http://b:2"]
+    assert MigratableEngines(config, tmp_path, GpuLayout()).spare == ["http://b:2"]
     for wrong in (1, 4):
         sizes["http://b:2"] = wrong
         with pytest.raises(ConfigError, match=f"placement.tensor=1; http://a:1 has 1, http://b:2 has {wrong}$"):
-            MigratableEngines(config, tmp_path, Layout())
+            MigratableEngines(config, tmp_path, GpuLayout())
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_layout_that_does_not_come_out_even_is_refused(count, ranks, engines, 
 
 def test_a_gpu_that_is_left_free_on_purpose_has_no_part():
     visible = placement.devices({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"}, 6)
-    assert place(visible, 4, 1, 2, "auto") == Layout("apart", tuple("0123"), (("4", "5"),))
+    assert place(visible, 4, 1, 2, "auto") == GpuLayout("apart", tuple("0123"), (("4", "5"),))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_recipes_have_a_place_on_a_machine_of_eight_gpus(monkeypatch, recipe, la
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     layout = loading.place(config, MIMO, Shapes({"all": (7_800_000, 1_000)}))
     if not launched:
-        assert layout == Layout()
+        assert layout == GpuLayout()
         return
     assert layout.train == tuple("0123") and layout.engines == (("4",), ("5",), ("6",), ("7",))
     assert 0.8 < layout.mem_fraction < 0.83
@@ -387,7 +387,7 @@ def test_heads_that_gpus_cannot_share_are_refused():
 def test_visible_devices_keep_their_names():
     assert placement.devices({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, 2) == ("GPU-a", "GPU-b")
     assert placement.devices({}, 3) == ("0", "1", "2") and placement.devices({}, 0) == ()
-    assert place((), 1, 4, 2, "together") == Layout()  # a machine without a GPU
+    assert place((), 1, 4, 2, "together") == GpuLayout()  # a machine without a GPU
 
 
 def test_options_that_exclude_each_other():

@@ -9,7 +9,7 @@ import pytest
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.open import ServedEngines
-from megatron_rlspec.rollout.placement import Layout
+from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import Prompt, Request, Sampling
 
@@ -84,7 +84,7 @@ def test_a_page_that_is_no_engine_is_refused(body, status, told, tmp_path):
             _told(lambda: SGLangEngine(url).fingerprints(), "not an rlspec engine")
             _told(lambda: SGLangEngine(url).generate([Request("r.", Prompt(0, np.array([1])), 0)], Sampling()), "")
             # A run that is given this address stops before it builds a trainer or writes anything.
-            _told(lambda: ServedEngines(load(None, {"rollout.urls": url}), tmp_path, Layout()), told)
+            _told(lambda: ServedEngines(load(None, {"rollout.urls": url}), tmp_path, GpuLayout()), told)
         finally:
             server.shutdown()
     assert not list(tmp_path.iterdir())

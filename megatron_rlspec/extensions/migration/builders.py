@@ -33,7 +33,7 @@ from megatron_rlspec.rollout.open import (
     embedded_of,
     engine_arguments,
 )
-from megatron_rlspec.rollout.placement import Layout, token_bytes
+from megatron_rlspec.rollout.placement import GpuLayout, token_bytes
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable
@@ -59,7 +59,7 @@ def engines(budget: MakeBudget | None = None) -> dict[str, Kind]:
     }
 
 
-def served(config: Config, run_dir: Path, layout: Layout) -> StartingEngines:
+def served(config: Config, run_dir: Path, layout: GpuLayout) -> StartingEngines:
     """Return SGLang's engines of a run: the core's unless running samples move."""
     kind = ServedEngines if config.tail.rebalance == "off" else MigratableEngines
     return kind(config, run_dir, layout)
@@ -91,7 +91,7 @@ class MigratableEngines(ServedEngines):
 
     client = MigratableSGLangEngine
 
-    def __init__(self, config: Config, run_dir: Path, layout: Layout) -> None:
+    def __init__(self, config: Config, run_dir: Path, layout: GpuLayout) -> None:
         """Raises ConfigError also for attached engines without migration, or of other sizes than `tail.lane`."""
         super().__init__(config, run_dir, layout)
         self._turning: tuple[Engines, Engines] | None = None

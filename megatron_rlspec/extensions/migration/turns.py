@@ -24,7 +24,7 @@ from megatron_rlspec.extensions.migration.moves import Moved
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import WIRE, Rebalancer
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, Choice, SwitchCosts, TPPlanner, choose
-from megatron_rlspec.rollout.placement import PROCESS_BYTES, SPARE, Layout
+from megatron_rlspec.rollout.placement import PROCESS_BYTES, SPARE, GpuLayout
 from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.sync.bucket import Named
@@ -259,7 +259,7 @@ class Turns:
                 self._pool.drop(name, error)
 
 
-def calls(layout: Layout, first: Fleet, second: Fleet, sizes: Mapping[str, int]) -> list[Call]:
+def calls(layout: GpuLayout, first: Fleet, second: Fleet, sizes: Mapping[str, int]) -> list[Call]:
     """Return the calls of an exchange. Without GPUs memory is not counted, as engines keep theirs while they sleep.
 
     Raises ValueError if a fleet does not fit beside the other one asleep.
