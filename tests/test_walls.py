@@ -21,9 +21,6 @@ DECISIONS = ("speculation/", "extensions/migration/plans/", "extensions/simulato
 PENDING = {  # files of the core that still import an extension; the list only shrinks
     "integrations/slime/batch.py",
     "integrations/slime/drafter.py",
-    "run/rollouts.py",
-    "run/session.py",
-    "train/runtime.py",
 }
 BELOW = ("types", "files", "arguments")  # standard library only, for every room
 

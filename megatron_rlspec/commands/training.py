@@ -15,7 +15,7 @@ from megatron_rlspec.config import Command, Config, ConfigError, load, load_repl
 from megatron_rlspec.config.effects import option
 from megatron_rlspec.config.load import unknown_option
 from megatron_rlspec.config.run_dir import claimed
-from megatron_rlspec.extensions.migration import checks
+from megatron_rlspec.config.tail import TailConfig
 from megatron_rlspec.host import environment, exits
 from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.models.config import DRAFTER
@@ -133,13 +133,19 @@ def extensions(config: Config) -> Extensions:
         from megatron_rlspec.extensions.drafter_schedules.online import OnlineLearner
 
         drafter = partial(OnlineLearner, config)
-    several = config.rollout.engine == "embedded" and (environment.ranks_started(os.environ) or 1) > 1
+    migration = None
+    migrates = config.tail.rebalance != "off" or config.tail.tp != (1,)
+    if migrates:
+        from megatron_rlspec.extensions.migration.wiring import RunMigration
+
+        migration = partial(RunMigration, config)
     kinds = None
-    if several or config.tail.rebalance != "off" or config.tail.tp != (1,) or config.spec.tree_budget != "none":
+    several = config.rollout.engine == "embedded" and (environment.ranks_started(os.environ) or 1) > 1
+    if migrates or several or config.spec.tree_budget != "none":
         from megatron_rlspec.extensions.kinds import KINDS
 
         kinds = KINDS
-    return Extensions(drafter, kinds)
+    return Extensions(drafter, migration, kinds)
 
 
 def answer(argv: list[str]) -> None:
@@ -197,15 +203,23 @@ def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | No
             raise ConfigError(f"{name} has no effect on rlspec {command}")
     if command == "answer":
         config.check_answer()
-        checks.check(config)
+        _check_tail(config)
         return config
     started = ranks or environment.ranks_started(os.environ)
     because = f"torchrun started {started}" if started else "this is one process, which torchrun did not start"
     if ranks:
         because = f"--ranks is {ranks}"
     config.check_run(command, started or 1, because)
-    checks.check(config, started or 1, because)
+    _check_tail(config, started or 1, because)
     return config
+
+
+def _check_tail(config: Config, ranks: int | None = None, because: str = "") -> None:
+    """Have the extension check the options in [tail], if any differs from its default; see `migration.checks`."""
+    if config.tail != TailConfig():
+        from megatron_rlspec.extensions.migration import checks
+
+        checks.check(config, ranks, because)
 
 
 def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:

@@ -58,7 +58,7 @@ class Evaluation:
 
         def measure() -> None:
             assert self._rollouts is not None
-            found.update(self._rollouts.evaluate(name, prompts))
+            found.update(self._rollouts.generation.evaluate(name, prompts))
 
         while not self._rank0.run(measure):
             self._push()

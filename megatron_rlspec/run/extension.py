@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from megatron_rlspec.rollout.open import Kind, engines
-from megatron_rlspec.types import Group, Sample
+from megatron_rlspec.engine import RolloutEngine
+from megatron_rlspec.rollout.open import Kind, StartingEngines, engines
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.sync.health import Health
+from megatron_rlspec.sync.push import Source
+from megatron_rlspec.types import Group, RoundStats, Sample
 
 if TYPE_CHECKING:
     from megatron_rlspec.train.step import Trainer
+
+Rounds = list[tuple[str, list[RoundStats]]]  # by the engine's name
+Reports = list[dict[str, Any]]  # of engines' rules
 
 
 class DrafterSchedule(Protocol):
@@ -65,15 +72,52 @@ class DrafterScheduleBuilder(Protocol):
         """
 
 
+class Migration(Protocol):
+    """Moves running samples between engines, on rank 0. Without one, a sample stays on the engine that began it.
+
+    It reads the rounds that engines report, and it may bring in other engines while samples are generated. Outside
+    `EnginePool.generate` the pool has the engines that it had when the run began, or their replacements.
+    """
+
+    def attach(self, pool: EnginePool, health: Health, record: Callable[[Mapping[str, Any]], None]) -> None:
+        """Join the engines, once all of them answer. Sets `pool.balance`, which is entered around every `generate`.
+
+        record  is called with what a line of `moves.jsonl` holds
+        """
+
+    def observe(self, rounds: Rounds, reports: Reports) -> tuple[Rounds, Reports]:
+        """Take the rounds of a rollout, by engine, and the rule reports. Returns both with those of engines that sleep.
+
+        Called once after every rollout, before the push.
+        """
+
+    def push(self, version: int, source: Source, hot_tokens: np.ndarray | None) -> Source:
+        """Return the `source` of a push of `version`, or one that also keeps what it yields.
+
+        hot_tokens  ids that drafts are chosen from, from now on; None: no change
+        """
+
+    def engine_changed(self, name: str, engine: RolloutEngine | None) -> None:
+        """Take note that an engine is lost (None), or started again as `engine`. Any thread may call this."""
+
+    def counts(self) -> dict[str, float]:
+        """Return numbers that grow with every rollout, by the names of their metrics."""
+
+
+MigrationBuilder = Callable[[Mapping[str, Any], StartingEngines], Migration]  # of hf_config, before engines start
+
+
 @dataclass(frozen=True)
 class Extensions:
     """The extensions of a run.
 
-    drafter  builds the drafter's schedule; None: an update in every step
-    kinds    of engines, by `rollout.engine`, in place of the core's
+    drafter    builds the drafter's schedule; None: an update in every step
+    migration  builds what moves running samples; None: they stay. Raises CostTableError
+    kinds      of engines, by `rollout.engine`, in place of the core's
     """
 
     drafter: DrafterScheduleBuilder | None = None
+    migration: MigrationBuilder | None = None
     kinds: Mapping[str, Kind] | None = None
 
     def kind(self, engine: str) -> Kind:

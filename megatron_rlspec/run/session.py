@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -31,7 +30,6 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.host import ranks
 from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.records.metrics import Clock
-from megatron_rlspec.rollout.open import Kind
 from megatron_rlspec.run.batches import advantages, micro_batches
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.drafting import Drafting
@@ -42,8 +40,9 @@ from megatron_rlspec.run.rank0 import Rank0
 from megatron_rlspec.run.recording import Records
 from megatron_rlspec.run.replay import TrajectoryRecording, open_recording
 from megatron_rlspec.run.result import take_drafter_moments, write_result
-from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts, without_advantage
+from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.run.saving import Saver
+from megatron_rlspec.run.summaries import without_advantage
 from megatron_rlspec.sync.push import exporting
 from megatron_rlspec.tasks import rewards
 from megatron_rlspec.train import runtime
@@ -109,8 +108,7 @@ class Session:
 
     def _open(self, data_path: str, extensions: Extensions) -> None:
         self.loaded = load(self.config, data_path, supervised=self.supervised, generates=self.generates)
-        kind = extensions.kind(self.config.rollout.engine)
-        starting = self._prepare_engines(kind)
+        starting = self._prepare_engines(extensions)
         if starting is not None and not self.loaded.layout.together:
             starting.launch()  # engines start while the trainer is built
         self._build_trainer()
@@ -120,8 +118,9 @@ class Session:
             self._free_memory()
             if starting is not None:
                 starting.launch()
-        if not self.main and self.generates and kind.follow is not None:
-            self._closing.callback(kind.follow(self.config))  # engines on all ranks
+        follow = extensions.kind(self.config.rollout.engine).follow
+        if not self.main and self.generates and follow is not None:
+            self._closing.callback(follow(self.config))  # this rank has a part of the engines
         engines = starting.wait() if starting is not None else {}
         self._open_records(moments)
         self.rollouts: Rollouts | None = None
@@ -130,21 +129,22 @@ class Session:
             prompts = self.loaded.prompts
             recorder = self.records.recorder
             assert recorder is not None
-            self.rollouts = Rollouts(starting, engines, recorder, prompts, state, drawn, cancelled)
+            self.rollouts = Rollouts(starting, engines, recorder, prompts, cancelled)
             self._closing.callback(self.rollouts.close)
+            self.rollouts.start(state, drawn)
         self.rank0 = Rank0(self.main, self.interruption, self._engines_awaited, self._stop)
         lengths = [float(value) for value in state.get("accept_lengths", ())]
         self.evaluation = Evaluation(
             self.config, self.trainer, self.rank0, self.records, self.generates, self.rollouts, self.push, lengths
         )
 
-    def _prepare_engines(self, kind: Kind) -> StartingRollouts | None:
+    def _prepare_engines(self, extensions: Extensions) -> StartingRollouts | None:
         """Return engines and rewards that can be started, on rank 0 of a run that generates."""
         if not self.main or not self.generates:
             return None
         loaded = self.loaded
-        run_dir = Path(self.config.train.run_dir)
-        starting = StartingRollouts(self.config, loaded.hf_config, loaded.tokenizer, run_dir, kind, loaded.layout)
+        starting = StartingRollouts(self.config, loaded.hf_config, loaded.tokenizer)
+        starting.prepare(loaded.layout, extensions)
         self._closing.callback(starting.close)
         return starting
 
@@ -252,7 +252,7 @@ class Session:
         return self.rank0.run(on_rank0)
 
     def _engines_awaited(self) -> bool:
-        return self.rollouts is not None and self.rollouts.awaited
+        return self.rollouts is not None and self.rollouts.engines.awaited
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class Session:
         Engines on the ranks' GPUs sleep from here until the next push.
         """
         if self.loaded.layout.together:
-            self._on_engines(lambda rollouts: rollouts.sleep())
+            self._on_engines(lambda rollouts: rollouts.engines.sleep())
         trains_policy = options.get("train_policy", True)
         learns = options["objective"] == "grpo" and trains_policy
         if self.config.algorithm.kl_coef and learns:
@@ -284,7 +284,7 @@ class Session:
             rows = self.trainer.reference.logprobs(batches)
             batches = [replace(b, reference_logprobs=row) for b, row in zip(batches, rows, strict=True)]
         options["logprob_gap"] = self.config.health.logprob_gap
-        seconds = self.rollouts.seconds if self.rollouts is not None else None
+        seconds = self.rollouts.newest.seconds if self.rollouts is not None else None
         metrics = self.drafting.train_step(self.done, batches, options, seconds)
         self.done += 1
         if learns and self.due(self.config.train.drift_every):
@@ -311,7 +311,7 @@ class Session:
         """
         if self.loaded.layout.together:
             self._free_memory()
-            self._on_engines(lambda rollouts: rollouts.wake())
+            self._on_engines(lambda rollouts: rollouts.engines.wake())
         while not self.rank0.run(self._push, all_ranks=True):
             pass
 
@@ -355,7 +355,7 @@ class Session:
             self.records.write(step, metrics)
             return
         values = dict(metrics) | self.rollouts.step_metrics(samples) | self._engine_metrics
-        self.records.write(step, values, samples, self.rollouts.decode)
+        self.records.write(step, values, samples, self.rollouts.generation.decode)
 
     def checkpoint(self) -> None:
         """Write a checkpoint every `train.save_every` steps.

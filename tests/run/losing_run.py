@@ -14,15 +14,15 @@ from megatron_rlspec.rollout.open import Kind, embedded
 from megatron_rlspec.run import rollouts
 from megatron_rlspec.run.extension import Extensions
 
-draw = rollouts.Rollouts._draw
+generate = rollouts.Rollouts._generate
 losses = []
 
 
-def draw_and_lose(self, step):
+def generate_and_lose(self, step):
     if step == 2 and not losses:
         losses.append(step)
-        lose(next(iter(self.engines.engines.values())))
-    return draw(self, step)
+        lose(next(iter(self.engines.pool.engines.values())))
+    return generate(self, step)
 
 
 def lose(engine):
@@ -48,7 +48,7 @@ class Own(FleetEngines):
         return embedded(self._config)
 
 
-rollouts.Rollouts._draw = draw_and_lose
+rollouts.Rollouts._generate = generate_and_lose
 if os.environ.get("BACK"):
     Extensions.kind = lambda self, engine: Kind(lambda config, *_: Own(config), KINDS["embedded"].follow)
     restart.PAUSES = (0.0, 0.2)

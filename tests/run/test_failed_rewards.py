@@ -7,7 +7,7 @@ import pytest
 from short_run import run
 
 from megatron_rlspec.records.metrics import read_records
-from megatron_rlspec.run.rollouts import without_advantage
+from megatron_rlspec.run.summaries import without_advantage
 from megatron_rlspec.types import Prompt, Sample
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__steps": 3, "train__eval_prompts": 2}

@@ -1,6 +1,5 @@
 """Rank 0's rollouts that end with their batch, on the embedded engine; the weights stay, only their version changes."""
 
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,9 +7,11 @@ import pytest
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.models.hf_files import read_hf
-from megatron_rlspec.rollout import open as opening
+from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
-from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts, _seed
+from megatron_rlspec.run.extension import Extensions
+from megatron_rlspec.run.generation import seed_of as seed
+from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Request
 
@@ -45,13 +46,13 @@ class Run:
         self.prompts = data.Prompts(config.data.path, tokenizer, config)
         if order is not None:
             self.prompts.restore(order)
-        starting = StartingRollouts(config, hf_config, tokenizer, run_dir, opening.engines()["embedded"])
+        starting = StartingRollouts(config, hf_config, tokenizer)
+        starting.prepare(GpuLayout(), Extensions())
         starting.scorer._judge = lambda sample: (len(sample.response) % 3 / 2, None)
         engines = starting.wait()
         recorder = SimpleNamespace(event=lambda *_, **__: None)
-        self.rollouts = Rollouts(
-            starting, engines, recorder, self.prompts, state or {}, drawn or Drawn(), threading.Event()
-        )
+        self.rollouts = Rollouts(starting, engines, recorder, self.prompts)
+        self.rollouts.start(state or {}, drawn or Drawn())
         self.engine = engines["embedded"]
 
     def step(self, step):
@@ -92,7 +93,7 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
         oldest = min(s.policy_versions[0][0] for g in groups for s in g.samples)
         assert number + 1 - config.rollout.partial_staleness <= oldest <= number + 1
     again = [Request(s.request_id, s.prompt, seed_of(config, s)) for s in trained]
-    alone = run.engine.generate(again, run.rollouts.sampling)
+    alone = run.engine.generate(again, run.rollouts.generation.sampling)
     assert [s.tokens.tolist() for s in trained] == [s.tokens.tolist() for s in alone]
     run.rollouts.close()
     if "dynamic_sampling" in changed:  # the moment at which a reward is known decides when a batch is full
@@ -111,13 +112,13 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
         [(r.id, len(r.partial.response) if r.partial else 0) for r in group.requests]
         for group in resumed.rollouts.begun
     ]
-    assert any(tokens for group in left for _, tokens in group) and resumed.rollouts.counts["over_drawn"] > 0
+    assert any(tokens for group in left for _, tokens in group) and resumed.rollouts.newest.counts["over_drawn"] > 0
     resumed.rollouts.close()
 
 
 def seed_of(config, sample):
     step, place, index = (int(part[1:]) for part in sample.request_id.split("-"))
-    return _seed(config.train.seed, step, place, index)
+    return seed(config.train.seed, step, place, index)
 
 
 def test_a_row_that_comes_twice_in_a_step_gets_other_samples(start, tmp_path):

@@ -16,7 +16,7 @@ def run(tmp_path):
     options = {"spec__mode": "adaptive", "spec__candidate_steps": "0,1,3", "health__canary_prompts": "0"}
     options["spec__learn_costs"] = "false"  # costs are those below
     made = Run(tmp_path, rollout__max_new_tokens=str(ROUNDS), **options)
-    learning = made.rollouts.learning
+    learning = made.rollouts.speculation.learning
     learning.cost = {
         "roofline": Roofline.of_layers(8).to_json()
     }  # with the model's one layer, drafting would never be faster
@@ -38,4 +38,4 @@ def test_an_improved_drafter_is_found_in_rollouts_of_20_rounds(run):
     # In the first rollout with the forecast, a probe would have to pay for the drafter to read all prompts.
     assert share_off[2] < 1.0, "the forecast was not tried"
     assert max(share_off[4:]) < 0.2, share_off
-    assert run.rollouts.learning.acceptance.rates[0] > 0.5
+    assert run.rollouts.speculation.learning.acceptance.rates[0] > 0.5

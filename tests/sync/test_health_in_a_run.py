@@ -14,8 +14,10 @@ from megatron_rlspec.config import load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.records.metrics import Recorder, read_records
-from megatron_rlspec.rollout.open import embedded, engines
+from megatron_rlspec.rollout.open import embedded
+from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.run.checkpoints import Drawn
+from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.rule import SpecRule
@@ -28,9 +30,12 @@ CHAIN = SpecConfig(3)
 
 
 def start(config, hf_config, run_dir, resumed=None):
-    starting = StartingRollouts(config, hf_config, None, run_dir, engines()["embedded"])
-    prompts = SimpleNamespace(rows=PROMPTS)
-    return Rollouts(starting, starting.wait(), Recorder(run_dir), prompts, resumed or {}, Drawn())
+    config = config.model_copy(update={"train": config.train.model_copy(update={"run_dir": str(run_dir)})})
+    starting = StartingRollouts(config, hf_config, None)
+    starting.prepare(GpuLayout(), Extensions())
+    rollouts = Rollouts(starting, starting.wait(), Recorder(run_dir), SimpleNamespace(rows=PROMPTS))
+    rollouts.start(resumed or {}, Drawn())
+    return rollouts
 
 
 class Run:
@@ -49,8 +54,9 @@ class Run:
         }
         config = load(overrides=overrides | {name.replace("__", "."): value for name, value in options.items()})
         self.run_dir = tmp_path / "run"
+        self.config = config
         self.rollouts = start(config, self.hf_config, self.run_dir)
-        (self.engine,) = self.rollouts.engines.engines.values()
+        (self.engine,) = self.rollouts.engines.pool.engines.values()
 
     def push(self, version, damage=lambda name, tensor: tensor):
         tensors = echo_checkpoint(version)[1]
@@ -58,7 +64,7 @@ class Run:
 
     def draw(self, name):
         requests = [Request(f"{name}-{i:03d}", prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
-        self.rollouts.engines.generate(requests, self.rollouts.sampling)
+        self.rollouts.engines.pool.generate(requests, self.rollouts.generation.sampling)
 
     def events(self):
         return [event for event in read_records(self.run_dir / "events.jsonl") if event["kind"] == "health"]
@@ -67,7 +73,7 @@ class Run:
 @pytest.fixture
 def run(tmp_path, request, monkeypatch):
     # So that every push of these short runs is followed by a canary.
-    monkeypatch.setattr("megatron_rlspec.run.rollouts.HealthSettings", partial(HealthSettings, canary_share=1.0))
+    monkeypatch.setattr("megatron_rlspec.run.engines.HealthSettings", partial(HealthSettings, canary_share=1.0))
     made = Run(tmp_path, **getattr(request, "param", {}))
     yield made
     made.rollouts.close()
@@ -82,7 +88,7 @@ def test_a_healthy_run_is_not_disturbed(run):
     for version in range(1, 6):
         metrics = run.push(version)
         assert metrics["health/canary_accept_length"] > 1.6 and metrics["health/canary_seconds"] > 0
-        if run.rollouts.config.spec.mode == "fixed":
+        if run.config.spec.mode == "fixed":
             assert run.engine.schedule == SpecSchedule.fixed(CHAIN)
         else:
             assert isinstance(run.engine.schedule, SpecRule) and run.engine.schedule.schedule is None
@@ -116,7 +122,7 @@ def test_a_drafter_that_breaks_during_a_rollout_is_off_until_the_next_push(run):
         run.push(version)
         run.draw(f"v{version}")
         run.rollouts.adapt(None)
-    assert 2 < run.rollouts.learning.accept_lengths()[CHAIN] < 4 and run.events() == []
+    assert 2 < run.rollouts.speculation.learning.accept_lengths()[CHAIN] < 4 and run.events() == []
     run.push(3)
     for name in echo_checkpoint(3)[1]:
         if name.startswith(MTP):
@@ -138,16 +144,16 @@ def gone(*_):
 @pytest.mark.parametrize("when", ["after its canary", "told what to start from"])
 def test_an_engine_that_ends_while_its_rule_is_set_is_left_out(run, when):
     rollouts = run.rollouts
-    other = embedded(run.rollouts.config)
-    rollouts.engines.add("other", other)
-    rollouts.health.join("other")
+    other = embedded(run.config)
+    rollouts.engines.pool.add("other", other)
+    rollouts.engines.health.join("other")
     if when == "told what to start from":
         run.push(1)
-        rollouts.health._spent = math.inf  # no canary is due
-        rollouts.learning.expect(Prediction((5,), np.ones((1, 5)), np.full((1, 5), 0.5)))
+        rollouts.engines.health._spent = math.inf  # no canary is due
+        rollouts.speculation.learning.expect(Prediction((5,), np.ones((1, 5)), np.full((1, 5), 0.5)))
     other.set_spec_rule = gone
     assert run.push(2)["health/serving_engines"] == 2  # as far as its weights go
-    assert list(rollouts.engines.engines.values()) == [run.engine]
+    assert list(rollouts.engines.pool.engines.values()) == [run.engine]
     events = [event["message"] for event in read_records(run.run_dir / "events.jsonl") if event["kind"] == "engine"]
     assert events == ["other: left out, 1 remain: gone"]
 
@@ -159,11 +165,13 @@ def test_a_resumed_run_starts_with_the_state_of_the_stopped_one(run, tmp_path):
     for reached in (100.0, 300.0):  # the first forecast is scored by the second rollout
         run.draw(f"r{reached:.0f}")
         rollouts.adapt(Prediction((1,), np.array([[reached]]), np.array([[reached / 4]])))
-    before = rollouts.learning.rule()
+    learning = rollouts.speculation.learning
+    before = learning.rule()
     assert before["forecast"]
     state = json.loads(json.dumps(rollouts.state()))
-    after = start(rollouts.config, run.hf_config, tmp_path / "again", state)
-    assert after.learning.rule() == before and after.learning.state() == rollouts.learning.state()
+    after = start(run.config, run.hf_config, tmp_path / "again", state)
+    again = after.speculation.learning
+    assert again.rule() == before and again.state() == learning.state()
     after.close()
 
 

@@ -16,7 +16,7 @@ from megatron_rlspec import cli
 from megatron_rlspec.commands.report import records as report_records
 from megatron_rlspec.config import ConfigError, RewardConfig
 from megatron_rlspec.records.metrics import Recorder
-from megatron_rlspec.run.rollouts import rollout_metrics
+from megatron_rlspec.run.summaries import rollout_metrics
 from megatron_rlspec.tasks import reward_worker
 from megatron_rlspec.tasks.reward_worker import final_answer
 from megatron_rlspec.tasks.rewards import Scorer, Scoring, failed

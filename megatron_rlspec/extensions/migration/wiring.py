@@ -1,4 +1,4 @@
-"""The tail of rollouts, on rank 0: plans that learn from the run's rounds, moves of samples, and their record."""
+"""Migration in a run, on rank 0: plans that learn from the run's rounds, moves of samples, and their record."""
 
 from __future__ import annotations
 
@@ -9,69 +9,74 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.config import Config
+from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.migration.balancer import Balancer
+from megatron_rlspec.extensions.migration.builders import MigratableEngines, rebalancer, sizes_planner
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
-from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
-from megatron_rlspec.extensions.migration.turns import Rounds, Turns
+from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts
+from megatron_rlspec.extensions.migration.turns import Turns
+from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
+from megatron_rlspec.run.extension import Reports, Rounds
+from megatron_rlspec.sync.health import Health
 from megatron_rlspec.sync.push import Source
 from megatron_rlspec.types import RoundStats
 
 
-class Tail:
-    """Watches every `generate` of the pool.
+class RunMigration:
+    """A `run.extension.Migration`, by the options of [tail].
 
-    planner  decides on moves between SGLang engines; None: none moves, or embedded engines plan themselves
-    sizes    their tensor-parallel sizes, where several are in use
-    record   is called with what a line of `moves.jsonl` holds
-    turns    has a second fleet take over; None: there is none
+    turns  has a second fleet take over; None: there is none
     """
 
-    def __init__(
-        self,
-        config: Config,
-        planner: Rebalancer | None,
-        pool: EnginePool,
-        sizes: Mapping[str, int],
-        record: Callable[[Mapping[str, Any]], None],
-        turns: Turns | None = None,
-    ) -> None:
-        self.planner = planner
-        self.turns = turns
-        self.lengths = Lengths()  # of all responses, by which the planner predicts
+    def __init__(self, config: Config, hf_config: Mapping[str, Any], engines: StartingEngines) -> None:
+        """Raises CostTableError."""
+        self.turns: Turns | None = None
+        # Decides on moves between SGLang engines; None: none moves. Ranks with embedded engines plan themselves.
+        self._planner = rebalancer(config, hf_config)
+        ranks = config.rollout.engines * config.placement.tensor
+        self._sizes_planner = sizes_planner(config, SwitchCosts(0.0), ranks) if config.second else None
+        self._lengths = Lengths()  # of all responses, by which the planner predicts
         self._cap = config.rollout.max_new_tokens
         self._every = config.tail.every
-        self._pool = pool
-        self._sizes = sizes
-        self._record = record
+        self._started = engines if isinstance(engines, MigratableEngines) else None
         self._timed: dict[int | None, list[RoundStats]] = {}  # by size: rounds that the planner has not seen
-        if planner is not None or config.tail.tp != (1,):
-            pool.balance = self._balanced
 
-    def rounds(self) -> tuple[Rounds, list[dict[str, Any]]]:
-        """Return each engine's rounds since the last call, and reports of the rules of engines that sleep by now.
+    def attach(self, pool: EnginePool, health: Health, record: Callable[[Mapping[str, Any]], None]) -> None:
+        self._pool = pool
+        self._record = record
+        if self._started is not None:
+            self.turns = self._started.turns(self._sizes_planner, pool, health)
+        pool.balance = self._balanced
 
-        The rounds correct the planner's costs of the engine's size.
-        """
-        found, reports = self.turns.taken() if self.turns else ([], [])
-        found += self._pool.everywhere(lambda engine: engine.stats()).items()
+    def observe(self, rounds: Rounds, reports: Reports) -> tuple[Rounds, Reports]:
+        """Take the rounds, which correct the planner's costs of the engine's size."""
+        slept, more = self.turns.taken() if self.turns else ([], [])
+        found = slept + rounds
+        sizes = self._started.sizes if self._started is not None else {}
         for name, stats in found:
-            self._timed.setdefault(self._sizes.get(name), []).extend(stats)
-        return found, reports
+            self._timed.setdefault(sizes.get(name), []).extend(stats)
+        return found, reports + more
 
-    def copied(self, version: int, source: Source, words: np.ndarray | None) -> Source:
-        """Return the `source` of a push; see `Turns.copied`."""
-        return self.turns.copied(version, source, words) if self.turns else source
+    def push(self, version: int, source: Source, hot_tokens: np.ndarray | None) -> Source:
+        """Keep a copy for a fleet that sleeps; see `Turns.copied`."""
+        return self.turns.copied(version, source, hot_tokens) if self.turns else source
+
+    def engine_changed(self, name: str, engine: RolloutEngine | None) -> None:
+        if self.turns is None:
+            return
+        if engine is None:
+            self.turns.lost(name)
+        else:
+            self.turns.replace(name, engine)
 
     def counts(self) -> dict[str, float]:
-        """Return numbers that grow with every `generate`, by the names of their metrics."""
-        found = {"stolen": float(self._pool.stolen), "continued_tokens": float(self._pool.continued)}
-        return found | ({"size_changes": float(self.turns.changes)} if self.turns else {})
+        return {"size_changes": float(self.turns.changes)} if self.turns else {}
 
     @contextmanager
-    def _balanced(self, owner: RunningRequests) -> Iterator[None]:
+    def _balanced(self, running: RunningRequests) -> Iterator[None]:
         """Move samples between engines during one `generate`, and record moves and changes of the size."""
         fleets = [engine for engine in self._pool.engines.values() if isinstance(engine, Fleet)]
         if fleets:  # its ranks plan and move
@@ -80,15 +85,16 @@ class Tail:
             if record["moves"] or record["sizes"]:
                 self._record(record)
             return
-        assert self.planner is not None
+        planner = self._planner
+        assert planner is not None
         timed, self._timed = self._timed, {}
         for tp, stats in timed.items():
-            self.planner.observe(stats, tp)
+            planner.observe(stats, tp)
         if self.turns:
-            self.turns.begin(self.planner)
+            self.turns.begin(planner)
         engines = dict(self._pool.engines)
         movable = {name: engine for name, engine in engines.items() if isinstance(engine, MigratableSGLangEngine)}
-        balancer = Balancer(owner, movable, self.planner, self.lengths, self._cap, self._every, self.turns)
+        balancer = Balancer(running, movable, planner, self._lengths, self._cap, self._every, self.turns)
         try:
             with balancer:
                 yield

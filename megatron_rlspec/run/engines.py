@@ -1,0 +1,229 @@
+"""The engines of a run, on rank 0: pushes with their checks, restarts, and what engines report of a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rlspec.config import Config
+from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.names import name_table
+from megatron_rlspec.records.metrics import Recorder
+from megatron_rlspec.rollout.open import StartingEngines
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.rollout.restart import Restarts
+from megatron_rlspec.run.extension import Migration, Reports, Rounds
+from megatron_rlspec.run.speculating import Speculation
+from megatron_rlspec.sync import contract
+from megatron_rlspec.sync.contract import HealthError
+from megatron_rlspec.sync.detectors import HealthSettings
+from megatron_rlspec.sync.health import Health
+from megatron_rlspec.sync.push import Pusher, Source
+from megatron_rlspec.types import Prompt, Sampling, Scope
+
+Named = Mapping[str, RolloutEngine]
+
+
+class Engines:
+    """Keeps the engines of a run at work: weights, speculation, restarts.
+
+    pool        generates; it has the engines that serve, by name
+    health      pushes to these engines, and checks them
+    starting    starts lost engines again, at most `restarts` times
+    migration   an extension that moves running samples; None: samples stay where they began
+    """
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        health: Health,
+        starting: StartingEngines,
+        speculation: Speculation,
+        recorder: Recorder,
+        restarts: int,
+        migration: Migration | None = None,
+    ) -> None:
+        self.pool = pool
+        self.health = health
+        self._starting = starting
+        self._speculation = speculation
+        self._recorder = recorder
+        self._restarts = Restarts(starting.again, restarts)
+        self._migration = migration
+        self._restarting: dict[str, int] = {}  # engine that has no event yet -> number of its restart
+        self._restarted = 0  # engines, since the last `restarted`
+        self._asleep = False
+
+    def close(self) -> None:
+        """End the engines, which ends a running rollout."""
+        self._restarts.close()
+        self._starting.close()
+
+    # ---- speculation ------------------------------------------------------------------------------------------------
+
+    def speculate(self, name: str, engine: RolloutEngine) -> None:
+        """Set the run's speculation rule or schedule on an engine. Drops the engine if it does not answer."""
+        try:
+            self._speculation.set(engine)
+        except EngineError as error:
+            self.pool.drop(name, error)
+
+    def rounds(self) -> tuple[Rounds, Reports]:
+        """Return each engine's rounds since the last call, and the engines' reports of an adaptive rule.
+
+        Runs the drift test of the engines that serve. A finding turns an engine's speculation off, with an event.
+        """
+        reports: Reports = []
+        if self._speculation.adaptive:
+            reports += self.pool.everywhere(lambda engine: engine.spec_rule_report()).values()
+        expected = self._speculation.learning.accept_lengths()
+        found: Rounds = list(self.pool.everywhere(lambda engine: engine.stats()).items())
+        if self._migration is not None:
+            found, reports = self._migration.observe(found, reports)
+        for name, stats in found:
+            if name not in self.pool.engines:  # of an engine that sleeps by now
+                continue
+            if finding := self.health.watch(name, stats, expected):
+                message = f"{name}: no speculation until the next push: {finding.message}"
+                self._recorder.event("health", message, engine=name, found=[finding.detector])
+        return found, reports
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Let every engine release its memory. The next push wakes them, and sends them all tensors."""
+        if not self._asleep:  # a warm start takes several steps before a push
+            self.pool.everywhere(lambda engine: engine.sleep())
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Let engines that sleep take their memory back."""
+        if self._asleep:
+            self._asleep = False  # before an engine may fail: one that replaces it is awake
+            for name in self.pool.engines:
+                self.health.pusher.forget(name)
+            self.pool.everywhere(lambda engine: engine.wake())
+
+    def push(self, version: int, source: Source, hot_tokens: np.ndarray | None, scope: Scope) -> dict[str, float]:
+        """Send the tensors of `source` to every engine and check the engines. Returns metrics; see `Rollouts.push`."""
+        self.record_losses()
+        self._add_restarted()
+        if hot_tokens is not None:
+            self.pool.everywhere(lambda engine: engine.set_draft_vocabulary(hot_tokens))
+        if self._migration is not None:
+            source = self._migration.push(version, source, hot_tokens)
+        try:
+            predicted = self._speculation.expected_of_canary()
+            report = self.health.push(version, source, scope, predicted=predicted)
+        except HealthError:
+            for name, engine in list(self.pool.engines.items()):
+                if not engine.alive:
+                    self.pool.drop(name, EngineError(f"{engine}: it ended during a push"))
+            raise
+        for name in set(report.pushes[0].engines) - set(report.serving):
+            self.pool.drop(name, EngineError("its weights stayed wrong"))
+        if self._speculation.learning.renews:
+            for name in self.pool.engines.keys() & (set(report.serving) - set(report.plain)):
+                self.speculate(name, self.pool.engines[name])
+        self.pool.stats()  # drop the canary's rounds, which are not part of a rollout
+        self.record_losses()
+        return report.metrics()
+
+    # ---- lost engines -----------------------------------------------------------------------------------------------
+
+    @property
+    def awaited(self) -> bool:
+        """Return whether no engine is left, but one is restarting."""
+        return not self.pool.engines and self._restarts.pending
+
+    def restarted(self) -> int:
+        """Return how many engines were restarted since the last call."""
+        number, self._restarted = self._restarted, 0
+        return number
+
+    def record_losses(self) -> None:
+        """Write one event for each engine that the pool has dropped."""
+        failures = self.pool.take_failures()
+        remaining = len(self.pool.engines) + len(failures)
+        for name, reason in failures.items():
+            remaining -= 1
+            again = self._restarting.pop(name, 0)
+            restart = f"; restart {again} of {self._restarts.most} begins" if again else ""
+            self._recorder.event("engine", f"{name}: left out, {remaining} remain: {reason}{restart}", engine=name)
+
+    def restart(self, name: str) -> None:
+        """Restart an engine that the pool has dropped, if this run started it. The pool's `lost` calls this."""
+        if self._migration is not None:
+            self._migration.engine_changed(name, None)
+        if name in self._starting.own:
+            self._restarting[name] = self._restarts.lost(name)
+
+    def _add_restarted(self) -> None:
+        """Add restarted engines that answer. Waits for one if no other is left. Raises EngineError."""
+        for name, engine in self._restarts.back(block=not self.pool.engines).items():
+            if isinstance(engine, EngineError):
+                self._recorder.event("engine", f"{name}: not started again: {engine}", engine=name)
+                continue
+            self.pool.add(name, engine, spare=name in self._starting.spare)
+            self.health.join(name)
+            if self._migration is not None:
+                self._migration.engine_changed(name, engine)
+            self._restarted += 1
+            self._recorder.event("engine", f"{name}: started again, {len(self.pool.engines)} serve", engine=name)
+        if not self.pool.engines:
+            raise EngineError("no engine is left, and none could be restarted")
+
+
+def open_pool(config: Config, named: Named, spare: Collection[str], lost: Callable[[str], None]) -> EnginePool:
+    """Return the pool of a run. spare, lost: as `EnginePool` has them."""
+    rollout = config.rollout
+    # A single engine in this process has a queue of its own. The round in which a sample begins then does not
+    # depend on threads, nor does what unfinished samples have when a batch is full.
+    alone = rollout.engine == "embedded"
+    in_flight = rollout.in_flight or (0 if alone else rollout.max_running_requests)
+    continues = alone or config.spec.verifier == "position_keyed"
+    return EnginePool(named, in_flight, lost, continues, spare)
+
+
+def open_health(
+    config: Config,
+    pool: EnginePool,
+    hf_config: Mapping[str, Any],
+    speculation: Speculation,
+    speculate: Callable[[str, RolloutEngine], None],
+    canary: Sequence[Prompt],
+    recorder: Recorder,
+) -> Health:
+    """Return what pushes to a run's engines and checks them.
+
+    speculate  sets the run's speculation on an engine: (name, engine)
+    canary     prompts, of which the first `health.canary_prompts` are taken
+    """
+    options = config.health
+    drafter_names = _drafter_names(config, hf_config)
+    settings = HealthSettings(options.on_failure, speculation.chain)
+    return Health(
+        Pusher(pool.engines, frozen=() if config.drafter.train else drafter_names),
+        drafter_names.__contains__,
+        speculate if speculation.drafts else None,
+        canary[: options.canary_prompts],
+        sampling(config),
+        settings,
+        lambda record: recorder.event("health", contract.summary(record), **record),
+    )
+
+
+def sampling(config: Config) -> Sampling:
+    """Return how a run's rollouts sample."""
+    rollout = config.rollout
+    return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
+
+
+def _drafter_names(config: Config, hf_config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the Hugging Face names of the drafter's tensors."""
+    layers = 1 if config.drafter.repeated_layer else config.drafter.depth
+    layers = 0 if DRAFTER in hf_config else layers
+    return frozenset(name_table({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)

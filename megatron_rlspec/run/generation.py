@@ -1,0 +1,281 @@
+"""Generate samples of prompts and score them, on rank 0.
+
+Sampling seeds are made from (run seed, step, place in the step), so a resumed run generates the same samples as an
+uninterrupted one, and a prompt that comes twice in a step gets other samples the second time.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rlspec import custom
+from megatron_rlspec.config import Config
+from megatron_rlspec.losses import grpo
+from megatron_rlspec.records.metrics import Recorder
+from megatron_rlspec.rollout.conversation import Conversations
+from megatron_rlspec.rollout.partial import Drawing, mask_continued
+from megatron_rlspec.run.engines import Engines, sampling
+from megatron_rlspec.run.summaries import rollout_metrics
+from megatron_rlspec.tasks import data, rewards
+from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample
+
+EVALUATION = 1 << 30  # replaces the step number in the seeds of evaluations, so all evaluations use the same seeds
+CANCEL_AGAIN = 0.2  # seconds
+Failures = list[str]  # one line per sample without a reward
+
+
+class RolloutCancelledError(RuntimeError):
+    """A signal ended the run during a rollout. The order of prompts is as before the rollout."""
+
+
+class Generation:
+    """Takes prompts, has engines generate samples of them, and has rewards score these.
+
+    begun      groups that go on in the next rollout (`rollout.partial`)
+    held_out   prompts of evaluations
+    cancelled  when it is set, rollouts end with RolloutCancelledError
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        engines: Engines,
+        scorer: rewards.Scorer,
+        recorder: Recorder,
+        held_out: Sequence[Prompt],
+        cancelled: threading.Event,
+    ) -> None:
+        self.sampling = sampling(config)
+        self.begun: list[OpenGroup] = []
+        self.held_out = held_out
+        self._config = config
+        self._tokenizer = tokenizer
+        self._engines = engines
+        self._scorer = scorer
+        self._recorder = recorder
+        self._cancelled = cancelled
+        self._failed_steps = rewards.FailedSteps(config.reward.max_failed_steps)
+        # tokens and number of the responses to a prompt: they decide which requests engines get first
+        self._lengths: dict[int, tuple[int, int]] = {}
+        self._running: Collection[str] = ()  # ids of the requests that engines may hold
+        self._closed = threading.Event()
+        self._conversations: Conversations | None = None
+        if config.rollout.function:
+            function = custom.load("rollout.function", config.rollout.function)
+            self._conversations = Conversations(function, engines.pool, tokenizer, config.rollout.function_seconds)
+
+    def start(self) -> None:
+        """Start the thread that ends a rollout when it is cancelled."""
+        threading.Thread(target=self._abort_when_cancelled, name="cancel", daemon=True).start()
+
+    def close(self) -> None:
+        """End that thread, and the reward workers."""
+        self._closed.set()
+        self._scorer.close()
+
+    def state(self) -> list[tuple[int, int, int]]:
+        """Return (prompt, tokens, responses) for a checkpoint; `begun` belongs to it, too."""
+        return [(row, tokens, number) for row, (tokens, number) in self._lengths.items()]
+
+    def restore(self, lengths: Sequence[tuple[int, int, int]], begun: Sequence[OpenGroup]) -> None:
+        """Set what `state` returned, and `begun`."""
+        self._lengths = {row: (tokens, number) for row, tokens, number in lengths}
+        self.begun = list(begun)
+        if self.begun and not self._config.rollout.partial:
+            message = f"rollout.partial=false: {len(self.begun)} begun groups are not gone on with"
+            self._recorder.event("resume", message)
+            self.begun = []
+
+    # ---- rollouts ---------------------------------------------------------------------------------------------------
+
+    def rollout(self, step: int, source: data.Prompts, counts: dict[str, float]) -> list[Group]:
+        """Take prompts until `rollout.prompts_per_step` groups are kept; dynamic sampling drops groups.
+
+        With `rollout.partial` more groups are begun, and those that are not kept go on in the next rollout. Adds to
+        `counts`. Raises EngineError if no engine is left, and RewardsFailedError.
+        """
+        options = self._config.rollout
+        keep_all = not self._config.algorithm.dynamic_sampling
+        drawing = Drawing(
+            self.begun, options.prompts_per_step, step + 2 - options.oldest, lambda g: keep_all or _has_signal(g)
+        )
+        failures: Failures = []
+        ended = places = 0
+        begun = [r.partial for group in self.begun for r in group.requests if r.partial is not None]
+        counts["continued_tokens"] = float(sum(len(partial.response) for partial in begun))
+        while True:
+            # One prompt at least, so that every rollout generates something.
+            missing = max(options.begun_prompts - len(drawing.groups), 0 if drawing.requests() else 1)
+            prompts = source.take(missing, [group.requests[0].prompt for group in drawing.groups])
+            drawing.begin(self._requests(f"t{step:06d}", prompts, options.samples_per_prompt, step, places))
+            places += len(prompts)
+            new, failed = self._generate(drawing, counts)
+            failures += failed
+            ended += new
+            # Every refill counts as a step. Otherwise dynamic sampling without any reward would refill for ever.
+            self._failed_steps.observe(f"step {step}", new, failed)
+            drawing.drop_unusable()
+            if drawing.full:
+                break
+        kept, self.begun = drawing.batch()
+        if options.partial:
+            counts["over_drawn"] = float(sum(len(group.requests) for group in self.begun))
+        if options.mask_offpolicy:
+            mask_continued([sample for group in kept for sample in group.samples])
+        self._learn_lengths(kept)
+        self._record_failures(f"step {step}", ended, failures)
+        self._raise_level(step, source, kept)
+        return kept
+
+    def _learn_lengths(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            tokens, number = self._lengths.get(group.prompt.id, (0, 0))
+            tokens += sum(len(sample.response) for sample in group.samples)
+            self._lengths[group.prompt.id] = (tokens, number + len(group.samples))
+
+    def _raise_level(self, step: int, source: data.Prompts, groups: Sequence[Group]) -> None:
+        """Make prompts harder if the rewards of a step are good enough; see `Prompts.raise_level`."""
+        known = rewards.known([sample for group in groups for sample in group.samples])
+        reward = float(np.mean(known)) if known else -math.inf
+        if source.raise_level(reward):
+            self._lengths.clear()  # ids name other prompts now
+            self._recorder.event(
+                "curriculum", f"step {step}: mean reward {reward:.3f}, level {source.level} from here on"
+            )
+
+    def _record_failures(self, name: str, samples: int, failures: Failures) -> None:
+        if failures:
+            message = f"{name}: {len(failures)} of {samples} rewards failed; the first: {failures[0]}"
+            self._recorder.event("reward", message, failed=len(failures), samples=samples)
+
+    def evaluate(self, name: str, prompts: int | None = None) -> dict[str, float]:
+        """Generate a response to each of the first held-out prompts, always with the same seeds. {} without prompts."""
+        if not self.held_out:
+            return {}
+        chosen = self.held_out[: prompts or self._config.train.eval_prompts]
+        drawing = Drawing(self._requests(f"e-{name}", chosen, 1, EVALUATION), len(chosen), math.inf)
+        _, failures = self._generate(drawing)
+        samples = [group.samples[0] for group in drawing.batch()[0]]
+        self._record_failures(f"evaluation {name}", len(samples), failures)
+        result = rollout_metrics(samples) | {"prompts": float(len(samples))}
+        self._recorder.event(
+            "evaluation",
+            f"{name}: reward {result.get('reward', math.nan):.3f} on {len(samples)} held-out prompts, "
+            f"accept length {result['accept_length']:.2f}",
+            name=name,
+            **result,
+        )
+        return result
+
+    # ---- samples ----------------------------------------------------------------------------------------------------
+
+    def _requests(
+        self, name: str, prompts: Sequence[Prompt], samples: int, salt: int, places: int = 0
+    ) -> list[OpenGroup]:
+        """Return `samples` requests for each prompt.
+
+        Request ids have a fixed width, because no id may be a prefix of another. `salt` makes the seeds of one step, in
+        which `places` prompts have begun before.
+        """
+        groups = []
+        for place, prompt in enumerate(prompts, places):
+            requests = []
+            for i in range(samples):
+                seed = seed_of(self._config.train.seed, salt, place, i)
+                requests.append(Request(f"{name}-p{place:07d}-n{i:07d}", prompt, seed))
+            groups.append(OpenGroup(requests))
+        return groups
+
+    def _generate(self, drawing: Drawing, counts: dict[str, float] | None = None) -> tuple[int, Failures]:
+        """Generate and score what has not ended until the batch is full.
+
+        Returns the number of samples that ended, and one line per failed reward. `counts` is given for training.
+        """
+        scoring = rewards.Scoring(self._scorer)
+        predicted = {} if counts is None else {name: tokens / n for name, (tokens, n) in self._lengths.items()}
+        try:
+            samples = self._answer(drawing.requests(), lambda sample: self._ended(sample, drawing, scoring), predicted)
+            ended = [sample for sample in samples if sample.status != "aborted"]
+            for sample in ended:
+                sample.text = self.decode(sample.response)
+            failures = scoring.finish([sample for sample in ended if "own_reward" not in sample.metadata])
+        except BaseException:
+            scoring.cancel()
+            raise
+        self._check_cancelled()
+        for sample in ended:
+            drawing.add(sample)
+        if self._engines.pool.continues:
+            drawing.keep(sample for sample in samples if sample.status == "aborted")
+        if counts is not None:
+            counts["reward_seconds_hidden"] += scoring.hidden
+            counts["reward_seconds_waited"] += scoring.waited
+        return len(ended), failures
+
+    def _ended(self, sample: Sample, drawing: Drawing, scoring: rewards.Scoring) -> None:
+        """Begin to compute the reward of a sample that has just ended. A full batch aborts the others."""
+        if sample.status == "aborted":
+            return
+
+        def add(scored: object) -> None:
+            if drawing.add(sample) and (left := [request.id for request in drawing.requests()]):
+                self._engines.pool.abort(left)
+
+        sample.text = self.decode(sample.response)
+        if "own_reward" in sample.metadata:
+            add(sample)
+        elif self._config.algorithm.dynamic_sampling:  # whether a group counts depends on its rewards
+            scoring.add(sample).add_done_callback(lambda future: None if future.cancelled() else add(future))
+        else:
+            scoring.add(sample)
+            add(sample)
+
+    def _answer(
+        self, requests: Sequence[Request], ended: Callable[[Sample], None], predicted: Mapping[int, float]
+    ) -> list[Sample]:
+        """Generate one sample per request, in one reply each or by the user's function. `ended` is called with each."""
+        self._check_cancelled()
+        try:
+            if self._conversations is None:
+                self._running = [request.id for request in requests]
+                samples = self._engines.pool.generate(requests, self.sampling, ended, predicted)
+            else:
+                self._running = self._conversations.running
+                samples = self._conversations.draw(requests, self.sampling, ended)
+        finally:
+            self._running = ()
+        self._check_cancelled()
+        self._engines.record_losses()
+        return samples
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise RolloutCancelledError("a signal ended the run")
+
+    def _abort_when_cancelled(self) -> None:
+        """Abort the requests of a cancelled rollout again and again, because some may not have reached their engine."""
+        while not self._closed.wait(CANCEL_AGAIN):
+            if self._cancelled.is_set():
+                self._scorer.interrupt()
+                if self._running:
+                    self._engines.pool.abort(list(self._running))
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """Return the text of tokens, without special tokens."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def _has_signal(group: Group) -> bool:
+    known = [not rewards.failed(sample) for sample in group.samples]
+    return grpo.has_signal([sample.reward for sample in group.samples], known=known)
+
+
+def seed_of(*parts: int) -> int:
+    """Return a sampling seed below 2³¹, made from non-negative integers."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFF_FFFF

@@ -1,0 +1,55 @@
+"""Speculation in a run: what its engines are told, and what their rounds teach."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rlspec import files
+from megatron_rlspec.config import SpecSection
+from megatron_rlspec.engine import RolloutEngine
+from megatron_rlspec.speculation.acceptance import Prediction
+from megatron_rlspec.speculation.learning import Learning
+from megatron_rlspec.types import RoundStats, SpecConfig, SpecSchedule
+
+
+class Speculation:
+    """Sets the run's rule or schedule on engines, and learns the rule from their rounds.
+
+    drafts    whether engines speculate
+    adaptive  whether they choose by a rule; if not, they have one configuration
+    chain     draft steps of a canary
+    """
+
+    def __init__(self, options: SpecSection, learning: Learning, rule_file: Path) -> None:
+        """`rule_file`: where `learn` writes the present rule."""
+        self.learning = learning
+        self.adaptive = options.mode == "adaptive"
+        self.chain = options.num_steps or max(options.candidate_steps)
+        self.drafts = options.mode != "off" and self.chain > 0
+        self._fixed = SpecSchedule.fixed(options.config())
+        self._rule_file = rule_file
+
+    def set(self, engine: RolloutEngine) -> None:
+        """Set the run's rule or schedule on an engine. Raises EngineError."""
+        if self.adaptive:
+            engine.set_spec_rule(self.learning.rule())
+        else:
+            engine.set_schedule(self._fixed)
+
+    def expected_of_canary(self) -> float | None:
+        """Return the accept length that the trainer predicted, else the one that engines observed, else None."""
+        return self.learning.accept_length(SpecConfig(self.chain))
+
+    def learn(
+        self, rounds: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]], prediction: Prediction | None
+    ) -> dict[str, float]:
+        """Learn from the rounds and rule reports of a rollout, and take the trainer's `prediction` of the next one.
+
+        The rounds also score the prediction of the step before. Returns metrics.
+        """
+        found = self.learning.observe(rounds, reports) | self.learning.expect(prediction)
+        files.write(self._rule_file, json.dumps(self.learning.rule()))
+        return found

@@ -1,0 +1,62 @@
+"""What a rollout's samples say: numbers for the records, and a line where no group has an advantage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rlspec import texts
+from megatron_rlspec.speculation.acceptance import accept_length, pooled
+from megatron_rlspec.tasks import rewards
+from megatron_rlspec.types import Sample
+
+SHOWN = 40  # characters of a text's begin, and of its end, in an event
+
+
+def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Summarise reward, length and speculation of samples. The accept length is a ratio of sums over all rounds.
+
+    A reward that failed enters no mean. If all did, there is no `reward`.
+    """
+    lengths = [len(s.response) for s in samples]
+    known = rewards.known(samples)
+    return {
+        "samples": float(len(samples)),
+        **({"reward": float(np.mean(known)), "reward_std": float(np.std(known))} if known else {}),
+        "failed_rewards": float(sum(rewards.failed(s) for s in samples)),
+        "accept_length": accept_length(pooled(s.accepted for s in samples)),
+        "response_tokens": float(sum(lengths)),
+        "response_length": float(np.mean(lengths)),
+        "median_response": float(np.median(lengths)),
+        "p90_response": float(np.percentile(lengths, 90)),
+        "longest_response": float(max(lengths)),
+        "truncated": float(np.mean([s.status == "truncated" for s in samples])),
+        **reward_by_length(samples),
+    }
+
+
+def without_advantage(samples: Sequence[Sample]) -> str:
+    """Say that no group of a step has an advantage. The example is the first of its samples whose reward is known."""
+    one = next(sample for sample in samples if not rewards.failed(sample))
+    return (
+        "no group has an advantage, as if all its samples were equally good, so the policy learns nothing. An example: "
+        f"prompt {_ends(one.prompt.text)}, response {_ends(one.text)}, label {_ends(one.prompt.label)}, "
+        f"reward {one.reward:g}"
+    )
+
+
+def _ends(text: str) -> str:
+    """Return begin and end of a text, quoted."""
+    return texts.shown(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]}...{text[-SHOWN:]}")
+
+
+def reward_by_length(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean reward of each quarter of the samples, from the shortest responses to the longest."""
+    by_length = sorted(samples, key=lambda sample: len(sample.response))
+    found = {}
+    for quarter in range(4 if len(samples) >= 4 else 0):
+        part = by_length[quarter * len(samples) // 4 : (quarter + 1) * len(samples) // 4]
+        if known := rewards.known(part):
+            found[f"reward_quarter_{quarter + 1}"] = float(np.mean(known))
+    return found
