@@ -18,10 +18,6 @@ ALLOWED = {
     "slime": ("integrations/",),
 }
 DECISIONS = ("speculation/", "extensions/migration/plans/", "extensions/simulator/", "extensions/trees/")
-PENDING = {  # files of the core that still import an extension; the list only shrinks
-    "integrations/slime/batch.py",
-    "integrations/slime/drafter.py",
-}
 BELOW = ("types", "files", "arguments")  # standard library only, for every room
 
 
@@ -65,7 +61,7 @@ def forbidden(path: Path) -> list[str]:
             wrong += [name for name in inner if name.startswith(above)]
     if not room.startswith(("cli.py", "loop.py", "run/", "commands/", "integrations/", "extensions/")):
         wrong += [name for name in inner if f"{name}.".startswith(("loop.", "cli.", "run.", "commands."))]
-    if not room.startswith(("extensions/", "commands/", "cli.py")) and room not in PENDING:
+    if not room.startswith(("extensions/", "commands/", "cli.py")):
         wrong += [name for name in inner if name.startswith("extensions")]
     return [f"{room} imports {name}" for name in wrong]
 
@@ -87,7 +83,7 @@ def arrows(node_of) -> dict[str, dict[str, str]]:
             for name in names:
                 here = node_of(path)
                 there = node_of(known.get(name, path))
-                if here != there and not (file_of(path) in PENDING and ".extensions." in name):
+                if here != there:
                     found.setdefault(here, {})[there] = f"{path.relative_to(PACKAGE)} imports {name}"
     return found
 

@@ -16,11 +16,10 @@ import numpy as np
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.extensions.drafter_schedules.replay import Replay
-from megatron_rlspec.extensions.drafter_schedules.updates import EverySteps
-from megatron_rlspec.extensions.drafter_schedules.weights import drafter_weights
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.tasks.rewards import failed
 from megatron_rlspec.train import runtime
+from megatron_rlspec.train.drafter_updates import EverySteps, drafter_weights
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample
 

@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_rlspec.extensions.drafter_schedules.weights import reward_weights
 from megatron_rlspec.tasks.rewards import failed
+from megatron_rlspec.train.drafter_updates import reward_weights
 from megatron_rlspec.types import Group, Prompt, Sample
 
 Draw = Literal["newest", "uniform", "reward", "disagreement"]

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from megatron_rlspec.extensions.drafter_schedules.weights import RewardWeight, reward_weights
 from megatron_rlspec.packing.context_parallel import Layout, slice_for_cp
 from megatron_rlspec.packing.pack import predicted
 from megatron_rlspec.packing.shift import drafter_targets
+from megatron_rlspec.train.drafter_updates import RewardWeight, reward_weights
 
 
 @dataclass(frozen=True)

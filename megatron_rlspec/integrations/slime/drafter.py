@@ -25,8 +25,6 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_rlspec.extensions.drafter_schedules.updates import EverySteps
-from megatron_rlspec.extensions.drafter_schedules.weights import RewardWeight
 from megatron_rlspec.integrations.slime.batch import DrafterFields
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.speculation.acceptance import Prediction
@@ -41,6 +39,7 @@ from megatron_rlspec.train.drafter_step import (
     training_temperature,
     unfiltered,
 )
+from megatron_rlspec.train.drafter_updates import EverySteps, RewardWeight
 from megatron_rlspec.train.objectives import OutputLayer, Sums, means, sum_over_replicas
 from megatron_rlspec.train.optimizer import AdamW, Learner
 from megatron_rlspec.types import Verifier

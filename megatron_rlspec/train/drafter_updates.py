@@ -1,11 +1,12 @@
-"""What the drafter's training weighs: the reward of a sample.
+"""Which steps train the drafter, and how much the samples of a step weigh by their rewards. Numpy only.
 
+Our loop uses both through `extensions/drafter_schedules`, slime through `integrations/slime/drafter.py`.
 The denominator of the drafter's loss is the sum of the weights (`packing/pack.py`), so only their ratios matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -13,6 +14,37 @@ import numpy as np
 from megatron_rlspec.types import Sample
 
 RewardWeight = Literal["none", "reward", "rank"]
+
+
+class EverySteps:
+    """Updates in the first step that can, and then every `every` steps.
+
+    Rules that watch acceptance, or the time that an update saves, ended behind this one (docs/staleness.md).
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.since = 0  # steps since the last update
+        self.updates = 0
+
+    @property
+    def due(self) -> bool:
+        """Return whether the next step updates the drafter. Without `observe` the answer stays."""
+        return not self.updates or self.since + 1 >= self.every
+
+    def observe(self, updated: bool) -> None:
+        """Count a step."""
+        self.since = 0 if updated else self.since + 1
+        self.updates += updated
+
+    def state(self) -> dict[str, int]:
+        """Return the state for a checkpoint, as JSON."""
+        return {"since": self.since, "updates": self.updates}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Restore what `state` returned."""
+        self.since = state["since"]
+        self.updates = state["updates"]
 
 
 def reward_weights(

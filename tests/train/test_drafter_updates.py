@@ -1,9 +1,11 @@
-"""Weights of the drafter's rows by reward."""
+"""Which steps train the drafter, and the weights of its rows by reward."""
+
+import json
 
 import numpy as np
 import pytest
 
-from megatron_rlspec.extensions.drafter_schedules.weights import drafter_weights, reward_weights
+from megatron_rlspec.train.drafter_updates import EverySteps, drafter_weights, reward_weights
 from megatron_rlspec.types import Prompt, Sample
 
 
@@ -47,3 +49,31 @@ def test_a_sample_weighs_the_same_at_every_position():
     rows = drafter_weights([sample(2, reward=1.0), sample(2, reward=3.0)], [True, True], kind="reward", clip=4)
     assert [row.tolist() for row in rows] == [[0.5] * 6, [1.5] * 6]
     assert rows[0].dtype == np.float32
+
+
+def played(rule, steps):
+    decisions = []
+    for _ in range(steps):
+        due = rule.due
+        assert rule.due == due
+        decisions.append(due)
+        rule.observe(due)
+    return "".join("u" if due else "-" for due in decisions)
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, "uuuuuu"), (2, "u-u-u-"), (5, "u----u")])
+def test_every(every, expected):
+    assert played(EverySteps(every), 6) == expected
+
+
+def test_a_step_that_could_not_update_leaves_the_next_one_due():
+    rule = EverySteps(3)
+    rule.observe(False)  # nothing was stored yet
+    assert played(rule, 4) == "u--u"
+
+
+def test_a_checkpoint_restores_the_count():
+    former, later = EverySteps(3), EverySteps(3)
+    played(former, 2)
+    later.restore(json.loads(json.dumps(former.state())))
+    assert played(later, 4) == played(former, 4) == "-u--"
