@@ -362,7 +362,7 @@ def port_taken(place: Place) -> None:
 
 def without_model(place: Place) -> None:
     options = argparse.Namespace(
-        model=str(place.here), host="127.0.0.1", port=33333, api_key="", stop_with_parent=False
+        model=str(place.here), host="127.0.0.1", port=33333, api_key="", stop_with_parent=False, extensions=""
     )
     serve._serve(options, [])
 
