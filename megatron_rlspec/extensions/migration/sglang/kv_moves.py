@@ -1,9 +1,9 @@
 """Commands by which a running sample leaves an engine, and arrives in another one, with its KV cache.
 
-SGLang's prefix tree is the door: its slots hold keys and values of target and drafter alike, and a request that arrives
-finds its tokens there. Under speculation the tree's keys are pairs of tokens, so that slot p belongs to (x_p, x_p+1),
-and the drafter's entry there was computed from (h_p, x_p+1). The next round's drafts and the last hidden state do not
-travel: SGLang computes them anew from the last two columns.
+A sample travels through SGLang's prefix tree, whose slots hold keys and values of target and drafter. A request that
+arrives finds its tokens there. Under speculation the tree's keys are pairs of tokens, so that slot p belongs to
+(x_p, x_p+1), and the drafter's entry there was computed from (h_p, x_p+1). The next round's drafts and the last hidden
+state do not travel: SGLang computes them anew from the last two columns.
 
     offer     the target reserves slots, and keeps what it has of the prompt from eviction
     export    the source writes the columns that are final, between two rounds, and goes on
