@@ -140,6 +140,11 @@ class Learner:
             overlap_param_gather=overlap and adam.distributed,
         )
         self.gathers_late = overlap and adam.distributed
+        if self.gathers_late:
+            # Megatron's hooks gather parameters during a forward, each bucket when the layer before it runs. The output
+            # head runs in the loss, so its bucket would stay open, and the next step could not gather. No forward
+            # needs the hooks, because `finish_parameters` follows each step.
+            self.ddp.disable_forward_pre_hook(param_sync=False)
         self.parts = [self._part(config, experts=False)]
         if module.config.num_moe_experts and module.config.expert_model_parallel_size > 1:
             self.parts.append(self._part(config, experts=True))
