@@ -20,7 +20,7 @@ from megatron_rlspec.records.metrics import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
 from megatron_rlspec.run.engines import Engines, sampling
-from megatron_rlspec.run.summaries import rollout_metrics
+from megatron_rlspec.run.summaries import rollout_metrics, scored
 from megatron_rlspec.tasks import data, rewards
 from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample
 
@@ -61,6 +61,7 @@ class Generation:
         self._recorder = recorder
         self._cancelled = cancelled
         self._failed_steps = rewards.FailedSteps(config.reward.max_failed_steps)
+        self._shown = False  # whether the run has shown a scored sample
         # tokens and number of the responses to a prompt: they decide which requests engines get first
         self._lengths: dict[int, tuple[int, int]] = {}
         self._running: Collection[str] = ()  # ids of the requests that engines may hold
@@ -129,6 +130,8 @@ class Generation:
         if options.mask_offpolicy:
             mask_continued([sample for group in kept for sample in group.samples])
         self._learn_lengths(kept)
+        if step == 0:
+            self._show("step 0", kept[0].samples[0])
         self._record_failures(f"step {step}", ended, failures)
         self._raise_level(step, source, kept)
         return kept
@@ -154,6 +157,12 @@ class Generation:
             message = f"{name}: {len(failures)} of {samples} rewards failed; the first: {failures[0]}"
             self._recorder.event("reward", message, failed=len(failures), samples=samples)
 
+    def _show(self, name: str, sample: Sample) -> None:
+        """Show a run's first scored sample, so that a user sees what the reward gets before the run has trained."""
+        if not self._shown:
+            self._recorder.event("sample", f"{name}: {scored(sample)}")
+        self._shown = True
+
     def evaluate(self, name: str, prompts: int | None = None) -> dict[str, float]:
         """Generate a response to each of the first held-out prompts, always with the same seeds. {} without prompts."""
         if not self.held_out:
@@ -162,6 +171,8 @@ class Generation:
         drawing = Drawing(self._requests(f"e-{name}", chosen, 1, EVALUATION), len(chosen), math.inf)
         _, failures = self._generate(drawing)
         samples = [group.samples[0] for group in drawing.batch()[0]]
+        if name == "first":
+            self._show("the first of the evaluation", samples[0])
         self._record_failures(f"evaluation {name}", len(samples), failures)
         result = rollout_metrics(samples) | {"prompts": float(len(samples))}
         self._recorder.event(

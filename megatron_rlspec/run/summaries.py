@@ -1,4 +1,4 @@
-"""What a rollout's samples say: numbers for the records, and a line where no group has an advantage."""
+"""What a rollout's samples say: numbers for the records, and lines about one sample and about missing advantages."""
 
 from __future__ import annotations
 
@@ -41,9 +41,15 @@ def without_advantage(samples: Sequence[Sample]) -> str:
     one = next(sample for sample in samples if not rewards.failed(sample))
     return (
         "no group has an advantage, as if all its samples were equally good, so the policy learns nothing. An example: "
-        f"prompt {_ends(one.prompt.text)}, response {_ends(one.text)}, label {_ends(one.prompt.label)}, "
-        f"reward {one.reward:g}"
+        f"{scored(one)}"
     )
+
+
+def scored(sample: Sample) -> str:
+    """Return what a reward got and gave, in one line: prompt, response, label, reward."""
+    reward = "failed" if rewards.failed(sample) else f"{sample.reward:g}"
+    texts_of = f"prompt {_ends(sample.prompt.text)}, response {_ends(sample.text)}"
+    return f"{texts_of}, label {_ends(sample.prompt.label)}, reward {reward}"
 
 
 def _ends(text: str) -> str:

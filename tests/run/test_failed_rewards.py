@@ -78,3 +78,15 @@ def test_a_reward_that_never_differs_is_told_once(start, tmp_path, kind, events_
     run(start, tmp_path, reward__kind=f"run_reward:{kind}", **OPTIONS)
     told = [message for message in events(tmp_path) if "no group has an advantage" in message]
     assert len(told) == events_expected and all(m.startswith("step 0: ") and ", reward 0" in m for m in told)
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_one_scored_sample_is_shown_before_the_first_step(start, tmp_path, held_out):
+    options = {**OPTIONS, "train__steps": 1, **({} if held_out else {"data__eval_path": ""})}
+    if not held_out:
+        del options["train__eval_prompts"]
+    output = run(start, tmp_path, reward__kind="run_reward:by_length", **options)
+    (told,) = [e["message"] for e in read_records(tmp_path / "events.jsonl") if e["kind"] == "sample"]
+    assert told.startswith("the first of the evaluation: prompt '" if held_out else "step 0: prompt '")
+    assert ", response '" in told and ", label '" in told and "reward " in told
+    assert output.count("[sample]") == 1
