@@ -1,9 +1,9 @@
 """Convert checkpoints between Hugging Face and Megatron, with the drafter, tensor by tensor.
 
 Both directions, and the making of a new drafter, share one design: a source maps canonical Megatron names to full
-tensors, and a sink writes them layer by layer. Memory holds one layer on the way to Hugging Face, and one tensor on the
-way to Megatron. An interrupted conversion keeps its finished files, and the same command continues it. The target
-appears when it is complete.
+tensors, and a sink writes them layer by layer. Memory holds one file of up to 5 GB on the way to Hugging Face, and one
+tensor on the way to Megatron. An interrupted conversion keeps its finished files, and the same command continues it.
+The target appears when it is complete.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A planned conversion. Each of `groups`, (label, canonical names), becomes one file."""
+    """A planned conversion. `groups` are (label, canonical names): a layer, or a tensor outside of the layers."""
 
     source: Path
     target: Path
@@ -301,15 +301,19 @@ class _MegatronSink:
 
 
 class _HfSink:
-    """Writes a Hugging Face checkpoint into `directory`, then publishes it as the target."""
+    """Writes a Hugging Face checkpoint into `directory`, then publishes it as the target.
+
+    A file holds as many groups as reach `SHARD_BYTES`, and its name has the index of the last one.
+    """
 
     def __init__(self, work: Conversion, directory: Path) -> None:
         self.work = work
         self.directory = directory
+        self._held: dict[str, Tensor] = {}
+        self._written = max((int(file.stem.removeprefix("shard-")) for file in self._files()), default=-1)
 
     def write(self, index: int, names: Sequence[str]) -> int:
-        file = self.directory / f"shard-{index:05d}.safetensors"
-        if file.exists():
+        if index <= self._written:
             return 0
         tensors: dict[str, Tensor] = {}
         for name in names:
@@ -317,16 +321,26 @@ class _HfSink:
                 tensors[hf] = tensor.clone(memory_format=torch.contiguous_format)
                 copies = self.work.family.rows[name].copies
                 tensors |= {copy: tensors[hf].clone() for copy in copies}
-        tensor_file.save(tensors, file)
-        return sum(tensor.nbytes for tensor in tensors.values())
+        self._held |= tensors
+        if index == len(self.work.groups) - 1 or _bytes(self._held) >= checkpoint.SHARD_BYTES:
+            tensor_file.save(self._held, self.directory / f"shard-{index:05d}.safetensors")
+            self._held = {}
+        return _bytes(tensors)
 
     def finish(self) -> None:
         file_of: dict[str, str] = {}
-        for file in sorted(self.directory.glob("shard-*.safetensors")):
+        for file in self._files():
             with TensorFile(file) as opened:
                 file_of |= dict.fromkeys(opened, file.name)
         checkpoint.complete(self.directory, self.work.config, file_of, self.work.small_files)
         checkpoint.publish(self.directory, self.work.target)
+
+    def _files(self) -> list[Path]:
+        return sorted(self.directory.glob("shard-*.safetensors"))
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _groups(family: NameTable) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -19,6 +19,7 @@ from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000  # of a file of tensors, about: Transformers' own habit
 # Everything but weights that a reader of the new checkpoint needs from the old one.
 _COMPANIONS = (
     "tokenizer*",
@@ -153,7 +154,7 @@ def write_hf(
     config: Mapping[str, Any],
     tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
     tokenizer_from: str | Path | None = None,
-    shard_bytes: int = 5_000_000_000,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a checkpoint directory that appears whole or not at all. Arguments and errors as of `build_hf`."""
     publish(build_hf(path, config, tensors, tokenizer_from, shard_bytes), Path(path))
@@ -164,7 +165,7 @@ def build_hf(
     config: Mapping[str, Any],
     tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
     tokenizer_from: str | Path | None = None,
-    shard_bytes: int = 5_000_000_000,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write a checkpoint directory beside `path`, and return it: more files can be added, and `publish` names it.
 

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -46,16 +47,20 @@ def verify(tensor: Tensor, expected: str | None, where: str) -> Tensor:
 def save(tensors: Mapping[str, Tensor], path: Path, notes: Mapping[str, str] = MappingProxyType({})) -> None:
     """Write one safetensors file, whole or not at all, with a checksum of every tensor. Raises OSError.
 
-    `tensors` must not share storage. `notes` go into the file's metadata.
+    `tensors` must not share storage. `notes` go into the file's metadata. The mode follows the umask: safetensors
+    itself lets only the owner read its files.
     """
     checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
     with files.replacing(path) as partial:
         try:
+            partial.touch()
+            mode = stat.S_IMODE(partial.stat().st_mode)
             save_file(dict(tensors), partial, metadata={"format": "pt", CHECKSUMS: json.dumps(checksums), **notes})
         except SafetensorError as error:
             number = _OS_ERROR.search(str(error))
             code = int(number[1]) if number else errno.EIO
             raise OSError(code, os.strerror(code), str(path)) from None
+        partial.chmod(mode)
         _sort_metadata(partial)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import pickle
 import re
 
@@ -61,6 +62,7 @@ def test_bfloat16_keeps_its_bits(tmp_path):
 @pytest.mark.parametrize("to", ["megatron", "hf"])
 def test_an_interrupted_conversion_continues(tmp_path, to, monkeypatch):
     _, tensors = hf_directory(tmp_path)
+    monkeypatch.setattr("megatron_rlspec.models.hf_files.SHARD_BYTES", 1)  # a file for each layer
     if to == "hf":
         convert(plan(tmp_path / "hf", tmp_path / "source"))
     source = tmp_path / ("hf" if to == "megatron" else "source")
@@ -80,6 +82,23 @@ def test_an_interrupted_conversion_continues(tmp_path, to, monkeypatch):
     if to == "megatron":
         convert(plan(tmp_path / "out", tmp_path / "back"))
     assert same(tensors, tmp_path / ("back" if to == "megatron" else "out"))
+
+
+def test_files_are_large_and_others_may_read_them(tmp_path, monkeypatch):
+    _, tensors = hf_directory(tmp_path)
+    convert(plan(tmp_path / "hf", tmp_path / "megatron"))
+    old = os.umask(0o027)
+    try:
+        convert(plan(tmp_path / "megatron", tmp_path / "one"))
+        monkeypatch.setattr("megatron_rlspec.models.hf_files.SHARD_BYTES", 300_000)
+        convert(plan(tmp_path / "megatron", tmp_path / "some"))
+    finally:
+        os.umask(old)
+    assert [file.name for file in (tmp_path / "one").glob("*.safetensors")] == ["model.safetensors"]
+    shards = sorted((tmp_path / "some").glob("*.safetensors"))
+    assert 1 < len(shards) < 6 and all(file.stat().st_size > 300_000 for file in shards[:-1])
+    assert same(tensors, tmp_path / "one") and same(tensors, tmp_path / "some")
+    assert {file.stat().st_mode & 0o777 for file in [*shards, tmp_path / "some" / "config.json"]} == {0o640}
 
 
 def test_another_source_starts_again(tmp_path):
