@@ -1,38 +1,39 @@
-"""`rlspec doctor`: whether the installed Megatron, SGLang and slime have what this package calls, and what is missing.
+"""`rlspec doctor`: whether the installed Megatron, SGLang and slime are versions that fit, and what is missing.
 
-Names and signatures are read from their source, and nothing of it is imported (`compat/contracts.py`). If a GPU is
-visible, or with `--gpu`, it prints what the machine lacks (`compat/machine.py`). A running job is not disturbed.
+Nothing of them is imported. If a GPU is visible, or with `--gpu`, it prints what the machine lacks
+(`compat/machine.py`). A running job is not disturbed.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from packaging.specifiers import SpecifierSet
+
 from megatron_rlspec import arguments, files
 from megatron_rlspec.checkpoint.eagle3 import check_drafter
-from megatron_rlspec.compat import contracts, machine, patches
+from megatron_rlspec.compat import machine, patches
+from megatron_rlspec.compat.installed import locate, version
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.models.directory import check_model
-from megatron_rlspec.rollout.sglang.scheduler import versions
 
 
 @dataclass(frozen=True)
 class Upstream:
     """A project that this package calls.
 
-    module     its package
-    contracts  version -> the names and parameters that must be there; one of them suffices. The newest comes first
-    remedy     what to do if none is kept
-    install    what to do if it is missing
+    module    its package
+    versions  those that fit, one of these ranges; a newer one than was tried may fit, too
+    remedy    what to do about another version
+    install   what to do if it is missing
     """
 
     module: str
-    contracts: Mapping[str, Mapping[str, Sequence[str]]]
+    versions: tuple[str, ...]
     remedy: str
     install: str = ""
 
@@ -40,19 +41,17 @@ class Upstream:
 UPSTREAM = {
     "megatron-core": Upstream(
         "megatron.core",
-        {"0.16.1 to 0.19.2": contracts.MEGATRON},
-        "install megatron-core 0.16.1 to 0.19.2, or adapt train/ to this version",
+        (">=0.16.1",),
+        "install megatron-core 0.16.1 to 0.19.2",
         "pip install 'megatron_rlspec[train]'",
     ),
     "sglang": Upstream(
         "sglang",
-        versions.CONTRACTS,
+        ("==0.5.15.*", ">=0.5.23"),
         'install sglang 0.5.23 or 0.5.15.post1, or set rollout.engine="embedded" with spec.mode="fixed"',
         "pip install 'megatron_rlspec[sglang]', or set rollout.engine=\"embedded\" or rollout.urls",
     ),
-    "slime": Upstream(
-        "slime", {"624b824a8": contracts.SLIME}, "use slime 624b824a8, or adapt integrations/ to this version"
-    ),
+    "slime": Upstream("slime", (">=0",), "use slime 624b824a8, or adapt integrations/ to this version"),
 }
 
 
@@ -61,8 +60,8 @@ class Finding:
     """One line of the report.
 
     name   an upstream project, or `gpu-` and what the machine lacks
-    state  of a project: "fits", or "differs" and `text` names what is gone; "missing": not installed.
-           Of the machine: "lacks", or "stops" if training or serving cannot start without it
+    state  of a project: "fits", "differs" or "missing"; of the machine: "lacks", or "stops" if training or serving
+           cannot start without it
     """
 
     name: str
@@ -71,21 +70,24 @@ class Finding:
 
 
 def examine(names: Iterable[str] = tuple(UPSTREAM), path: Sequence[str] = ()) -> list[Finding]:
-    """Compare the named projects with what this package calls of them, within 0.2 s.
+    """Compare the versions of the named projects with those that fit.
 
-    `path`: directories to look in first, for checkouts that are not installed (slime's, and its Megatron's).
+    `path`: directories to look in first. The version of a checkout, which has no wheel, is not compared.
     """
-    read = contracts.installed(path)
     findings = []
     for name in names:
         upstream = UPSTREAM[name]
-        if read(f"{upstream.module}.__init__") is None:
+        module = f"{upstream.module}.__init__"
+        found = version(name)
+        place = locate(module, path)
+        if place is None:
             findings.append(Finding(name, "missing", "not installed"))
-        elif version := contracts.kept(upstream.contracts, read):
-            findings.append(Finding(name, "fits", f"has all that this package calls, as {version}"))
+        elif place != locate(module):
+            findings.append(Finding(name, "fits", "a checkout, whose version is not compared"))
+        elif not found or any(SpecifierSet(one).contains(found, prereleases=True) for one in upstream.versions):
+            findings.append(Finding(name, "fits", "fits"))
         else:
-            gone = contracts.broken(next(iter(upstream.contracts.values())), read)
-            findings.append(Finding(name, "differs", f"{gone}; {upstream.remedy}"))
+            findings.append(Finding(name, "differs", f"{found} is installed; {upstream.remedy}"))
     return findings
 
 
@@ -98,7 +100,7 @@ def needed(config: Config, engines: bool = True) -> dict[str, str]:
 
 
 def refuse_if_affected(config: Config, *, engines: bool) -> None:
-    """Raise ConfigError if a project that the run needs is missing or has other names. `engines`: as in `needed`."""
+    """Raise ConfigError if a project that the run needs is missing or does not fit. `engines`: as in `needed`."""
     reasons = needed(config, engines)
     for finding in examine(reasons):
         reason = reasons[finding.name]
@@ -113,8 +115,7 @@ def refuse_if_affected(config: Config, *, engines: bool) -> None:
 def parser() -> arguments.Parser:
     p = arguments.Parser(
         prog="rlspec doctor",
-        description="Say whether the installed megatron-core, SGLang and slime have what this package calls of them, "
-        "and what the machine lacks for GPUs.",
+        description="Say whether the installed megatron-core, SGLang and slime fit, and what a GPU machine lacks.",
         example="rlspec doctor --gpu",
         first=("--config", "--gpu"),
         epilog="Exit status: 0; 1 if a run of the configuration given by --config would be refused, or if --gpu finds "
@@ -145,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lacks = machine.lacks(machine.gather(options.path))
         findings += [Finding(lack.name, "stops" if lack.stops else "lacks", lack.text) for lack in lacks]
 
-    lines = [f"{f.name} {_version(f.name)}: {f.text}" for f in findings if f.name in UPSTREAM]
+    lines = [f"{f.name} {version(f.name) or '(no wheel)'}: {f.text}" for f in findings if f.name in UPSTREAM]
     lines += [f"patches/{name}: {now}" for name, now in patches.found(options.path).items()]
     lines += [f"GPU machine: {f.text}" for f in findings if f.name not in UPSTREAM]
     if lacks == []:
@@ -157,13 +158,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json and options.json != "-":
         files.write_output(options.json, as_json + "\n")
     return int(bool(unfit) or (options.gpu and any(f.state == "stops" for f in findings)))
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "(no wheel)"
 
 
 if __name__ == "__main__":

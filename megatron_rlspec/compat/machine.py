@@ -20,7 +20,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_rlspec.compat import contracts
+from megatron_rlspec.compat.installed import locate
 from megatron_rlspec.host import environment
 
 OWN = "megatron-rlspec"
@@ -210,13 +210,15 @@ def visible_gpus() -> int:
 
 def gather(path: Sequence[str] = ()) -> Machine:
     """Read the facts of this machine. `path`: directories of checkouts to look in first."""
-    found = frozenset(module for module in MODULES if contracts.locate(f"{module}.__init__", path))
-    built = re.search(r"^cuda\b[^=]*= *'(\d+)\.(\d+)", contracts.installed(path)("torch.version") or "", re.M)
+    found = frozenset(module for module in MODULES if locate(f"{module}.__init__", path))
+    torch_version = locate("torch.version", path)
+    source = torch_version.read_text(encoding="utf-8") if torch_version else ""
+    built = re.search(r"^cuda\b[^=]*= *'(\d+)\.(\d+)", source, re.M)
     installed: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         if name := distribution.metadata["Name"]:
             installed.setdefault(canonicalize_name(name), distribution.version)
-    compiled = [module for module, there in COMPILED.items() if contracts.locate(f"{there}.__init__", path)]
+    compiled = [module for module, there in COMPILED.items() if locate(f"{there}.__init__", path)]
     driver = _driver_cuda()
     with ThreadPoolExecutor(len(COMPILED)) as threads:
         errors = dict(zip(compiled, threads.map(lambda module: _import_error(module, path), compiled), strict=True))

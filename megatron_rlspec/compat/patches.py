@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from megatron_rlspec.compat.contracts import locate
+from megatron_rlspec.compat.installed import locate
 
 State = Literal["clean", "applied"]
 SHIPPED = Path(__file__).parent.parent.parent / "patches"  # in a checkout of this repository

@@ -1,12 +1,12 @@
 """Signatures read from source equal those of `inspect`, through re-exports, bases and dataclasses."""
 
 import inspect
+import os
 import pkgutil
 
+import contracts
 import pytest
-
-from megatron_rlspec.compat import contracts
-from megatron_rlspec.rollout.sglang.scheduler.versions import CONTRACTS
+from sglang_names import CONTRACTS
 
 MODULES = {
     "top": "",
@@ -93,6 +93,12 @@ def test_broken_lists_missing_names():
 @pytest.mark.parametrize("contract", [contracts.MEGATRON, CONTRACTS["0.5.23"]], ids=["megatron", "sglang"])
 def test_what_is_installed_keeps_its_contract(contract):
     assert contracts.broken(contract) is None
+
+
+@pytest.mark.slime
+@pytest.mark.skipif(not os.environ.get("RLSPEC_SLIME"), reason="set RLSPEC_SLIME to a checkout of slime")
+def test_slime_keeps_its_contract():
+    assert contracts.broken(contracts.SLIME, contracts.installed([os.environ["RLSPEC_SLIME"]])) is None
 
 
 @pytest.mark.parametrize("dotted", sorted(contracts.MEGATRON))

@@ -14,9 +14,10 @@ import json
 import sys
 from pathlib import Path
 
+import contracts
+import sglang_names
 from megatron_calls import Call, calls_within, show
 
-from megatron_rlspec.compat import contracts
 from megatron_rlspec.extensions.migration.sglang import kv_tree
 from megatron_rlspec.rollout.sglang.scheduler import versions
 
@@ -40,7 +41,7 @@ def calls(version: str) -> list[Call]:
 
 def recorded_names() -> list[str]:
     named = {call.dotted for version in versions.KNOWN for call in calls(version)}
-    return sorted(named.union(kv_tree.CONTRACT, *versions.CONTRACTS.values()))
+    return sorted(named.union(sglang_names.contract(sglang_names.MIGRATION), *sglang_names.CONTRACTS.values()))
 
 
 def record(folders: dict[str, str]) -> dict[str, dict[str, str | None]]:

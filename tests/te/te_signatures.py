@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_rlspec.compat import contracts
+import contracts
 
 VERSIONS = {
     "2.9": "v2.9",  # the oldest that megatron-core 0.16.1 supports

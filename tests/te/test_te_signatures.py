@@ -3,11 +3,10 @@
 import json
 import sys
 
+import contracts
 import pytest
 import te_signatures
 from te_signatures import has, imports, names
-
-from megatron_rlspec.compat import contracts
 
 RECORD = json.loads(te_signatures.RECORD.read_text())
 OURS = contracts.installed([str(te_signatures.STAND_IN)])

@@ -21,7 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rlspec.compat import contracts
+import contracts
+
+import megatron_rlspec
 
 PYPI = "PyPI"
 VERSIONS = {  # where each is read: a commit of Megatron-LM, or the release's wheel
@@ -33,7 +35,7 @@ VERSIONS = {  # where each is read: a commit of Megatron-LM, or the release's wh
     "main": "d98e8a64ddf34856e74b24714e3bedb2f5a39553",
 }
 RECORD = Path(__file__).with_name("megatron_signatures.json")
-PACKAGE = Path(contracts.__file__).parents[1]
+PACKAGE = Path(megatron_rlspec.__file__).parent
 SOURCES = sorted((PACKAGE / "train").glob("*.py"))
 
 

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import contracts
 import megatron_calls
 import pytest
 from megatron_calls import Call, binds, calls, parse, recorded_names, show
 from moe_oracles import GLM4_MOE
 
-from megatron_rlspec.compat import contracts
 from megatron_rlspec.config import Config
 from megatron_rlspec.train import experts, runtime
 

@@ -4,42 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
-from megatron_rlspec.compat import contracts
-from megatron_rlspec.rollout.sglang.scheduler.names import contract
-
-# What migration hooks, calls or reads of SGLang 0.5.23, as in `scheduler/names.py`.
-CONTRACT = contract("""
-managers.schedule_batch
-    Req.to_finish
-    Req.update_finish_state
-    ReqKvInfo(req_pool_idx, kv_committed_len)
-    ScheduleBatch.check_decode_mem(selected_indices)
-managers.scheduler
-    Scheduler.chunked_req
-    Scheduler.collect_inflight_reqs
-    Scheduler.forward_stream
-managers.scheduler_components.batch_result_processor
-    SchedulerBatchResultProcessor._prepare_kv_cache_release(req)
-managers.scheduler_components.pool_stats_observer
-    SchedulerPoolStatsObserver.session_held_tokens
-mem_cache.memory_pool
-    MHATokenToKVPool(head_num, head_dim, layer_num, v_head_dim)
-mem_cache.unified_radix_cache
-    UnifiedRadixCache.lock(node_id)
-    UnifiedRadixCache.path_device_indices(node)
-    UnifiedRadixCache.tree_core
-    UnifiedRadixCache.unlock(lock)
-""")
+from megatron_rlspec.rollout.sglang.scheduler import versions
 
 
-@cache
 def lacking() -> str:
     """Return why running samples cannot migrate with the installed SGLang, in one line; "" if they can."""
-    missing = contracts.broken(CONTRACT)
-    return f"samples move with their KV cache from SGLang 0.5.23 on; {missing}" if missing else ""
+    return "" if versions.installed().migrates else "samples move with their KV cache from SGLang 0.5.23 on"
 
 
 def abortion() -> Any:

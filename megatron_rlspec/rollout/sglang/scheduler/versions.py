@@ -1,7 +1,7 @@
 """Adapters to the SGLang versions that are supported: 0.5.15.post1, which slime pins, and 0.5.23.
 
-Everything in which they differ stands here. `installed` reads the names in SGLang's source (`CONTRACTS`) and chooses
-the adapter whose names are all there. A later version that keeps them is treated alike; any other is refused.
+Everything in which they differ stands here. A version later than 0.5.23 is treated like it. The tests compare every
+call of this package, and the names that it replaces or reads, with both versions.
 """
 
 from __future__ import annotations
@@ -11,18 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from megatron_rlspec.compat import contracts
-from megatron_rlspec.rollout.sglang.scheduler import names
-from megatron_rlspec.rollout.sglang.scheduler.names import contract
+from packaging.version import Version
+
+from megatron_rlspec.compat.installed import version
 
 Hook = tuple[str, Callable, str]
-
-# The names of each version (`names.py`); of a name in both parts, the version's own parameters count.
-_EVERY = contract(names.EVERY_VERSION)
-CONTRACTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "0.5.23": _EVERY | contract(names.SGLANG_0523),
-    "0.5.15.post1": _EVERY | contract(names.SGLANG_0515),
-}
 
 
 class Sglang0523:
@@ -34,6 +27,7 @@ class Sglang0523:
     cpu_environment: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
     reads_files = True  # schedulers read a bucket's file themselves
     couples = True  # drafts can take the verifier's noise
+    migrates = True  # running samples can move with their KV cache
 
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:
         """Send a scheduler's answer to a control request."""
@@ -86,7 +80,7 @@ class Sglang0523:
 
     def without_eagle3(self, config: Mapping[str, Any]) -> str:
         """Return why SGLang cannot draft for the target of this config.json with an EAGLE-3 drafter; "" if it can."""
-        return without_eagle3(config, contracts.installed())
+        return without_eagle3(config)
 
     async def begin_push(self, manager: Any, selector: str) -> tuple[bool, str]:
         """Open a weight update; return success and SGLang's message."""
@@ -175,6 +169,7 @@ class Sglang0515(Sglang0523):
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
     reads_files = False
     couples = False
+    migrates = False
 
     def weight_version(self, manager: Any = None) -> str:
         if manager is None:
@@ -242,23 +237,16 @@ class Sglang0515(Sglang0523):
         yield "sglang.srt.managers.scheduler.Scheduler.flush_cache", _flush_while_paused, "AROUND"
 
 
-# Targets that were shown to hand hidden states of their layers to an EAGLE-3 drafter, and SGLang's files with them.
-EAGLE3_TARGETS = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+# Targets that were shown to hand hidden states of their layers to an EAGLE-3 drafter. MiMo's class hands out none.
+EAGLE3_TARGETS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-def without_eagle3(config: Mapping[str, Any], read: contracts.Read | None = None) -> str:
-    """Return why SGLang cannot draft with EAGLE-3 for the target of this config.json, in one sentence; "" if it can.
-
-    MiMo's class hands out no hidden states, though a MiMo is a Qwen2. With `read`, SGLang's source is asked, too.
-    """
+def without_eagle3(config: Mapping[str, Any]) -> str:
+    """Return why SGLang cannot draft with EAGLE-3 for the target of this config.json, in one sentence; "" if it can."""
     name = (config.get("architectures") or [""])[0]
-    file = EAGLE3_TARGETS.get(name)
-    capture = f"sglang.srt.models.{file}.{name}.set_eagle3_layers_to_capture"
-    if file is None or (read is not None and contracts.lacking({capture: ()}, read)):
-        return (
-            f"SGLang's {name} is not known to give an EAGLE-3 drafter its states; expected {', '.join(EAGLE3_TARGETS)}"
-        )
-    return ""
+    if name in EAGLE3_TARGETS:
+        return ""
+    return f"SGLang's {name} is not known to give an EAGLE-3 drafter its states; expected {', '.join(EAGLE3_TARGETS)}"
 
 
 def _flush_while_paused(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
@@ -280,17 +268,18 @@ KNOWN: dict[str, type[Sglang0523]] = {"0.5.23": Sglang0523, "0.5.15.post1": Sgla
 
 @cache
 def installed() -> Sglang0523:
-    """Return the adapter to the installed SGLang. Raises ImportError, in one line, if no adapter fits."""
-    if contracts.locate("sglang") is None:
+    """Return the adapter to the installed SGLang. Raises ImportError, in one line, if none fits."""
+    found = version("sglang")
+    if not found:
         raise ImportError("SGLang is not installed here: pip install sglang==0.5.23")
-    return adapter(contracts.installed())
+    return adapter(found)
 
 
-def adapter(read: contracts.Read) -> Sglang0523:
-    """Return the adapter to these sources. Raises ImportError, naming what the nearest version has and they lack."""
-    version = contracts.kept(CONTRACTS, read)
-    if version is None:
-        nearest = min(CONTRACTS, key=lambda known: len(contracts.lacking(CONTRACTS[known], read)))
-        missing = contracts.broken(CONTRACTS[nearest], read)
-        raise ImportError(f"this SGLang is neither {' nor '.join(KNOWN)}; of {nearest} {missing}")
-    return KNOWN[version]()
+def adapter(found: str) -> Sglang0523:
+    """Return the adapter to a version of SGLang. Raises ImportError, in one line, if none fits."""
+    release = Version(found).release
+    if release >= (0, 5, 23):
+        return Sglang0523()
+    if release == (0, 5, 15):
+        return Sglang0515()
+    raise ImportError(f"this SGLang is {found}; expected 0.5.15.post1, or 0.5.23 or later")

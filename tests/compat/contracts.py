@@ -1,7 +1,6 @@
-"""Names and parameters of Megatron, SGLang and slime that this package uses, and a check that a source tree has them.
+"""Names and parameters of Megatron and slime that this package uses, and a check that a source tree has them.
 
-Signatures are read from the source without importing it, in milliseconds. An incompatible version is thus reported in
-one line, before an import fails in the middle of a run.
+Signatures are read from the source without importing it, so that several versions can be compared.
 """
 
 from __future__ import annotations
@@ -106,12 +105,6 @@ SLIME: dict[str, tuple[str, ...]] = {
 
 SHOWN = 8  # names that one line lists
 _parse = cache(ast.parse)
-
-
-def kept(contracts: Mapping[str, Mapping[str, Sequence[str]]], read: Read | None = None) -> str | None:
-    """Return the first version whose contract the source keeps, or None."""
-    read = read or installed()
-    return next((version for version, contract in contracts.items() if broken(contract, read) is None), None)
 
 
 def broken(contract: Mapping[str, Sequence[str]], read: Read | None = None) -> str | None:

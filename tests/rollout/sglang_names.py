@@ -143,6 +143,29 @@ speculative.eagle_worker_v2
     EagleDraftWorker.draft_forward(forward_batch)
     EagleDraftWorker.parallel_layout
 """
+# What migration needs beyond that, of 0.5.23 alone.
+MIGRATION = """
+managers.schedule_batch
+    Req.to_finish
+    Req.update_finish_state
+    ReqKvInfo(req_pool_idx, kv_committed_len)
+    ScheduleBatch.check_decode_mem(selected_indices)
+managers.scheduler
+    Scheduler.chunked_req
+    Scheduler.collect_inflight_reqs
+    Scheduler.forward_stream
+managers.scheduler_components.batch_result_processor
+    SchedulerBatchResultProcessor._prepare_kv_cache_release(req)
+managers.scheduler_components.pool_stats_observer
+    SchedulerPoolStatsObserver.session_held_tokens
+mem_cache.memory_pool
+    MHATokenToKVPool(head_num, head_dim, layer_num, v_head_dim)
+mem_cache.unified_radix_cache
+    UnifiedRadixCache.lock(node_id)
+    UnifiedRadixCache.path_device_indices(node)
+    UnifiedRadixCache.tree_core
+    UnifiedRadixCache.unlock(lock)
+"""
 SGLANG_0515 = """
 managers.schedule_batch
     ScheduleBatch.capture_hidden_mode
@@ -179,3 +202,10 @@ def contract(text: str) -> dict[str, tuple[str, ...]]:
         name, _, parameters = entry.removesuffix(")").partition("(")
         found[name] = tuple(parameters.split(", ")) if parameters else ()
     return found
+
+
+# The names of each version; of a name in both parts, the version's own parameters count.
+CONTRACTS = {
+    "0.5.23": contract(EVERY_VERSION) | contract(SGLANG_0523),
+    "0.5.15.post1": contract(EVERY_VERSION) | contract(SGLANG_0515),
+}
