@@ -86,7 +86,6 @@ COMMANDS = {
     "profile": Command("commands.profile:main", "measure how long an engine's decode rounds take: a cost table"),
     "simulate": Command("commands.simulate:main", "what a rollout would take on a cluster, under several policies"),
     "compare": Command("commands.compare:main", "accept lengths of several drafters on one policy, paired"),
-    "watch": Command("commands.watch:main", "the progress of a run that goes on elsewhere, from its directory"),
     "completion": Command("commands.completion:main", "completion of commands and options by the Tab key"),
 }
 # Errors that are printed as one line -> exit code: 2 for a mistake of the user, 1 for a failure of the run. The modules
@@ -113,7 +112,6 @@ EXTRAS = {
     "megatron": "train",
     "transformers": "train",
     "sglang": "sglang",
-    "matplotlib": "plot",
     "gguf": "gguf",
 }
 # Six warnings that Megatron prints at its import. They are dropped on a machine without a GPU, where the fallback is

@@ -40,7 +40,6 @@ def slow(*parameters):
     [
         (["torch"], ["convert", "a", "b"], ("needs torch", "megatron_rlspec[train]")),
         (["torch"], ["profile", "t.json", "--model", "m"], ("needs torch", "megatron_rlspec[train]")),
-        (["matplotlib"], ["profile", "t.json", "--plot-only", "p.png"], ("needs matplotlib", "megatron_rlspec[plot]")),
         slow(["megatron"], [*TRAIN], ("megatron-core is not installed", "megatron_rlspec[train]")),
         slow(["sglang"], [*TRAIN], ("sglang is not installed", "megatron_rlspec[sglang]")),
         (["sglang"], ["serve", "--model", "{model}"], ("SGLang is not installed here", "pip install")),

@@ -13,12 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_rlspec import arguments, files
-from megatron_rlspec.commands import pictures
 from megatron_rlspec.speculation import graphs
-from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.solver import (
     compile_schedule,
@@ -29,7 +25,7 @@ from megatron_rlspec.speculation.solver import (
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 
 EXAMPLE = """\
-rlspec plan examples/cost_tables/h100-simulated.json --plot plan.png
+rlspec plan examples/cost_tables/h100-simulated.json --acceptance 0.8,0.7
 rlspec plan --cluster examples/simulate/h100.toml --train-seconds 40"""
 LEAST_ROUNDS = 8  # of a cell in a table of the gallery
 MOST_BATCH = 1 << 14
@@ -56,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    pictures.check("--plot", args.plot)
-    named = {f"--{name}": getattr(args, name) for name in ("json", "sglang", "vllm", "plot")}
+    named = {f"--{name}": getattr(args, name) for name in ("json", "sglang", "vllm")}
     files.check_outputs(named, {"the cost table": args.table})
     for batch, context in args.why:
         if context < batch:
@@ -83,9 +78,6 @@ def _plan(args: argparse.Namespace) -> None:
         print("\n" + explain(table, args.acceptance, batch, context, candidates))
     most = graphs.reach(table, candidates, args.max_batch, table.lengths(), args.max_total_tokens)
     print("\n" + graphs.describe(most, args.max_batch))
-    if args.plot:
-        plot(table, args.plot, args.acceptance, candidates, args.length, args.max_batch)
-        print(f"wrote {args.plot}")
     for path, content in outputs:
         files.write_output(path, json.dumps(content, indent=1) + "\n")
         print(f"wrote {path}")
@@ -143,51 +135,6 @@ def lacking(table: CostTable) -> Iterator[str]:
         yield f"a cell has {few} rounds; expected at least {LEAST_ROUNDS}: `rlspec profile --samples {LEAST_ROUNDS}`"
 
 
-def plot(
-    table: CostTable, path: Path, rates: Sequence[float], candidates: Sequence[SpecConfig], length: int, max_batch: int
-) -> None:
-    """Draw tokens per second over running requests for each choice, and where to switch. Raises FileError."""
-    pyplot = pictures.pyplot()
-    from matplotlib import ticker
-
-    batch = np.arange(1, max_batch + 1)
-    order = sorted(candidates)
-    tokens = np.array([expected_tokens(config, rates) for config in order])
-    speed = 1e3 * batch * tokens[:, None] / table.grid(order, batch, batch * length)
-    best = speed.argmax(0)
-    switches = [i for i in range(1, max_batch) if best[i] != best[i - 1]]
-    plain = speed[[config.off for config in order]]
-    figure, panels = pyplot.subplots(1 + len(plain), 1, sharex=True, figsize=(8, 4 + 3 * len(plain)), squeeze=False)
-    for axis, base in zip(panels[:, 0], [np.ones(max_batch), *plain], strict=True):
-        for config, row in zip(order, speed / base, strict=True):
-            axis.plot(batch, row, label=str(config), lw=1.3, color="black" if config.off else None)
-        axis.plot(batch, speed.max(0) / base, color="gold", lw=7, alpha=0.4, zorder=0, label="best")
-        for i in switches:
-            axis.axvline(batch[i], color="grey", ls=":", lw=1)
-        axis.axvspan(table.batches()[-1], max(max_batch, table.batches()[-1]), color="grey", alpha=0.15, lw=0)
-        axis.set_xscale("log", base=2)
-        axis.set_xlim(1, max_batch)
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.grid(alpha=0.3)
-    top = panels[0, 0]
-    for i in (0, *switches):
-        top.text(batch[i] * 1.03, 0.98, str(order[best[i]]), transform=top.get_xaxis_transform(), va="top", fontsize=8)
-    top.set(yscale="log", ylabel="tokens/s of one engine")
-    top.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    top.yaxis.set_major_formatter("{x:,g}")
-    top.yaxis.set_minor_formatter("")
-    top.legend(fontsize=8, loc="lower right")
-    if len(plain):
-        panels[1, 0].set(ylabel="times plain decoding")
-    panels[-1, 0].set_xlabel(f"running requests, {length} tokens of context each; grey: beyond the measurements")
-    p = table.provenance
-    accepted = " ".join(f"{rate:.2f}" for rate in rates)
-    kind = "simulated" if p.simulated else "measured"
-    top.set_title(f"{p.model}, {p.hardware}, tp={table.tps[0]}: costs {kind}; acceptance {accepted}", fontsize=9)
-    figure.tight_layout()
-    pictures.save(figure, path)
-
-
 def render(schedule: SpecSchedule, max_batch: int) -> str:
     """Format a schedule as a table: a row per range of running requests, a column per range of total context."""
     lasts = [edge - 1 for edge in schedule.batch_edges[1:]] + [max_batch]
@@ -242,7 +189,7 @@ def parser() -> arguments.Parser:
         prog="rlspec plan",
         description=__doc__.partition("\n")[0].partition(": ")[2],
         example=EXAMPLE,
-        first=("--acceptance", "--max-batch", "--plot", "--cluster", "--train-seconds", "--sglang"),
+        first=("--acceptance", "--max-batch", "--cluster", "--train-seconds", "--sglang"),
     )
     add = p.add_argument
     add("table", type=Path, nargs="?", help="cost table written by `rlspec profile`")
@@ -277,7 +224,6 @@ def parser() -> arguments.Parser:
         metavar="BATCH,CONTEXT",
         help="explain the choice for this many requests with this many tokens together; repeatable",
     )
-    add("--plot", type=Path, metavar="FILE", help="draw tokens/s over requests and where to switch: png, svg or pdf")
     add("--cluster", type=Path, metavar="FILE", help="simulate this cluster and workload: a file of `rlspec simulate`")
     add(
         "--train-seconds",
@@ -298,13 +244,13 @@ def parser() -> arguments.Parser:
     add("--json", type=Path, metavar="FILE", help="write the schedule for `rlspec serve` and set_schedule")
     add("--sglang", type=Path, metavar="FILE", help="write a --speculative-adaptive-config for plain SGLang")
     add("--vllm", type=Path, metavar="FILE", help="write vLLM's speculative_config entries")
-    of_table = "--tp --acceptance --steps --max-batch --max-length --length --max-total-tokens --why --plot --json"
+    of_table = "--tp --acceptance --steps --max-batch --max-length --length --max-total-tokens --why --json"
     of_table += " --sglang --vllm"
     of_cluster = "--train-seconds --wake-seconds --seeds"
     p.needs("table", f"{of_table} --check")
     p.needs("--cluster", of_cluster)
     p.needs("--train-seconds", "--wake-seconds")
-    p.needs("--sglang --vllm --plot", "--length")
+    p.needs("--sglang --vllm", "--length")
     p.excludes("--check", f"{of_table} {of_cluster} --cluster")
     return p
 

@@ -6,7 +6,6 @@ import argparse
 import datetime
 import difflib
 import importlib.metadata
-import math
 import os
 import platform
 import sys
@@ -23,7 +22,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.checkpoint.drafter_files import read_model, weights_of, words
-from megatron_rlspec.commands import pictures
 from megatron_rlspec.commands.sweep import (
     Bench,
     MeasuredEngine,
@@ -41,7 +39,6 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import Architecture
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance, RoundCost
 from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import OFF
@@ -58,17 +55,11 @@ NOISY = 0.1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure or draw. Returns 0, or 2 after one line about a mistake or an engine that cannot be measured."""
+    """Measure. Returns 0, or 2 after one line about a mistake or an engine that cannot be measured."""
     own = parser()
     args, serve = own.parse_known_args(argv)
     _refuse_typos(own, args, serve)
     try:
-        if args.plot_only:
-            pictures.check("--plot-only", args.plot_only)
-            files.check_outputs({"--plot-only": args.plot_only}, {"the cost table": args.out})
-            plot(CostTable.load(args.out), args.plot_only, args.acceptance)
-            print(f"wrote {args.plot_only}")
-            return 0
         _check(args)
         for tp in _sizes(args):
             run(argparse.Namespace(**{**vars(args), "tp": tp}), serve)
@@ -90,15 +81,14 @@ def _refuse_typos(parser: arguments.Parser, args: argparse.Namespace, serve: Seq
         near = difflib.get_close_matches(name, own, n=1, cutoff=0.8) if name.startswith("--") else []
         if near:
             parser.error(f"unknown option {name}; did you mean {near[0]}?")
-    if serve and (args.url or args.plot_only or args.engine == "embedded"):
+    if serve and (args.url or args.engine == "embedded"):
         parser.error(f"unrecognized arguments: {' '.join(serve)} (no engine is started that could take them)")
 
 
 def _check(args: argparse.Namespace) -> None:
     """Check paths, addresses and model before an engine starts. Raises FileError, SweepError or ModelConfigError."""
-    pictures.check("--plot", args.plot)
     reads = {"--model": args.model, "--draft-model": args.draft_model}
-    files.check_outputs({"the cost table": args.out, "--plot": args.plot}, reads)
+    files.check_outputs({"the cost table": args.out}, reads)
     if args.engine == "embedded" and (args.url or not args.model):
         wrong = "--url" if args.url else "no --model"
         raise SweepError(f"{wrong}: --engine embedded measures --model in this process")
@@ -178,9 +168,6 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
         print(f"wrote {args.out}: {len(sweeping.cells)} points, {end}")
         if args.validate:
             print("\n" + validation(sweeping.validate(sweeping.off_grid(args.validate))))
-    if args.plot:
-        plot(table.at(args.tp), args.plot, args.acceptance)
-        print(f"wrote {args.plot}")
     return table
 
 
@@ -235,43 +222,6 @@ def validation(again: Sequence[tuple[RoundCost, float]]) -> str:
         lines.append(f"{cell.batch:8}{context:9}{cell.config!s:>8}{cell.ms:10.3f}{predicted:10.3f}{change:+8.1%}")
     lines.append(f"error off the grid: median {np.median(errors):.1%}, worst {np.max(errors):.1%}")
     return "\n".join(lines)
-
-
-def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
-    """Draw the speedup over plain decoding by configuration and batch, one panel per context length (ReSpec, Figure 7).
-
-    `rates` are the assumed acceptance rates a_1, a_2, ... Raises CostTableError and FileError.
-    """
-    pyplot = pictures.pyplot()
-    configs = [c for c in table.configs() if not c.off]
-    if not configs:
-        raise CostTableError("the cost table holds plain decoding only: there is no speedup to draw")
-    measured = table.lengths()
-    lengths = [measured[i] for i in sorted({0, len(measured) // 2, len(measured) - 1})]
-    batches = table.batches()
-    figure, axes = pyplot.subplots(
-        1, len(lengths), figsize=(1.6 + 0.75 * len(batches) * len(lengths), 1.6 + 0.5 * len(configs)), squeeze=False
-    )
-    for axis, length in zip(axes[0], lengths, strict=True):
-        batch = np.array(batches)
-        ms = table.grid([OFF, *configs], batch, batch * length)
-        tokens = np.array([expected_tokens(c, rates) for c in configs])
-        speedup = tokens[:, None] * ms[0] / ms[1:]
-        reach = max(abs(math.log2(value)) for value in speedup.flat) or 1.0
-        axis.imshow(np.log2(speedup), cmap="RdYlGn", vmin=-reach, vmax=reach, aspect="auto")
-        for (i, j), value in np.ndenumerate(speedup):
-            best = value == speedup[:, j].max() and value > 1
-            axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, weight="bold" if best else "normal")
-        axis.set_xticks(range(len(batches)), [str(b) for b in batches])
-        axis.set_yticks(range(len(configs)), [str(c) for c in configs])
-        axis.set_xlabel("running requests")
-        axis.set_title(f"{length:.0f} tokens of context each", fontsize=9)
-    p = table.provenance
-    kind = "simulated" if p.simulated else "measured"
-    accepted = " ".join(f"{rate:.2f}" for rate in rates)
-    figure.suptitle(f"x plain decoding at acceptance {accepted}; costs {kind}: {p.model}, {p.hardware}", fontsize=9)
-    figure.tight_layout()
-    pictures.save(figure, path)
 
 
 def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> list[Bench]:
@@ -402,8 +352,8 @@ def parser() -> arguments.Parser:
         description=__doc__.partition(": ")[2],
         epilog=NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        example="rlspec profile cost.json --model DIR --plot cost.png",
-        first=("--model", "--engine", "--tp", "--batches", "--seconds", "--plot"),
+        example="rlspec profile cost.json --model DIR",
+        first=("--model", "--engine", "--tp", "--batches", "--seconds"),
     )
     add = p.add_argument
     add("out", type=Path, help="cost table to write (JSON)")
@@ -436,22 +386,10 @@ def parser() -> arguments.Parser:
         help="add a batch where the cost deviates from a straight line by more than this share (default 0.03)",
     )
     add("--validate", type=integer(0, 1000), default=0, metavar="N", help="also measure N random points off the grid")
-    add("--plot", type=Path, metavar="FILE", help=f"draw speedup maps to this file ({', '.join(pictures.KINDS)})")
-    add("--plot-only", type=Path, metavar="FILE", help="draw an existing table and measure nothing")
-    add(
-        "--acceptance",
-        type=arguments.numbers(0, 1),
-        default=[0.8, 0.75, 0.7],
-        help="a_1,a_2,...: acceptance rates assumed in the maps",
-    )
     add("--model-name", default="", help="name recorded in the table; default: the directory's")
     add("--hardware", default="", help="name recorded in the table; default: this machine's GPU or processor")
     add("--note", default="", help="free text recorded in the table")
     add("--fresh", action="store_true", help="discard an interrupted sweep and an existing table")
-    of_engine = "--model --draft-model --engine --url --tp --dtype --steps --batches --lengths --samples --seconds"
-    of_engine += " --tolerance --validate --model-name --hardware --note --fresh"
-    p.excludes("--plot-only", f"{of_engine} --plot --api-key")
-    p.needs("--plot --plot-only", "--acceptance")
     p.needs("--model", "--draft-model")
     p.needs("--url", "--api-key")
     return p

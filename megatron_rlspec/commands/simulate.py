@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.progress import track
 
 from megatron_rlspec import arguments, files
-from megatron_rlspec.commands import pictures
 from megatron_rlspec.config.base import ConfigError, Count, Positive, Section, Text, Tokens
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts
 from megatron_rlspec.extensions.simulator import ablation
@@ -209,10 +208,9 @@ class Outcome:
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print. Raises ConfigError, CostTableError and FileError, which `rlspec` prints as one line."""
     args = parser().parse_args(argv)
-    pictures.check("--plot", args.plot)
     config = read(args.config)
     reads = {"the configuration": args.config, "its cost table": config.cluster.table or None}
-    files.check_outputs({"--json": args.json, "--plot": args.plot}, reads)
+    files.check_outputs({"--json": args.json}, reads)
     names = args.policies.split(",") if not args.ablation else ablation.policies()
     if len(set(names)) < len(names):
         raise ConfigError(f"--policies {args.policies}: expected each policy once")
@@ -224,9 +222,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         files.write_output(args.json, json.dumps(summary(config, found), indent=1) + "\n")
         print(f"wrote {args.json}")
-    if args.plot:
-        plot(args.plot, {name: runs[0].traces[0] for name, runs in next(iter(found.values())).items()})
-        print(f"wrote {args.plot}")
     return 0
 
 
@@ -394,35 +389,6 @@ def table(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
     return lines
 
 
-def plot(path: Path, firsts: Mapping[str, Trace]) -> None:
-    """Draw the first rollout of each policy: samples in a round by engine, moves, and changes of the size."""
-    plt = pictures.pyplot()
-    end = max(run.makespan_ms for run in firsts.values()) / 1e3
-    most = max(batch for run in firsts.values() for spans in run.batches.values() for _, batch in spans)
-    figure, rows = plt.subplots(
-        len(firsts), 1, figsize=(10, 2.4 * len(firsts)), sharex=True, squeeze=False, layout="constrained"
-    )
-    for axes, (name, run) in zip(rows[:, 0], firsts.items(), strict=True):
-        engines = list(run.batches)
-        for row, spans in enumerate(run.batches.values()):
-            ends = [since for since, _ in spans[1:]] + [run.ends_ms.get(engines[row], 0.0)]
-            for (since, batch), until in zip(spans, ends, strict=True):
-                shade = plt.get_cmap("viridis")(batch / most)
-                axes.barh(row, (until - since) / 1e3, left=since / 1e3, height=0.9, color=shade)
-        for at, move in run.moves:
-            ends_ = (engines.index(move.source), engines.index(move.target))
-            axes.annotate("", (at / 1e3, ends_[1]), (at / 1e3, ends_[0]), arrowprops={"arrowstyle": "->", "lw": 0.7})
-        for at, change, _ in run.changes:
-            axes.axvline(at / 1e3, color="red")
-            axes.text(at / 1e3, len(engines) - 0.4, f" tp={change.tp}", color="red", va="bottom", fontsize="small")
-        axes.set(title=f"{name}: {run.makespan_ms / 1e3:.1f} s, simulated", ylabel="engine", xlim=(0, end))
-        axes.invert_yaxis()
-    rows[-1, 0].set_xlabel("seconds")
-    shades = plt.cm.ScalarMappable(plt.Normalize(0, most), "viridis")
-    figure.colorbar(shades, ax=rows[:, 0].tolist(), label="samples in a round")
-    pictures.save(figure, path)
-
-
 def summary(config: SimulationConfig, found: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> dict[str, Any]:
     """Return the result as JSON."""
     sweeps = {
@@ -471,7 +437,6 @@ def parser() -> arguments.Parser:
     add("--seeds", type=arguments.integer(1, 1000), default=5, help="rollouts of each policy (default 5)")
     add("--sweep", default="", metavar="SECTION.OPTION=A,B", help="what if: repeat it with these values of an option")
     add("--ablation", action="store_true", help="what each paper's parts are worth, alone and once the others are on")
-    add("--plot", type=Path, metavar="FILE", help="write a picture of the first seed's rollouts: PNG, SVG or PDF")
     add("--json", type=Path, metavar="FILE", help="write the result here")
     p.excludes("--ablation", "--policies --sweep")
     return p

@@ -1,4 +1,4 @@
-"""One line for each step of a run, on the terminal of the run and of `rlspec watch`."""
+"""One line for each step of a run, on the terminal of the run."""
 
 from __future__ import annotations
 

@@ -62,28 +62,6 @@ def test_no_table(tmp_path, capsys):
     assert "No such file" in capsys.readouterr().err
 
 
-def test_the_picture_has_a_line_for_each_choice_and_marks_the_switches(table, tmp_path, monkeypatch):
-    from matplotlib import pyplot
-
-    drawn = []
-    monkeypatch.setattr(pyplot, "close", drawn.append)
-    path = tmp_path / "plan.svg"
-    assert main([str(table), "--acceptance", "0.8,0.7,0.6", "--steps", "0,1,3", "--plot", str(path)]) == 0
-    top, ratio = drawn[0].axes
-    lines = {line.get_label(): line for line in top.lines}
-    assert {"off", "k1", "k3", "best"} <= set(lines) and "<svg" in path.read_text()
-    best = lines["best"].get_ydata()
-    assert (best == np.max([lines[name].get_ydata() for name in ("off", "k1", "k3")], axis=0)).all()
-    texts = [text.get_text() for text in top.texts]
-    assert texts[0] == "k3" and texts[-1] == "off" and "simulated" in top.get_title()
-    assert set(next(line for line in ratio.lines if line.get_label() == "off").get_ydata()) == {1.0}
-
-
-def test_a_picture_of_an_unknown_kind_is_refused(table, tmp_path, capsys):
-    assert main([str(table), "--plot", str(tmp_path / "plan.txt")]) == 2
-    assert "expected a name that ends in .png, .svg, .pdf" in capsys.readouterr().err
-
-
 WORKLOAD = """
 [cluster]
 engines = 4

@@ -40,15 +40,6 @@ def test_a_mistake_gets_one_line(tmp_path, capsys, options, message):
     assert CostTable.load(path).provenance.model == "tiny"
 
 
-def test_an_existing_table_is_drawn(tmp_path, capsys):
-    path = table(tmp_path / "t.json")
-    assert profile.main([str(path), "--plot-only", str(tmp_path / "map.png")]) == 0
-    assert (tmp_path / "map.png").stat().st_size > 5_000
-    with pytest.raises(SystemExit):
-        profile.main([str(path), "--batches", "0,4"])
-    assert "integers from 1 to 65536" in capsys.readouterr().err
-
-
 def test_the_embedded_engine_is_measured_and_its_rule_uses_the_table(tmp_path, capsys):
     torch.set_num_threads(1)
     shape = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=160)
@@ -108,7 +99,7 @@ def test_the_real_engine_is_measured_resumed_and_validated(tmp_path, capsys, mon
     options = [str(out), "--model", str(model), "--dtype", "float32", "--steps", "0,1,3", "--samples", "6"]
     options += ["--device", "cpu", "--max-total-tokens", "8192", "--max-running-requests", "16"]
     grid = ["--batches", "1,4", "--lengths", "16,64", "--tolerance", "10"]
-    assert profile.main([*options, *grid, "--validate", "1", "--plot", str(tmp_path / "map.svg")]) == 0
+    assert profile.main([*options, *grid, "--validate", "1"]) == 0
     said = capsys.readouterr().out
     assert "wrote" in said and "error off the grid: median" in said
     measured = CostTable.load(out)

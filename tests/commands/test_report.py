@@ -101,7 +101,7 @@ def test_the_page_holds_plots_events_and_escaped_samples(run_dir, capsys):
     assert [title for title in CHARTS if f"<h3>{title.replace(chr(39), '&#39;')}</h3>" not in page] == []
     assert "engine-0: plain" in page and "&lt;b&gt;" in page and "<b>" not in page.split("</style>")[1].split("tile")[0]
     assert "<pre>a<mark>&lt;i&gt;c</mark>d</pre>" in page and "<pre>no spans</pre>" in page
-    assert "http:" not in page and "https:" not in page and page.count("url(") == page.count("url(#arrow)")
+    assert "http:" not in page and "https:" not in page and "url(" not in page
 
 
 def test_the_head_says_how_the_run_was_made(run_dir, tmp_path, monkeypatch):
@@ -172,12 +172,10 @@ def test_the_page_shows_moves_between_engines(run_dir, tmp_path):
     (run_dir / "moves.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report.main([str(run_dir), "--out", str(tmp_path / "page.html")])
     page = (tmp_path / "page.html").read_text()
-    assert "<h3>step 4</h3>" in page and "b: engine-0 to engine-1, kv, 12 ms: 2 samples on engine-0" in page
-    assert page.count('class="move"') == 1 and page.count('class="size"') == 1
-    assert "size 1 to 2: 5 samples, 33 ms" in page and "a on engine-0: 0.00 to 2.00 s; goes on in a later step" in page
     assert "<td>engine-0</td><td>engine-1</td><td>kv</td><td>2</td><td>12</td><td>1.5</td>" in page
-    (run_dir / "moves.jsonl").write_text(json.dumps(rows[0] | {"stays": [["a", "engine-0", 0]]}) + "\n")
-    with pytest.raises(metrics.RecordError, match="moves.jsonl:1: stays.0.3: Field required"):
+    assert "<td>4</td><td>1</td><td>2</td><td>5</td>" in page
+    (run_dir / "moves.jsonl").write_text(json.dumps(rows[0] | {"moves": [move | {"ms": "x"}]}) + "\n")
+    with pytest.raises(metrics.RecordError, match="moves.jsonl:1: moves.0.ms: Input should be a valid number"):
         report.main([str(run_dir), "--out", str(tmp_path / "page.html")])
     (run_dir / "moves.jsonl").unlink()
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_rlspec.commands.profile import plot, summary, validation
+from megatron_rlspec.commands.profile import summary, validation
 from megatron_rlspec.commands.sweep import Bench, Sweep, SweepError, configs_of, sweep
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance
 from megatron_rlspec.speculation.roofline import Roofline
@@ -162,9 +162,3 @@ def test_a_sweep_that_gives_no_table_is_refused():
     silent.recent_rounds = lambda: []
     with pytest.raises(SweepError, match="ran no round of k0, k1, k3"):
         Bench(silent, STEPS, 100).measure((1, 8), 40, 4)
-
-
-def test_the_map_is_drawn(tmp_path):
-    run, _ = swept(SMOOTH)
-    plot(run.table(), tmp_path / "map.png", [0.8, 0.7])
-    assert (tmp_path / "map.png").stat().st_size > 10_000

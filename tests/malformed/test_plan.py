@@ -111,11 +111,11 @@ CASES = [
     Case("to one file by a link", "plan t.json --json link --vllm o.json", ("--json writes this file",), with_link),
     *(
         Case(f"cluster {text}", f"plan --cluster c.toml {text}", (f"{text.split()[0]} has no effect without table",))
-        for text in ("--json x.json", "--plot x.png", "--why 1,1", "--acceptance 0.1", "--tp 2", "--check")
+        for text in ("--json x.json", "--why 1,1", "--acceptance 0.1", "--tp 2", "--check")
     ),
     option("--seeds 2", "--seeds has no effect without --cluster"),
     option("--check --json x.json", "--json has no effect with --check"),
-    option("--length 9", "--length has no effect without --sglang or --vllm or --plot"),
+    option("--length 9", "--length has no effect without --sglang or --vllm"),
     Case("off only", "plan t.json --steps 0 --sglang o.json", ("hold no chain",), GOOD),
 ]
 

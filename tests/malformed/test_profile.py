@@ -29,10 +29,6 @@ def output(name: str, *expects: str) -> Case:
     return Case(f"out {name[:30]}", ["profile", name, "--url", "http://127.0.0.1:9"], (*expects, "cannot be written"))
 
 
-def picture(name: str, *expects: str) -> Case:
-    return Case(f"picture {name[:30]}", ["profile", "t.json", "--plot-only", name], expects, GOOD)
-
-
 def model(name: str, config: str | bytes, *expects: str) -> Case:
     return Case(f"model {name}", "profile new.json --model m", ("m/config.json", *expects), {"m/config.json": config})
 
@@ -68,13 +64,9 @@ CASES = [
     option("--tolerance nan", "--tolerance", "'nan'"),
     option("--tolerance=-0.1", "'-0.1'"),
     option("--validate -3", "--validate", "'-3'"),
-    option("--acceptance 2", "--acceptance", "'2'"),
-    option("--acceptance x", "'x'"),
     option("--bathces 4", "--bathces", "did you mean --batches"),
     option("--step 4", "--step", "did you mean --steps"),
     option("--device cpu", "unrecognized arguments: --device cpu"),
-    option("--plot no/map.png", "no/map.png: cannot be written", "no directory no"),
-    option("--plot map.gif", "--plot map.gif", ".png, .svg, .pdf"),
     url("ftp://127.0.0.1:9", "ftp://127.0.0.1:9", "expected http://HOST:PORT"),
     url("127.0.0.1:30000", "127.0.0.1:30000", "expected http"),
     url("http://", "expected http"),
@@ -84,19 +76,6 @@ CASES = [
     output("/proc/t.json", "/proc/t.json"),
     output("x" * 300, "File name too long"),
     output("a\0b", "null"),
-    picture("no/map.png", "no/map.png: cannot be written"),
-    picture(".", "--plot-only .: expected a name that ends in .png, .svg, .pdf"),
-    picture("map.bmp", "map.bmp", ".png, .svg, .pdf"),
-    picture("/dev/full", "/dev/full", ".png, .svg, .pdf"),
-    Case("picture over the table", "profile t.png --plot-only t.png", ("t.png: this file is read",), {"t.png": "{}"}),
-    Case("both to one file", "profile o.png --url http://127.0.0.1:1 --plot o.png", ("o.png: the cost table writes",)),
-    Case("drawn and measured", "profile t.json --plot-only m.png --seconds 9", ("--seconds has no effect",), GOOD),
-    option("--url http://127.0.0.1:1 --acceptance 0.5", "--acceptance has no effect without --plot or --plot-only"),
-    Case("draw no table", "profile none.json --plot-only m.png", ("none.json: No such file",)),
-    Case("draw a pipe", "profile t.json --plot-only m.png", ("t.json", "found a pipe"), with_pipe),
-    Case("draw junk", "profile t.json --plot-only m.png", ("t.json: not valid JSON",), {"t.json": "{{"}),
-    Case("draw off only", "profile t.json --plot-only m.png", ("plain decoding only",), {"t.json": table(OFF)}),
-    Case("draw with --device", "profile t.json --plot-only m.png --device cpu", ("unrecognized",), GOOD),
     Case("model missing", "profile new.json --model none", ("none: no such directory",)),
     Case("model is a file", "profile new.json --model f", ("f: not a directory",), {"f": "x"}),
     model("empty", "", "the file is empty"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlspec import arguments, files
-from megatron_rlspec.commands.report import charts, engines, figures
+from megatron_rlspec.commands.report import charts, figures
 from megatron_rlspec.commands.report.charts import short
 from megatron_rlspec.commands.report.records import ComparisonTable, Run, SampleRow, options_of, read_run
 from megatron_rlspec.records import metric_names
@@ -21,7 +21,6 @@ from megatron_rlspec.speculation.acceptance import accept_length
 
 HERE = Path(__file__).parent
 SAMPLES_SHOWN = 40
-TIMELINES_SHOWN = 3
 MOVES_SHOWN = 40
 SUMMED = ("rollout/reward", "rollout/accept_length", "rollout/tokens_per_second", "rollout/response_length")
 LAST_SHARE, LAST_LEAST = 0.1, 5  # of the steps, over which the summary takes its means
@@ -71,7 +70,6 @@ def render(runs: Sequence[Run]) -> str:
     template = environment.from_string((HERE / "page.html.j2").read_text())
     one = runs[0] if len(runs) == 1 else None
     drawings = figures.of_run(one) if one else figures.of_runs(runs)
-    timelines = _timelines(one) if one else []
     return template.render(
         title=" and ".join(run.name for run in runs),
         style=(HERE / "page.css").read_text(),
@@ -80,7 +78,6 @@ def render(runs: Sequence[Run]) -> str:
         runs=[_about(run) for run in runs],
         one=one,
         drawings=drawings,
-        timelines=timelines,
         moves=[(row.step + 1, move) for row in one.rollouts for move in row.moves][-MOVES_SHOWN:] if one else [],
         sizes=[(row.step + 1, change) for row in one.rollouts for change in row.sizes][-MOVES_SHOWN:] if one else [],
         compared=_compared_drafters(one.comparison) if one and one.comparison else [],
@@ -130,12 +127,6 @@ def _mean_of_last(run: Run, key: str) -> tuple[float, float, int]:
     points = figures.points_of(run.steps, key)
     last = [y for _, y in points[-max(LAST_LEAST, round(LAST_SHARE * len(points))) :]]
     return (*charts.interval(last), len(last)) if last else (math.nan, math.nan, 0)
-
-
-def _timelines(run: Run) -> list[charts.Drawing]:
-    """Return the newest rollouts in which something moved or changed its size."""
-    shown = [row for row in run.rollouts if row.sizes or any(move.ids for move in row.moves)]
-    return [engines.draw(row, run.rollouts) for row in shown[-TIMELINES_SHOWN:] if row.stays]
 
 
 def _samples(rows: Sequence[SampleRow]) -> list[dict[str, Any]]:

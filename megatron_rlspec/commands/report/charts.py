@@ -25,7 +25,6 @@ class Series:
     colour  number of the colour; -1: grey
     dashed  for a prediction, beside what was seen
     listed  whether the legend names it
-    below   for bars: drawn downwards, beside the others
     """
 
     label: str
@@ -33,7 +32,6 @@ class Series:
     key: str = ""
     colour: int = 0
     dashed: bool = False
-    below: bool = False
     listed: bool = True
 
 
@@ -61,11 +59,8 @@ class Drawing:
     x_ticks: list[tuple[float, str]] = field(default_factory=list)
     y_ticks: list[tuple[float, str]] = field(default_factory=list)
     paths: list[tuple[str, str]] = field(default_factory=list)  # (classes, path)
-    rects: list[tuple[str, float, float, float, float, str]] = field(default_factory=list)  # class, x, y, w, h, hint
+    rects: list[tuple[str, float, float, float, float]] = field(default_factory=list)  # class, x, y, w, h
     marks: list[tuple[float, float, float, float, str]] = field(default_factory=list)  # x, y, y low, y high, hint
-    lines: list[tuple[float, float, float, float, str, str]] = field(
-        default_factory=list
-    )  # x1, y1, x2, y2, class, hint
     legend: list[tuple[str, str, str]] = field(default_factory=list)  # classes, label, key
     hover: dict[str, Any] = field(default_factory=dict)
     left: float = LEFT
@@ -106,28 +101,27 @@ def lines(
 
 
 def bars(title: str, series: Sequence[Series], *, note: str = "", unit: str = "") -> Drawing:
-    """Draw stacked bars over steps, the series `below` downwards. Many steps share a bar, which then is their mean."""
+    """Draw stacked bars over steps. Many steps share a bar, which then is their mean."""
     drawing = Drawing(title, note, unit=unit)
     steps = sorted({x for one in series for x, _ in one.points})
     size = math.ceil(len(steps) / MOST_BARS) or 1
     groups = [steps[i : i + size] for i in range(0, len(steps), size)]
-    known = [dict(one.points) for one in series]
-    heights = [[sum(values.get(x, 0.0) for x in group) / len(group) for group in groups] for values in known]
-    above = [sum(h[i] for h, one in zip(heights, series, strict=True) if not one.below) for i in range(len(groups))]
-    beneath = [sum(h[i] for h, one in zip(heights, series, strict=True) if one.below) for i in range(len(groups))]
-    xs = [steps[0] - size / 2, steps[-1] + size / 2]
-    across, up = _axes(drawing, xs, [0.0, max(above), -max(beneath)], room=0.0)
+    heights = []
+    for one in series:
+        values = dict(one.points)
+        heights.append([sum(values.get(x, 0.0) for x in group) / len(group) for group in groups])
+    tallest = max(map(sum, zip(*heights, strict=True)))
+    across, up = _axes(drawing, [steps[0] - size / 2, steps[-1] + size / 2], [0.0, tallest], room=0.0)
     for i, group in enumerate(groups):
         left = across(group[0] - 0.5)
         width = max(across(group[-1] + 0.5) - left - 0.6, 0.4)
-        ends = [0.0, 0.0]
+        begin = 0.0
         for one, values in zip(series, heights, strict=True):
-            begin = ends[one.below]
-            ends[one.below] = end = begin + (-values[i] if one.below else values[i])
-            if values[i] > 0:
-                shape = f"{_colour(one)}{' under' if one.below else ''}"
-                drawing.rects.append((shape, left, up(max(begin, end)), width, abs(up(begin) - up(end)), ""))
-    drawing.legend = [(_colour(one) + (" under" if one.below else ""), one.label, one.key) for one in series]
+            end = begin + values[i]
+            if end > begin:
+                drawing.rects.append((_colour(one), left, up(end), width, abs(up(begin) - up(end))))
+            begin = end
+    drawing.legend = [(_colour(one), one.label, one.key) for one in series]
     middles = [sum(group) / len(group) for group in groups]
     shown = [list(zip(middles, values, strict=True)) for values in heights]
     drawing.hover = _hover(series, shown, [None] * len(series), across)

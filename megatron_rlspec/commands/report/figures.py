@@ -66,7 +66,6 @@ def of_run(run: Run) -> list[Drawing]:
             marks=evaluations(records, run.events, "accept_length"),
         ),
         _accept_by_depth(records),
-        _predicted(records),
         _configurations(records, keys),
         _seconds(records),
         _by_depth("Drafter loss by depth", "", records, "drafter/loss_"),
@@ -180,18 +179,6 @@ def _chain(records: Records, prefix: str, depth: int) -> Points:
     return found
 
 
-def _predicted(records: Records) -> Drawing | None:
-    """Draw the accept length that the trainer predicted beside the one that was seen."""
-    series = []
-    for key, label, dashed in (
-        ("predict/observed_tokens", "seen", False),
-        ("predict/predicted_tokens", "predicted by the trainer", True),
-    ):
-        if points := points_of(records, key):
-            series.append(Series(label, points, key, 0 if not dashed else 1, dashed))
-    return charts.lines("Accept length, predicted and seen", series, unit="tokens/round") if series else None
-
-
 def _configurations(records: Records, keys: set[str]) -> Drawing | None:
     shares = sorted((key for key in keys if key.startswith("spec/share_")), key=lambda key: (len(key), key))
     series: list[Series] = []
@@ -204,34 +191,9 @@ def _configurations(records: Records, keys: set[str]) -> Drawing | None:
 
 
 def _seconds(records: Records) -> Drawing | None:
-    """Draw the seconds of a step's parts upwards, and downwards what ran beside them and added no time."""
+    """Draw the seconds of a step's parts."""
     series = []
     for i, part in enumerate(PARTS):
         if points := points_of(records, f"seconds_{part}"):
             series.append(Series(part, points, f"seconds_{part}", i))
-    if not series:
-        return None
-    beside = {
-        "rewards, while engines drew": points_of(records, "rollout/reward_seconds_hidden"),
-        "drafter's update, during the rollout": points_of(records, "drafter/seconds_hidden"),
-        "rollout, while the policy trained": _drawn_ahead(records),
-    }
-    least = 0.01 * sum(seconds for one in series for _, seconds in one.points)  # less would not be seen
-    for i, (label, points) in enumerate(beside.items()):
-        if sum(seconds for _, seconds in points) > least:
-            series.append(Series(label, [(x, max(y, 0.0)) for x, y in points], colour=4 + i, below=True))
-    hidden = any(one.below for one in series)
-    note = "Upwards: the step's time. Downwards: what ran at the same time and added none." if hidden else ""
-    return charts.bars("Where a step's time goes", series, note=note, unit="s")
-
-
-def _drawn_ahead(records: Records) -> Points:
-    """Return the seconds of each rollout for which the step did not wait."""
-    found = []
-    for record in records:
-        speed = number(record.get("rollout/tokens_per_second"))
-        seconds = number(record.get("rollout/response_tokens")) / speed if speed > 0 else math.nan
-        hidden = seconds - number(record.get("seconds_generate"))
-        if hidden > 0.02 * seconds:  # less is the clocks' difference
-            found.append((record["step"] + 1.0, hidden))
-    return found
+    return charts.bars("Where a step's time goes", series, unit="s") if series else None

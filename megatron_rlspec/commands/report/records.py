@@ -49,7 +49,7 @@ class EventRow(BaseModel):
 
 
 class MoveRow(BaseModel):
-    """A move within a rollout; seconds since its begin."""
+    """A move within a rollout."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     source: str
@@ -57,7 +57,6 @@ class MoveRow(BaseModel):
     ids: Annotated[tuple[str, ...], Strict(False)]
     how: str
     why: str
-    began: float
     ms: float
     bytes: int
     rounds: float
@@ -65,7 +64,7 @@ class MoveRow(BaseModel):
 
 
 class SizeRow(BaseModel):
-    """A change of the engines' tensor-parallel size within a rollout; `began` in seconds since the rollout's begin."""
+    """A change of the engines' tensor-parallel size within a rollout."""
 
     model_config = ConfigDict(extra="allow", strict=True, populate_by_name=True)
     source: int = Field(alias="from")
@@ -73,15 +72,13 @@ class SizeRow(BaseModel):
     samples: int
     ms: float
     how: str = ""
-    began: float | None = None
 
 
 class TailRow(BaseModel):
-    """One line of moves.jsonl: a rollout's samples on engines, [id, engine, from s, to s], and its moves."""
+    """One line of moves.jsonl: the moves of a rollout, and its changes of the tensor-parallel size."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     step: int
-    stays: list[Annotated[tuple[str, str, float, float], Strict(False)]]
     moves: list[MoveRow]
     sizes: list[SizeRow] = []
 

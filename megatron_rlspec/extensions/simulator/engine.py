@@ -182,7 +182,6 @@ class SimEngine:
         self.looked_up = 0
         self.extrapolated = 0
         self.asleep = False
-        self.batches: list[tuple[float, int]] = []  # (since when, samples in a round), for pictures
         self._rounds: dict[tuple[SpecConfig, int], _Rounds] = {}
         self._prompts: dict[int, int] = {}  # group whose prompt is in the cache -> its samples here
         self._used = 0  # tokens in the cache
@@ -335,8 +334,6 @@ class SimEngine:
         ms += self._change(config) + self._catch_up(config, drafting)
         self.now += ms
         self.busy_ms += ms
-        if not self.batches or self.batches[-1][1] != batch:
-            self.batches.append((self.now - ms, batch))
         marks = []
         ended = []
         for i, sample in enumerate(running):

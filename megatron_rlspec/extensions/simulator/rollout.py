@@ -76,7 +76,6 @@ class Trace:
     moves        (ms, move) for each planned one; `refused`: samples for which the target had no room
     changes      (ms, change, ms that it took) of the tensor-parallel size
     utilisation  share of the time in which an engine worked; `busy`: the same over all ranks
-    batches      engine -> (since when, samples in a round); `ends_ms`: the end of its last pass
     extrapolated share of the cost lookups that no measurement is near to
     """
 
@@ -90,8 +89,6 @@ class Trace:
     changes: list[tuple[float, Change, float]] = field(default_factory=list)
     utilisation: dict[str, float] = field(default_factory=dict)
     busy: float = 0.0
-    batches: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
-    ends_ms: dict[str, float] = field(default_factory=dict)
     ended_ms: dict[str, float] = field(default_factory=dict)
     extrapolated: float = 0.0
 
@@ -180,8 +177,6 @@ class _Rollout:
         engines = [*self.retired, *self.engines.values()]
         trace.tokens = sum(engine.tokens for engine in engines)
         trace.retracted = sum(engine.retracted for engine in engines)
-        trace.ends_ms = {e.name: e.now for e in engines}
-        trace.batches = {e.name: e.batches for e in engines}
         ranks = sum(engine.ranks for engine in self.first)
         trace.busy = sum(e.busy_ms * e.ranks for e in engines) / max(trace.makespan_ms * ranks, 1e-9)
         trace.utilisation = {e.name: e.busy_ms / max(trace.makespan_ms, 1e-9) for e in engines}

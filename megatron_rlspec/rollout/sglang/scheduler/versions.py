@@ -13,7 +13,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from megatron_rlspec.compat.installed import version
+from megatron_rlspec.compat.installed import locate, version
 
 Hook = tuple[str, Callable, str]
 
@@ -270,7 +270,7 @@ KNOWN: dict[str, type[Sglang0523]] = {"0.5.23": Sglang0523, "0.5.15.post1": Sgla
 def installed() -> Sglang0523:
     """Return the adapter to the installed SGLang. Raises ImportError, in one line, if none fits."""
     found = version("sglang")
-    if not found:
+    if locate("sglang") is None or not found:
         raise ImportError("SGLang is not installed here: pip install sglang==0.5.23")
     return adapter(found)
 
