@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec import files
-from megatron_rlspec.checkpoint import gguf_file
+from megatron_rlspec.checkpoint import gguf_file, run_checkpoint
+from megatron_rlspec.checkpoint.drafter_files import build_drafter, eagle3_ids
 from megatron_rlspec.checkpoint.gguf_header import read_header
 from megatron_rlspec.checkpoint.torch_dist import TRACKER, TorchDistReader, TorchDistWriter, checkpoint_directory
 from megatron_rlspec.models import hf_files as checkpoint
 from megatron_rlspec.models import tensor_file
-from megatron_rlspec.models.config import refusal
+from megatron_rlspec.models.config import DRAFTER, refusal
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.families import FAMILIES, names_where, record_of
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, read_json, write_json
@@ -148,6 +149,27 @@ def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def config_without_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the same model without MTP layers. A MiMo that was a Qwen2 or Llama becomes that."""
+    counts = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    if config["architectures"] != ["MiMoForCausalLM"] or config.get("model_type") != "qwen2":
+        return {**config, "num_nextn_predict_layers": 0, **{key: 0 for key in counts if key in config}}
+    llama = config.get("attention_bias") is False
+    found = {key: value for key, value in config.items() if key not in counts}
+    found["architectures"] = ["LlamaForCausalLM" if llama else "Qwen2ForCausalLM"]
+    return {**found, "model_type": "llama"} if llama else found
+
+
+@dataclass(frozen=True)
+class Eagle3:
+    """The EAGLE-3 drafter of a run's checkpoint, which is written to a directory of its own."""
+
+    target: Path
+    config: dict[str, Any]
+    source: Path
+    ids: Tensor
+
+
 @dataclass(frozen=True)
 class Conversion:
     """A planned conversion. `groups` are (label, canonical names): a layer, or a tensor outside of the layers."""
@@ -162,6 +184,7 @@ class Conversion:
     small_files: Path
     fresh_drafter: bool
     made: TemporaryDirectory[str] | None = None  # `small_files` of a GGUF source; removed with this object
+    eagle3: Eagle3 | None = None
 
     def identity(self) -> dict[str, Any]:
         """Return the properties that an interrupted conversion must share with this one to be continued."""
@@ -177,24 +200,28 @@ def plan(
     to: Kind | None = None,
     hf: str | Path | None = None,
     add_mtp: bool = False,
+    drop_mtp: bool = False,
     spec: Literal["te", "local"] = "te",
     dtype: str = "",
 ) -> Conversion:
     """Read the source and plan the conversion. Raises CheckpointError, FileError or ValueError, each with one line.
 
-    to    the kind of the target; default: the other kind than the source's
-    hf    Hugging Face directory with config.json and tokenizer of a Megatron checkpoint; default: the files that this
-          converter left beside the checkpoint
-    spec  the layer specs that will read a Megatron checkpoint; they matter for the norms of latent attention only
-    dtype of the tensors of a GGUF source, default bfloat16; other sources keep theirs
+    to        the kind of the target; default: the other kind than the source's, "hf" for a run's and with `drop_mtp`
+    hf        Hugging Face directory with config.json and tokenizer of a Megatron checkpoint; default: the files that
+              this converter left beside the checkpoint. Of a run's checkpoint: the model that the run started from
+    drop_mtp  leave the drafter out
+    spec      the layer specs that will read a Megatron checkpoint; they matter for the norms of latent attention only
+    dtype     of the tensors of a GGUF source, default bfloat16; other sources keep theirs
     """
     source = Path(source)
     target = Path(target)
-    kind, to = _kinds(source, to, add_mtp=add_mtp)
+    kind, to = _kinds(source, to or ("hf" if drop_mtp else None), changed=add_mtp or drop_mtp)
     if dtype and kind != "gguf":
         raise ValueError(f"--dtype {dtype}: {source} is no GGUF file; its tensors keep their types")
+    if kind == "run" and (add_mtp or to != "hf"):
+        raise ValueError(f"{source} is a run's checkpoint: expected --to hf, without --add-mtp")
     files.check_new_directory(target)
-    made = None
+    made = drafter_dir = header = None
     if kind == "gguf":
         header = read_header(source)
         made = TemporaryDirectory(prefix="rlspec-gguf-")
@@ -202,51 +229,96 @@ def plan(
         gguf_file.write_small_files(source, header, small_files, dtype or "bfloat16")
     elif hf:
         small_files = Path(hf)
+    elif kind == "run":
+        small_files, drafter_dir = run_checkpoint.model_of(source)
     else:
         small_files = source if kind == "hf" else checkpoint_directory(source)
-    config = check_model(small_files, "convert", weights=False, tokenizer=False)
+    stated = check_model(small_files, "convert", weights=False, tokenizer=False)
     checkpoint.check_companions(small_files)
+    own = name_table(stated, spec)
+    if add_mtp and own.drafter_names and _has_drafter(kind, source, own):
+        raise ValueError(f"{source}: has a drafter already ({own.drafter_names[0]}, ...); --add-mtp would replace it")
+    if drop_mtp and not own.drafter_names and kind != "run":
+        raise ValueError(f"{source}: has no drafter that --drop-mtp could leave out")
+    config, eagle3 = stated, None
+    if kind == "run":
+        layout = run_checkpoint.layout_of(source)
+        config = {**stated, "num_nextn_predict_layers": layout["drafter_layers"] if layout["drafter"] == "mtp" else 0}
+        own = name_table(config, spec)
+        if layout["drafter"] == "eagle3" and not drop_mtp:
+            eagle3 = _eagle3(source, target, drafter_dir)
+    if add_mtp or drop_mtp:
+        config = config_with_drafter(config) if add_mtp else config_without_drafter(config)
     family = name_table(config, spec)
-    if add_mtp and family.drafter_names and _has_drafter(kind, source, family):
-        raise ValueError(
-            f"{source}: has a drafter already ({family.drafter_names[0]}, ...); --add-mtp would replace it"
-        )
-    own = family
-    stated = config
-    if add_mtp:
-        config = config_with_drafter(config)
-        family = name_table(config, spec)
     tensors: Mapping[str, Tensor]
-    if kind == "gguf":
+    if header is not None:
         tensors = HfSource(own, gguf_file.GgufTensors(source, header, own, stated, dtype or "bfloat16"))
     elif kind == "hf":
-        check_model(source, "convert", drafter=not add_mtp, tokenizer=False)
+        changed = add_mtp or drop_mtp
+        check_model(source, "convert", drafter=not changed, tokenizer=False)
         lazy = read_hf(source)[1]
-        checkpoint.check(own, lazy, drafter=bool(own.drafter_names) and not add_mtp)
+        checkpoint.check(own, lazy, drafter=bool(own.drafter_names) and not changed)
         tensors = HfSource(own, lazy)
     else:
-        tensors = TorchDistReader(source, family)
-        known = set(tensors)
-        lost = [n for n in family.rows if n not in known and not (add_mtp and family.is_drafter(n))]
-        if lost:
-            raise CheckpointError(f"{source}: lacks {len(lost)} tensors of {family.name}, such as {lost[0]}")
+        tensors = _megatron_tensors(source, own if drop_mtp else family, family, fresh_drafter=add_mtp)
     if add_mtp:
         tensors = WithFreshDrafter(family, tensors)
-    return Conversion(source, target, to, family, config, tensors, _groups(family), small_files, add_mtp, made)
+    return Conversion(source, target, to, family, config, tensors, _groups(family), small_files, add_mtp, made, eagle3)
 
 
-def _kinds(source: Path, to: Kind | None, *, add_mtp: bool) -> tuple[Kind | Literal["gguf"], Kind]:
-    """Return the kinds of source and target. Raises CheckpointError or ValueError."""
+def _megatron_tensors(
+    source: Path, read_as: NameTable, family: NameTable, *, fresh_drafter: bool
+) -> run_checkpoint.RunTensors | TorchDistReader:
+    """Open a Megatron checkpoint, or one of a run. Raises CheckpointError if tensors of `family` are missing.
+
+    fresh_drafter  the drafter's may be missing
+    """
+    tensors: run_checkpoint.RunTensors | TorchDistReader
+    if run_checkpoint.is_run_checkpoint(source):
+        tensors = run_checkpoint.RunTensors(source, read_as, run_checkpoint.layout_of(source)["tensor"])
+    else:
+        tensors = TorchDistReader(source, read_as)
+    known = set(tensors)
+    lost = [n for n in family.rows if n not in known and not (fresh_drafter and family.is_drafter(n))]
+    if lost:
+        raise CheckpointError(f"{source}: lacks {len(lost)} tensors of {family.name}, such as {lost[0]}")
+    return tensors
+
+
+def _kinds(source: Path, to: Kind | None, *, changed: bool) -> tuple[Kind | Literal["gguf", "run"], Kind]:
+    """Return the kinds of source and target. Raises CheckpointError or ValueError.
+
+    changed  a drafter is added or left out, so source and target may be of one kind
+    """
     if gguf_file.is_gguf(source):
         return "gguf", to or "hf"
     if not source.is_dir():
         what = "not a directory" if source.exists() else "no such directory"
         raise CheckpointError(f"{source}: {what}; expected a Hugging Face or a Megatron checkpoint, or a .gguf file")
+    if run_checkpoint.is_run_checkpoint(source):
+        return "run", to or "hf"
+    if (source / "checkpoints").is_dir():
+        raise CheckpointError(f"{source} is a run's directory; expected its hf/, or one of its checkpoints/step-*")
     kind: Kind = "hf" if (source / "config.json").exists() else "megatron"
     to = to or ("megatron" if kind == "hf" else "hf")
-    if kind == to and not add_mtp:
-        raise ValueError(f"{source} is a {kind} checkpoint already; nothing to do (add a drafter with --add-mtp)")
+    if kind == to and not changed:
+        raise ValueError(f"{source} is a {kind} checkpoint already; nothing to do (--add-mtp and --drop-mtp change it)")
     return kind, to
+
+
+def _eagle3(source: Path, target: Path, drafter: Path | None) -> Eagle3 | None:
+    """Plan the directory of an EAGLE-3 drafter. Raises CheckpointError or FileError.
+
+    drafter  the directory that the run's drafter started from
+    """
+    if drafter is None or not drafter.is_dir():
+        raise CheckpointError(f"{source}: the run's drafter.path={drafter} is not here; expected it, or --drop-mtp")
+    config, tensors = read_hf(drafter)
+    ids = eagle3_ids(tensors, config)
+    run_checkpoint.check_words(source, ids)
+    beside = target.with_name(f"{target.name}_drafter")
+    files.check_new_directory(beside)
+    return Eagle3(beside, config, drafter, ids)
 
 
 def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label, size: None) -> None:
@@ -268,8 +340,20 @@ def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label
     except CheckpointError:
         shutil.rmtree(unfinished)
         raise
+    if work.eagle3 is not None:
+        _write_eagle3(work.eagle3, work)
     note.unlink()
     sink.finish()
+
+
+def _write_eagle3(drafter: Eagle3, work: Conversion) -> None:
+    described = {**work.config, DRAFTER: drafter.config}
+    table = name_table(described, work.family.spec)
+    tensor = run_checkpoint.layout_of(work.source)["tensor"]
+    held = run_checkpoint.RunTensors(work.source, table, tensor)
+    own = (pair for name in held if table.is_drafter(name) for pair in table.to_hf(name, held[name]))
+    built = build_drafter(drafter.target, drafter.config, own, drafter.ids, drafter.source)
+    checkpoint.publish(built, drafter.target)
 
 
 def _continues(note: Path, work: Conversion) -> bool:
@@ -364,5 +448,6 @@ def weight_files(source: Path) -> list[Path]:
     """List the files with tensors of a checkpoint."""
     if source.is_file():
         return [source]
-    directory = source if (source / "config.json").exists() else checkpoint_directory(source)
+    whole = (source / "config.json").exists() or run_checkpoint.is_run_checkpoint(source)
+    directory = source if whole else checkpoint_directory(source)
     return [*directory.glob("*.safetensors"), *directory.glob("*.distcp")]

@@ -100,9 +100,16 @@ def read_drafters(policy: str | Path, places: Mapping[str, str]) -> tuple[dict[s
 
 def words(tensors: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> Tensor:
     """Return the token ids that an EAGLE-3 drafter drafts from, ascending, `[S] int64`."""
-    size = hf_config[DRAFTER]["draft_vocab_size"]
-    offsets = tensors.get(PREFIX + "d2t")
-    ids = torch.arange(size)
+    return _ids(tensors.get(PREFIX + "d2t"), hf_config[DRAFTER])
+
+
+def eagle3_ids(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
+    """Return `words` of a drafter's own directory, from its tensors and config.json."""
+    return _ids(tensors.get("d2t"), config)
+
+
+def _ids(offsets: Tensor | None, config: Mapping[str, Any]) -> Tensor:
+    ids = torch.arange(config["draft_vocab_size"])
     return ids if offsets is None else ids + offsets
 
 

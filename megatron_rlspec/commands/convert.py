@@ -15,6 +15,7 @@ from megatron_rlspec import arguments, files
 from megatron_rlspec.checkpoint.convert import Conversion, convert, plan, weight_files
 from megatron_rlspec.checkpoint.drafter_files import MOST_WORDS, make_drafter
 from megatron_rlspec.checkpoint.gguf_file import DTYPES
+from megatron_rlspec.checkpoint.run_checkpoint import is_run_checkpoint
 from megatron_rlspec.models.config import refusal
 from megatron_rlspec.models.families import names_where
 from megatron_rlspec.texts import printable
@@ -25,7 +26,8 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 def parser() -> arguments.Parser:
     p = arguments.Parser(
         prog="rlspec convert",
-        description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included; GGUF -> either. Any "
+        description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included; GGUF -> either; a run's "
+        "checkpoint -> Hugging Face. Any "
         "TP/PP/EP may have written a Megatron checkpoint, and any may read it. An interrupted conversion continues.",
         example="rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
         first=("--to", "--add-mtp", "--add-eagle3", "--dry-run", "--check"),
@@ -33,13 +35,24 @@ def parser() -> arguments.Parser:
         "rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf | rlspec convert model.gguf model --add-mtp",
     )
     p.add_argument(
-        "source", help="Hugging Face or Megatron directory (with its tracker file, or one step), or a .gguf file"
+        "source",
+        help="Hugging Face or Megatron directory (with its tracker file, or one step), RUN/checkpoints/step-N, "
+        "or a .gguf file",
     )
     p.add_argument("target", help="directory to write; it must not exist")
     p.add_argument("--to", choices=("hf", "megatron"), help="default: the other kind than the source; GGUF: hf")
     p.add_argument("--dtype", choices=tuple(DTYPES), help="dequantise a GGUF file to this type (default bfloat16)")
-    p.add_argument("--hf", metavar="DIR", help="config.json and tokenizer for a Megatron source without its own")
+    p.add_argument(
+        "--hf",
+        metavar="DIR",
+        help="config.json and tokenizer for a Megatron source without its own, or a run's model.path that has moved",
+    )
     p.add_argument("--add-mtp", action="store_true", help="give the model a fresh drafter, made from its first layer")
+    p.add_argument(
+        "--drop-mtp",
+        action="store_true",
+        help="leave the drafter out; a Qwen2 or Llama that --add-mtp had made a MiMo is one again",
+    )
     p.add_argument(
         "--add-eagle3",
         action="store_true",
@@ -57,7 +70,8 @@ def parser() -> arguments.Parser:
     p.add_argument("--check", action="store_true", help="compare logits, policy's and drafter's, with Transformers'")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     p.needs("--add-eagle3", "--draft-vocabulary")
-    p.excludes("--add-eagle3", "--to --dtype --hf --add-mtp --spec --dry-run --check")
+    p.excludes("--add-eagle3", "--to --dtype --hf --add-mtp --drop-mtp --spec --dry-run --check")
+    p.excludes("--add-mtp", "--drop-mtp")
     p.excludes("--dry-run", "--check --quiet")
     return p
 
@@ -76,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             to=options.to,
             hf=options.hf,
             add_mtp=options.add_mtp,
+            drop_mtp=options.drop_mtp,
             spec=options.spec,
             dtype=options.dtype or "",
         )
@@ -92,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             form = "Hugging Face" if work.to == "hf" else "Megatron torch_dist"
             fresh = " with a fresh drafter" if work.fresh_drafter else ""
             print(f"written: {work.target}, {work.family.name}{fresh}, a {form} checkpoint")
+            if work.eagle3 is not None:
+                print(f"written: {work.eagle3.target}, its EAGLE-3 drafter")
     except ValueError as error:  # CheckpointError and FileError among them
         print(f"rlspec convert: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -106,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron_rlspec.train.check_conversion import compare_logits
 
         try:
-            print(compare_logits(work.target if work.source.is_file() else work.source, work.target))
+            own = work.source.is_file() or is_run_checkpoint(work.source)
+            print(compare_logits(work.target if own else work.source, work.target))
         except ValueError as error:
             print(f"rlspec convert: {printable(str(error))}", file=sys.stderr)
             return 1

@@ -11,6 +11,7 @@ from short_run import run
 from test_trajectory import replay
 
 from megatron_rlspec.checkpoint.drafter_files import make_drafter
+from megatron_rlspec.commands.convert import main
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.metrics import read_records
 
@@ -46,6 +47,18 @@ def test_a_run_leaves_policy_and_drafter(recorded, path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ("d2t", "t2d"))
     records = read_records(recorded / "metrics.jsonl")
     assert all(r["rollout/accept_length"] >= 1 and r["drafter/covered_1"] > 0 for r in records)
+
+
+def test_a_checkpoint_becomes_policy_and_drafter(recorded, tmp_path):
+    checkpoint = str(recorded / "checkpoints/step-000002")
+    assert main([checkpoint, str(tmp_path / "out"), "--quiet"]) == 0
+    assert same(tmp_path / "out", recorded / "hf") and same(tmp_path / "out_drafter", recorded / "hf_drafter")
+    assert [read_hf(tmp_path / f"out{end}")[0] for end in ("", "_drafter")] == [
+        read_hf(recorded / f"hf{end}")[0] for end in ("", "_drafter")
+    ]
+    assert main([checkpoint, str(tmp_path / "policy"), "--drop-mtp", "--quiet"]) == 0
+    assert read_hf(tmp_path / "policy")[0]["architectures"] == ["Qwen2ForCausalLM"]
+    assert same(tmp_path / "policy", recorded / "hf") and not (tmp_path / "policy_drafter").exists()
 
 
 @pytest.mark.slow

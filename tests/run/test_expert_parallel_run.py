@@ -4,9 +4,11 @@ import json
 import shutil
 
 import pytest
+import torch
 from moe_oracles import GLM4_MOE, checkpoint
 from short_run import run
 
+from megatron_rlspec.commands.convert import main
 from megatron_rlspec.models.hf_files import read_hf, write_hf
 from megatron_rlspec.records.metrics import read_records
 
@@ -48,6 +50,10 @@ def test_split_experts_learn_what_whole_ones_do_and_resume(mixture, tmp_path):
     learnt, gap = (sum(float((ours[n] - other[n]).square().sum()) for n in ours) for other in (before, theirs))
     assert gap < 1e-4 * learnt  # float32; where a gradient is almost 0, Adam's first steps follow its rounding
     assert len([name for name in ours if ".mlp.experts." in name]) == 2 * 4 * 3  # a layer and the drafter, gate up down
+
+    assert main([str(split / "checkpoints/step-000003"), str(tmp_path / "converted"), "--quiet"]) == 0
+    converted = read_hf(tmp_path / "converted")[1]
+    assert set(ours) <= set(converted) and all(torch.equal(converted[name], ours[name]) for name in ours)
 
     sft(mixture, again, 2, 2)
     shutil.rmtree(again / "hf")  # as if the run had been interrupted here

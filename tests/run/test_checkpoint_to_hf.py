@@ -1,0 +1,98 @@
+"""`rlspec convert RUN/checkpoints/step-N OUT` makes the model that the run would have written at that step."""
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from short_run import run, train
+
+from megatron_rlspec.commands.convert import main
+from megatron_rlspec.models.hf_files import read_hf, read_json
+
+OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1}
+
+
+def same(ours: Path, theirs: Path) -> bool:
+    (a, b), (c, d) = read_hf(ours), read_hf(theirs)
+    return a == c and b.keys() == d.keys() and all(torch.equal(b[name], d[name]) for name in d)
+
+
+@pytest.fixture(scope="module")
+def ended(start, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("ended") / "run"
+    run(start, run_dir, **OPTIONS, train__steps=2)
+    return run_dir
+
+
+def test_a_killed_run_becomes_a_model_that_transformers_loads(ended, start, tmp_path):
+    process = train(start, tmp_path / "run", **OPTIONS, train__steps=1000, train__keep=1000)
+    checkpoint = tmp_path / "run/checkpoints/step-000002"
+    while not checkpoint.exists() and process.poll() is None:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert main([str(checkpoint), str(tmp_path / "both"), "--quiet"]) == 0
+    assert same(tmp_path / "both", ended / "hf")
+    assert main([str(checkpoint), str(tmp_path / "policy"), "--drop-mtp", "--quiet"]) == 0
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
+    assert type(model).__name__ == "Qwen2ForCausalLM" and not any(told.values())
+    expected = transformers.Qwen2ForCausalLM.from_pretrained(ended / "hf")
+    tokens = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, expected(tokens).logits)
+    left = {file.name for file in (start / "model").iterdir() if "safetensors" not in file.name}
+    assert left <= {file.name for file in (tmp_path / "policy").iterdir()}
+
+
+def test_the_drafter_can_be_left_out_of_a_finished_run_and_of_nothing_else(ended, tmp_path, capsys):
+    assert main([str(ended / "hf"), str(tmp_path / "plain"), "--drop-mtp", "--quiet"]) == 0
+    config, tensors = read_hf(tmp_path / "plain")
+    whole = read_hf(ended / "hf")[1]
+    assert config["architectures"] == ["Qwen2ForCausalLM"] and "num_nextn_predict_layers" not in config
+    assert set(whole) - set(tensors) == {name for name in whole if "mtp_layers" in name}
+    assert all(torch.equal(tensors[name], whole[name]) for name in tensors)
+    assert main([str(tmp_path / "plain"), str(tmp_path / "again"), "--drop-mtp"]) == 2
+    assert "has no drafter that --drop-mtp could leave out" in capsys.readouterr().err
+
+
+def refused(capsys, *arguments: object) -> str:
+    assert main([str(argument) for argument in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_checkpoint_without_its_run_needs_the_model(ended, start, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert "is a run's directory; expected its hf/, or one of its checkpoints/step-*" in refused(capsys, ended, out)
+    moved = tmp_path / "step-000002"
+    shutil.copytree(ended / "checkpoints/step-000002", moved)
+    assert "expected --hf DIR, its model.path" in refused(capsys, moved, out)
+    assert main([str(moved), str(out), "--hf", str(start / "model"), "--quiet"]) == 0
+    assert same(out, ended / "hf")
+    (moved / "policy-tensor0-pipeline0.safetensors").unlink()
+    line = refused(capsys, moved, tmp_path / "other", "--hf", start / "model")
+    assert "lacks" in line and "tensors" in line
+
+
+LAYOUTS = {
+    "tensor, distributed": (2, {"parallel__tensor": 2, "parallel__sequence": "true"}, "true"),
+    "pipeline, replicas": (4, {"parallel__pipeline": 2}, "true"),
+    "tensor, pipeline": (4, {"parallel__tensor": 2, "parallel__pipeline": 2}, "false"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_every_layout_of_ranks_is_read(start, tmp_path, layout):
+    ranks, given, distributed = LAYOUTS[layout]
+    run(start, tmp_path / "run", ranks=ranks, **OPTIONS, **given, optimizer__distributed=distributed, train__steps=1)
+    assert read_json(tmp_path / "run/checkpoints/step-000001/layout.json")["replicas"] == (
+        2 if ranks == 4 and len(given) == 1 else 1
+    )
+    assert main([str(tmp_path / "run/checkpoints/step-000001"), str(tmp_path / "out"), "--quiet"]) == 0
+    assert same(tmp_path / "out", tmp_path / "run/hf")
