@@ -340,7 +340,7 @@ def test_a_large_body_does_not_silence_the_server(server: Server) -> None:
     broken = many[:-1] + b",}"
     assert "not a JSON object" in server.told("generate", 400, data=broken)
     wrong = many.replace(b'"a599"', b"5")
-    assert "requests[599].id is 5; expected a string" in server.told("generate", 400, data=wrong)
+    assert "requests[599].id is 5; expected a valid string" in server.told("generate", 400, data=wrong)
 
 
 # ---- all of them at once --------------------------------------------------------------------------------------------
