@@ -151,8 +151,15 @@ class Trained(Shared):
     def _only_what_is_implemented(self) -> Trained:
         if self.model_type is not None and self.model_type not in self.model_types:
             raise ValueError(f"model_type={self.model_type}: expected {' or '.join(self.model_types)}")
-        for key in ("rope_scaling", "rope_parameters"):
-            self._check_rope(key, getattr(self, key) or {})
+        scaling, parameters = self.rope_scaling or {}, self.rope_parameters or {}
+        self._check_rope("rope_scaling", scaling)
+        self._check_rope("rope_parameters", parameters)
+        for name in {**scaling, **parameters} if scaling and parameters else ():  # versions of Transformers read either
+            if name != "rope_theta" and scaling.get(name) != parameters.get(name):
+                raise ValueError(
+                    f"rope_scaling.{name}={shown(scaling.get(name))}: expected the same as rope_parameters.{name}="
+                    f"{shown(parameters.get(name))}, or one of the two tables"
+                )
         bases = [base for base in (self.rope_theta, self.rope.get("rope_theta")) if base is not None]
         if len(set(bases)) > 1:
             raise ValueError(f"rope_theta={bases[0]:g}: expected the same as rope_parameters.rope_theta={bases[1]:g}")
@@ -190,21 +197,29 @@ class Trained(Shared):
                 raise ValueError(f"{key}.{name}={shown(value)}: not implemented; expected no such key")
 
 
-class Dense(Trained):
-    """Llama, Qwen2, Qwen3 and MiMo."""
+class WhollyRotated(Trained):
+    """Families that rotate all channels of a head."""
 
     partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = Field(
         None, description="all channels of a head are rotated"
     )
 
     @model_validator(mode="after")
-    def _dense_and_wholly_rotated(self) -> Dense:
-        for key in ("n_routed_experts", "n_shared_experts", "moe_intermediate_size"):
-            if getattr(self, key):
-                raise ValueError(f"{key}={getattr(self, key)}: this architecture has no experts; expected null")
+    def _wholly_rotated(self) -> WhollyRotated:
         share = self.rope.get("partial_rotary_factor", 1)
         if share != 1:
             raise ValueError(f"rope_parameters.partial_rotary_factor={share}: expected 1")
+        return self
+
+
+class Dense(WhollyRotated):
+    """Llama, Qwen2, Qwen3 and MiMo."""
+
+    @model_validator(mode="after")
+    def _without_experts(self) -> Dense:
+        for key in ("n_routed_experts", "n_shared_experts", "moe_intermediate_size"):
+            if getattr(self, key):
+                raise ValueError(f"{key}={getattr(self, key)}: this architecture has no experts; expected null")
         return self
 
 
@@ -278,7 +293,7 @@ class Eagle3(Llama):
         return found
 
 
-class Qwen3Moe(Trained):
+class Qwen3Moe(WhollyRotated):
     """Experts in every layer, chosen by softmax, without shared ones."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)

@@ -15,6 +15,11 @@ from megatron_rlspec.models.directory import check_model
 TRAIN = "train --model.path model --data.path rows.jsonl --model.max_length 64 --rollout.max_new_tokens 32"
 ROWS = '{"prompt": "a1", "label": "1"}\n'
 DROP = object()
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+HALVED = LLAMA3 | {"factor": 2.0}
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4}
+QWEN3_MOE |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "attention_bias": False}
 
 
 def directory(change: Callable[[Path], object]) -> Callable[[Path], None]:
@@ -133,6 +138,10 @@ IGNORED_TODAY = [  # settings that change what a model computes
     value("rope_parameters", {"rope_theta": 5}, "rope_theta=640000"),
     value("rope_parameters", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     value("rope_parameters", {"full_attention": {"rope_theta": 1e4}}, "full_attention"),
+    setting("rope_scaling.factor=8.0", "rope_parameters.factor=2.0", rope_scaling=LLAMA3, rope_parameters=HALVED),
+    setting("rope_scaling.rope_type", "one of the two", rope_scaling=LLAMA3, rope_parameters={"rope_type": "default"}),
+    setting("partial_rotary_factor=0.5", **QWEN3_MOE, partial_rotary_factor=0.5),
+    setting("partial_rotary_factor=0.5", **QWEN3_MOE, rope_parameters={"partial_rotary_factor": 0.5}),
     value("partial_rotary_factor", 0.5, "equal to 1"),
     value("use_sliding_window", True, "only full attention"),
     value("sliding_window", -4, "greater than 0"),

@@ -26,6 +26,8 @@ managers.schedule_batch
     Req.customized_info
     Req.output_ids
     Req.seqlen
+    Req.to_finish
+    Req.update_finish_state
     Req.update_spec_correct_drafts_histogram(num_correct_drafts)
     ScheduleBatch(reqs, model_config, req_to_token_pool, spec_algorithm, forward_mode, seq_lens, seq_lens_cpu,
         seq_lens_sum, orig_seq_lens, req_pool_indices, input_ids, out_cache_loc, sampling_info, spec_info,
@@ -146,8 +148,6 @@ speculative.eagle_worker_v2
 # What migration needs beyond that, of 0.5.23 alone.
 MIGRATION = """
 managers.schedule_batch
-    Req.to_finish
-    Req.update_finish_state
     ReqKvInfo(req_pool_idx, kv_committed_len)
     ScheduleBatch.check_decode_mem(selected_indices)
 managers.scheduler

@@ -10,7 +10,7 @@ import torch
 from python_work import PythonWork
 
 from megatron_rlspec.extensions.migration.sglang import kv_moves
-from megatron_rlspec.rollout.sglang.scheduler import control, decisions
+from megatron_rlspec.rollout.sglang.scheduler import aborts, control, decisions
 from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.roofline import Roofline
@@ -60,7 +60,7 @@ class Round:
 
     def end(self):
         for request in self.reqs:
-            kv_moves._end_first(lambda *_: None, request)
+            aborts.end_first(lambda *_: None, request)
 
     def observe(self):
         ran = decisions.DecodeRound(SpecConfig(3), 600 * len(self.reqs), None)

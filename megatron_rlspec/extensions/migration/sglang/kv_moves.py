@@ -32,7 +32,7 @@ from torch import Tensor
 from megatron_rlspec.extensions.migration.sglang import kv_file, kv_tree, limits
 from megatron_rlspec.extensions.migration.sglang.folder import Folder, own_name, shared_memory
 from megatron_rlspec.rollout.sglang import ids as names
-from megatron_rlspec.rollout.sglang.scheduler import versions
+from megatron_rlspec.rollout.sglang.scheduler import aborts, versions
 from megatron_rlspec.rollout.sglang.settings import Settings
 
 Answer = dict[str, Any]
@@ -57,7 +57,6 @@ def hooks() -> Iterator[versions.Hook]:
     """Yield the hooks that migration needs, where `kv_tree.lacking` is empty."""
     managers = "sglang.srt.managers"
     components = f"{managers}.scheduler_components"
-    yield f"{managers}.schedule_batch.Req.update_finish_state", _end_first, "AROUND"
     processor = f"{components}.batch_result_processor.SchedulerBatchResultProcessor"
     yield f"{processor}._prepare_kv_cache_release", _leave, "BEFORE"
     yield f"{processor}.process_batch_result_prefill", _arrive, "BEFORE"
@@ -303,29 +302,13 @@ def _detach(scheduler: Any, rid: str, first: int = 0, name: str = "") -> Answer:
 
 def _end(request: Any) -> None:
     if request.to_finish is None:
-        request.to_finish = kv_tree.abortion()
-
-
-def _end_first(original: Callable, request: Any, *args: Any, **kwargs: Any) -> None:
-    """Let a round that reaches a sample's end be its end, even if it is to be aborted.
-
-    SGLang looks for stop tokens only in requests that go on. Otherwise an aborted sample could hold its last token, and
-    continue behind it in another engine.
-    """
-    reason = request.to_finish
-    if reason is not None and kv_tree.asked_for(reason):
-        request.to_finish = None
-        original(request, *args, **kwargs)
-        if request.finished():
-            return
-        request.to_finish = reason
-    original(request, *args, **kwargs)
+        request.to_finish = aborts.abortion()
 
 
 def _leave(processor: Any, request: Any) -> None:
     """Write the last columns of a sample that leaves. Its slots are still its own, and its tokens complete."""
     departure = _leaving.pop(request.rid, None)
-    if departure is None or not departure.name or not kv_tree.asked_for(request.finished_reason):
+    if departure is None or not departure.name or not aborts.asked_for(request.finished_reason):
         return
     try:
         _write(departure.scheduler, request, departure.first, departure.name)

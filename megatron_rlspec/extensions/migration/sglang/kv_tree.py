@@ -14,20 +14,6 @@ def lacking() -> str:
     return "" if versions.installed().migrates else "samples move with their KV cache from SGLang 0.5.23 on"
 
 
-def abortion() -> Any:
-    """Return the reason with which a request ends that is aborted."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    return FINISH_ABORT()
-
-
-def asked_for(reason: Any) -> bool:
-    """Return whether a request ends because a client or a move aborted it, and not for an error."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    return isinstance(reason, FINISH_ABORT) and reason.status_code is None
-
-
 def cached(tree: Any, tokens: Sequence[int]) -> tuple[Any, Any]:
     """Return the slots of the longest prefix of these tokens in the prefix tree, and its last node."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams

@@ -18,6 +18,7 @@ from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.rollout.sglang import extensions, ids
 from megatron_rlspec.rollout.sglang.scheduler import (
+    aborts,
     coupled,
     decisions,
     draft_vocabulary,
@@ -59,6 +60,7 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     yield "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram", _mark_drafts, "BEFORE"
     yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
     yield f"{processor}.process_batch_result_prefill", _before_prefill, "BEFORE"
+    yield from aborts.hooks()
     for extension in extensions.loaded(settings.extensions):
         yield from extension.hooks()
 

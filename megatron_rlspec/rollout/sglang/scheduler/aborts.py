@@ -1,0 +1,44 @@
+"""Samples that are aborted: a round that reaches a sample's end is its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_rlspec.rollout.sglang.scheduler.versions import Hook
+
+
+def hooks() -> Iterator[Hook]:
+    """Yield the hook on SGLang's check for the end of a sample."""
+    yield "sglang.srt.managers.schedule_batch.Req.update_finish_state", end_first, "AROUND"
+
+
+def abortion() -> Any:
+    """Return the reason with which a request ends that is aborted."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return FINISH_ABORT()
+
+
+def asked_for(reason: Any) -> bool:
+    """Return whether a request ends because a client or a move aborted it, and not for an error."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return isinstance(reason, FINISH_ABORT) and reason.status_code is None
+
+
+def end_first(original: Callable, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Let a round that reaches a sample's end be its end, even if it is to be aborted.
+
+    SGLang looks for stop tokens only in requests that go on. Otherwise an aborted sample could hold its last token and
+    further ones behind it, and continue there in the next step or in another engine.
+    """
+    reason = request.to_finish
+    if reason is not None and asked_for(reason):
+        request.to_finish = None
+        original(request, *args, **kwargs)
+        if request.finished():
+            return
+        request.to_finish = reason
+    original(request, *args, **kwargs)
