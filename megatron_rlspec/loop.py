@@ -16,7 +16,7 @@ def train(config: Config, interruption: Interruption | None = None, extensions: 
     with Session(config, config.data.path, interruption=interruption, extensions=extensions) as run:
         run.push()  # the engines need the initial weights
         if run.done == 0:
-            run.evaluation.evaluate("first")
+            run.evaluate("first")
         for step in run.records.steps(config.train.steps):
             with run.clock("generate"):
                 groups = run.collect(step)  # rank 0: engines generate, rewards score; all ranks get the groups
@@ -32,9 +32,9 @@ def train(config: Config, interruption: Interruption | None = None, extensions: 
             run.record(step, metrics, groups)
             run.checkpoint()
             if run.due(config.train.eval_every):
-                run.evaluation.evaluate(f"step-{run.done:06d}")
+                run.evaluate(f"step-{run.done:06d}")
         run.keep()
-        run.evaluation.evaluate("last")
+        run.evaluate("last")
         run.finish()
 
 

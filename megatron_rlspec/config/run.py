@@ -142,6 +142,10 @@ class Config(Section):
                 + ("; `rlspec answer` writes one" if command == "sft" else ""),
             ),
             (
+                command != "train" and self.train.save_best,
+                "train.save_best=true keeps the best policy of `rlspec train`; expected false",
+            ),
+            (
                 evaluates and not measurable,
                 f"{'train' if command == 'train' else 'sft'}.eval_every={evaluates}, but data.eval_path is empty"
                 + (" and sft.held_out=0" if command == "sft" else ""),

@@ -26,6 +26,13 @@ class TrainConfig(Section):
     )
     run_dir: Name = Field("runs/run", description="directory that the run writes to")
     save_every: Count = Field(0, description="steps between checkpoints; 0: only at the end, on Ctrl-C and on SIGTERM")
+    export_every: Count = Field(
+        0, description="steps between models of policy and drafter in run_dir/hf-step-N, which all stay; 0: only hf/"
+    )
+    save_best: Annotated[bool, Needs("data.eval_path")] = Field(
+        False,
+        description="keep the policy of the evaluation with the highest reward, and its drafter, in run_dir/hf-best",
+    )
     keep: Positive = Field(2, description="how many checkpoints stay")
     resume: bool = Field(False, description="continue from the newest checkpoint in run_dir")
     eval_every: Annotated[Count, Needs("data.eval_path")] = Field(

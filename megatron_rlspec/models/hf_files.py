@@ -156,7 +156,12 @@ def write_hf(
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint directory that appears whole or not at all. Arguments and errors as of `build_hf`."""
+    """Write a checkpoint directory that appears whole or not at all. Arguments as of `build_hf`.
+
+    Raises CheckpointError if `path` exists.
+    """
+    if Path(path).exists():
+        raise CheckpointError(f"{path}: exists already; a checkpoint is never overwritten")
     publish(build_hf(path, config, tensors, tokenizer_from, shard_bytes), Path(path))
 
 
@@ -170,12 +175,10 @@ def build_hf(
     """Write a checkpoint directory beside `path`, and return it: more files can be added, and `publish` names it.
 
     `tensors` is consumed once; at most one file's worth (`shard_bytes`, and the tensor that overflows it) is held in
-    memory. `tokenizer_from`: a checkpoint whose tokenizer and other small files are copied. Raises CheckpointError if
-    `path` exists. What a killed writer leaves behind, `.<name>.partial`, is replaced by the next one.
+    memory. `tokenizer_from`: a checkpoint whose tokenizer and other small files are copied. What a killed writer leaves
+    behind, `.<name>.partial`, is replaced by the next one.
     """
     target = Path(path)
-    if target.exists():
-        raise CheckpointError(f"{target}: exists already; a checkpoint is never overwritten")
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -285,12 +288,17 @@ def _check_text(file: Path) -> None:
         raise CheckpointError(str(error)) from None
 
 
-def publish(partial: Path, target: Path) -> None:
-    """Give a finished directory its name, once all of it is on the disk."""
+def publish(partial: Path, target: Path, *, replace: bool = False) -> None:
+    """Give a finished directory its name, once all of it is on the disk. `replace`: an older one of that name goes."""
     for path in sorted(partial.rglob("*"), reverse=True):
         files.sync(path)
     files.sync(partial)
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if replace and target.exists():
+        os.rename(target, old)
     os.rename(partial, target)
+    shutil.rmtree(old, ignore_errors=True)
     with contextlib.suppress(PermissionError):  # a directory that may be written to but not read
         files.sync(target.parent)
 

@@ -15,30 +15,32 @@ from megatron_rlspec.train import moments
 from megatron_rlspec.train.step import Trainer
 
 
-def write_result(config: Config, loaded: Loaded, trainer: Trainer) -> None:
-    """Write policy and drafter to `run_dir/hf`; an EAGLE-3 drafter goes to `run_dir/hf_drafter`. Collective."""
-    run_dir = Path(config.train.run_dir)
-    built: dict[Path, Path] = {}  # directories by the names that they get at the end; hf/ is the last
+def write_result(config: Config, loaded: Loaded, trainer: Trainer, name: str = "hf") -> None:
+    """Write policy and drafter to `run_dir/NAME`; an EAGLE-3 drafter goes to `run_dir/NAME_drafter`. Collective.
+
+    Older directories of other names than hf/ are replaced.
+    """
+    result = Path(config.train.run_dir) / name
+    built: dict[Path, Path] = {}  # directories by the names that they get at the end; the policy's is the last
     with exporting(trainer.export) as source:
         if source is not None:
-            built = _build(config, loaded, source, run_dir)
+            built = _build(config, loaded, source, result)
     found = dict(trainer.export_drafter_moments())
     if found:
         path = next(iter(built.values())) / moments.FILE
         path.parent.mkdir()
         tensor_file.save(found, path)
     for target, directory in built.items():
-        publish(directory, target)
+        publish(directory, target, replace=name != "hf")
     if built:
         drafter, *policy = built
         what = "policy and drafter as a Hugging Face checkpoint"
         what = f"the policy, and {drafter}, its EAGLE-3 drafter" if policy else what
-        print(f"written: {run_dir / 'hf'}, {what}", flush=True)
+        print(f"written: {result}, {what}", flush=True)
 
 
-def _build(config: Config, loaded: Loaded, source: Source, run_dir: Path) -> dict[Path, Path]:
+def _build(config: Config, loaded: Loaded, source: Source, target: Path) -> dict[Path, Path]:
     """Write the directories of drafter and policy, which can be one, beside their names. Return them by name."""
-    target = run_dir / "hf"
     hf_config = loaded.hf_config
     tokenizer = config.model.path
     if DRAFTER not in hf_config:
@@ -47,7 +49,7 @@ def _build(config: Config, loaded: Loaded, source: Source, run_dir: Path) -> dic
     built = {}
     if config.drafter.train:
         assert loaded.eagle3_ids is not None
-        own = run_dir / "hf_drafter"
+        own = target.with_name(f"{target.name}_drafter")
         built[own] = build_drafter(own, hf_config[DRAFTER], source("drafter"), loaded.eagle3_ids, config.drafter.path)
     return built | {target: build_hf(target, stated, source("target"), tokenizer)}
 

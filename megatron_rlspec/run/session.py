@@ -17,6 +17,7 @@ other ranks wait meanwhile (rank0.py). With embedded engines on several ranks th
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -99,6 +100,7 @@ class Session:
             self.generates = not config.replay.run or config.replay.policy_step >= 0
         self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())  # for the record of the newest step
         self._policy_changed = True  # since the last push
+        self._best_reward = -math.inf  # of evaluations after a step, with `train.save_best`
         self._engine_metrics: dict[str, float] = {}  # of the newest step's `adapt` and `push`
         with ExitStack() as closing:
             self._closing = closing
@@ -169,6 +171,7 @@ class Session:
         if state and loaded.data is not None:
             loaded.data.restore(state["data"])
         self.done = state.get("step", 0)
+        self._best_reward = state.get("best_reward", -math.inf)
         replay = loaded.replay
         follows = replay if replay is not None and replay.follows else None
         schedule = None
@@ -340,6 +343,17 @@ class Session:
         """Return whether the number of steps done is a multiple of `every`; 0: never."""
         return every > 0 and self.done % every == 0
 
+    def evaluate(self, name: str) -> None:
+        """Evaluate on held-out prompts, if there are any. With `train.save_best` keep the best model so far."""
+        found = self.evaluation.evaluate(name)
+        if not self.config.train.save_best or self.done == 0:
+            return
+        reward = ranks.job().tell(repr(found.get("reward", -math.inf)).encode() if self.main else None)
+        if float(reward) > self._best_reward:
+            self._best_reward = float(reward)
+            write_result(self.config, self.loaded, self.trainer, "hf-best")
+            self.records.event("best", f"{name}: reward {self._best_reward:.3f} is the highest so far; kept in hf-best")
+
     def good_enough(self) -> bool:
         """Evaluate every `sft.eval_every` steps. Returns whether the warm start may end, the same on every rank."""
         held_out = self.loaded.demonstrations
@@ -358,7 +372,7 @@ class Session:
         self.records.write(step, values, samples, self.rollouts.generation.decode)
 
     def checkpoint(self) -> None:
-        """Write a checkpoint every `train.save_every` steps.
+        """Write a checkpoint every `train.save_every` steps, and a model every `train.export_every`.
 
         Writes a checkpoint and raises RunStopped after `train.max_bad_steps` bad steps in a row, and if any rank
         received a signal to end.
@@ -374,6 +388,8 @@ class Session:
             self._stop(reason)
         if self.due(options.save_every):
             self.saver.save(self.done, self._state)
+        if self.due(options.export_every):
+            write_result(self.config, self.loaded, self.trainer, f"hf-step-{self.done:06d}")
 
     def _stop(self, reason: str) -> NoReturn:
         """Write a checkpoint, and the record of the last step if it has none, then raise RunStopped."""
@@ -392,6 +408,8 @@ class Session:
         """Return the state of all parts for a checkpoint; called on rank 0."""
         state, kept = self.drafting.state()
         state["accept_lengths"] = self.evaluation.accept_lengths
+        if math.isfinite(self._best_reward):
+            state["best_reward"] = self._best_reward
         if self.loaded.data is not None:
             state["data"] = self.loaded.data.state()
         if self.rollouts is None:

@@ -13,6 +13,7 @@ from short_run import run, train
 
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.models.hf_files import read_hf, read_json
+from megatron_rlspec.records.metrics import read_records
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1}
 
@@ -77,6 +78,27 @@ def test_a_checkpoint_without_its_run_needs_the_model(ended, start, tmp_path, ca
     (moved / "policy-tensor0-pipeline0.safetensors").unlink()
     line = refused(capsys, moved, tmp_path / "other", "--hf", start / "model")
     assert "lacks" in line and "tensors" in line
+
+
+def test_models_of_steps_and_of_the_best_evaluation_are_kept(start, tmp_path):
+    options = OPTIONS | {"train__eval_prompts": 4, "train__eval_every": 1, "train__keep": 9}
+    options |= {"train__export_every": 2, "train__save_best": "true", "optimizer__lr": 3e-2}
+    run(start, tmp_path / "run", ranks=2, **options, train__steps=3)
+    shutil.rmtree(tmp_path / "run/hf")  # as if the run had been interrupted here
+    run(start, tmp_path / "run", ranks=2, **options, train__steps=4, train__resume="true")
+    assert sorted(path.name for path in (tmp_path / "run").glob("hf*")) == [
+        "hf", "hf-best", "hf-step-000002", "hf-step-000004"
+    ]  # fmt: skip
+    assert same(tmp_path / "run/hf-step-000004", tmp_path / "run/hf")
+    events = read_records(tmp_path / "run/events.jsonl")
+    rewards = {e["name"]: e["reward"] for e in events if e["kind"] == "evaluation" and e["name"].startswith("step")}
+    best = max(rewards, key=rewards.get)
+    told = [e["message"].split(":")[0] for e in events if e["kind"] == "best"]
+    assert told[-1] == best and len(set(rewards.values())) > 1
+    for name, step in (("hf-step-000002", "step-000002"), ("hf-best", best)):
+        out = tmp_path / f"{name}-again"
+        assert main([str(tmp_path / "run/checkpoints" / step), str(out), "--quiet"]) == 0
+        assert same(out, tmp_path / "run" / name)
 
 
 LAYOUTS = {
