@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.speculation.roofline import Roofline, Work
-from megatron_rlspec.types import SpecConfig
+from megatron_rlspec.types import OFF, SpecConfig
 
 KEPT = 16  # newest timings of a cell
 SPREAD = 0.15  # standard deviation of the logarithm of one timing, assumed in the fit
@@ -29,6 +29,10 @@ RIDGES = 2.0 ** np.arange(-8, 7.5, 0.5)  # times the prior's ridge
 DRAFTERS = 2.0 ** np.arange(-3, 3.5, 0.5)  # times the prior's drafter pass
 LIKELY_RIDGE = 3.0  # standard deviations of the logarithms of both factors before anything was measured
 LIKELY_DRAFTER = 1.0
+FIRST_PLAIN = 4  # plain rounds that are run to time them before anything is drafted
+NEAR_PLAIN = 2  # the same near each further batch size
+PLAIN_SHARE = 0.005  # of the time that further plain rounds may lose
+LEAST_LOSS = 0.04  # share of a round that a further plain round is counted to lose, at least
 
 Cell = tuple[SpecConfig, int]  # configuration, octave of the batch size
 
@@ -147,3 +151,38 @@ class LearntCost:
 def octave(batch: int) -> int:
     """Return the cell of a batch size: the nearest power of two."""
     return round(math.log2(batch))
+
+
+class PlainRounds:
+    """Decides when a rule that learns costs runs a plain round to time it.
+
+    The first rounds near a batch size are free. Later ones lose at most PLAIN_SHARE of the time, so plain decoding is
+    timed often where it is nearly as good, and rarely where drafting pays.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[int, tuple[int, int]] = {}  # octave of the batch -> plain rounds so far, the round of the last
+
+    @classmethod
+    def of(cls, cost: object, rounds: int) -> PlainRounds:
+        """Count the timings of plain rounds that a `LearntCost` holds, so that they are not run again."""
+        found = cls()
+        if isinstance(cost, LearntCost):
+            for near in range(17):
+                if known := cost.timings(OFF, 2**near):
+                    found._runs[near] = (known, rounds)
+        return found
+
+    def due(self, batch: int, rounds: int, drafts: bool, loses: float) -> bool:
+        """Return whether round number `rounds` must be plain, and count it if so.
+
+        drafts  whether the present configuration drafts
+        loses   share of a round that a plain round loses to it
+        """
+        near = octave(batch)
+        runs, last = self._runs.get(near, (0, rounds))
+        free = NEAR_PLAIN if self._runs.keys() - {near} else FIRST_PLAIN
+        if drafts and runs >= free and (rounds - last) * PLAIN_SHARE < max(loses, LEAST_LOSS):
+            return False
+        self._runs[near] = (runs + 1, rounds)
+        return True

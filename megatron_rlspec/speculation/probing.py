@@ -1,4 +1,4 @@
-"""The budget of probes. A probe is a round of a deeper configuration, run to observe how many drafts are accepted.
+"""Probes, and their budget. A probe is a round of a deeper configuration, run to observe how many drafts are accepted.
 
 Before a probe, the budget is charged its whole cost, as if no draft would be accepted. Afterwards it gets back the
 value of the accepted drafts. Probes therefore never lose more than `share` of the time so far. Times are in the unit of
@@ -8,10 +8,13 @@ the cost: ms with a table, passes with a roofline.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_rlspec.speculation.acceptance import Acceptance, expected_tokens
 from megatron_rlspec.types import SpecConfig
+
+CatchUp = Callable[[int], float]  # n requests -> ms that the drafter needs to catch up on them
 
 FIRST_PROBE = 32  # rounds before the first probe, and between two probes while they pay off
 LAST_PROBE = 128  # most rounds between two probes while drafts are worth at least NEAR of what they cost
@@ -163,3 +166,122 @@ class ProbeBudget:
 
 
 _STATE = ("left_ms", "catch_up_left_ms", "wait", "interval", "rounds", "unit")
+
+
+class Prober:
+    """Chooses the rounds that probe a deeper configuration.
+
+    It probes if the deeper configuration would pay off with the acceptance rate of the depth above it. `ProbeBudget`
+    bounds the loss. A configuration that pays off by the `forecast` is probed at once, and only once.
+
+    forecast  rates a_1.. that no probe has tried yet; None: none
+    requests  for which the present probe drafts
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[SpecConfig],
+        acceptance: Acceptance,
+        budget: ProbeBudget,
+        margin: float,
+        forecast: Sequence[float] | None,
+    ) -> None:
+        self.candidates = candidates
+        self.acceptance = acceptance
+        self.budget = budget
+        self.margin = margin
+        self.forecast = list(forecast) if forecast is not None else None
+        self.requests = 0
+        self._forecast_tokens = [expected_tokens(c, forecast) if forecast else 1.0 for c in candidates]
+        self._probe = -1  # index of the probed candidate
+        self._left = 0  # rounds that remain of the probe
+
+    @property
+    def running(self) -> bool:
+        return self._left > 0
+
+    def stop(self) -> None:
+        """End the present probe."""
+        self._left = 0
+
+    def next(
+        self, now: int, batch: int, rate: float, ms: list[float], catch_up_ms: CatchUp, apart: bool
+    ) -> tuple[int, float]:
+        """Return the candidate of the next round, `now` or one to probe, and the ms charged to the budget for it.
+
+        now    the present candidate, which yields `rate` tokens per ms and request
+        ms     of a round of each candidate
+        apart  whether a part of the requests can catch up
+        """
+        ms_per_token = 1.0 / rate
+        if self._left == 0 and not self._start(now, batch, rate, ms, catch_up_ms, apart):
+            return now, 0.0
+        probe = self._probe
+        lost = max(ms[probe] - ms_per_token, 0.0)  # if no draft is accepted, the round emits one token per request
+        catch_up = catch_up_ms(min(self.requests, batch)) if self.candidates[now].off else 0.0
+        if not self.budget.affords(lost, catch_up):
+            self._left = 0
+            return now, 0.0
+        self._left -= 1
+        needed = ms[probe] / ms_per_token
+        return probe, self.budget.charge(self.candidates[probe], lost, catch_up, ms_per_token, needed)
+
+    def _start(self, now: int, batch: int, rate: float, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> bool:
+        """Start a probe if one is due, it could pay off and the budget allows it. Returns whether one was started."""
+        budget = self.budget
+        by_forecast = self._best_by_forecast(now, rate, ms)
+        due = budget.due()
+        if by_forecast < 0 and not due:
+            return False
+        self._probe = by_forecast if by_forecast >= 0 else self._worth_probing(now, rate, ms)
+        if self._probe < 0:
+            return False
+        extra = max(ms[self._probe] - 1.0 / rate, 0.0)
+        off = self.candidates[now].off
+        self.requests = self._requests_to_probe(batch, extra, catch_up_ms) if apart and off else batch
+        least_rounds = -(-LEAST_DRAWS // self.requests)
+        if not budget.affords(least_rounds * extra, catch_up_ms(self.requests)):
+            if due:
+                budget.postpone()
+            return False
+        if by_forecast >= 0:
+            self.forecast = None
+        self._left = -(-PROBE_DRAWS // self.requests)
+        budget.started()
+        return True
+
+    def _best_by_forecast(self, now: int, rate: float, ms: list[float]) -> int:
+        """Return the first deeper candidate that pays off by the forecast; -1 without one, or without a forecast."""
+        if self.forecast is None:
+            return -1
+        depth = self.candidates[now].num_steps
+        for i, config in enumerate(self.candidates):
+            pays = self._forecast_tokens[i] > ms[i] * rate * (1 + self.margin)
+            if pays and config.num_steps > depth:
+                return i
+        return -1
+
+    def _requests_to_probe(self, batch: int, extra: float, catch_up_ms: CatchUp) -> int:
+        """Return how many requests a probe after `OFF` drafts for.
+
+        Fewer requests catch up in less time, but need more rounds, each with `extra` ms, for the same number of drafts.
+        The result is the cheapest number in total, or a larger one if the catch-up budget pays for it.
+        """
+        sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < batch] + [batch]
+        catch_ups = [catch_up_ms(n) for n in sizes]
+        totals = [-(-PROBE_DRAWS // n) * extra + ms for n, ms in zip(sizes, catch_ups, strict=True)]
+        cheapest = totals.index(min(totals))
+        affordable = [i for i, ms in enumerate(catch_ups) if ms <= self.budget.catch_up_left_ms]
+        return sizes[max(cheapest, *affordable[-1:])] if affordable else sizes[cheapest]
+
+    def _worth_probing(self, now: int, rate: float, ms: list[float]) -> int:
+        """Return the next deeper candidate if some deeper one would pay off at the rate of the depth above; else -1."""
+        depth = self.candidates[now].num_steps
+        known = self.acceptance.rates[:depth]
+        optimistic = [*known, known[-1] if known else 1.0]
+        deeper = [i for i, c in enumerate(self.candidates) if c.num_steps > depth]
+        for i in deeper:
+            tokens = expected_tokens(SpecConfig(self.candidates[i].num_steps), optimistic)
+            if tokens > ms[i] * rate * (1 + self.margin):
+                return deeper[0]
+        return -1

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rlspec.speculation.acceptance import Acceptance, expected_tokens, histogram_of
+from megatron_rlspec.speculation.acceptance import Acceptance, histogram_of
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.learnt_cost import LearntCost, octave
-from megatron_rlspec.speculation.probing import LEAST_DRAWS, PROBE_DRAWS, ProbeBudget
+from megatron_rlspec.speculation.learnt_cost import LearntCost, PlainRounds
+from megatron_rlspec.speculation.probing import CatchUp, ProbeBudget, Prober
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
@@ -28,14 +28,9 @@ PATIENCE = 8  # rounds after which a gain of exactly `margin` leads to a switch
 CATCH_UP_WEIGHT = 0.1  # share of the one-time catch-up cost that staying off must lose before drafting starts
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
-FIRST_PLAIN = 4  # plain rounds that are run to time them, with a learnt cost, before anything is drafted
-NEAR_PLAIN = 2  # the same near each further batch size
-PLAIN_SHARE = 0.005  # of the time that further plain rounds may lose
-LEAST_LOSS = 0.04  # share of a round that a further plain round is counted to lose, at least
 BEYOND = 1e6  # factor of the cost of a configuration at a batch that it must not run at
 
 Cost = CostTable | Roofline | LearntCost
-CatchUp = Callable[[int], float]  # n requests -> ms that the drafter needs to catch up on them
 
 
 class _RoundCosts:
@@ -115,9 +110,7 @@ class SpecRule:
     clear gain within three rounds, and a small gain after some time. Under a load that alternates it stays with the
     candidate that is better on average.
 
-    Probing. A probe is a round of a deeper configuration, run to observe its acceptance. The rule probes if the deeper
-    configuration would pay off with the acceptance rate of the depth above it. `ProbeBudget` bounds the loss. A
-    configuration that pays off by the `forecast` is probed at once, and only once.
+    Probing. A probe is a round of a deeper configuration, run to observe its acceptance (`probing.Prober`).
 
     Catching up. While `OFF` runs, the drafter does not run on new tokens. It must run on them before it drafts again.
     For a switch it runs on the missed tokens of all requests. For a probe it runs on those of a few requests, if the
@@ -157,15 +150,9 @@ class SpecRule:
         self._unseen = 0  # rounds since acceptance was last observed
         self.catch_up = 0  # requests that catch up before the round just chosen; those that missed least
         self._gap = 0  # rounds since the drafter last ran
-        self._probe = -1  # index of the probed candidate
-        self._probe_left = 0  # rounds that remain of the probe
-        self._probe_requests = 0  # requests that the probe drafts for
-        self._forecast = list(forecast) if forecast is not None else None  # rates a_1.. that no probe has tried yet
-        self._forecast_tokens = [expected_tokens(c, forecast) if forecast else 1.0 for c in self.candidates]
+        self._prober = Prober(self.candidates, self.acceptance, self.probe_budget, margin, forecast)
         self._rounds = 0
-        self._plain: dict[
-            int, tuple[int, int]
-        ] = {}  # octave of the batch -> plain rounds so far, the round of the last
+        self._plain = PlainRounds()
         self._timings = 0
         self._next_fit = 2  # timings
         self._timed: SpecConfig | None = None  # the configuration of the last timing
@@ -193,7 +180,7 @@ class SpecRule:
             self.schedule = None
             self.probe_budget.set_unit("ms" if isinstance(cost, CostTable) else "passes")
             self._costs = _round_costs(self.candidates, cost, self._most_batch)
-            self._count_plain()
+            self._plain = PlainRounds.of(cost, self._rounds)
         elif schedule is not None:
             self.cost = None
             self.schedule = schedule
@@ -201,7 +188,7 @@ class SpecRule:
             self.acceptance.predict(rates)
         self._tokens = self._expected()
         self.probe_budget.refresh()
-        self._probe_left = 0
+        self._prober.stop()
 
     def limit(self, most_batch: Mapping[SpecConfig, int]) -> None:
         """Do not run these configurations above these batches, as by their captured graphs. Schedules ignore it."""
@@ -222,7 +209,7 @@ class SpecRule:
 
         Acceptance is not taken over.
         """
-        self.probe_budget.take_up(former.probe_budget, foretold=self._forecast is not None)
+        self.probe_budget.take_up(former.probe_budget, foretold=self._prober.forecast is not None)
         if isinstance(self.cost, LearntCost) and isinstance(former.cost, LearntCost) and former._timings:
             self.cost.take_up(former.cost)
             self._plain = former._plain
@@ -291,13 +278,15 @@ class SpecRule:
             self._current = best
         self._follow(rates, ms, best, batch, catch_up_ms)
         self.probe_budget.earn(ms[self._current])
+        tally = self._tally
         chosen = self._to_time(batch, rates)
         if chosen < 0:
-            chosen = self._probing(batch, rates[self._current], ms, catch_up_ms, apart)
+            chosen, charged = self._prober.next(self._current, batch, rates[self._current], ms, catch_up_ms, apart)
+            tally.probe_ms += charged
+            tally.probes += chosen != self._current
         config = self.candidates[chosen]
-        tally = self._tally
         probes_after_off = chosen != self._current and self.candidates[self._current].off
-        drafting = min(self._probe_requests, batch) if probes_after_off else batch
+        drafting = min(self._prober.requests, batch) if probes_after_off else batch
         if config.off:
             self._gap += 1
             self.probe_budget.earn_catch_up(ms[chosen])
@@ -367,7 +356,7 @@ class SpecRule:
             "catch_up_share": self.catch_up_share,
             "acceptance": self.acceptance.to_json(),
             "probing": self.probe_budget.to_json(),
-            "forecast": self._forecast,
+            "forecast": self._prober.forecast,
         }
         if self.schedule is not None:
             return data | {"schedule": self.schedule.to_json()}
@@ -428,115 +417,18 @@ class SpecRule:
         if best != now and (lost[best] > threshold or beyond):
             self._current = best
             self._lost = [0.0] * len(lost)
-            self._probe_left = 0
+            self._prober.stop()
             self.probe_budget.restart()
             self._tally.switches += 1
 
     def _to_time(self, batch: int, rates: Sequence[float]) -> int:
-        """Return the index of `OFF` if a plain round must be timed now, with a learnt cost; else -1.
-
-        The first rounds near a batch size are free. Later ones lose at most PLAIN_SHARE of the time, so plain decoding
-        is timed often where it is nearly as good, and rarely where drafting pays.
-        """
+        """Return the index of `OFF` if a plain round must be timed now, with a learnt cost; else -1."""
         if not isinstance(self.cost, LearntCost) or OFF not in self.candidates:
             return -1
         off = self.candidates.index(OFF)
-        near = octave(batch)
-        runs, last = self._plain.get(near, (0, self._rounds))
-        if self._current != off and runs >= (NEAR_PLAIN if self._plain.keys() - {near} else FIRST_PLAIN):
-            loses = max(1.0 - rates[off] / rates[self._current], LEAST_LOSS)
-            if (self._rounds - last) * PLAIN_SHARE < loses:
-                return -1
-        self._plain[near] = (runs + 1, self._rounds)
-        return off if self._current != off and not self._probe_left else -1
-
-    def _count_plain(self) -> None:
-        """Count the timings of plain rounds that a learnt cost holds, so that they are not run again."""
-        self._plain = {}
-        if isinstance(self.cost, LearntCost):
-            for near in range(17):
-                if known := self.cost.timings(OFF, 2**near):
-                    self._plain[near] = (known, self._rounds)
-
-    def _probing(self, batch: int, rate: float, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> int:
-        """Return the candidate to run: the current one, with `rate` tokens per ms and request, or one to probe."""
-        now = self._current
-        ms_per_token = 1.0 / rate
-        off = self.candidates[now].off
-        if self._probe_left == 0 and not self._start_probe(batch, rate, ms, catch_up_ms, apart):
-            return now
-        probe = self._probe
-        lost = max(ms[probe] - ms_per_token, 0.0)  # if no draft is accepted, the round emits one token per request
-        catch_up = catch_up_ms(min(self._probe_requests, batch)) if off else 0.0
-        if not self.probe_budget.affords(lost, catch_up):
-            self._probe_left = 0
-            return now
-        self._probe_left -= 1
-        needed = ms[probe] / ms_per_token
-        charged = self.probe_budget.charge(self.candidates[probe], lost, catch_up, ms_per_token, needed)
-        self._tally.probe_ms += charged
-        self._tally.probes += 1
-        return probe
-
-    def _start_probe(self, batch: int, rate: float, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> bool:
-        """Start a probe if one is due, it could pay off and the budget allows it. Returns whether one was started."""
-        budget = self.probe_budget
-        by_forecast = self._best_by_forecast(rate, ms)
-        due = budget.due()
-        if by_forecast < 0 and not due:
-            return False
-        self._probe = by_forecast if by_forecast >= 0 else self._worth_probing(rate, ms)
-        if self._probe < 0:
-            return False
-        extra = max(ms[self._probe] - 1.0 / rate, 0.0)
-        off = self.candidates[self._current].off
-        self._probe_requests = self._requests_to_probe(batch, extra, catch_up_ms) if apart and off else batch
-        least_rounds = -(-LEAST_DRAWS // self._probe_requests)
-        if not budget.affords(least_rounds * extra, catch_up_ms(self._probe_requests)):
-            if due:
-                budget.postpone()
-            return False
-        if by_forecast >= 0:
-            self._forecast = None
-        self._probe_left = -(-PROBE_DRAWS // self._probe_requests)
-        budget.started()
-        return True
-
-    def _best_by_forecast(self, rate: float, ms: list[float]) -> int:
-        """Return the first deeper candidate that pays off by the forecast; -1 without one, or without a forecast."""
-        if self._forecast is None:
-            return -1
-        depth = self.candidates[self._current].num_steps
-        for i, config in enumerate(self.candidates):
-            pays = self._forecast_tokens[i] > ms[i] * rate * (1 + self.margin)
-            if pays and config.num_steps > depth:
-                return i
-        return -1
-
-    def _requests_to_probe(self, batch: int, extra: float, catch_up_ms: CatchUp) -> int:
-        """Return how many requests a probe after `OFF` drafts for.
-
-        Fewer requests catch up in less time, but need more rounds, each with `extra` ms, for the same number of drafts.
-        The result is the cheapest number in total, or a larger one if the catch-up budget pays for it.
-        """
-        sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < batch] + [batch]
-        catch_ups = [catch_up_ms(n) for n in sizes]
-        totals = [-(-PROBE_DRAWS // n) * extra + ms for n, ms in zip(sizes, catch_ups, strict=True)]
-        cheapest = totals.index(min(totals))
-        affordable = [i for i, ms in enumerate(catch_ups) if ms <= self.probe_budget.catch_up_left_ms]
-        return sizes[max(cheapest, *affordable[-1:])] if affordable else sizes[cheapest]
-
-    def _worth_probing(self, rate: float, ms: list[float]) -> int:
-        """Return the next deeper candidate if some deeper one would pay off at the rate of the depth above; else -1."""
-        depth = self.candidates[self._current].num_steps
-        known = self.acceptance.rates[:depth]
-        optimistic = [*known, known[-1] if known else 1.0]
-        deeper = [i for i, c in enumerate(self.candidates) if c.num_steps > depth]
-        for i in deeper:
-            tokens = expected_tokens(SpecConfig(self.candidates[i].num_steps), optimistic)
-            if tokens > ms[i] * rate * (1 + self.margin):
-                return deeper[0]
-        return -1
+        drafts = self._current != off
+        due = self._plain.due(batch, self._rounds, drafts, 1.0 - rates[off] / rates[self._current])
+        return off if due and drafts and not self._prober.running else -1
 
 
 _KEYS = {
