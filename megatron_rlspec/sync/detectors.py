@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_rlspec.types import RoundStats, Sample, SpecConfig
 
-Detector = Literal["session", "fingerprint", "stamp", "canary", "drift", "logprobs"]
+Detector = Literal["session", "fingerprint", "stamp", "canary", "drift"]
 Action = Literal["speculate", "push_again", "plain", "drop"]
 
 
@@ -92,25 +92,6 @@ def canary_finding(accepted: Sequence[int], predicted: float | None, floor_share
     if mean == 0:
         message += "; no draft is accepted, as when an EAGLE-3 drafter reads other layers than it was trained on"
     return Finding("canary", message, target=False)
-
-
-def logprob_finding(samples: Sequence[Sample], recomputed: Sequence[np.ndarray], bound: float) -> Finding | None:
-    """Compare the engine's log-probs with the trainer's `recomputed[i] [L]`, token-aligned as in `Sample`.
-
-    A difference shows that the target was exported wrongly. `bound` is the largest mean absolute difference over
-    response tokens. It depends on dtype and kernels: 1e-3 for float32, about 0.05 for bfloat16.
-    """
-    total = 0.0
-    tokens = 0
-    for sample, values in zip(samples, recomputed, strict=True):
-        response = slice(sample.prompt_len, len(sample.tokens))
-        total += float(np.abs(sample.behaviour_logprobs[response] - np.asarray(values)[response]).sum())
-        tokens += len(sample.response)
-    gap = total / max(1, tokens)
-    if gap <= bound:  # false for NaN
-        return None
-    message = f"engine and trainer differ by {gap:.4f} nats per token, expected at most {bound:g}"
-    return Finding("logprobs", message, target=True)
 
 
 @dataclass

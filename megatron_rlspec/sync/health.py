@@ -141,14 +141,6 @@ class Health:
             self._hold(name, [finding])
         return finding
 
-    def after_sleep(self, names: Sequence[str] | None = None) -> dict[str, Finding]:
-        """Compare fingerprints again after engines released and resumed their memory.
-
-        Returns the finding of every engine that differs. The next push sends all tensors to the engines in `names`.
-        """
-        differences = self.pusher.verify(names)
-        return {name: self._bits(difference) for name, difference in differences.items() if not difference.empty}
-
     def _bits(self, difference: Difference) -> Finding:
         return Finding("fingerprint", str(difference), target=not all(map(self.is_drafter, difference.names)))
 

@@ -151,7 +151,7 @@ class Pusher:
             self.expected = new if scope == "all" else {**self.expected, **new}
             self.version = version
             verified = time.perf_counter()
-            checks = {n: threads.submit(self._compare, engines[n]) for n in names if not errors[n]}
+            checks = {n: threads.submit(self.compare_with, engines[n]) for n in names if not errors[n]}
             results = {name: check.result() for name, check in checks.items()}
         ended = time.perf_counter()
         reports = {}
@@ -163,20 +163,7 @@ class Pusher:
                 self._proven.add(name)
         return PushReport(version, scope, ended - began, total, len(new), spent, ended - verified, reports)
 
-    def verify(self, only: Sequence[str] | None = None) -> dict[str, Difference]:
-        """Compare again without pushing, after an engine slept, was restarted or was changed from elsewhere.
-
-        The next push sends all tensors to engines that differ. An engine that does not answer differs in every tensor.
-        """
-        found = {}
-        for name in list(self.engines) if only is None else only:
-            error, difference = self._compare(self.engines[name])
-            found[name] = Difference(missing=tuple(sorted(self.expected))) if error else difference
-            if not found[name].empty:
-                self._proven.discard(name)
-        return found
-
-    def _compare(self, engine: RolloutEngine) -> tuple[str, Difference]:
+    def compare_with(self, engine: RolloutEngine) -> tuple[str, Difference]:
         """Return the error, or "", and the difference between what an engine was sent and what it holds."""
         try:
             held = engine.fingerprints()

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from fault_checks import differing, logprobs_differ
 from weight_oracles import echo_checkpoint, mimo_logits
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.sync.detectors import HealthSettings, logprob_finding, stamp_finding
+from megatron_rlspec.sync.detectors import HealthSettings, stamp_finding
 from megatron_rlspec.sync.health import Health
 from megatron_rlspec.sync.push import Pusher, PushError
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
@@ -80,9 +81,10 @@ class Room:
         requests = [Request(f"r{i:03d}", prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
         samples = self.engines[engine].generate(requests, SAMPLING)
         recomputed = [trainer_logprobs(self.config, self.new, sample.tokens) for sample in samples]
-        found = stamp_finding(samples, 1, 1), logprob_finding(samples, recomputed, bound=1e-3)
+        self.found += ["stamp"] if stamp_finding(samples, 1, 1) else []
+        self.found += logprobs_differ(samples, recomputed)
         watched = self.health.watch(engine, self.engines[engine].stats(), {SpecConfig(3): 2.5})
-        self.found += [finding.detector for finding in (*found, watched) if finding]
+        self.found += ["drift"] if watched else []
 
 
 def trainer_logprobs(config, tensors, tokens):
@@ -126,7 +128,7 @@ def in_memory(change):
         room.push()
         assert not room.found
         change(room.engines["b"], room)
-        room.found += [finding.detector for finding in room.health.after_sleep().values()]
+        room.found += differing(room.health.pusher)
 
     return fault
 
@@ -134,7 +136,7 @@ def in_memory(change):
 def old_version(room):
     room.engines["b"].skip = True
     room.push()
-    room.found += [finding.detector for finding in room.health.after_sleep(["b"]).values()]
+    room.found += differing(room.health.pusher, ["b"])
 
 
 def restarted(room):

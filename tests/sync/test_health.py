@@ -12,7 +12,6 @@ from megatron_rlspec.sync.detectors import (
     HealthSettings,
     canary_finding,
     decide,
-    logprob_finding,
     stamp_finding,
 )
 from megatron_rlspec.sync.fingerprint import fingerprint
@@ -92,16 +91,6 @@ def test_canary_floor():
     assert canary_finding(dead, None, 0.5, 4) is None and canary_finding(dead, 1.0, 0.5, 4) is None
     assert canary_finding((3, 0), 2.6, 0.5, 4) is None  # three rounds prove nothing
     assert "no round" in canary_finding((), None, 0.5, 4).message
-
-
-def test_logprob_gap():
-    samples = [sample([(1, 3, 7)])]
-    assert logprob_finding(samples, [np.full(7, -1.0005)], 1e-3) is None
-    prompt_only = np.full(7, -1.0)
-    prompt_only[:3] = -9
-    assert logprob_finding(samples, [prompt_only], 1e-3) is None
-    assert "differ by 0.5000 nats per token" in logprob_finding(samples, [np.full(7, -1.5)], 1e-3).message
-    assert logprob_finding(samples, [np.full(7, np.nan)], 1e-3) is not None
 
 
 def rounds(probabilities, n: int, seed: int, stretch: int = 1) -> RoundStats:
@@ -261,18 +250,6 @@ def test_old_version_on_one_of_two_engines():
     engines["b"].after_update = only_the_stamp
     report = push(health, 2)
     assert "stamp: canary-00000002-0000: tokens 4 to 12 drawn by version 0, expected 2" in report.records[0]["found"][0]
-
-
-def test_sleep_loses_the_drafter():
-    engines = {"a": MemoryEngine("a"), "b": MemoryEngine("b")}
-    health = healthy(engines)
-    push(health, 0)
-    assert health.after_sleep() == {}
-    engines["b"].tensors["model.mtp_layers.0.input_proj.weight"].zero_()
-    (name, finding), *rest = health.after_sleep().items()
-    assert (name, rest) == ("b", []) and finding.detector == "fingerprint" and not finding.target
-    assert push(health, 1, scope="drafter").serving == ("a", "b")
-    assert [engine.sessions[-1][1] for engine in engines.values()] == ["all", "all"]
 
 
 def test_drift_turns_speculation_off_once():

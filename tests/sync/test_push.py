@@ -54,12 +54,12 @@ def test_a_drafter_that_is_not_trained_may_stay_in_an_engine():
     frozen = {name for name in weights() if "mtp" in name}
     assert "has besides" in Pusher({"e": engine}).push(0, source_of(target)).failed["e"]
     pusher = Pusher({"e": engine}, frozen=frozen)
-    assert not pusher.push(1, source_of(target)).failed and pusher.verify()["e"].empty
+    assert not pusher.push(1, source_of(target)).failed and pusher.compare_with(pusher.engines["e"])[1].empty
     engine.tensors["model.layers.0.mlp.up_proj.weight"] += 1
-    assert pusher.verify()["e"].differing == ("model.layers.0.mlp.up_proj.weight",)
+    assert pusher.compare_with(pusher.engines["e"])[1].differing == ("model.layers.0.mlp.up_proj.weight",)
     assert not pusher.push(2, source_of(weights())).failed  # a drafter that is sent is compared
     engine.tensors[min(frozen)] += 1
-    assert pusher.verify()["e"].differing == (min(frozen),)
+    assert pusher.compare_with(pusher.engines["e"])[1].differing == (min(frozen),)
 
 
 def test_an_engine_that_breaks_is_named_and_serves_nothing():
@@ -248,14 +248,13 @@ def test_the_exporter_runs_ahead_by_feed_bytes_at_most():
     assert max(ahead) <= 6  # four in the feed, one in the engine, one in the exporter
 
 
-def test_verify_finds_what_changed_since():
+def test_a_comparison_finds_what_changed_since():
     engine = MemoryEngine()
     pusher = Pusher({"e": engine})
     pusher.push(0, source_of(weights()))
-    assert pusher.verify()["e"].empty
+    assert pusher.compare_with(pusher.engines["e"])[1].empty
     engine.tensors["model.mtp_layers.0.mlp.w1.weight"].zero_()
-    assert pusher.verify()["e"].differing == ("model.mtp_layers.0.mlp.w1.weight",)
-    assert pusher.push(1, source_of(weights()), scope="drafter").scope == "all"
+    assert pusher.compare_with(pusher.engines["e"])[1].differing == ("model.mtp_layers.0.mlp.w1.weight",)
 
 
 def test_buckets_keep_attention_modules_together():

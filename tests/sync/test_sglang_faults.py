@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fault_checks import differing, logprobs_differ
 from test_faults import MTP, PROMPTS, SAMPLING, speculate, swap, trainer_logprobs
 from weight_oracles import echo_checkpoint
 
@@ -28,7 +29,7 @@ from megatron_rlspec.models.names import name_table
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.sync import push
-from megatron_rlspec.sync.detectors import HealthSettings, logprob_finding, stamp_finding
+from megatron_rlspec.sync.detectors import HealthSettings, stamp_finding
 from megatron_rlspec.sync.fingerprint import compare, fingerprint
 from megatron_rlspec.sync.health import Health
 from megatron_rlspec.sync.push import Pusher, PushError
@@ -107,11 +108,11 @@ class Room:
         requests = [Request(f"r{time.monotonic_ns()}-{i:03d}.", prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
         samples = self.engines[engine].generate(requests, SAMPLING)
         recomputed = [trainer_logprobs(self.config, self.new, sample.tokens) for sample in samples]
-        found = stamp_finding(samples, version, version), logprob_finding(samples, recomputed, bound=1e-3)
-        self.found += [finding.detector for finding in found if finding]
+        self.found += ["stamp"] if stamp_finding(samples, version, version) else []
+        self.found += logprobs_differ(samples, recomputed)
 
     def look(self):
-        self.found += [finding.detector for finding in self.health.after_sleep().values()]
+        self.found += differing(self.health.pusher)
 
     def behind_the_back(self, tensors, version=1, scope="all"):
         SGLangEngine.update_weights(self.engines["b"], version, tensors, scope)
