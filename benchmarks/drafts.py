@@ -213,12 +213,12 @@ def beside(factors: Sequence[float]) -> Iterator[Drafted]:
     found = Drafted()
 
     def coupled(topk: int, coupling: draft.Coupling) -> draft.Pick:
-        pick = original(topk, coupling)
+        picks = [original(topk, coupling._replace(sharpness=factor)) for factor in factors]
 
         def picked(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-            result = pick(logits * factors[0], level)
+            result = picks[0](logits, level)
             begun = time.process_time()
-            others = [pick(logits * factor, level)[1][..., 0] for factor in factors[1:]]
+            others = [pick(logits, level)[1][..., 0] for pick in picks[1:]]
             tokens = torch.cat([result[1][..., 0], *others, logits.argmax(-1)], 1)
             found.rows.append((level, coupling.seeds, coupling.keys + level - 1, tokens))
             found.seconds += time.process_time() - begun

@@ -21,6 +21,10 @@ Status = Literal["finished", "truncated", "aborted"]
 Scope = Literal["all", "target", "drafter"]
 Verifier = Literal["position_keyed", "target_only", "rejection"]
 Drafts = Literal["coupled", "argmax"]
+# Coupled drafts are argmax(s · log q + noise). The best s is 1 for a drafter that is close to the target, and more for
+# one whose distribution is too flat. Training computes the acceptance of each of these, and engines take the best one.
+# Until then they take the first: on all measured drafters it was no worse than argmax q (docs/losslessness.md).
+SHARPNESS = (2.0, 1.5, 1.0)
 
 
 @dataclass(frozen=True, order=True)

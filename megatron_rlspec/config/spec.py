@@ -43,8 +43,7 @@ class SpecSection(Section):
     drafts: Annotated[Drafts, Needs("spec.verifier=position_keyed")] = Field(
         "coupled",
         description="under verifier=position_keyed. coupled: drafts take the verifier's noise, so more are accepted "
-        "above temperature 0 from a good drafter; argmax: the drafter's likeliest token, better from a weak one. The "
-        "text is the same",
+        "above temperature 0; argmax: the drafter's likeliest token. The text is the same",
     )
     cost_table: Annotated[Text, Needs("spec.mode=adaptive")] = Field(
         "", description="JSON file of `rlspec profile` to choose by; empty: the model's sizes, and what rounds took"

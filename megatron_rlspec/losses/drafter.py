@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from megatron_rlspec.custom import DrafterLoss, DrafterRows, FunctionError, checked, named
 from megatron_rlspec.losses.head import DraftHead, VocabParallelHead, accumulate_in
 from megatron_rlspec.packing.transfer import to_device
+from megatron_rlspec.types import SHARPNESS
 
 Kind = Literal["ce", "forward_kl", "reverse_kl", "tv"]
 KINDS = ("ce", "forward_kl", "reverse_kl", "tv")
@@ -99,7 +100,8 @@ class Student:
     layer. Then call `learn_from` for the teacher rows without a policy loss, and `finish`. Arguments are those of
     `drafter_loss`; `keep_rows` keeps results of single rows for `kept_rows`; `finite`: as in `VocabParallelHead`.
     `noise` is (seeds [N], keys [N]) int64 of the noise that the labels were sampled with, on the CPU, for `keep_rows`:
-    "coupled" then says whether a coupled draft is the label, in rows whose seed is not negative.
+    "coupled" [N, F] then says whether a coupled draft is the label, for each of the F factors of `types.SHARPNESS`, in
+    rows whose seed is not negative.
     `own [S, H]` is an output layer of the student's own over `words`, whole on every rank of `tp_group`; it gets a
     gradient, and `own_finite` is its `finite`.
     Labels, weights, teacher_index and groups are best on the CPU: the rows are then sorted without waiting for a GPU.
@@ -216,12 +218,14 @@ class Student:
         return total, {name: x[0] for name, x in metrics.items()} if self._scalar_metrics else metrics
 
     def kept_rows(self) -> dict[str, torch.Tensor]:
-        """Return the results of single rows, `[N]` by name; zeros for rows without a weight."""
+        """Return the results of single rows, `[N]` or `[N, F]` by name; zeros for rows without a weight."""
         if self.rows:
             return self.rows
         zeros = self._weight.new_zeros(len(self._source))
-        names = ("match", "overlap", "label_ratio", "argmax_prob", *(() if self._noise is None else ("coupled",)))
-        return dict.fromkeys(names, zeros)
+        rows = dict.fromkeys(("match", "overlap", "label_ratio", "argmax_prob"), zeros)
+        if self._noise is not None:
+            rows["coupled"] = zeros[:, None].expand(-1, len(SHARPNESS))
+        return rows
 
     @torch.no_grad()
     def _learn(self, part: slice, logp: torch.Tensor | None = None) -> None:
@@ -271,15 +275,17 @@ class Student:
         self._learned += len(labels)
 
     def _coupled(self, part: slice, logq: torch.Tensor, labels: torch.Tensor, head: VocabParallelHead) -> torch.Tensor:
-        """Return 1.0 in rows whose draft with the noise of their label is the label; 0.0 in rows without a seed."""
+        """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
         assert self._noise is not None
         seeds, keys = (x[part] for x in self._noise)
         known = (seeds >= 0).nonzero()[:, 0]
         seeds, keys, rows = (to_device(x, logq.device) for x in (seeds[known], keys[known], known))
-        found = torch.zeros_like(logq[:, 0])
+        found = logq.new_zeros(len(logq), len(SHARPNESS))
         if len(known):
-            drafts = head.sample(logq.index_select(0, rows), seeds, keys)
-            found[rows] = (drafts == labels[rows]).to(found.dtype)
+            logq = logq.index_select(0, rows)
+            for column, factor in enumerate(SHARPNESS):
+                drafts = head.sample(logq * factor, seeds, keys)
+                found[rows, column] = (drafts == labels[rows]).to(found.dtype)
         return found
 
     def _against(
@@ -296,7 +302,7 @@ class Student:
     def _keep(self, part: slice, **values: torch.Tensor) -> None:
         assert self.rows is not None
         for name, x in values.items():
-            kept = self.rows.setdefault(name, x.new_zeros(len(self._source)))
+            kept = self.rows.setdefault(name, x.new_zeros(len(self._source), *x.shape[1:]))
             kept.index_copy_(0, self._rows[part], x)
 
 

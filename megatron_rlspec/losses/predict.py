@@ -22,12 +22,13 @@ from megatron_rlspec.types import Verifier
 def of_rows(
     rows: Mapping[str, torch.Tensor], depth: int, verifier: Verifier, *, sampled: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (accept, reach), `[T, depth]`, from `Student.kept_rows` of a training step, `[depth * T]`, depth by depth.
+    """Return (accept, reach), `[T, depth, F]`, from `Student.kept_rows` of a training step, `[depth * T]`, by depth.
 
     sampled  the rollout draws from the policy's softmax at the training temperature, unfiltered. Otherwise (greedy,
              top-p, top-k) this function does not know the distribution, and `accept` is `reach`
 
-    Rows of "coupled" hold what a draft with the text's own noise does: they are both.
+    Rows of "coupled", `[depth * T, F]`, hold what a draft with the text's own noise does: they are both. F is the
+    number of factors there (`types.SHARPNESS`), and 1 for other drafts.
     Raises ValueError for rejection without a teacher's unfiltered distribution.
     """
     if verifier == "rejection":
@@ -40,7 +41,8 @@ def of_rows(
     else:
         reach = rows["match"]
         accept = rows["argmax_prob"] if sampled and "argmax_prob" in rows else reach
-    return accept.view(depth, -1).T, reach.view(depth, -1).T
+    shape = (depth, len(accept) // depth, accept.shape[1] if accept.dim() == 2 else 1)
+    return accept.reshape(shape).transpose(0, 1), reach.reshape(shape).transpose(0, 1)
 
 
 def deepen(table: torch.Tensor, depth: int) -> torch.Tensor:

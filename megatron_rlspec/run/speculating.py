@@ -36,8 +36,10 @@ class Speculation:
         """Set the run's rule or schedule on an engine. Raises EngineError."""
         if self.adaptive:
             engine.set_spec_rule(self.learning.rule())
-        else:
+        elif self.learning.sharpness is None:
             engine.set_schedule(self._fixed)
+        else:
+            engine.set_spec_rule({"schedule": self._fixed.to_json(), "sharpness": self.learning.sharpness})
 
     def expected_of_canary(self) -> float | None:
         """Return the accept length that the trainer predicted, else the one that engines observed, else None."""

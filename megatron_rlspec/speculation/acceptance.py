@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_rlspec.types import SpecConfig
+from megatron_rlspec.types import SHARPNESS, SpecConfig
 
 RATIO_STRENGTH = 4.0  # times `prior_strength`: the weight of a ratio's prior, of which few drafts are seen at batch 1
 _STATE = ("hits", "draws", "ratio_hits", "ratio_base")
@@ -145,8 +145,9 @@ class Prediction:
     """Predicted sums over the starts of rounds. Add those of micro-batches; sum both arrays over ranks.
 
     steps     [K] step counts of the rounds
-    reached   [K, D]: `reached[i, d]` drafts of depth d + 1 were reached in rounds of `steps[i]`
-    accepted  [K, D]: how many of them were accepted
+    reached   [F, K, D]: `reached[:, i, d]` drafts of depth d + 1 were reached in rounds of `steps[i]`, with each
+              sharpness of coupled drafts (`types.SHARPNESS`); F = 1 for other drafts
+    accepted  [F, K, D]: how many of them were accepted
     """
 
     steps: tuple[int, ...]
@@ -156,7 +157,7 @@ class Prediction:
     @classmethod
     def of_sums(cls, steps: Sequence[int], reached: Sequence[float], accepted: Sequence[float]) -> Prediction:
         """Build one from the two arrays flattened, as a reduction over ranks returns them."""
-        shape = (len(steps), max(steps))
+        shape = (-1, len(steps), max(steps))
         return cls(tuple(steps), np.array(reached).reshape(shape), np.array(accepted).reshape(shape))
 
     def __add__(self, other: Prediction) -> Prediction:
@@ -164,13 +165,27 @@ class Prediction:
             raise ValueError(f"predictions for steps {self.steps} and {other.steps} do not add")
         return Prediction(self.steps, self.reached + other.reached, self.accepted + other.accepted)
 
+    @property
+    def sharpness(self) -> float | None:
+        """Return the sharpness of coupled drafts with the most tokens per round; None for other drafts."""
+        return SHARPNESS[self._best] if len(self.accepted) == len(SHARPNESS) else None
+
     def rates(self, num_steps: int | None = None) -> list[float]:
         """Return a_1..a_num_steps (of the deepest step count, if omitted); 0 where nothing was reached."""
-        row = self.steps.index(num_steps) if num_steps is not None else int(np.argmax(self.steps))
-        reached = self.reached[row]
-        accepted = self.accepted[row]
+        return self._rates(self._best, max(self.steps) if num_steps is None else num_steps)
+
+    @property
+    def _best(self) -> int:
+        deepest = max(self.steps)
+        tokens = [expected_tokens(SpecConfig(deepest), self._rates(i, deepest)) for i in range(len(self.accepted))]
+        return int(np.argmax(tokens))
+
+    def _rates(self, factor: int, num_steps: int) -> list[float]:
+        row = self.steps.index(num_steps)
+        reached = self.reached[factor, row]
+        accepted = self.accepted[factor, row]
         rates = np.divide(accepted, reached, out=np.zeros_like(accepted), where=reached > 0)
-        return [float(rate) for rate in rates[: self.steps[row]]]
+        return [float(rate) for rate in rates[:num_steps]]
 
     def tokens_per_round(self, num_steps: int) -> float:
         return expected_tokens(SpecConfig(num_steps), self.rates(num_steps)) if num_steps else 1.0

@@ -71,6 +71,7 @@ class Learning:
         self.acceptance = Acceptance(max(*candidate_steps, 1))  # as observed
         self.last: Acceptance | None = None  # as observed in the last rollout alone
         self.prediction: Prediction | None = None  # of the next rollout
+        self.sharpness: float | None = None  # of coupled drafts, as last predicted to be the best
         self.probing: dict[str, Any] | None = None  # the engines' probe budget in the last reports
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
@@ -78,7 +79,10 @@ class Learning:
         self.prediction = prediction
         if prediction is None:
             return {}
-        return {f"predict/next_tokens_k{k}": tokens for k, tokens in self._expected(prediction).items()}
+        values = {f"predict/next_tokens_k{k}": tokens for k, tokens in self._expected(prediction).items()}
+        if prediction.sharpness is not None:
+            self.sharpness = values["spec/sharpness"] = prediction.sharpness
+        return values
 
     def observe(self, rounds: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Learn from one rollout: the rounds and `spec_rule_report`s of all engines. Returns metrics."""
@@ -116,12 +120,14 @@ class Learning:
             rule["probing"] = self.probing
         if self.scaled is not None:
             rule["table"] = self.scaled.to_json()
+        if self.sharpness is not None:
+            rule["sharpness"] = self.sharpness
         return rule
 
     @property
     def renews(self) -> bool:
-        """Return whether `rule()` differs from the rule before: it holds a forecast, or costs learned since."""
-        return self.adaptive and (self.prediction is not None or self.learnt is not None)
+        """Return whether engines need what was learned since: a forecast, costs, or the sharpness of drafts."""
+        return self.sharpness is not None or self.adaptive and (self.prediction is not None or self.learnt is not None)
 
     def accept_lengths(self) -> dict[SpecConfig, float]:
         """Return tokens per round of the chains with enough recent drafts at every depth."""
@@ -143,6 +149,7 @@ class Learning:
             "acceptance": self.acceptance.to_json(),
             "last": self.last and self.last.to_json(),
             "prediction": pending and [list(pending.steps), pending.reached.tolist(), pending.accepted.tolist()],
+            "sharpness": self.sharpness,
             "probing": self.probing,
             "learnt": None if self.learnt is None else self.learnt.to_json(),
             "table": None if self.scaled is None else self.scaled.to_json(),
@@ -161,6 +168,7 @@ class Learning:
         if known:
             self.acceptance = Acceptance.from_json(state["acceptance"])
         self.probing = state.get("probing")
+        self.sharpness = state.get("sharpness")
         if self.learnt is not None and state.get("learnt"):
             self.learnt.take_up(LearntCost.from_json(state["learnt"]))
         if self.scaled is not None and state.get("table"):

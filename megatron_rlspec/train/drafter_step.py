@@ -27,6 +27,7 @@ from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train.objectives import OutputLayer, Sums
 from megatron_rlspec.train.optimizer import Learner
+from megatron_rlspec.types import SHARPNESS
 
 
 @dataclass(frozen=True)
@@ -162,16 +163,21 @@ class DrafterStep:
         Only the first rank of a context-parallel group counts them.
         """
         goal = self.objective
-        accept, reach = of_rows(student.kept_rows(), goal.depth, goal.verifier, sampled=goal.sampled)
+        tables = of_rows(student.kept_rows(), goal.depth, goal.verifier, sampled=goal.sampled)
         trained = torch.stack([w != 0 for w in targets.weight], 1)
         if goal.coupled and targets.seeds is not None:
             trained &= (targets.seeds >= 0)[:, None]
-        mask = to_device(trained, accept.device).to(accept.dtype)
-        table = _of_all_context_ranks(torch.cat([accept, reach, mask], 1), targets)
+        if goal.coupled:  # all ranks sum the same arrays, also one whose samples have no seeds
+            tables = tuple(table.expand(-1, -1, len(SHARPNESS)) for table in tables)
+        mask = to_device(trained, tables[0].device).to(tables[0].dtype)
+        table = _of_all_context_ranks(torch.cat([*tables, mask[:, :, None]], 2), targets)
         if ps.get_context_parallel_rank():
             table = table[:0]
-        accept, reach, mask = (deepen(part, max(goal.predicted_steps)) for part in table.split(goal.depth, 1))
-        reached, accepted = walk(accept, reach, mask, goal.predicted_steps)
+        *columns, mask = (deepen(part, max(goal.predicted_steps)) for part in table.unbind(2))
+        walks = []
+        for accept, reach in zip(columns[: len(columns) // 2], columns[len(columns) // 2 :], strict=True):
+            walks.append(walk(accept, reach, mask, goal.predicted_steps))
+        reached, accepted = (torch.stack(part) for part in zip(*walks, strict=True))
         return {"prediction/reached": reached, "prediction/accepted": accepted}
 
 

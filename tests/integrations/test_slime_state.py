@@ -11,7 +11,7 @@ from megatron_rlspec.speculation.acceptance import Prediction
 
 
 def test_a_prediction_is_read_for_later_rollouts_only(tmp_path):
-    prediction = Prediction((1, 3), np.array([[4.0, 0, 0], [3, 2, 1]]), np.array([[2.0, 0, 0], [2, 1, 0]]))
+    prediction = Prediction.of_sums((1, 3), np.array([[4.0, 0, 0], [3, 2, 1]]), np.array([[2.0, 0, 0], [2, 1, 0]]))
     slime_state.write_prediction(tmp_path, 6, prediction)
     read = slime_state.read_prediction(tmp_path, 7)
     assert read.steps == (1, 3) and read.rates(3) == prediction.rates(3)

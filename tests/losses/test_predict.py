@@ -13,7 +13,7 @@ V, DEPTH = 6, 3
 
 
 def walk(accept, reach, mask, steps):
-    return Prediction(tuple(steps), *(x.numpy() for x in predict.walk(accept, reach, mask, steps)))
+    return Prediction(tuple(steps), *(x.numpy()[None] for x in predict.walk(accept, reach, mask, steps)))
 
 
 def masks(lengths, depth=DEPTH, gap=2):
@@ -184,7 +184,7 @@ def test_depths_that_are_not_reached_do_not_count():
     found = walk(accept, reach, torch.ones(length, 2), [2])
     assert found.rates(2)[1] == pytest.approx(0.1)
     shallow = walk(accept, reach, torch.ones(length, 2), [1])
-    assert shallow.reached[0, 1] == 0 < found.reached[0, 1]  # one step never gets to depth 2
+    assert shallow.reached[0, 0, 1] == 0 < found.reached[0, 0, 1]  # one step never gets to depth 2
 
 
 def test_against_every_path_of_a_short_sequence():
@@ -209,8 +209,8 @@ def test_against_every_path_of_a_short_sequence():
 
     play(0, 1.0)
     found = walk(accept, reach, mask, [steps])
-    assert found.reached[0] == pytest.approx(reached)
-    assert found.accepted[0] == pytest.approx(accepted)
+    assert found.reached[0, 0] == pytest.approx(reached)
+    assert found.accepted[0, 0] == pytest.approx(accepted)
 
 
 def test_packing_order_and_neighbours_do_not_matter():
@@ -291,7 +291,7 @@ def test_rows_kept_by_the_training_step_are_the_direct_ones(verifier):
     expected = accept_probabilities(target, hidden @ head.T, labels, verifier, temperature=0.7)
     for got, want in zip((accept, reach), expected, strict=True):
         want = torch.where(weight != 0, want, 0.0).view(DEPTH, positions).T
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(got[..., 0], want, atol=1e-5, rtol=1e-4)
 
 
 def test_depths_below_the_trained_ones_follow_the_deepest():

@@ -10,7 +10,7 @@ import torch
 from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.noise import draw, uniform
 from megatron_rlspec.rollout.embedded import draft, verify
-from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig
+from megatron_rlspec.types import SHARPNESS, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
 torch.set_num_threads(1)
 DRAWS = 10_000
@@ -26,16 +26,20 @@ def acceptance(p, q) -> float:
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, -1), (0.8, -1), (1.0, 6)], ids=["whole", "top_p", "top_k"])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_acceptance_equals_the_formula(temperature, top_p, top_k):
+@pytest.mark.parametrize("sharpness", [1.0, 2.0])
+def test_acceptance_equals_the_formula(temperature, top_p, top_k, sharpness):
     g = torch.Generator().manual_seed(int(10 * temperature) + top_k)
     keys = torch.arange(DRAWS)
     for pair in range(6):
         logits = 2 * torch.randn(2, 40, generator=g, dtype=torch.float64)
         logits[1] = logits[0] + 0.3 * (pair + 1) * torch.randn(40, generator=g, dtype=torch.float64)
-        limits = (torch.tensor([top_p, top_p]), torch.tensor([top_k, top_k]))
-        logp = verify.filtered(verify.logprobs(logits, torch.tensor([temperature] * 2)), *limits).log_softmax(-1)
+        settings = [torch.tensor([x]).expand(DRAWS) for x in (temperature, top_p, top_k)]
+        logp = verify.filtered(verify.logprobs(logits, settings[0][:2]), settings[1][:2], settings[2][:2])
+        logp = (logp * torch.tensor([[1.0], [sharpness]])).log_softmax(-1)
         seeds = torch.full((DRAWS,), 977 * pair + 5)
-        token, proposed = (draw(row.expand(DRAWS, -1), seeds, keys) for row in logp)
+        token = draw(logp[0].expand(DRAWS, -1), seeds, keys)
+        coupling = draft.Coupling(seeds, keys, *settings, sharpness=sharpness)
+        proposed = draft.coupled(1, coupling)(logits[1].expand(DRAWS, 1, -1), 1)[1][:, 0, 0]
         seen = (token == proposed).double().mean().item()
         p, q = logp.exp().numpy()
         expected = acceptance(p, q)
@@ -56,13 +60,15 @@ def model():
 CHAIN = SpecConfig(3)
 
 
-def rounds(model, sampling, spec=CHAIN, words=None, **options):
+def rounds(model, sampling, spec=CHAIN, words=None, sharpness=None, **options):
     """Return the texts of 48 samples, and the tokens that a round of the verifier commits on average."""
     rng = np.random.default_rng(4)
     requests = [Request(f"{i}.", Prompt(i, rng.integers(1, 48, 8)), int(rng.integers(2**40))) for i in range(48)]
     engine = oracle.engine_of(*model, spec, max_total_tokens=16384, max_running_requests=64, **options)
     if words is not None:
         engine.set_draft_vocabulary(words)
+    if sharpness is not None:
+        engine.set_spec_rule({"schedule": SpecSchedule.fixed(spec).to_json(), "sharpness": sharpness})
     texts = [sample.response.tolist() for sample in engine.generate(requests, sampling)]
     counts = np.zeros(8)
     for stat in engine.stats():
@@ -84,9 +90,9 @@ PLAIN = Sampling(max_new_tokens=40, ignore_eos=True)
     ids=["plain", "cooler", "filtered", "greedy"],
 )
 def test_coupled_drafts_are_accepted_more_often_and_change_no_text(model, sampling, gain):
-    """By at least `gain` tokens a round; greedy drafts are the same ones."""
+    """By at least `gain` tokens a round from this drafter, which is close; greedy drafts are the same ones."""
     plain = rounds(model, sampling, drafts="argmax")
-    coupled = rounds(model, sampling)
+    coupled = rounds(model, sampling, sharpness=1.0)
     assert coupled[0] == plain[0]
     assert coupled[1] == plain[1] if gain == 0.0 else coupled[1] > plain[1] + gain
 
@@ -98,6 +104,19 @@ def test_coupled_trees_are_accepted_more_often_and_change_no_text(model):
         coupled = rounds(model, PLAIN, spec)
         assert coupled[0] == plain[0] == texts
         assert coupled[1] > plain[1] + 0.5
+
+
+def test_a_flat_drafter_needs_sharper_drafts_and_a_close_one_does_not(model):
+    """Above the likeliest tokens, too; texts stay."""
+    config, tensors = model
+    flat = dict(tensors)
+    flat["model.mtp_layers.0.final_layernorm.weight"] = tensors["model.mtp_layers.0.final_layernorm.weight"] * 0.3
+    close = [rounds(model, PLAIN, sharpness=s) for s in (1.0, 2.0, None)]
+    weak = [rounds((config, flat), PLAIN, sharpness=s) for s in (1.0, 2.0, None)]
+    assert len({str(texts) for texts, _ in close + weak}) == 1
+    assert close[0][1] > close[1][1] + 0.05 and weak[1][1] > weak[0][1] + 0.2
+    assert close[1] == close[2] and weak[1] == weak[2]  # 2 until an engine is told
+    assert weak[1][1] > rounds((config, flat), PLAIN, drafts="argmax")[1]
 
 
 @pytest.mark.parametrize("words", [None, np.arange(47, 7, -1)], ids=["all words", "40 of 48 words"])
@@ -119,7 +138,7 @@ def test_other_noise_costs_acceptance_and_no_text(model, monkeypatch, wrong, wor
 
 def test_a_drafter_without_the_targets_filter_costs_acceptance_and_no_text(model, monkeypatch):
     sampling = Sampling(max_new_tokens=40, top_k=4, ignore_eos=True)
-    right = rounds(model, sampling)
+    right = rounds(model, sampling, sharpness=1.0)
     coupled = draft.coupled
     unfiltered = (torch.ones(48), torch.zeros(48, dtype=torch.int64))
 
@@ -128,14 +147,14 @@ def test_a_drafter_without_the_targets_filter_costs_acceptance_and_no_text(model
         return coupled(topk, coupling._replace(top_p=unfiltered[0][:rows], top_k=unfiltered[1][:rows]))
 
     monkeypatch.setattr(draft, "coupled", whole)
-    bad = rounds(model, sampling)
+    bad = rounds(model, sampling, sharpness=1.0)
     assert bad[0] == right[0]
     assert bad[1] < right[1] - 0.1
 
 
 @pytest.mark.parametrize("words", [None, torch.tensor([3, 5, 8, 9, 17, 30])], ids=["all words", "6 of 40 words"])
 def test_training_knows_which_coupled_drafts_are_the_label(words):
-    """`Student` says for every position whether argmax(log q + noise) is the token of the text."""
+    """`Student` says for every position and sharpness s whether argmax(s · log q + noise) is the token of the text."""
     g = torch.Generator().manual_seed(2)
     n, hidden, vocabulary = 60, 12, 40
     h = torch.randn(n, hidden, generator=g)
@@ -148,12 +167,15 @@ def test_training_knows_which_coupled_drafts_are_the_label(words):
         outside = torch.ones(vocabulary, dtype=torch.bool)
         outside[words] = False
         logits[:, outside] = -torch.inf
-    drafts = (logits.double() + gumbel).argmax(-1)
-    labels[::2] = drafts[::2]
+    drafts = torch.stack([(s * logits.double() + gumbel).argmax(-1) for s in SHARPNESS], 1)
+    assert (drafts[:, 0] != drafts[:, 2]).any()
+    labels[::2] = drafts[::2, 0]
+    labels[1::4] = drafts[1::4, 2]
     seeds[5::7] = -1
     student = Student(
         h, weight, labels, torch.ones(n), temperature=0.8, chunk=16, keep_rows=True, words=words, noise=(seeds, keys)
     )
     student.learn_labels()
     student.finish()
-    assert student.kept_rows()["coupled"].tolist() == ((drafts == labels) & (seeds >= 0)).double().tolist()
+    expected = (drafts == labels[:, None]) & (seeds >= 0)[:, None]
+    assert student.kept_rows()["coupled"].tolist() == expected.double().tolist()

@@ -19,7 +19,7 @@ from lossless_tools import Target, bins_of, chi_square
 from safetensors.torch import save_file
 from test_lossless_statistical import ALPHA, SAMPLES
 
-from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig
+from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
 torch.set_num_threads(1)
 pytestmark = [pytest.mark.lossless, pytest.mark.slow]
@@ -78,8 +78,11 @@ def test_the_same_seed_gives_the_same_text(servers, model, sampling):
         assert a.policy_versions[0][1:] == b.policy_versions[0][1:]
 
 
-def test_the_same_seed_gives_the_same_drafts(servers, model):
+@pytest.mark.parametrize("sharpness", [1.0, 2.0])
+def test_the_same_seed_gives_the_same_drafts(servers, model, sharpness):
     """SGLang's prefill samples the first token without drafts; here the prompt has it. Then rounds start alike."""
+    rule = {"schedule": SpecSchedule.fixed(SpecConfig(3)).to_json(), "sharpness": sharpness}
+    servers["position_keyed"].set_spec_rule(rule)
     sampling = Sampling(max_new_tokens=32, ignore_eos=True)
     theirs = servers["position_keyed"].generate(wanted(48), sampling)
     begun = [
@@ -89,6 +92,7 @@ def test_the_same_seed_gives_the_same_drafts(servers, model):
     spans = {}
     for drafts in ("coupled", "argmax"):
         engine = oracle.engine_of(*model, SpecConfig(3), dtype=torch.float32, drafts=drafts)
+        engine.set_spec_rule(rule)
         ours = engine.generate(begun, replace(sampling, max_new_tokens=31))
         spans[drafts] = [tuple((a + 1, b + 1) for a, b in sample.accepted_spans) for sample in ours]
     equal = [a == b.accepted_spans for a, b in zip(spans["coupled"], theirs, strict=True)]

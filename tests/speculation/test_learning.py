@@ -25,7 +25,37 @@ def rounds(k, *accepted):
 
 
 def prediction(rate):
-    return Prediction((1, 3), np.full((2, 3), 100.0), np.full((2, 3), 100.0 * rate))
+    return Prediction.of_sums((1, 3), np.full((2, 3), 100.0), np.full((2, 3), 100.0 * rate))
+
+
+def coupled(*rates):
+    """A prediction for chains of 3 drafts with each sharpness of coupled drafts."""
+    reached = np.array([[[1, rate, rate**2]] for rate in rates])
+    return Prediction.of_sums((3,), 100 * reached, [100 * rate ** np.arange(1, 4) for rate in rates])
+
+
+@pytest.mark.parametrize(
+    ("rates", "best"),
+    [((0.5, 0.3, 0.2), 2.0), ((0.5, 0.7, 0.6), 1.5), ((0.5, 0.6, 0.7), 1.0), ((0.5, 0.5, 0.5), 2.0)],
+)
+def test_engines_take_the_sharpness_with_the_best_predicted_acceptance(rates, best):
+    made = learning()
+    assert "sharpness" not in made.rule()
+    values = made.expect(coupled(*rates))
+    assert values["spec/sharpness"] == made.rule()["sharpness"] == best and made.renews
+    assert made.prediction.rates(3) == pytest.approx([max(rates)] * 3)
+    made.expect(None)  # a step that predicts nothing
+    assert made.rule()["sharpness"] == best
+    later = learning()
+    later.restore(json.loads(json.dumps(made.state())))
+    assert later.rule()["sharpness"] == best
+
+
+def test_other_drafts_have_no_sharpness():
+    made = learning()
+    made.expect(prediction(0.5))
+    assert "sharpness" not in made.rule()
+    assert (coupled(0.5, 0.3, 0.2) + coupled(0.5, 0.9, 0.1)).sharpness == 1.5
 
 
 def taught():
@@ -149,7 +179,7 @@ def test_a_rollout_of_rounds_without_a_time():
 
 
 def told(rate, depth=3):
-    return Prediction((depth,), rate ** np.arange(depth)[None], rate ** np.arange(1, depth + 1)[None])
+    return Prediction.of_sums((depth,), rate ** np.arange(depth)[None], rate ** np.arange(1, depth + 1)[None])
 
 
 def test_a_rollout_is_expected_to_accept_what_engines_observed_and_the_prediction_counts_before():

@@ -18,7 +18,7 @@ CANDIDATES = [[c.num_steps, c.topk, c.num_draft_tokens] for c in chains((0, 1, 2
 
 
 def forecast(rate):
-    return Prediction((1, 3), np.full((2, 3), 500.0), np.full((2, 3), 500.0 * rate))
+    return Prediction.of_sums((1, 3), np.full((2, 3), 500.0), np.full((2, 3), 500.0 * rate))
 
 
 class Engine:

@@ -32,7 +32,7 @@ def test_an_improved_drafter_is_found_in_rollouts_of_20_rounds(run):
     for version in range(1, 17):
         run.push(version)
         run.draw(f"v{version:02d}")
-        found = run.rollouts.adapt(Prediction((1, 3), np.full((2, 3), 500.0), np.full((2, 3), 150.0)))
+        found = run.rollouts.adapt(Prediction.of_sums((1, 3), np.full((2, 3), 500.0), np.full((2, 3), 150.0)))
         share_off.append(found.get("spec/share_off", 0.0))
     assert share_off[0] == 1.0, "by what was seen, drafts do not pay"
     # In the first rollout with the forecast, a probe would have to pay for the drafter to read all prompts.

@@ -150,7 +150,7 @@ def test_an_engine_that_ends_while_its_rule_is_set_is_left_out(run, when):
     if when == "told what to start from":
         run.push(1)
         rollouts.engines.health._spent = math.inf  # no canary is due
-        rollouts.speculation.learning.expect(Prediction((5,), np.ones((1, 5)), np.full((1, 5), 0.5)))
+        rollouts.speculation.learning.expect(Prediction.of_sums((5,), np.ones((1, 5)), np.full((1, 5), 0.5)))
     other.set_spec_rule = gone
     assert run.push(2)["health/serving_engines"] == 2  # as far as its weights go
     assert list(rollouts.engines.pool.engines.values()) == [run.engine]
@@ -164,7 +164,7 @@ def test_a_resumed_run_starts_with_the_state_of_the_stopped_one(run, tmp_path):
     run.push(1)
     for reached in (100.0, 300.0):  # the first forecast is scored by the second rollout
         run.draw(f"r{reached:.0f}")
-        rollouts.adapt(Prediction((1,), np.array([[reached]]), np.array([[reached / 4]])))
+        rollouts.adapt(Prediction.of_sums((1,), np.array([[reached]]), np.array([[reached / 4]])))
     learning = rollouts.speculation.learning
     before = learning.rule()
     assert before["forecast"]

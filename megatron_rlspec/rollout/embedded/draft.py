@@ -15,6 +15,7 @@ import torch
 
 from megatron_rlspec.noise import draw, noisy
 from megatron_rlspec.rollout.embedded import verify
+from megatron_rlspec.types import SHARPNESS
 
 # Runs the drafter on C candidates of each sample: (hidden [B, C, H] of their parents, tokens [B, C],
 # ancestors [B, C, E] among the E nodes that the drafter has run on, these included, level)
@@ -61,6 +62,7 @@ class Coupling(NamedTuple):
     seeds  [B], of the samples
     keys   [B], the position that predicts the first draft
     words  [V], the token ids of the drafter's columns; None: column i is token i
+    sharpness  the factor s on log q
     """
 
     seeds: torch.Tensor
@@ -69,14 +71,15 @@ class Coupling(NamedTuple):
     top_p: torch.Tensor
     top_k: torch.Tensor
     words: torch.Tensor | None = None
+    sharpness: float = SHARPNESS[0]
 
 
 def coupled(topk: int, coupling: Coupling) -> Pick:
-    """Return a `Pick` of the topk tokens with the largest log q + noise, with the noise of the verifier.
+    """Return a `Pick` of the topk tokens with the largest s · log q + noise, with the noise of the verifier.
 
     q has gone through temperature, top-k and top-p, as p will. At temperature 0 these are the likeliest tokens. The
     score of a tree's child is its log-probability under the softmax of these sums: how likely the target samples it, if
-    log p differs from log q by independent noise of the same kind.
+    log p differs from s · log q by independent noise of the same kind.
     """
 
     def pick(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,14 +90,14 @@ def coupled(topk: int, coupling: Coupling) -> Pick:
 
         temperature = spread(coupling.temperature)
         logq = verify.logprobs(logits.reshape(-1, width), temperature)
-        logp = verify.filtered(logq, spread(coupling.top_p), spread(coupling.top_k))
+        sharp = verify.filtered(logq, spread(coupling.top_p), spread(coupling.top_k)) * coupling.sharpness
         where = (spread(coupling.seeds), spread(coupling.keys) + level - 1, coupling.words)
         greedy = (temperature == 0)[:, None]
         if topk == 1:
-            token = torch.where(greedy, logq.argmax(-1, keepdim=True), draw(logp, *where)[:, None])
+            token = torch.where(greedy, logq.argmax(-1, keepdim=True), draw(sharp, *where)[:, None])
             score = logq.gather(1, token)
         else:
-            scores = torch.log_softmax(noisy(logp, *where), -1).to(logq.dtype)
+            scores = torch.log_softmax(noisy(sharp, *where), -1).to(logq.dtype)
             score, token = torch.where(greedy, logq, scores).topk(topk)
         return score.view(batch, branches, topk), token.view(batch, branches, topk)
 

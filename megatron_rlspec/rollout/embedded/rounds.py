@@ -10,7 +10,7 @@ import torch
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
 from megatron_rlspec.speculation.acceptance import top
-from megatron_rlspec.types import OFF, Drafts, Sampling, SpecConfig, Verifier
+from megatron_rlspec.types import OFF, SHARPNESS, Drafts, Sampling, SpecConfig, Verifier
 
 
 class Budget(Protocol):
@@ -59,6 +59,7 @@ class RoundRunner:
         self.model = cache.model
         self.verifier = verifier
         self.coupled = drafts == "coupled" and verifier == "position_keyed"
+        self.sharpness = SHARPNESS[0]  # of coupled drafts
         self.budget = budget
         self.prefill_chunk = prefill_chunk
         rows = len(cache.length)
@@ -226,7 +227,8 @@ class RoundRunner:
         elif self.coupled:
             temperature, top_p, top_k = self._sampling(rows)
             seeds = self._to(self.seeds[rows, 0])
-            pick = draft.coupled(config.topk, draft.Coupling(seeds, start - 1, temperature, top_p, top_k, words))
+            coupling = draft.Coupling(seeds, start - 1, temperature, top_p, top_k, words, self.sharpness)
+            pick = draft.coupled(config.topk, coupling)
         else:
             pick = draft.likeliest(config.topk)
         if words is not None:

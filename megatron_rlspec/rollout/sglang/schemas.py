@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from megatron_rlspec.config.base import expectation
 from megatron_rlspec.rollout.sglang import limits
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import Scope
+from megatron_rlspec.types import SHARPNESS, Scope
 
 SHOWN_CHARACTERS = 60  # of a wrong value, in a sentence
 
@@ -155,6 +155,7 @@ class SpecRuleBody(Strict):
     acceptance: AcceptanceBody | None = None
     forecast: list[float] | None = None
     probing: dict[str, Any] | None = None
+    sharpness: float = Field(SHARPNESS[0], gt=0, le=100)  # factor on log q of coupled drafts; omitted: as it is
     table: Annotated[Any, AfterValidator(_path_or_object)] = ""
     roofline: RooflineBody | None = None  # type: ignore[valid-type]
     learnt: LearntBody | None = None

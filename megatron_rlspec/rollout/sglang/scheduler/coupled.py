@@ -1,4 +1,4 @@
-"""Drafts with the verifier's own noise: SGLang's drafter proposes argmax(log q + noise) instead of argmax q.
+"""Drafts with the verifier's own noise: SGLang's drafter proposes argmax(s · log q + noise) instead of argmax q.
 
 The position-keyed verifier samples the target's token as argmax(log p + noise) with noise of (seed, position, token).
 With the same noise the draft is that token more often (docs/losslessness.md, Coupled drafts), and the text stays what
@@ -6,8 +6,8 @@ it was: the target's token never depends on a draft.
 
 SGLang takes the argmax of the drafter's logits in three places: after the prefill, after each round's pass over the
 accepted tokens, and in the loop over further drafts, which CUDA graphs capture. In the first two the hooks choose the
-draft again from the logits. In the loop they replace the logits by ones whose argmax is the draft. Seeds and
-temperatures lie in buffers of fixed address there, which every round fills before its graph runs.
+draft again from the logits. In the loop they replace the logits by ones whose argmax is the draft. Seeds, temperatures
+and the sharpness s lie in buffers of fixed address there, which every round fills before its graph runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_rlspec.noise import draw, noisy
-from megatron_rlspec.rollout.sglang.scheduler import versions
+from megatron_rlspec.rollout.sglang.scheduler import decisions, versions
 from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
 from megatron_rlspec.rollout.sglang.settings import Settings
 
@@ -45,18 +45,20 @@ def _install(returned: Any, drafter: Any, *args: Any, **kwargs: Any) -> None:
 class _Rows:
     """What chooses the drafts of B requests, as `SamplingBatchInfo` has it.
 
-    seeds [B] int64, temperatures [B, 1], top_ks [B]: 1 is greedy. `info`, for top-k, top-p and min-p; None in a CUDA
-    graph, which cannot ask whether a batch has any: its drafts come from all tokens.
+    seeds [B] int64, temperatures [B, 1], top_ks [B]: 1 is greedy; sharpness [B, 1]. `info`, for top-k, top-p and
+    min-p; None in a CUDA graph, which cannot ask whether a batch has any: its drafts come from all tokens.
     """
 
     seeds: torch.Tensor
     temperatures: torch.Tensor
     top_ks: torch.Tensor
+    sharpness: torch.Tensor
     info: Any = None
 
     @classmethod
     def of(cls, info: Any) -> _Rows:
-        return cls(info.sampling_seed, info.temperatures, info.top_ks, info)
+        sharpness = torch.full_like(info.temperatures, decisions.decider.sharpness)
+        return cls(info.sampling_seed, info.temperatures, info.top_ks, sharpness, info)
 
 
 class CoupledDrafts:
@@ -120,7 +122,7 @@ class CoupledDrafts:
         if not batch.forward_mode.is_idle():
             given = _Rows.of(batch.sampling_info)
             held = self._held(len(given.seeds), given)
-            for name in ("seeds", "temperatures", "top_ks"):
+            for name in ("seeds", "temperatures", "top_ks", "sharpness"):
                 values = getattr(given, name)
                 getattr(held, name)[: len(values)].copy_(values)
         return self._draft(batch, *args, **kwargs)
@@ -132,7 +134,8 @@ class CoupledDrafts:
         held = self._held(rows, _Rows.of(forward_batch.sampling_info))
         in_graph = forward_batch.positions.is_cuda and torch.cuda.is_current_stream_capturing()
         info = None if in_graph else forward_batch.sampling_info
-        self._loop = _Rows(held.seeds[:rows], held.temperatures[:rows], held.top_ks[:rows], info)
+        parts = (held.seeds, held.temperatures, held.top_ks, held.sharpness)
+        self._loop = _Rows(*(part[:rows] for part in parts), info)
         try:
             return self._further(forward_batch)
         finally:
@@ -146,6 +149,7 @@ class CoupledDrafts:
                 torch.zeros(rows, dtype=torch.int64, device=device),
                 torch.ones(rows, 1, dtype=like.temperatures.dtype, device=device),
                 torch.ones(rows, dtype=like.top_ks.dtype, device=device),
+                torch.ones(rows, 1, dtype=like.temperatures.dtype, device=device),
             )
         return self._buffers
 
@@ -156,6 +160,7 @@ class CoupledDrafts:
         if info is not None and (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling):
             min_ps = info.min_ps if info.need_min_p_sampling else None
             logq = filtered(logq.exp(), info.top_ks, info.top_ps, min_ps).log()
+        logq = logq * rows.sharpness
         words = self.drafter.hot_token_id
         if not logits.is_cuda:
             drafts = draw(logq, rows.seeds, keys, words)[:, None]

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SHARPNESS, SpecConfig, SpecSchedule
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Decider:
         self.rule: SpecRule | None = None
         self.stock: Any = None  # SGLang's own rule, while it decides
         self._stock: Any = None  # the same, with what it has learnt
+        self.sharpness = SHARPNESS[0]  # of coupled drafts
         self._most: dict[SpecConfig, int] = {}  # the largest batch with captured graphs, where graphs are limited
 
     def start(self, candidate_steps: Sequence[int], start: int) -> None:
@@ -65,8 +66,11 @@ class Decider:
     def replace(self, data: Mapping[str, Any]) -> None:
         """Decide by `SpecRule.from_json(data)`, over all configurations of the engine if `data` names no `candidates`.
 
-        `{"stock": true}` lets SGLang's own adaptive rule decide, for comparisons. Raises ValueError, CostTableError.
+        `sharpness` in `data` is that of coupled drafts from now on. `{"stock": true}` lets SGLang's own adaptive rule
+        decide, for comparisons. Raises ValueError, CostTableError.
         """
+        data = dict(data)
+        sharpness = data.pop("sharpness", self.sharpness)
         if data.get("stock"):
             self.stock = self._stock = self._stock or self._stock_rule()
             return
@@ -80,6 +84,7 @@ class Decider:
         rule.limit(self._most)
         self.rule = rule
         self.stock = None
+        self.sharpness = sharpness
 
     def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None) -> tuple[SpecConfig, int]:
         """Return the next round's configuration, and how many requests' drafters have to catch up before it."""
