@@ -51,7 +51,7 @@ from megatron_rlspec.run.session import Session
 from megatron_rlspec.run.trajectory import Trajectory
 from megatron_rlspec.tasks import data
 from megatron_rlspec.train import drafter_step
-from megatron_rlspec.types import Prompt, Sampling
+from megatron_rlspec.types import SHARPNESS, Prompt, Sampling
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples/quickstart"
@@ -333,6 +333,9 @@ class Work:
                     found = {key: tensor.clone() for key, tensor in run.trainer.export("drafter")}
                     age = step - run.drafting.last_update
                     found |= {"updates": torch.tensor(int(updates)), "age": torch.tensor(age)}
+                    predicted = run.trainer.prediction
+                    best = predicted.sharpness if predicted else None
+                    found["sharpness"] = torch.tensor(best or SHARPNESS[0])
                     tensor_file.save(found, self.drafter(variant, step + 1))
 
     def cells(self, variant: Variant | None) -> list[tuple[int, str, Path]]:
@@ -374,17 +377,20 @@ class Work:
         self, engine: EmbeddedEngine, step: int, name: str, path: Path, prompts: Sequence[Prompt], number: int
     ) -> None:
         counts: dict[str, int] = {}
+        sharpness = SHARPNESS[0]
         if path.is_dir():
             tensors = dict(read_hf(path)[1].items())
         else:
             with tensor_file.TensorFile(path) as file:
                 tensors = {key: file[key] for key in file}
             counts = {key: int(tensors.pop(key)) for key in ("updates", "age")}
+            sharpness = float(tensors.pop("sharpness"))
+        engine.rounds.sharpness = sharpness
         found = compare.measure(
             engine, {name: tensors}, prompts, Sampling(max_new_tokens=384), (DRAFTS,), version=2 + number
         )
         text = hashlib.sha256(b"".join(sample.tokens.tobytes() for sample in found.samples)).hexdigest()
-        content = {"rounds": found.rounds[name, DRAFTS].tolist(), "text": text, **counts}
+        content = {"rounds": found.rounds[name, DRAFTS].tolist(), "text": text, "sharpness": sharpness, **counts}
         self.rounds(step, name).parent.mkdir(parents=True, exist_ok=True)
         files.write(self.rounds(step, name), json.dumps(content))
 
