@@ -22,12 +22,9 @@ SMALL = {
     "prompts_per_step = 32": "prompts_per_step = 4\nmax_total_tokens = 8192\nmax_running_requests = 16",
     "samples_per_prompt = 8": "samples_per_prompt = 2",
     "max_new_tokens = 512": "max_new_tokens = 16",
-    "steps = 2000": "steps = 4\nsamples_per_step = 8",
-    "held_out = 64": "held_out = 4",
-    "eval_every = 50": "eval_every = 2",
+    "[train]": "[sft]\nsteps = 4\nsamples_per_step = 8\nheld_out = 4\neval_every = 2\n\n[train]",
     "steps = 100\n": "steps = 2\n",
-    "eval_prompts = 128": "eval_prompts = 4",
-    "save_every = 10": "save_every = 1",
+    "eval_prompts = 128": "eval_prompts = 4\nsave_every = 1",
 }
 
 

@@ -43,7 +43,7 @@ def test_the_reward_is_for_one_question_about_the_thing(response, reward):
 
 def test_the_configuration_is_valid():
     config = load(EXAMPLE / "smollm2.toml")
-    assert config.sft.drafter_only and config.drafter.loss == "forward_kl" and config.data.apply_chat_template
+    assert config.sft.drafter_only and config.sft.held_out == 8 and config.data.apply_chat_template
 
 
 @pytest.mark.slow

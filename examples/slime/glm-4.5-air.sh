@@ -5,7 +5,7 @@
 #   rlspec profile "$TABLE" --model "$MODEL" --tp 8 --steps 0,1,2 --batches 1,4,16,64 --lengths 512,4096
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/glm4.5-106B-A12B.sh"
-launch --drafter.depth 1 --candidate-steps 0,1,2 --num-steps 1 -- \
+launch --drafter.depth 1 --drafter.lr 1e-4 --candidate-steps 0,1,2 --num-steps 1 -- \
   --actor-num-nodes 8 --actor-num-gpus-per-node 8 --colocate \
   --rollout-batch-size 64 --n-samples-per-prompt 8 --global-batch-size 512 --rollout-max-response-len 8192 \
   --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2 --context-parallel-size 2 \

@@ -5,7 +5,7 @@
 # Profile first:   rlspec profile "$TABLE" --model "$MODEL" --steps 0,1,2,3,5 --batches 1,4,16,64 --lengths 512,4096
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/mimo-7B-rl.sh"
-launch --drafter.depth 3 --candidate-steps 0,1,2,3,5 -- \
+launch --drafter.depth 3 --drafter.lr 1e-4 --candidate-steps 0,1,2,3,5 -- \
   --actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4 \
   --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256 --rollout-max-response-len 8192 \
   --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1 \

@@ -95,12 +95,6 @@ class Config(Section):
                 "drafter.overlap=true trains while engines draw, and so does the policy under rollout.staleness=1; "
                 "expected one of the two"
             )
-        if self.sft.drafter_only and not self.drafter.train:
-            raise ValueError("sft.drafter_only=true and drafter.train=false leave nothing to train")
-        if self.sft.drafter_only and not self.drafter.mtp_detach_heads:
-            raise ValueError(
-                "sft.drafter_only=true freezes the policy, but drafter.mtp_detach_heads=false trains it too"
-            )
         return self
 
     @property
@@ -120,8 +114,9 @@ class Config(Section):
         because  where the number of ranks comes from, for the message
         """
         source, what = ("sft.path", self.sft.path) if command == "sft" else ("data.path", self.data.path)
-        evaluates = {"train": self.train.eval_every, "sft": self.sft.eval_every, "replay": 0}[command]
-        measurable = self.data.eval_path or (command == "sft" and self.sft.held_out)
+        evaluates = self.train.eval_every
+        warm = command == "sft"
+        alone = warm and self.sft.drafter_only
         parallel, longest = self.parallel, self.model.max_length
         shards = parallel.tensor * parallel.pipeline * parallel.context
         sizes = f"parallel.tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context}"
@@ -146,14 +141,21 @@ class Config(Section):
                 "train.save_best=true keeps the best policy of `rlspec train`; expected false",
             ),
             (
-                evaluates and not measurable,
-                f"{'train' if command == 'train' else 'sft'}.eval_every={evaluates}, but data.eval_path is empty"
-                + (" and sft.held_out=0" if command == "sft" else ""),
+                command == "train" and evaluates not in (0, TrainConfig().eval_every) and not self.data.eval_path,
+                f"train.eval_every={evaluates}, but data.eval_path is empty",
             ),
             (
-                command == "sft" and self.sft.held_out and not self.drafter.repeated_layer,
-                f"sft.held_out={self.sft.held_out} measures chains of one repeated layer; expected "
-                "drafter.repeated_layer=true",
+                alone and not self.drafter.train,
+                "sft.drafter_only=true and drafter.train=false leave nothing to train; expected another of the two",
+            ),
+            (
+                alone and not self.drafter.mtp_detach_heads,
+                "sft.drafter_only=true freezes the policy, but drafter.mtp_detach_heads=false trains it too",
+            ),
+            (
+                warm and self.sft.held_out and not (self.drafter.repeated_layer and self.drafter.train),
+                f"sft.held_out={self.sft.held_out} measures a drafter of one repeated layer that is trained; expected "
+                "sft.held_out=0, or drafter.repeated_layer=true and drafter.train=true",
             ),
             (world_size % shards, f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}"),
             (problem := parallel.expert_problem(world_size), problem),

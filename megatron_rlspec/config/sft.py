@@ -12,30 +12,33 @@ from megatron_rlspec.config.base import Count, Name, Needs, Positive, Section, T
 class SftConfig(Section):
     path: Text = Field("", description="prompts with written responses: a .jsonl or .parquet file")
     response_key: Name = Field("response", description="column of the written response")
-    steps: Positive = Field(1000, description="most steps")
+    steps: Positive = Field(2000, description="most steps")
     samples_per_step: Annotated[int, Field(gt=0, le=2**20)] = Field(128, description="responses of one step")
     held_out: Count = Field(
-        0,
+        64,
         description="keep the answers to so many prompts of sft.path out of training; every sft.eval_every steps the "
         "trainer measures the accept length of argmax drafts on them at 1, 3 and 5 drafts a round, without an engine",
     )
-    drafter_only: bool = Field(False, description="train the drafter, leave the policy as it is")
+    drafter_only: bool = Field(
+        True, description="train the drafter, leave the policy as it is; false: demonstrations train both"
+    )
     eval_every: Count = Field(
-        0,
+        50,
         description="steps between evaluations: an engine answers data.eval_path, if that is given; the trainer "
         "measures the drafter on sft.held_out prompts, if there are any; 0: none",
     )
-    eval_prompts: Annotated[int, Field(gt=0, le=2**20), Needs("sft.eval_every"), Needs("data.eval_path")] = Field(
+    eval_prompts: Annotated[int, Field(gt=0, le=2**20), Needs("sft.eval_every!=0"), Needs("data.eval_path")] = Field(
         64, description="held-out prompts of one evaluation"
     )
-    stop_reward: Annotated[float, Needs("sft.eval_every"), Needs("data.eval_path")] = Field(
+    stop_reward: Annotated[float, Needs("sft.eval_every!=0"), Needs("data.eval_path")] = Field(
         1.0,
         ge=-1e6,
         le=1e6,
-        description="stop early if an evaluation's mean reward is at least this and accept length has stopped rising",
+        description="stop early if an evaluation's mean reward is at least this and accept length has stopped rising; "
+        "the reward does not count with sft.drafter_only",
     )
-    plateau: Annotated[float, Needs("sft.eval_every")] = Field(
-        0.1,
+    plateau: Annotated[float, Needs("sft.eval_every!=0")] = Field(
+        0.01,
         gt=0,
         le=1e6,
         description="accept length has stopped rising if an evaluation adds less than this; with sft.held_out: if the "

@@ -25,7 +25,7 @@ class TrainConfig(Section):
         "gradients in any order, and two runs differ, with or without a drafter",
     )
     run_dir: Name = Field("runs/run", description="directory that the run writes to")
-    save_every: Count = Field(0, description="steps between checkpoints; 0: only at the end, on Ctrl-C and on SIGTERM")
+    save_every: Count = Field(20, description="steps between checkpoints; 0: only at the end, on Ctrl-C and on SIGTERM")
     export_every: Count = Field(
         0, description="steps between models of policy and drafter in run_dir/hf-step-N, which all stay; 0: only hf/"
     )
@@ -35,8 +35,9 @@ class TrainConfig(Section):
     )
     keep: Positive = Field(2, description="how many checkpoints stay")
     resume: bool = Field(False, description="continue from the newest checkpoint in run_dir")
-    eval_every: Annotated[Count, Needs("data.eval_path")] = Field(
-        0, description="steps between evaluations; 0: only before the first and after the last"
+    eval_every: Count = Field(
+        20,
+        description="steps between evaluations on data.eval_path; 0: only before the first and after the last",
     )
     eval_prompts: Annotated[int, Field(gt=0, le=2**20)] = Field(128, description="held-out prompts of one evaluation")
     drift_every: Count = Field(

@@ -70,9 +70,9 @@ class Evaluation:
         tokens    that the drafter was trained on so far, for the event
         held_out  answers that are not trained on
 
-        It may end if the held-out reward is at least `sft.stop_reward` and the accept length grew by less than
-        `sft.plateau` since the last evaluation. With `sft.held_out` it may end if the accept length on held-out answers
-        has stopped rising, too.
+        It may end if the accept length grew by less than `sft.plateau` since the last evaluation, and, where the policy
+        is trained, the held-out reward is at least `sft.stop_reward`. With `sft.held_out` the accept length on held-out
+        answers must have stopped rising, too.
         """
         measures = self._config.sft.held_out
         settled = self._drafter_settled(done, tokens, held_out) if measures else True
@@ -109,5 +109,6 @@ class Evaluation:
         if found:
             gain = found["accept_length"] - self._last_rollout
             self._last_rollout = found["accept_length"]
-            stop = found.get("reward", -math.inf) >= options.stop_reward and gain < options.plateau
+            good = options.drafter_only or found.get("reward", -math.inf) >= options.stop_reward
+            stop = good and gain < options.plateau
         return bool(ranks.job().number(stop))

@@ -377,7 +377,9 @@ def without_prompts(
     """
     prompts = list(dict.fromkeys(row.prompt.tokens.tobytes() for row in rows))
     if held_out >= len(prompts):
-        raise DataError(f"{path}: {len(prompts)} different prompts; sft.held_out={held_out} leaves none to train on")
+        raise DataError(
+            f"{path}: {len(prompts)} different prompts; sft.held_out={held_out} leaves none to train on; expected less"
+        )
     chosen = {prompts[i] for i in np.random.default_rng(seed).permutation(len(prompts))[:held_out]}
     parts: tuple[list[Sample], list[Sample]] = ([], [])
     for row in rows:

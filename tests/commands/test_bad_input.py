@@ -97,7 +97,6 @@ OPTIONS = [  # command-line text of options, and what the line must hold
         "rollout.samples_per_prompt=1",
     ),
     ("drafter.depth_decay=1.1", "drafter.depth_decay", "less than or equal to 1"),
-    ("sft.drafter_only=true drafter.mtp_detach_heads=false", "sft.drafter_only=true", "drafter.mtp_detach_heads=false"),
     ("train.keep=all", "train.keep", "integer", '"all"'),
 ]
 
@@ -135,7 +134,18 @@ def over_a_file(place: Place) -> None:
 
 ROWS += [
     ("run without model", ConfigError, run("train", "model.path="), ("model.path is empty", "Hugging Face")),
-    ("sft eval without data", ConfigError, run("sft", "sft.eval_every=5"), ("sft.eval_every=5", "data.eval_path")),
+    (
+        "sft of the drafter alone that moves the policy",
+        ConfigError,
+        run("sft", "drafter.mtp_detach_heads=false"),
+        ("sft.drafter_only=true", "drafter.mtp_detach_heads=false"),
+    ),
+    (
+        "sft held out",
+        ConfigError,
+        run("sft", "drafter.repeated_layer=false"),
+        ("sft.held_out=64", "repeated_layer=true"),
+    ),
     ("three ranks", ConfigError, run("train", "parallel.tensor=2", 3), ("parallel.tensor=2", "multiple of 2", "3")),
     (
         "too few ranks",
@@ -471,6 +481,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_checkpoint(tmp_path, toke
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a1", "response": "b2"}\n' * 4)
     arguments = (
         "sft --model.path model --model.dtype float32 --sft.path rows.jsonl --sft.samples_per_step 2 --sft.steps 9 "
+        "--sft.held_out 0 --sft.drafter_only false "
         "--optimizer.clip_grad 0 --train.max_bad_steps 2 --train.run_dir run"
     )
     ended = forked.run_module("megatron_rlspec.cli", arguments.split(), folder=tmp_path)

@@ -57,7 +57,10 @@ def setting(text: str, holds: bool) -> dict[str, str]:
 
 @pytest.mark.parametrize(("name", "needs"), DECLARED, ids=lambda value: str(value)[:50])
 def test_an_option_without_effect_is_refused(name, needs, tmp_path):
-    missing = {key: value for text in needs.settings for key, value in setting(text, False).items()}
+    missing = {}
+    for other, further in DECLARED:  # all other needs hold
+        missing |= setting(further.settings[0], True) if other == name and further is not needs else {}
+    missing |= {key: value for text in needs.settings for key, value in setting(text, False).items()}
     with pytest.raises(ConfigError, match="has no effect while") as told:
         load(None, {name: another(name), **missing})
     assert name in str(told.value) and "\n" not in str(told.value)

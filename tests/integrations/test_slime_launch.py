@@ -145,7 +145,7 @@ def test_plain_command(tmp_path):
     assert whole[:4] == command
     given = slime.flags(whole)
     settings = yaml.safe_load(open(given["--custom-config-path"]))
-    assert settings["rlspec_depth"] == 3 and settings["rlspec_lr"] == 1e-4
+    assert settings["rlspec_depth"] == 3 and settings["rlspec_lr"] == 1e-3
     adaptive = json.load(open(given["--sglang-speculative-adaptive-config"]))
     assert adaptive == {"1": {"candidate_steps": [0, 1, 3]}}
 
@@ -156,7 +156,7 @@ def test_users_yaml_is_kept(tmp_path):
     arguments = f"--custom-config-path {theirs}"
     whole = slime.complete(["python", "train.py", *arguments.split()], planned(arguments), tmp_path / "files")
     settings = yaml.safe_load(open(slime.flags(whole)["--custom-config-path"]))
-    assert settings["my_option"] == 7 and settings["rlspec_loss"] == "ce"
+    assert settings["my_option"] == 7 and settings["rlspec_loss"] == "forward_kl"
 
 
 @pytest.mark.parametrize("joined", [True, False])

@@ -159,7 +159,12 @@ CONTRADICTIONS = [
     option("--rollout.engine embedded --rollout.engines 2", "engine=embedded", "engines=2"),
     option("--optimizer.decay_steps 5 --optimizer.warmup_steps 9", "optimizer.decay_steps=5", "warmup_steps=9"),
     option("--algorithm.dynamic_sampling true --rollout.temperature 0", "rollout.temperature=0"),
-    option("--sft.drafter_only true --drafter.train false", "sft.drafter_only=true", "drafter.train=false"),
+    option(
+        "--model.path m --sft.path s.jsonl --drafter.train false",
+        "sft.drafter_only=true",
+        "drafter.train=false",
+        command="sft",
+    ),
     option("--model.path m", "data.path is empty", ".jsonl"),
     option("--model.path m", "sft.path is empty", ".jsonl", command="sft"),
     Case("too few ranks", NAMED + "--parallel.tensor 2", ("parallel.tensor=2", "multiple of 2 ranks")),
