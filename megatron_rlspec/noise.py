@@ -8,6 +8,7 @@ proposes the same token more often than its likeliest one is sampled (`docs/loss
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -92,21 +93,39 @@ def draw(
     """Draw one column [N] per row of `logprobs [N, V]` (up to a constant per row), by the Gumbel-max trick.
 
     words  the token ids of the columns [V]; None: column i is token i
-
-    The noise is computed for few columns. For x in [0, 1], exp(-(log p + noise)) = -log(x) / p, which is at least
-    (1 - x) / p. So a column whose (1 - x) / p exceeds the left side of another column cannot win.
     """
+    return draw_each(logprobs, seeds, keys, (1.0,), words)[:, 0]
+
+
+def draw_each(
+    logprobs: torch.Tensor,
+    seeds: torch.Tensor,
+    keys: torch.Tensor,
+    factors: Sequence[float],
+    words: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Draw columns [N, F] of `factor * logprobs` for each of F factors, with the same noise; see `draw`."""
     rows = max(1, _CHUNK // logprobs.shape[1])
     tokens = logprobs.shape[1] if words is None else words
     picks = []
     for part, seed, key in zip(logprobs.split(rows), seeds.split(rows), keys.split(rows), strict=True):
         hashes = murmur3(seed, key, tokens)
-        least = (~hashes).view(torch.uint32).to(torch.float32).div_(part.exp().clamp_(min=1e-38))  # (1 - x) / p · 2³²
-        first = least.argmin(1, keepdim=True)
-        bound = _noisy(part.gather(1, first), hashes.gather(1, first)).neg_().exp_()
-        row, column = (least <= bound.mul_(2.0**32 * (1 + 1e-4)).to(torch.float32)).nonzero(as_tuple=True)
-        score = _noisy(part[row, column], hashes[row, column])
-        best = score.new_full((len(part),), float("-inf")).scatter_reduce_(0, row, score, "amax")
-        won = score == best[row]
-        picks.append(first[:, 0].scatter_reduce(0, row[won], column[won], "amin", include_self=False))
+        scaled = [part if factor == 1 else part * factor for factor in factors]
+        picks.append(torch.stack([_likeliest(logq, hashes) for logq in scaled], 1))
     return torch.cat(picks)
+
+
+def _likeliest(logprobs: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
+    """Return the column [N] of the largest log p + noise of each row.
+
+    The noise is computed for few columns. For x in [0, 1], exp(-(log p + noise)) = -log(x) / p, which is at least
+    (1 - x) / p. So a column whose (1 - x) / p exceeds the left side of another column cannot win.
+    """
+    least = (~hashes).view(torch.uint32).to(torch.float32).div_(logprobs.exp().clamp_(min=1e-38))  # (1 - x) / p · 2³²
+    first = least.argmin(1, keepdim=True)
+    bound = _noisy(logprobs.gather(1, first), hashes.gather(1, first)).neg_().exp_()
+    row, column = (least <= bound.mul_(2.0**32 * (1 + 1e-4)).to(torch.float32)).nonzero(as_tuple=True)
+    score = _noisy(logprobs[row, column], hashes[row, column])
+    best = score.new_full((len(logprobs),), float("-inf")).scatter_reduce_(0, row, score, "amax")
+    won = score == best[row]
+    return first[:, 0].scatter_reduce(0, row[won], column[won], "amin", include_self=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec.host import memory
-from megatron_rlspec.noise import draw, noisy
+from megatron_rlspec.noise import draw_each, noisy
 from megatron_rlspec.packing.transfer import to_device
 
 LOGITS_ON_CPU = memory.LARGEST // 4 - 1024  # of one chunk, in float32
@@ -133,18 +134,23 @@ class VocabParallelHead:
         value, column = scores.max(-1)
         return self._best(value, self.ids_of(column))
 
-    def sample(self, logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return the ids `[C]` of the largest log-probability + noise (`noise.py`); seeds and keys `[C]` int64."""
+    def sample(
+        self, logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor, factors: Sequence[float]
+    ) -> torch.Tensor:
+        """Return the ids `[C, F]` of the largest factor · log-probability + noise, for each of F factors (`noise.py`).
+
+        seeds, keys  `[C]` int64
+        """
         ids = self.ids_of(torch.arange(self.width, device=logprobs.device))
-        column = draw(logprobs, seeds, keys, ids)
-        best = ids[column]
+        columns = draw_each(logprobs, seeds, keys, factors, ids)
+        best = ids[columns]
         if self.group is None:
             return best
-        value = noisy(logprobs.gather(1, column[:, None]), seeds, keys, best[:, None])[:, 0]
+        value = noisy(logprobs.gather(1, columns) * logprobs.new_tensor(factors), seeds, keys, best)
         return self._best(value, best)
 
     def _best(self, value: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-        """Return the id of each row's largest value over all ranks; of equal values the lowest id."""
+        """Return the ids of the largest values over all ranks, elementwise; of equal values the lowest id."""
         if self.group is not None:
             top = value.clone()
             dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
