@@ -116,7 +116,8 @@ def samples(count: int, seed: int = 0, shortest: int = 6, longest: int = 30, voc
         tokens = draw.integers(0, vocab, length)
         mask = (np.arange(length) >= prompt) & (draw.random(length) > 0.1)
         behaviour = np.where(np.arange(length) >= prompt, -draw.random(length) * 4, 0).astype(np.float32)
-        out.append(Sample(f"s{i:03d}", Prompt(i, tokens[:prompt]), tokens, mask.astype(np.float32), behaviour))
+        prompted = Prompt(i, tokens[:prompt])
+        out.append(Sample(f"s{i:03d}", prompted, tokens, mask.astype(np.float32), behaviour, seed=1000 + i))
     return out
 
 
