@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
-import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 WIDTH = 80  # columns of the first help text
 HELP = {"-h", "--help", "--help-all"}
@@ -113,30 +112,22 @@ class _FirstHelp(argparse.Action):
 
 def integer(low: int, high: int) -> Callable[[str], int]:
     """Return a type for `add_argument`: an integer from `low` to `high`."""
-
-    def parse(text: str) -> int:
-        return _integer(text, text, low, high)
-
-    return parse
+    return _bounded(int, low, high, f"integers from {low} to {high}")
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
     """Return a type for `add_argument`: a finite number from `low` to `high`."""
-
-    def parse(text: str) -> float:
-        return _number(text, text, low, high)
-
-    return parse
+    return _bounded(float, low, high, f"numbers from {low:g} to {high:g}")
 
 
 def integers(low: int, high: int, *, count: int | None = None, most: int = 64) -> Callable[[str], list[int]]:
     """Return a type: integers from `low` to `high` with commas; exactly `count` of them, or 1 to `most`."""
+    return _list(integer(low, high), count, most, f"integers from {low} to {high}")
 
-    def parse(text: str) -> list[int]:
-        parts = _parts(text, count, most, f"integers from {low} to {high}")
-        return [_integer(part, text, low, high) for part in parts]
 
-    return parse
+def numbers(low: float, high: float, *, most: int = 64) -> Callable[[str], list[float]]:
+    """Return a type: 1 to `most` finite numbers from `low` to `high` with commas."""
+    return _list(number(low, high), None, most, f"numbers from {low:g} to {high:g}")
 
 
 def distinct_integers(low: int, high: int, *, most: int = 64) -> Callable[[str], list[int]]:
@@ -145,42 +136,31 @@ def distinct_integers(low: int, high: int, *, most: int = 64) -> Callable[[str],
     return lambda text: sorted(set(parse(text)))
 
 
-def numbers(low: float, high: float, *, most: int = 64) -> Callable[[str], list[float]]:
-    """Return a type: 1 to `most` finite numbers from `low` to `high` with commas."""
+Value = TypeVar("Value", int, float)
 
-    def parse(text: str) -> list[float]:
-        parts = _parts(text, None, most, f"numbers from {low:g} to {high:g}")
-        return [_number(part, text, low, high) for part in parts]
+
+def _bounded(kind: Callable[[str], Value], low: float, high: float, wanted: str) -> Callable[[str], Value]:
+    def parse(text: str) -> Value:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:  # NaN is not in any range
+            raise argparse.ArgumentTypeError(f"{text[:80]!r}: expected {wanted}")
+        return value
 
     return parse
 
 
-def _parts(text: str, count: int | None, most: int, wanted: str) -> list[str]:
-    parts = text.split(",")
-    if len(parts) > most or not all(part.strip() for part in parts) or (count and len(parts) != count):
-        raise argparse.ArgumentTypeError(f"{_cut(text)!r}: expected {count or f'1 to {most}'} {wanted}, with commas")
-    return parts
+def _list(parse: Callable[[str], Value], count: int | None, most: int, wanted: str) -> Callable[[str], list[Value]]:
+    def parse_all(text: str) -> list[Value]:
+        parts = text.split(",")
+        if len(parts) > most or not all(part.strip() for part in parts) or (count and len(parts) != count):
+            expected = f"{count or f'1 to {most}'} {wanted}, with commas"
+            raise argparse.ArgumentTypeError(f"{text[:80]!r}: expected {expected}")
+        try:
+            return [parse(part) for part in parts]
+        except argparse.ArgumentTypeError:
+            raise argparse.ArgumentTypeError(f"{text[:80]!r}: expected {wanted}") from None
 
-
-def _integer(part: str, text: str, low: int, high: int) -> int:
-    try:
-        value = int(part)
-    except ValueError:
-        value = None
-    if value is None or not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{_cut(text)!r}: expected integers from {low} to {high}")
-    return value
-
-
-def _number(part: str, text: str, low: float, high: float) -> float:
-    try:
-        value = float(part)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and low <= value <= high):
-        raise argparse.ArgumentTypeError(f"{_cut(text)!r}: expected numbers from {low:g} to {high:g}")
-    return value
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return parse_all

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -192,7 +192,7 @@ class _Parser(arguments.Parser):
 def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | None = None) -> Config:
     """Return the configuration of a command line, for `ranks` or as many as torchrun started. Raises ConfigError."""
     parser = parser_of(command)
-    known, unknown = parser.parse_known_args(list(_joined(argv)))
+    known, unknown = parser.parse_known_args(argv)
     overrides = {name: value for name, value in vars(known).items() if name not in ("config", "run")}
     if unknown:
         raise ConfigError(unknown_option(unknown[0].removeprefix("--").partition("=")[0]))
@@ -234,6 +234,7 @@ def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
         example=example,
         first=["--config", *(f"--{name}" for name in first.split())],
     )
+    parser._negative_number_matcher = re.compile(r"^-\.?(\d|inf|nan)")  # argparse takes -1e-4 for an option
     if command == "replay":
         parser.add_argument("run", metavar="RUN", help="run directory of `rlspec train --train.record true`")
     parser.add_argument("--config", metavar="FILE", help="TOML file, one table per section")
@@ -249,20 +250,3 @@ def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
 
 
 train_parser, sft_parser, answer_parser, replay_parser = (partial(parser_of, name) for name in FIRST)
-
-
-def _joined(argv: Sequence[str]) -> Iterator[str]:
-    """Write `--name -1e-4` as `--name=-1e-4`, because argparse takes a word with a minus sign for an option."""
-    waiting = ""
-    for part in argv:
-        if waiting and part.startswith("-") and not part.startswith("--"):
-            yield f"{waiting}={part}"
-            waiting = ""
-            continue
-        if waiting:
-            yield waiting
-        waiting = part if part.startswith("--") and "=" not in part else ""
-        if not waiting:
-            yield part
-    if waiting:
-        yield waiting
