@@ -65,7 +65,7 @@ COMMANDS = {
     ),
     "plan": Command(
         "commands.plan:main",
-        "how many drafts at which batch, from a cost table",
+        "how many drafts at which batch; engines, TP and caps of a cluster",
         "rlspec plan cost.json --acceptance 0.8,0.7,0.6",
     ),
     "slime": Command(

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rlspec.config import AlgorithmConfig, Config, ConfigError
+from megatron_rlspec.host.exits import ProcessExit, inside, own_frame
 from megatron_rlspec.host.interruption import Interrupted
 from megatron_rlspec.texts import one_line, shown
 
@@ -152,7 +153,8 @@ def load(option: str, name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), function)
+        with inside():
+            found = getattr(importlib.import_module(module), function)
     except OURS:
         raise
     except BaseException as error:  # the module's own code can raise any error
@@ -174,11 +176,12 @@ def load(option: str, name: str) -> Callable[..., Any]:
     @functools.wraps(found)
     def told(rows: Any, /) -> Any:
         try:
-            return found(rows)
+            with inside():
+                return found(rows)
         except OURS:
             raise
         except BaseException as error:  # whatever the function's own code raises
-            place = traceback.extract_tb(error.__traceback__)[-1]
+            place = own_frame(traceback.extract_tb(error.__traceback__))
             where = f"{place.filename}:{place.lineno}, in {place.name}"
             raise FunctionError(f"{option}={name}: {described(error)} ({where})") from error
 
@@ -205,7 +208,10 @@ def described(error: BaseException) -> str:
     """Return kind and text of an error of the user's code in one line. Its own methods may fail, too."""
     if isinstance(error, SystemExit):
         return f"it would end the process with exit code {shown(error.args[0] if error.args else 0)}"
-    return one_line(error)
+    if isinstance(error, ProcessExit):
+        return str(error)
+    with inside():
+        return one_line(error)
 
 
 def locked(samples: Sequence[Sample]) -> list[Sample]:

@@ -1,29 +1,50 @@
-"""`rlspec plan`: the best speculative configuration per batch and context, from a cost table and acceptance rates."""
+"""`rlspec plan`: the best speculative configuration per batch and context, from a cost table and acceptance rates.
+
+With --cluster it also simulates rollouts: how many engines, which tensor-parallel size, colocated or apart, staleness 0
+or 1, and at which length caps speculation pays (`sizing`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
-from megatron_rlspec.speculation.solver import compile_schedule, explain, sglang_adaptive_config
+from megatron_rlspec.speculation.solver import (
+    compile_schedule,
+    explain,
+    sglang_adaptive_config,
+    vllm_batch_schedule,
+)
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 
+EXAMPLE = """\
+rlspec plan examples/cost_tables/h100-simulated.json --acceptance 0.8,0.7
+rlspec plan --cluster examples/simulate/h100.toml --train-seconds 40"""
+LEAST_ROUNDS = 8  # of a cell in a table of the gallery
 MOST_BATCH = 1 << 14
 MOST_LENGTH = 1 << 24
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the schedule and write the requested files. Returns 0, or 2 after one line about a mistake."""
-    args = parser().parse_args(argv)
+    own = parser()
+    args = own.parse_args(argv)
+    if args.table is None and args.cluster is None:
+        own.error("the following arguments are required: table, written by `rlspec profile`, or --cluster FILE")
     try:
-        _plan(args)
+        if args.check:
+            return _check(args.table)
+        if args.table:
+            _plan(args)
+        if args.cluster:
+            _cluster(args)
     except ValueError as error:  # CostTableError and FileError among them
         print(f"rlspec plan: {error}", file=sys.stderr)
         return 2
@@ -31,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    named = {f"--{name}": getattr(args, name) for name in ("json", "sglang")}
+    named = {f"--{name}": getattr(args, name) for name in ("json", "sglang", "vllm")}
     files.check_outputs(named, {"the cost table": args.table})
     for batch, context in args.why:
         if context < batch:
@@ -48,6 +69,8 @@ def _plan(args: argparse.Namespace) -> None:
         outputs.append((args.json, schedule.to_json()))
     if args.sglang:
         outputs.append((args.sglang, sglang_adaptive_config(table, args.acceptance, candidates, **settings)))
+    if args.vllm:
+        outputs.append((args.vllm, vllm_batch_schedule(table, args.acceptance, candidates, **settings)))
     _header(table, args.acceptance)
     print(render(schedule, args.max_batch))
     _mark_extrapolation(table, args.max_batch, args.max_length)
@@ -58,6 +81,58 @@ def _plan(args: argparse.Namespace) -> None:
     for path, content in outputs:
         files.write_output(path, json.dumps(content, indent=1) + "\n")
         print(f"wrote {path}")
+
+
+def _cluster(args: argparse.Namespace) -> None:
+    """Print what simulated rollouts answer. With a table, its costs replace those of the file."""
+    from megatron_rlspec.commands import simulate, sizing
+
+    config = simulate.read(args.cluster)
+    if args.table:
+        config = config.model_copy(
+            update={"cluster": config.cluster.model_copy(update={"table": str(args.table), "hardware": ""})}
+        )
+        print()
+    for line in sizing.answers(sizing.Rollouts(config, args.seeds), args.train_seconds, args.wake_seconds):
+        print(line, flush=True)
+
+
+def _check(path: Path) -> int:
+    """Say whether a table can join the gallery. Returns 0, or 1 if something is missing."""
+    table = CostTable.load(path)
+    lacks = list(lacking(table))
+    for lack in lacks:
+        print(f"rlspec plan: {path}: {lack}", file=sys.stderr)
+    rounds = sum(row.samples for row in table.rounds)
+    print(
+        f"{table.provenance.hardware}: {table.provenance.model}, tp={','.join(map(str, table.tps))}, "
+        f"{len(table.rounds)} cells, {rounds} rounds, {len(table.repairs)} repaired, "
+        f"median error of the fitted model {max(table.fit_error(tp) for tp in table.tps):.1%}: "
+        + ("not ready for the gallery" if lacks else "ready for the gallery")
+    )
+    return int(bool(lacks))
+
+
+def lacking(table: CostTable) -> Iterator[str]:
+    """Yield what keeps a measured table from the gallery of `examples/cost_tables`, one sentence each."""
+    p = table.provenance
+    for name in ("model", "hardware", "dtype", "engine", "engine_version", "date"):
+        if not str(getattr(p, name)).strip("- "):
+            yield f"provenance.{name} is empty; `rlspec profile` records it"
+    if p.simulated:
+        yield "provenance.simulated is true; a contributed table is measured"
+    for tp in table.tps:
+        configs = table.configs(tp)
+        if not any(config.off for config in configs) or all(config.off for config in configs):
+            yield f"tp={tp} has {', '.join(map(str, configs))}; expected off and at least one number of drafts"
+        if len(table.batches(tp)) < 3 or len(table.lengths(tp)) < 2:
+            yield (
+                f"tp={tp} has {len(table.batches(tp))} batches and {len(table.lengths(tp))} contexts; "
+                "expected at least 3 and 2: `rlspec profile --batches 1,4,16,64 --lengths 64,512`"
+            )
+    few = min(row.samples for row in table.rounds)
+    if few < LEAST_ROUNDS:
+        yield f"a cell has {few} rounds; expected at least {LEAST_ROUNDS}: `rlspec profile --samples {LEAST_ROUNDS}`"
 
 
 def render(schedule: SpecSchedule, max_batch: int) -> str:
@@ -112,12 +187,12 @@ def _only_tp(table: CostTable) -> int:
 def parser() -> arguments.Parser:
     p = arguments.Parser(
         prog="rlspec plan",
-        description=__doc__.partition(": ")[2],
-        example="rlspec plan examples/cost_tables/h100-simulated.json --acceptance 0.8,0.7",
-        first=("--acceptance", "--max-batch", "--sglang"),
+        description=__doc__.partition("\n")[0].partition(": ")[2],
+        example=EXAMPLE,
+        first=("--acceptance", "--max-batch", "--cluster", "--train-seconds", "--sglang"),
     )
     add = p.add_argument
-    add("table", type=Path, help="cost table written by `rlspec profile`")
+    add("table", type=Path, nargs="?", help="cost table written by `rlspec profile`")
     add("--tp", type=arguments.integer(1, 4096), help="tensor parallel size, if the table holds several")
     add(
         "--acceptance",
@@ -138,7 +213,7 @@ def parser() -> arguments.Parser:
     )
     length = arguments.integer(1, MOST_LENGTH)
     add("--max-length", type=length, default=8192, help="longest mean context per request (default 8192 tokens)")
-    add("--length", type=length, default=2048, help="mean context per request for --sglang (default 2048)")
+    add("--length", type=length, default=2048, help="mean context per request for --sglang and --vllm (default 2048)")
     tokens = arguments.integer(0, 1 << 40)
     add("--max-total-tokens", type=tokens, default=0, help="tokens that the KV cache holds; 0: any number")
     add(
@@ -149,9 +224,34 @@ def parser() -> arguments.Parser:
         metavar="BATCH,CONTEXT",
         help="explain the choice for this many requests with this many tokens together; repeatable",
     )
+    add("--cluster", type=Path, metavar="FILE", help="simulate this cluster and workload: a file of `rlspec simulate`")
+    add(
+        "--train-seconds",
+        type=arguments.number(0, 1e6),
+        default=0.0,
+        metavar="S",
+        help="a training step on all GPUs takes S seconds: colocated or apart, staleness 0 or 1",
+    )
+    add(
+        "--wake-seconds",
+        type=arguments.number(0, 1e6),
+        default=5.0,
+        metavar="S",
+        help="in which colocated engines release their memory and take it back, a step (default 5)",
+    )
+    add("--seeds", type=arguments.integer(1, 1000), default=3, help="simulated rollouts of each case (default 3)")
+    add("--check", action="store_true", help="only say whether the table can join the gallery of examples/cost_tables")
     add("--json", type=Path, metavar="FILE", help="write the schedule for `rlspec serve` and set_schedule")
     add("--sglang", type=Path, metavar="FILE", help="write a --speculative-adaptive-config for plain SGLang")
-    p.needs("--sglang", "--length")
+    add("--vllm", type=Path, metavar="FILE", help="write vLLM's speculative_config entries")
+    of_table = "--tp --acceptance --steps --max-batch --max-length --length --max-total-tokens --why --json"
+    of_table += " --sglang --vllm"
+    of_cluster = "--train-seconds --wake-seconds --seeds"
+    p.needs("table", f"{of_table} --check")
+    p.needs("--cluster", of_cluster)
+    p.needs("--train-seconds", "--wake-seconds")
+    p.needs("--sglang --vllm", "--length")
+    p.excludes("--check", f"{of_table} {of_cluster} --cluster")
     return p
 
 

@@ -148,6 +148,28 @@ def sglang_adaptive_config(
     return slots
 
 
+def vllm_batch_schedule(
+    cost: RoundCosts,
+    rates: Sequence[float],
+    candidates: Sequence[SpecConfig],
+    *,
+    length: int = 2048,
+    max_batch: int = 256,
+) -> dict[str, Any]:
+    """Make vLLM's `speculative_config` entries: `[first batch, last batch, num_speculative_tokens]`, ends included."""
+    chains = [c for c in candidates if c.topk <= 1]
+    if not chains:
+        raise ValueError(f"candidates {[str(c) for c in candidates]} hold no chain: vLLM adapts topk=1 only")
+    ranges: list[list[int]] = []
+    for batch, steps in enumerate(_best_steps(cost, rates, chains, max_batch, length), 1):
+        if ranges and ranges[-1][2] == steps:
+            ranges[-1][1] = batch
+        else:
+            ranges.append([batch, batch, steps])
+    most = max(c.num_steps for c in chains)
+    return {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges}
+
+
 def _best_steps(
     cost: RoundCosts, rates: Sequence[float], candidates: Sequence[SpecConfig], max_batch: int, length: int
 ) -> list[int]:

@@ -91,14 +91,14 @@ CASES = [
     option("--why nan,4", "'nan,4'"),
     option("--bogus", "unrecognized arguments: --bogus"),
     option("--max 4", "unrecognized arguments: --max"),
-    *(output(name, "no/x.json", "no directory no") for name in ("--json", "--sglang")),
+    *(output(name, "no/x.json", "no directory no") for name in ("--json", "--sglang", "--vllm")),
     output("--json", "/proc/x", "/proc/x"),
     output("--json", ".", "it is a directory"),
     output("--json", "/tmp", "it is a directory"),
     output("--json", "", "it is a directory"),
     output("--json", "/dev/full", "No space left on device"),
     output("--sglang", "/dev/full", "No space left on device"),
-    output("--sglang", "t.json/x", "Not a directory"),
+    output("--vllm", "t.json/x", "Not a directory"),
     output("--json", "x" * 300, "File name too long"),
     output("--json", "loop", "symbolic links", writes=with_loop),
     output("--json", "pipe", "No such device or address", writes=with_pipe),
@@ -106,10 +106,16 @@ CASES = [
     Case("over the table", "plan t.json --json t.json", ("t.json", "the cost table"), GOOD),
     Case("over the table, absolute", "plan t.json --json {here}/t.json", ("the cost table",), GOOD),
     Case(
-        "two to one file", "plan t.json --json o.json --sglang o.json", ("o.json", "--json writes this file, too"), GOOD
+        "two to one file", "plan t.json --json o.json --vllm o.json", ("o.json", "--json writes this file, too"), GOOD
     ),
-    Case("to one file by a link", "plan t.json --json link --sglang o.json", ("--json writes this file",), with_link),
-    option("--length 9", "--length has no effect without --sglang"),
+    Case("to one file by a link", "plan t.json --json link --vllm o.json", ("--json writes this file",), with_link),
+    *(
+        Case(f"cluster {text}", f"plan --cluster c.toml {text}", (f"{text.split()[0]} has no effect without table",))
+        for text in ("--json x.json", "--why 1,1", "--acceptance 0.1", "--tp 2", "--check")
+    ),
+    option("--seeds 2", "--seeds has no effect without --cluster"),
+    option("--check --json x.json", "--json has no effect with --check"),
+    option("--length 9", "--length has no effect without --sglang or --vllm"),
     Case("off only", "plan t.json --steps 0 --sglang o.json", ("hold no chain",), GOOD),
 ]
 
@@ -128,7 +134,7 @@ def plan(folder: Path, *arguments: str, **streams) -> subprocess.CompletedProces
 def test_devices_stay_devices_and_standard_output_is_written_to(tmp_path):
     before = {name: os.stat(name) for name in ("/dev/full", "/dev/null")}
     assert plan(tmp_path, "--json", "/dev/full", stdout=subprocess.PIPE).returncode == 2
-    done = plan(tmp_path, "--sglang", "/dev/null", "--json", "/dev/stdout", stdout=subprocess.PIPE)
+    done = plan(tmp_path, "--vllm", "/dev/null", "--json", "/dev/stdout", stdout=subprocess.PIPE)
     assert done.returncode == 0 and '"batch_edges"' in done.stdout
     assert all(os.stat(name).st_rdev == about.st_rdev for name, about in before.items())
 

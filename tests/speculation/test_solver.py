@@ -14,6 +14,7 @@ from megatron_rlspec.speculation.solver import (
     explain,
     sglang_adaptive_config,
     solve,
+    vllm_batch_schedule,
 )
 from megatron_rlspec.types import OFF, SpecConfig
 
@@ -108,6 +109,16 @@ def test_sglang_itself_reads_the_configuration(tmp_path):
     assert params.resolve_candidate_steps_from_config(str(path)) == sorted(steps)
     stock = params.AdaptiveSpeculativeParams(initial_steps=max(steps), cfg_path=str(path))
     assert stock.get_steps_for_batch(1) in sglang_config()["1"]["candidate_steps"]
+
+
+def test_vllm_ranges_cover_every_batch_once():
+    found = vllm_batch_schedule(H100, [0.6] * 5, CANDIDATES, max_batch=200)
+    ranges = found["num_speculative_tokens_per_batch_size"]
+    assert [b for lo, hi, _ in ranges for b in range(lo, hi + 1)] == list(range(1, 201))
+    assert found["num_speculative_tokens"] == 5
+    assert all(r[2] != s[2] for r, s in itertools.pairwise(ranges))
+    for lo, _, steps in ranges:
+        assert solve(H100, [0.6] * 5, lo, lo * 2048, CANDIDATES).config.num_steps == steps
 
 
 def test_a_simulated_profile_is_marked_and_differs_by_its_seed():

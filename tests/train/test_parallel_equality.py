@@ -233,4 +233,3 @@ def test_float32_agrees_to_rounding():
     """One cell is in float64, which compares the predicted acceptance, too."""
     cells = [{"context": 2, "tensor": 2, "sequence": True}, {"pipeline": 2}, {}]
     compare([PLAIN | {"dtype": "float32"} | cell for cell in cells] + [PLAIN | {"context": 2, "tensor": 2}])
-
