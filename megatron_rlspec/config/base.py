@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_rlspec.texts import printable
 
@@ -30,6 +30,13 @@ def expectation(error: Mapping[str, Any]) -> str:
     """Return the message of one of pydantic's errors as ours are written: `expected a valid integer`."""
     message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "expected")
     return message.replace("a valid boolean", "true or false").replace("a valid tuple", "a valid list")
+
+
+def first_mistake(error: ValidationError) -> str:
+    """Format the first mistake that pydantic found: place, what was expected, and the value."""
+    first = error.errors(include_url=False)[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+    return f"{place}: {expectation(first)} (got {shown(first['input'])})"
 
 
 def shown(value: Any) -> str:

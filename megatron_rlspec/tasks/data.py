@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import codecs
 import json
-import math
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from megatron_rlspec import files
 from megatron_rlspec import reasoning_gym as environments
 from megatron_rlspec.config import Config, DataConfig
+from megatron_rlspec.config.base import first_mistake, shown
 from megatron_rlspec.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -36,6 +37,17 @@ CHECKED_ROWS = 20_000  # rows that are checked before a run starts; the others a
 
 class DataError(ValueError):
     """A row, file or tokenizer cannot be used. The message is one line: where, what is wrong, what was expected."""
+
+
+class _Place(BaseModel):
+    """The state of an `Order` in a checkpoint."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    size: NonNegativeInt
+    seed: NonNegativeInt
+    epoch: NonNegativeInt
+    position: NonNegativeInt
+    late: list[NonNegativeInt]
 
 
 @dataclass
@@ -92,28 +104,19 @@ class Order:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue at the place of `state`. Raises DataError if it is malformed or for another seed or dataset size."""
-        given = dict(state) if isinstance(state, Mapping) else {}
-        for name in ("size", "seed", "epoch", "position"):
-            value = given.get(name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise DataError(f"cannot resume the data order: {name}={value!r}, expected an integer from 0 on")
+        try:
+            given = _Place.model_validate(state)
+        except ValidationError as error:
+            raise DataError(f"cannot resume the data order: {first_mistake(error)}") from None
         for name in ("size", "seed"):
-            if given[name] != getattr(self, name):
-                raise DataError(
-                    f"cannot resume the data order: {name} was {given[name]}, but is {getattr(self, name)} now"
-                )
-        if given["position"] >= self.size:
-            raise DataError(
-                f"cannot resume the data order: position={given['position']}, expected a number below size={self.size}"
-            )
-        late = given.get("late")
-        if not isinstance(late, list) or not all(type(row) is int and 0 <= row < self.size for row in late):
-            raise DataError(
-                f"cannot resume the data order: late={late!s:.80}, expected a list of rows below {self.size}"
-            )
-        self.epoch = state["epoch"]
-        self.position = state["position"]
-        self.late = list(late)
+            was, now = getattr(given, name), getattr(self, name)
+            if was != now:
+                raise DataError(f"cannot resume the data order: {name} was {was}, but is {now} now")
+        if max([given.position, *given.late]) >= self.size:
+            raise DataError(f"cannot resume the data order: it holds a row that is not below size={self.size}")
+        self.epoch = given.epoch
+        self.position = given.position
+        self.late = list(given.late)
 
     def _of_epoch(self) -> list[int]:
         """Return the order of the present epoch."""
@@ -411,7 +414,7 @@ def json_row(where: str, line: bytes) -> dict[str, Any]:
     except files.FileError as error:
         raise DataError(str(error)) from None
     if not isinstance(row, dict):
-        raise DataError(f"{where}: {_kind(row)}, expected an object")
+        raise DataError(f"{where}: expected an object (got {shown(row)})")
     return row
 
 
@@ -432,48 +435,50 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"{path}: truncated or not Parquet ({_first_line(error)})") from None
 
 
-def _field(where: str, row: Mapping[str, Any], key: str, option: str) -> Any:
+Utf8 = Annotated[
+    str, Field(strict=True, max_length=LONGEST_LINE)
+]  # a bound makes pydantic refuse half a surrogate pair
+
+
+class Message(BaseModel):
+    """A chat message. Further keys are the template's."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Utf8
+    content: Utf8
+
+
+_TEXT = TypeAdapter(Utf8)
+_FILLED = TypeAdapter(Annotated[Utf8, Field(min_length=1)])
+_NUMBER = TypeAdapter(Annotated[float, Field(strict=True, allow_inf_nan=False)])
+_MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
+_IDS = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(min_length=1)])
+_OBJECT = TypeAdapter(dict[str, Any] | None)
+
+
+def _checked(where: str, name: str, value: Any, kind: TypeAdapter[Any]) -> Any:
+    """Return the value as `kind` has it. Raises DataError."""
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        raise DataError(f"{where}: {name}{first_mistake(error)}") from None
+
+
+def _field(where: str, row: Mapping[str, Any], key: str, option: str, kind: TypeAdapter[Any]) -> Any:
+    """Return a value that every row must have. Raises DataError."""
     if key not in row:
         columns = ", ".join(map(str, row)) or "nothing"
         raise DataError(f"{where}: no {key}; the row has {files.shown(columns)}; {option} names the column")
-    if row[key] is None:
-        raise DataError(f"{where}: {key} is null, expected a value")
-    return row[key]
-
-
-def _well_formed(where: str, key: str, text: str) -> str:
-    """Return the text. Raises DataError for half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: {key} holds a lone surrogate, {text[error.start]!r} at character {error.start}; expected text "
-            "that UTF-8 can encode"
-        ) from None
-    return text
+    return _checked(where, key, row[key], kind)
 
 
 def _prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | list[dict[str, Any]]:
     """Return the prompt: text, or chat messages with data.apply_chat_template=true. Raises DataError."""
-    prompt = _field(where, row, options.prompt_key, "data.prompt_key")
-    if prompt in ("", []):
-        raise DataError(f"{where}: the prompt is empty")
-    if isinstance(prompt, str):
-        return _well_formed(where, "the prompt", prompt)
-    if not options.apply_chat_template:
-        raise DataError(
-            f"{where}: the prompt is {_kind(prompt)}, expected text; chat messages need data.apply_chat_template=true"
-        )
-    if not isinstance(prompt, list):
-        raise DataError(f"{where}: the prompt is {_kind(prompt)}, expected text or a list of messages")
-    for message in prompt:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(f"{where}: a message is {_kind(message)}, expected an object with role and content")
-        for key in ("role", "content"):
-            if not isinstance(message[key], str):
-                raise DataError(f"{where}: {key} of a message is {_kind(message[key])}, expected text")
-            _well_formed(where, f"{key} of a message", message[key])
-    return prompt
+    messages = isinstance(row.get(options.prompt_key), list)
+    if messages and not options.apply_chat_template:
+        raise DataError(f"{where}: {options.prompt_key} is a list; chat messages need data.apply_chat_template=true")
+    prompt = _field(where, row, options.prompt_key, "data.prompt_key", _MESSAGES if messages else _FILLED)
+    return [message.model_dump() for message in prompt] if messages else prompt
 
 
 def _text(where: str, row: Mapping[str, Any], options: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -503,46 +508,31 @@ def _ids(where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | 
     """Return the ids of prompt and response of a row of `rlspec answer`; None for another row. Raises DataError."""
     if "response_tokens" not in row:
         return None
-    found = []
-    for key in ("prompt_tokens", "response_tokens"):
-        ids = row.get(key)
-        fits = isinstance(ids, list) and ids and all(type(one) is int and 0 <= one < 2**31 for one in ids)
-        if not fits:
-            raise DataError(f"{where}: {key} is {_kind(ids)}, expected a list of token ids, at least one")
-        found.append(np.asarray(ids, np.int64))
-    return found[0], found[1]
+    prompt, response = (_checked(where, key, row.get(key), _IDS) for key in ("prompt_tokens", "response_tokens"))
+    return np.asarray(prompt, np.int64), np.asarray(response, np.int64)
 
 
 def _response(where: str, row: Mapping[str, Any], key: str) -> str:
-    response = _field(where, row, key, "sft.response_key")
-    if not isinstance(response, str):
-        raise DataError(f"{where}: {key} is {_kind(response)}, expected text")
-    return _well_formed(where, key, response)
+    response: str = _field(where, row, key, "sft.response_key", _TEXT)
+    return response
 
 
 def _label(where: str, row: Mapping[str, Any], key: str) -> str:
     """Return the label as text; "" if `key` is empty. Raises DataError for anything but text and finite numbers."""
     if not key:
         return ""
-    label = _field(where, row, key, "data.label_key")
-    if isinstance(label, bool) or not isinstance(label, (str, int, float)):
-        raise DataError(f"{where}: {key} is {_kind(label)}, expected text or a number")
-    if isinstance(label, float) and not math.isfinite(label):
-        raise DataError(f"{where}: {key} is {label}, expected text or a finite number")
-    return _well_formed(where, key, str(label))
+    _field(where, row, key, "data.label_key", _NUMBER if isinstance(row.get(key), int | float) else _TEXT)
+    return str(row[key])
 
 
 def _metadata(where: str, row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    metadata = row.get(key)
-    if metadata is None:
-        return {}
-    if not isinstance(metadata, dict):
-        raise DataError(f"{where}: {key} is {_kind(metadata)}, expected an object")
+    """Return the metadata, which JSON can hold. Raises DataError."""
+    metadata: dict[str, Any] = _checked(where, key, row.get(key), _OBJECT) or {}
     try:
-        _well_formed(where, key, json.dumps(metadata, default=str, allow_nan=False, ensure_ascii=False))
-    except ValueError as error:
-        if isinstance(error, DataError):
-            raise
+        json.dumps(metadata, default=str, allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{where}: {key} holds a lone surrogate; expected text that UTF-8 can encode") from None
+    except ValueError:
         raise DataError(f"{where}: {key} holds NaN or infinity, expected finite numbers") from None
     return metadata
 
@@ -567,12 +557,6 @@ def _require(path: str | Path, kept: Sequence[Any], dropped: int, what: str) -> 
     if not kept:
         reason = f"all {dropped} rows are longer" if dropped else "the file has no rows"
         raise DataError(f"{path}: no {what}; {reason}")
-
-
-def _kind(value: Any) -> str:
-    """Return the type of a value in JSON's terms."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 
 def _first_line(error: BaseException) -> str:
