@@ -10,7 +10,7 @@ python=.venv/bin/python
 seed=${SEED:-1}
 config=(--config examples/quickstart/quickstart.toml --data.eval_path "$run/task/eval.jsonl" --train.seed "$seed")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-rlspec() { "$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_rlspec.cli "$@"; }
+rlspec() { "$python" -m megatron_rlspec.cli "$@" --ranks 2; }
 part() { printf '\n== %s\n' "$*"; }
 
 part "a task, and a model of MiMo's shape with random weights"

@@ -30,7 +30,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 TIMEFORMAT="(%0R s; on the CPU: %0U s, and %0S s in the system)"
 rlspec() { time "$python" -m megatron_rlspec.cli "$@"; }
 trained() {
-    time "$python" -m torch.distributed.run --standalone --nproc-per-node "${RANKS:-2}" -m megatron_rlspec.cli "$@"
+    time "$python" -m megatron_rlspec.cli "$@" --ranks "${RANKS:-2}"
 }
 part() { printf '\n== %s\n' "$*"; }
 mkdir -p "$run"

@@ -50,8 +50,8 @@ COMMANDS = {
     ),
     "train": Command(
         "commands.training:train",
-        "GRPO with a co-trained drafter (start it under torchrun)",
-        "torchrun -m megatron_rlspec.cli train --config a.toml",
+        "GRPO with a co-trained drafter",
+        "rlspec train --ranks 2 --config a.toml",
         "commands.training:train_parser",
     ),
     "report": Command(
@@ -75,12 +75,12 @@ COMMANDS = {
     ),
     "sft": Command(
         "commands.training:sft",
-        "supervised warm start of policy and drafter (under torchrun)",
+        "supervised warm start of policy and drafter",
         parser="commands.training:sft_parser",
     ),
     "replay": Command(
         "commands.training:replay",
-        "train a drafter again along a recorded run (under torchrun)",
+        "train a drafter again along a recorded run",
         parser="commands.training:replay_parser",
     ),
     "profile": Command("commands.profile:main", "measure how long an engine's decode rounds take: a cost table"),

@@ -68,10 +68,13 @@ def run(start: Path, run_dir: Path, ranks: int = 1, command: str = "train", code
 def train(
     start: Path, run_dir: Path, program: Path | None = None, ranks: int = 1, **options: object
 ) -> subprocess.Popen:
-    """Start `rlspec train` as a user does, under torchrun if it has several ranks; or `program` in its place."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    started = [str(program)] if program else ["-m", "megatron_rlspec.cli"]
-    command = [sys.executable, *launcher, *started, *words(start, run_dir, "train", options)]
+    """Start `rlspec train` as a user does; or `program` in its place, under torchrun if it has several ranks."""
+    command = [sys.executable, "-m", "megatron_rlspec.cli", *words(start, run_dir, "train", options)]
+    if program:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        command[1:3] = [*torchrun, str(program)]
+    elif ranks > 1:
+        command += ["--ranks", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=environment, cwd=TESTS, **pipes)

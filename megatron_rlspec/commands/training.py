@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -26,15 +27,18 @@ from megatron_rlspec.tasks import data
 if TYPE_CHECKING:
     from megatron_rlspec.run.extension import Extensions
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
 TRAIN_NOTES = """\
-With --dry-run [--ranks N] nothing starts: it prints parameters, memory and place of each of N ranks. Where a rank needs
+--ranks N starts N training processes on this machine, one for each GPU that trains. On several machines, start
+`torchrun ... -m megatron_rlspec.cli COMMAND ...` on each, without --ranks.
+
+With `train --dry-run` nothing starts: it prints parameters, memory and place of each of N ranks. Where a rank needs
 more than --gpu-gib G, it refuses the layout.
 
 Every option below can stand in the TOML file, as [section] key = value; the command line wins over the file.
 
-  torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli train \\
-      --config examples/quickstart/quickstart.toml --optimizer.lr 1e-5 --train.run_dir runs/mine
+  rlspec train --ranks 2 --config examples/quickstart/quickstart.toml --optimizer.lr 1e-5 --train.run_dir runs/mine
 
 The run directory holds metrics.jsonl, events.jsonl, samples.jsonl, config.json, tensorboard/, checkpoints/, logs/ of
 engines and, at the end, hf/: the policy and its drafter as a Hugging Face checkpoint; an EAGLE-3 drafter is in
@@ -45,8 +49,7 @@ Exit codes: 2, a mistake in what was asked; 1, the run failed; 130 and 143, Ctrl
 REPLAY_NOTES = """\
 The options are those of the recorded run, except for what --config and the command line set; train.run_dir must be set.
 
-  torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli replay runs/recorded \\
-      --drafter.loss tv --train.run_dir runs/tv
+  rlspec replay runs/recorded --ranks 2 --drafter.loss tv --train.run_dir runs/tv
 
 With as many ranks as the run, and the same options, the drafter is bit for bit the one that the run trained.
 docs/replay.md has the variants."""
@@ -55,15 +58,13 @@ docs/replay.md has the variants."""
 # Of each command: what it does, an example, and the options that `--help` shows; `--help-all` shows the rest.
 FIRST: dict[Command | Literal["answer"], tuple[str, str, str]] = {
     "train": (
-        "GRPO with a co-trained drafter. Start it under torchrun; --dry-run [--ranks N] prints what each rank holds.",
-        "torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli train \\\n"
-        "    --config examples/quickstart/quickstart.toml --train.run_dir runs/mine",
+        "GRPO with a co-trained drafter. With --dry-run it prints what each of N ranks would hold.",
+        "rlspec train --ranks 2 --train.run_dir runs/mine \\\n    --config examples/quickstart/quickstart.toml",
         "model.path data.path reward.kind rollout.max_new_tokens train.steps train.run_dir",
     ),
     "sft": (
-        "Supervised warm start of policy and drafter, or of the drafter alone. Start it under torchrun.",
-        "torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli sft \\\n"
-        "    --config run.toml --sft.path answers.jsonl --sft.drafter_only true",
+        "Supervised warm start of policy and drafter, or of the drafter alone.",
+        "rlspec sft --ranks 2 --config run.toml --sft.path answers.jsonl \\\n    --sft.drafter_only true",
         "model.path sft.path sft.steps sft.drafter_only sft.held_out train.run_dir",
     ),
     "answer": (
@@ -72,10 +73,9 @@ FIRST: dict[Command | Literal["answer"], tuple[str, str, str]] = {
         "model.path data.path answer.path answer.prompts rollout.max_new_tokens rollout.temperature",
     ),
     "replay": (
-        "Train a drafter again along a recorded run. Start it under torchrun.",
-        "torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli replay \\\n"
-        "    runs/recorded --drafter.loss tv --train.run_dir runs/tv",
-        "drafter.loss drafter.lr drafter.depth replay.policy_step train.run_dir",
+        "Train a drafter again along a recorded run.",
+        "rlspec replay runs/recorded --ranks 2 --drafter.loss tv \\\n    --train.run_dir runs/tv",
+        "drafter.loss drafter.lr replay.policy_step train.run_dir",
     ),
 }
 
@@ -107,9 +107,19 @@ def replay(argv: list[str]) -> None:
 
 
 def _run(command: Command, argv: list[str]) -> None:
-    """Check what is asked, keep the run directory for this process, and run the command's loop."""
+    """Check what is asked, keep the run directory for this process, and run the command's loop.
+
+    With --ranks above 1 this process checks, and becomes a torchrun of so many ranks.
+    """
+    ranks, argv = ranks_of(argv)
+    started = environment.ranks_started(os.environ)
+    if ranks and started:
+        raise ConfigError(f"--ranks {ranks}: torchrun started {started} ranks already; leave --ranks out")
     environment.prepare(os.environ)
-    config = parse(command, argv)
+    config = parse(command, argv, ranks)
+    if ranks > 1:
+        check_inputs(config, command)
+        os.execv(sys.executable, [sys.executable, *TORCHRUN, str(ranks), "-m", "megatron_rlspec.cli", command, *argv])
     with claimed(Path(config.train.run_dir), config.train.resume):
         check_inputs(config, command)
         interruption = Interruption().install()
@@ -121,6 +131,16 @@ def _run(command: Command, argv: list[str]) -> None:
 
             act = {"train": loop.train, "sft": loop.warm_start, "replay": loop.replay}[command]
             act(config, interruption, extensions(config))
+
+
+def ranks_of(argv: list[str]) -> tuple[int, list[str]]:
+    """Return the number of --ranks, 0 without it, and the other arguments. Raises ConfigError."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--ranks", type=int)
+    known, rest = parser.parse_known_args(argv)
+    if known.ranks is not None and not 1 <= known.ranks <= MOST_RANKS:
+        raise ConfigError(f"--ranks {known.ranks}: expected a number from 1 to {MOST_RANKS}")
+    return known.ranks or 0, rest
 
 
 def extensions(config: Config) -> Extensions:
@@ -164,23 +184,22 @@ def answer(argv: list[str]) -> None:
 
 def dry_run(argv: list[str]) -> None:
     """Print what each rank of `--ranks N` would hold, and start nothing. Needs config.json, but no weights or GPU."""
+    ranks, argv = ranks_of(argv)
+    ranks = ranks or environment.ranks_started(os.environ) or 1
     parser = _Parser(add_help=False)
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--ranks", type=int, default=environment.ranks_started(os.environ) or 1)
     parser.add_argument("--gpu-gib", type=float)
     options, rest = parser.parse_known_args(argv)
-    if not 1 <= options.ranks <= MOST_RANKS:
-        raise ConfigError(f"--ranks {options.ranks}: expected a number from 1 to {MOST_RANKS}")
     if options.gpu_gib is not None and not options.gpu_gib > 0:
         raise ConfigError(f"--gpu-gib {options.gpu_gib:g}: expected a number above 0")
-    config = parse("train", rest, options.ranks)
+    config = parse("train", rest, ranks)
     longest = config.model.max_length
     hf_config = check_model(config.model.path, "train", drafter=False, weights=False, tokenizer=False, longest=longest)
     hf_config = with_drafter(config, hf_config, weights=False)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # layers are described, not run: no GPU is touched
     from megatron_rlspec.train import dry_run
 
-    for line in dry_run.report(config, hf_config, options.ranks, options.gpu_gib):
+    for line in dry_run.report(config, hf_config, ranks, options.gpu_gib):
         print(line)
 
 
@@ -206,7 +225,7 @@ def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | No
         _check_tail(config)
         return config
     started = ranks or environment.ranks_started(os.environ)
-    because = f"torchrun started {started}" if started else "this is one process, which torchrun did not start"
+    because = f"torchrun started {started}" if started else "this is one process; --ranks N starts several"
     if ranks:
         because = f"--ranks is {ranks}"
     config.check_run(command, started or 1, because)
@@ -232,12 +251,15 @@ def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
         epilog=REPLAY_NOTES if command == "replay" else TRAIN_NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         example=example,
-        first=["--config", *(f"--{name}" for name in first.split())],
+        first=["--config", *(["--ranks"] if command != "answer" else []), *(f"--{name}" for name in first.split())],
     )
     parser._negative_number_matcher = re.compile(r"^-\.?(\d|inf|nan)")  # argparse takes -1e-4 for an option
     if command == "replay":
         parser.add_argument("run", metavar="RUN", help="run directory of `rlspec train --train.record true`")
     parser.add_argument("--config", metavar="FILE", help="TOML file, one table per section")
+    if command != "answer":
+        help = "training processes on this machine (default 1)"
+        parser.add_argument("--ranks", metavar="N", default=argparse.SUPPRESS, help=help)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for known in options():
         section = known.name.partition(".")[0]

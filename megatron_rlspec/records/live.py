@@ -11,7 +11,6 @@ SHOWN = {
     "rollout/reward": ("reward", "{:.3f}"),
     "rollout/failed_rewards": ("failed rewards", "{:.0f}"),
     "rollout/accept_length": ("accept length", "{:.2f}"),
-    "spec/accept_length": ("when drafting", "{:.2f}"),
     "rollout/tokens_per_second": ("tokens/s", "{:.0f}"),
     "rollout/response_length": ("response length", "{:.0f}"),
     "rollout/truncated": ("truncated", "{:.0%}"),

@@ -438,7 +438,7 @@ def test_one_line_names_mistake_and_place(error, act, parts, tmp_path, tokenizer
 
 COMMANDS = [
     ("trian", "unknown command 'trian'"),
-    ("sft --model.path m --sft.path s.jsonl --parallel.tensor 2", "but this is one process, which torchrun did not"),
+    ("sft --model.path m --sft.path s.jsonl --parallel.tensor 2", "but this is one process; --ranks N starts several"),
     ("plan no.json", "no.json: No such file"),
     ("serve --model no", "--model no: no config.json"),
     ("serve --model . --host 0.0.0.0", "--api-key"),

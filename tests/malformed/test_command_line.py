@@ -95,7 +95,9 @@ COMMANDS = [
     Case("ranks of a fraction", "train --dry-run --ranks 2.5", ("--ranks", "'2.5'")),
     Case("ranks below zero", "train --dry-run --ranks -3", ("--ranks",)),
     Case("ranks 1e9", "train --dry-run --ranks 1000000000", ("--ranks 1000000000", "16384")),
-    Case("ranks without a dry run", "train --ranks 4", ("unknown option ranks",)),
+    Case("ranks of a run without a model", "train --ranks 4", ("model.path is empty",)),
+    Case("ranks of torchrun", "train --ranks 4", ("--ranks 4", "torchrun started 1"), environment=TORCHRUN),
+    Case("ranks of answers", "answer --ranks 2", ("unknown option ranks",)),
     Case(
         "ranks that do not divide",
         "train --dry-run --ranks 3 --model.path m --data.path d --parallel.tensor 2",
