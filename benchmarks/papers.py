@@ -14,8 +14,8 @@ from functools import cache
 import numpy as np
 
 from megatron_rlspec.extensions.migration.plans.pace import Pace
-from megatron_rlspec.extensions.simulator.cluster import Cluster, Policies, Workload, draw
-from megatron_rlspec.extensions.simulator.hardware import Model, hardware_table
+from megatron_rlspec.extensions.simulator.cluster import Cluster, Policies, Simulation, Workload
+from megatron_rlspec.extensions.simulator.hardware import ModelSizes, hardware_table
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel
 from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
@@ -168,10 +168,13 @@ def rlhfspec_breakdown(samples: int, tree: str = "k5t4n48", seeds: int = 1) -> l
     rates = np.array([[0.9, 0.87, 0.85, 0.83, 0.8], [0.55, 0.5, 0.45, 0.4, 0.4]])
     acceptance = AcceptanceModel(rates, 0.8, np.array([0.4, 0.6, 0.8]), SIBLING)
     names = ("off", tree, f"{tree}+sample", f"{tree}+sample+kv")
-    cluster = Cluster(hardware_table("L40S", Model(8.03e9), (1,), (), Policies.of(names[-1]).shapes), 8)
+    cluster = Cluster(hardware_table("L40S", ModelSizes(8.03e9), (1,), (), Policies.of(names[-1]).shapes), 8)
     lengths = LengthModel.of_quantiles((0.5, 378), (0.95, 1373), 0.5)
     work = Workload(lengths, acceptance, prompts=samples, samples=8, cap=2048)
-    seconds = [[draw(cluster, work, Policies.of(name), seed).makespan_ms for seed in range(seeds)] for name in names]
+    seconds = [
+        [Simulation(cluster, work, Policies.of(name), seed).run().makespan_ms for seed in range(seeds)]
+        for name in names
+    ]
     return [float(np.mean(np.divide(seconds[0], row))) for row in seconds[1:]]
 
 

@@ -49,10 +49,10 @@ from timed_rollouts import (
     sglang_lab,
 )
 
-from megatron_rlspec.extensions.simulator.engine import Durations, SimEngine, SimSample
-from megatron_rlspec.extensions.simulator.rollout import MoveCost
-from megatron_rlspec.extensions.simulator.rollout import rollout as simulated
+from megatron_rlspec.extensions.simulator.run_engines import MoveCost
+from megatron_rlspec.extensions.simulator.run_engines import run_engines as simulated
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel
+from megatron_rlspec.extensions.simulator.sim_engine import Durations, SimEngine, SimSample
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, Move, RoundStats, SpecConfig, SpecSchedule

@@ -35,10 +35,10 @@ from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, SwitchCosts, TPPlanner, deal
-from megatron_rlspec.extensions.simulator.engine import Durations, SimEngine, SimSample
-from megatron_rlspec.extensions.simulator.rollout import Resizing
-from megatron_rlspec.extensions.simulator.rollout import rollout as simulated
+from megatron_rlspec.extensions.simulator.run_engines import Resizing
+from megatron_rlspec.extensions.simulator.run_engines import run_engines as simulated
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, rounds_of
+from megatron_rlspec.extensions.simulator.sim_engine import Durations, SimEngine, SimSample
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.speculation.acceptance import Acceptance

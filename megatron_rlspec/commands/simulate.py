@@ -27,9 +27,9 @@ from megatron_rlspec import arguments, files
 from megatron_rlspec.config.base import ConfigError, Count, Positive, Section, Text, Tokens
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts
 from megatron_rlspec.extensions.simulator import ablation
-from megatron_rlspec.extensions.simulator.cluster import Cluster, Draw, Policies, Workload, draw
-from megatron_rlspec.extensions.simulator.hardware import Model, hardware_table
-from megatron_rlspec.extensions.simulator.rollout import Trace
+from megatron_rlspec.extensions.simulator.cluster import Cluster, Policies, Simulation, Workload
+from megatron_rlspec.extensions.simulator.hardware import ModelSizes, hardware_table
+from megatron_rlspec.extensions.simulator.run_engines import Trace
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel
 from megatron_rlspec.extensions.simulator.step import Training, steps
 from megatron_rlspec.speculation.cost_table import CostTable
@@ -55,7 +55,7 @@ example, cluster.toml:
   rlspec simulate cluster.toml --policies off,k3,adaptive,adaptive+in_flight,adaptive+kv
 """
 Share = Annotated[float, Field(ge=0, le=1)]
-Cost = Annotated[float, Field(ge=0, le=1e6)]
+Duration = Annotated[float, Field(ge=0, le=1e6)]
 Rates = Annotated[tuple[Share, ...], Field(min_length=1, max_length=64)]
 
 
@@ -78,7 +78,7 @@ class ClusterConfig(Section):
     max_tokens: Count = Field(0, description="room of one engine's KV cache; 0: any number")
     chunk: Positive = Field(8192, description="tokens of a prefill pass, at most")
     link: float = Field(25.0, ge=0, le=1e5, description="GB/s out of an engine, and into one; 0: not charged")
-    pause: Cost = Field(1.0, description="seconds between two decisions of the planners, at least")
+    pause: Duration = Field(1.0, description="seconds between two decisions of the planners, at least")
     switch: float = Field(
         1.0, ge=0, le=1e5, description="seconds of a change of the tensor-parallel size, caches aside"
     )
@@ -139,16 +139,16 @@ class TrainingConfig(Section):
     steps: Annotated[int, Field(gt=0, le=10_000)] = Field(8, description="steps of a run")
     colocated: bool = Field(False, description="the trainer has the engines' GPUs: nothing runs beside a rollout")
     staleness: Annotated[int, Field(ge=0, le=1)] = Field(0, description="1: train while the next rollout is drawn")
-    score: Cost = Field(6.0, description="µs a token, for rewards and log-probabilities")
-    train: Cost = Field(45.0, description="µs a token, for the policy's update")
-    push: Cost = Field(2.0, description="seconds to bring weights to the engines")
-    wake: Cost = Field(5.0, description="seconds in which colocated engines give memory back and get it again")
+    score: Duration = Field(6.0, description="µs a token, for rewards and log-probabilities")
+    train: Duration = Field(45.0, description="µs a token, for the policy's update")
+    push: Duration = Field(2.0, description="seconds to bring weights to the engines")
+    wake: Duration = Field(5.0, description="seconds in which colocated engines give memory back and get it again")
     update: Share = Field(0.2, description="time of a drafter update in the policy's step, as a share of train")
     again: Share = Field(
         0.33, description="of the policy's forward pass, which a drafter update beside a rollout needs"
     )
     drift: Share = Field(0.03, description="log-odds of acceptance that one step of the policy costs")
-    behind: Cost = Field(
+    behind: Duration = Field(
         0.0, description="log-odds that a drafter which is never trained has lost before the first step"
     )
     repair: Share = Field(0.7, description="share of what was lost that a drafter update regains")
@@ -289,7 +289,7 @@ def build(config: SimulationConfig, policies: Mapping[str, Policies]) -> tuple[C
         fixed = [p.config for p in policies.values() if p.config is not None]
         steps = {1, 2, 3, 5, 7} | {config.num_steps for config in fixed if config.topk == 1}
         trees = sorted({shape for p in policies.values() for shape in p.shapes})
-        model = Model(given.parameters, given.context_bytes, given.layers, given.hidden, given.drafter)
+        model = ModelSizes(given.parameters, given.context_bytes, given.layers, given.hidden, given.drafter)
         cost = hardware_table(given.hardware, model, sorted(sizes), sorted(steps - {0}), trees)
     cluster = Cluster(
         cost,
@@ -314,7 +314,7 @@ def compare(config: SimulationConfig, policies: Mapping[str, Policies], seeds: i
     cluster, workload = build(config, policies)
     for name, chosen in policies.items():
         with _naming(name):
-            Draw(cluster, workload, chosen, 0)  # before the progress bar
+            Simulation(cluster, workload, chosen, 0)  # before the progress bar
     outcomes: dict[str, list[Outcome]] = {name: [] for name in policies}
     runs = list(itertools.product(range(seeds), policies))
     for seed, name in track(runs, "simulate", console=Console(stderr=True), transient=True):
@@ -334,7 +334,7 @@ def _naming(policy: str) -> Iterator[None]:
 
 def _outcome(config: SimulationConfig, cluster: Cluster, workload: Workload, policies: Policies, seed: int) -> Outcome:
     if config.training is None:
-        trace = draw(cluster, workload, policies, seed)
+        trace = Simulation(cluster, workload, policies, seed).run()
         return Outcome(trace.makespan_ms / 1e3, trace.tokens_per_second, 1.0, 0.0, [trace])
     options = config.training.model_dump()
     count = options.pop("steps")

@@ -1,6 +1,7 @@
 """A cluster, a workload and policies, and one simulated rollout of them:
 
-    trace = draw(Cluster(hardware_table("H100", Model(), (1, 2, 4))), Workload(lengths, acceptance), Policies(), seed)
+    cluster = Cluster(hardware_table("H100", ModelSizes(), (1, 2, 4)))
+    trace = Simulation(cluster, Workload(lengths, acceptance), Policies(), seed).run()
 
 Policies are made of the live decision objects, which engines and runs use, too.
 """
@@ -19,9 +20,9 @@ import numpy as np
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import WAYS, How, Rebalancer, Transport
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner
-from megatron_rlspec.extensions.simulator.engine import CHUNK, Durations, SimEngine, SimSample
-from megatron_rlspec.extensions.simulator.rollout import MoveCost, Resizing, Trace, rollout
+from megatron_rlspec.extensions.simulator.run_engines import MoveCost, Resizing, Trace, run_engines
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel
+from megatron_rlspec.extensions.simulator.sim_engine import CHUNK, Durations, SimEngine, SimSample
 from megatron_rlspec.extensions.trees.tree import TreeBudget
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
@@ -187,25 +188,13 @@ class Policies:
         return tuple(c for c in alike if c.num_draft_tokens <= wanted.num_draft_tokens)
 
 
-def draw(
-    cluster: Cluster,
-    workload: Workload,
-    policies: Policies,
-    seed: int,
-    *,
-    rule: Mapping[str, Any] | None = None,
-) -> Trace:
-    """Simulate one rollout. Equal seeds give equal lengths under all policies. Raises CostTableError.
+class Simulation:
+    """One simulated rollout. The engines, `trace` aside, tell what a real run would learn from.
 
     rule  of `speculation.learning.Learning.rule`: what an adaptive policy has learned; None: nothing yet
-    """
-    return Draw(cluster, workload, policies, seed, rule).run()
 
-
-class Draw:
-    """The parts of one `draw`. The engines, `trace` aside, tell what a real run would learn from.
-
-    Raises CostTableError, and ValueError for trees without the acceptance of siblings.
+    Equal seeds give equal lengths under all policies. Raises CostTableError, and ValueError for trees without the
+    acceptance of siblings.
     """
 
     def __init__(
@@ -227,13 +216,13 @@ class Draw:
         self.engines: list[SimEngine] = []
 
     def run(self) -> Trace:
-        """Draw the rollout."""
+        """Simulate the rollout."""
         cluster, work, policies = self.cluster, self.workload, self.policies
         samples = self._samples()
         engines = self._fleet(cluster.tp)
         held = len(samples) // cluster.engines // 2  # half of an even share: the rest goes where samples end early
         downtime = DOWNTIME * engines[0].durations.ms(self.candidates[-1], 1, work.prompt_tokens)[0]
-        return rollout(
+        return run_engines(
             samples,
             engines,
             work.cap,

@@ -22,7 +22,7 @@ WIRES = dict.fromkeys(("A40", "L40S"), PCIE) | dict.fromkeys(("A100", "H100", "H
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSizes:
     """A model's size, in bf16.
 
     parameters     of the whole model
@@ -42,7 +42,7 @@ class Model:
 
 
 def hardware_table(
-    gpu: str, model: Model, tps: Sequence[int], steps: Sequence[int] = STEPS, trees: Sequence[SpecConfig] = ()
+    gpu: str, model: ModelSizes, tps: Sequence[int], steps: Sequence[int] = STEPS, trees: Sequence[SpecConfig] = ()
 ) -> CostTable:
     """Return the cost table of engines of `tps` GPUs each, computed: no engine ran.
 
@@ -73,13 +73,13 @@ def hardware_table(
     return CostTable(provenance, rounds, prefill, catch_up_ms=_catch_up_ms(gpu, model, tps[0]))
 
 
-def _catch_up_ms(gpu: str, model: Model, tp: int) -> float:
+def _catch_up_ms(gpu: str, model: ModelSizes, tp: int) -> float:
     bandwidth, tflops = HARDWARE[gpu]
     cost = Roofline.of_hardware(bandwidth * tp, tflops * tp, parameters=model.parameters, drafter=model.drafter)
     return cost.catch_up_ms
 
 
-def _wires_ms(gpu: str, model: Model, tp: int, work: Work) -> float:
+def _wires_ms(gpu: str, model: ModelSizes, tp: int, work: Work) -> float:
     """Return the ms of all all-reduces of a round: of the target, and of the drafter's one layer a pass."""
     verified, drafts, passes, step = (float(np.ravel(x)[0]) for x in (work.verified, *work[2:]))
     layer = replace(model, layers=1)
@@ -87,7 +87,7 @@ def _wires_ms(gpu: str, model: Model, tp: int, work: Work) -> float:
     return target + passes * _all_reduces_ms(gpu, layer, tp, step)
 
 
-def _all_reduces_ms(gpu: str, model: Model, tp: int, tokens: float) -> float:
+def _all_reduces_ms(gpu: str, model: ModelSizes, tp: int, tokens: float) -> float:
     rate, hop_ms = WIRES[gpu]
     size = 2 * (tp - 1) / tp * model.hidden * 2 * tokens  # bytes that a GPU sends, in a ring
     return 2 * model.layers * (hop_ms * (tp - 1) + size / rate / 1e6)

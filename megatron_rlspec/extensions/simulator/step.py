@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_rlspec.extensions.simulator.cluster import Cluster, Draw, Policies, Workload
-from megatron_rlspec.extensions.simulator.rollout import Trace
+from megatron_rlspec.extensions.simulator.cluster import Cluster, Policies, Simulation, Workload
+from megatron_rlspec.extensions.simulator.run_engines import Trace
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
@@ -126,10 +126,10 @@ class _Run:
         workload = replace(self.workload, acceptance=self.workload.acceptance.shifted(-self.gap))
         adaptive = self.policies.speculation == "adaptive"
         self.learning.expect(None)
-        draw = Draw(self.cluster, workload, self.policies, seed, self.learning.rule() if adaptive else None)
-        trace = draw.run()
-        rounds = [found for engine in draw.engines for found in engine.stats()]
-        reports = [engine.policy.report() for engine in draw.engines if isinstance(engine.policy, SpecRule)]
+        rollout = Simulation(self.cluster, workload, self.policies, seed, self.learning.rule() if adaptive else None)
+        trace = rollout.run()
+        rounds = [found for engine in rollout.engines for found in engine.stats()]
+        reports = [engine.policy.report() for engine in rollout.engines if isinstance(engine.policy, SpecRule)]
         self.learning.observe(rounds, reports)
 
         generate = trace.makespan_ms / 1e3

@@ -139,7 +139,9 @@ def paint(cache: Cache, groups: Groups, tp: int) -> None:
             cache.hidden[slot] = torch.from_numpy(values).float()
 
 
-def wrong(cache: Cache, groups: Groups, tp: int, expected: dict[str, retile.Row], seated: dict[str, int]) -> list[str]:
+def wrong(
+    cache: Cache, groups: Groups, tp: int, expected: dict[str, retile.CacheRow], seated: dict[str, int]
+) -> list[str]:
     """What a cache holds otherwise than `paint` paints it."""
     cache.audit()
     painted = Cache(cache.model, cache.rows, cache.columns, cache.total, cache.share_prefix)
@@ -183,7 +185,7 @@ def caches(meeting: str, share_prefix: bool, slots: int, kind: str) -> list[str]
     found = []
     for old, new in zip(PATH, PATH[1:], strict=False):
         switch = retile.Switch(groups, old, new)
-        own = [retile.Row.of(cache, row, id, switch.old_group, 0) for id, row in mine.items()]
+        own = [retile.CacheRow.of(cache, row, id, switch.old_group, 0) for id, row in mine.items()]
         everybody: list[Any] = [None] * switch.wide.size
         if switch.wide.size > 1:
             dist.all_gather_object(everybody, own, group=switch.wide.group)
@@ -221,7 +223,7 @@ def memory(meeting: str, slots: int, path: tuple[int, ...]) -> list[float]:
     found = []
     for old, new in itertools.pairwise(path):
         switch = retile.Switch(groups, old, new)
-        own = [retile.Row.of(cache, row, id, switch.old_group, 0) for id, row in mine.items()]
+        own = [retile.CacheRow.of(cache, row, id, switch.old_group, 0) for id, row in mine.items()]
         everybody: list[Any] = [None] * switch.wide.size
         dist.all_gather_object(everybody, own, group=switch.wide.group)
         rows = sorted({row.id: row for part in everybody for row in part}.values())

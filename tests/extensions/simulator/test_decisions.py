@@ -11,14 +11,14 @@ import pytest
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner
 from megatron_rlspec.extensions.simulator import cluster as cluster_room
-from megatron_rlspec.extensions.simulator.cluster import Cluster, Policies, Workload, draw
-from megatron_rlspec.extensions.simulator.hardware import Model, hardware_table
+from megatron_rlspec.extensions.simulator.cluster import Cluster, Policies, Simulation, Workload
+from megatron_rlspec.extensions.simulator.hardware import ModelSizes, hardware_table
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel
 from megatron_rlspec.speculation.rule import SpecRule
 
 SIM = Path(cluster_room.__file__).parent
 ACCEPTANCE = AcceptanceModel(np.array([[0.9, 0.85, 0.8], [0.5, 0.4, 0.3]]), 0.8, np.array([0.4, 0.7]))
-TABLE = hardware_table("A40", Model(), (2, 8), (1, 3))
+TABLE = hardware_table("A40", ModelSizes(), (2, 8), (1, 3))
 CLUSTER = Cluster(TABLE, 4, 2, link=8.3, pause_ms=0.0, switch=SwitchCosts(10.0, 0.0, 131_072, 8.3))
 WORKLOAD = Workload(LengthModel(6.0, 0.8), ACCEPTANCE, prompts=6, samples=4, prompt_tokens=50, cap=1500)
 SLOW = replace(CLUSTER, switch=SwitchCosts(1e9))  # a change of the size never pays
@@ -56,11 +56,11 @@ class Recorded:
 
 def test_every_choice_in_a_trace_is_one_of_a_live_object(monkeypatch):
     recorded = Recorded(monkeypatch)
-    moved = draw(SLOW, WORKLOAD, Policies.of("adaptive+auto+tp"), 0)
+    moved = Simulation(SLOW, WORKLOAD, Policies.of("adaptive+auto+tp"), 0).run()
     assert moved.moves and [move for _, move in moved.moves] == [move for plan in recorded.moves for move in plan]
     assert not moved.changes and not recorded.changes
     assert moved.configs == recorded.configs
-    changed = draw(CLUSTER, WORKLOAD, Policies.of("adaptive+tp"), 0)
+    changed = Simulation(CLUSTER, WORKLOAD, Policies.of("adaptive+tp"), 0).run()
     assert [change for _, change, _ in changed.changes] == recorded.changes != []
 
 
@@ -72,10 +72,10 @@ def test_the_trace_follows_a_live_object_that_errs(monkeypatch):
             chosen = super().choose(*args, **options)
             return next(config for config in self.candidates if config != chosen)
 
-    right = draw(SLOW, WORKLOAD, Policies.of("adaptive"), 0)
+    right = Simulation(SLOW, WORKLOAD, Policies.of("adaptive"), 0).run()
     monkeypatch.setattr(cluster_room, "SpecRule", Contrary)
     monkeypatch.setattr(Rebalancer, "plan", lambda *_: [])
-    wrong = draw(SLOW, WORKLOAD, Policies.of("adaptive+auto"), 0)
+    wrong = Simulation(SLOW, WORKLOAD, Policies.of("adaptive+auto"), 0).run()
     assert not wrong.moves
     assert max(right.configs, key=right.configs.get) != max(wrong.configs, key=wrong.configs.get)
     assert wrong.makespan_ms > right.makespan_ms

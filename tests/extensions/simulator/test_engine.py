@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, SwitchCosts
-from megatron_rlspec.extensions.simulator.engine import Durations, SimEngine, SimSample
 from megatron_rlspec.extensions.simulator.events import Clock
 from megatron_rlspec.extensions.simulator.links import Links
-from megatron_rlspec.extensions.simulator.rollout import MoveCost, Resizing, rollout
+from megatron_rlspec.extensions.simulator.run_engines import MoveCost, Resizing, run_engines
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel
+from megatron_rlspec.extensions.simulator.sim_engine import Durations, SimEngine, SimSample
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, Move, SpecConfig, SpecSchedule
@@ -30,15 +30,15 @@ def sample(name, length, prompt=100, group=-1) -> SimSample:
 def test_prefill_goes_first_in_chunks_and_draws_the_first_token():
     """300 prompt tokens in chunks of 120 take three passes, each 5 ms and 0.1 ms a token; then 3 rounds."""
     one = engine(prefill=lambda tokens: 5 + 0.1 * tokens, chunk=120)
-    trace = rollout([sample("a", 4, 300)], [one], 10)
+    trace = run_engines([sample("a", 4, 300)], [one], 10)
     assert trace.makespan_ms == pytest.approx(3 * 5 + 30 + 3 * 10)
     assert trace.rounds == 3 and trace.tokens == 4
 
 
 def test_samples_of_a_prompt_share_its_prefill():
-    alone = rollout([sample("a", 2, 200, 0)], [engine(prefill=float)], 10).makespan_ms
-    both = rollout([sample("a", 2, 200, 0), sample("b", 2, 200, 0)], [engine(prefill=float)], 10).makespan_ms
-    other = rollout([sample("a", 2, 200, 0), sample("b", 2, 200, 1)], [engine(prefill=float)], 10)
+    alone = run_engines([sample("a", 2, 200, 0)], [engine(prefill=float)], 10).makespan_ms
+    both = run_engines([sample("a", 2, 200, 0), sample("b", 2, 200, 0)], [engine(prefill=float)], 10).makespan_ms
+    other = run_engines([sample("a", 2, 200, 0), sample("b", 2, 200, 1)], [engine(prefill=float)], 10)
     assert both == alone == 210 and other.makespan_ms == 410
 
 
@@ -46,16 +46,16 @@ def test_an_embedded_engine_reads_a_prompt_again_after_its_last_sample():
     """Each sample runs alone: 200 ms of prompt, and two rounds. SGLang's first token comes with the prefill."""
     pair = [sample("a", 2, 200, 0), sample("b", 2, 200, 0)]
     options = {"prefill": float, "max_running": 1}
-    assert rollout(pair, [engine(embedded=True, **options)], 10).makespan_ms == 2 * (200 + 20)
+    assert run_engines(pair, [engine(embedded=True, **options)], 10).makespan_ms == 2 * (200 + 20)
     pair = [sample("a", 2, 200, 0), sample("b", 2, 200, 0)]
-    assert rollout(pair, [engine(**options)], 10).makespan_ms == 200 + 10 + 10
+    assert run_engines(pair, [engine(**options)], 10).makespan_ms == 200 + 10 + 10
 
 
 def test_decoding_waits_for_the_prefill_of_others_unless_the_engine_is_embedded():
     def ends(embedded):
         samples = [sample("a", 3), sample("b", 3), sample("c", 3)]
         one = engine(prefill=lambda tokens: 50.0, chunk=100, embedded=embedded)
-        return rollout(samples, [one], 10).ended_ms
+        return run_engines(samples, [one], 10).ended_ms
 
     assert ends(False) == {"a": 170, "b": 170, "c": 170}  # 3 prefills, 2 rounds
     assert ends(True) == {"a": 180, "b": 190, "c": 200}  # each step: a chunk, then a round
@@ -63,7 +63,7 @@ def test_decoding_waits_for_the_prefill_of_others_unless_the_engine_is_embedded(
 
 def test_a_full_cache_puts_the_shortest_sample_back_until_another_has_ended():
     one = engine(max_tokens=240, prefill=lambda tokens: 0.001 * tokens)
-    trace = rollout([sample("a", 60), sample("b", 40, 110)], [one], 100)
+    trace = run_engines([sample("a", 60), sample("b", 40, 110)], [one], 100)
     assert trace.retracted == 1 and trace.tokens == 100
     assert trace.ended_ms["a"] == pytest.approx(59 * 10 + 0.21)  # as if it were alone
     assert trace.ended_ms["a"] < trace.ended_ms["b"] < 59 * 10 + 40 * 10
@@ -82,7 +82,7 @@ def test_drafting_after_rounds_without_it_reads_what_was_missed():
 
     plain, drafting = (float(ms) for ms in cost.grid([OFF, K1], np.array(1), np.array(100)))
     one = engine(policy=FromTheSixth([OFF, K1], cost), cost=cost)
-    trace = rollout([sample("a", 8)], [one], 10)  # the first token comes from the prefill
+    trace = run_engines([sample("a", 8)], [one], 10)  # the first token comes from the prefill
     assert trace.configs == {OFF: 5, K1: 2}
     assert trace.makespan_ms == pytest.approx(5 * plain + 2 * drafting + 3.0 + 5 * cost.catch_up_ms, rel=1e-3)
 
@@ -97,7 +97,7 @@ def test_a_sleeping_engine_has_lost_its_caches_and_does_nothing():
         one.step()
     one.wake(100.0)
     one.give(left)
-    trace = rollout([], [one], 10)
+    trace = run_engines([], [one], 10)
     assert trace.makespan_ms > 100 and one.tokens == 10
 
 
@@ -135,7 +135,7 @@ def test_a_source_decodes_on_while_a_cache_travels():
     a, b = engine("a"), engine("b")
     a.give([sample("s", 50)])
     cost = MoveCost(1000, 0.001, 7.0)
-    trace = rollout([], [a, b], 50, rebalancer=moves, every=1, cost=cost)
+    trace = run_engines([], [a, b], 50, rebalancer=moves, every=1, cost=cost)
     assert len(trace.moves) == 1 and a.tokens > 12 and b.tokens > 30 and a.tokens + b.tokens == 50
     away = trace.makespan_ms - 49 * 10
     assert away == pytest.approx(7 + a.tokens - 3, abs=2)  # the rest of the cache, and the pause
@@ -147,7 +147,7 @@ def test_engines_do_not_decode_while_they_work_on_a_move():
     a, b = engine("a", embedded=True), engine("b", embedded=True)
     a.give([sample("s", 50), sample("t", 40)])
     b.give([sample("u", 60)])
-    trace = rollout([], [a, b], 50, rebalancer=moves, every=1, cost=MoveCost(busy_ms=3.0, busy_token_ms=0.5))
+    trace = run_engines([], [a, b], 50, rebalancer=moves, every=1, cost=MoveCost(busy_ms=3.0, busy_token_ms=0.5))
     assert len(trace.moves) == 1
     busy = 3 + 0.5 * 102
     assert trace.ended_ms["t"] == pytest.approx(40 * 10 + busy, abs=1)
@@ -159,7 +159,7 @@ def test_an_idle_target_works_on_a_move_too():
         a, b = engine("a", embedded=True), engine("b", embedded=True)
         a.give([sample("s", 10)])
         moves = Once([Move("a", "b", ("s",), "kv")], [])
-        return rollout([], [a, b], 50, rebalancer=moves, every=1, cost=MoveCost(**busy)).makespan_ms
+        return run_engines([], [a, b], 50, rebalancer=moves, every=1, cost=MoveCost(**busy)).makespan_ms
 
     assert makespan(busy_ms=50.0) == pytest.approx(makespan() + 2 * 50)  # source and target, one after the other
 
@@ -167,7 +167,7 @@ def test_an_idle_target_works_on_a_move_too():
 def test_a_move_without_room_stays_away():
     a, b = engine("a"), engine("b", max_tokens=50)
     a.give([sample("s", 20)])
-    trace = rollout([], [a, b], 50, rebalancer=Once([Move("a", "b", ("s",), "kv")], []), every=1)
+    trace = run_engines([], [a, b], 50, rebalancer=Once([Move("a", "b", ("s",), "kv")], []), every=1)
     assert trace.refused == 1 and a.tokens == 20 and b.tokens == 0
 
 
@@ -180,7 +180,7 @@ def test_a_change_of_the_size_waits_for_rounds_and_loses_no_sample(how):
     a, b = engine("a"), engine("b")
     a.give([sample("s", 31)])
     b.give([sample("t", 21)])
-    trace = rollout([], [a, b], 50, every=2, resizing=Resizing(change, 1, lambda tp: [fleet["big"]], costs))
+    trace = run_engines([], [a, b], 50, every=2, resizing=Resizing(change, 1, lambda tp: [fleet["big"]], costs))
     (at, _, took), drawn = trace.changes[0], a.tokens
     assert took == pytest.approx(42 + (0.1 * (100 + drawn) if how == "kv" else 0))
     left = 31 - drawn - (0 if how == "kv" else 1)  # the prefill draws a token

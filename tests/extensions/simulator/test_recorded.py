@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_rlspec.extensions.simulator.engine import Durations, SimEngine, SimSample
-from megatron_rlspec.extensions.simulator.rollout import rollout
+from megatron_rlspec.extensions.simulator.run_engines import run_engines
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel
+from megatron_rlspec.extensions.simulator.sim_engine import Durations, SimEngine, SimSample
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.types import OFF, SpecSchedule
 
@@ -63,7 +63,7 @@ def predicted(real: dict, table: CostTable, acceptance: AcceptanceModel, shares:
             )
             for name in "ab"[: real["engines"]]
         ]
-        trace = rollout(samples, engines, 400)
+        trace = run_engines(samples, engines, 400)
         makespans.append(trace.makespan_ms)
         for config, count in trace.configs.items():
             counts[str(config)] = counts.get(str(config), 0) + count

@@ -7,10 +7,10 @@ import pytest
 
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
-from megatron_rlspec.extensions.simulator.engine import Durations, SimEngine, SimSample
 from megatron_rlspec.extensions.simulator.events import Clock
-from megatron_rlspec.extensions.simulator.rollout import MoveCost, rollout
+from megatron_rlspec.extensions.simulator.run_engines import MoveCost, run_engines
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel, rounds_of
+from megatron_rlspec.extensions.simulator.sim_engine import Durations, SimEngine, SimSample
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
@@ -50,30 +50,30 @@ def test_callbacks_run_in_the_order_of_time_and_of_making():
 
 def test_plain_decoding_takes_one_round_a_token():
     round_ms = float(FLAT.grid([OFF], np.array(1), np.array(16))[0])
-    trace = rollout(samples([5, 9, 3]), [engine()], 100)
+    trace = run_engines(samples([5, 9, 3]), [engine()], 100)
     assert trace.makespan_ms == pytest.approx(9 * round_ms)
     assert trace.tokens == 17 and trace.rounds == 9
     assert trace.ended_ms == {"s0000": 5 * round_ms, "s0001": 9 * round_ms, "s0002": 3 * round_ms}
 
 
 def test_two_engines_run_at_once_and_a_full_one_makes_samples_wait():
-    alone = rollout(samples([50] * 4), [engine(max_running=2)], 100)
-    both = rollout(samples([50] * 4), [engine("a", max_running=2), engine("b", max_running=2)], 100)
+    alone = run_engines(samples([50] * 4), [engine(max_running=2)], 100)
+    both = run_engines(samples([50] * 4), [engine("a", max_running=2), engine("b", max_running=2)], 100)
     assert alone.makespan_ms == pytest.approx(2 * both.makespan_ms)
     assert both.utilisation == pytest.approx({"a": 1.0, "b": 1.0})
 
 
 def test_a_prompt_takes_its_prefill():
-    without = rollout(samples([5]), [engine()], 100).makespan_ms
-    assert rollout(samples([5]), [engine(prefill=lambda tokens: 0.5 * tokens)], 100).makespan_ms == pytest.approx(
+    without = run_engines(samples([5]), [engine()], 100).makespan_ms
+    assert run_engines(samples([5]), [engine(prefill=lambda tokens: 0.5 * tokens)], 100).makespan_ms == pytest.approx(
         without + 8.0
     )
 
 
 def test_requests_are_taken_as_engines_run_dry():
     lengths = [10, 10, 500, 10, 10, 10, 10, 10, 10, 10]
-    dealt = rollout(samples(lengths), [engine("a", max_running=1), engine("b", max_running=1)], 1000)
-    taken = rollout(samples(lengths), [engine("a", max_running=1), engine("b", max_running=1)], 1000, in_flight=1)
+    dealt = run_engines(samples(lengths), [engine("a", max_running=1), engine("b", max_running=1)], 1000)
+    taken = run_engines(samples(lengths), [engine("a", max_running=1), engine("b", max_running=1)], 1000, in_flight=1)
     assert taken.makespan_ms < dealt.makespan_ms
     assert taken.tokens == dealt.tokens == sum(lengths)
 
@@ -89,7 +89,7 @@ def test_moves_of_the_live_rebalancer_shorten_a_skewed_rollout(how):
         for e, part in zip(engines, (samples(lengths), []), strict=True):
             e.give(part)
         planner = Rebalancer(STEEP, [OFF], Transport(50.0, 131072), modes=[how]) if moves else None
-        return rollout([], engines, 400, rebalancer=planner, lengths=past, cost=MoveCost(131072, 50.0, 20.0))
+        return run_engines([], engines, 400, rebalancer=planner, lengths=past, cost=MoveCost(131072, 50.0, 20.0))
 
     moved, stayed = run(True), run(False)
     assert moved.moves and {move.how for _, move in moved.moves} == {how}
@@ -121,7 +121,7 @@ def makespan(lengths, narrow: int, lane: bool, cap: int) -> float:
     engines = [of(f"e{i}", 2) for i in range(narrow)] + ([of("lane", 8, lane=True)] if lane else [])
     transport = Transport(5.0, 131072)
     planner = Rebalancer(table, [OFF], transport, modes=["kv"])
-    trace = rollout(samples(lengths), engines, cap, rebalancer=planner, every=64, cost=MoveCost(131072, 5.0, 30.0))
+    trace = run_engines(samples(lengths), engines, cap, rebalancer=planner, every=64, cost=MoveCost(131072, 5.0, 30.0))
     assert trace.tokens == lengths.sum() and not (lane and not trace.moves)
     return trace.makespan_ms
 
@@ -140,7 +140,7 @@ def test_the_live_rule_speculates_for_few_and_stops_for_many():
     def share_off(batch: int) -> float:
         rule = SpecRule([OFF, SpecConfig(1), SpecConfig(3)], REAL)
         e = engine(cost=REAL, policy=rule, acceptance=GOOD, max_running=1024)
-        rollout(samples([300] * batch, acceptance=GOOD), [e], 300)
+        run_engines(samples([300] * batch, acceptance=GOOD), [e], 300)
         return e.rounds.get(OFF, 0) / sum(e.rounds.values())
 
     assert share_off(2) < 0.2 and share_off(1024) > 0.8
@@ -150,7 +150,7 @@ def test_one_seed_gives_one_trace():
     def run(seed):
         rule = SpecRule([OFF, SpecConfig(1), SpecConfig(3)], REAL)
         e = engine(cost=REAL, policy=rule, acceptance=GOOD, seed=seed)
-        return rollout(samples([100, 250, 60] * 5, acceptance=GOOD), [e], 300)
+        return run_engines(samples([100, 250, 60] * 5, acceptance=GOOD), [e], 300)
 
     assert run(1) == run(1)
     assert run(1).ended_ms != run(2).ended_ms
@@ -208,5 +208,5 @@ def test_a_large_rollout_draws_every_token():
         for i in range(8)
     ]
     drawn = LengthModel.of_quantiles((0.5, 378), (0.95, 1373)).draw(16, 8, 2048, np.random.default_rng(0)).ravel()
-    trace = rollout(samples(drawn, 8, acceptance=GOOD), engines, 2048)
+    trace = run_engines(samples(drawn, 8, acceptance=GOOD), engines, 2048)
     assert trace.tokens == drawn.sum()

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.extensions.simulator.cluster import Cluster, Policies, Workload
-from megatron_rlspec.extensions.simulator.hardware import Model, hardware_table
+from megatron_rlspec.extensions.simulator.hardware import ModelSizes, hardware_table
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel
 from megatron_rlspec.extensions.simulator.step import Training, steps
 
 ACCEPTANCE = AcceptanceModel(np.array([[0.9, 0.85, 0.8], [0.5, 0.4, 0.3]]), 0.8, np.array([0.4, 0.7]))
-CLUSTER = Cluster(hardware_table("A40", Model(), (2,), (1, 3)), 2, 2)
+CLUSTER = Cluster(hardware_table("A40", ModelSizes(), (2,), (1, 3)), 2, 2)
 WORKLOAD = Workload(LengthModel(5.0, 0.5), ACCEPTANCE, prompts=4, samples=4, prompt_tokens=50, cap=600)
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.extensions.simulator import cluster as cluster_room
-from megatron_rlspec.extensions.simulator.cluster import Cluster, Draw, Policies, Workload
-from megatron_rlspec.extensions.simulator.engine import Durations
-from megatron_rlspec.extensions.simulator.hardware import Model, hardware_table
+from megatron_rlspec.extensions.simulator.cluster import Cluster, Policies, Simulation, Workload
+from megatron_rlspec.extensions.simulator.hardware import ModelSizes, hardware_table
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel
+from megatron_rlspec.extensions.simulator.sim_engine import Durations
 from megatron_rlspec.extensions.trees.tree import TreeBudget
 from megatron_rlspec.speculation.acceptance import expected_tokens, top
 from megatron_rlspec.speculation.roofline import Roofline
@@ -19,7 +19,7 @@ from megatron_rlspec.types import SpecConfig
 CHAINS = AcceptanceModel(np.array([[0.9, 0.85, 0.8], [0.5, 0.4, 0.3]]), 0.8, np.array([0.4, 0.7]))
 ACCEPTANCE = replace(CHAINS, sibling=0.4)
 TREE = Policies.of("k3t3n16+sample")
-CLUSTER = Cluster(hardware_table("L40S", Model(), (1,), (3,), TREE.shapes), 1)
+CLUSTER = Cluster(hardware_table("L40S", ModelSizes(), (1,), (3,), TREE.shapes), 1)
 WORKLOAD = Workload(LengthModel(5.0, 0.3), ACCEPTANCE, prompts=12, samples=4, prompt_tokens=50, cap=300)
 
 
@@ -57,7 +57,7 @@ def test_a_round_takes_the_time_of_what_it_verifies():
     found = {n: durations.tree_ms(shapes[-1], 8, 800, n) for n in (8, 16, 20, 32, 40)}
     assert found[16][0] == two and found[20][0] == pytest.approx((3 * two + four) / 4)
     assert found[32][0] == found[40][0] == four and found[8][0] == two
-    measured = Durations(hardware_table("A40", Model(), (1,), (1,), shapes).at(1), shapes)
+    measured = Durations(hardware_table("A40", ModelSizes(), (1,), (1,), shapes).at(1), shapes)
     assert [measured.tree_ms(shapes[-1], 8, 800, n)[1] for n in (8, 16, 20, 32, 40)] == [
         True,
         False,
@@ -85,9 +85,9 @@ def test_a_live_budget_says_what_is_verified(monkeypatch):
 
     def accepted(budget):
         monkeypatch.setattr(cluster_room, "TreeBudget", budget)
-        draw = Draw(CLUSTER, WORKLOAD, TREE, 0)
-        trace = draw.run()
-        engine = draw.engines[0]
+        simulation = Simulation(CLUSTER, WORKLOAD, TREE, 0)
+        trace = simulation.run()
+        engine = simulation.engines[0]
         return trace, engine.budget, np.sum([found.accepted for found in engine.stats()], axis=0)
 
     trace, budget, some = accepted(Recorded)
@@ -102,15 +102,15 @@ def test_a_live_budget_says_what_is_verified(monkeypatch):
 def test_larger_trees_need_fewer_rounds_of_the_same_samples():
     rounds = []
     for name in ("k3", "k3t3n4", "k3t3n8", "k3t3n16"):
-        draw = Draw(CLUSTER, WORKLOAD, Policies.of(name), 0)
-        assert draw.run().tokens == sum(sample.length for sample in draw._samples())
-        rounds.append(sum(sum(found.accepted) for found in draw.engines[0].stats()))
+        simulation = Simulation(CLUSTER, WORKLOAD, Policies.of(name), 0)
+        assert simulation.run().tokens == sum(sample.length for sample in simulation._samples())
+        rounds.append(sum(sum(found.accepted) for found in simulation.engines[0].stats()))
     assert rounds[0] > 0.98 * rounds[1] > rounds[2] > rounds[3]
 
 
 def test_trees_without_the_acceptance_of_siblings_are_refused():
     with pytest.raises(ValueError, match="acceptance.sibling is missing, which chains do not record"):
-        Draw(CLUSTER, replace(WORKLOAD, acceptance=CHAINS), TREE, 0)
+        Simulation(CLUSTER, replace(WORKLOAD, acceptance=CHAINS), TREE, 0)
     for name in ("k3+sample", "adaptive+batch", "k3t3n900", "k3t3"):
         with pytest.raises(ValueError, match=name.replace("+", ".")):
             Policies.of(name)

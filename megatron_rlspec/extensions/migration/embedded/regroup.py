@@ -29,7 +29,7 @@ class MovingRequest(msgspec.Struct, frozen=True):
 
     request: Request
     sampling: Sampling
-    row: retile.Row | None
+    row: retile.CacheRow | None
 
 
 class EngineRequests(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ def _requests_of(engine: MigratableEmbeddedEngine, switch: retile.Switch, speaks
         row = None
         if run.row >= 0:
             run.draws = int(engine.rounds.draws[run.row])
-            row = retile.Row.of(engine.cache, run.row, run.request.id, switch.old_group, 0)
+            row = retile.CacheRow.of(engine.cache, run.row, run.request.id, switch.old_group, 0)
         partial = Partial.of(run.so_far("aborted")) if run.response else None
         moving.append(MovingRequest(replace(run.request, partial=partial), run.sampling, row))
     chosen = engine.choice.chosen  # also while speculation is held off, so that all ranks agree after its release

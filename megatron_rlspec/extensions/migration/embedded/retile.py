@@ -67,7 +67,7 @@ class Switch:
 
 
 def retile(
-    model: Decoder, cache: Cache, rows: Sequence[Row], mine: Mapping[str, int], switch: Switch
+    model: Decoder, cache: Cache, rows: Sequence[CacheRow], mine: Mapping[str, int], switch: Switch
 ) -> dict[str, int]:
     """Change weights and cache to the new size: `retile_weights` and `retile_cache`. Returns what the latter does.
 
@@ -139,7 +139,7 @@ def gather(switch: Switch, changes: Sequence[tuple[Parameter, Parameter]]) -> No
             targets[name].copy_(full.chunk(switch.new, old.split)[switch.after.rank])
 
 
-class Row(NamedTuple):
+class CacheRow(NamedTuple):
     """A row of a cache that moves to another group of ranks. Every rank of the wide group knows it.
 
     source, target   groups before and after the change, counted within the wide group
@@ -159,7 +159,7 @@ class Row(NamedTuple):
     target: int
 
     @classmethod
-    def of(cls, cache: Cache, row: int, id: str, source: int, target: int) -> Row:
+    def of(cls, cache: Cache, row: int, id: str, source: int, target: int) -> CacheRow:
         """Describe a row of this rank's cache."""
         prefix = cache.prefix[row]
         tokens = cache.tokens[row, : cache.length[row]].copy()
@@ -188,7 +188,7 @@ class Stretch(NamedTuple):
         return self._replace(first=first, last=last, old=old, new=new)
 
 
-def retile_cache(cache: Cache, rows: Sequence[Row], mine: Mapping[str, int], switch: Switch) -> dict[str, int]:
+def retile_cache(cache: Cache, rows: Sequence[CacheRow], mine: Mapping[str, int], switch: Switch) -> dict[str, int]:
     """Move the contents of the cache to the groups of the new size. All ranks call it.
 
     rows   the moving rows of all groups, in one order on all ranks
@@ -218,7 +218,7 @@ def retile_cache(cache: Cache, rows: Sequence[Row], mine: Mapping[str, int], swi
     return seated
 
 
-def _seat(cache: Cache, row: Row) -> int | None:
+def _seat(cache: Cache, row: CacheRow) -> int | None:
     """Take a row, and slots for all its tokens; None without room."""
     new = cache.open(row.tokens, row.prompt_len)
     if new is None:
@@ -232,7 +232,7 @@ def _seat(cache: Cache, row: Row) -> int | None:
 
 
 def _stretches(
-    cache: Cache, rows: Sequence[Row], held: Mapping[str, np.ndarray], seated: Mapping[str, int], switch: Switch
+    cache: Cache, rows: Sequence[CacheRow], held: Mapping[str, np.ndarray], seated: Mapping[str, int], switch: Switch
 ) -> Iterator[Stretch]:
     """Yield what moves: every row's own columns, and each prefix once a target, from the first row that has it."""
     carried = set()

@@ -33,7 +33,7 @@ HEADER_BYTES = 4096  # of a header, at most, beside its tokens
 TOKEN_BYTES = 9  # of a token in it, at most
 
 
-class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part of one model's cache that a rank holds.
 
     heads  the first key/value head, how many, and how many the model has
@@ -61,7 +61,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     ranks: int
     pairs: bool
-    models: tuple[Model, ...]
+    models: tuple[KvShape, ...]
 
     @property
     def whole(self) -> tuple[str, bool, tuple[Any, ...]]:
@@ -88,7 +88,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def held_by(rank: int, ranks: int, total: int) -> tuple[int, int, int]:
-    """Return `Model.heads` of a rank. With fewer heads than ranks, neighbours hold the same one, as in SGLang.
+    """Return `KvShape.heads` of a rank. With fewer heads than ranks, neighbours hold the same one, as in SGLang.
 
     Raises ValueError unless one of ranks and heads divides the other.
     """
@@ -134,7 +134,7 @@ def layout_of(pools: Sequence[Any], totals: Sequence[int], rank: int, ranks: int
         heads = held_by(rank, ranks, total)
         if heads[1] != pool.head_num:
             raise ValueError(f"this rank holds {pool.head_num} key and value heads of {total}, expected {heads[1]}")
-        models.append(Model(pool.layer_num, heads, (pool.head_dim, pool.v_head_dim)))
+        models.append(KvShape(pool.layer_num, heads, (pool.head_dim, pool.v_head_dim)))
     return KVLayout(str(pools[0].store_dtype).removeprefix("torch."), ranks, pairs, tuple(models))
 
 

@@ -14,19 +14,19 @@ from typing import Protocol
 
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, SwitchCosts
-from megatron_rlspec.extensions.simulator.engine import SimEngine, SimSample
 from megatron_rlspec.extensions.simulator.events import Clock
 from megatron_rlspec.extensions.simulator.links import Links
+from megatron_rlspec.extensions.simulator.sim_engine import SimEngine, SimSample
 from megatron_rlspec.types import Load, Move, SpecConfig
 
 
-class Planner(Protocol):
+class MovePlanner(Protocol):
     """What decides on moves: a live `tail.rebalance.Rebalancer`."""
 
     def plan(self, loads: Sequence[Load], lengths: Lengths, cap: int) -> list[Move]: ...
 
 
-class Sizes(Protocol):
+class SizePlanner(Protocol):
     """What decides on the tensor-parallel size: a live `tail.tp_planner.TPPlanner`."""
 
     def decide(self, loads: Sequence[Load], tp: int, lengths: Lengths, cap: int) -> Change | None: ...
@@ -62,7 +62,7 @@ class Resizing:
     costs    what a change really takes; `planner` has its own belief
     """
 
-    planner: Sizes
+    planner: SizePlanner
     tp: int
     fleet: Callable[[int], Sequence[SimEngine]]
     costs: SwitchCosts
@@ -97,13 +97,13 @@ class Trace:
         return 1e3 * self.tokens / self.makespan_ms if self.makespan_ms else 0.0
 
 
-def rollout(
+def run_engines(
     samples: Sequence[SimSample],
     engines: Sequence[SimEngine],
     cap: int,
     *,
     in_flight: int = 0,
-    rebalancer: Planner | None = None,
+    rebalancer: MovePlanner | None = None,
     resizing: Resizing | None = None,
     every: int = 32,
     pause_ms: float = 0.0,
@@ -118,11 +118,11 @@ def rollout(
     resizing    decides at these times, too, before the moves. Samples move at the first size only, as in a real fleet
     lengths     of earlier rollouts, for the planners; those of this one are added as samples end
     """
-    run = _Rollout(engines, cap, in_flight, rebalancer, resizing, every, pause_ms, cost, lengths or Lengths())
+    run = _Run(engines, cap, in_flight, rebalancer, resizing, every, pause_ms, cost, lengths or Lengths())
     return run.finish(samples)
 
 
-class _Rollout:
+class _Run:
     """The state of `rollout`."""
 
     def __init__(
@@ -130,7 +130,7 @@ class _Rollout:
         engines: Sequence[SimEngine],
         cap: int,
         in_flight: int,
-        rebalancer: Planner | None,
+        rebalancer: MovePlanner | None,
         resizing: Resizing | None,
         every: int,
         pause_ms: float,
