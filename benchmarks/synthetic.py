@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_rlspec.models.families import Row
 from megatron_rlspec.models.names import name_table
+from megatron_rlspec.models.rows import Row
 
 
 def model(gigabytes: float, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -27,202 +27,27 @@ from typing import Any, Literal
 from megatron_rlspec.models.config import MAPS, PREFIX, refusal
 from megatron_rlspec.models.layouts import (
     COLUMN,
-    COLUMN_GATE_UP,
-    COPY,
-    GATE_UP,
-    REPLICATED,
     ROW,
     SWAP_HALVES,
     ZERO_CENTERED,
     Cut,
-    Layout,
     gated_delta_net,
     gated_delta_net_sizes,
-    gated_qkv,
-    grouped_qkv,
     stacked,
-    zero_biased_qkv,
 )
-
-
-@dataclass(frozen=True)
-class Row:
-    """One Megatron tensor and its Hugging Face tensors.
-
-    megatron    its canonical name (local layer specs)
-    hf          the Hugging Face names of its parts
-    layout      how the parts form the full tensor
-    cut         how tensor-parallel ranks cut the full tensor
-    vocabulary  its rows are tokens, which Megatron may pad
-    te_cut      how Transformer Engine's layers cut it, if differently
-    copies      further Hugging Face names under which checkpoints repeat hf[0]
-    """
-
-    megatron: str
-    hf: tuple[str, ...]
-    layout: Layout = COPY
-    cut: Cut = REPLICATED
-    vocabulary: bool = False
-    te_cut: Cut | None = None
-    copies: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes in a config.json that all families have."""
-
-    layers: int
-    mtp_layers: int
-    heads: int
-    groups: int
-    head_dim: int
-    hidden: int
-    vocab: int
-    tied: bool
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Geometry:
-        """Read the sizes. Raises ValueError for a missing or impossible one."""
-        heads = need(config, "num_attention_heads")
-        hidden = need(config, "hidden_size")
-        # Qwen3-Next has one drafter layer, and its config.json does not mention it.
-        unmentioned = int((config.get("architectures") or [""])[0] == "Qwen3NextForCausalLM")
-        mtp = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", unmentioned))
-        geometry = cls(
-            layers=need(config, "num_hidden_layers"),
-            mtp_layers=mtp or 0,
-            heads=heads,
-            groups=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            hidden=hidden,
-            vocab=need(config, "vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
-        if geometry.heads % geometry.groups:
-            raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={geometry.groups}")
-        return geometry
-
-
-def need(config: Mapping[str, Any], key: str) -> Any:
-    """Return a size that config.json must state. Raises ValueError if it is missing or not positive."""
-    if key not in config:
-        raise ValueError(f"config.json has no {key!r}")
-    if not isinstance(config[key], int) or config[key] < 1:
-        raise ValueError(f"config.json: {key} is {config[key]!r}, expected a positive integer")
-    return config[key]
-
-
-# ---- parts that families share ------------------------------------------------------------------------------------
-
-
-def outer(g: Geometry, mtp_copies: bool = False) -> Iterator[Row]:
-    """Yield embedding, final norm and head.
-
-    `mtp_copies`: the checkpoint repeats embedding and head in each of the drafter's layers.
-    """
-    prefixes = [f"model.layers.{g.layers + n}." for n in range(g.mtp_layers)] if mtp_copies else []
-    copies = tuple(f"{prefix}embed_tokens.weight" for prefix in prefixes)
-    yield Row(
-        "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), COPY, COLUMN, vocabulary=True, copies=copies
-    )
-    yield Row("decoder.final_layernorm.weight", ("model.norm.weight",))
-    if not g.tied:
-        copies = tuple(f"{prefix}shared_head.head.weight" for prefix in prefixes)
-        yield Row("output_layer.weight", ("lm_head.weight",), COPY, COLUMN, vocabulary=True, copies=copies)
-
-
-def norms(megatron: str, hf: str) -> Iterator[Row]:
-    """Yield the two norms of a decoder layer."""
-    yield Row(f"{megatron}input_layernorm.weight", (f"{hf}input_layernorm.weight",))
-    yield Row(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",))
-
-
-def attention(
-    megatron: str, hf: str, g: Geometry, *, bias: bool, qk_norm: bool, gate: bool = False, zero_bias: bool = False
-) -> Iterator[Row]:
-    """Yield grouped-query attention.
-
-    bias       of q, k and v
-    gate       on its output (Qwen3-Next)
-    zero_bias  the checkpoint holds biases of 0, Megatron none
-    """
-    sizes = (g.groups, g.heads // g.groups, g.head_dim)
-    layout = (gated_qkv if gate else grouped_qkv)(*sizes)
-    names = {part: tuple(f"{hf}self_attn.{x}_proj.{part}" for x in "qkv") for part in ("weight", "bias")}
-    qkv = f"{megatron}self_attention.linear_qkv."
-    if zero_bias:
-        yield Row(f"{qkv}weight", names["weight"] + names["bias"], zero_biased_qkv(*sizes), COLUMN)
-    else:
-        for part in ("weight", "bias") if bias else ("weight",):
-            yield Row(f"{qkv}{part}", names[part], layout, COLUMN)
-    if qk_norm:
-        for x in "qk":
-            yield Row(f"{megatron}self_attention.{x}_layernorm.weight", (f"{hf}self_attn.{x}_norm.weight",))
-    yield Row(f"{megatron}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), cut=ROW)
-
-
-def latent_attention(megatron: str, hf: str, q_lora_rank: int | None) -> Iterator[Row]:
-    """Yield multi-head latent attention.
-
-    Local specs cut the down projections by rows. Transformer Engine's layers hold them whole on every rank.
-    """
-    to = f"{megatron}self_attention."
-    frm = f"{hf}self_attn."
-    if q_lora_rank is None:
-        yield Row(f"{to}linear_q_proj.weight", (f"{frm}q_proj.weight",), cut=COLUMN)
-    else:
-        yield Row(f"{to}linear_q_down_proj.weight", (f"{frm}q_a_proj.weight",), cut=COLUMN, te_cut=REPLICATED)
-        yield Row(f"{to}q_layernorm.weight", (f"{frm}q_a_layernorm.weight",))
-        yield Row(f"{to}linear_q_up_proj.weight", (f"{frm}q_b_proj.weight",), cut=COLUMN)
-    yield Row(f"{to}linear_kv_down_proj.weight", (f"{frm}kv_a_proj_with_mqa.weight",), cut=COLUMN, te_cut=REPLICATED)
-    yield Row(f"{to}kv_layernorm.weight", (f"{frm}kv_a_layernorm.weight",))
-    yield Row(f"{to}linear_kv_up_proj.weight", (f"{frm}kv_b_proj.weight",), cut=COLUMN)
-    yield Row(f"{to}linear_proj.weight", (f"{frm}o_proj.weight",), cut=ROW)
-
-
-def mlp(megatron: str, hf: str) -> Iterator[Row]:
-    """Yield a gated MLP."""
-    yield Row(f"{megatron}linear_fc1.weight", (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"), GATE_UP, COLUMN_GATE_UP)
-    yield Row(f"{megatron}linear_fc2.weight", (f"{hf}down_proj.weight",), cut=ROW)
-
-
-def experts(megatron: str, hf: str, count: int, *, router_bias: bool, shared: str) -> Iterator[Row]:
-    """Yield router and experts of a layer; `shared`: the checkpoint's name of its shared experts, "" for none."""
-    yield Row(f"{megatron}router.weight", (f"{hf}gate.weight",))
-    if router_bias:
-        yield Row(f"{megatron}router.expert_bias", (f"{hf}gate.e_score_correction_bias",))
-    for e in range(count):
-        yield from mlp(f"{megatron}experts.local_experts.{e}.", f"{hf}experts.{e}.")
-    if shared:
-        yield from mlp(f"{megatron}shared_experts.", f"{hf}{shared}.")
-        if shared == "shared_expert":
-            yield Row(f"{megatron}shared_experts.gate_weight", (f"{hf}shared_expert_gate.weight",))
-
-
-def nextn(g: Geometry, block: Callable[[str, str, int], Iterator[Row]]) -> Iterator[Row]:
-    """Yield drafters that follow the last layer in the checkpoint, with Megatron's order (embedding, hidden)."""
-    for n in range(g.mtp_layers):
-        to = f"mtp.layers.{n}."
-        frm = f"model.layers.{g.layers + n}."
-        yield Row(f"{to}enorm.weight", (f"{frm}enorm.weight",))
-        yield Row(f"{to}hnorm.weight", (f"{frm}hnorm.weight",))
-        yield Row(f"{to}eh_proj.weight", (f"{frm}eh_proj.weight",), cut=COLUMN)
-        yield from block(f"{to}transformer_layer.", frm, g.layers + n)
-        yield Row(f"{to}final_layernorm.weight", (f"{frm}shared_head.norm.weight",))
-
-
-def mtp_module(g: Geometry, block: Callable[[str, str], Iterator[Row]]) -> Iterator[Row]:
-    """Yield the rows of Qwen's drafters, `mtp.*` in the checkpoint. Raises ValueError for more than one layer."""
-    if g.mtp_layers > 1:
-        raise ValueError(f"{g.mtp_layers} MTP layers, but this family's names (mtp.fc, ...) have room for one")
-    if not g.mtp_layers:
-        return
-    yield Row("mtp.layers.0.enorm.weight", ("mtp.pre_fc_norm_embedding.weight",))
-    yield Row("mtp.layers.0.hnorm.weight", ("mtp.pre_fc_norm_hidden.weight",))
-    yield Row("mtp.layers.0.eh_proj.weight", ("mtp.fc.weight",), cut=COLUMN)
-    yield from block("mtp.layers.0.transformer_layer.", "mtp.layers.0.")
-    yield Row("mtp.layers.0.final_layernorm.weight", ("mtp.norm.weight",))
-
+from megatron_rlspec.models.rows import (
+    Geometry,
+    Row,
+    attention,
+    experts,
+    latent_attention,
+    mlp,
+    mtp_module,
+    need,
+    nextn,
+    norms,
+    outer,
+)
 
 # ---- families -------------------------------------------------------------------------------------------------------
 

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.models.config import DRAFTER
-from megatron_rlspec.models.families import Family, Geometry, Row, beside_target, record_of
+from megatron_rlspec.models.families import Family, beside_target, record_of
 from megatron_rlspec.models.layouts import Cut
+from megatron_rlspec.models.rows import Geometry, Row
 
 # (a norm's local name, the layer that holds it under Transformer Engine if the block has that layer)
 _FUSED = (

@@ -16,8 +16,8 @@ from weight_oracles import mimo_checkpoint, one_rank
 from megatron_rlspec.checkpoint import convert as module
 from megatron_rlspec.checkpoint.convert import convert, plan
 from megatron_rlspec.commands.convert import main
-from megatron_rlspec.models.families import Row
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_hf
+from megatron_rlspec.models.rows import Row
 
 
 def hf_directory(tmp_path, model="mimo", **changes):

@@ -81,7 +81,7 @@ def test_the_trace_follows_a_live_object_that_errs(monkeypatch):
     assert wrong.makespan_ms > right.makespan_ms
 
 
-@pytest.mark.parametrize("name", ["engine", "events", "links", "rollout", "samples", "step"])
+@pytest.mark.parametrize("name", ["sim_engine", "events", "links", "run_engines", "samples", "step"])
 def test_the_code_that_runs_makes_no_decision(name):
     """It makes no configuration, move or change, and knows nothing by which to choose among them."""
     tree = ast.parse((SIM / f"{name}.py").read_text())
