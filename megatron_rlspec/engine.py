@@ -154,7 +154,7 @@ class RolloutEngine(Protocol):
         """Return and reset the counts and times of decode rounds, summed by (config, batch)."""
 
     def fingerprints(self) -> dict[str, int]:
-        """Compute `weights.fingerprint` of every tensor that the engine holds, under Hugging Face names."""
+        """Compute `sync.fingerprint` of every tensor that the engine holds, under Hugging Face names."""
 
     def describe(self) -> EngineDescription:
         """Return what the engine can run, and its sizes."""

@@ -1,6 +1,6 @@
 """The RL loop, the supervised warm start before it, and replays of a recorded run.
 
-Every rank runs these lines. `Session` (session.py) implements the steps; only rank 0 talks to the engines.
+Every rank runs these lines. `Session` (run/session.py) implements the steps; only rank 0 talks to the engines.
 """
 
 from __future__ import annotations

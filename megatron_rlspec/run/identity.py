@@ -1,4 +1,4 @@
-"""Digests of what results depend on, so that those of one model, data set or setting are not continued with another.
+"""Digests of model, data and settings. They keep a run from continuing with others.
 
 A digest follows from contents alone: that of a copy in another place, or of another date, is the same.
 """

@@ -1,4 +1,4 @@
-"""Rank 0 acts, and the other ranks wait: engines and rewards are rank 0's, and their failures are everyone's."""
+"""Only rank 0 calls engines and rewards; the other ranks wait. A failure there ends the run on every rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Latency surfaces: interpolation inside a measured grid, a fitted roofline outside it, and the repair of noise.
 
 One surface holds the round cost of one (TP, config) over batch and context. Its rows are the measured batch sizes.
-Along a row the cost is piecewise linear in context tokens (PAT, section 4). Between rows it is linear at equal *mean*
-context per request, so that every point of a measured rectangle (batch, mean length) is interpolated.
+Along a row the cost is piecewise linear in context tokens (PAT, section 4). Between two batch sizes it is
+interpolated at equal *mean* context per request. So every point of a measured rectangle (batch, mean length) is
+interpolated.
 """
 
 from __future__ import annotations

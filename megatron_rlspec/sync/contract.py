@@ -1,4 +1,4 @@
-"""The push contract: the actions after a push that an engine does not hold, or does not compute, correctly.
+"""The push contract: what to do if an engine holds wrong weights after a push, or computes wrong results.
 
     examine ─► finding ─► hold speculation ─► push again ─► examine ─┬─► speculate
        └─► no finding ─► speculate                                   ├─► plain: the drafter may be wrong

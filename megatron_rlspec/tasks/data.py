@@ -1,5 +1,5 @@
 """Read prompts and demonstrations from JSONL and Parquet, in slime's format, and draw them in a reproducible order.
-Prompts can also be questions of an environment (`environments.py`).
+Prompts can also be questions of an environment (`reasoning_gym.py`).
 
 A row is an object with a prompt (text, or chat messages), a label and optional metadata. A demonstration has a response
 instead of a label; rows of `rlspec answer` hold the token ids of prompt and response, which are used as they are. An

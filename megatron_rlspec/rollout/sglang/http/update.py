@@ -1,9 +1,9 @@
 """The weight update of an engine: who may send, for how long, and whether the engine may generate. Imports no SGLang.
 
 An update belongs to the client that began it: `begin` returns a token, and every other request of the update names it.
-The update has one scope and one version. It ends complete by `end`, or unfinished: by `abandon`, or after a silence. An
-unfinished update leaves tensors of two versions, so the engine generates nothing until a later update has sent the
-tensors that it had sent.
+The update has one scope and one version. It ends complete by `end`, or unfinished: by `abandon`, or after a silence.
+After an unfinished update the weights mix two versions. The engine generates nothing until a later update has sent the
+same tensors again.
 """
 
 from __future__ import annotations

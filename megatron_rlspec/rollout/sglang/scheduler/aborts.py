@@ -1,4 +1,4 @@
-"""Samples that are aborted: a round that reaches a sample's end is its end."""
+"""Aborted samples: a sample whose last round reaches its own end has ended by itself."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 This file imports SGLang; `plugin.py` imports it in SGLang's own processes only. The base class has no module-level name
 here, because SGLang's hooks rebind every module-level name of a class that they replace.
 
-SGLang calls the controller when it launches a round. Under the overlap scheduler it processes the results of the round
-before only afterwards: request lengths (`Req.seqlen`) lag by one round, and the rule observes a round one launch later.
+SGLang calls the controller when it launches a round. The overlap scheduler launches a round before it processes the one
+before. So request lengths (`Req.seqlen`) lag by one round, and the rule observes a round one launch late.
 
     commands (control.py) ─► decider: schedule or SpecRule ◄───────────────────────────────┐
                                         │ config                                           │ accepted drafts

@@ -1,0 +1,126 @@
+"""Compare a whole RL step with a co-trained drafter, with a frozen one, and without any speculation.
+
+    bash examples/quickstart.sh && python benchmarks/whole_step.py [--run runs/quickstart] [--steps 20] [--repeats 3]
+        [--ranks 2] [--json FILE]
+
+Every kind is an `rlspec train` from the warm start in RUN/warm/hf on the task in RUN/task, with the quickstart's
+configuration and SGLang's engine. Kinds run in turn, --repeats times. The policy learns the same in all of them: neither
+its updates nor its texts depend on drafts. `plain` is the same model without its drafter.
+
+Seconds are medians over the steps after the first two, then over repeats; a ratio is one of steps in the same turn,
+with its range over turns. CPU seconds are those of all processes of a run, per step, start included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from megatron_rlspec.records.metrics import read_records
+
+ROOT = Path(__file__).parent.parent
+KINDS = {
+    "plain": {"spec.mode": "off", "drafter.train": "false"},
+    "frozen": {"drafter.train": "false"},
+    "co-trained": {},
+}
+PARTS = ("generate", "train", "push")
+LEFT_OUT = 2  # steps at the start, in which engines and allocators warm up
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, default=ROOT / "runs/quickstart", help="of examples/quickstart.sh")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write the seconds of every step to this file")
+    options = parser.parse_args()
+    if options.steps <= LEFT_OUT:
+        parser.error(f"--steps {options.steps}: expected more than the {LEFT_OUT} that are left out")
+    warm = options.run / "warm/hf"
+    if not warm.exists():
+        parser.error(f"{warm}: no such directory; run examples/quickstart.sh first")
+    found: dict[str, list[dict[str, list[float]]]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder, "plain")
+        rlspec("convert", warm, plain, "--to", "hf", "--drop-mtp")
+        for turn in range(options.repeats):
+            for kind in KINDS:
+                model = plain if kind == "plain" else warm
+                found[kind].append(seconds(kind, model, options, Path(folder, f"{kind}-{turn}")))
+                now = statistics.median(found[kind][-1]["step"])
+                print(f"turn {turn + 1} of {options.repeats}, {kind}: {now:.2f} s a step", flush=True)
+    print(f"\nconditions: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__},", end=" ")
+    print(f"{options.ranks} ranks, SGLang, {options.steps} steps, {options.repeats} turns, {warm}")
+    table(found)
+    if options.json:
+        options.json.write_text(json.dumps(found) + "\n")
+
+
+def rlspec(*words: object) -> None:
+    """Run a command to its end. Raises CalledProcessError, after its output was shown."""
+    command = [sys.executable, "-m", "megatron_rlspec.cli", *map(str, words)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if ended.returncode:
+        print(ended.stdout[-4000:], ended.stderr[-4000:], sep="\n", file=sys.stderr)
+    ended.check_returncode()
+
+
+def seconds(kind: str, model: Path, options: argparse.Namespace, run_dir: Path) -> dict[str, list[float]]:
+    """Run one kind. Returns the seconds of its parts and of whole steps, by step, and its CPU seconds a step."""
+    settings = KINDS[kind] | {
+        "model.path": model,
+        "data.path": options.run / "task/rl.jsonl",
+        "train.run_dir": run_dir,
+        "train.steps": options.steps,
+        "train.eval_every": 0,
+        "train.save_every": 0,
+        "rollout.engine": "sglang",
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    config = ROOT / "examples/quickstart/quickstart.toml"
+    rlspec("train", "--ranks", options.ranks, "--config", config, *words)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    records = read_records(run_dir / "metrics.jsonl")
+    steps: dict[str, list[float]] = {part: [r[f"seconds_{part}"] for r in records[LEFT_OUT:]] for part in PARTS}
+    times = [record["time"] for record in records]
+    steps["step"] = [after - before for before, after in zip(times[LEFT_OUT - 1 :], times[LEFT_OUT:], strict=False)]
+    steps["cpu"] = [used / options.steps]
+    return steps
+
+
+def table(found: dict[str, list[dict[str, list[float]]]]) -> None:
+    """Print medians of each kind, and how many times as fast as plain its steps are."""
+    columns = (*PARTS, "step", "cpu")
+    print(f"{'':>12} " + " ".join(f"{name:>9}" for name in columns) + "   plain / this: a step, CPU")
+    for kind, turns in found.items():
+        medians = [statistics.median(statistics.median(turn[name]) for turn in turns) for name in columns]
+        print(f"{kind:>12} " + " ".join(f"{value:9.2f}" for value in medians) + "   " + ratios(found["plain"], turns))
+
+
+def ratios(plain: list[dict[str, list[float]]], turns: list[dict[str, list[float]]]) -> str:
+    shown = []
+    for name in ("step", "cpu"):
+        each = [
+            statistics.median(one[name]) / statistics.median(other[name])
+            for one, other in zip(plain, turns, strict=True)
+        ]
+        shown.append(f"{statistics.median(each):.2f} [{min(each):.2f}, {max(each):.2f}]")
+    return ", ".join(shown)
+
+
+if __name__ == "__main__":
+    main()
