@@ -4,8 +4,8 @@
         [--ranks 2] [--json FILE]
 
 Every kind is an `rlspec train` from the warm start in RUN/warm/hf on the task in RUN/task, with the quickstart's
-configuration and SGLang's engine. Kinds run in turn, --repeats times. The policy learns the same in all of them: neither
-its updates nor its texts depend on drafts. `plain` is the same model without its drafter.
+configuration and SGLang's engine. Kinds run in turn, --repeats times. The policy learns the same in all: neither its
+updates nor its texts depend on drafts. `plain` is the same model without its drafter.
 
 Seconds are medians over the steps after the first two, then over repeats; a ratio is one of steps in the same turn,
 with its range over turns. CPU seconds are those of all processes of a run, per step, start included.
