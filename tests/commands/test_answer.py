@@ -208,9 +208,9 @@ def test_one_command_at_a_time_writes_a_file(start, tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"response_tokens": [1, "2"]}, "response_tokens is a list, expected a list of token ids"),
-        ({"response_tokens": []}, "response_tokens is a list, expected a list of token ids, at least one"),
-        ({"prompt_tokens": None}, "prompt_tokens is null"),
+        ({"response_tokens": [1, "2"]}, r'rows.jsonl:1: response_tokens\[1\]: .* integer \(got "2"\)'),
+        ({"response_tokens": []}, r"rows.jsonl:1: response_tokens: .* at least 1 item"),
+        ({"prompt_tokens": None}, r"rows.jsonl:1: prompt_tokens: .* list \(got null\)"),
     ],
 )
 def test_rows_that_are_no_answers_are_refused(start, tmp_path, change, message):
