@@ -13,8 +13,8 @@ class LogConfig(Section):
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         ("tensorboard",),
         description="tensorboard: event files in run_dir/tensorboard; wandb: Weights & Biases, set by the "
-        "environment (WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE=offline); empty: none. metrics.jsonl is written in any "
-        "case",
+        "environment (WANDB_API_KEY, WANDB_PROJECT, WANDB_NAME, WANDB_TAGS, WANDB_MODE=offline); empty: none. "
+        "metrics.jsonl is written in any case",
     )
 
     @model_validator(mode="after")

@@ -40,6 +40,12 @@ class TrainConfig(Section):
         description="steps between evaluations on data.eval_path; 0: only before the first and after the last",
     )
     eval_prompts: Annotated[int, Field(gt=0, le=2**20)] = Field(128, description="held-out prompts of one evaluation")
+    eval_samples: Annotated[int, Field(gt=0, le=2**20), Needs("data.eval_path")] = Field(
+        1, description="responses to each of them; with n, evaluations report pass_k, the best reward of k, up to k = n"
+    )
+    eval_temperature: Annotated[float, Needs("data.eval_path")] = Field(
+        -1.0, ge=-1, le=100, description="sampling temperature of evaluations; 0: greedy; -1: rollout.temperature"
+    )
     drift_every: Count = Field(
         10,
         description="steps between measurements of how far the policy is from model.path, on 16 samples; each rank "

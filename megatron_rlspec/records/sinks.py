@@ -56,7 +56,7 @@ class WeightsAndBiases:
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "megatron_rlspec"),
-                name=run_dir.resolve().name,
+                name=os.environ.get("WANDB_NAME") or run_dir.resolve().name,
                 id=known.read_text(),
                 resume="allow",
                 dir=str(run_dir),

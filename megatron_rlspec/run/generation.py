@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ from megatron_rlspec.records.metrics import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
 from megatron_rlspec.run.engines import Engines, sampling
-from megatron_rlspec.run.summaries import rollout_metrics, scored
+from megatron_rlspec.run.summaries import best_of, rollout_metrics, scored
 from megatron_rlspec.tasks import data, rewards
-from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample
+from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample, Sampling
 
 EVALUATION = 1 << 30  # replaces the step number in the seeds of evaluations, so all evaluations use the same seeds
 CANCEL_AGAIN = 0.2  # seconds
@@ -52,6 +53,8 @@ class Generation:
         cancelled: threading.Event,
     ) -> None:
         self.sampling = sampling(config)
+        own = config.train.eval_temperature
+        self._of_evaluations = self.sampling if own < 0 else replace(self.sampling, temperature=own)
         self.begun: list[OpenGroup] = []
         self.held_out = held_out
         self._config = config
@@ -164,20 +167,25 @@ class Generation:
         self._shown = True
 
     def evaluate(self, name: str, prompts: int | None = None) -> dict[str, float]:
-        """Generate a response to each of the first held-out prompts, always with the same seeds. {} without prompts."""
+        """Generate and score responses to the first held-out prompts, with the same seeds each time. {} without any."""
         if not self.held_out:
             return {}
         chosen = self.held_out[: prompts or self._config.train.eval_prompts]
-        drawing = Drawing(self._requests(f"e-{name}", chosen, 1, EVALUATION), len(chosen), math.inf)
+        requests = self._requests(f"e-{name}", chosen, self._config.train.eval_samples, EVALUATION)
+        drawing = Drawing(requests, len(chosen), math.inf)
         _, failures = self._generate(drawing)
-        samples = [group.samples[0] for group in drawing.batch()[0]]
+        groups = drawing.batch()[0]
+        samples = [sample for group in groups for sample in group.samples]
         if name == "first":
             self._show("the first of the evaluation", samples[0])
         self._record_failures(f"evaluation {name}", len(samples), failures)
-        result = rollout_metrics(samples) | {"prompts": float(len(samples))}
+        best = best_of(groups)
+        passed = "".join(f", pass@{k} {value:.3f}" for k, value in best.items())
+        result = rollout_metrics(samples) | {"prompts": float(len(groups))}
+        result |= {f"pass_{k}": value for k, value in best.items()}
         self._recorder.event(
             "evaluation",
-            f"{name}: reward {result.get('reward', math.nan):.3f} on {len(samples)} held-out prompts, "
+            f"{name}: reward {result.get('reward', math.nan):.3f}{passed} on {len(groups)} held-out prompts, "
             f"accept length {result['accept_length']:.2f}",
             name=name,
             **result,
@@ -211,7 +219,9 @@ class Generation:
         scoring = rewards.Scoring(self._scorer)
         predicted = {} if counts is None else {name: tokens / n for name, (tokens, n) in self._lengths.items()}
         try:
-            samples = self._answer(drawing.requests(), lambda sample: self._ended(sample, drawing, scoring), predicted)
+            how = self._of_evaluations if counts is None else self.sampling
+            requests = drawing.requests()
+            samples = self._answer(requests, how, lambda sample: self._ended(sample, drawing, scoring), predicted)
             ended = [sample for sample in samples if sample.status != "aborted"]
             for sample in ended:
                 sample.text = self.decode(sample.response)
@@ -248,17 +258,21 @@ class Generation:
             add(sample)
 
     def _answer(
-        self, requests: Sequence[Request], ended: Callable[[Sample], None], predicted: Mapping[int, float]
+        self,
+        requests: Sequence[Request],
+        how: Sampling,
+        ended: Callable[[Sample], None],
+        predicted: Mapping[int, float],
     ) -> list[Sample]:
         """Generate one sample per request, in one reply each or by the user's function. `ended` is called with each."""
         self._check_cancelled()
         try:
             if self._conversations is None:
                 self._running = [request.id for request in requests]
-                samples = self._engines.pool.generate(requests, self.sampling, ended, predicted)
+                samples = self._engines.pool.generate(requests, how, ended, predicted)
             else:
                 self._running = self._conversations.running
-                samples = self._conversations.draw(requests, self.sampling, ended)
+                samples = self._conversations.draw(requests, how, ended)
         finally:
             self._running = ()
         self._check_cancelled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from megatron_rlspec import texts
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import rewards
-from megatron_rlspec.types import Sample
+from megatron_rlspec.types import Group, Sample
 
 SHOWN = 40  # characters of a text's begin, and of its end, in an event
 
@@ -34,6 +35,25 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "truncated": float(np.mean([s.status == "truncated" for s in samples])),
         **reward_by_length(samples),
     }
+
+
+def best_of(groups: Sequence[Group]) -> dict[int, float]:
+    """Return the expected best reward of k samples of a prompt, for k = 2, 4, 8, ... below n, and n; {} for n = 1.
+
+    n is the number of samples of each group. For rewards of 0 and 1 this is the unbiased estimate of pass@k. A failed
+    reward counts 0.
+    """
+    most = min(len(group.samples) for group in groups)
+    found: dict[int, float] = {}
+    for k in sorted({2**i for i in range(1, most.bit_length()) if 2**i <= most} | ({most} if most > 1 else set())):
+        values = []
+        for group in groups:
+            ordered = sorted(0.0 if rewards.failed(s) else s.reward for s in group.samples)
+            n = len(ordered)
+            # The sample of rank i, from 0, is the best of k with C(i, k - 1) of the C(n, k) choices.
+            values.append(sum(math.comb(i, k - 1) * reward for i, reward in enumerate(ordered)) / math.comb(n, k))
+        found[k] = float(np.mean(values))
+    return found
 
 
 def without_advantage(samples: Sequence[Sample]) -> str:

@@ -1,0 +1,54 @@
+"""Evaluations: several responses to a prompt, another temperature, and the best of k."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from short_run import run
+
+from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.run.summaries import best_of
+from megatron_rlspec.types import Group, Prompt, Sample
+
+OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__steps": 1, "train__eval_samples": 4}
+
+
+def group(rewards) -> Group:
+    prompt = Prompt(0, np.arange(2))
+    tokens = np.arange(3)
+    samples = [Sample(f"s{i}", prompt, tokens, np.ones(3), np.zeros(3)) for i in range(len(rewards))]
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
+    return Group(prompt, samples)
+
+
+def test_the_best_of_k_is_the_mean_over_all_choices():
+    draw = np.random.default_rng(0)
+    groups = [group(draw.random(6).round(1).tolist()) for _ in range(3)]
+    found = best_of(groups)
+    assert list(found) == [2, 4, 6]
+    for k, value in found.items():
+        choices = [
+            np.mean([max(s.reward for s in chosen) for chosen in itertools.combinations(g.samples, k)]) for g in groups
+        ]
+        assert value == pytest.approx(np.mean(choices))
+    assert best_of([group([1.0])]) == {} and best_of([group([0.0, 1.0])]) == {2: 1.0}
+
+
+def evaluations(run_dir: Path) -> list[dict]:
+    return [e for e in read_records(run_dir / "events.jsonl") if e["kind"] == "evaluation"]
+
+
+def test_an_evaluation_draws_several_responses(start, tmp_path):
+    kind = {"reward__kind": "run_reward:by_length"}
+    run(start, tmp_path / "several", **OPTIONS, **kind, train__eval_prompts=4)
+    run(start, tmp_path / "greedy", **OPTIONS, **kind, train__eval_prompts=4, train__eval_temperature=0)
+    several, greedy = (evaluations(tmp_path / name)[0] for name in ("several", "greedy"))
+    assert several["samples"] == 16 and several["prompts"] == 4
+    assert several["reward"] < several["pass_2"] < several["pass_4"]
+    assert f"pass@4 {several['pass_4']:.3f} on 4 held-out prompts" in several["message"]
+    assert greedy["reward"] == greedy["pass_2"] == greedy["pass_4"]  # the same response four times
+    records = [json.loads(line) for line in (tmp_path / "greedy/metrics.jsonl").read_text().splitlines()]
+    assert records[0]["rollout/reward_std"] > 0  # rollouts keep their temperature
