@@ -147,7 +147,7 @@ def make_drafter(source: str | Path, target: str | Path, size: int = 0, seed: in
     ids = torch.arange(vocab)
     if size < vocab:
         ids = torch.from_numpy(DraftVocabulary(size, vocab, ends_of_text(hf_config)).ids())
-    config = _config_of_drafter(hf_config, len(ids))
+    config = config_of_drafter(hf_config, len(ids))
     layers = hf_config["num_hidden_layers"]
     try:
         taps = check_drafter_config(config, str(target)).taps(layers)
@@ -160,7 +160,9 @@ def make_drafter(source: str | Path, target: str | Path, size: int = 0, seed: in
     return config
 
 
-def _config_of_drafter(hf_config: Mapping[str, Any], size: int) -> dict[str, Any]:
+def config_of_drafter(hf_config: Mapping[str, Any], size: int = 0) -> dict[str, Any]:
+    """Return the config.json of a fresh drafter of `size` words; 0: as of `make_drafter`."""
+    size = size or min(hf_config["vocab_size"], MOST_WORDS)
     layers = hf_config["num_hidden_layers"]
     config = {key: hf_config[key] for key in _SAME.split() if hf_config.get(key) is not None}
     config |= {

@@ -122,6 +122,10 @@ def _run(command: Command, argv: list[str]) -> None:
         os.execv(sys.executable, [sys.executable, *TORCHRUN, str(ranks), "-m", "megatron_rlspec.cli", command, *argv])
     with claimed(Path(config.train.run_dir), config.train.resume):
         check_inputs(config, command)
+        if config.drafter.fresh and command != "replay":
+            from megatron_rlspec.run.fresh import with_fresh_drafter
+
+            config = with_fresh_drafter(config)
         interruption = Interruption().install()
         with interruption.translating(), exits.watched():
             evaluates = config.sft.eval_every > 0 and bool(config.data.eval_path)
@@ -195,7 +199,12 @@ def dry_run(argv: list[str]) -> None:
     config = parse("train", rest, ranks)
     longest = config.model.max_length
     hf_config = check_model(config.model.path, "train", drafter=False, weights=False, tokenizer=False, longest=longest)
-    hf_config = with_drafter(config, hf_config, weights=False)
+    if config.drafter.fresh:
+        from megatron_rlspec.run.fresh import described
+
+        config, hf_config = described(config, hf_config)
+    else:
+        hf_config = with_drafter(config, hf_config, weights=False)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # layers are described, not run: no GPU is touched
     from megatron_rlspec.train import dry_run
 

@@ -32,6 +32,11 @@ class DrafterConfig(Section):
         description="with kind=eagle3: Hugging Face directory of the drafter; `rlspec convert --add-eagle3` makes one",
     )
     train: bool = Field(True, description="train the drafter together with the policy")
+    fresh: Annotated[bool, Needs("drafter.train")] = Field(
+        False,
+        description="give a model without a drafter a new one, MTP where SGLang runs it and else EAGLE-3; the "
+        "run starts without drafts, trains the drafter, and drafts when that pays",
+    )
     depth: Annotated[int, Field(gt=0, le=64)] = Field(3, description="drafted tokens per position that are trained")
     repeated_layer: bool = Field(
         True, description="true: one MTP layer for all depths, as the engine drafts; false: a layer for each depth"
@@ -125,9 +130,10 @@ class DrafterConfig(Section):
             if self.path:
                 raise ValueError(f"path={self.path}: kind=mtp has its drafter in model.path; expected kind=eagle3")
             return self
-        if not self.path:
+        if not self.path and not self.fresh:
             raise ValueError(
-                "kind=eagle3 needs path, the directory of an EAGLE-3 drafter; `rlspec convert --add-eagle3` makes one"
+                "kind=eagle3 needs path, the directory of an EAGLE-3 drafter, or fresh=true; "
+                "`rlspec convert --add-eagle3` makes one"
             )
         if self.loss not in LOSSES:
             raise ValueError(f"loss={self.loss}: a loss of your own sees all words, and kind=eagle3 drafts from a part")

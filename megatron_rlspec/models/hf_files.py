@@ -18,7 +18,7 @@ from megatron_rlspec.models.names import NameTable
 from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
 
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # of a file of tensors, about: Transformers' own habit
 # Everything but weights that a reader of the new checkpoint needs from the old one.
 _COMPANIONS = (
@@ -36,21 +36,24 @@ _COMPANIONS = (
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Map names to tensors of a safetensors checkpoint. Every access reads the tensor from disk and checks it."""
+    """Map names to tensors of a safetensors checkpoint. Every access reads the tensor from disk and checks it.
+
+    file_of  names of the files by those of the tensors
+    """
 
     def __init__(self, directory: Path, file_of: Mapping[str, str]) -> None:
         self.directory = directory
-        self._file_of = dict(file_of)
+        self.file_of = dict(file_of)
         self._open: TensorFile | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self._file(name)[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self.file_of)
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self.file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape, without reading the tensor."""
@@ -58,11 +61,15 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def bytes(self) -> int:
         """Return the size of all files together."""
-        return sum((self.directory / file).stat().st_size for file in set(self._file_of.values()))
+        return sum((self.directory / file).stat().st_size for file in self.files())
+
+    def files(self) -> list[str]:
+        """Return the names of all files."""
+        return sorted(set(self.file_of.values()))
 
     def _file(self, name: str) -> TensorFile:
         # One file is mapped at a time: closing the last one gives its pages back.
-        path = self.directory / self._file_of[name]
+        path = self.directory / self.file_of[name]
         if self._open is None or self._open.path != path:
             self._open = TensorFile(path)
         return self._open
@@ -77,14 +84,14 @@ def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory; expected a Hugging Face checkpoint")
     config = read_json(directory / "config.json")
-    if (directory / _INDEX).exists():
-        index = read_json(directory / _INDEX)
+    if (directory / INDEX).exists():
+        index = read_json(directory / INDEX)
         file_of = _weight_map(directory, index)
     elif (directory / _SINGLE).exists():
         with TensorFile(directory / _SINGLE) as file:
             file_of = dict.fromkeys(file, _SINGLE)
     else:
-        raise CheckpointError(f"{directory}: neither {_SINGLE} nor {_INDEX}; other formats are not read")
+        raise CheckpointError(f"{directory}: neither {_SINGLE} nor {INDEX}; other formats are not read")
     return config, LazyTensors(directory, file_of)
 
 
@@ -92,19 +99,19 @@ def _weight_map(directory: Path, index: Mapping[str, Any]) -> dict[str, str]:
     """Return tensor -> file of an index, after checking that every file holds what the index places there."""
     file_of = index.get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
-        raise CheckpointError(f"{directory / _INDEX}: expected weight_map, an object of tensor name and file name")
+        raise CheckpointError(f"{directory / INDEX}: expected weight_map, an object of tensor name and file name")
     names_in: dict[str, set[str]] = {}
     for name, file in file_of.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{directory / _INDEX}: weight_map places {name} in {file!r}, expected a file name")
+            raise CheckpointError(f"{directory / INDEX}: weight_map places {name} in {file!r}, expected a file name")
         names_in.setdefault(file, set()).add(name)
     for file, names in sorted(names_in.items()):
         if not (directory / file).exists():
-            raise CheckpointError(f"{directory / file}: no such file, though {_INDEX} names it")
+            raise CheckpointError(f"{directory / file}: no such file, though {INDEX} names it")
         with TensorFile(directory / file) as opened:
             lost = names - set(opened)
         if lost:
-            raise CheckpointError(f"{directory / file}: lacks {_some(lost)}, which {_INDEX} places there")
+            raise CheckpointError(f"{directory / file}: lacks {_some(lost)}, which {INDEX} places there")
     return file_of
 
 
@@ -245,7 +252,7 @@ def complete(
         total += (partial / name).stat().st_size
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {n: final[f] for n, f in file_of.items()}}
-        write_json(partial / _INDEX, index)
+        write_json(partial / INDEX, index)
     write_json(partial / "config.json", config)
     if tokenizer_from is not None:
         copy_companions(Path(tokenizer_from), partial)

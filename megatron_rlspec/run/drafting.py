@@ -12,6 +12,9 @@ from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch, Sample
 
+FRESH_STEPS = 10  # of a run, after which a fresh drafter learns from all rollouts so far
+FRESH_UPDATES = 8  # on each of them
+
 
 class Drafting:
     """The drafter's side of every step. Every rank holds one, and all see the same rollouts.
@@ -23,14 +26,22 @@ class Drafting:
     """
 
     def __init__(
-        self, trainer: Trainer, vocabulary: DraftVocabulary | None, schedule: DrafterSchedule | None, records: bool
+        self,
+        trainer: Trainer,
+        vocabulary: DraftVocabulary | None,
+        schedule: DrafterSchedule | None,
+        records: bool,
+        fresh: bool = False,
     ) -> None:
+        """`fresh`: the drafter has not learnt yet; see `teach`."""
         self.schedule = schedule
         self.tokens = 0
         self.last_update = -1
         self._trainer = trainer
         self._vocabulary = vocabulary
         self._records = records
+        self._teaches = fresh and schedule is None
+        self._rollouts: list[Group] = []  # that `teach` learns from
 
     def weights(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
         """Return the drafter's weight of every position, `[L]` for each sample; None if all are 1."""
@@ -69,6 +80,24 @@ class Drafting:
         self.tokens += int(metrics.get("drafter/tokens_1", 0))
         return metrics
 
+    def teach(self, step: int, groups: Sequence[Group], pack: Callable[[list[Sample]], Sequence[PackedBatch]]) -> None:
+        """Update a fresh drafter several times after each of a run's first steps, on all rollouts so far.
+
+        The policy runs forward only. `pack` makes this rank's micro-batches of samples. Collective.
+        """
+        if not self._teaches:
+            return
+        self._rollouts += groups
+        samples = [sample for group in self._rollouts for sample in group.samples]
+        order = np.random.default_rng(step).permutation(len(samples))
+        prediction = self._trainer.prediction
+        for part in np.array_split(order, min(FRESH_UPDATES * (step + 1), len(order))):
+            batches = pack([samples[i] for i in part])
+            self._trainer.train_step(batches, objective="grpo", train_policy=False)
+        self._trainer.prediction = prediction  # of texts that it had not learnt from
+        if step + 1 >= FRESH_STEPS:
+            self._teaches, self._rollouts = False, []
+
     def hot_tokens(self) -> np.ndarray | None:
         """Return the ids that drafts are chosen from, ascending; None if drafts are chosen from all."""
         return None if self._vocabulary is None else self._vocabulary.ids()
@@ -79,12 +108,14 @@ class Drafting:
         if self._vocabulary is not None:
             state["words"] = self._vocabulary.state()
         if self.schedule is None:
-            return state, ()
+            return state, self._rollouts
         state["online"], groups = self.schedule.state()
         return state, groups
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], rollouts: Sequence[Group]) -> None:
         """Set what `state` returned, without the schedule's part."""
         self.tokens = int(state.get("tokens", 0))
+        self._teaches = self._teaches and state.get("step", 0) < FRESH_STEPS
+        self._rollouts = list(rollouts) if self._teaches else []
         if self._vocabulary is not None and state.get("words"):
             self._vocabulary.restore(state["words"])

@@ -45,10 +45,11 @@ def check_inputs(config: Config, command: Command) -> None:
     evaluates = config.sft.eval_every > 0 and bool(config.data.eval_path) if command == "sft" else draws
     with _reward_checked(config.reward.kind if evaluates else "exact"):
         mtp = config.drafter.kind == "mtp"
+        has_drafter = mtp and config.drafter.train and not config.drafter.fresh
         model = config.model.path
-        found = check_model(model, "train", drafter=mtp and config.drafter.train, longest=config.model.max_length)
+        found = check_model(model, "train", drafter=has_drafter, longest=config.model.max_length)
         with_drafter(config, found)
-        if not mtp:
+        if not mtp and config.drafter.path:
             problem = without_eagle3(found) if draws and config.rollout.engine == "sglang" else ""
             if problem:
                 raise ConfigError(f"drafter.kind=eagle3: {problem}, or rollout.engine=embedded")
@@ -66,7 +67,7 @@ def check_inputs(config: Config, command: Command) -> None:
 
 def with_drafter(config: Config, hf_config: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
     """Check an EAGLE-3 drafter and return `hf_config` with its config.json, if the run has one. Raises ConfigError."""
-    if config.drafter.kind == "mtp":
+    if config.drafter.kind == "mtp" or not config.drafter.path:
         return hf_config
     typed = check_drafter(config.drafter.path, hf_config, config.model.path, weights=weights)
     return {**hf_config, DRAFTER: typed.model_dump(exclude_unset=True)}

@@ -130,6 +130,7 @@ class Rollouts:
         self._migration = started.migration
         self._rolling = 0  # the step whose rollout runs
         self._ahead: Future[Rollout] | None = None
+        self._awaits_drafts = False  # a fresh drafter has not drafted in most rounds of a rollout yet
         self._thread = ThreadPoolExecutor(1, "rollout")
         self.speculation = Speculation(config.spec, started.learning, started.run_dir / "spec_rule.json")
         canary = started.held_out or (prompts.rows if prompts else [])
@@ -166,6 +167,9 @@ class Rollouts:
         if lost := self.speculation.learning.restore(resumed):
             self._recorder.event("resume", lost)
         self.generation.restore(resumed.get("lengths", ()), drawn.begun)
+        self._awaits_drafts = self._config.drafter.fresh and not resumed.get("drafts", False)
+        if self._awaits_drafts and not resumed:
+            self.speculation.learning.start_without()
         if self.speculation.adaptive:
             self.engines.pool.everywhere(self.speculation.set)
 
@@ -180,7 +184,8 @@ class Rollouts:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON, without the groups of `pending` and `begun`."""
         ahead = self._ahead.result().counts if self._ahead is not None else {}
-        return self.speculation.learning.state() | {"ahead": ahead, "lengths": self.generation.state()}
+        own = {"ahead": ahead, "lengths": self.generation.state(), "drafts": not self._awaits_drafts}
+        return self.speculation.learning.state() | own
 
     def pending(self) -> list[Group]:
         """Return the rollout that was generated ahead. A checkpoint keeps it: a resumed run lacks its weights."""
@@ -279,4 +284,8 @@ class Rollouts:
         """
         rounds, reports = self.engines.rounds()
         seen = [stats for _, of_engine in rounds for stats in of_engine]
-        return self.speculation.learn(seen, reports, prediction)
+        found = self.speculation.learn(seen, reports, prediction)
+        if self._awaits_drafts and (told := self.speculation.began(seen)):
+            self._recorder.event("drafting", f"step {self._rolling}: {told}")
+            self._awaits_drafts = False
+        return found

@@ -179,8 +179,9 @@ class Session:
         if learns and extensions.drafter is not None:
             load_policy = partial(follows.load, self.trainer) if follows is not None else None
             schedule = extensions.drafter(self.trainer, load_policy, state.get("online", {}), drawn.replay)
-        self.drafting = Drafting(self.trainer, loaded.vocabulary, schedule, records=learns)
-        self.drafting.restore(state)
+        fresh = config.drafter.fresh and learns and not config.replay.run
+        self.drafting = Drafting(self.trainer, loaded.vocabulary, schedule, records=learns, fresh=fresh)
+        self.drafting.restore(state, drawn.replay)
         return state, drawn
 
     def _take_drafter_moments(self) -> str:
@@ -289,6 +290,8 @@ class Session:
         options["logprob_gap"] = self.config.health.logprob_gap
         seconds = self.rollouts.newest.seconds if self.rollouts is not None else None
         metrics = self.drafting.train_step(self.done, batches, options, seconds)
+        if learns:
+            self.drafting.teach(self.done, self._newest[1], lambda part: self._pack(part, [0.0] * len(part)))
         self.done += 1
         if learns and self.due(self.config.train.drift_every):
             metrics |= self._drift(self._newest[1])

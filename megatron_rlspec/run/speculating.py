@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rlspec import files
 from megatron_rlspec.config import SpecSection
 from megatron_rlspec.engine import RolloutEngine
-from megatron_rlspec.speculation.acceptance import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.types import RoundStats, SpecConfig, SpecSchedule
 
@@ -31,6 +31,18 @@ class Speculation:
         self.drafts = options.mode != "off" and self.chain > 0
         self._fixed = SpecSchedule.fixed(options.config())
         self._rule_file = rule_file
+
+    def began(self, rounds: Sequence[RoundStats]) -> str:
+        """Return a line if most rounds of a rollout drafted, "" otherwise."""
+        drafting = [stats for stats in rounds if stats.config.num_steps]
+        share = sum(stats.rounds for stats in drafting) / max(sum(stats.rounds for stats in rounds), 1)
+        if share <= 0.5:
+            return ""
+        length = accept_length(pooled(stats.accepted for stats in drafting))
+        return (
+            f"the engines draft now, in {share:.0%} of the rounds: accept length {length:.2f}, "
+            f"{self.learning.gain(rounds):.2f} times as fast as without drafts, by the costs of rounds"
+        )
 
     def set(self, engine: RolloutEngine) -> None:
         """Set the run's rule or schedule on an engine. Raises EngineError."""

@@ -20,11 +20,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rlspec.speculation.acceptance import Acceptance, Prediction, accept_length, expected_tokens, pooled
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import RoundStats, SpecConfig
+from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 WEIGHT = 4  # timings that the mean of a rollout's rounds counts for, at most
 LEAST_DRAWS = 100  # drafts of a depth that must be observed before its rate is used as an expectation
@@ -64,6 +66,7 @@ class Learning:
         self.cost: dict[str, Any] = {"roofline": cost.to_json()}
         if self.table is not None:
             self.cost = {"table": cost_table, "tp": self.table.tps[0]}
+        self._roofline = cost
         self.learnt = LearntCost(cost) if learn and self.table is None else None
         self.settings = {"margin": margin, "probe_share": probe_share, "catch_up_share": catch_up_share}
         self.adaptive = adaptive
@@ -73,6 +76,23 @@ class Learning:
         self.prediction: Prediction | None = None  # of the next rollout
         self.sharpness: float | None = None  # of coupled drafts, as last predicted to be the best
         self.probing: dict[str, Any] | None = None  # the engines' probe budget in the last reports
+
+    def start_without(self) -> None:
+        """Expect that a drafter that has not learnt yet is never right, until drafts or a prediction say otherwise."""
+        self.acceptance.predict([0.0] * self.acceptance.depth, START_DRAWS)
+
+    def gain(self, rounds: Sequence[RoundStats]) -> float:
+        """Return how many times as fast as plain decoding the drafting rounds were, by the costs of rounds."""
+        cost = self.learnt or self.table or self._roofline
+        tokens = requests = ms = plain_ms = 0.0
+        for stats in rounds:
+            if stats.config.num_steps and sum(stats.accepted):
+                known = cost.grid([stats.config, OFF], np.array(stats.batch), np.array(stats.context_tokens))
+                ms += stats.rounds * float(known[0])
+                plain_ms += stats.rounds * float(known[1])
+                requests += sum(stats.accepted)
+                tokens += sum((1 + drafts) * count for drafts, count in enumerate(stats.accepted))
+        return tokens / requests * plain_ms / ms if ms else 1.0
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
         """Take the trainer's prediction of the next rollout's acceptance, or None. Returns metrics."""

@@ -50,9 +50,9 @@ class Options:
     """`args.rlspec_*` of a slime run, from `--custom-config-path`; names and defaults as in our section `[drafter]`."""
 
     depth: int = 3
-    loss: str = "ce"
+    loss: str = "forward_kl"
     depth_decay: float = 0.8
-    lr: float = 1e-4
+    lr: float = 1e-3
     warmup_steps: int = 20
     clip_grad: float = 1.0
     reward_weight: RewardWeight = "none"

@@ -1,0 +1,78 @@
+"""A run of a plain model: the fresh drafter that it starts with (`drafter.fresh`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron_rlspec.checkpoint import fresh
+from megatron_rlspec.checkpoint.drafter_files import config_of_drafter
+from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
+from megatron_rlspec.run import identity
+
+LOOK_AGAIN = 0.2  # seconds
+
+
+def with_fresh_drafter(config: Config) -> Config:
+    """Return the configuration of a run that starts with a fresh drafter, which rank 0 writes to the run directory.
+
+    The directory's name follows from the model, so a resumed run finds it. Other ranks wait for it: torchrun ends them
+    if rank 0 fails. Raises ConfigError, ModelConfigError or CheckpointError for a model that gets none.
+    """
+    model = config.model.path
+    hf_config = check_model(model, "train", drafter=False, longest=config.model.max_length)
+    kind = _kind(config, hf_config)
+    target = Path(config.train.run_dir) / f"start-{kind}-{identity.of_model(model)[:8]}"
+    changed = _changed(config, kind, target)
+    if os.environ.get("RANK", "0") == "0" and not target.exists():
+        print(f"rlspec: {model} gets a fresh drafter, {kind}, in {target}", flush=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (fresh.add_mtp if kind == "mtp" else fresh.add_eagle3)(model, target)
+    while not target.exists():
+        time.sleep(LOOK_AGAIN)
+    return changed
+
+
+def described(config: Config, hf_config: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """Return configuration and config.json of a run with a fresh drafter, without writing it. Raises ConfigError."""
+    kind = _kind(config, hf_config)
+    changed = _changed(config, kind, Path("(fresh)"))
+    if kind == "mtp":
+        return changed, fresh.config_with_drafter(hf_config)
+    return changed, {**hf_config, DRAFTER: config_of_drafter(hf_config)}
+
+
+def _kind(config: Config, hf_config: Mapping[str, Any]) -> str:
+    """Return the kind of the drafter. Raises ConfigError for a model that has one or gets none."""
+    options, model = config.drafter, config.model.path
+    if options.path:
+        raise ConfigError(
+            f"drafter.fresh=true makes a drafter, but drafter.path={options.path}; expected one of the two"
+        )
+    if hf_config.get("num_nextn_predict_layers"):
+        raise ConfigError(f"drafter.fresh=true: {model} has a drafter; expected drafter.fresh=false")
+    if options.kind == "mtp" and fresh.gets_mtp(hf_config):
+        return "mtp"
+    if config.rollout.engine == "sglang" and (problem := without_eagle3(hf_config)):
+        raise ConfigError(f"drafter.fresh=true: {problem}, or a family with an MTP layer (docs/families.md)")
+    return "eagle3"
+
+
+def _changed(config: Config, kind: str, target: Path) -> Config:
+    """Return the configuration with the directory `target` of the drafter. Raises ConfigError if it does not fit."""
+    if kind == "mtp":
+        return config.model_copy(update={"model": config.model.model_copy(update={"path": str(target)})})
+    drafter = config.drafter.model_dump() | {"kind": kind, "path": str(target)}
+    try:
+        return Config.model_validate(config.model_dump() | {"drafter": drafter})
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"drafter.fresh=true: {config.model.path} gets an EAGLE-3 drafter: {message}") from None
