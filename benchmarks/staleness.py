@@ -42,15 +42,12 @@ import torch
 from megatron_rlspec import files
 from megatron_rlspec.commands import compare, training
 from megatron_rlspec.config import Config, load_replay
-from megatron_rlspec.losses.drafter import Student, _divergence
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.hf_files import read_hf
-from megatron_rlspec.noise import noisy
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.run.session import Session
 from megatron_rlspec.run.trajectory import Trajectory
 from megatron_rlspec.tasks import data
-from megatron_rlspec.train import drafter_step
 from megatron_rlspec.types import SHARPNESS, Prompt, Sampling
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +62,7 @@ SCHEDULES: dict[str, dict[str, str]] = {
     "overlap": {"overlap": "true"},
     "disagreement": {"replay": "disagreement"},
 }
-LOSSES = ("ce", "forward_kl", "reverse_kl", "tv", "keyed 1", "keyed 0.3")  # of `Keyed`: with its tau
+LOSSES = ("ce", "forward_kl", "reverse_kl", "tv")
 RATES = ("1e-3", "1e-4")  # ten times the policy's, and the policy's own
 MORE_RATES = ("3e-4", "3e-3")  # of an update in every step only
 DRAFTS = 3
@@ -119,47 +116,8 @@ class Variant:
 
     @property
     def options(self) -> dict[str, str]:
-        loss = "tv" if self.loss.startswith("keyed") else self.loss  # `keyed_loss` takes the place of tv
-        chosen = SCHEDULES[self.schedule] | {"loss": loss, "lr": self.rate}
+        chosen = SCHEDULES[self.schedule] | {"loss": self.loss, "lr": self.rate}
         return {f"drafter.{key}": value for key, value in chosen.items()}
-
-
-class Keyed(Student):
-    """A `Student` whose loss is the cross-entropy of the sampled token under softmax((log q + g) / tau), times tau.
-
-    g is the noise that sampled the token, so the loss trains what a coupled draft does. It needs no teacher. tau -> 0
-    is max(log q + g) - (log q + g)(token), whose gradient is the draft minus the token.
-    """
-
-    tau = 1.0
-    _part = slice(0)
-
-    def _learn(self, part: slice, logp: torch.Tensor | None = None) -> None:
-        self._part = part
-        super()._learn(part, logp)
-
-    def _against(
-        self, logq: torch.Tensor, logp: torch.Tensor, labels: torch.Tensor, depths: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        assert self._noise is not None
-        overlap, _, _ = _divergence("tv", logq, logp, self._head.sum)
-        seeds, keys = (x[self._part] for x in self._noise)
-        scores = (noisy(logq, seeds, keys) / self.tau).log_softmax(-1).to(logq.dtype)
-        loss = -scores.gather(1, labels[:, None])[:, 0] * self.tau
-        return overlap, loss, scores.exp().scatter_add(1, labels[:, None], scores.new_full((len(labels), 1), -1))
-
-
-@contextmanager
-def keyed_loss(loss: str) -> Iterator[None]:
-    """Let drafters learn by `Keyed` for a loss of this name."""
-    name, _, tau = loss.partition(" ")
-    if name == "keyed":
-        Keyed.tau = float(tau)
-        drafter_step.Student = Keyed  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        drafter_step.Student = Student  # type: ignore[misc]
 
 
 BASE = Variant("every step", "ce", "1e-3")
@@ -320,7 +278,7 @@ class Work:
         config = load_replay(str(self.run), None, overrides)
         updates = 0.0
         own = training.extensions(config)
-        with keyed_loss(variant.loss), Session(config, config.data.path, extensions=own) as run:
+        with Session(config, config.data.path, extensions=own) as run:
             if before:
                 run.push()
             for step in range(self.size.steps):
