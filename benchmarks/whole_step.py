@@ -1,7 +1,7 @@
 """Compare a whole RL step with a co-trained drafter, with a frozen one, and without any speculation.
 
     bash examples/quickstart.sh && python benchmarks/whole_step.py [--run runs/quickstart] [--steps 20] [--repeats 3]
-        [--ranks 2] [--json FILE]
+        [--ranks 2] [--json FILE] [--plot FILE]
 
 Every kind is an `rlspec train` from the warm start in RUN/warm/hf on the task in RUN/task, with the quickstart's
 configuration and SGLang's engine. Kinds run in turn, --repeats times. The policy learns the same in all: neither its
@@ -43,7 +43,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the seconds of every step to this file")
+    parser.add_argument("--json", type=Path, help="write what every step took to this file")
+    parser.add_argument("--plot", type=Path, help="draw accept length and seconds of a step over RL steps")
     options = parser.parse_args()
     if options.steps <= LEFT_OUT:
         parser.error(f"--steps {options.steps}: expected more than the {LEFT_OUT} that are left out")
@@ -65,6 +66,8 @@ def main() -> None:
     table(found)
     if options.json:
         options.json.write_text(json.dumps(found) + "\n")
+    if options.plot:
+        plot(found, options.plot)
 
 
 def rlspec(*words: object) -> None:
@@ -78,7 +81,7 @@ def rlspec(*words: object) -> None:
 
 
 def seconds(kind: str, model: Path, options: argparse.Namespace, run_dir: Path) -> dict[str, list[float]]:
-    """Run one kind. Returns the seconds of its parts and of whole steps, by step, and its CPU seconds a step."""
+    """Run one kind. Returns, by step, seconds of parts and of the whole, and accept lengths; and CPU seconds a step."""
     settings = KINDS[kind] | {
         "model.path": model,
         "data.path": options.run / "task/rl.jsonl",
@@ -96,6 +99,7 @@ def seconds(kind: str, model: Path, options: argparse.Namespace, run_dir: Path) 
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     records = read_records(run_dir / "metrics.jsonl")
     steps: dict[str, list[float]] = {part: [r[f"seconds_{part}"] for r in records[LEFT_OUT:]] for part in PARTS}
+    steps["accept length"] = [record["rollout/accept_length"] for record in records[LEFT_OUT:]]
     times = [record["time"] for record in records]
     steps["step"] = [after - before for before, after in zip(times[LEFT_OUT - 1 :], times[LEFT_OUT:], strict=False)]
     steps["cpu"] = [used / options.steps]
@@ -120,6 +124,29 @@ def ratios(plain: list[dict[str, list[float]]], turns: list[dict[str, list[float
         ]
         shown.append(f"{statistics.median(each):.2f} [{min(each):.2f}, {max(each):.2f}]")
     return ", ".join(shown)
+
+
+def plot(found: dict[str, list[dict[str, list[float]]]], path: Path) -> None:
+    """Draw medians over turns, of three steps in a row, against RL steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    panels = (("accept length", "tokens per decode round"), ("step", "seconds per RL step"))
+    for kind, turns in found.items():
+        for axis, (name, _) in zip(axes, panels, strict=True):
+            middle = [statistics.median(values) for values in zip(*(turn[name] for turn in turns), strict=True)]
+            smooth = [statistics.mean(middle[max(0, i - 2) : i + 1]) for i in range(len(middle))]
+            axis.plot(range(LEFT_OUT + 1, LEFT_OUT + 1 + len(smooth)), smooth, label=kind)
+    for axis, (_, label) in zip(axes, panels, strict=True):
+        axis.set(xlabel="RL step", ylabel=label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False)
+    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":
