@@ -47,10 +47,9 @@ SGLANG = {
 
 
 def by_slime():
+    import slime_cpu
     from slime.backends.sglang_utils import sglang_engine
     from slime.utils import accelerator
-
-    from megatron_rlspec.integrations.slime import cpu as slime_cpu
 
     accelerator.set_accelerator(slime_cpu.CpuAccelerator())
     # slime expects SGLang's arguments as a dataclass. From SGLang 0.5.23 on, they are none.

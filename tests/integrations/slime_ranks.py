@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import slime_cpu
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.integrations.slime import cpu as slime_cpu
 from megatron_rlspec.sync.contract import HealthError
 from megatron_rlspec.train import runtime
 

@@ -21,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import emulation
 from host_reads import HostReads
 
 from megatron_rlspec.rollout.sglang.http import serve
@@ -142,7 +143,6 @@ def install(audit: Audit) -> None:
 
 
 if __name__ == "__main__":
-    serve.emulation.asked()
     os.environ.update(serve.installed_sglang().cpu_environment)
     serve._install_stand_ins()
     audit = Audit(Path(sys.argv[1]))
@@ -150,6 +150,7 @@ if __name__ == "__main__":
 
     def then_install() -> None:
         load()
+        emulation.install(emulation.asked())
         install(audit)
 
     with mock.patch.object(serve, "_fork_children", then_install):

@@ -6,11 +6,11 @@ import ctypes
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import emulation
 import pytest
 import torch
 
 from megatron_rlspec.rollout.sglang.cpu import attention as cpu_attention
-from megatron_rlspec.rollout.sglang.cpu import emulation
 from megatron_rlspec.rollout.sglang.cpu import operators as cpu_ops
 
 HEADS = 4
@@ -240,11 +240,3 @@ def test_the_next_pass_overwrites_the_outputs_of_an_emulated_graph() -> None:
     assert first.logits_output.hidden_states[:1].tolist() == [[2.0] * 4]  # the same memory
     assert first.logits_output.hidden_states[1:].isnan().all()
     assert first.logits_output.next_token_logits[1:].isnan().all()
-
-
-def test_an_unknown_emulation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(emulation.VARIABLE, "overlap, streams")
-    with pytest.raises(ValueError, match=r"^RLSPEC_CPU_EMULATES names streams; expected overlap, graph_buffers, "):
-        emulation.asked()
-    monkeypatch.setenv(emulation.VARIABLE, "")
-    assert emulation.asked() == []

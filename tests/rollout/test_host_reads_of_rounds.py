@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import emulation
 import pytest
 import test_sglang_engine as same
 import tiny_mimo
@@ -16,7 +17,6 @@ import tiny_mimo
 from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
-from megatron_rlspec.rollout.sglang.cpu import emulation
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import Sampling
 

@@ -1,6 +1,6 @@
 """SGLang's overlap scheduler with our hooks, on the CPU: the results of a round are read a round late.
 
-The first engine does all that an engine on a GPU does by default (`rollout/sglang/cpu/emulation.py`): it overlaps
+The first engine does all that an engine on a GPU does by default (`emulation.py`): it overlaps
 rounds, its passes return views of buffers that the next pass overwrites with NaN, and sequence lengths stay on the
 device. The second one only overlaps, so its rounds without drafts are plain decode passes.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import emulation
 import numpy as np
 import pytest
 import requests
@@ -20,7 +21,6 @@ from test_sglang_engine import CONFIG, ONE_THREAD, SERVE, WEIGHTS, k, texts
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.rollout.sglang.cpu import emulation
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def engines(
     environment = ONE_THREAD | {emulation.VARIABLE: EMULATED[request.param]}
     arguments = [*SERVE, *same.LAUNCHES["adaptive"]]
     log = tmp_path_factory.mktemp("logs") / "overlap.log"
-    with launch(checkpoint, log, arguments=arguments, environment=environment, api_key=KEY) as process:
+    with emulation.launch(checkpoint, log, arguments, environment, KEY) as process:
         yield {"adaptive": MigratableSGLangEngine.of(process.wait(), timeout=120), "plain": plain}
 
 
@@ -210,7 +210,7 @@ def test_retraction_changes_no_text(plain: SGLangEngine, checkpoint: Path, tmp_p
     expected = plain.generate(asked, sampling)
     arguments = [*SERVE, *same.LAUNCHES["adaptive"]]
     environment = ONE_THREAD | emulated | retracting
-    with launch(checkpoint, log, arguments=arguments, environment=environment, api_key=KEY) as process:
+    with emulation.launch(checkpoint, log, arguments, environment, KEY) as process:
         engine = SGLangEngine.of(process.wait(), timeout=120)
         for schedule in (k(3), same.SWITCHING, SpecSchedule.fixed(OFF)):
             engine.set_schedule(schedule)

@@ -19,13 +19,13 @@ def _before_sglang():
 
 def _accelerator(module):
     """slime has backends for CUDA and MUSA; its contract is public, and `CpuAccelerator` fulfils it."""
-    from megatron_rlspec.integrations.slime.cpu import CpuAccelerator
+    from slime_cpu import CpuAccelerator
 
     module.set_accelerator(CpuAccelerator())
 
 
 def _megatron(module):
-    from megatron_rlspec.integrations.slime import cpu as slime_cpu
+    import slime_cpu
 
     slime_cpu.install()
 

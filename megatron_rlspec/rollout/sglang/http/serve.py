@@ -33,7 +33,6 @@ from megatron_rlspec.models.config import ModelConfigError
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.rollout.sglang import extensions, scratch
-from megatron_rlspec.rollout.sglang.cpu import emulation
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import APART, KEY, MIXED_CHUNK, Settings, known_key
 from megatron_rlspec.speculation import graphs
@@ -172,7 +171,6 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
     if device == "cpu":
         os.environ.update(installed_sglang().cpu_environment)
-        _check_emulation()
         _install_stand_ins()
     _launch(options, device, [*arguments, *rest])
 
@@ -410,15 +408,6 @@ def _device(asked: str) -> str:
     return ("cuda" if found else "cpu") if asked == "auto" else asked
 
 
-def _check_emulation() -> None:
-    try:
-        parts = emulation.asked()
-    except ValueError as error:
-        raise ServeError(str(error)) from None
-    if parts:
-        print(f"rlspec serve: for tests, the CPU engine emulates: {', '.join(parts)}", flush=True)
-
-
 def _install_stand_ins() -> None:
     from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 
@@ -448,7 +437,6 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
     if device == "cpu" and cpu_stand_ins.standing_in("sgl_kernel"):
         installed_sglang().prepare_cpu()
     if device == "cpu":
-        emulation.install(emulation.asked())
         _fork_children()
     load_plugins()
     _name_shared_memory(_scratch())

@@ -1,6 +1,6 @@
 """Let SGLang's CPU engine do what it does on GPUs only, so that tests reach those paths of SGLang and of our hooks.
 
-The environment variable `RLSPEC_CPU_EMULATES` names the parts, with commas between them:
+The environment variable `RLSPEC_CPU_EMULATES` of `emulating_serve.py` names the parts, with commas between them:
 
 - `overlap`: the overlap scheduler, SGLang's default on GPUs. The results of a round are processed after the next round
   was launched. SGLang turns it off for speculation on CPUs (`arg_groups/speculative_hook.py`).
@@ -12,23 +12,43 @@ The environment variable `RLSPEC_CPU_EMULATES` names the parts, with commas betw
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from megatron_rlspec.host.ports import ENGINES, free_port
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 
 VARIABLE = "RLSPEC_CPU_EMULATES"
 PARTS = ("overlap", "graph_buffers", "device_lengths")
 
 
 def asked() -> list[str]:
-    """Return the parts that the environment asks for. Raises ValueError for a name that is none."""
-    parts = [part.strip() for part in os.environ.get(VARIABLE, "").split(",") if part.strip()]
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown:
-        raise ValueError(f"{VARIABLE} names {', '.join(unknown)}; expected {', '.join(PARTS)}, with commas between")
-    return parts
+    """Return the parts that the environment asks for."""
+    return [part for part in os.environ.get(VARIABLE, "").split(",") if part]
+
+
+def launch(
+    model: Path, log: Path, arguments: Sequence[str], environment: Mapping[str, str], api_key: str
+) -> EngineProcess:
+    """Start an engine that emulates the parts in `environment`, and return at once."""
+    port = free_port(ENGINES)
+    program = [sys.executable, str(Path(__file__).with_name("emulating_serve.py"))]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*program, "--model", str(model), "--port", str(port), "--stop-with-parent", *arguments],
+            env=os.environ | environment | {"RLSPEC_API_KEY": api_key},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return EngineProcess(process, f"http://127.0.0.1:{port}", log, Path(tempfile.mkdtemp()), api_key)
 
 
 def install(parts: list[str]) -> None:
