@@ -97,7 +97,7 @@ QUICK = Size(
     last=2,
     ages=(0, 1, 2),
     prompts=16,
-    warm=("--sft.steps", "20", "--sft.eval_every", "0"),
+    warm=("--sft.steps", "20", "--sft.eval_every", "20"),
     train=("--rollout.prompts_per_step", "4", "--train.eval_prompts", "16"),
 )
 

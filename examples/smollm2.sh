@@ -12,7 +12,8 @@ quick=
 run=${1:-runs/smollm2${quick:+-quick}}
 [ -n "${NO_SETUP:-}" ] || bash tools/setup_cpu.sh
 python=${PYTHON_BIN:-.venv/bin/python}
-config=(--config examples/smollm2/smollm2.toml --rollout.engine "${ENGINE:-sglang}")
+config=(--config examples/smollm2/smollm2.toml)
+engine=(--rollout.engine "${ENGINE:-sglang}")
 if [ -n "$quick" ]; then
     answers=(--answer.prompts 48 --rollout.samples_per_prompt 4)
     warm=(--sft.steps 20 --optimizer.decay_steps 20 --sft.eval_every 10)
@@ -47,7 +48,7 @@ fi
 "$python" examples/smollm2/make_task.py --out "$run/task"
 
 part "the model's own answers, of twice the length that RL allows"
-rlspec answer "${config[@]}" --model.path "$run/drafted" --data.path "$run/task/rl.jsonl" \
+rlspec answer "${config[@]}" "${engine[@]}" --model.path "$run/drafted" --data.path "$run/task/rl.jsonl" \
     --answer.path "$run/answers.jsonl" --rollout.max_new_tokens 64 "${answers[@]}"
 
 part "warm start of the drafter on them"
@@ -55,8 +56,9 @@ part "warm start of the drafter on them"
     --train.run_dir "$run/warm" --train.save_every 50 --train.resume true "${warm[@]}"
 
 part "RL: the drafter is trained with the policy"
-[ -e "$run/rl/hf" ] || trained train "${config[@]}" --model.path "$run/warm/hf" --data.path "$run/task/rl.jsonl" \
-    --data.eval_path "$run/task/eval.jsonl" --train.run_dir "$run/rl" --train.resume true --train.steps "$steps" "${rl[@]}"
+[ -e "$run/rl/hf" ] || trained train "${config[@]}" "${engine[@]}" --model.path "$run/warm/hf" \
+    --data.path "$run/task/rl.jsonl" --data.eval_path "$run/task/eval.jsonl" --train.run_dir "$run/rl" --train.resume true \
+    --train.steps "$steps" "${rl[@]}"
 
 part "control: the warm drafter trained for as many steps on the old answers"
 [ -e "$run/control/hf" ] || trained sft "${config[@]}" --model.path "$run/warm/hf" --sft.path "$run/answers.jsonl" \

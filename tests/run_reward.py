@@ -21,3 +21,7 @@ def same(prompt: str, response: str, label: str, metadata: dict) -> float:
 
 def wrong(sample) -> float:
     return 1.0
+
+
+def one_reply(conversation) -> None:
+    conversation.reply()

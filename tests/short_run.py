@@ -9,6 +9,8 @@ from unittest import mock
 
 import forked
 
+from megatron_rlspec.config import effects, load
+
 TESTS = Path(__file__).parent
 EXAMPLES = TESTS.parent / "examples/quickstart"
 SMALL = {
@@ -50,9 +52,14 @@ def words(start: Path, run_dir: Path, command: str, options: dict[str, object]) 
     chosen = {name.replace("__", "."): value for name, value in options.items()}
     if chosen.get("spec.mode", "adaptive") != "adaptive":
         del values["spec.candidate_steps"]  # it would have no effect, which is refused
+    if "rollout.urls" in chosen:
+        del values["rollout.max_total_tokens"]
     if chosen.get("data.eval_path") == "":
         del values["train.eval_prompts"]
     values |= chosen
+    if command != "train":  # which reads them all
+        config = load(None, {name: str(value) for name, value in values.items()})
+        values = {n: value for n, value in values.items() if n in chosen or not effects.unread(config, command, n)}
     return [command, *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from megatron_rlspec import arguments
 from megatron_rlspec.commands import doctor
 from megatron_rlspec.config import Command, Config, ConfigError, load, load_replay, options
-from megatron_rlspec.config.effects import option
+from megatron_rlspec.config.effects import option, unread
 from megatron_rlspec.config.load import unknown_option
 from megatron_rlspec.config.run_dir import claimed
 from megatron_rlspec.config.tail import TailConfig
@@ -77,15 +77,6 @@ FIRST: dict[Command | Literal["answer"], tuple[str, str, str]] = {
         "rlspec replay runs/recorded --ranks 2 --drafter.loss tv \\\n    --train.run_dir runs/tv",
         "drafter.loss drafter.lr replay.policy_step train.run_dir",
     ),
-}
-
-
-# Options that a command does not read.
-UNUSED: dict[Command | Literal["answer"], tuple[str, ...]] = {
-    "train": ("sft.", "answer.", "replay.fresh_drafter", "replay.policy_step"),
-    "sft": ("algorithm.", "answer.", "replay.fresh_drafter", "replay.policy_step"),
-    "answer": ("algorithm.", "optimizer.", "parallel.", "sft.", "replay.", "train.steps", "train.run_dir"),
-    "replay": ("sft.", "answer."),
 }
 
 
@@ -227,12 +218,12 @@ def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | No
     config = load_replay(known.run, known.config, overrides) if command == "replay" else load(known.config, overrides)
     for name in overrides:  # a file may serve several commands
         value, field = option(config, name)
-        if field is not None and value != field.default and name.startswith(UNUSED[command]):
-            raise ConfigError(f"{name} has no effect on rlspec {command}")
+        if command != "replay" and field is not None and value != field.default:
+            if where := unread(config, command, name):
+                raise ConfigError(f"{name} has no effect on {where}")
     if command == "answer":
         config.check_answer()
-        _check_tail(config)
-        return config
+        return config.model_copy(update={"tail": TailConfig()})  # answers stay on the engine where they began
     started = ranks or environment.ranks_started(os.environ)
     because = f"torchrun started {started}" if started else "this is one process; --ranks N starts several"
     if ranks:

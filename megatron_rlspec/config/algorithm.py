@@ -9,6 +9,11 @@ from pydantic import Field, model_validator
 from megatron_rlspec.config.base import FUNCTION, Name, Needs, Section, Weight
 from megatron_rlspec.config.model import LONGEST
 
+# A rollout is one optimizer step, so the ratio to log-probs that the trainer recomputes at its start is 1, and the
+# weight p_trainer / p_engine is 1 where the engine's log-probs stand for the trainer's. A user's loss gets all options.
+RATIO = Needs("algorithm.old_logprobs=engine", "algorithm.loss")
+WEIGHT = Needs("algorithm.old_logprobs=recompute", "algorithm.loss")
+
 
 class AlgorithmConfig(Section):
     loss: Name = Field(
@@ -21,13 +26,17 @@ class AlgorithmConfig(Section):
         description="group: reward minus the mean reward of the prompt's samples (GRPO); or module:function, "
         "see examples/custom_loss",
     )
-    ratio: Literal["token", "sequence", "cispo"] = Field(
-        "token", description="importance ratio: of a token (GRPO), of a sequence (GSPO), clipped and detached (cispo)"
+    ratio: Annotated[Literal["token", "sequence", "cispo"], RATIO] = Field(
+        "token",
+        description="importance ratio: of a token (GRPO), of a sequence (GSPO), clipped and detached (cispo); with "
+        "old_logprobs=recompute it is 1",
     )
     normalise_std: bool = Field(True, description="divide a group's advantages by the deviation of its rewards")
-    clip_low: float = Field(0.2, ge=0, le=1, description="the ratio is clipped below at 1 - clip_low")
-    clip_high: Weight = Field(0.28, description="the ratio is clipped above at 1 + clip_high")
-    dual_clip: Weight = Field(
+    clip_low: Annotated[float, Field(ge=0, le=1), RATIO] = Field(
+        0.2, description="the ratio is clipped below at 1 - clip_low"
+    )
+    clip_high: Annotated[Weight, RATIO] = Field(0.28, description="the ratio is clipped above at 1 + clip_high")
+    dual_clip: Annotated[Weight, RATIO] = Field(
         0.0, description="bound on the loss of a negative advantage A: at most dual_clip * |A|; above 1, or 0 for none"
     )
     kl_coef: Weight = Field(0.0, description="weight of the KL divergence from model.path; 0: none")
@@ -43,10 +52,10 @@ class AlgorithmConfig(Section):
     old_logprobs: Literal["recompute", "engine"] = Field(
         "recompute", description="denominator of the ratio: computed by the trainer, or as the engine reported it"
     )
-    tis_clip: Weight = Field(
+    tis_clip: Annotated[Weight, WEIGHT] = Field(
         2.0, description="upper bound of the weight p_trainer / p_engine of each token (TIS); 0: no such weight"
     )
-    stale_clip: Annotated[float, Needs("rollout.staleness", "rollout.partial")] = Field(
+    stale_clip: Annotated[float, Needs("rollout.staleness", "rollout.partial"), WEIGHT] = Field(
         2.0,
         gt=0,
         le=1e6,

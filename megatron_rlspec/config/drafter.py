@@ -37,11 +37,13 @@ class DrafterConfig(Section):
         description="give a model without a drafter a new one, MTP where SGLang runs it and else EAGLE-3; the "
         "run starts without drafts, trains the drafter, and drafts when that pays",
     )
-    depth: Annotated[int, Field(gt=0, le=64)] = Field(3, description="drafted tokens per position that are trained")
+    depth: Annotated[int, Field(gt=0, le=64), Needs("drafter.train", "drafter.repeated_layer=False")] = Field(
+        3, description="drafted tokens per position that are trained"
+    )
     repeated_layer: bool = Field(
         True, description="true: one MTP layer for all depths, as the engine drafts; false: a layer for each depth"
     )
-    mtp_detach_heads: bool = Field(
+    mtp_detach_heads: Annotated[bool, Needs("drafter.train")] = Field(
         True, description="true: the drafter's loss does not reach the policy; false: it trains the policy too"
     )
     loss: Annotated[Name, Needs("drafter.train")] = Field(

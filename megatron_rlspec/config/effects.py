@@ -1,4 +1,4 @@
-"""Options that a user gave and that have no effect: beside other settings (`Needs`), or in a replay."""
+"""Options that a user gave and that have no effect: beside other settings (`Needs`), or on a command (`unread`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,51 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from megatron_rlspec.config.base import Needs, Section
+
+# Prefixes of options that a command does not read.
+UNREAD = {
+    "train": "sft. answer. replay.fresh_drafter replay.policy_step",
+    "sft": "algorithm. answer. replay. health.logprob_gap data.path data.raise_level_at reward.max_failed_steps "
+    "rollout.prompts_per_step rollout.samples_per_prompt rollout.staleness rollout.partial rollout.over_sampling "
+    "rollout.mask_offpolicy drafter.reward_ drafter.update_ drafter.overlap drafter.replay train.steps train.eval_ "
+    "train.drift_every train.record",
+    "answer": "model.moe_ data.eval_path data.raise_level_at data.shuffle reward. rollout.function "
+    "rollout.prompts_per_step rollout.restarts rollout.staleness rollout.in_flight rollout.partial "
+    "rollout.over_sampling rollout.mask_offpolicy tail. placement.mode placement.tensor placement.gpu_gib push. "
+    "health. algorithm. optimizer. drafter.train drafter.fresh drafter.depth drafter.repeated_layer drafter.mtp_detach_heads "
+    "drafter.loss drafter.reward_ drafter.update_ drafter.overlap drafter.replay drafter.lr drafter.warmup_steps "
+    "drafter.clip_grad parallel. sft. train.steps train.tokens train.deterministic train.run_dir train.save_every "
+    "train.keep train.resume train.eval_ train.drift_every train.record train.max_bad_steps train.export_every "
+    "train.save_best log. replay.",
+    "replay": "sft. answer. drafter.fresh health.logprob_gap train.eval_ train.drift_every",
+}
+# What is read only where engines generate.
+GENERATING = (
+    "data.eval_path data.label_key data.metadata_key reward. rollout. spec. tail. placement. push. health.on_failure "
+    "health.canary_prompts"
+)
+DATA = "data."
+POLICY = "optimizer.lr optimizer.warmup_steps optimizer.weight_decay optimizer.clip_grad model.moe_"
+
+
+def unread(config: Any, command: str, name: str) -> str:
+    """Return where the option `name` has no effect, such as `rlspec sft`; "" if this run of the command reads it."""
+    prefixes, found = UNREAD[command], f"rlspec {command}"
+    if name.startswith(tuple(prefixes.split())):
+        return found
+    frozen = command == "replay" or (command == "sft" and config.sft.drafter_only)
+    if frozen and name.startswith(tuple(POLICY.split())):
+        return f"{found}, which trains the drafter only"
+    # The temperature is that of the drafter's loss; the lengths of prompt and response fit into model.max_length.
+    taught = name == "rollout.max_new_tokens" or (frozen and name == "rollout.temperature")
+    if command == "sft" and not (config.sft.eval_every and config.data.eval_path) and not taught:
+        if name.startswith(tuple(GENERATING.split())):
+            return f"{found} without evaluations by an engine (sft.eval_every, data.eval_path)"
+    if command == "replay" and config.replay.policy_step < 0 and not taught:
+        seed = name == "train.seed" and not (config.drafter.separate or config.replay.fresh_drafter)
+        if seed or name.startswith((DATA, *GENERATING.split())):
+            return "a replay that follows the recorded rollouts"
+    return ""
 
 
 def useless(config: Section, given: Mapping[str, int]) -> Iterator[str]:
@@ -20,13 +65,18 @@ def useless(config: Section, given: Mapping[str, int]) -> Iterator[str]:
         value, field = option(config, name)
         if field is None or value == field.default:
             continue
-        for needs in field.metadata:
-            if not isinstance(needs, Needs) or any(_holds(config, setting) for setting in needs.settings):
-                continue
+        for needs in lacking(config, field):
             others = list(dict.fromkeys(_name(setting) for setting in needs.settings))
             if not any(given.get(other, 0) > rank for other in others):
                 now = " and ".join(f"{other}={_text(option(config, other)[0])}" for other in others)
                 yield f"{name}={_text(value)} has no effect while {now}"
+
+
+def lacking(config: Section, field: FieldInfo) -> Iterator[Needs]:
+    """Yield what a field needs and the other settings do not give."""
+    for needs in field.metadata:
+        if isinstance(needs, Needs) and not any(_holds(config, setting) for setting in needs.settings):
+            yield needs
 
 
 def option(config: Section, name: str) -> tuple[Any, FieldInfo | None]:
@@ -54,5 +104,5 @@ def _holds(config: Section, setting: str) -> bool:
         raise ValueError(f"Needs({setting!r}): no such option")
     if not equals:
         return value if isinstance(value, bool) else bool(value != field.default)
-    texts = [str(part) for part in value] if isinstance(value, tuple) else [str(value)]
+    texts = [str(part) for part in value] or [""] if isinstance(value, tuple) else [str(value)]
     return (wanted in texts) != name.endswith("!")

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_rlspec import files
 from megatron_rlspec.config.base import ConfigError, expectation, shown
-from megatron_rlspec.config.effects import option, useless
+from megatron_rlspec.config.effects import option, unread, useless
 from megatron_rlspec.config.run import Config
 from megatron_rlspec.texts import printable
 
@@ -24,11 +24,6 @@ LARGEST_FILE = 1 << 20  # bytes of a TOML file; one with every option has some 1
 TRUE = ("true", "1", "yes", "on")
 RECORDED = ("model.", "algorithm.", "replay.run", "train.record")  # a replay cannot change these
 FALSE = ("false", "0", "no", "off")
-# What draws rollouts and scores them: without effect on a replay of recorded ones.
-FOLLOWED = (
-    *("reward.", "placement.", "push.", "health.", "tail.", "train.eval_", "rollout.prompts", "rollout.samples"),
-    *("rollout.function", "rollout.in_flight", "rollout.partial", "rollout.over_sampling", "rollout.restarts"),
-)
 
 
 @dataclass(frozen=True)
@@ -117,11 +112,9 @@ def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str])
             "a replay trains a drafter that the policy does not depend on; "
             "expected drafter.train=true and drafter.mtp_detach_heads=true"
         )
-    if config.replay.policy_step < 0:
-        follows = FOLLOWED if config.drafter.separate or config.replay.fresh_drafter else (*FOLLOWED, "train.seed")
-        for name in changed:
-            if name.startswith(follows) and option(config, name)[0] != option(before, name)[0]:
-                raise ConfigError(f"{name} has no effect on a replay that follows the recorded rollouts")
+    for name in changed:
+        if option(config, name)[0] != option(before, name)[0] and (where := unread(config, "replay", name)):
+            raise ConfigError(f"{name} has no effect on {where}")
     return _effective(config, changed, path)
 
 

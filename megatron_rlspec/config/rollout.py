@@ -44,14 +44,20 @@ class RolloutConfig(Section):
     max_running_requests: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
         256, description="most requests that one engine decodes together"
     )
-    max_total_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = Field(
+    max_total_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS), Needs("rollout.urls=")] = Field(
         0, description="size of one engine's KV cache in tokens; 0: what fits (65536 on a CPU)"
     )
-    mem_fraction: Annotated[float, Needs("rollout.engine=sglang")] = Field(
-        0.7, gt=0, lt=1, description="share of GPU memory for an engine's weights and KV cache"
+    mem_fraction: Annotated[float, Field(ge=0, lt=1), Needs("rollout.engine=sglang"), Needs("rollout.urls=")] = Field(
+        0.0,
+        description="share of a GPU's free memory for an engine's weights and KV cache; 0: what CUDA graphs, logits "
+        "and prefills leave",
     )
-    timeout_seconds: Seconds = Field(1800.0, description="an engine that sends nothing for so long has failed")
-    restarts: Count = Field(3, description="how often a run restarts engines it launched, if they fail")
+    timeout_seconds: Annotated[Seconds, Needs("rollout.engine=sglang")] = Field(
+        1800.0, description="an engine that sends nothing for so long has failed"
+    )
+    restarts: Annotated[Count, Needs("rollout.engine=sglang"), Needs("rollout.urls=")] = Field(
+        3, description="how often a run restarts engines it launched, if they fail"
+    )
     staleness: Annotated[int, Field(ge=0, le=1)] = Field(
         0, description="0: sample, then train; 1: sample the next step meanwhile, with weights one step older"
     )

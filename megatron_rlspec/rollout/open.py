@@ -27,6 +27,7 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
+UNPLACED = 0.7  # share of a GPU's memory for an engine that no layout of GPUs has, as those of `rlspec answer`
 Engine = TypeVar("Engine", bound=EmbeddedEngine)
 MakeBudget = Callable[[str], Budget]  # from a value of `spec.tree_budget`
 
@@ -163,7 +164,13 @@ class ServedEngines:
             described = engine.describe()
         except EngineError as error:
             raise ConfigError(f"rollout.urls={url}: no engine of `rlspec serve` answers there: {error}") from None
-        if self._config.spec.mode == "off":
+        spec = self._config.spec
+        if spec.verifier != described["verifier"]:
+            raise ConfigError(
+                f"spec.verifier={spec.verifier}, but the engine at {url} was started with "
+                f"--verifier {described['verifier']}"
+            )
+        if spec.mode == "off":
             return engine
         held = described["draft_vocabulary"]
         if self._config.drafter.vocabulary != held:
@@ -304,7 +311,7 @@ def engine_arguments(config: Config, layout: GpuLayout, index: int = 0, sleeps: 
     if layout.engines:
         options["tp"] = len((*layout.engines, *layout.second)[index])
     if layout.engines or torch.cuda.is_available():
-        options["mem-fraction-static"] = layout.mem_fraction or config.rollout.mem_fraction
+        options["mem-fraction-static"] = config.rollout.mem_fraction or layout.mem_fraction or UNPLACED
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     if layout.engines and sleeps:
         # Released memory comes back empty. The push restores the target; SGLang keeps the target's buffers only.

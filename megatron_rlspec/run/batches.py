@@ -46,12 +46,14 @@ def micro_batches(
     version: int,
     drafter_weights: list[np.ndarray] | None = None,
     depth: int = 0,
+    supervised: bool = False,
 ) -> list[PackedBatch]:
     """Return this rank's micro-batches.
 
     version          of the policy that trains on them; of use where samples of older versions are trained on
     drafter_weights  of every position, `[L]` for each sample; None: 1
     depth            drafts of each position; 0: drafter.depth
+    supervised       the loss is a mean over all tokens, whatever [algorithm] says
     """
     parallel = config.parallel
     return pack(
@@ -61,7 +63,7 @@ def micro_batches(
         depth=depth or config.drafter.depth,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
         version=version if config.rollout.oldest else None,
-        aggregation=config.algorithm.aggregation,
+        aggregation="token" if supervised else config.algorithm.aggregation,
         constant_length=config.rollout.max_new_tokens,
         **runtime.placement(),
         multiple=parallel.tensor if parallel.sequence else 1,

@@ -272,7 +272,14 @@ class Session:
 
     def _pack(self, samples: list[Sample], values: list[float]) -> list[PackedBatch]:
         weights = self.drafting.weights(samples)
-        return micro_batches(self.config, samples, values, version=self.done + 1, drafter_weights=weights)
+        return micro_batches(
+            self.config,
+            samples,
+            values,
+            version=self.done + 1,
+            drafter_weights=weights,
+            supervised=self.supervised,
+        )
 
     def train_step(self, batches: list[PackedBatch], **options: Any) -> dict[str, float]:
         """Take an optimizer step of the policy and one of the drafter. Arguments and result as `Trainer.train_step`.

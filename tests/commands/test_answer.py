@@ -35,6 +35,8 @@ def options(start: Path, path: Path, **more: str):
     }
     found |= {"model.path": str(start / "model"), "data.path": str(start / "task/rl.jsonl"), "answer.path": str(path)}
     found |= {"rollout.engine": "embedded", "answer.prompts": "12", "spec.mode": "off"}
+    if "rollout__urls" in more:
+        del found["rollout.max_total_tokens"]
     return load(None, found | {name.replace("__", "."): value for name, value in more.items()})
 
 

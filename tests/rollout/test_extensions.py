@@ -58,6 +58,9 @@ def test_an_engine_has_what_it_was_asked_for(tmp_path: Path, asked: tuple[str, .
         assert not Path("/dev/shm", f"rlspec-kv-{process.directory.name}").exists()
         with pytest.raises(ConfigError, match="was started without --extensions migration"):
             attach(attached, process, tmp_path)
+        other = load(None, {"rollout.urls": process.url, "spec.verifier": "target_only"})
+        with pytest.raises(ConfigError, match="spec.verifier=target_only.*started with --verifier position_keyed"):
+            attach(other, process, tmp_path)
 
 
 def attach(config: Config, process: EngineProcess, folder: Path) -> None:

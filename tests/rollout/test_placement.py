@@ -281,8 +281,10 @@ def test_a_gpu_that_is_left_free_on_purpose_has_no_part():
 def test_recipes_have_a_place_on_a_machine_of_eight_gpus(monkeypatch, recipe, launched):
     """With the engines at `rollout.urls` that they name, and with engines that the run launches on the GPUs left."""
     ranks = 8 if recipe == "glm-4.5-air" else 4
-    engines = {"rollout.engines": str(8 - ranks)} if launched else {"rollout.urls": "http://127.0.0.1:30004"}
-    config = load(str(RECIPES / f"{recipe}.toml"), engines | {"model.path": "m", "placement.gpu_gib": "80"})
+    engines = {"rollout.urls": "http://127.0.0.1:30004"}
+    if launched:
+        engines = {"rollout.engines": str(8 - ranks), "placement.gpu_gib": "80"}
+    config = load(str(RECIPES / f"{recipe}.toml"), engines | {"model.path": "m"})
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.setenv(name, str(ranks))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -334,6 +336,9 @@ def test_an_engine_gets_what_the_trainer_leaves(mode, need, expected):
         assert (found.mem_fraction, found.tokens) == expected
         given = engine_arguments(load(None, {"model.path": "m"}), found)
         assert given[given.index("--max-total-tokens") + 1] == str(expected[1])
+        own = engine_arguments(load(None, {"model.path": "m", "rollout.mem_fraction": "0.4"}), found)
+        for arguments, share in ((given, str(expected[0])), (own, "0.4")):
+            assert arguments[arguments.index("--mem-fraction-static") + 1] == share
         return
     with pytest.raises(ConfigError) as refused:
         with_memory(layout, need)

@@ -12,8 +12,7 @@ from megatron_rlspec.commands.convert import main
 from megatron_rlspec.models.hf_files import read_hf, write_hf
 from megatron_rlspec.records.metrics import read_records
 
-OPTIONS = {"sft__samples_per_step": 4, "sft__eval_every": 0, "sft__held_out": 0, "spec__mode": "off"}
-OPTIONS |= {"sft__drafter_only": "false"}
+OPTIONS = {"sft__samples_per_step": 4, "sft__eval_every": 0, "sft__held_out": 0, "sft__drafter_only": "false"}
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": 2}
 
 
