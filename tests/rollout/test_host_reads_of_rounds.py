@@ -20,7 +20,7 @@ from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import Sampling
 
-SERVER = "megatron_rlspec/rollout/sglang/server"
+SERVER = "megatron_rlspec/rollout/sglang/scheduler"
 FILTER = {
     "token_filter.py:filtered: item": (1, "whether a nucleus is wider than the cut; not with a top-k below the cut")
 }

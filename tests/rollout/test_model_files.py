@@ -13,7 +13,7 @@ SPAWNED = """
 import sys
 from megatron_rlspec.rollout.sglang.cpu import stand_ins
 stand_ins.install()
-from megatron_rlspec.rollout.sglang.server import plugin
+from megatron_rlspec.rollout.sglang.http import plugin
 plugin._add_routes = lambda: None
 plugin.register()
 from sglang.srt.models.registry import ModelRegistry
