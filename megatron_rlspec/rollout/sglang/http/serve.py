@@ -467,7 +467,10 @@ def _name_shared_memory(directory: Path) -> None:
 
 
 def _fork_children() -> None:
-    """Fork SGLang's processes, which is safe without CUDA. A spawned one imports SGLang again: half of the start-up."""
+    """Fork SGLang's processes. A spawned one imports SGLang again: half of the start-up.
+
+    Not on a GPU: importing SGLang initialises CUDA, which a forked process cannot use.
+    """
     from sglang.srt.entrypoints import engine
 
     inner = engine._set_envs_and_config
