@@ -8,7 +8,7 @@ bash tools/setup_cpu.sh
 run=${1:-runs/quickstart}
 python=.venv/bin/python
 seed=${SEED:-1}
-config=(--config examples/quickstart/quickstart.toml --data.eval_path "$run/task/eval.jsonl" --train.seed "$seed")
+config=(--config examples/quickstart/quickstart.toml --train.seed "$seed")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 rlspec() { "$python" -m megatron_rlspec.cli "$@" --ranks 2; }
 part() { printf '\n== %s\n' "$*"; }
@@ -19,12 +19,11 @@ part "a task, and a model of MiMo's shape with random weights"
 
 part "warm start: policy and drafter on demonstrations"
 [ -e "$run/warm/hf" ] || rlspec sft "${config[@]}" --model.path "$run/model" --sft.path "$run/task/train.jsonl" \
-    --train.run_dir "$run/warm" --spec.mode fixed --optimizer.lr 3e-3 --drafter.lr 3e-3 --optimizer.warmup_steps 40 \
-    --optimizer.decay_steps 600
+    --train.run_dir "$run/warm" --optimizer.lr 3e-3 --drafter.lr 3e-3 --optimizer.warmup_steps 40 --optimizer.decay_steps 600
 
 part "RL: 30 GRPO steps, the drafter trained with the policy and pushed with it; every step is recorded"
 [ -e "$run/rl/hf" ] || rlspec train "${config[@]}" --model.path "$run/warm/hf" --data.path "$run/task/rl.jsonl" \
-    --train.run_dir "$run/rl" --train.record true
+    --data.eval_path "$run/task/eval.jsonl" --train.run_dir "$run/rl" --train.record true
 
 part "control: the warm start's drafter, trained for as many steps on the warm policy's own answers"
 alone=(--rollout.engine embedded --spec.mode fixed)
