@@ -57,12 +57,12 @@ class Characters:
         return {"a": 0}
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        return messages[0]["content"]
+        return messages[-1]["content"]
 
 
 @pytest.mark.parametrize("kind", ["math", "exact"])
 def test_the_config_rewards_a_rows_own_answer_and_no_other(rows, tmp_path, kind):
-    config = load(EXAMPLE / "gsm8k.toml")
+    config = load(EXAMPLE.parent / "gsm8k/gsm8k.toml", {"data.eval_path": "test.jsonl"})
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts, _ = read_prompts(tmp_path / "gsm8k.jsonl", config.data, Characters(), 10_000)
     assert [p.text for p in prompts] == [row["question"] for row in rows]

@@ -2,8 +2,8 @@
 
     {"question": "Mia has 7 apples. ...", "answer": "After ... <<7+5=12>>12 apples.\\n#### 12"}
 
-A problem has two to six steps. Every intermediate count is a whole number from 1 to 999. gsm8k.toml reads these files
-and the real GSM8K alike.
+A problem has two to six steps. Every intermediate count is a whole number from 1 to 999. The configuration
+../gsm8k/gsm8k.toml reads these files and the real GSM8K alike.
 """
 
 from __future__ import annotations
