@@ -97,7 +97,7 @@ QUICK = Size(
     last=2,
     ages=(0, 1, 2),
     prompts=16,
-    warm=("--sft.steps", "20", "--sft.eval_every", "20"),
+    warm=("--sft.steps", "20"),
     train=("--rollout.prompts_per_step", "4", "--train.eval_prompts", "16"),
 )
 
@@ -222,13 +222,13 @@ class Work:
 
     def _command(self, name: str, options: Mapping[str, object]) -> list[str]:
         command = ["-m", "megatron_rlspec.cli", name, "--config", str(EXAMPLES / "quickstart.toml")]
-        fixed = {"rollout.engine": "embedded", "spec.mode": "fixed", "data.eval_path": self.task / "task/eval.jsonl"}
-        for key, value in (fixed | dict(options)).items():
+        for key, value in options.items():
             command += [f"--{key}", str(value)]
         return command
 
     def _rl(self, run_dir: Path, options: Mapping[str, object]) -> list[str]:
         own = {"data.path": self.task / "task/rl.jsonl", "model.path": self.task / "warm/hf", "train.run_dir": run_dir}
+        own |= {"rollout.engine": "embedded", "spec.mode": "fixed", "data.eval_path": self.task / "task/eval.jsonl"}
         # Without tis_clip, rounding of the engine's log-probs, which drafts change, does not reach the policy.
         steps = {"train.seed": self.seed, "train.steps": self.size.steps, "algorithm.tis_clip": 0}
         return [*self._command("train", {**own, **steps, **options}), *self.size.train]
