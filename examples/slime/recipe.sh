@@ -1,4 +1,4 @@
-# Sourced by the recipes beside it. Set:
+# Sourced by the recipes beside it, none of which has run on GPUs. README.md explains each variable. Set:
 #   SLIME      checkout of slime
 #   MEGATRON   checkout of the Megatron-LM that slime pins, with slime's patch
 #   MODEL      Hugging Face directory, drafter included
