@@ -169,6 +169,7 @@ def rollout_data():
 def packed_for_cpu(get_batch):
     """Wrap slime's `get_batch`: complete `packed_seq_params` for our attention."""
     from megatron_rlspec.integrations.slime.batch import drafter_fields
+    from megatron_rlspec.models.rope import Rope
     from megatron_rlspec.train.attention import packed_sequences
     from megatron_rlspec.train.model import at_positions
 
@@ -180,7 +181,7 @@ def packed_for_cpu(get_batch):
         groups = GROUPS // ps.get_tensor_model_parallel_world_size()
         packed = packed_sequences(here.cu_seqlens_padded, groups, size, rank, torch.device("cpu"))
         config = SimpleNamespace(kv_channels=HIDDEN // HEADS, params_dtype=torch.float32)
-        batch["packed_seq_params"] = at_positions(packed, here.position_ids, config, 10000.0)
+        batch["packed_seq_params"] = at_positions(packed, here.position_ids, config, Rope())
         return batch
 
     return wrapped

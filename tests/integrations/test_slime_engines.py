@@ -34,23 +34,21 @@ def engine(tmp_path_factory):
             start_new_session=True,
         )
         found = SlimeEngine(f"http://127.0.0.1:{port}")
-        deadline = time.monotonic() + 240
         try:
             while True:
                 try:
                     found.describe()
                     break
-                except EngineError as error:
+                except EngineError:
                     log.seek(0)
                     assert process.poll() is None, log.read()[-3000:]
-                    assert time.monotonic() < deadline, error
                     time.sleep(0.5)
             yield found
         finally:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)  # the engine's start counts for the first
 @pytest.mark.parametrize("way", ["tensor", "distributed", "delivered"])
 def test_slimes_update_is_checked_and_a_stale_drafter_is_reported(engine, way):
     """Two train ranks push by slime's updater: complete; a drafter tensor left out once, then twice; a target's."""
