@@ -92,10 +92,10 @@ COMMANDS = {
 # are not imported for this: an error of a module can only occur after its import.
 ERRORS = {
     "megatron_rlspec.config:ConfigError": 2,
-    "megatron_rlspec.tasks.data:DataError": 2,
+    "megatron_rlspec.tasks.order:DataError": 2,
     "megatron_rlspec.models.hf_files:CheckpointError": 2,
     "megatron_rlspec.speculation.cost_table:CostTableError": 2,
-    "megatron_rlspec.rollout.sglang.http.serve:ServeError": 2,
+    "megatron_rlspec.rollout.sglang.http.checks:ServeError": 2,
     "megatron_rlspec.compat.patches:PatchError": 2,
     "megatron_rlspec.records.metrics:RecordError": 2,
     "megatron_rlspec.files:FileError": 2,

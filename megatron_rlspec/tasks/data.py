@@ -11,19 +11,19 @@ from __future__ import annotations
 import codecs
 import json
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from megatron_rlspec import files
 from megatron_rlspec import reasoning_gym as environments
 from megatron_rlspec.config import Config, DataConfig
 from megatron_rlspec.config.base import first_mistake, shown
+from megatron_rlspec.tasks.order import DataError, Order
 from megatron_rlspec.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -33,99 +33,6 @@ Row = TypeVar("Row")
 TOKENIZER_BATCH = 1024  # rows given to the tokenizer at once
 LONGEST_LINE = 1 << 28  # bytes of one JSONL row; metadata can hold a program's test cases
 CHECKED_ROWS = 20_000  # rows that are checked before a run starts; the others are checked when they are read
-
-
-class DataError(ValueError):
-    """A row, file or tokenizer cannot be used. The message is one line: where, what is wrong, what was expected."""
-
-
-class _Place(BaseModel):
-    """The state of an `Order` in a checkpoint."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-    size: NonNegativeInt
-    seed: NonNegativeInt
-    epoch: NonNegativeInt
-    position: NonNegativeInt
-    late: list[NonNegativeInt]
-
-
-@dataclass
-class Order:
-    """The order in which `size` rows are drawn, epoch after epoch. With `shuffle` it depends on (seed, epoch).
-
-    No step has a row twice unless it takes more rows than there are. At the end of an epoch a row that the step has
-    already is put off: it is `late`, and comes first in the next step. `restore(state)` continues exactly at the place
-    of `state()`, also within an epoch. Raises ValueError for no rows.
-    """
-
-    size: int
-    seed: int
-    shuffle: bool = True
-    epoch: int = 0
-    position: int = 0
-    late: list[int] = field(default_factory=list)
-    _permutation: tuple[int, list[int]] = (-1, [])  # an epoch, and its order
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError("the dataset has no rows; expected at least one")
-
-    def take(self, count: int, beside: Iterable[int] = ()) -> list[int]:
-        """Return the next `count` indices of a step that has the rows `beside` already."""
-        taken: list[int] = []
-        held = set(beside)
-        while len(taken) < count:
-            if len(held) == self.size:  # every row is in the step
-                held = set()
-            taken.append(self._next(held))
-            held.add(taken[-1])
-        return taken
-
-    def _next(self, held: Collection[int]) -> int:
-        """Return the next row that is not held. At least one must not be."""
-        for place, row in enumerate(self.late):
-            if row not in held:
-                return self.late.pop(place)
-        while True:
-            row = self._of_epoch()[self.position]
-            self.position += 1
-            if self.position == self.size:
-                self.epoch += 1
-                self.position = 0
-            if row not in held:
-                return row
-            self.late.append(row)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for `restore`."""
-        place = {"epoch": self.epoch, "position": self.position, "late": list(self.late)}
-        return place | {"seed": self.seed, "size": self.size}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue at the place of `state`. Raises DataError if it is malformed or for another seed or dataset size."""
-        try:
-            given = _Place.model_validate(state)
-        except ValidationError as error:
-            raise DataError(f"cannot resume the data order: {first_mistake(error)}") from None
-        for name in ("size", "seed"):
-            was, now = getattr(given, name), getattr(self, name)
-            if was != now:
-                raise DataError(f"cannot resume the data order: {name} was {was}, but is {now} now")
-        if max([given.position, *given.late]) >= self.size:
-            raise DataError(f"cannot resume the data order: it holds a row that is not below size={self.size}")
-        self.epoch = given.epoch
-        self.position = given.position
-        self.late = list(given.late)
-
-    def _of_epoch(self) -> list[int]:
-        """Return the order of the present epoch."""
-        if self._permutation[0] != self.epoch:
-            rows = np.arange(self.size)
-            if self.shuffle:
-                rows = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
-            self._permutation = self.epoch, rows.tolist()
-        return self._permutation[1]
 
 
 class Source(Generic[Row]):

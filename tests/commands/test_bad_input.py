@@ -26,10 +26,10 @@ from megatron_rlspec.models.hf_files import CheckpointError, check, read_hf, wri
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.records import metrics
 from megatron_rlspec.rollout.sglang.http import serve
-from megatron_rlspec.rollout.sglang.http.serve import ServeError
+from megatron_rlspec.rollout.sglang.http.checks import ServeError
 from megatron_rlspec.speculation.cost_table import CostTableError
 from megatron_rlspec.tasks import data
-from megatron_rlspec.tasks.data import DataError
+from megatron_rlspec.tasks.order import DataError
 from megatron_rlspec.tasks.rewards import Scorer
 
 MAKE_TASK = Path(__file__).parents[2] / "examples/quickstart/make_task.py"

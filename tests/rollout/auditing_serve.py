@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import emulation
 from host_reads import HostReads
 
-from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.rollout.sglang.http import checks, serve
 
 
 class Audit:
@@ -143,7 +143,7 @@ def install(audit: Audit) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update(serve.installed_sglang().cpu_environment)
+    os.environ.update(checks.installed_sglang().cpu_environment)
     serve._install_stand_ins()
     audit = Audit(Path(sys.argv[1]))
     load = serve._fork_children

@@ -15,10 +15,10 @@ from tokenizers.models import WordLevel
 
 from megatron_rlspec.commands import doctor
 from megatron_rlspec.config import ConfigError, load
-from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.rollout.sglang.http import checks, serve
 from megatron_rlspec.rollout.sglang.scheduler import control, versions
 from megatron_rlspec.run.inputs import check_inputs
-from megatron_rlspec.tasks.data import DataError
+from megatron_rlspec.tasks.order import DataError
 
 TARGETS = versions.EAGLE3_TARGETS
 DRAFTER = tiny_eagle3.drafter_config()
@@ -161,9 +161,9 @@ def test_rejection_sampling_needs_all_words(tmp_path, monkeypatch):
         ["--model", str(model), "--draft-model", str(path), "--verifier", "rejection"]
     )
     with pytest.raises(
-        serve.ServeError, match="drafts from 120 of 160 words, and SGLang's rejection sampling needs all"
+        checks.ServeError, match="drafts from 120 of 160 words, and SGLang's rejection sampling needs all"
     ):
-        serve._check_model(options)
+        checks._check_model(options)
 
 
 def test_targets_without_hidden_states_for_a_drafter_are_refused():

@@ -15,7 +15,7 @@ from megatron_rlspec.extensions.migration.sglang import schemas, serving
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang import extensions
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
-from megatron_rlspec.rollout.sglang.http.serve import ServeError, check
+from megatron_rlspec.rollout.sglang.http.checks import ServeError, check
 
 CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
 SERVE = "--device cpu --dtype float32 --max-total-tokens 1024 --max-running-requests 4".split()

@@ -115,6 +115,7 @@ def test_demonstrations_train_the_response_and_its_end(tmp_path, tokenizer):
 def test_sources_take_their_limits_from_the_config(tmp_path, tokenizer):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a" * n, "label": "1", "written": "b" * 8} for n in range(1, 21)])
     overrides = {"model.max_length": "24", "rollout.max_new_tokens": "12", "sft.response_key": "written"}
+    overrides |= {"sft.held_out": "0"}
     config = load(None, overrides)
     prompts = Prompts(path, tokenizer, config)
     assert len(prompts) == 12 and prompts.dropped == 8

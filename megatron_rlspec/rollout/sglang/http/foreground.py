@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.rollout.sglang.http import checks, serve
 from megatron_rlspec.rollout.sglang.settings import known_key
 
 OWN = b"rlspec serve: "
@@ -34,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
         serve.main(list(argv))
         return 0
     options.api_key = known_key(options.api_key)
-    serve.check(options)
-    serve.installed_sglang()
+    checks.check(options)
+    checks.installed_sglang()
     descriptor, log = tempfile.mkstemp(prefix=f"rlspec-serve-{options.port}-", suffix=".log")
     with open(descriptor, "wb") as output:
         engine = subprocess.Popen(

@@ -1,0 +1,103 @@
+"""Check the options of `rlspec serve`: address, extensions, and the model directories. SGLang is not imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rlspec.checkpoint.eagle3 import check_drafter
+from megatron_rlspec.host.loopback import is_loopback
+from megatron_rlspec.models.config import ModelConfigError
+from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.rollout.sglang import extensions
+from megatron_rlspec.rollout.sglang.scheduler import versions
+from megatron_rlspec.rollout.sglang.settings import KEY
+
+_LLAMAS_CONTEXT = 2048  # Transformers' default of max_position_embeddings
+
+
+class ServeError(ValueError):
+    """A user's mistake; the message is one line."""
+
+
+def installed_sglang() -> versions.Sglang0523:
+    """Return the adapter to the installed SGLang. Raises ServeError if none is installed, or none fits."""
+    try:
+        return versions.installed()
+    except ImportError as error:
+        raise ServeError(str(error)) from None
+
+
+def check(options: argparse.Namespace) -> None:
+    """Check address and model directory, which needs no import of SGLang. Raises ServeError."""
+    _check_address(options)
+    extensions_of(options.extensions)
+    if not (Path(options.model) / "config.json").is_file():
+        raise ServeError(
+            f"--model {options.model}: no config.json there; expected a Hugging Face directory; "
+            "`rlspec convert` makes one of a Megatron checkpoint or a .gguf file"
+        )
+    _check_model(options)
+
+
+def extensions_of(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name)
+    for name in names:
+        if name not in extensions.known():
+            raise ServeError(f"--extensions {name}: expected names of {', '.join(extensions.known())}")
+    return names
+
+
+def _check_model(options: argparse.Namespace) -> None:
+    drafts = options.spec != "off"
+    try:
+        config = check_model(options.model, "serve", drafter=drafts and not options.draft_model, tokenizer=False)
+    except ModelConfigError as error:
+        raise ServeError(f"--model {options.model}: {error}") from None
+    if drafts and options.draft_model:
+        _check_drafter(options, config)
+
+
+def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> None:
+    given = f"--draft-model {options.draft_model}"
+    if options.draft_vocabulary:
+        raise ServeError(f"{given}: an EAGLE-3 drafter has words of its own; expected no --draft-vocabulary")
+    if problem := installed_sglang().without_eagle3(target):
+        raise ServeError(f"{given}: {problem}")
+    try:
+        drafter = check_drafter(options.draft_model, target, options.model)
+    except ModelConfigError as error:
+        raise ServeError(f"{given}: {error}") from None
+    if options.verifier == "rejection" and drafter.draft_vocab_size < target["vocab_size"]:
+        raise ServeError(
+            f"{given} drafts from {drafter.draft_vocab_size} of {target['vocab_size']} words, and SGLang's rejection "
+            "sampling needs all; expected another --verifier"
+        )
+    own = drafter.dtype or drafter.torch_dtype
+    wanted = target.get("dtype") or target.get("torch_dtype")
+    if options.dtype == "auto" and own and wanted and own != wanted:
+        raise ServeError(f"{given}: its type is {own}, the target's {wanted}; expected a --dtype for both")
+    if (drafter.max_position_embeddings or _LLAMAS_CONTEXT) < (target.get("max_position_embeddings") or 0):
+        # Drafters are published with the context they were trained on. SGLang then asks for this, and rotates further.
+        os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+
+
+def _check_address(options: argparse.Namespace) -> None:
+    if not 1 <= options.port <= 65535:
+        raise ServeError(f"--port {options.port}: expected a port from 1 to 65535")
+    if options.api_key and not (options.api_key.isascii() and options.api_key.isprintable()):
+        raise ServeError(f"the key of --api-key or {KEY} must consist of printable ASCII characters")
+    if not is_loopback(options.host) and not options.api_key:
+        raise ServeError(
+            f"--host {options.host} is reachable from outside: give --api-key or {KEY}, or listen on 127.0.0.1"
+        )
+    with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((options.host, options.port))
+        except OSError as error:
+            raise ServeError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}") from None
