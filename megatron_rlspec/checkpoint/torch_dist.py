@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -42,13 +41,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_rlspec import files
+from megatron_rlspec.checkpoint.torch_dist_index import (
+    CHECKSUMS,
+    DAMAGED,
+    Checksums,
+    Chunk,
+    Where,
+    first_line,
+    load_index,
+)
 from megatron_rlspec.models.hf_files import CheckpointError, read_json, write_json
 from megatron_rlspec.models.names import NameTable, canonical
 from megatron_rlspec.models.tensor_file import checksum, verify
 
 TRACKER = "latest_checkpointed_iteration.txt"
-CHECKSUMS = "rlspec-checksums.json"
-_DAMAGED = "its checksum differs from what was written: the file is damaged"
 _INDEX = ".metadata"
 _BACKEND = "metadata.json"
 _COMMON = "common.pt"
@@ -118,8 +124,8 @@ class TorchDistReader(Mapping[str, Tensor]):
         self.directory = checkpoint_directory(Path(path))
         if read_json(self.directory / _BACKEND).get("sharded_backend") != "torch_dist":
             raise CheckpointError(f"{self.directory / _BACKEND}: not a checkpoint of the torch_dist format")
-        self._written = _Checksums.load(self.directory / CHECKSUMS)
-        index = _load_index(self.directory / _INDEX, self._written.index)
+        self._written = Checksums.load(self.directory / CHECKSUMS)
+        index = load_index(self.directory / _INDEX, self._written.index)
         self._stored = index.tensors
         self._where = index.parts
         for (key, _), info in self._where.items():
@@ -170,7 +176,7 @@ class TorchDistReader(Mapping[str, Tensor]):
         candidates = (place(family, name, stacked, spec) for stacked in (True, False) for spec in ("te", "local"))
         return next((c for c in candidates if c.key in self._stored), None)
 
-    def _read(self, key: str, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
+    def _read(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         """Read one stored part. Raises CheckpointError if it is missing or damaged, or has another shape or dtype."""
         info = self._where.get((key, chunk.offsets)) or self._where.get((key, ()))
         if info is None:
@@ -183,7 +189,7 @@ class TorchDistReader(Mapping[str, Tensor]):
             )
         return part
 
-    def _bytes(self, key: str, info: _Where) -> bytes:
+    def _bytes(self, key: str, info: Where) -> bytes:
         """Read the bytes of a stored part and compare their CRC. Raises CheckpointError."""
         file = self.directory / info.relative_path
         try:
@@ -198,7 +204,7 @@ class TorchDistReader(Mapping[str, Tensor]):
             raise CheckpointError(f"{file}: {error.strerror}") from None
         expected = self._written.crc(info)
         if expected is not None and zlib.crc32(data) != expected:
-            raise CheckpointError(f"{file}: {key}: {_DAMAGED}")
+            raise CheckpointError(f"{file}: {key}: {DAMAGED}")
         return data
 
 
@@ -211,7 +217,7 @@ def verify_files(path: str | Path, rank: int = 0, ranks: int = 1) -> int:
     directory = Path(path) / "release"
     if not (directory / CHECKSUMS).exists():
         return 0
-    listed = sorted(_Checksums.load(directory / CHECKSUMS).parts.items())[rank::ranks]
+    listed = sorted(Checksums.load(directory / CHECKSUMS).parts.items())[rank::ranks]
     for key, expected in listed:
         name, offset, length = key.rsplit(":", 2)
         try:
@@ -221,7 +227,7 @@ def verify_files(path: str | Path, rank: int = 0, ranks: int = 1) -> int:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{directory / name}: {files.reason(error)}") from None
         if zlib.crc32(data) != expected:
-            raise CheckpointError(f"{directory / name}: byte {offset} and following: {_DAMAGED}")
+            raise CheckpointError(f"{directory / name}: byte {offset} and following: {DAMAGED}")
     return len(listed)
 
 
@@ -243,176 +249,27 @@ def checkpoint_directory(path: Path) -> Path:
     return path
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(from_attributes=True, strict=True, arbitrary_types_allowed=True)
-
-
-class _Chunk(_Record):
-    """A part of a global tensor."""
-
-    offsets: tuple[NonNegativeInt, ...]
-    sizes: tuple[NonNegativeInt, ...]
-
-
-class _Properties(_Record):
-    dtype: torch.dtype
-
-
-class _Stored(_Record):
-    """A global tensor. Its chunks have as many axes as it has, and lie inside it."""
-
-    properties: _Properties
-    size: tuple[NonNegativeInt, ...]
-    chunks: list[_Chunk]
-
-    @model_validator(mode="after")
-    def _chunks_lie_inside(self) -> _Stored:
-        for chunk in self.chunks:
-            ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-            if len(ends) != len(self.size) or any(end > size for end, size in zip(ends, self.size, strict=True)):
-                raise ValueError(f"a part at {chunk.offsets} of {chunk.sizes} lies outside a tensor of {self.size}")
-        return self
-
-
-class _Part(_Record):
-    fqn: str
-    offset: tuple[NonNegativeInt, ...] | None = None
-
-
-class _Where(_Record):
-    """A range of bytes in a file of the checkpoint's own directory."""
-
-    relative_path: str = Field(pattern=r"^[^/\\\x00]+$", min_length=1)
-    offset: NonNegativeInt
-    length: NonNegativeInt
-
-
-class _Checksums(_Record):
-    """`rlspec-checksums.json`; empty for checkpoints of other writers.
-
-    tensors  canonical name -> checksum of the full tensor
-    parts    "file:offset:length" -> CRC32 of a stored part
-    index    CRC32 of the index
-    """
-
-    tensors: dict[str, str] = Field(default_factory=dict)
-    parts: dict[str, NonNegativeInt] = Field(default_factory=dict)
-    index: NonNegativeInt | None = None
-
-    @classmethod
-    def load(cls, file: Path) -> _Checksums:
-        if not file.exists():
-            return cls()
-        try:
-            return cls.model_validate(read_json(file))
-        except ValidationError:
-            raise CheckpointError(f"{file}: {_DAMAGED}") from None
-
-    def crc(self, where: _Where) -> int | None:
-        """Return a part's CRC; None without a list of CRCs. Raises CheckpointError for a part that is not listed."""
-        key = f"{where.relative_path}:{where.offset}:{where.length}"
-        if self.parts and key not in self.parts:
-            raise CheckpointError(f"{CHECKSUMS}: lists no part {key}: the index or the list is damaged")
-        return self.parts.get(key)
-
-
-class _IndexRecord(_Record):
-    """The used fields of torch's `Metadata`."""
-
-    state_dict_metadata: dict[str, Any]
-    storage_data: dict[Any, Any]
-
-
-@dataclass(frozen=True)
-class _Index:
-    """Global tensors by name, and the places of their parts by name and offsets."""
-
-    tensors: dict[str, _Stored]
-    parts: dict[tuple[str, tuple[int, ...]], _Where]
-
-
-def _index(record: _IndexRecord) -> _Index:
-    tensors = {
-        key: _Stored.model_validate(entry)
-        for key, entry in record.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    parts = {}
-    for key, info in record.storage_data.items():
-        part = _Part.model_validate(key)
-        parts[part.fqn, part.offset or ()] = _Where.model_validate(info)
-    return _Index(tensors, parts)
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that loads the classes of an index only, and raises CheckpointError for any other."""
-
-    _MODULES = {
-        "torch.distributed.checkpoint.metadata",
-        "torch.distributed.checkpoint.planner",
-        "torch.distributed.checkpoint.filesystem",
-    }
-    _OTHERS = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
-    _DATACLASS = re.compile(r"^_?[A-Z][A-Za-z_]+$")
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        is_part = module in self._MODULES and self._DATACLASS.match(name)
-        if is_dtype or is_part or (module, name) in self._OTHERS:
-            return super().find_class(module, name)
-        if module.startswith("megatron.core.dist_checkpointing"):
-            return type(name, (), {})  # Megatron 0.15 wrapped metadata and plan; the reader does not use them
-        raise CheckpointError(f"the index refers to {module}.{name}, which no checkpoint index needs")
-
-
-def _load_index(file: Path, expected: int | None) -> _Index:
-    """Read the index. Raises CheckpointError, also if `expected` is not None and is not the index's CRC."""
-    try:
-        content = files.read_bytes(file)
-        found = _IndexUnpickler(io.BytesIO(content)).load()
-    except files.FileError as error:
-        raise CheckpointError(str(error)) from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{file}: {error}") from None
-    except Exception as error:  # damaged bytes make an unpickler raise almost anything
-        raise CheckpointError(f"{file}: unreadable index: {_line(error)}") from None
-    if expected is not None and zlib.crc32(content) != expected:
-        raise CheckpointError(f"{file}: {_DAMAGED}")
-    try:
-        return _index(_IndexRecord.model_validate(found))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))[:100]
-        raise CheckpointError(f"{file}: not the index of a checkpoint: {place}: {first['msg']}") from None
-
-
 def _load_part(data: bytes, where: str) -> Tensor:
     """Load the tensor of one `torch.save`d part, after comparing the CRCs in its zip archive."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             broken = archive.testzip()
         if broken is not None:
-            raise CheckpointError(f"{where}: {_DAMAGED}")
+            raise CheckpointError(f"{where}: {DAMAGED}")
         part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except Exception as error:  # damaged bytes make zipfile and torch.load raise almost anything
-        raise CheckpointError(f"{where}: damaged, or something else than a tensor ({_line(error)})") from None
+        raise CheckpointError(f"{where}: damaged, or something else than a tensor ({first_line(error)})") from None
     if not isinstance(part, Tensor) or part.is_sparse or part.is_quantized:
         raise CheckpointError(f"{where}: expected a tensor, found {type(part).__name__}")
     return part
 
 
-def _holds(chunk: _Chunk, at: tuple[int, ...]) -> bool:
+def _holds(chunk: Chunk, at: tuple[int, ...]) -> bool:
     """Return whether a chunk holds slice `at` of the leading axes."""
     lead = zip(at, chunk.offsets, chunk.sizes, strict=False)
     return all(start <= i < start + size for i, start, size in lead)
-
-
-def _line(error: Exception) -> str:
-    """Return the first line of an error. The next lines of torch's errors are advice that does not apply here."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:160]}"
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------
