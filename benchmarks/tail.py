@@ -42,7 +42,8 @@ from megatron_rlspec.extensions.migration.moves import Moved, Mover
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
 from megatron_rlspec.models.hf_files import write_hf
-from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
+from megatron_rlspec.rollout.dispatch import RunningRequests
+from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client import engine as client
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.settings import KEY

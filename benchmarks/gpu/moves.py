@@ -16,7 +16,8 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.moves import Moved, Mover, discard
 from megatron_rlspec.extensions.migration.protocol import TransferRequest
-from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
+from megatron_rlspec.rollout.dispatch import RunningRequests
+from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.types import Held, Move, Request, Sampling
 

@@ -84,6 +84,10 @@ def loses(engine, after: int) -> None:
     engine._serve = fails
 
 
+def push(version, tensors, engine):
+    engine.update_weights(version, tensors)
+
+
 def disturb(rng: np.random.Generator, pool: EnginePool, ids: list[str]) -> None:
     kind = rng.choice(["cut", "some", "pause", "one", "stats", "wait"])
     if kind == "cut":
@@ -93,11 +97,17 @@ def disturb(rng: np.random.Generator, pool: EnginePool, ids: list[str]) -> None:
     elif kind == "stats":
         pool.stats()
     elif kind in ("pause", "one"):
-        engines = pool if kind == "pause" else next(iter(list(pool.engines.values())))
-        engines.pause()
+        if kind == "pause":
+            pool.everywhere(lambda engine: engine.pause())
+            if rng.random() < 0.5:
+                pool.abort()
+            pool.everywhere(lambda engine: engine.resume())
+            return
+        engine = next(iter(list(pool.engines.values())))
+        engine.pause()
         if rng.random() < 0.5:
             pool.abort()
-        engines.resume()
+        engine.resume()
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= 20 else []) for s in range(300)])
@@ -132,5 +142,6 @@ def test_every_sample_comes_whole_and_once(model, texts, seed):
                 left[request.id] = replace(request, partial=Partial.of(sample))
         if rng.random() < 0.5:
             version += 1
-            pool.update_weights(version, model[1].items())
+            tensors = list(model[1].items())
+            pool.everywhere(partial(push, version, tensors))
     assert not any(engine.running or engine.waiting for engine in pool.engines.values())

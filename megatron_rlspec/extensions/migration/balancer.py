@@ -23,7 +23,7 @@ from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, Choice
 from megatron_rlspec.extensions.migration.protocol import MigratableEngine
 from megatron_rlspec.extensions.migration.turns import Turns
-from megatron_rlspec.rollout.pool import RunningRequests
+from megatron_rlspec.rollout.dispatch import RunningRequests
 from megatron_rlspec.speculation.acceptance import accept_length
 from megatron_rlspec.types import Held, Load, Move, Request
 

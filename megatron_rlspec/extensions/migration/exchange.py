@@ -21,7 +21,7 @@ from megatron_rlspec.extensions.migration.moves import Moved, Mover, discard
 from megatron_rlspec.extensions.migration.plans.rebalance import How
 from megatron_rlspec.extensions.migration.plans.tp_planner import deal
 from megatron_rlspec.extensions.migration.protocol import KVTransfer, MigratableEngine
-from megatron_rlspec.rollout.pool import RunningRequests
+from megatron_rlspec.rollout.dispatch import RunningRequests
 from megatron_rlspec.types import Held, Move, Request
 
 Act = Literal["wake", "push", "move", "leave", "sleep", "arrive"]

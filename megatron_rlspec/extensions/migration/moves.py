@@ -26,7 +26,7 @@ from megatron_rlspec.extensions.migration.protocol import (
     RouteError,
     TransferRequest,
 )
-from megatron_rlspec.rollout.pool import RunningRequests
+from megatron_rlspec.rollout.dispatch import RunningRequests
 from megatron_rlspec.types import Held, Move, Request
 
 HEADROOM = 64  # tokens that a sample may draw between the offer and its arrival

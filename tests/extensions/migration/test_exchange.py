@@ -20,7 +20,8 @@ from test_moves import SAMPLING, Engine, length, named, requests, token
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.exchange import Exchange, Footprint, order
 from megatron_rlspec.extensions.migration.protocol import KVTransfer
-from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
+from megatron_rlspec.rollout.dispatch import RunningRequests
+from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.types import Load
 
 footprints = st.builds(Footprint, st.integers(0, 50), st.integers(0, 50), st.integers(0, 5))

@@ -31,7 +31,8 @@ from megatron_rlspec.extensions.migration.protocol import (
     RouteError,
     TransferRequest,
 )
-from megatron_rlspec.rollout.pool import EnginePool, RunningRequests
+from megatron_rlspec.rollout.dispatch import RunningRequests
+from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Held, Load, Move, Prompt, Request, Sample, Sampling, Status
