@@ -295,19 +295,22 @@ def engine_arguments(config: Config, layout: GpuLayout, index: int = 0, sleeps: 
     index   of the engine, in `GpuLayout.engines` and then `GpuLayout.second`
     sleeps  whether it releases its memory at times
     """
+    spec = config.spec
     options: dict[str, str | int | float] = {
         "dtype": config.model.dtype,
-        "spec": config.spec.mode,
-        "num-steps": config.spec.num_steps,
-        "candidate-steps": ",".join(map(str, config.spec.candidate_steps)),
-        "verifier": config.spec.verifier,
-        "drafts": config.spec.drafts,
+        "spec": spec.mode,
+        "verifier": spec.verifier,
         "max-running-requests": config.rollout.max_running_requests,
         "max-total-tokens": config.rollout.max_total_tokens or layout.tokens,
-        "draft-vocabulary": config.drafter.vocabulary,
     }
-    if config.drafter.kind == "eagle3":
-        options["draft-model"] = config.drafter.path
+    if spec.mode != "off":  # without drafts `rlspec serve` refuses these
+        options |= {"num-steps": spec.num_steps, "draft-vocabulary": config.drafter.vocabulary}
+        if spec.mode == "adaptive":
+            options["candidate-steps"] = ",".join(map(str, spec.candidate_steps))
+        if spec.verifier == "position_keyed":
+            options["drafts"] = spec.drafts
+        if config.drafter.kind == "eagle3":
+            options["draft-model"] = config.drafter.path
     if layout.engines:
         options["tp"] = len((*layout.engines, *layout.second)[index])
     if layout.engines or torch.cuda.is_available():

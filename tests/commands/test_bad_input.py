@@ -384,7 +384,7 @@ SERVE = [
     ("--device cpu --verifier rejection", "--verifier rejection", "GPU"),
     ("--device cpu --enable-mixed-chunk", "--enable-mixed-chunk", "--spec off"),
     ("--device cpu --disaggregation-mode prefill", "--disaggregation-mode", "--spec off"),
-    ("--device cpu --num-steps -1", "num_steps must not be negative", "-1"),
+    ("--device cpu --candidate-steps 0,99999999", "expected numbers from 0 to 64"),
     ("--device cpu --candidate-steps 1,x", "--candidate-steps 1,x", "integers"),
     ("--device cpu --cost-table no.json", "--cost-table no.json", "no such file"),
     ("--device cpu --spec fixed --cost-table x.json", "--cost-table", "--spec adaptive"),

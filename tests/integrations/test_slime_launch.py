@@ -42,6 +42,7 @@ def test_the_users_own_hooks_are_kept_and_called():
     [
         ("--use-rollout-routing-replay", {}, "--use-rollout-routing-replay: rollouts record no routing"),
         ("--sglang-speculative-accept-threshold-single 0.9", {}, "accepts tokens the policy would not draw"),
+        ("--sglang-speculative-accept-threshold-acc x", {}, "accepts tokens the policy would not draw"),
         ("--sglang-speculative-eagle-topk 4", {}, "chains only"),
         ("--sglang-enable-dp-attention", {}, "under --sglang-enable-dp-attention SGLang does not adapt it; give one"),
         ("--sglang-attn-dp-size 8", {}, "under --sglang-attn-dp-size SGLang does not adapt it; give one number"),
@@ -277,3 +278,46 @@ def test_yaml_holds_every_flag(capsys):
         Path("rlspec-slime").absolute()
     )  # Ray workers have another working directory
     assert settings["rlspec_candidate_steps"] == [0, 1, 2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("--sglang-sampling-backend flashinfer", "samples without seeds; --verifier position_keyed expects pytorch"),
+        ("--rollout-seed -1", "--rollout-seed -1: --verifier position_keyed expects 0 or more"),
+        ("--sglang-enable-dp-attention", "was never run"),
+    ],
+)
+def test_what_samples_without_seeds_is_refused_with_a_keyed_verifier(command, message):
+    """With another sampler SGLang ends at a seed beside top-p or top-k."""
+    with pytest.raises(ConfigError, match=message):
+        slime.plan(command.split(), DRAFTER, None, None, verifier="position_keyed")
+    keyed = slime.plan([], DRAFTER, None, None, verifier="position_keyed")
+    assert slime.flags(keyed.flags)["--sglang-sampling-backend"] == "pytorch"
+    assert "--sglang-sampling-backend" not in slime.flags(slime.plan([], DRAFTER, None, None).flags)
+
+
+@pytest.mark.parametrize(
+    ("own", "command", "message"),
+    [
+        ("--num-steps -1", "train.py", "-1 draft steps: expected a number from 0 to 64"),
+        ("--num-steps 99999", "train.py", "99999 draft steps: expected"),
+        ("--candidate-steps 0", "train.py", "never drafts"),
+        ("", "train.py --custom-config-path broken.yaml", "broken.yaml: not valid YAML"),
+        ("", "train.py --custom-config-path tag.yaml", "tag.yaml: not valid YAML"),
+        ("", "train.py --custom-config-path list.yaml", "list.yaml: expected a mapping"),
+        ("", "ray job submit --runtime-env-json { -- train.py", "--runtime-env-json: not valid JSON"),
+        ("", "ray job submit --runtime-env-json=[1] -- train.py", "--runtime-env-json: expected an object"),
+        (
+            "",
+            'ray job submit --runtime-env-json={"env_vars":[1]} -- train.py',
+            "--runtime-env-json: expected an object",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(own, command, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"broken": "a: [1", "tag": "a: !!python/name:os.system x", "list": "- 1"}.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        slime.main([*own.split(), "--dry-run", "--", *command.split()])

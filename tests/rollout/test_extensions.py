@@ -77,7 +77,9 @@ def test_engines_of_a_run_that_moves_samples_are_started_with_migration(tmp_path
 
 def test_an_unknown_extension_is_refused_in_one_line() -> None:
     assert extensions.known() == ["migration"] and extensions.loaded(["migration"]) == [serving]
-    for name in ("migrations", "../migration", "simulator"):
+    for name in ("migrations", "../migration", "simulator", "", "migration"):
         options = argparse.Namespace(host="127.0.0.1", port=32104, api_key="", extensions=f"migration,{name}")
-        with pytest.raises(ServeError, match=f"--extensions {name}: expected names of migration"):
+        twice = "--extensions migration,migration: migration twice"
+        told = twice if name == "migration" else f"--extensions {name}: expected names of migration"
+        with pytest.raises(ServeError, match=told):
             check(options)

@@ -20,6 +20,7 @@ import yaml
 
 from megatron_rlspec import arguments
 from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
+from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.host import environment
 from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK, Settings
 from megatron_rlspec.speculation import graphs
@@ -63,6 +64,7 @@ ONE_DEPTH = ("--multi-latent-attention", DELTA_NET, "--allgather-cp")
 # Flags that name the largest batch of a CUDA graph, the first that is given.
 MOST_BATCH = ("--sglang-cuda-graph-max-bs-decode", "--sglang-cuda-graph-max-bs", "--sglang-max-running-requests")
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+SAMPLER = "--sglang-sampling-backend"
 LOSSY = ("--sglang-speculative-accept-threshold-single", "--sglang-speculative-accept-threshold-acc")
 
 
@@ -100,9 +102,11 @@ def plan(
     """
     given = flags(command)
     _refuse(given)
-    if verifier == "position_keyed" and (flag := _flag_of_attention_ranks(given)):
-        raise ConfigError(f"{flag} with --verifier position_keyed was never run; expected --verifier target_only")
     out = Additions()
+    if verifier == "position_keyed":
+        _refuse_keyed(given)
+        if SAMPLER not in given:
+            out.flags += [SAMPLER, "pytorch"]
     steps, start = _steps(given, steps, start, out.notes)
     depth = _depth(given, drafter["depth"], out.notes)
     for flag, value in {"--enable-mtp-training": None, "--mtp-num-layers": "1"}.items():
@@ -145,7 +149,7 @@ def _refuse(given: Mapping[str, str | None]) -> None:
         if flag in given and given[flag] == value:
             raise ConfigError(f"{flag}: {why}; remove the flag, or run slime without rlspec")
     for flag in LOSSY:
-        if flag in given and float(given[flag] or 1) != 1:
+        if flag in given and given[flag] not in (None, "1", "1.0"):
             raise ConfigError(f"{flag} {given[flag]} accepts tokens the policy would not draw; set 1.0")
     algorithm = given.get("--sglang-speculative-algorithm", "EAGLE")
     if algorithm not in ("EAGLE", "NEXTN"):
@@ -156,6 +160,16 @@ def _refuse(given: Mapping[str, str | None]) -> None:
     expert, expert_tensor, tensor = (_whole(given.get(flag)) for flag in sizes)
     if problem := split_experts(expert, expert_tensor if "--num-experts" in given else None, tensor):
         raise ConfigError(problem)
+
+
+def _refuse_keyed(given: Mapping[str, str | None]) -> None:
+    """Raise ConfigError for flags of slime with which engines do not sample by the seed of a sample."""
+    if flag := _flag_of_attention_ranks(given):
+        raise ConfigError(f"{flag} with --verifier position_keyed was never run; expected --verifier target_only")
+    if (sampler := given.get(SAMPLER, "pytorch")) != "pytorch":  # others end an engine at a seed beside top-p or top-k
+        raise ConfigError(f"{SAMPLER} {sampler} samples without seeds; --verifier position_keyed expects pytorch")
+    if (seed := given.get("--rollout-seed") or "0").startswith("-"):
+        raise ConfigError(f"--rollout-seed {seed}: --verifier position_keyed expects 0 or more")
 
 
 def _steps(
@@ -173,6 +187,10 @@ def _steps(
         steps = [start] if fixed else sorted({*SpecSection().candidate_steps, start})
     elif fixed and len(steps) > 1:
         raise ConfigError(f"--candidate-steps {','.join(map(str, steps))}: {fixed}; give one number")
+    if wrong := [n for n in (start, *steps) if not 0 <= n <= MOST_DRAFTS]:
+        raise ConfigError(f"{wrong[0]} draft steps: expected a number from 0 to {MOST_DRAFTS}")
+    if not any(steps):
+        raise ConfigError("--candidate-steps 0 never drafts; run slime without rlspec, or give another number")
     if start not in steps:
         raise ConfigError(f"num_steps={start} is not among candidate_steps={list(steps)}")
     if fixed:
@@ -276,10 +294,7 @@ def complete(command: Sequence[str], added: Additions, folder: Path) -> list[str
     given = flags(arguments)
     settings = dict(added.settings)
     if theirs := given.get("--custom-config-path"):
-        try:
-            settings = {**(yaml.safe_load(Path(theirs).read_text()) or {}), **settings}
-        except OSError as error:
-            raise ConfigError(f"--custom-config-path {theirs}: {error.strerror}") from None
+        settings = {**_yaml(theirs), **settings}
     settings["rlspec_folder"] = str(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "slime.yaml"
@@ -290,6 +305,18 @@ def complete(command: Sequence[str], added: Additions, folder: Path) -> list[str
         adaptive.write_text(json.dumps(added.adaptive))
         extra += ["--sglang-speculative-adaptive-config", str(adaptive)]
     return [*_into_job(head, added.environment), *arguments, *extra]
+
+
+def _yaml(path: str) -> dict[str, Any]:
+    """Read the user's --custom-config-path. Raises ConfigError."""
+    try:
+        found = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not valid YAML of plain values"
+        raise ConfigError(f"--custom-config-path {path}: {reason}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--custom-config-path {path}: expected a mapping of options")
+    return found
 
 
 def driver(command: Sequence[str]) -> int:
@@ -310,7 +337,7 @@ def _into_job(head: list[str], added: Mapping[str, str]) -> list[str]:
         before = head[i - 1] if i else ""
         name, equals, value = word.partition("=")
         if before == "--runtime-env-json" or (name == "--runtime-env-json" and equals):
-            runtime = json.loads(word if not equals or before == "--runtime-env-json" else value)
+            runtime = _runtime(word if not equals or before == "--runtime-env-json" else value)
             runtime["env_vars"] = _of_workers(runtime.get("env_vars", {}), added)
             word = (f"{name}=" if before != "--runtime-env-json" else "") + json.dumps(runtime)
             done = True
@@ -319,6 +346,17 @@ def _into_job(head: list[str], added: Mapping[str, str]) -> list[str]:
         at = out.index("submit") + 1
         out[at:at] = ["--runtime-env-json", json.dumps({"env_vars": _of_workers({}, added)})]
     return out
+
+
+def _runtime(text: str) -> dict[str, Any]:
+    """Read the user's --runtime-env-json. Raises ConfigError."""
+    try:
+        runtime = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--runtime-env-json: not valid JSON: {error}") from None
+    if not isinstance(runtime, dict) or not isinstance(runtime.get("env_vars", {}), dict):
+        raise ConfigError("--runtime-env-json: expected an object, and an object in its env_vars")
+    return runtime
 
 
 def _of_workers(theirs: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlspec.checkpoint.eagle3 import check_drafter
+from megatron_rlspec.config import SpecSection
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models.config import ModelConfigError
 from megatron_rlspec.models.directory import check_model
@@ -41,15 +42,34 @@ def check(options: argparse.Namespace) -> None:
             f"--model {options.model}: no config.json there; expected a Hugging Face directory; "
             "`rlspec convert` makes one of a Megatron checkpoint or a .gguf file"
         )
+    _check_effects(options)
     _check_model(options)
 
 
+def _check_effects(options: argparse.Namespace) -> None:
+    """Refuse options that the others leave without effect."""
+    spec = SpecSection()
+    defaults = {"draft_vocabulary": 0, "drafts": spec.drafts, "num_steps": spec.num_steps}
+    defaults |= {"candidate_steps": ",".join(map(str, spec.candidate_steps))}
+    of_drafts = ("num_steps", "candidate_steps", "cost_table", "schedule", "drafts", "draft_vocabulary", "draft_model")
+    for useless, because, names in (
+        (options.spec == "off", "--spec off", of_drafts),
+        (options.spec == "fixed", "--spec fixed", ("candidate_steps",)),
+        (options.verifier != "position_keyed", f"--verifier {options.verifier}", ("drafts",)),
+    ):
+        for name in names if useless else ():
+            if getattr(options, name) != defaults.get(name, ""):
+                raise ServeError(f"--{name.replace('_', '-')} has no effect with {because}")
+
+
 def extensions_of(text: str) -> tuple[str, ...]:
-    names = tuple(name for name in text.split(",") if name)
-    for name in names:
+    names = text.split(",") if text else []
+    for number, name in enumerate(names):
+        if name in names[:number]:  # its hooks would be registered twice
+            raise ServeError(f"--extensions {text}: {name} twice; expected each once")
         if name not in extensions.known():
             raise ServeError(f"--extensions {name}: expected names of {', '.join(extensions.known())}")
-    return names
+    return tuple(names)
 
 
 def _check_model(options: argparse.Namespace) -> None:

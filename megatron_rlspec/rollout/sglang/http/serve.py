@@ -24,8 +24,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_rlspec.arguments import Parser
+from megatron_rlspec.arguments import Parser, integer
 from megatron_rlspec.config import RolloutConfig, SpecSection
+from megatron_rlspec.config.base import MOST_TOKENS
+from megatron_rlspec.config.rollout import MOST_SAMPLES
+from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.rollout.sglang import scratch
@@ -81,7 +84,10 @@ def parser() -> Parser:
     p.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
     p.add_argument("--spec", choices=("adaptive", "fixed", "off"), default=spec.mode, help="use of the drafter")
     p.add_argument(
-        "--num-steps", type=int, default=spec.num_steps, help="drafter passes per round, at the start if adaptive"
+        "--num-steps",
+        type=integer(0, MOST_DRAFTS),
+        default=spec.num_steps,
+        help="drafter passes per round, at the start if adaptive",
     )
     p.add_argument(
         "--candidate-steps", default=",".join(map(str, spec.candidate_steps)), help="step counts for --spec adaptive"
@@ -101,15 +107,19 @@ def parser() -> Parser:
         help="coupled: draft with the noise of --verifier position_keyed; argmax: draft the drafter's likeliest token",
     )
     p.add_argument(
-        "--max-running-requests", type=int, default=RolloutConfig().max_running_requests, help="decode batch limit"
+        "--max-running-requests",
+        type=integer(1, MOST_SAMPLES),
+        default=RolloutConfig().max_running_requests,
+        help="decode batch limit",
     )
     p.add_argument(
         "--draft-vocabulary",
-        type=int,
+        type=integer(0, 1 << 24),
         default=0,
         help="tokens that drafts are chosen from: the size of SGLang's token map, which a run fills; 0: all tokens",
     )
-    p.add_argument("--max-total-tokens", type=int, default=0, help="KV cache; 0: 65536 on a CPU, else what fits")
+    tokens = integer(0, MOST_TOKENS)
+    p.add_argument("--max-total-tokens", type=tokens, default=0, help="KV cache; 0: 65536 on a CPU, else what fits")
     p.add_argument(
         "--extensions", default="", help="what the engine can do beyond that: migration, which tail.rebalance needs"
     )
@@ -260,8 +270,8 @@ def _candidates(options: argparse.Namespace, schedule: SpecSchedule | None) -> l
         if any(config.topk > 1 for config in used):
             raise ServeError("--schedule: only chains (topk 1) can be switched while the engine runs")
         steps |= {config.num_steps for config in used}
-    if min(steps) < 0:
-        raise ServeError(f"num_steps must not be negative, got {sorted(steps)}")
+    if min(steps) < 0 or max(steps) > MOST_DRAFTS:
+        raise ServeError(f"step counts {sorted(steps)}: expected numbers from 0 to {MOST_DRAFTS}")
     return sorted(steps | ({1} if max(steps) == 0 else set()))
 
 

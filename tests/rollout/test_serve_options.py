@@ -1,0 +1,100 @@
+"""Every option of `rlspec serve` changes what SGLang is started with, or is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import tiny_mimo
+
+from megatron_rlspec.config import load
+from megatron_rlspec.extensions.simulator.hardware import roofline_table
+from megatron_rlspec.rollout.open import engine_arguments
+from megatron_rlspec.rollout.placement import GpuLayout
+from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.speculation.cost_table import Provenance
+from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.speculation.solver import chains
+from megatron_rlspec.types import SpecConfig, SpecSchedule
+
+CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
+OTHERS = {
+    "host": "localhost",
+    "port": "32105",
+    "dtype": "float32",
+    "spec": "fixed",
+    "num_steps": "2",
+    "candidate_steps": "0,3",
+    "verifier": "target_only",
+    "drafts": "argmax",
+    "max_running_requests": "8",
+    "draft_vocabulary": "16",
+    "max_total_tokens": "2048",
+    "extensions": "migration",
+}
+# Refused here: `rejection` and `cuda` need a GPU. What a key and the end of a parent do is shown with a real engine.
+ELSEWHERE = {"model", "draft_model", "device", "api_key", "stop_with_parent"}
+WITHOUT_DRAFTS = ["num_steps", "candidate_steps", "cost_table", "schedule", "drafts", "draft_vocabulary", "draft_model"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("options")
+    tiny_mimo.write(folder / "mimo", CONFIG, tiny_mimo.weights(CONFIG))
+    provenance = Provenance("7B", "H20", "bfloat16", "roofline", "-", "2025-01-01", simulated=True)
+    roofline = Roofline.of_hardware(*HARDWARE["H20"])
+    roofline_table(roofline, chains((0, 1, 2, 3, 5)), (1, 64), (128, 2048), provenance).save(folder / "costs.json")
+    return folder
+
+
+def started(folder: Path, *more: str) -> tuple[list[str], str]:
+    """Return SGLang's arguments and the plugin's settings. Raises ServeError."""
+    kept = mock.patch.dict(os.environ, {})
+    inert = mock.patch.multiple(serve, _install_stand_ins=mock.DEFAULT, _launch=mock.DEFAULT)
+    with kept, inert as calls:
+        options, rest = serve.parser().parse_known_args(["--model", str(folder / "mimo"), "--device", "cpu", *more])
+        serve._serve(options, rest)
+        _, _, arguments = calls["_launch"].call_args.args
+        slots = [Path(text.partition("=")[2]).read_text() for text in arguments if "adaptive-config" in text]
+        return [*arguments, *slots], os.environ["RLSPEC_SGLANG"]
+
+
+def another(folder: Path, name: str) -> str:
+    if name == "schedule":
+        return str(SpecSchedule.fixed(SpecConfig(5)).to_json()).replace("'", '"')
+    return str(folder / "costs.json") if name == "cost_table" else OTHERS.get(name, "8")
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+@pytest.mark.parametrize("name", [action.dest for action in serve.parser()._actions if "help" not in action.dest])
+def test_an_option_changes_what_is_started(name: str, folder: Path) -> None:
+    if name not in ELSEWHERE:
+        assert started(folder, flag(name), another(folder, name)) != started(folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "useless"),
+    [
+        *((["--spec", "off"], name) for name in WITHOUT_DRAFTS),
+        (["--spec", "fixed"], "candidate_steps"),
+        (["--verifier", "target_only"], "drafts"),
+    ],
+)
+def test_an_option_without_effect_is_refused(given: list[str], useless: str, folder: Path) -> None:
+    with pytest.raises(serve.ServeError, match=f"{flag(useless)} has no effect with {' '.join(given)}"):
+        started(folder, *given, flag(useless), another(folder, useless))
+
+
+def test_what_a_run_starts_its_engines_with_is_not_refused(folder: Path) -> None:
+    spec = {"spec.num_steps": "1", "spec.candidate_steps": "0,1", "drafter.vocabulary": "16", "spec.drafts": "argmax"}
+    off = load(None, {"spec.mode": "off"})
+    for other in (
+        load(None, spec),
+        off.model_copy(update={"drafter": off.drafter.model_copy(update={"vocabulary": 16})}),
+    ):
+        started(folder, *engine_arguments(other, GpuLayout()))
