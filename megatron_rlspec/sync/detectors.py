@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from megatron_rlspec.sync.fingerprint import Difference
 from megatron_rlspec.types import RoundStats, Sample, SpecConfig
 
 Detector = Literal["session", "fingerprint", "stamp", "canary", "drift"]
@@ -63,6 +64,16 @@ def stamp_finding(samples: Sequence[Sample], oldest: int, newest: int) -> Findin
             message = f"{sample.request_id}: versions cover {covered} of {len(sample.response)} response tokens"
             return Finding("stamp", message, target=True)
     return None
+
+
+def fingerprint_finding(difference: Difference, is_drafter: Callable[[str], bool]) -> Finding | None:
+    """Return the finding of an engine that does not hold what it was sent; None if it does.
+
+    The target is sound if only tensors of the drafter differ.
+    """
+    if difference.empty:
+        return None
+    return Finding("fingerprint", str(difference), target=not all(map(is_drafter, difference.names)))
 
 
 def canary_finding(accepted: Sequence[int], predicted: float | None, floor_share: float, z: float) -> Finding | None:

@@ -21,8 +21,7 @@ import numpy as np
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.sync.canary import Canary, CanaryResult
 from megatron_rlspec.sync.contract import HealthError, Verdict, enforce, hold, release
-from megatron_rlspec.sync.detectors import DriftWatch, Finding, HealthSettings
-from megatron_rlspec.sync.fingerprint import Difference
+from megatron_rlspec.sync.detectors import DriftWatch, Finding, HealthSettings, fingerprint_finding
 from megatron_rlspec.sync.push import Pusher, PushReport, Source
 from megatron_rlspec.types import Prompt, RoundStats, Sampling, Scope, SpecConfig
 
@@ -141,9 +140,6 @@ class Health:
             self._hold(name, [finding])
         return finding
 
-    def _bits(self, difference: Difference) -> Finding:
-        return Finding("fingerprint", str(difference), target=not all(map(self.is_drafter, difference.names)))
-
     def _examine(
         self, report: PushReport, predicted: float | None, results: dict[str, CanaryResult], canary: bool
     ) -> dict[str, list[Finding]]:
@@ -152,8 +148,8 @@ class Health:
         for name, engine in report.engines.items():
             if engine.error:
                 findings[name].append(Finding("session", engine.error, target=True))
-            elif not engine.difference.empty:
-                findings[name].append(self._bits(engine.difference))
+            elif found := fingerprint_finding(engine.difference, self.is_drafter):
+                findings[name].append(found)
         if not (canary and self.prompts):
             return findings
         sound = {name: self.pusher.engines[name] for name, found in findings.items() if not found}

@@ -25,7 +25,7 @@ from megatron_rlspec.rollout.sglang.client.connection import RefusedError
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.sync import contract
 from megatron_rlspec.sync.contract import Findings, HealthError, enforce
-from megatron_rlspec.sync.detectors import Action, Finding
+from megatron_rlspec.sync.detectors import Action, Finding, fingerprint_finding
 from megatron_rlspec.sync.fingerprint import Difference, as_delivered, compare
 
 logger = logging.getLogger(__name__)
@@ -152,9 +152,8 @@ class _Examination:
         found = []
         if named != str(self.version):
             found.append(Finding("stamp", f"names version {named or 'none'}, expected {self.version}", target=True))
-        if not difference.empty:
-            target = not all(map(self.is_drafter, difference.names))
-            found.append(Finding("fingerprint", str(difference), target))
+        if bits := fingerprint_finding(difference, self.is_drafter):
+            found.append(bits)
         return found
 
     def _difference(self, engine: SlimeEngine, sent: Marks) -> Difference | None:
