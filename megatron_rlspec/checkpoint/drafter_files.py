@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec import files
-from megatron_rlspec.checkpoint.eagle3 import check_drafter, shapes
+from megatron_rlspec.checkpoint.eagle3 import check_drafter, own_name, shapes
 from megatron_rlspec.models.config import DRAFTER, EAGLE3, MAPS, PREFIX, check_drafter_config
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.hf_files import CheckpointError, LazyTensors, build_hf, publish, read_hf
@@ -34,7 +34,7 @@ class JoinedTensors(Mapping[str, Tensor]):
     def __init__(self, target: LazyTensors, drafter: LazyTensors, unused: Iterable[str]) -> None:
         self.directory = target.directory
         self._of = {name: (target, name) for name in target if name not in set(unused)}
-        self._of |= {PREFIX + name: (drafter, name) for name in drafter}
+        self._of |= {PREFIX + own_name(name): (drafter, name) for name in drafter}
 
     def __getitem__(self, name: str) -> Tensor:
         held, own = self._of[name]

@@ -18,6 +18,7 @@ from megatron_rlspec.models.config import MAPS, Eagle3, ModelConfigError, check_
 from megatron_rlspec.models.directory import FLOATS, Header, read_headers, read_object
 
 _IGNORED = {"embed_tokens.weight"}
+_OF_VLLM = "layers.0."  # in place of SpecForge's "midlayer."; SGLang reads both
 
 
 def check_drafter(path: str | Path, target: Mapping[str, Any], target_path: str, *, weights: bool = True) -> Eagle3:
@@ -47,10 +48,15 @@ def check_drafter(path: str | Path, target: Mapping[str, Any], target_path: str,
     except ValueError as error:
         raise ModelConfigError(f"config.json of {directory}: {error}") from None
     if weights:
-        headers = read_headers(directory)
+        headers = {own_name(name): header for name, header in read_headers(directory).items()}
         _check_tensors(directory, headers, shapes(typed, len(taps)))
         _check_words(directory, headers, typed)
     return typed
+
+
+def own_name(name: str) -> str:
+    """Return the name that this package has for a drafter's tensor: that of SGLang and SpecForge."""
+    return f"midlayer.{name.removeprefix(_OF_VLLM)}" if name.startswith(_OF_VLLM) else name
 
 
 def shapes(config: Eagle3, taps: int) -> dict[str, tuple[int, ...]]:

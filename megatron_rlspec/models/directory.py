@@ -139,6 +139,11 @@ def read_headers(directory: Path) -> dict[str, Header]:
                 raise ModelConfigError(f"{directory / file}: lacks {name}, which {INDEX} places there")
         return {name: found[name] for name in placed}
     if not (directory / SINGLE).exists():
+        if any(directory.glob("*.bin")):
+            raise ModelConfigError(
+                f"{directory}: its weights are a pickle (.bin), which is not read; expected {SINGLE}: load the "
+                "file with torch.load(FILE, weights_only=True), and save it with safetensors.torch.save_file"
+            )
         raise ModelConfigError(f"{directory}: neither {SINGLE} nor {INDEX}; other formats are not read")
     return dict(_headers_of(directory / SINGLE))
 

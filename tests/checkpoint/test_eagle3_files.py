@@ -134,3 +134,70 @@ def test_convert_refuses_what_it_cannot_add(options, message, model, tmp_path, c
     except SystemExit as ended:
         code = ended.code
     assert code == 2 and message in capsys.readouterr().err and not (tmp_path / "drafter").exists()
+
+
+# Directories as other projects save them, from the tensors of a fresh drafter of a target with 128 tokens.
+SPECFORGE = {  # configs/qwen3-4b-eagle3.json of SpecForge, with this target's sizes
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "max_window_layers": 36,
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+
+
+def specforge(config, tensors, target):
+    """`save_pretrained` with a state that has no embedding; bfloat16, maps of int64 and bool."""
+    cast = {name: x.bfloat16() if x.is_floating_point() else x for name, x in tensors.items()}
+    return {key: value for key, value in config.items() if key != "torch_dtype"} | SPECFORGE, cast
+
+
+def torchspec(config, tensors, target, prefix="midlayer."):
+    """`tools/convert_to_hf.py` without a pruned vocabulary: no maps, with the target's embedding, float16."""
+    own = {name: x for name, x in tensors.items() if name not in ("d2t", "t2d")}
+    own |= {"embed_tokens.weight": target["model.embed_tokens.weight"], "lm_head.weight": target["lm_head.weight"]}
+    own = {name.replace("midlayer.", prefix): x.half() for name, x in own.items()}
+    size = config["vocab_size"]
+    return config | {"draft_vocab_size": size, "_torchspec_version": "0.1", "torch_dtype": "float16"}, own
+
+
+def torchspec_for_vllm(config, tensors, target):
+    return torchspec(config, tensors, target, "layers.0.")
+
+
+@pytest.mark.parametrize("saved", [specforge, torchspec, torchspec_for_vllm])
+def test_a_drafter_of_another_project_is_read_as_it_comes(saved, model, drafter, tmp_path):
+    folder, hf, target = model
+    made = load_file(drafter / "model.safetensors")
+    config, tensors = saved(json.loads((drafter / "config.json").read_text()), made, target)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/config.json").write_text(json.dumps(config))
+    save_file(
+        {n: x.clone() for n, x in tensors.items()}, tmp_path / "theirs/model.safetensors", metadata={"format": "pt"}
+    )
+    check_drafter(tmp_path / "theirs", hf, str(folder))
+    described, joined = read_model(folder, tmp_path / "theirs")
+    ids = words(joined, described)
+    assert ids.tolist() == ([*range(15), 100] if saved is specforge else list(range(128)))
+    table = name_table(described)
+    assert set(table.drafter_names) <= set(joined)
+    for name in ("eagle3.midlayer.mlp.up_proj.weight", "eagle3.fc.weight"):
+        assert torch.equal(joined[name].float(), made[name.removeprefix("eagle3.")].to(joined[name].dtype).float())
+
+
+def test_eagles_own_pickle_is_refused_in_one_line(model, drafter):
+    """EAGLE publishes `pytorch_model.bin`."""
+    torch.save(load_file(drafter / "model.safetensors"), drafter / "pytorch_model.bin")
+    (drafter / "model.safetensors").unlink()
+    with pytest.raises(ModelConfigError, match="a pickle .*, which is not read; expected model.safetensors") as told:
+        check_drafter(drafter, model[1], str(model[0]))
+    assert "\n" not in str(told.value)
