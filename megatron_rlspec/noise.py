@@ -13,7 +13,8 @@ from functools import lru_cache
 
 import torch
 
-_CHUNK = 1 << 19  # elements hashed at once; they fit into the processor's cache
+_CHUNK = 1 << 19  # elements hashed at once on a CPU; they fit into its cache
+_CHUNK_ON_DEVICE = 1 << 24  # 128 MiB of float64
 
 
 def _i32(x: int) -> int:
@@ -105,14 +106,21 @@ def draw_each(
     words: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draw columns [N, F] of `factor * logprobs` for each of F factors, with the same noise; see `draw`."""
-    rows = max(1, _CHUNK // logprobs.shape[1])
+    on_cpu = logprobs.device.type == "cpu"
+    likeliest = _likeliest if on_cpu else _likeliest_without_waiting
+    rows = max(1, (_CHUNK if on_cpu else _CHUNK_ON_DEVICE) // logprobs.shape[1])
     tokens = logprobs.shape[1] if words is None else words
     picks = []
     for part, seed, key in zip(logprobs.split(rows), seeds.split(rows), keys.split(rows), strict=True):
         hashes = murmur3(seed, key, tokens)
         scaled = [part if factor == 1 else part * factor for factor in factors]
-        picks.append(torch.stack([_likeliest(logq, hashes) for logq in scaled], 1))
+        picks.append(torch.stack([likeliest(one, hashes) for one in scaled], 1))
     return torch.cat(picks)
+
+
+def _likeliest_without_waiting(logprobs: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
+    """Return the same columns as `_likeliest`, by the noise of all of them: the host does not wait for a device."""
+    return _noisy(logprobs, hashes).argmax(1)
 
 
 def _likeliest(logprobs: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:

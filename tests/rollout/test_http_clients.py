@@ -334,7 +334,7 @@ def test_a_large_body_does_not_silence_the_server(server: Server) -> None:
     assert len(many) > 9e6 and "context" in server.told("generate", 400, data=many)
     wide = json.dumps({"requests": [row | {"input_ids": [11] * 3_000_000}]}).encode()
     assert "requests[0] has" in server.told("generate", 413, data=wide)
-    assert "at most 4096 entries" in server.told(
+    assert "at most 4096 items" in server.told(
         "generate", 400, json={"requests": [row | {"input_ids": [1] * 9}] * 9000}
     )
     broken = many[:-1] + b",}"

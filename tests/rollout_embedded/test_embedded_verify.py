@@ -94,7 +94,7 @@ def test_filtered_draws_are_sglangs_noise_over_what_is_left(sglang_sampler, top_
 @pytest.mark.parametrize("width", [2, 700, 49152])
 @pytest.mark.parametrize("sharpness", [0.1, 3, 1000])
 def test_draws_maximise_the_noise_of_all_columns(width, sharpness):
-    """`draw` computes the noise of few columns."""
+    """`draw` computes the noise of few columns on a CPU, and of all on another device, where it must not wait."""
     g = torch.Generator().manual_seed(4)
     n = 24
     logp = torch.log_softmax(sharpness * torch.randn(n, width, generator=g), -1)
@@ -102,7 +102,9 @@ def test_draws_maximise_the_noise_of_all_columns(width, sharpness):
     seeds = torch.randint(-(2**62), 2**62, (n,), generator=g)
     keys = torch.arange(n)
     gumbel = -torch.log(-torch.log(noise.uniform(seeds, keys, width).clamp(1e-300, 1 - 2.0**-32)))
-    assert verify.draw(logp, seeds, keys).tolist() == (logp.double() + gumbel).argmax(1).tolist()
+    expected = (logp.double() + gumbel).argmax(1).tolist()
+    assert verify.draw(logp, seeds, keys).tolist() == expected
+    assert noise._likeliest_without_waiting(logp, noise.murmur3(seeds, keys, width)).tolist() == expected
     words = torch.randperm(2 * width, generator=g)[:width]
     wide = -torch.log(-torch.log(noise.uniform(seeds, keys, 2 * width).clamp(1e-300, 1 - 2.0**-32)))
     assert verify.draw(logp, seeds, keys, words).tolist() == (logp.double() + wide[:, words]).argmax(1).tolist()

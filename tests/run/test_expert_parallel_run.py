@@ -1,4 +1,4 @@
-"""`rlspec sft` of a small GLM4-MoE under torchrun, with whole experts and with experts split over two ranks."""
+"""Runs of a small GLM4-MoE on two ranks, with whole experts and with experts split over the ranks."""
 
 import json
 import shutil
@@ -6,14 +6,14 @@ import shutil
 import pytest
 import torch
 from moe_oracles import GLM4_MOE, checkpoint
-from short_run import run
+from short_run import finish, run, train
 
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.models.hf_files import read_hf, write_hf
 from megatron_rlspec.records.metrics import read_records
 
 OPTIONS = {"sft__samples_per_step": 4, "sft__eval_every": 0, "sft__held_out": 0, "sft__drafter_only": "false"}
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": 2}
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,29 @@ def test_split_experts_learn_what_whole_ones_do_and_resume(mixture, tmp_path):
     sft(mixture, again, 3, 2, train__resume="true")
     for file in (split / "hf").glob("*.safetensors"):
         assert file.read_bytes() == (again / "hf" / file.name).read_bytes(), file.name
+
+
+@pytest.mark.slow
+def test_a_mixture_goes_through_rl_with_split_experts_a_real_engine_and_a_resumed_run(mixture, tmp_path):
+    """Warm start, then GRPO with SGLang's engine: pushes are whole, the drafter learns, a resumed run ends alike."""
+    sft(mixture, tmp_path / "warm", 40, 2, optimizer__lr="3e-3", drafter__lr="3e-3")
+    options = {"model__path": tmp_path / "warm/hf", "parallel__expert": 2, "spec__mode": "fixed", "drafter__lr": "1e-2"}
+    finish(train(mixture, tmp_path / "whole", ranks=2, train__steps=4, **options))
+    records = read_records(tmp_path / "whole/metrics.jsonl")
+    tensors = read_hf(tmp_path / "whole/hf")[1]
+    for record in records:
+        assert record["push/failed_engines"] == 0 and record["push/tensors"] == len(tensors)
+        assert record["policy/train_rollout_logprob_abs_diff"] < 1e-3 and record["drafter/grad_norm"] > 0
+    assert records[-1]["drafter/loss_1"] < records[0]["drafter/loss_1"]
+    assert max(record["spec/accept_length"] for record in records) > 1
+    events = read_records(tmp_path / "whole/events.jsonl")
+    assert not [event for event in events if event["kind"] == "health"]
+
+    finish(train(mixture, tmp_path / "parts", ranks=2, train__steps=2, **options))
+    shutil.rmtree(tmp_path / "parts/hf")
+    finish(train(mixture, tmp_path / "parts", ranks=2, train__steps=4, train__resume="true", **options))
+    for file in (tmp_path / "whole/hf").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "parts/hf" / file.name).read_bytes(), file.name
 
 
 def test_a_size_that_does_not_fit_is_refused_in_one_line(mixture, tmp_path):
