@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rlspec import __version__
 from megatron_rlspec.config import Config
 from megatron_rlspec.models.hf_files import CheckpointError
 from megatron_rlspec.run import identity
@@ -33,7 +34,8 @@ class Saver:
     def load_newest(self, steps: int) -> State | None:
         """Load the newest checkpoint into the trainer. Returns the run's state, None without a checkpoint.
 
-        Raises CheckpointError for a checkpoint after more than `steps` steps, or of another model or other data.
+        Raises CheckpointError for a checkpoint after more than `steps` steps, of another model, of other data or of
+        another version of the package, whose seeds and state can differ.
         """
         found = self._checkpoints.whole()
         if not found:
@@ -42,8 +44,11 @@ class Saver:
         state, drawn = self._checkpoints.read_state(path)
         if state["step"] > steps:
             raise CheckpointError(f"{path} is after step {state['step']}, but the run has only {steps} steps")
-        if "identity" not in state:
-            raise CheckpointError(f"{path}: an earlier version wrote it, without digests of model and data; start anew")
+        if "identity" not in state or state.get("version") != __version__:
+            raise CheckpointError(
+                f"{path}: version {state.get('version', 'unknown')} of megatron_rlspec wrote it, and this is "
+                f"{__version__}; go on with that version, or start anew"
+            )
         if other := identity.difference(state["identity"], self._identity):
             raise CheckpointError(
                 f"{path} is of a run with another content of {other}; expected the same, or another train.run_dir"
@@ -63,7 +68,7 @@ class Saver:
 
         def write_state() -> None:
             content, drawn = state()
-            self._checkpoints.write_state(done, content | {"identity": self._identity}, drawn)
+            self._checkpoints.write_state(done, content | {"identity": self._identity, "version": __version__}, drawn)
 
         try:
             if error := on_all_ranks(write_state, self._main):

@@ -216,6 +216,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         ("step-000002.json", "checksum differs"),
     ),
     "state of another step": (state(step=999), ("step-000002.json", "checksum differs")),
+    "another version": (state(version="9.9"), ("version 9.9 of megatron_rlspec wrote it", "go on with that version")),
     "state missing": (lambda folder: next(folder.glob("*.json")).unlink(), ("step-000002.json: No such file",)),
     "file missing": (lambda folder: next(folder.glob(DRAFTER)).unlink(), ("drafter-tensor0", "no such file")),
     "file cut": (lambda f: os.truncate(next(f.glob(POLICY)), 5000), ("policy-tensor0", "truncated")),
@@ -224,7 +225,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 }
 
 
-FAST = ("bit of the policy", "tensor missing", "state position", "file cut")
+FAST = ("another version", "bit of the policy", "tensor missing", "state position", "file cut")
 
 
 @pytest.mark.parametrize(
