@@ -2,7 +2,8 @@
 #   MODEL      Hugging Face directory, drafter included
 #   DATA       prompts
 #   RUN        a new directory
-#   ENGINES    addresses of `rlspec serve`, separated by commas; the engines need GPUs of their own
+#   ENGINES    addresses of `rlspec serve`, separated by commas, on GPUs of their own. Unset, on one machine: the run starts an
+#              engine on each of its 8 GPUs that does not train
 #   RLSPEC_API_KEY           the engines' key, if they have one
 #   NODE_RANK, MASTER_ADDR   on several machines; run the same command on each
 # With --dry-run nothing starts: it prints what each rank would hold.
@@ -19,9 +20,14 @@ launch() {
   for word in "$@"; do
     [[ $word == --dry-run ]] && exec rlspec "${arguments[@]}" --ranks $((nodes * gpus))
   done
-  : "${ENGINES:?set ENGINES, see recipe.sh}"
+  if [[ -n ${ENGINES:-} ]]; then
+    arguments+=(--rollout.urls "$ENGINES")
+  else
+    ((nodes == 1)) || : "${ENGINES:?set ENGINES, see recipe.sh}"
+    arguments+=(--rollout.engines $((8 - gpus)))
+  fi
   local master=(--standalone)
   ((nodes > 1)) && master=(--node-rank "${NODE_RANK:?}" --master-addr "${MASTER_ADDR:?}" --master-port "${MASTER_PORT:-29500}")
   exec torchrun --nnodes "$nodes" --nproc-per-node "$gpus" "${master[@]}" \
-    -m megatron_rlspec.cli "${arguments[@]}" --rollout.urls "$ENGINES"
+    -m megatron_rlspec.cli "${arguments[@]}"
 }

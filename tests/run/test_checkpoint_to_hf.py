@@ -94,6 +94,8 @@ def test_models_of_steps_and_of_the_best_evaluation_are_kept(start, tmp_path):
     rewards = {e["name"]: e["reward"] for e in events if e["kind"] == "evaluation" and e["name"].startswith("step")}
     best = max(rewards, key=rewards.get)
     told = [e["message"].split(":")[0] for e in events if e["kind"] == "best"]
+    steps = sorted(rewards)
+    assert told == [n for i, n in enumerate(steps) if all(rewards[n] > rewards[before] for before in steps[:i])]
     assert told[-1] == best and len(set(rewards.values())) > 1
     for name, step in (("hf-step-000002", "step-000002"), ("hf-best", best)):
         out = tmp_path / f"{name}-again"

@@ -77,7 +77,7 @@ def counted(model):
     return layers + 2 * model["vocab_size"] * width + width, drafter
 
 
-def arguments(recipe, folder, *extra):
+def arguments(recipe, folder, *extra, engines="http://127.0.0.1:30004"):
     """Return the arguments that the script gives to `rlspec`, or to torchrun without --dry-run."""
     for name in ("rlspec", "torchrun"):
         stub = folder / name
@@ -86,7 +86,7 @@ def arguments(recipe, folder, *extra):
     (folder / "config.json").write_text(json.dumps(MODELS[recipe]))
     env = {k: v for k, v in os.environ.items() if k not in ("NODES", "GPUS", "NODE_RANK", "MASTER_ADDR")}
     env |= {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "MODEL": str(folder), "DATA": "prompts.jsonl"}
-    env |= {"RUN": str(folder / "run"), "ENGINES": "http://127.0.0.1:30004", "NODE_RANK": "0", "MASTER_ADDR": "one"}
+    env |= {"RUN": str(folder / "run"), "ENGINES": engines, "NODE_RANK": "0", "MASTER_ADDR": "one"}
     done = subprocess.run(
         ["bash", str(RECIPES / f"{recipe}.sh"), *extra], env=env, capture_output=True, text=True, check=True
     )
@@ -112,6 +112,10 @@ def test_recipe_launches_and_its_dry_run_is_plausible(recipe, tmp_path):
     nodes, gpus = (int(launched[launched.index(flag) + 1]) for flag in ("--nnodes", "--nproc-per-node"))
     assert nodes * gpus == ranks
     assert training.parse("train", launched[launched.index("train") + 1 :], ranks).train.steps == 2
+    if nodes == 1:
+        own = arguments(recipe, tmp_path, engines="")
+        assert own[own.index("--rollout.engines") + 1] == str(8 - gpus) and "--rollout.urls" not in own
+        assert training.parse("train", own[own.index("train") + 1 :], ranks).rollout.engines == 8 - gpus
     program, command, *asked = arguments(recipe, tmp_path, "--dry-run")
     assert (program, command) == ("rlspec", "train")
     (lines,) = on_ranks(1, printed, *asked)
