@@ -50,6 +50,7 @@ def test_the_trainer_is_imported_without_it(tmp_path, error):
     assert said.endswith(ERRORS[error].split('"')[1].split("\\n")[0])
 
 
+@pytest.mark.slow
 def test_flash_mla_without_a_driver_is_left_out(tmp_path):
     """SGLang brings it, megatron-core imports it, and it needs libcuda.so.1, which a login node does not have."""
     package = tmp_path / "flash_mla"

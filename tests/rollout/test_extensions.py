@@ -36,7 +36,11 @@ def post(process: EngineProcess, path: str, body: object) -> requests.Response:
     return requests.post(f"{process.url}/rlspec/{path}", json=body, headers=headers, timeout=60)
 
 
-@pytest.mark.parametrize("asked", [(), ("--extensions", "migration")], ids=["without", "with migration"])
+@pytest.mark.parametrize(
+    "asked",
+    [(), pytest.param(("--extensions", "migration"), marks=pytest.mark.slow)],
+    ids=["without", "with migration"],
+)
 def test_an_engine_has_what_it_was_asked_for(tmp_path: Path, asked: tuple[str, ...]) -> None:
     model = tiny_mimo.write(tmp_path / "mimo", CONFIG, tiny_mimo.weights(CONFIG))
     with launch(model, tmp_path / "log", arguments=[*SERVE, *asked], environment=ENVIRONMENT) as process:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_rlspec.config import load
@@ -67,6 +68,7 @@ def trainers_tensors(monkeypatch) -> dict[str, tuple[int, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_sglang_holds_what_the_trainer_exports(sglang_models, monkeypatch, tmp_path):
     sent = trainers_tensors(monkeypatch)
     block = 9  # two norms, q, k and v with biases, o

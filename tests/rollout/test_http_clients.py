@@ -277,6 +277,7 @@ def version(server: Server) -> str:
     return str(server.engine.progress().version)
 
 
+@pytest.mark.slow
 def test_reservations_leave_room_and_end(server: Server) -> None:
     total = server.free()
     sampling = Sampling(max_new_tokens=800, ignore_eos=True)

@@ -45,6 +45,7 @@ def test_another_file_system_is_not_the_same_shared_memory(monkeypatch):
     assert folder.shared_memory() not in ("", here)
 
 
+@pytest.mark.slow
 def test_http_and_files_are_refused_then(sglang_models, monkeypatch):
     import asyncio
 

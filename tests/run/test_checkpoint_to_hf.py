@@ -80,6 +80,7 @@ def test_a_checkpoint_without_its_run_needs_the_model(ended, start, tmp_path, ca
     assert "lacks" in line and "tensors" in line
 
 
+@pytest.mark.slow
 def test_models_of_steps_and_of_the_best_evaluation_are_kept(start, tmp_path):
     options = OPTIONS | {"train__eval_prompts": 4, "train__eval_every": 1, "train__keep": 9}
     options |= {"train__export_every": 2, "train__save_best": "true", "optimizer__lr": 3e-2}

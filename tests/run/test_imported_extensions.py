@@ -24,7 +24,7 @@ def imported(start, run_dir, options):
     ("options", "expected"),
     [
         ({}, set()),
-        ({"drafter__update_every": 2}, {"drafter_schedules"}),
+        pytest.param({"drafter__update_every": 2}, {"drafter_schedules"}, marks=pytest.mark.slow),
         ({"spec__tree_budget": "batch", "spec__topk": 2, "spec__num_draft_tokens": 4}, {"kinds", "migration", "trees"}),
     ],
     ids=["default", "drafter", "trees"],

@@ -215,8 +215,8 @@ def leftovers(run_dir: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("most", "name"),
     [
-        (100_000, "policy-tensor0"),
-        pytest.param(120, "config.json", marks=pytest.mark.slow),
+        pytest.param(100_000, "policy-tensor0", marks=pytest.mark.slow),
+        (120, "config.json"),
         pytest.param(8000, "checkpoints", marks=pytest.mark.slow),
     ],
 )

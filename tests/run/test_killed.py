@@ -59,6 +59,7 @@ KILLS = int(os.environ.get("RLSPEC_KILLS", "6"))
 SLOW = (pytest.mark.slow, pytest.mark.timeout(7200))
 
 
+@pytest.mark.slow
 def test_killed_as_a_user_starts_it_and_resumed_ends_with_the_same_bytes(start, tmp_path):
     """`python -m megatron_rlspec.cli`; the other cases fork the run from a process that has imported the package."""
     options = OPTIONS | AHEAD | {"train__steps": 12}

@@ -100,6 +100,7 @@ def weights():
     return {name: tensor.double() for name, tensor in found.items()}
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_as_with_whole_experts(weights):
     compare(weights, 2, ["expert", "expert and context"])
 
