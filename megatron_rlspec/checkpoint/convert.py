@@ -348,7 +348,7 @@ def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label
 
 def _write_eagle3(drafter: Eagle3, work: Conversion) -> None:
     described = {**work.config, DRAFTER: drafter.config}
-    table = name_table(described, work.family.spec)
+    table = name_table(described)
     tensor = run_checkpoint.layout_of(work.source)["tensor"]
     held = run_checkpoint.RunTensors(work.source, table, tensor)
     own = (pair for name in held if table.is_drafter(name) for pair in table.to_hf(name, held[name]))

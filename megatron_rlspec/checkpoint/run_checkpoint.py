@@ -66,7 +66,7 @@ def layout_of(path: Path) -> dict[str, Any]:
     layout = read_json(path / LAYOUT)
     stated = layout.get("drafter")
     return {
-        "drafter": {True: "mtp", False: ""}.get(stated, stated) if isinstance(stated, bool | str) else "",
+        "drafter": "mtp" if stated is True else stated or "",
         "drafter_layers": layout.get("drafter_layers", 1),
         "tensor": layout.get("tensor", 1),
     }
