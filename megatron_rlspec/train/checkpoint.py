@@ -33,6 +33,7 @@ from megatron_rlspec.train.optimizer import Learner, Part
 LAYOUT = "layout.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _BEFORE = "updates_before"
+_OF = "rlspec.checkpoint"  # in a file's metadata: the name of the directory that it was written for
 
 
 class SaveError(RuntimeError):
@@ -50,6 +51,7 @@ def save(
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
     main = dist.get_rank() == 0
+    notes = {_OF: directory.name}
 
     def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -60,9 +62,9 @@ def save(
             for part in learner.parts:
                 if learner.adam.distributed or part.replicas.rank() == 0:
                     copies = {key: t.detach().cpu().clone() for key, t in _tensors(learner, part).items()}
-                    tensor_file.save(copies, _file(partial, name, learner, part))
+                    tensor_file.save(copies, _file(partial, name, learner, part), notes)
         if generators and ps.get_expert_data_parallel_rank() == 0:
-            tensor_file.save(_generators(), _generators_file(partial))
+            tensor_file.save(_generators(), _generators_file(partial), notes)
 
     def finish() -> None:
         files.write(partial / LAYOUT, json.dumps(dict(layout), indent=1))
@@ -143,6 +145,7 @@ def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
 
 def _load_part(path: Path, learner: Learner, part: Part) -> None:
     with TensorFile(path) as file, torch.no_grad():
+        _check_place(file)
         learner.steps = int(_stored(file, "steps", torch.tensor(learner.steps)))
         learner.updates_before = int(file[_BEFORE]) if _BEFORE in file else 0
         learner.create_moments()
@@ -156,12 +159,20 @@ def _load_part(path: Path, learner: Learner, part: Part) -> None:
 
 def _load_generators(path: Path) -> None:
     with TensorFile(path) as file:
+        _check_place(file)
         torch.set_rng_state(_stored(file, "cpu", torch.get_rng_state()))
         if torch.cuda.is_available():
             torch.cuda.set_rng_state(_stored(file, "cuda", torch.cuda.get_rng_state()))
         tracker = tensor_parallel.get_cuda_rng_tracker()
         states = tracker.get_states()
         tracker.set_states({name: _stored(file, f"tracker.{name}", state) for name, state in states.items()})
+
+
+def _check_place(file: TensorFile) -> None:
+    """Raise CheckpointError for a file of another step of a run. Directories with other names may be renamed."""
+    written, here = file.notes.get(_OF, ""), file.path.parent.name
+    if written.startswith("step-") and here.startswith("step-") and written != here:
+        raise CheckpointError(f"{file.path}: it was written as a part of {written}")
 
 
 def _stored(file: TensorFile, name: str, like: Tensor) -> Tensor:
