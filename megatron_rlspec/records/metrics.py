@@ -190,7 +190,9 @@ def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
 
 
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add all lines to a JSONL file, or none if that fails. Raises OSError."""
+    """Add all lines to a JSONL file, or none if that fails. Raises OSError, and RecordError for a pipe."""
+    if path.is_fifo():  # its opening would wait for a reader
+        raise RecordError(f"{path}: expected a regular file, found a pipe")
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     with path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)

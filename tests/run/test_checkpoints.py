@@ -140,6 +140,12 @@ def test_samples_of_lost_steps_are_dropped(tmp_path):
     assert [event["kind"] for event in read_records(tmp_path / "events.jsonl")] == ["a", "b"]
 
 
+def test_a_pipe_in_place_of_a_record_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.raises(RecordError, match="events.jsonl: expected a regular file, found a pipe"):
+        Recorder(tmp_path).event("a", "b")
+
+
 @pytest.mark.parametrize("line", ["{}", '{"step": "x"}', '{"step": null}'])
 def test_records_without_a_step_are_reported_with_their_line(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{line}\n')
