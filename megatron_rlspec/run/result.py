@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from megatron_rlspec.checkpoint.drafter_files import Tensors, build_drafter
 from megatron_rlspec.config import Config
+from megatron_rlspec.host import ranks
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import build_hf, publish
@@ -15,28 +17,52 @@ from megatron_rlspec.train import moments
 from megatron_rlspec.train.step import Trainer
 
 
-def write_result(config: Config, loaded: Loaded, trainer: Trainer, name: str = "hf") -> None:
-    """Write policy and drafter to `run_dir/NAME`; an EAGLE-3 drafter goes to `run_dir/NAME_drafter`. Collective.
+class Results:
+    """Writes the models of a run: at its end, of single steps, and the best one so far. Every rank holds one.
 
-    Older directories of other names than hf/ are replaced.
+    best  the highest held-out reward after a step, with `train.save_best`
     """
-    result = Path(config.train.run_dir) / name
-    built: dict[Path, Path] = {}  # directories by the names that they get at the end; the policy's is the last
-    with exporting(trainer.export) as source:
-        if source is not None:
-            built = _build(config, loaded, source, result)
-    found = dict(trainer.export_drafter_moments())
-    if found:
-        path = next(iter(built.values())) / moments.FILE
-        path.parent.mkdir()
-        tensor_file.save(found, path)
-    for target, directory in built.items():
-        publish(directory, target, replace=name != "hf")
-    if built:
-        drafter, *policy = built
-        what = "policy and drafter as a Hugging Face checkpoint"
-        what = f"the policy, and {drafter}, its EAGLE-3 drafter" if policy else what
-        print(f"written: {result}, {what}", flush=True)
+
+    def __init__(self, config: Config, loaded: Loaded, trainer: Trainer) -> None:
+        self.best = -math.inf
+        self._config = config
+        self._loaded = loaded
+        self._trainer = trainer
+
+    def write(self, name: str = "hf") -> None:
+        """Write policy and drafter to `run_dir/NAME`; an EAGLE-3 drafter goes to `run_dir/NAME_drafter`. Collective.
+
+        Older directories of other names than hf/ are replaced.
+        """
+        result = Path(self._config.train.run_dir) / name
+        built: dict[Path, Path] = {}  # directories by the names that they get at the end; the policy's is the last
+        with exporting(self._trainer.export) as source:
+            if source is not None:
+                built = _build(self._config, self._loaded, source, result)
+        found = dict(self._trainer.export_drafter_moments())
+        if found:
+            path = next(iter(built.values())) / moments.FILE
+            path.parent.mkdir()
+            tensor_file.save(found, path)
+        for target, directory in built.items():
+            publish(directory, target, replace=name != "hf")
+        if built:
+            drafter, *policy = built
+            what = "policy and drafter as a Hugging Face checkpoint"
+            what = f"the policy, and {drafter}, its EAGLE-3 drafter" if policy else what
+            print(f"written: {result}, {what}", flush=True)
+
+    def keep_best(self, reward: float | None) -> bool:
+        """Write `run_dir/hf-best` if rank 0's `reward` is the highest so far. Returns whether it is. Collective.
+
+        reward  None on other ranks
+        """
+        found = float(ranks.job().tell(None if reward is None else repr(reward).encode()))
+        if found <= self.best:
+            return False
+        self.best = found
+        self.write("hf-best")
+        return True
 
 
 def _build(config: Config, loaded: Loaded, source: Source, target: Path) -> dict[Path, Path]:
@@ -57,8 +83,10 @@ def _build(config: Config, loaded: Loaded, source: Source, target: Path) -> dict
 def take_drafter_moments(config: Config, trainer: Trainer, tensors: Tensors) -> str:
     """Load the drafter's optimizer state of the run that wrote `model.path` or `drafter.path`. Collective.
 
-    Returns the event's text, or "".
+    Returns the event's text; "" without such a state, and for a drafter that is new or not trained.
     """
+    if not config.drafter.train or config.replay.fresh_drafter:
+        return ""
     shapes = {name: tensors.shape(name) for name in moments.trained_names(trainer.table)}
     directory = Path(config.drafter.path or config.model.path)
     file, problem = moments.find(directory, trainer.table, shapes)

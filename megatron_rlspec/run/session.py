@@ -40,7 +40,7 @@ from megatron_rlspec.run.loading import load
 from megatron_rlspec.run.rank0 import Rank0
 from megatron_rlspec.run.recording import Records
 from megatron_rlspec.run.replay import TrajectoryRecording, open_recording
-from megatron_rlspec.run.result import take_drafter_moments, write_result
+from megatron_rlspec.run.result import Results, take_drafter_moments
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.run.saving import Saver
 from megatron_rlspec.run.summaries import without_advantage
@@ -75,6 +75,7 @@ class Session:
     recording   the trajectory, with `train.record`
     evaluation  held-out prompts and answers
     saver       checkpoints
+    results     models in Hugging Face's format
 
     Raises ConfigError, DataError or CheckpointError, before it writes anything, if the run cannot work.
     """
@@ -94,13 +95,9 @@ class Session:
         self.clock = Clock()
         self.main = os.environ.get("RANK", "0") == "0"
         self.done = 0
-        if supervised:
-            self.generates = config.sft.eval_every > 0 and bool(config.data.eval_path)
-        else:
-            self.generates = not config.replay.run or config.replay.policy_step >= 0
+        self.generates = _generates(config, supervised)
         self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())  # for the record of the newest step
         self._policy_changed = True  # since the last push
-        self._best_reward = -math.inf  # of evaluations after a step, with `train.save_best`
         self._engine_metrics: dict[str, float] = {}  # of the newest step's `adapt` and `push`
         with ExitStack() as closing:
             self._closing = closing
@@ -110,14 +107,18 @@ class Session:
 
     def _open(self, data_path: str, extensions: Extensions) -> None:
         self.loaded = load(self.config, data_path, supervised=self.supervised, generates=self.generates)
-        starting = self._prepare_engines(extensions)
-        if starting is not None and not self.loaded.layout.together:
-            starting.launch()  # engines start while the trainer is built
+        starting: StartingRollouts | None = None
+        if self.main and self.generates:
+            starting = StartingRollouts(self.config, self.loaded.hf_config, self.loaded.tokenizer)
+            starting.prepare(self.loaded.layout, extensions)
+            self._closing.callback(starting.close)
+            if not self.loaded.layout.together:
+                starting.launch()  # engines start while the trainer is built
         self._build_trainer()
         state, drawn = self._resume(extensions)
-        moments = self._take_drafter_moments() if not state else ""
+        moments = "" if state else take_drafter_moments(self.config, self.trainer, self.loaded.tensors)
         if self.loaded.layout.together:
-            self._free_memory()
+            _free_memory()
             if starting is not None:
                 starting.launch()
         follow = extensions.kind(self.config.rollout.engine).follow
@@ -134,26 +135,21 @@ class Session:
             self.rollouts = Rollouts(starting, engines, recorder, prompts, cancelled)
             self._closing.callback(self.rollouts.close)
             self.rollouts.start(state, drawn)
-        self.rank0 = Rank0(self.main, self.interruption, self._engines_awaited, self._stop)
+
+        def awaited() -> bool:
+            return self.rollouts is not None and self.rollouts.engines.awaited
+
+        self.rank0 = Rank0(self.main, self.interruption, awaited, self._stop)
         lengths = [float(value) for value in state.get("accept_lengths", ())]
         self.evaluation = Evaluation(
             self.config, self.trainer, self.rank0, self.records, self.generates, self.rollouts, self.push, lengths
         )
 
-    def _prepare_engines(self, extensions: Extensions) -> StartingRollouts | None:
-        """Return engines and rewards that can be started, on rank 0 of a run that generates."""
-        if not self.main or not self.generates:
-            return None
-        loaded = self.loaded
-        starting = StartingRollouts(self.config, loaded.hf_config, loaded.tokenizer)
-        starting.prepare(loaded.layout, extensions)
-        self._closing.callback(starting.close)
-        return starting
-
     def _build_trainer(self) -> None:
         """Build the trainer with the weights that the run begins with, before any checkpoint."""
         config, loaded = self.config, self.loaded
         self.trainer = Trainer(config, loaded.hf_config)
+        self.results = Results(config, loaded, self.trainer)
         self.trainer.load_hf(loaded.tensors, fresh_drafter=config.replay.fresh_drafter)
         if loaded.eagle3_ids is not None:
             self.trainer.set_draft_vocabulary(loaded.eagle3_ids.numpy())
@@ -171,7 +167,7 @@ class Session:
         if state and loaded.data is not None:
             loaded.data.restore(state["data"])
         self.done = state.get("step", 0)
-        self._best_reward = state.get("best_reward", -math.inf)
+        self.results.best = state.get("best_reward", self.results.best)
         replay = loaded.replay
         follows = replay if replay is not None and replay.follows else None
         schedule = None
@@ -183,13 +179,6 @@ class Session:
         self.drafting = Drafting(self.trainer, loaded.vocabulary, schedule, records=learns, fresh=fresh)
         self.drafting.restore(state, drawn.replay)
         return state, drawn
-
-    def _take_drafter_moments(self) -> str:
-        """Load the optimizer state of a drafter that another run trained. Returns an event's text, or ""."""
-        config = self.config
-        if not config.drafter.train or config.replay.fresh_drafter:
-            return ""
-        return take_drafter_moments(config, self.trainer, self.loaded.tensors)
 
     def _open_records(self, moments: str) -> None:
         """Open the records, and the recording of the trajectory: the run's first writes."""
@@ -254,9 +243,6 @@ class Session:
             act(self.rollouts)
 
         return self.rank0.run(on_rank0)
-
-    def _engines_awaited(self) -> bool:
-        return self.rollouts is not None and self.rollouts.engines.awaited
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
@@ -323,15 +309,10 @@ class Session:
         Restarted engines join here. If no other engine is left, this waits for one.
         """
         if self.loaded.layout.together:
-            self._free_memory()
+            _free_memory()
             self._on_engines(lambda rollouts: rollouts.engines.wake())
         while not self.rank0.run(self._push, all_ranks=True):
             pass
-
-    def _free_memory(self) -> None:
-        """Return once no rank keeps memory that it does not use. An engine takes its share of what is free then."""
-        torch.cuda.empty_cache()
-        ranks.job().wait()
 
     def _push(self) -> None:
         with exporting(partial(self.trainer.export, live=True)) as source:
@@ -358,11 +339,8 @@ class Session:
         found = self.evaluation.evaluate(name)
         if not self.config.train.save_best or self.done == 0:
             return
-        reward = ranks.job().tell(repr(found.get("reward", -math.inf)).encode() if self.main else None)
-        if float(reward) > self._best_reward:
-            self._best_reward = float(reward)
-            write_result(self.config, self.loaded, self.trainer, "hf-best")
-            self.records.event("best", f"{name}: reward {self._best_reward:.3f} is the highest so far; kept in hf-best")
+        if self.results.keep_best(found.get("reward", -math.inf) if self.main else None):
+            self.records.event("best", f"{name}: reward {self.results.best:.3f} is the highest so far; kept in hf-best")
 
     def good_enough(self) -> bool:
         """Evaluate every `sft.eval_every` steps. Returns whether the warm start may end, the same on every rank."""
@@ -399,7 +377,7 @@ class Session:
         if self.due(options.save_every):
             self.saver.save(self.done, self._state)
         if self.due(options.export_every):
-            write_result(self.config, self.loaded, self.trainer, f"hf-step-{self.done:06d}")
+            self.results.write(f"hf-step-{self.done:06d}")
 
     def _stop(self, reason: str) -> NoReturn:
         """Write a checkpoint, and the record of the last step if it has none, then raise RunStopped."""
@@ -418,8 +396,8 @@ class Session:
         """Return the state of all parts for a checkpoint; called on rank 0."""
         state, kept = self.drafting.state()
         state["accept_lengths"] = self.evaluation.accept_lengths
-        if math.isfinite(self._best_reward):
-            state["best_reward"] = self._best_reward
+        if math.isfinite(self.results.best):
+            state["best_reward"] = self.results.best
         if self.loaded.data is not None:
             state["data"] = self.loaded.data.state()
         if self.rollouts is None:
@@ -433,4 +411,17 @@ class Session:
         if replay is not None and replay.follows:
             replay.load(self.trainer, self.done)
         self.saver.save(self.done, self._state)
-        write_result(self.config, self.loaded, self.trainer)
+        self.results.write()
+
+
+def _generates(config: Config, supervised: bool) -> bool:
+    """Return whether the run has engines: a warm start for its evaluations, a replay if one policy stays."""
+    if supervised:
+        return config.sft.eval_every > 0 and bool(config.data.eval_path)
+    return not config.replay.run or config.replay.policy_step >= 0
+
+
+def _free_memory() -> None:
+    """Return once no rank keeps memory that it does not use. An engine takes its share of what is free then."""
+    torch.cuda.empty_cache()
+    ranks.job().wait()

@@ -55,7 +55,9 @@ class ConfigChoice:
     def made(self, rule: Mapping[str, Any]) -> SpecRule:
         """Return a rule of JSON; without `candidates`, it chooses from the engine's own."""
         own = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
-        return SpecRule.from_json({"candidates": own} | dict(rule))
+        given = {"candidates": own} | dict(rule)
+        given.pop("sharpness", None)  # of the drafts, and not a part of the choice
+        return SpecRule.from_json(given)
 
     def report(self) -> dict[str, Any]:
         """Return `SpecRule.report` since the last call; {} under a schedule."""

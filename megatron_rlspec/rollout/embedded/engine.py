@@ -212,12 +212,10 @@ class EmbeddedEngine:
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         """See `RolloutEngine`. Without `candidates` in `rule`, the engine's own are used."""
-        rule = dict(rule)
-        sharpness = rule.pop("sharpness", self.rounds.sharpness)
         made = self.choice.made(rule)
         with self._lock:
             self.choice.set_rule(made)
-            self.rounds.sharpness = sharpness
+            self.rounds.sharpness = rule.get("sharpness", self.rounds.sharpness)
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
         with self._lock:
