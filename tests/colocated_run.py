@@ -10,19 +10,18 @@ from megatron_rlspec import cli
 from megatron_rlspec.rollout.open import ServedEngines
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.run import loading
-from megatron_rlspec.run.session import Session
+from megatron_rlspec.run import loading, session
 from megatron_rlspec.train.step import Trainer
 
 
 def noted(kind, name):
     inner = getattr(kind, name)
 
-    def call(self, *arguments, **options):
+    def call(*arguments, **options):
         print(f"CALL {name}", flush=True)
         if name == os.environ.get("LAST"):
             sys.exit()
-        return inner(self, *arguments, **options)
+        return inner(*arguments, **options)
 
     setattr(kind, name, call)
 
@@ -34,5 +33,5 @@ if __name__ == "__main__":
     for name in ("load_hf", "train_step"):
         noted(Trainer, name)
     noted(ServedEngines, "launch")
-    noted(Session, "_free_memory")
+    noted(session, "_free_memory")
     cli.main()
