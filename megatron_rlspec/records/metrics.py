@@ -190,9 +190,7 @@ def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
 
 
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add all lines to a JSONL file, or none if that fails. Raises OSError, and RecordError for a pipe."""
-    if path.is_fifo():  # its opening would wait for a reader
-        raise RecordError(f"{path}: expected a regular file, found a pipe")
+    """Add all lines to a JSONL file, or none if that fails. Raises OSError."""
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     with path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
@@ -220,6 +218,8 @@ def _keep_before(path: Path, step: int) -> None:
 
 def _drop_torn_line(path: Path) -> None:
     """Remove an unfinished last line that a killed run left. An appended line would make it unreadable."""
+    if path.is_fifo():  # its opening would wait for another process
+        raise RecordError(f"{path}: expected a regular file, found a pipe")
     if not path.exists():
         return
     content = path.read_bytes()

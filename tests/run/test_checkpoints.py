@@ -143,7 +143,7 @@ def test_samples_of_lost_steps_are_dropped(tmp_path):
 def test_a_pipe_in_place_of_a_record_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "events.jsonl")
     with pytest.raises(RecordError, match="events.jsonl: expected a regular file, found a pipe"):
-        Recorder(tmp_path).event("a", "b")
+        Recorder(tmp_path)
 
 
 @pytest.mark.parametrize("line", ["{}", '{"step": "x"}', '{"step": null}'])
