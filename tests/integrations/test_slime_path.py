@@ -101,12 +101,16 @@ def test_engines_hold_the_exported_policy_and_drafter(run, options):
     assert [row["rollout"] for row in rollouts] == [0, 1, 2, 3]
     for row in rollouts:
         latest = version_of(row["rollout"], options)
-        assert row["versions"][-1] == str(latest)
+        assert int(row["versions"][-1]) <= latest
         _, tensors = exported(folder, latest)
         expected = {name: fingerprint(tensors[name]) for name in tensors}
         assert sum(".mtp_layers." in name for name in expected) == 16
         for engine in row["engines"]:
             assert engine["fingerprints"]["fingerprints"] == expected
+
+
+    # slime generates more groups than it needs. On a slow machine all may end, and the next rollout consists of them.
+    assert rollouts[0]["versions"] == ["1"] and rollouts[-1]["versions"][-1] != "1"
 
 
 @both
