@@ -107,8 +107,6 @@ def test_engines_hold_the_exported_policy_and_drafter(run, options):
         assert sum(".mtp_layers." in name for name in expected) == 16
         for engine in row["engines"]:
             assert engine["fingerprints"]["fingerprints"] == expected
-
-
     # slime generates more groups than it needs. On a slow machine all may end, and the next rollout consists of them.
     assert rollouts[0]["versions"] == ["1"] and rollouts[-1]["versions"][-1] != "1"
 
