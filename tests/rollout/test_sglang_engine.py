@@ -1034,7 +1034,7 @@ def test_refused_moves_leave_no_trace(engines: dict[str, MigratableSGLangEngine]
     (grant, large) = target.offer(0, [notes[0], TransferRequest(asked[1].id, notes[1].tokens, 1 << 30)])
     assert not grant.refused and large.refused.startswith("no room for ")
     assert [piece.refused for piece in source.export([Reservation("unknown")])] == ["unknown does not decode here"]
-    ended = started(source, asked, Sampling(max_new_tokens=200, ignore_eos=True), 30)
+    ended = started(source, asked, Sampling(max_new_tokens=2000, ignore_eos=True), 30)
     (answer,) = engines["plain"].accept(source.export([Reservation(asked[0].id)]))
     assert "columns of another kind" in answer.refused  # it has no drafter
     pieces = source.export([Reservation(r.id, 0) for r in asked])

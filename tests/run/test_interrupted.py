@@ -216,7 +216,7 @@ def leftovers(run_dir: Path) -> list[str]:
     ("most", "name"),
     [
         pytest.param(100_000, "policy-tensor0", marks=pytest.mark.slow),
-        (120, "config.json"),
+        (120, "process.jsonl"),
         pytest.param(8000, "checkpoints", marks=pytest.mark.slow),
     ],
 )

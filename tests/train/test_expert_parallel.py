@@ -192,8 +192,8 @@ def resumed(folder, distributed):
     again.load(folder / "checkpoint")
     loaded = states(again)
     again.train_step(data, objective="grpo")
-    again.save(folder / "again")
-    trainer.save(folder / "through")
+    again.save(folder / "again/step")
+    trainer.save(folder / "through/step")
     try:
         build(**sections).load(folder / "checkpoint")
         refused = ""
@@ -211,8 +211,8 @@ def test_resume_gives_every_rank_its_own_experts(tmp_path, distributed):
     assert json.loads((tmp_path / "checkpoint/layout.json").read_text())["expert"] == 2
     names = sorted(p.name for p in (tmp_path / "checkpoint").glob("policy-experts*"))
     assert [n.split("-")[3] for n in names] == ["expert0", "expert1"]
-    for file in (tmp_path / "again").iterdir():
-        assert file.read_bytes() == (tmp_path / "through" / file.name).read_bytes(), file.name
+    for file in (tmp_path / "again/step").iterdir():
+        assert file.read_bytes() == (tmp_path / "through/step" / file.name).read_bytes(), file.name
 
 
 def isolated():
