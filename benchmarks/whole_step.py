@@ -99,7 +99,7 @@ def seconds(kind: str, model: Path, options: argparse.Namespace, run_dir: Path) 
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     records = read_records(run_dir / "metrics.jsonl")
     steps: dict[str, list[float]] = {part: [r[f"seconds_{part}"] for r in records[LEFT_OUT:]] for part in PARTS}
-    steps["accept length"] = [record["rollout/accept_length"] for record in records[LEFT_OUT:]]
+    steps["accept length"] = [1.0 if kind == "plain" else r["rollout/accept_length"] for r in records[LEFT_OUT:]]
     times = [record["time"] for record in records]
     steps["step"] = [after - before for before, after in zip(times[LEFT_OUT - 1 :], times[LEFT_OUT:], strict=False)]
     steps["cpu"] = [used / options.steps]
