@@ -24,6 +24,9 @@ SERVER = "megatron_rlspec/rollout/sglang/scheduler"
 FILTER = {
     "token_filter.py:filtered: item": (1, "whether a nucleus is wider than the cut; not with a top-k below the cut")
 }
+FILTER_TWICE = {
+    place: (2, f"{why}; again for the drafts that the catching up gives") for place, (_, why) in FILTER.items()
+}
 CATCHING_UP = {
     "drafter_gap.py:DrafterGap._feed: tolist": (1, "lengths of the requests, which SGLang has on the device only"),
     "drafter_gap.py:DrafterGap._missed_by: tolist": (1, "how many drafts were accepted in recent probes, all at once"),
@@ -38,9 +41,10 @@ STORING = {
 ALLOWED = {  # kind of a round -> place: (most reads in one round, why)
     "off": FILTER | STORING,
     "drafting": FILTER,
-    "start": FILTER | CATCHING_UP,
-    "probe": FILTER | CATCHING_UP,
+    "start": FILTER_TWICE | CATCHING_UP,
+    "probe": FILTER_TWICE | CATCHING_UP,
 }
+SOMETIMES = {"probe": {f"{SERVER}/drafter_gap.py:DrafterGap._missed_by: tolist"}}  # after a probe that is still unread
 
 
 @pytest.fixture(scope="module")
@@ -74,4 +78,5 @@ def test_a_round_reads_from_the_gpu_where_it_is_allowed_only(found, kind):
     places = dict(found[kind])
     assert places.pop("rounds") >= (64 if kind == "off" else 1)
     most = {f"{SERVER}/{place}": count for place, (count, _) in ALLOWED[kind].items()}
-    assert places.keys() == most.keys() and all(places[place] <= most[place] for place in most), places
+    assert most.keys() - SOMETIMES.get(kind, set()) <= places.keys() <= most.keys(), places
+    assert all(count <= most[place] for place, count in places.items()), places
