@@ -163,7 +163,7 @@ class DrafterStep:
         Only the first rank of a context-parallel group counts them.
         """
         goal = self.objective
-        tables = of_rows(student.kept_rows(), goal.depth, goal.verifier, sampled=goal.sampled)
+        tables: tuple[Tensor, ...] = of_rows(student.kept_rows(), goal.depth, goal.verifier, sampled=goal.sampled)
         trained = torch.stack([w != 0 for w in targets.weight], 1)
         if goal.coupled and targets.seeds is not None:
             trained &= (targets.seeds >= 0)[:, None]

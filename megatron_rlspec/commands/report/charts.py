@@ -116,8 +116,8 @@ def bars(title: str, series: Sequence[Series], *, note: str = "", unit: str = ""
         left = across(group[0] - 0.5)
         width = max(across(group[-1] + 0.5) - left - 0.6, 0.4)
         begin = 0.0
-        for one, values in zip(series, heights, strict=True):
-            end = begin + values[i]
+        for one, height in zip(series, heights, strict=True):
+            end = begin + height[i]
             if end > begin:
                 drawing.rects.append((_colour(one), left, up(end), width, abs(up(begin) - up(end))))
             begin = end

@@ -49,7 +49,7 @@ def check(options: argparse.Namespace) -> None:
 def _check_effects(options: argparse.Namespace) -> None:
     """Refuse options that the others leave without effect."""
     spec = SpecSection()
-    defaults = {"draft_vocabulary": 0, "drafts": spec.drafts, "num_steps": spec.num_steps}
+    defaults: dict[str, object] = {"draft_vocabulary": 0, "drafts": spec.drafts, "num_steps": spec.num_steps}
     defaults |= {"candidate_steps": ",".join(map(str, spec.candidate_steps))}
     of_drafts = ("num_steps", "candidate_steps", "cost_table", "schedule", "drafts", "draft_vocabulary", "draft_model")
     for useless, because, names in (

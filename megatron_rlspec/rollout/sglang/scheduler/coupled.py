@@ -134,8 +134,8 @@ class CoupledDrafts:
         held = self._held(rows, _Rows.of(forward_batch.sampling_info))
         in_graph = forward_batch.positions.is_cuda and torch.cuda.is_current_stream_capturing()
         info = None if in_graph else forward_batch.sampling_info
-        parts = (held.seeds, held.temperatures, held.top_ks, held.sharpness)
-        self._loop = _Rows(*(part[:rows] for part in parts), info)
+        seeds, temperatures, top_ks = held.seeds[:rows], held.temperatures[:rows], held.top_ks[:rows]
+        self._loop = _Rows(seeds, temperatures, top_ks, held.sharpness[:rows], info)
         try:
             return self._further(forward_batch)
         finally:
