@@ -8,6 +8,7 @@ those of the model that the run started from, which the run's own config.json na
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,8 +145,6 @@ def _later(pattern: re.Pattern[str], name: str, by: int) -> str:
 
 def check_words(path: Path, words: Tensor) -> None:
     """Raise CheckpointError unless the checkpoint's EAGLE-3 drafter drafts from these token ids."""
-    import zlib
-
     stated = str(read_json(path / LAYOUT).get("eagle3", ""))
     own = f"{zlib.crc32(words.to(torch.int64).numpy().tobytes()):08x}"
     if stated and own not in stated:

@@ -96,3 +96,14 @@ def test_a_version_has_its_adapter(version, adapter):
 def test_an_unknown_version_is_refused_in_one_line():
     with pytest.raises(ImportError, match="this SGLang is 0.5.20; expected 0.5.15.post1, or 0.5.23 or later"):
         versions.adapter("0.5.20")
+
+
+def test_a_version_that_no_test_has_seen_is_taken_with_a_warning(caplog):
+    versions.adapter.cache_clear()
+    versions.adapter("0.5.23")
+    assert not caplog.records
+    versions.adapter("0.6.1")
+    versions.adapter("0.6.1")
+    assert [record.getMessage() for record in caplog.records] == [
+        "rlspec: SGLang 0.6.1 is later than 0.5.23, the latest version with which this was tested"
+    ]

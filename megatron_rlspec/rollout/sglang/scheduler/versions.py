@@ -1,12 +1,13 @@
 """Adapters to the SGLang versions that are supported: 0.5.15.post1, which slime pins, and 0.5.23.
 
-Everything in which they differ stands here. A version later than 0.5.23 is treated like it. The tests compare every
-call of this package, and the names that it replaces or reads, with both versions.
+Everything in which they differ stands here. A version later than 0.5.23 is treated like it, with a warning. The
+tests compare every call of this package, and the names that it replaces or reads, with both versions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -15,11 +16,12 @@ from packaging.version import Version
 
 from megatron_rlspec.compat.installed import locate, version
 
+logger = logging.getLogger(__name__)
 Hook = tuple[str, Callable, str]
 
 
 class Sglang0523:
-    """Adapts to 0.5.23, and to later versions that keep its names."""
+    """Adapts to 0.5.23. Later versions are treated like it, with a warning."""
 
     spans = True  # an answer names the weights under which each of its tokens was sampled
     cpu_arguments: tuple[str, ...] = ("--attention-backend=intel_amx",)
@@ -275,9 +277,12 @@ def installed() -> Sglang0523:
     return adapter(found)
 
 
+@cache  # one warning a process
 def adapter(found: str) -> Sglang0523:
     """Return the adapter to a version of SGLang. Raises ImportError, in one line, if none fits."""
     release = Version(found).release
+    if release > (0, 5, 23):
+        logger.warning("rlspec: SGLang %s is later than 0.5.23, the latest version with which this was tested", found)
     if release >= (0, 5, 23):
         return Sglang0523()
     if release == (0, 5, 15):
