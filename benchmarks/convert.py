@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from synthetic import conditions, model
 
-from megatron_rlspec.checkpoint.convert import convert, plan
+from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.models.hf_files import read_hf, write_hf
 
 

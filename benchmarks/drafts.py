@@ -29,9 +29,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_rlspec.checkpoint.drafter_files import read_model, weights_of
 from megatron_rlspec.commands.compare import Estimate, draw, estimate, rounds_of
 from megatron_rlspec.config import Config
+from megatron_rlspec.conversion.drafter_files import read_model, weights_of
 from megatron_rlspec.rollout.embedded import draft
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import is_drafter

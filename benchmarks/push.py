@@ -39,9 +39,9 @@ import torch.distributed as dist
 from synthetic import conditions, model
 
 from megatron_rlspec.models.hf_files import write_hf
+from megatron_rlspec.push.fingerprint import fingerprint
+from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.sync.fingerprint import fingerprint
-from megatron_rlspec.sync.push import Pusher
 
 AIM = 0.6  # of the limit
 

@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 
 EXAMPLE = Path(__file__).parent.parent / "examples/quickstart"
 PARTS = ("seconds_generate", "seconds_train", "seconds_push")

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 
 ROOT = Path(__file__).parent.parent
 KINDS = {

@@ -7,9 +7,9 @@ import os
 import sys
 
 from megatron_rlspec import cli
-from megatron_rlspec.rollout.open import ServedEngines
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.start import ServedEngines
 from megatron_rlspec.run import loading, session
 from megatron_rlspec.train.step import Trainer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_rlspec import cli
 from megatron_rlspec.extensions.migration.embedded import retile
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 
 exchange = retile.exchange
 moved = []

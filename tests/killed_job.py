@@ -13,7 +13,7 @@ import psutil
 from short_run import TESTS, words
 
 from megatron_rlspec.host import ports
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.trajectory import Trajectory
 from megatron_rlspec.wire import decode_open_groups
 

@@ -52,7 +52,7 @@ def tracing(parse: Callable[..., Config]) -> Callable[..., Config]:
 
 def served(config: Config) -> None:
     """Compute what a run that generates with SGLang's engines computes before it starts them."""
-    from megatron_rlspec.checkpoint.drafter_files import read_model
+    from megatron_rlspec.conversion.drafter_files import read_model
     from megatron_rlspec.rollout.placement import GpuLayout
     from megatron_rlspec.run import loading
 

@@ -7,7 +7,7 @@ import forked
 import pytest
 from short_run import words
 
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 
 EXAMPLE = Path(__file__).parent.parent / "examples/calculator"
 

@@ -52,9 +52,9 @@ def forbidden(path: Path) -> list[str]:
         wrong += [name for name in inner if name not in BELOW and not f"{name}.".startswith(decisions)]
     for below, above in (
         ("rollout/", "train"),
-        ("sync/", "train"),
+        ("push/", "train"),
         ("models/", "train"),
-        ("checkpoint/", "train"),
+        ("conversion/", "train"),
         ("train/", "rollout"),
     ):
         if room.startswith(below):

@@ -19,8 +19,8 @@ from gpu.figures import GIB, Figures, free_gib
 from gpu.plan import Plan
 from megatron_rlspec.config import Config
 from megatron_rlspec.rollout import placement
-from megatron_rlspec.rollout.open import engine_arguments
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.start import engine_arguments
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:

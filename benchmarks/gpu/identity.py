@@ -18,7 +18,7 @@ from gpu.plan import Plan
 from gpu.train import packed, shape_of
 from megatron_rlspec.config import Config
 from megatron_rlspec.host import environment
-from megatron_rlspec.sync.fingerprint import fingerprint
+from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.train.step import Trainer
 
 STEPS = 3

@@ -11,9 +11,9 @@ from gpu import serving
 from gpu.figures import Figures
 from gpu.plan import Plan
 from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
-from megatron_rlspec.sync.push import Pusher
 
 IPC = (
     "SGLang's update_weights_from_tensor takes pickles by HTTP, so `rlspec serve` has no such transport. slime pushes "

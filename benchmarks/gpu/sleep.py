@@ -14,11 +14,11 @@ from gpu import serving
 from gpu.figures import GIB, Figures, free_gib
 from gpu.plan import Plan
 from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.push.canary import Canary
+from megatron_rlspec.push.detectors import HealthSettings
+from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.transport import Files
-from megatron_rlspec.sync.canary import Canary
-from megatron_rlspec.sync.detectors import HealthSettings
-from megatron_rlspec.sync.push import Pusher
 from megatron_rlspec.types import Prompt, Sampling, SpecConfig
 
 

@@ -28,7 +28,7 @@ from megatron_rlspec import config as configuration
 from megatron_rlspec import files
 from megatron_rlspec.commands import compare
 from megatron_rlspec.models.hf_files import read_hf
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.tasks import data

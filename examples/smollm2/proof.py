@@ -26,7 +26,7 @@ from megatron_rlspec import files
 from megatron_rlspec.commands import compare
 from megatron_rlspec.config import Config
 from megatron_rlspec.models.hf_files import read_hf
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import OFF, Prompt, Sampling, SpecConfig, SpecSchedule

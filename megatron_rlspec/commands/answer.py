@@ -24,9 +24,9 @@ from megatron_rlspec import files
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.kinds import KINDS
-from megatron_rlspec.rollout.open import learning
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run import identity
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecSchedule

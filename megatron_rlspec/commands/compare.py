@@ -22,12 +22,12 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rlspec import arguments, files
-from megatron_rlspec.checkpoint.drafter_files import read_drafters, weights_of, words
 from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.conversion.drafter_files import read_drafters, weights_of, words
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import read_hf
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import is_drafter
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine

@@ -12,10 +12,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from megatron_rlspec import arguments, files
-from megatron_rlspec.checkpoint.convert import Conversion, convert, plan, weight_files
-from megatron_rlspec.checkpoint.drafter_files import MOST_WORDS, make_drafter
-from megatron_rlspec.checkpoint.gguf_file import DTYPES
-from megatron_rlspec.checkpoint.run_checkpoint import is_run_checkpoint
+from megatron_rlspec.conversion.convert import Conversion, convert, plan, weight_files
+from megatron_rlspec.conversion.drafter_files import MOST_WORDS, make_drafter
+from megatron_rlspec.conversion.gguf_file import DTYPES
+from megatron_rlspec.conversion.run_checkpoint import is_run_checkpoint
 from megatron_rlspec.models.config import refusal
 from megatron_rlspec.models.families import names_where
 from megatron_rlspec.texts import printable

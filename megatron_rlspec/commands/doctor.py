@@ -15,10 +15,10 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 
 from megatron_rlspec import arguments, files
-from megatron_rlspec.checkpoint.eagle3 import check_drafter
 from megatron_rlspec.compat import machine, patches
 from megatron_rlspec.compat.installed import locate, version
 from megatron_rlspec.config import Config, ConfigError, load
+from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.models.directory import check_model
 
 

@@ -21,7 +21,6 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_rlspec import arguments, files
-from megatron_rlspec.checkpoint.drafter_files import read_model, weights_of, words
 from megatron_rlspec.commands.sweep import (
     Bench,
     MeasuredEngine,
@@ -31,6 +30,7 @@ from megatron_rlspec.commands.sweep import (
     sweep,
     tokens_of_a_point,
 )
+from megatron_rlspec.conversion.drafter_files import read_model, weights_of, words
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.embedded.led import LedEngine
 from megatron_rlspec.models.config import DRAFTER, ModelConfigError

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rlspec import files
-from megatron_rlspec.sync.fingerprint import fingerprint
+from megatron_rlspec.push.fingerprint import fingerprint
 
 CHECKSUMS = "rlspec.checksums"  # key in a file's metadata
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")

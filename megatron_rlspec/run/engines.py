@@ -11,17 +11,17 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import name_table
-from megatron_rlspec.records.metrics import Recorder
-from megatron_rlspec.rollout.open import StartingEngines
+from megatron_rlspec.push import contract
+from megatron_rlspec.push.contract import HealthError
+from megatron_rlspec.push.detectors import HealthSettings
+from megatron_rlspec.push.health import Health
+from megatron_rlspec.push.push import Pusher, Source
+from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
+from megatron_rlspec.rollout.start import StartingEngines
 from megatron_rlspec.run.extension import Migration, Reports, Rounds
 from megatron_rlspec.run.speculating import Speculation
-from megatron_rlspec.sync import contract
-from megatron_rlspec.sync.contract import HealthError
-from megatron_rlspec.sync.detectors import HealthSettings
-from megatron_rlspec.sync.health import Health
-from megatron_rlspec.sync.push import Pusher, Source
 from megatron_rlspec.types import Prompt, Sampling, Scope
 
 Named = Mapping[str, RolloutEngine]

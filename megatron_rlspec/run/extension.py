@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from megatron_rlspec.engine import RolloutEngine
-from megatron_rlspec.rollout.open import Kind, StartingEngines, engines
+from megatron_rlspec.push.health import Health
+from megatron_rlspec.push.push import Source
 from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.sync.health import Health
-from megatron_rlspec.sync.push import Source
+from megatron_rlspec.rollout.start import Kind, StartingEngines, engines
 from megatron_rlspec.types import Group, RoundStats, Sample
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_rlspec.checkpoint import fresh
-from megatron_rlspec.checkpoint.drafter_files import config_of_drafter
 from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.conversion import fresh
+from megatron_rlspec.conversion.drafter_files import config_of_drafter
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3

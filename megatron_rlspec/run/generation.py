@@ -17,7 +17,7 @@ import numpy as np
 from megatron_rlspec import custom
 from megatron_rlspec.config import Config
 from megatron_rlspec.losses import grpo
-from megatron_rlspec.records.metrics import Recorder
+from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
 from megatron_rlspec.run.engines import Engines, sampling

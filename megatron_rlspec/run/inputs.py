@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from megatron_rlspec.checkpoint.eagle3 import check_drafter
 from megatron_rlspec.config import Command, Config, ConfigError
+from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.records import sinks

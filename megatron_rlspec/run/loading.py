@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from megatron_rlspec import custom
-from megatron_rlspec.checkpoint.drafter_files import Tensors, read_model, words
 from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.conversion.drafter_files import Tensors, read_model, words
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import CheckpointError, check
 from megatron_rlspec.models.names import name_table

@@ -11,9 +11,9 @@ from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host import ranks
 from megatron_rlspec.host.interruption import Interruption
+from megatron_rlspec.push.contract import HealthError
+from megatron_rlspec.push.push import PushError
 from megatron_rlspec.run.generation import RolloutCancelledError
-from megatron_rlspec.sync.contract import HealthError
-from megatron_rlspec.sync.push import PushError
 from megatron_rlspec.tasks import rewards
 from megatron_rlspec.types import Group
 

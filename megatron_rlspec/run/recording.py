@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rlspec import files
 from megatron_rlspec.config import Config
 from megatron_rlspec.records.live import line
-from megatron_rlspec.records.metrics import Clock, Decode, Recorder, RewardWatch, read_records
+from megatron_rlspec.records.recorder import Clock, Decode, Recorder, RewardWatch, read_records
 from megatron_rlspec.records.sinks import open_sinks
 from megatron_rlspec.types import Sample
 

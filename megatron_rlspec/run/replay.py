@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_rlspec.checkpoint.drafter_files import Tensors
 from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.conversion.drafter_files import Tensors
 from megatron_rlspec.host import ranks
 from megatron_rlspec.models.hf_files import CheckpointError
+from megatron_rlspec.push.push import exporting
 from megatron_rlspec.run.recording import Records
 from megatron_rlspec.run.trajectory import Trajectory, TrajectoryWriter
-from megatron_rlspec.sync.push import exporting
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from megatron_rlspec.checkpoint.drafter_files import Tensors, build_drafter
 from megatron_rlspec.config import Config
+from megatron_rlspec.conversion.drafter_files import Tensors, build_drafter
 from megatron_rlspec.host import ranks
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import build_hf, publish
+from megatron_rlspec.push.push import Source, exporting
 from megatron_rlspec.run.loading import Loaded
-from megatron_rlspec.sync.push import Source, exporting
 from megatron_rlspec.train import moments
 from megatron_rlspec.train.step import Trainer
 

@@ -22,9 +22,12 @@ import numpy as np
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import RolloutEngine
-from megatron_rlspec.records.metrics import Recorder
-from megatron_rlspec.rollout.open import StartingEngines, learning
+from megatron_rlspec.push.contract import HealthError
+from megatron_rlspec.push.detectors import stamp_finding
+from megatron_rlspec.push.push import Source
+from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.placement import GpuLayout
+from megatron_rlspec.rollout.start import StartingEngines, learning
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.engines import Engines, open_health, open_pool
 from megatron_rlspec.run.extension import Extensions, Migration
@@ -32,9 +35,6 @@ from megatron_rlspec.run.generation import Generation
 from megatron_rlspec.run.speculating import Speculation
 from megatron_rlspec.run.summaries import rollout_metrics
 from megatron_rlspec.speculation.acceptance import Prediction
-from megatron_rlspec.sync.contract import HealthError
-from megatron_rlspec.sync.detectors import stamp_finding
-from megatron_rlspec.sync.push import Source
 from megatron_rlspec.tasks import data, rewards
 from megatron_rlspec.types import Group, OpenGroup, Sample, Scope
 

@@ -4,7 +4,7 @@
     prompts ──► engines generate, rewards score ──► groups, broadcast as MessagePack
                    ▲          │                          │
                    │          │ rounds, acceptance       ├──► micro-batches: advantages, packing     (batches.py)
-                   │          ▼                          ├──► what the drafter learns from           (drafting.py)
+                   │          ▼                          ├──► what the drafter learns from   (drafter_training.py)
                    │   speculation's rule                ▼
                    │          │                   optimizer step of policy, and of drafter           (train/step.py)
                    │          ▼                          │
@@ -30,10 +30,11 @@ import torch
 from megatron_rlspec.config import Config
 from megatron_rlspec.host import ranks
 from megatron_rlspec.host.interruption import Interruption
-from megatron_rlspec.records.metrics import Clock
+from megatron_rlspec.push.push import exporting
+from megatron_rlspec.records.recorder import Clock
 from megatron_rlspec.run.batches import advantages, micro_batches
 from megatron_rlspec.run.checkpoints import Drawn
-from megatron_rlspec.run.drafting import Drafting
+from megatron_rlspec.run.drafter_training import Drafting
 from megatron_rlspec.run.evaluation import Evaluation
 from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.loading import load
@@ -44,7 +45,6 @@ from megatron_rlspec.run.result import Results, take_drafter_moments
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.run.saving import Saver
 from megatron_rlspec.run.summaries import without_advantage
-from megatron_rlspec.sync.push import exporting
 from megatron_rlspec.tasks import rewards
 from megatron_rlspec.train import runtime
 from megatron_rlspec.train.checkpoint import SaveError

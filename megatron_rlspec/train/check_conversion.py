@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rlspec.checkpoint.convert import HfSource
-from megatron_rlspec.checkpoint.torch_dist import TorchDistReader
 from megatron_rlspec.config import load
+from megatron_rlspec.conversion.convert import HfSource
+from megatron_rlspec.conversion.torch_dist import TorchDistReader
 from megatron_rlspec.models.families import record_of
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.models.names import name_table

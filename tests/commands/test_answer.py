@@ -19,9 +19,9 @@ from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.open import Kind
+from megatron_rlspec.rollout.start import Kind
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig, SpecSchedule

@@ -24,7 +24,7 @@ from megatron_rlspec.commands import training
 from megatron_rlspec.config import Config, ConfigError, DataConfig, RewardConfig, load
 from megatron_rlspec.models.hf_files import CheckpointError, check, read_hf, write_hf
 from megatron_rlspec.models.names import name_table
-from megatron_rlspec.records import metrics
+from megatron_rlspec.records import recorder
 from megatron_rlspec.rollout.sglang.http import serve
 from megatron_rlspec.rollout.sglang.http.checks import ServeError
 from megatron_rlspec.speculation.cost_table import CostTableError
@@ -182,8 +182,8 @@ ROWS += [
     ),
     (
         "torn records",
-        metrics.RecordError,
-        lambda p: metrics.read_records(p.file("m.jsonl", '{"step": 0}\n{"st\n{"step": 2}\n')),
+        recorder.RecordError,
+        lambda p: recorder.read_records(p.file("m.jsonl", '{"step": 0}\n{"st\n{"step": 2}\n')),
         ("m.jsonl:2: not valid JSON",),
     ),
 ]
@@ -490,9 +490,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_checkpoint(tmp_path, toke
     assert line.startswith("rlspec: step ") and "not finite 2 steps in a row (train.max_bad_steps=2)" in line
     stopped = int(line.split()[2].rstrip(":"))
     assert (tmp_path / line.split()[-1]).is_dir() and line.endswith(f"run/checkpoints/step-{stopped + 1:06d}")
-    events = [event["message"] for event in metrics.read_records(tmp_path / "run/events.jsonl")]
+    events = [event["message"] for event in recorder.read_records(tmp_path / "run/events.jsonl")]
     assert len(events) == 2 and all("step skipped" in message for message in events)
-    records = metrics.read_records(tmp_path / "run/metrics.jsonl")
+    records = recorder.read_records(tmp_path / "run/metrics.jsonl")
     assert [record["policy/skipped"] for record in records[-2:]] == [1, 1] and not (tmp_path / "run/hf").exists()
 
 

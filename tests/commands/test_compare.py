@@ -10,7 +10,7 @@ from megatron_rlspec.commands import compare
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.files import FileError
 from megatron_rlspec.models.hf_files import read_hf, write_hf
-from megatron_rlspec.records.metrics import RewardWatch
+from megatron_rlspec.records.recorder import RewardWatch
 from megatron_rlspec.speculation.acceptance import accept_length
 
 

@@ -10,8 +10,8 @@ from PIL import Image
 from megatron_rlspec.commands import report
 from megatron_rlspec.commands.report import charts, figures
 from megatron_rlspec.commands.report.records import read_run
-from megatron_rlspec.records import metrics
-from megatron_rlspec.records.metrics import pieces
+from megatron_rlspec.records import recorder
+from megatron_rlspec.records.recorder import pieces
 from megatron_rlspec.types import Prompt, Sample
 
 CHARTS = ["Reward", "Accept length", "Which configuration ran when", "Where a step's time goes"]
@@ -106,9 +106,9 @@ def test_the_page_holds_plots_events_and_escaped_samples(run_dir, capsys):
 
 def test_the_head_says_how_the_run_was_made(run_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/bin/rlspec", "train", "--optimizer.lr", "1e-5", "--data.path", "a b"])
-    recorder = metrics.Recorder(run_dir, 12)
-    recorder.started(12)
-    recorder.close()
+    records = recorder.Recorder(run_dir, 12)
+    records.started(12)
+    records.close()
     page = page_of(run_dir, out=tmp_path / "page.html")
     assert "rlspec train --optimizer.lr 1e-5 --data.path &#39;a b&#39;" in page and "python 3." in page
     assert '<td class="wrap"><code>train.steps</code></td><td class="wrap">12</td><td class="wrap">100</td>' in page
@@ -175,7 +175,7 @@ def test_the_page_shows_moves_between_engines(run_dir, tmp_path):
     assert "<td>engine-0</td><td>engine-1</td><td>kv</td><td>2</td><td>12</td><td>1.5</td>" in page
     assert "<td>4</td><td>1</td><td>2</td><td>5</td>" in page
     (run_dir / "moves.jsonl").write_text(json.dumps(rows[0] | {"moves": [move | {"ms": "x"}]}) + "\n")
-    with pytest.raises(metrics.RecordError, match="moves.jsonl:1: moves.0.ms: Input should be a valid number"):
+    with pytest.raises(recorder.RecordError, match="moves.jsonl:1: moves.0.ms: Input should be a valid number"):
         report.main([str(run_dir), "--out", str(tmp_path / "page.html")])
     (run_dir / "moves.jsonl").unlink()
 
@@ -190,7 +190,7 @@ def test_the_page_shows_compared_drafters(run_dir, tmp_path):
         page = (tmp_path / "page.html").read_text()
         assert "<td>own - frozen</td><td>0.100 [0.050, 0.150]</td><td>above 0</td>" in page
         table.write_text('{"accept_lengths": [{"steps": 3}], "differences": []}')
-        with pytest.raises(metrics.RecordError, match="comparison.json: accept_lengths.0.drafter: Field required"):
+        with pytest.raises(recorder.RecordError, match="comparison.json: accept_lengths.0.drafter: Field required"):
             report.main([str(run_dir), "--out", str(tmp_path / "page.html")])
     finally:
         table.unlink()

@@ -111,7 +111,7 @@ import torch
 from bigram_model import config_of
 from synthetic import shapes
 from megatron_rlspec.rollout.sglang.cpu import stand_ins
-from megatron_rlspec.sync import bucket
+from megatron_rlspec.push import bucket
 
 stand_ins.install()
 from megatron_rlspec.rollout.sglang.http.weight_routes import _Memory

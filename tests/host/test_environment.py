@@ -51,8 +51,8 @@ def test_an_engine_gets_the_environment_of_the_rank_that_starts_it(monkeypatch, 
 def test_a_weight_group_over_nccl_is_refused_where_engine_and_rank_differ(engine, rank, monkeypatch):
     import torch
 
+    from megatron_rlspec.push.bucket import Bucket
     from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast
-    from megatron_rlspec.sync.bucket import Bucket
 
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     for name, value in rank.items():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.sync.contract import HealthError
+from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.train import runtime
 
 HOOKS = "megatron_rlspec.integrations.slime.hooks"

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_rlspec.models.hf_files import read_hf
-from megatron_rlspec.sync.fingerprint import fingerprint
+from megatron_rlspec.push.fingerprint import fingerprint
 
 HERE = Path(__file__).parent
 

@@ -19,7 +19,7 @@ from megatron_rlspec.config import AlgorithmConfig, ConfigError
 from megatron_rlspec.host import exits
 from megatron_rlspec.losses import grpo
 from megatron_rlspec.packing.pack import pack
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.types import Prompt, Sample
 
 EXAMPLE = Path(__file__).parents[2] / "examples/custom_loss"

@@ -18,9 +18,9 @@ from harness import Case, check, ids, model_files, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rlspec.checkpoint import torch_dist
-from megatron_rlspec.checkpoint.convert import HfSource, convert, plan
 from megatron_rlspec.commands import convert as command
+from megatron_rlspec.conversion import torch_dist
+from megatron_rlspec.conversion.convert import HfSource, convert, plan
 from megatron_rlspec.models import hf_files as checkpoint
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.models.names import name_table

@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang import schemas
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.types import Prompt, Request, Sampling
 
 VOCABULARY = 160

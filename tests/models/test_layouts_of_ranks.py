@@ -9,9 +9,9 @@ from moe_oracles import DEEPSEEK_V3, GLM4_MOE, OPTIONS, checkpoint, logits
 from train_ranks import on_ranks
 from weight_oracles import megatron_logits, megatron_model, mimo_checkpoint, mimo_logits, spelling
 
-from megatron_rlspec.checkpoint.convert import convert, plan
-from megatron_rlspec.checkpoint.torch_dist import TorchDistReader, checkpoint_directory
 from megatron_rlspec.config import ParallelConfig
+from megatron_rlspec.conversion.convert import convert, plan
+from megatron_rlspec.conversion.torch_dist import TorchDistReader, checkpoint_directory
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.models.names import canonical, name_table
 

@@ -22,11 +22,11 @@ from eagle3_oracle import Eagle3Oracle
 
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.rollout.open import ServedEngines
+from megatron_rlspec.push.fingerprint import fingerprint
+from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.sync.fingerprint import fingerprint
-from megatron_rlspec.sync.push import Pusher
+from megatron_rlspec.rollout.start import ServedEngines
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 TARGETS = {

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.records import sinks
-from megatron_rlspec.records.metrics import Recorder
+from megatron_rlspec.records.recorder import Recorder
 
 
 def config(tmp_path, names):

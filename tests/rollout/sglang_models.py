@@ -28,9 +28,9 @@ from sglang.srt.server_args import ServerArgs
 from torch import Tensor, nn
 
 from megatron_rlspec.models.families import record_of
+from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.scheduler.eagle3 import separate_loaders
 from megatron_rlspec.rollout.sglang.scheduler.served_weights import TensorPart, joined, marks_of, named_tensors
-from megatron_rlspec.sync.fingerprint import fingerprint
 
 
 @dataclass

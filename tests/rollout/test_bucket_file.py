@@ -6,9 +6,9 @@ import pytest
 import torch
 from host_reads import HostReads
 
-from megatron_rlspec.rollout.sglang.bucket import Entry
+from megatron_rlspec.push.bucket import Bucket, Memory
+from megatron_rlspec.rollout.sglang.bucket_checks import Entry
 from megatron_rlspec.rollout.sglang.scheduler import bucket_file
-from megatron_rlspec.sync.bucket import Bucket, Memory
 
 
 @pytest.fixture

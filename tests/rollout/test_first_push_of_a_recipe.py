@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rlspec.config import load
-from megatron_rlspec.rollout.sglang.bucket import ServedTensors
+from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors
 from megatron_rlspec.train import dry_run, shards
 
 RECIPE = Path(__file__).parents[2] / "examples/torchrun/glm-4.5-air.toml"

@@ -31,10 +31,10 @@ from safetensors.torch import save, save_file
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.host.ports import ENGINES, free_port
+from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
-from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.types import Prompt, Request, Sampling
 
 CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=160)

@@ -11,7 +11,7 @@ from train_ranks import on_ranks
 
 from megatron_rlspec.extensions.migration.sglang import folder
 from megatron_rlspec.rollout.sglang import scratch
-from megatron_rlspec.rollout.sglang.bucket import ServedTensors
+from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors
 from megatron_rlspec.rollout.sglang.scheduler import mounts
 from megatron_rlspec.rollout.sglang.schemas import Refusal
 

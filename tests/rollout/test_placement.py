@@ -18,10 +18,10 @@ from megatron_rlspec.extensions.migration import checks
 from megatron_rlspec.extensions.migration.builders import MigratableEngines, rebalancer
 from megatron_rlspec.extensions.migration.turns import calls
 from megatron_rlspec.rollout import placement
-from megatron_rlspec.rollout.open import ServedEngines, engine_arguments
 from megatron_rlspec.rollout.placement import GIB, GpuLayout, Need, place, with_memory
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
+from megatron_rlspec.rollout.start import ServedEngines, engine_arguments
 from megatron_rlspec.run import loading
 
 RECIPES = Path(__file__).parents[2] / "examples/torchrun"

@@ -10,7 +10,7 @@ from test_pushed_families import checkpoint, config_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rlspec.checkpoint.convert import convert, plan
+from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.models.hf_files import write_hf
 
 SERVER = Path(__file__).parent.parent.parent / "examples/smollm2/plain_server.py"

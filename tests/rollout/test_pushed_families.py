@@ -17,8 +17,8 @@ from weight_oracles import random_
 
 from megatron_rlspec.models.families import FAMILIES, names_where
 from megatron_rlspec.models.names import name_table
-from megatron_rlspec.sync.bucket import buckets
-from megatron_rlspec.sync.fingerprint import compare
+from megatron_rlspec.push.bucket import buckets
+from megatron_rlspec.push.fingerprint import compare
 
 PUSHED = names_where(lambda record: record.pushed)
 BASE = {

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from megatron_rlspec.extensions.migration.sglang import kv_moves
 from megatron_rlspec.extensions.migration.sglang import schemas as migration
 from megatron_rlspec.rollout.sglang import schemas
-from megatron_rlspec.rollout.sglang.bucket import ServedTensors, read_entries
+from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors, read_entries
 from megatron_rlspec.rollout.sglang.scheduler import control
 from megatron_rlspec.rollout.sglang.schemas import Refusal, check_batch, parse, parse_query
 

@@ -11,9 +11,9 @@ import tiny_mimo
 
 from megatron_rlspec.config import load
 from megatron_rlspec.extensions.simulator.hardware import roofline_table
-from megatron_rlspec.rollout.open import engine_arguments
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.rollout.start import engine_arguments
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.solver import chains

@@ -21,10 +21,10 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.families import FAMILIES, names_where
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.models.names import name_table
+from megatron_rlspec.push.fingerprint import fingerprint
+from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.sync.fingerprint import fingerprint
-from megatron_rlspec.sync.push import Pusher
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 SERVED = {name: config_of(name, bos_token_id=1, eos_token_id=2) for name in names_where(lambda record: record.served)}

@@ -7,11 +7,11 @@ import torch
 from host_reads import HostReads
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.push.fingerprint import compare, fingerprint
+from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.scheduler.served_weights import Deliveries, TensorPart, joined, marks_of
-from megatron_rlspec.sync.fingerprint import compare, fingerprint
-from megatron_rlspec.sync.push import Pusher
 
 
 def held(full: torch.Tensor, dim: int, rank: int, size: int) -> TensorPart:

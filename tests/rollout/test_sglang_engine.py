@@ -40,6 +40,9 @@ from megatron_rlspec.extensions.migration.sglang import kv_file
 from megatron_rlspec.host import environment
 from megatron_rlspec.integrations.slime.engines import PushHealth, after_push
 from megatron_rlspec.integrations.slime.speculation import Speculation
+from megatron_rlspec.push.contract import HealthError
+from megatron_rlspec.push.detectors import HealthSettings
+from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.conversation import Conversation, Conversations
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.pool import EnginePool
@@ -49,9 +52,6 @@ from megatron_rlspec.speculation.acceptance import Acceptance, pooled
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.sync.contract import HealthError
-from megatron_rlspec.sync.detectors import HealthSettings
-from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.types import OFF, Partial, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 CONFIG = tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160)

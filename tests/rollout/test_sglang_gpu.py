@@ -18,10 +18,10 @@ import tiny_mimo
 import torch
 from test_sglang_engine import CONFIG, WEIGHTS, texts
 
+from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast
-from megatron_rlspec.sync.fingerprint import fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host.ports import ENGINES, free_port
+from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast
-from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 FOLDERS = os.environ.get("RLSPEC_SGLANG_OLD", "")

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.rollout.open import ServedEngines
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.start import ServedEngines
 from megatron_rlspec.types import Prompt, Request, Sampling
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

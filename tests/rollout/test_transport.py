@@ -4,11 +4,11 @@ import pytest
 import torch.distributed as dist
 from tiny_mimo import config, weights, write
 
+from megatron_rlspec.push import push
+from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
-from megatron_rlspec.sync import push
-from megatron_rlspec.sync.push import Pusher
 
 pytestmark = pytest.mark.slow
 OPTIONS = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096"]

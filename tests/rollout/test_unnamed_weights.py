@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import tiny_mimo
 
-from megatron_rlspec.rollout.sglang.bucket import ServedTensors
+from megatron_rlspec.push.fingerprint import as_delivered, fingerprint
+from megatron_rlspec.push.push import Pusher
+from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.schemas import Refusal
-from megatron_rlspec.sync.fingerprint import as_delivered, fingerprint
-from megatron_rlspec.sync.push import Pusher
 
 CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=160)
 CONFIG |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "attention_bias": False}

@@ -14,12 +14,12 @@ import torch
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.trees.tree import TreeBudget
+from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.embedded import draft
 from megatron_rlspec.rollout.embedded import engine as embedded_engine
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
 torch.set_num_threads(1)

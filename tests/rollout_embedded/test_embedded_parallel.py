@@ -9,7 +9,7 @@ import pytest
 from test_lossless_equality import plain, wanted
 from train_ranks import on_ranks
 
-from megatron_rlspec.sync.fingerprint import fingerprint
+from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.types import Sampling, SpecConfig
 
 SIZE = 2

@@ -10,7 +10,7 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.kinds import KINDS
 from megatron_rlspec.extensions.migration.builders import FleetEngines
 from megatron_rlspec.rollout import restart
-from megatron_rlspec.rollout.open import Kind, embedded
+from megatron_rlspec.rollout.start import Kind, embedded
 from megatron_rlspec.run import rollouts
 from megatron_rlspec.run.extension import Extensions
 

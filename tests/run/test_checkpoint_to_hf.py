@@ -13,7 +13,7 @@ from short_run import run, train
 
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.models.hf_files import read_hf, read_json
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1}
 

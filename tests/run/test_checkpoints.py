@@ -20,7 +20,7 @@ from megatron_rlspec.config import ConfigError
 from megatron_rlspec.config.run_dir import claimed
 from megatron_rlspec.host.environment import ranks_started
 from megatron_rlspec.models.tensor_file import CHECKSUMS
-from megatron_rlspec.records.metrics import Recorder, RecordError, read_records
+from megatron_rlspec.records.recorder import Recorder, RecordError, read_records
 from megatron_rlspec.run.checkpoints import Checkpoints, Drawn, _checksum
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": 2}

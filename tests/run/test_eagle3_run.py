@@ -10,10 +10,10 @@ import torch
 from short_run import run
 from test_trajectory import replay
 
-from megatron_rlspec.checkpoint.drafter_files import make_drafter
 from megatron_rlspec.commands.convert import main
+from megatron_rlspec.conversion.drafter_files import make_drafter
 from megatron_rlspec.models.hf_files import read_hf
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": 2}
 EAGLE3 = {"drafter__kind": "eagle3", "drafter__lr": 1e-2, "drafter__loss": "forward_kl"}

@@ -9,7 +9,7 @@ from short_run import finish, train
 
 from megatron_rlspec.commands.convert import main as convert
 from megatron_rlspec.models.hf_files import read_hf, write_hf
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 
 OPTIONS = {"drafter__kind": "eagle3", "spec__mode": "fixed", "drafter__lr": "1e-2", "drafter__warmup_steps": 0}
 

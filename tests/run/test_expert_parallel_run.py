@@ -10,7 +10,7 @@ from short_run import finish, run, train
 
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.models.hf_files import read_hf, write_hf
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 
 OPTIONS = {"sft__samples_per_step": 4, "sft__eval_every": 0, "sft__held_out": 0, "sft__drafter_only": "false"}
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}

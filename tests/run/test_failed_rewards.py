@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from short_run import run
 
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.summaries import without_advantage
 from megatron_rlspec.types import Prompt, Sample
 

@@ -10,7 +10,7 @@ from short_run import run
 
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.models.hf_files import read_hf
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 
 # Without tis_clip, rounding of the engine's log-probs, which drafts change, does not reach the policy.
 OPTIONS = {"rollout__engine": "embedded", "algorithm__tis_clip": 0, "train__eval_prompts": 1, "train__steps": 8}

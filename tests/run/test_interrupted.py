@@ -11,7 +11,7 @@ import psutil
 import pytest
 from short_run import finish, make_start, run, train
 
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.checkpoints import Checkpoints
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__save_every": 0}

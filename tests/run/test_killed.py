@@ -16,8 +16,8 @@ import pytest
 from killed_job import Job, await_nothing_left, check_same, check_same_samples, forget
 from short_run import run, train
 
-from megatron_rlspec.checkpoint.drafter_files import make_drafter
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.conversion.drafter_files import make_drafter
+from megatron_rlspec.records.recorder import read_records
 
 # The embedded engine, because it starts fast. Drafts change no token, but the last bits of the engine's log-probs,
 # which weigh a gradient unless tis_clip=0. An adaptive rule starts over after a kill.

@@ -11,7 +11,7 @@ import pytest
 from killed_job import Job, check_same, result
 from short_run import run
 
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 
 STEPS = 150
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": STEPS}

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from short_run import finish, run, train
 
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 
 LOSING = Path(__file__).parent / "losing_run.py"
 WATCHED = ("rollout/samples", "rollout/reward", "rollout/response_tokens", "rollout/longest_response")

@@ -6,7 +6,7 @@ import pytest
 from short_run import finish, run, train
 
 from megatron_rlspec.models.hf_files import read_hf
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 
 # Text and rewards are those of one rank exactly, in the first step; losses and norms up to rounding.
 EXACT = ("rollout/samples", "rollout/reward", "rollout/response_tokens", "drafter/tokens_1", "drafter/tokens_3")

@@ -8,7 +8,7 @@ import pytest
 from short_run import run
 
 from megatron_rlspec import wire
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 
 OPTIONS = {
     "rollout__engine": "embedded",

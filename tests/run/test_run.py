@@ -8,7 +8,7 @@ from short_run import finish, run, train
 
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records import metric_names
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.speculation.acceptance import Acceptance
 
 

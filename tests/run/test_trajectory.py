@@ -13,7 +13,7 @@ from short_run import TESTS, run
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf
 from megatron_rlspec.models.tensor_file import TensorFile
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.trajectory import Trajectory, TrajectoryWriter, file_of
 from megatron_rlspec.types import Group, Prompt
 

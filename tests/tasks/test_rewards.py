@@ -15,7 +15,7 @@ import pytest
 from megatron_rlspec import cli
 from megatron_rlspec.commands.report import records as report_records
 from megatron_rlspec.config import ConfigError, RewardConfig
-from megatron_rlspec.records.metrics import Recorder
+from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.run.summaries import rollout_metrics
 from megatron_rlspec.tasks import reward_worker
 from megatron_rlspec.tasks.reward_worker import final_answer

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, Strict, Valid
 
 from megatron_rlspec import files
 from megatron_rlspec.config import Config
-from megatron_rlspec.records.metrics import RecordError, read_records
+from megatron_rlspec.records.recorder import RecordError, read_records
 
 Row = TypeVar("Row", bound=BaseModel)
 

@@ -22,9 +22,12 @@ from megatron_rlspec.extensions.migration.plans import rebalance
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner
 from megatron_rlspec.extensions.migration.turns import Turns, calls
 from megatron_rlspec.host.ranks import Ranks
+from megatron_rlspec.push.health import Health
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.parallel import Groups
-from megatron_rlspec.rollout.open import (
+from megatron_rlspec.rollout.placement import GpuLayout, token_bytes
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.rollout.start import (
     EmbeddedEngines,
     Kind,
     MakeBudget,
@@ -33,13 +36,10 @@ from megatron_rlspec.rollout.open import (
     embedded_of,
     engine_arguments,
 )
-from megatron_rlspec.rollout.placement import GpuLayout, token_bytes
-from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.sync.health import Health
 from megatron_rlspec.types import OFF, SpecConfig
 
 EXTENSION = "migration"  # by this name `rlspec serve --extensions` loads the engine's part
@@ -49,7 +49,7 @@ SECOND = "second-"  # begins the names of the engines of the second size of tail
 
 
 def engines(budget: MakeBudget | None = None) -> dict[str, Kind]:
-    """Return the kinds of engines by `rollout.engine`, as `rollout.open.engines`, with those of this extension."""
+    """Return the kinds of engines by `rollout.engine`, as `rollout.start.engines`, with those of this extension."""
     return {
         "sglang": Kind(served),
         "embedded": Kind(
@@ -66,7 +66,7 @@ def served(config: Config, run_dir: Path, layout: GpuLayout) -> StartingEngines:
 
 
 class FleetEngines(EmbeddedEngines):
-    """The embedded engines of all ranks of a run, as one. See `rollout.open.StartingEngines`."""
+    """The embedded engines of all ranks of a run, as one. See `rollout.start.StartingEngines`."""
 
     def __init__(self, config: Config, budget: MakeBudget | None = None) -> None:
         super().__init__(config, budget)

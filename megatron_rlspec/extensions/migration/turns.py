@@ -24,12 +24,12 @@ from megatron_rlspec.extensions.migration.moves import Moved
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import WIRE, Rebalancer
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, Choice, SwitchCosts, TPPlanner, choose
+from megatron_rlspec.push.bucket import Named
+from megatron_rlspec.push.push import Pusher, Source
 from megatron_rlspec.rollout.dispatch import RunningRequests
 from megatron_rlspec.rollout.placement import PROCESS_BYTES, SPARE, GpuLayout
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.sync.bucket import Named
-from megatron_rlspec.sync.push import Pusher, Source
 from megatron_rlspec.types import Load, RoundStats, Scope
 
 Fleet = dict[str, MigratableSGLangEngine]

@@ -17,12 +17,12 @@ from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts
 from megatron_rlspec.extensions.migration.turns import Turns
+from megatron_rlspec.push.health import Health
+from megatron_rlspec.push.push import Source
 from megatron_rlspec.rollout.dispatch import RunningRequests
-from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.rollout.start import StartingEngines
 from megatron_rlspec.run.extension import Reports, Rounds
-from megatron_rlspec.sync.health import Health
-from megatron_rlspec.sync.push import Source
 from megatron_rlspec.types import RoundStats
 
 

@@ -21,12 +21,12 @@ import requests
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.names import name_table
+from megatron_rlspec.push import contract
+from megatron_rlspec.push.contract import Findings, HealthError, enforce
+from megatron_rlspec.push.detectors import Action, Finding, fingerprint_finding
+from megatron_rlspec.push.fingerprint import Difference, as_delivered, compare
 from megatron_rlspec.rollout.sglang.client.connection import RefusedError
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.sync import contract
-from megatron_rlspec.sync.contract import Findings, HealthError, enforce
-from megatron_rlspec.sync.detectors import Action, Finding, fingerprint_finding
-from megatron_rlspec.sync.fingerprint import Difference, as_delivered, compare
 
 logger = logging.getLogger(__name__)
 Marks = Mapping[str, int]  # a tensor's name in the checkpoint -> its fingerprint

@@ -24,7 +24,7 @@ from slime.backends.megatron_utils import model as slime_model
 from slime.backends.megatron_utils import model_provider as slime_provider
 from slime.utils.misc import load_function
 
-from megatron_rlspec.checkpoint import torch_dist
+from megatron_rlspec.conversion import torch_dist
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weights, trained_tokens
 from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter

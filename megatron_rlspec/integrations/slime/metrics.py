@@ -27,11 +27,11 @@ from megatron_rlspec.integrations.slime import seeds
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.engines import SlimeEngine, after_push, drafter_names
 from megatron_rlspec.integrations.slime.speculation import Speculation
+from megatron_rlspec.push.detectors import HealthSettings
 from megatron_rlspec.rollout.sglang.settings import DRAFTED
 from megatron_rlspec.speculation.acceptance import accept_length, delivered, pooled, runs
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.sync.detectors import HealthSettings
 from megatron_rlspec.types import Sampling, SpecConfig
 
 logger = logging.getLogger(__name__)

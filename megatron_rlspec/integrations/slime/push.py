@@ -24,8 +24,8 @@ from slime.utils.distributed_utils import get_gloo_group
 
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.engines import after_push, drafter_names
-from megatron_rlspec.sync.contract import HealthError
-from megatron_rlspec.sync.fingerprint import fingerprints
+from megatron_rlspec.push.contract import HealthError
+from megatron_rlspec.push.fingerprint import fingerprints
 
 _marks: dict[str, int] | None = None  # of the push that runs now
 

@@ -21,11 +21,11 @@ import numpy as np
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime.engines import SlimeEngine
+from megatron_rlspec.push import contract
+from megatron_rlspec.push.canary import Canary
+from megatron_rlspec.push.detectors import DriftWatch, Finding, HealthSettings
 from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.speculation.learning import Learning
-from megatron_rlspec.sync import contract
-from megatron_rlspec.sync.canary import Canary
-from megatron_rlspec.sync.detectors import DriftWatch, Finding, HealthSettings
 from megatron_rlspec.types import Prompt, RoundStats, Sampling, SpecConfig
 
 logger = logging.getLogger(__name__)

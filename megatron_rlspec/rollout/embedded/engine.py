@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from megatron_rlspec.engine import EngineDescription, EngineError
+from megatron_rlspec.push.fingerprint import fingerprints
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.choice import ConfigChoice
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, is_drafter
@@ -30,7 +31,6 @@ from megatron_rlspec.rollout.embedded.scheduler import Scheduler
 from megatron_rlspec.speculation.acceptance import histogram_of
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.sync.fingerprint import fingerprints
 from megatron_rlspec.types import (
     OFF,
     Drafts,
@@ -52,7 +52,7 @@ _CLOSED = "closed"
 class EmbeddedEngine:
     """See `RolloutEngine`.
 
-    hf_config             config.json; it may hold an EAGLE-3 drafter's (checkpoint/drafter_files.py), which then drafts
+    hf_config             config.json; it may hold an EAGLE-3 drafter's (conversion/drafter_files.py), which then drafts
     tensors               the first weights, all of them, under Hugging Face names
     draft_words           the token ids that an EAGLE-3 drafter drafts from, ascending
     drafts                coupled: under position_keyed, drafts take the verifier's noise; argmax: the likeliest token

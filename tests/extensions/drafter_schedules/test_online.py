@@ -14,7 +14,7 @@ from megatron_rlspec import loop
 from megatron_rlspec.commands import training
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.train.drafter_updates import drafter_weights
 
 # With tis_clip the engines' log-probs weigh the policy's loss. Their last bits depend on how many tokens a round

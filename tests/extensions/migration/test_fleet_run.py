@@ -15,7 +15,7 @@ from test_interrupted import told
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.extensions.migration import checks
 from megatron_rlspec.models.hf_files import read_hf
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.trajectory import FOLDER
 from megatron_rlspec.speculation.cost_rows import Provenance, RoundCost
 from megatron_rlspec.speculation.cost_table import CostTable

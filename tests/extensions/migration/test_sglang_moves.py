@@ -48,10 +48,10 @@ from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.exchange import Exchange, Footprint, order
 from megatron_rlspec.extensions.migration.moves import Moved
 from megatron_rlspec.extensions.migration.protocol import KVTransfer, MigratableEngine, Reservation
+from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.dispatch import RunningRequests
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.sync.push import Pusher
 from megatron_rlspec.types import OFF, Move, Prompt, Request, Sample, Sampling, SpecSchedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -21,10 +21,10 @@ from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Transport
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change
 from megatron_rlspec.extensions.migration.turns import Turns
+from megatron_rlspec.push.fingerprint import fingerprints
+from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.dispatch import RunningRequests
 from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.sync.fingerprint import fingerprints
-from megatron_rlspec.sync.push import Pusher
 from megatron_rlspec.types import Held, Load, RoundStats
 
 SAMPLES = 9

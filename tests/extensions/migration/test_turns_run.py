@@ -10,7 +10,7 @@ from short_run import finish, run, train
 from test_lost_engines import drawn
 
 from megatron_rlspec.commands import report
-from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.types import OFF, SpecConfig
 

@@ -21,7 +21,7 @@ from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.extensions.migration.embedded.member import Drawn, Member, Order, Tick
 from megatron_rlspec.host import exits
-from megatron_rlspec.sync.push import PushError
+from megatron_rlspec.push.push import PushError
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
 
 LOST = "gloo/"  # in the errors of collective calls after another rank has ended

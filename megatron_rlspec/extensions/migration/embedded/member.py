@@ -33,9 +33,9 @@ from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import How, Rebalancer
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change
 from megatron_rlspec.host.ranks import Pending, Ranks
+from megatron_rlspec.push.bucket import Named, buckets
 from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
-from megatron_rlspec.sync.bucket import Named, buckets
 from megatron_rlspec.types import Load, Move, Request, Sample, Sampling, Scope, SpecSchedule
 
 BUCKET = 64 << 20  # bytes of weights in one message

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.extensions.migration.sglang.folder import Folder
+from megatron_rlspec.push.fingerprint import fingerprint, unread
+from megatron_rlspec.push.fingerprint import read as values_of
 from megatron_rlspec.rollout.sglang.scheduler import bucket_file
-from megatron_rlspec.sync.fingerprint import fingerprint, unread
-from megatron_rlspec.sync.fingerprint import read as values_of
 
 _PREFIX = struct.Struct("<QI")
 _MARK = struct.Struct("<Q")

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from megatron_rlspec.engine import EngineDescription, EngineError
+from megatron_rlspec.push.bucket import Bucket, Memory
+from megatron_rlspec.push.fingerprint import as_delivered
+from megatron_rlspec.push.push import in_buckets
 from megatron_rlspec.rollout.sglang.client.connection import Connection, RefusedError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import known_key
 from megatron_rlspec.speculation.acceptance import delivered, pooled, runs
-from megatron_rlspec.sync.bucket import Bucket, Memory
-from megatron_rlspec.sync.fingerprint import as_delivered
-from megatron_rlspec.sync.push import in_buckets
 from megatron_rlspec.types import (
     Partial,
     Request,

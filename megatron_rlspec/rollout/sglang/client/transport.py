@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host import environment, loopback
-from megatron_rlspec.sync.bucket import Bucket, Memory
+from megatron_rlspec.push.bucket import Bucket, Memory
 
 Post = Callable[..., dict[str, Any]]
 _SECONDS = timedelta(seconds=120)  # for engines to join a group, or to take one bucket

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rlspec.checkpoint.eagle3 import check_drafter
 from megatron_rlspec.config import SpecSection
+from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models.config import ModelConfigError
 from megatron_rlspec.models.directory import check_model

@@ -25,7 +25,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
 from megatron_rlspec.rollout.sglang import limits, schemas
-from megatron_rlspec.rollout.sglang.bucket import ServedTensors, header_length, read_entries
+from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors, header_length, read_entries
 from megatron_rlspec.rollout.sglang.http.bodies import (
     content_length,
     done,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_rlspec.rollout.sglang.bucket import Entry
+from megatron_rlspec.rollout.sglang.bucket_checks import Entry
 
 WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank"
 _MAGIC = b"rlspec-file"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.models.config import PREFIX
-from megatron_rlspec.sync.fingerprint import fingerprint
+from megatron_rlspec.push.fingerprint import fingerprint
 
 Tensors = Iterable[tuple[str, Tensor]]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rlspec.models.families import FAMILIES
-from megatron_rlspec.sync.fingerprint import of_parts, read, unread
+from megatron_rlspec.push.fingerprint import of_parts, read, unread
 
 _WORD = 8  # bytes; a fingerprint's unit, which no two ranks may share
 _ELSEWHERE = -1  # `TensorPart.first` of a tensor that other ranks hold

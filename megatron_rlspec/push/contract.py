@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.sync.detectors import Action, Finding, decide
+from megatron_rlspec.push.detectors import Action, Finding, decide
 
 logger = logging.getLogger(__name__)
 Findings = Mapping[str, Sequence[Finding]]  # by engine; an engine without findings is sound

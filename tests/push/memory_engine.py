@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.sync.fingerprint import fingerprint
+from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.types import OFF, RoundStats, Sample, SpecSchedule
 
 

@@ -13,16 +13,16 @@ from weight_oracles import echo_checkpoint
 from megatron_rlspec.config import load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.hf_files import write_hf
-from megatron_rlspec.records.metrics import Recorder, read_records
-from megatron_rlspec.rollout.open import embedded
+from megatron_rlspec.push.contract import HealthError
+from megatron_rlspec.push.detectors import HealthSettings
+from megatron_rlspec.records.recorder import Recorder, read_records
 from megatron_rlspec.rollout.placement import GpuLayout
+from megatron_rlspec.rollout.start import embedded
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.sync.contract import HealthError
-from megatron_rlspec.sync.detectors import HealthSettings
 from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig, SpecSchedule
 
 PROMPTS = [Prompt(i, np.random.default_rng(i).integers(0, 128, 6)) for i in range(32)]

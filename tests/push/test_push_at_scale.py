@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rlspec.push import bucket, push
+from megatron_rlspec.push.bucket import Memory
 from megatron_rlspec.rollout.sglang.client import transport
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast
-from megatron_rlspec.sync import bucket, push
-from megatron_rlspec.sync.bucket import Memory
 
 GB = 1e9
 REQUEST = 0.004  # seconds of one request to an engine: HTTP, its scheduler's loop

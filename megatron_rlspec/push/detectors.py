@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_rlspec.sync.fingerprint import Difference
+from megatron_rlspec.push.fingerprint import Difference
 from megatron_rlspec.types import RoundStats, Sample, SpecConfig
 
 Detector = Literal["session", "fingerprint", "stamp", "canary", "drift"]

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.engine import RolloutEngine
-from megatron_rlspec.sync.canary import Canary, CanaryResult
-from megatron_rlspec.sync.contract import HealthError, Verdict, enforce, hold, release
-from megatron_rlspec.sync.detectors import DriftWatch, Finding, HealthSettings, fingerprint_finding
-from megatron_rlspec.sync.push import Pusher, PushReport, Source
+from megatron_rlspec.push.canary import Canary, CanaryResult
+from megatron_rlspec.push.contract import HealthError, Verdict, enforce, hold, release
+from megatron_rlspec.push.detectors import DriftWatch, Finding, HealthSettings, fingerprint_finding
+from megatron_rlspec.push.push import Pusher, PushReport, Source
 from megatron_rlspec.types import Prompt, RoundStats, Sampling, Scope, SpecConfig
 
 

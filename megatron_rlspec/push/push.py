@@ -28,8 +28,8 @@ from torch import Tensor
 
 from megatron_rlspec.engine import BucketMemory, EngineError, RolloutEngine
 from megatron_rlspec.host.ranks import job
-from megatron_rlspec.sync.bucket import Bucket, Named, bucket_bytes, buckets, size
-from megatron_rlspec.sync.fingerprint import Difference, compare, fingerprints
+from megatron_rlspec.push.bucket import Bucket, Named, bucket_bytes, buckets, size
+from megatron_rlspec.push.fingerprint import Difference, compare, fingerprints
 from megatron_rlspec.types import Scope
 
 Source = Callable[[Scope], Iterable[Named]]

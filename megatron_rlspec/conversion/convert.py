@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec import files
-from megatron_rlspec.checkpoint import gguf_file, run_checkpoint
-from megatron_rlspec.checkpoint.drafter_files import build_drafter, eagle3_ids
-from megatron_rlspec.checkpoint.gguf_header import read_header
-from megatron_rlspec.checkpoint.torch_dist import TRACKER, TorchDistReader, TorchDistWriter, checkpoint_directory
+from megatron_rlspec.conversion import gguf_file, run_checkpoint
+from megatron_rlspec.conversion.drafter_files import build_drafter, eagle3_ids
+from megatron_rlspec.conversion.gguf_header import read_header
+from megatron_rlspec.conversion.torch_dist import TRACKER, TorchDistReader, TorchDistWriter, checkpoint_directory
 from megatron_rlspec.models import hf_files as checkpoint
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER, refusal

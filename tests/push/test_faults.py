@@ -16,10 +16,10 @@ from weight_oracles import echo_checkpoint, mimo_logits
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.names import name_table
+from megatron_rlspec.push.detectors import HealthSettings, stamp_finding
+from megatron_rlspec.push.health import Health
+from megatron_rlspec.push.push import Pusher, PushError
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.sync.detectors import HealthSettings, stamp_finding
-from megatron_rlspec.sync.health import Health
-from megatron_rlspec.sync.push import Pusher, PushError
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
 MTP = "model.mtp_layers.0."

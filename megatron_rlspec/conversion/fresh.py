@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rlspec.checkpoint.convert import config_with_drafter, plan
-from megatron_rlspec.checkpoint.drafter_files import make_drafter
+from megatron_rlspec.conversion.convert import config_with_drafter, plan
+from megatron_rlspec.conversion.drafter_files import make_drafter
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.hf_files import INDEX, LazyTensors, copy_companions, publish, read_hf, write_json
 from megatron_rlspec.models.names import NameTable

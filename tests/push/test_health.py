@@ -5,8 +5,8 @@ import pytest
 import torch
 from memory_engine import MemoryEngine
 
-from megatron_rlspec.sync.contract import HealthError
-from megatron_rlspec.sync.detectors import (
+from megatron_rlspec.push.contract import HealthError
+from megatron_rlspec.push.detectors import (
     Drift,
     Finding,
     HealthSettings,
@@ -14,9 +14,9 @@ from megatron_rlspec.sync.detectors import (
     decide,
     stamp_finding,
 )
-from megatron_rlspec.sync.fingerprint import fingerprint
-from megatron_rlspec.sync.health import Health
-from megatron_rlspec.sync.push import Pusher
+from megatron_rlspec.push.fingerprint import fingerprint
+from megatron_rlspec.push.health import Health
+from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.types import OFF, Prompt, RoundStats, Sample, SpecConfig, SpecSchedule
 
 CHAIN = SpecConfig(3)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rlspec.checkpoint.gguf_header import Header, Place
+from megatron_rlspec.conversion.gguf_header import Header, Place
 from megatron_rlspec.models.config import check_config
 from megatron_rlspec.models.directory import expected_shape
 from megatron_rlspec.models.hf_files import write_json

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.push.detectors import Finding, HealthSettings, canary_finding, stamp_finding
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
-from megatron_rlspec.sync.detectors import Finding, HealthSettings, canary_finding, stamp_finding
 from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
 

@@ -22,17 +22,17 @@ from fault_checks import differing, logprobs_differ
 from test_faults import MTP, PROMPTS, SAMPLING, speculate, swap, trainer_logprobs
 from weight_oracles import echo_checkpoint
 
-from megatron_rlspec.checkpoint.convert import convert, plan
+from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.models.names import name_table
+from megatron_rlspec.push import push
+from megatron_rlspec.push.detectors import HealthSettings, stamp_finding
+from megatron_rlspec.push.fingerprint import compare, fingerprint
+from megatron_rlspec.push.health import Health
+from megatron_rlspec.push.push import Pusher, PushError
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
-from megatron_rlspec.sync import push
-from megatron_rlspec.sync.detectors import HealthSettings, stamp_finding
-from megatron_rlspec.sync.fingerprint import compare, fingerprint
-from megatron_rlspec.sync.health import Health
-from megatron_rlspec.sync.push import Pusher, PushError
 from megatron_rlspec.types import Request, SpecConfig
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from test_pushed_families import checkpoint, config_of
 
-from megatron_rlspec.checkpoint.gguf_header import read_header
 from megatron_rlspec.commands.convert import main
+from megatron_rlspec.conversion.gguf_header import read_header
 from megatron_rlspec.models.config import check_config
 from megatron_rlspec.models.families import record_of
 from megatron_rlspec.models.hf_files import read_hf

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_rlspec import files
-from megatron_rlspec.checkpoint.torch_dist_index import (
+from megatron_rlspec.conversion.torch_dist_index import (
     CHECKSUMS,
     DAMAGED,
     Checksums,

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from weight_oracles import mimo_checkpoint
 
-from megatron_rlspec.checkpoint.drafter_files import make_drafter, read_drafters, read_model, weights_of, words
-from megatron_rlspec.checkpoint.eagle3 import check_drafter
 from megatron_rlspec.commands.convert import main
+from megatron_rlspec.conversion.drafter_files import make_drafter, read_drafters, read_model, weights_of, words
+from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.models.config import DRAFTER, ModelConfigError
 from megatron_rlspec.models.hf_files import CheckpointError, write_hf
 from megatron_rlspec.models.names import name_table

@@ -8,7 +8,7 @@ import torch
 from train_ranks import batches, config, on_ranks
 from weight_oracles import MIMO, qwen2_model
 
-from megatron_rlspec.checkpoint.convert import convert, plan
+from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.models.hf_files import read_hf, write_hf
 from megatron_rlspec.types import Prompt, Sample
 

@@ -5,7 +5,7 @@ import torch
 from host_reads import HostReads
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rlspec.sync.fingerprint import Difference, compare, fingerprint, fingerprints
+from megatron_rlspec.push.fingerprint import Difference, compare, fingerprint, fingerprints
 
 ROW = 1 << 16  # words of 8 bytes
 
@@ -113,7 +113,7 @@ def test_differences_are_listed_by_name():
 @pytest.mark.parametrize("count", [0, 1, 100, ROW, 2 * ROW + 100])
 def test_the_form_for_a_gpu_computes_the_same(count):
     """It runs here on the CPU: torch operators in place of numpy's."""
-    from megatron_rlspec.sync.fingerprint import _sums_on_device
+    from megatron_rlspec.push.fingerprint import _sums_on_device
 
     tensor = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(5))
     data = torch.cat([tensor.view(torch.uint8), torch.tensor([1, 2, 3], dtype=torch.uint8)])

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from weight_oracles import mimo_checkpoint, one_rank
 
-from megatron_rlspec.checkpoint import convert as module
-from megatron_rlspec.checkpoint.convert import convert, plan
 from megatron_rlspec.commands.convert import main
+from megatron_rlspec.conversion import convert as module
+from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_hf
 from megatron_rlspec.models.rows import Row
 

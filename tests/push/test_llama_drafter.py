@@ -7,8 +7,8 @@ from test_pushed_families import checkpoint, config_of
 from transformers import AutoModelForCausalLM
 from weight_oracles import one_rank
 
-from megatron_rlspec.checkpoint.convert import convert, plan
 from megatron_rlspec.commands.convert import main
+from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.models.config import SCHEMAS, check_config
 from megatron_rlspec.models.families import FAMILIES, names_where
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_hf

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from megatron_rlspec.checkpoint.drafter_files import read_model, weights_of, words
 from megatron_rlspec.config import Config, ConfigError, PushConfig
+from megatron_rlspec.conversion.drafter_files import read_model, weights_of, words
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.models.config import DRAFTER, check_drafter_config
+from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.rounds import Budget, scratch
 from megatron_rlspec.rollout.placement import GpuLayout
@@ -24,7 +25,6 @@ from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http, Transport
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 UNPLACED = 0.7  # share of a GPU's memory for an engine that no layout of GPUs has, as those of `rlspec answer`

@@ -12,10 +12,10 @@ from safetensors.torch import load
 from train_ranks import on_ranks
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.sync import push
-from megatron_rlspec.sync.bucket import Memory
-from megatron_rlspec.sync.fingerprint import compare, fingerprint
-from megatron_rlspec.sync.push import Pusher, PushError, buckets, exporting, in_buckets
+from megatron_rlspec.push import push
+from megatron_rlspec.push.bucket import Memory
+from megatron_rlspec.push.fingerprint import compare, fingerprint
+from megatron_rlspec.push.push import Pusher, PushError, buckets, exporting, in_buckets
 
 
 def weights(seed: int = 0, names: int = 12) -> dict[str, torch.Tensor]:
