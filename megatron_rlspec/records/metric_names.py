@@ -20,6 +20,16 @@ class Metric:
     normal: str
     act: str = ""
 
+    def is_normal(self, value: float) -> bool | None:
+        """Compare a value with `normal` where that is `0`, `below N`, `above N` or `at least N`; None elsewhere."""
+        bound = re.fullmatch(r"(?:(below|above|at least) )?(\d+(?:\.\d+)?)", self.normal)
+        if bound is None:
+            return None
+        limit = float(bound[2])
+        return {"below": value < limit, "above": value > limit, "at least": value >= limit}.get(
+            bound[1] or "", value == limit
+        )
+
 
 def _pattern(key: str) -> re.Pattern[str]:
     fixed, place, _ = re.split("(<.*>|$)", key, maxsplit=1)

@@ -116,6 +116,21 @@ def test_the_head_says_how_the_run_was_made(run_dir, tmp_path, monkeypatch):
     (run_dir / "process.jsonl").unlink()
 
 
+def test_the_head_says_whether_it_learnt_and_what_is_unusual(run_dir, tmp_path):
+    events = [{"kind": "evaluation", "message": n, "name": n, "reward": r} for n, r in (("first", 0.1), ("last", 0.4))]
+    record = {"rollout/reward": 0.4, "rollout/truncated": 0.25, "rollout/failed_rewards": 0}
+    folder = tmp_path / "learnt"
+    folder.mkdir()
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record | {"step": i}) + "\n" for i in range(3)))
+    page = page_of(folder, out=tmp_path / "page.html")
+    head = page.split("<body>")[1].split('class="facts"')[0]
+    assert "<b>0.1 → 0.4</b>" in head and "<h1>" + "/".join(folder.parts[-2:]) in head
+    assert "<code>rollout/truncated</code> 0.25 (normal: below 0.1): raise rollout.max_new_tokens" in head
+    assert "failed_rewards" not in head
+    assert "Outside their normal values" not in page_of(run_dir, out=tmp_path / "page.html")
+
+
 def test_hostile_texts_stay_texts(tmp_path):
     """Each text stands in every place of a run's files: the page has the same tags as with harmless texts."""
     plain = Tags(hostile_run(tmp_path, [f"<harmless{i}>" for i in range(len(HOSTILE))]))
@@ -184,11 +199,13 @@ def test_the_page_shows_compared_drafters(run_dir, tmp_path):
     row = {"steps": 3, "drafter": "own", "value": 2.5, "low": 2.4, "high": 2.6}
     pair = row | {"minus": "frozen", "value": 0.1, "low": 0.05, "high": 0.15, "shown": "above 0"}
     table = run_dir / "comparison.json"
-    table.write_text(json.dumps({"accept_lengths": [row], "differences": [pair]}))
+    others = pair | {"drafter": "control"}
+    table.write_text(json.dumps({"accept_lengths": [row], "differences": [pair, others]}))
     try:
         report.main([str(run_dir), "--out", str(tmp_path / "page.html")])
         page = (tmp_path / "page.html").read_text()
         assert "<td>own - frozen</td><td>0.100 [0.050, 0.150]</td><td>above 0</td>" in page
+        assert "control - frozen" not in page
         table.write_text('{"accept_lengths": [{"steps": 3}], "differences": []}')
         with pytest.raises(recorder.RecordError, match="comparison.json: accept_lengths.0.drafter: Field required"):
             report.main([str(run_dir), "--out", str(tmp_path / "page.html")])
@@ -205,6 +222,10 @@ def test_runs_are_compared(run_dir, tmp_path):
     assert "Options that differ between the runs" in page and '<td class="wrap">7</td>' in page
     assert 'title="rollout/reward: ' in page and page.count("<h3>Reward</h3>") == 1 and "0.25" in page
     assert [drawing.legend[0][1] for drawing in figures.of_runs([read_run(other)])] == ["other"]
+    assert "do not compare" not in page
+    (other / "config.json").write_text(json.dumps({"rollout": {"engine": "embedded"}}))
+    page = page_of(run_dir, other, out=tmp_path / "page.html")
+    assert "<b>rollout.engine differs: do not compare tokens/s and accept length of these runs.</b>" in page
 
 
 @needs_browser

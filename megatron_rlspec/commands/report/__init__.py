@@ -53,10 +53,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def distinct(runs: Sequence[Run], directories: Sequence[Path]) -> list[Run]:
-    """Name runs by their paths where their directories have the same name."""
-    if len({run.name for run in runs}) == len(runs):
-        return list(runs)
-    return [replace(run, name=str(directory)) for run, directory in zip(runs, directories, strict=True)]
+    """Name each run by the last two parts of its path, or by its path where those are equal."""
+    short_names = ["/".join(directory.resolve().parts[-2:]) for directory in directories]
+    names = short_names if len(set(short_names)) == len(runs) else [str(directory) for directory in directories]
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -80,6 +80,8 @@ def render(runs: Sequence[Run]) -> str:
         drawings=drawings,
         moves=[(row.step + 1, move) for row in one.rollouts for move in row.moves][-MOVES_SHOWN:] if one else [],
         sizes=[(row.step + 1, change) for row in one.rollouts for change in row.sizes][-MOVES_SHOWN:] if one else [],
+        unusual=_unusual(one) if one else [],
+        unlike=[] if one else _unlike_engines(runs),
         compared=_compared_drafters(one.comparison) if one and one.comparison else [],
         samples=_samples(one.samples) if one else [],
         options=one.changed_options() if one else _differing_options(runs),
@@ -112,7 +114,13 @@ def _about(run: Run) -> dict[str, Any]:
     if "model.path" in options:
         facts["model"] = options["model.path"]
     tiles = [(key, *_mean_of_last(run, key)) for key in SUMMED]
-    return {"name": run.name, "facts": facts, "tiles": [tile for tile in tiles if not math.isnan(tile[1])]}
+    held_out = [mark.value for mark in figures.evaluations(run.steps, run.events, "reward")]
+    return {
+        "name": run.name,
+        "facts": facts,
+        "tiles": [tile for tile in tiles if not math.isnan(tile[1])],
+        "held_out": (held_out[0], held_out[-1]) if len(held_out) > 1 else None,
+    }
 
 
 def duration(seconds: float) -> str:
@@ -129,6 +137,24 @@ def _mean_of_last(run: Run, key: str) -> tuple[float, float, int]:
     return (*charts.interval(last), len(last)) if last else (math.nan, math.nan, 0)
 
 
+def _unusual(run: Run) -> list[tuple[str, float, metric_names.Metric]]:
+    """Return (key, mean of the last steps, entry) of every metric that is outside its normal values."""
+    keys = sorted({key for record in run.steps for key in record})
+    found = []
+    for key in keys:
+        metric = metric_names.find(key)
+        mean, _, _ = _mean_of_last(run, key)
+        if metric and not math.isnan(mean) and metric.is_normal(mean) is False:
+            found.append((key, mean, metric))
+    return found
+
+
+def _unlike_engines(runs: Sequence[Run]) -> list[str]:
+    """Return the options that make tokens/s and accept lengths of these runs incomparable, where they differ."""
+    decisive = ("rollout.engine", "rollout.engines", "spec.mode", "spec.num_steps", "model.path")
+    return [name for name, *_ in _differing_options(runs) if name in decisive]
+
+
 def _samples(rows: Sequence[SampleRow]) -> list[dict[str, Any]]:
     """Return the template's values of the newest samples. `accepted[i]` counts the rounds that accepted i drafts."""
     found = []
@@ -142,9 +168,13 @@ def _samples(rows: Sequence[SampleRow]) -> list[dict[str, Any]]:
 
 
 def _compared_drafters(table: ComparisonTable) -> list[list[str]]:
-    """Return the rows of a table that `rlspec compare --out` wrote: drafts, what, value and interval, what it shows."""
+    """Return rows of a table that `rlspec compare --out` wrote: drafts, what, value and interval, what it shows.
+
+    Of the differences only those to the first drafter, by which a reader judges the others.
+    """
+    first = table.accept_lengths[0].drafter if table.accept_lengths else ""
     rows = []
-    for row in (*table.accept_lengths, *table.differences):
+    for row in (*table.accept_lengths, *(row for row in table.differences if row.drafter == first)):
         what = f"{row.drafter} - {row.minus}" if row.minus else row.drafter
         rows.append([str(row.steps), what, f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]", row.shown])
     return rows
