@@ -202,7 +202,12 @@ def parser() -> arguments.Parser:
     p.add_argument("drafters", nargs="+", metavar="NAME=DIR", help="Hugging Face directory with a drafter")
     p.add_argument("--prompts", type=Path, required=True, help="held-out prompts, as data.eval_path")
     p.add_argument("--count", type=arguments.integer(2, 10**6), default=512, help="prompts; default: 512")
-    p.add_argument("--steps", type=arguments.distinct_integers(1, 63), default=list(STEPS), help="default: 1,3,5")
+    p.add_argument(
+        "--steps",
+        type=arguments.distinct_integers(1, 63),
+        default=list(STEPS),
+        help="numbers of drafts a round; default: 1,3,5",
+    )
     p.add_argument("--temperature", type=arguments.number(0, 100), default=1.0)
     most = "default: 1024, or half of the model's context if that is less"
     p.add_argument("--max-new-tokens", type=arguments.integer(1, 2**24), help=most)

@@ -1,4 +1,4 @@
-"""Simulate a cluster: what a rollout on it would take, under several policies. It needs no GPU and no model.
+"""Simulate how long the rollouts of a cluster take, under several policies. It needs no GPU and no model.
 
 Lengths and acceptance come from the file, durations of rounds from a cost table or from a GPU's data sheet. What
 decides are the live objects: the speculation rule of the engines, the rebalancer and the planner of tensor-parallel

@@ -56,11 +56,8 @@ def check_model(
     longest    model.max_length, which must not exceed max_position_embeddings
     """
     directory = Path(path)
-    if not directory.is_dir():
-        what = "not a directory" if directory.exists() else "no such directory"
-        raise ModelConfigError(
-            f"{directory}: {what}; expected a Hugging Face checkpoint, as `rlspec convert` writes one"
-        )
+    if wrong := no_checkpoint(directory):
+        raise ModelConfigError(wrong)
     config = read_object(directory / "config.json")
     if use == "serve" and _architecture(config) not in SCHEMAS:
         return config  # SGLang knows more families than the package
@@ -82,6 +79,20 @@ def check_model(
     if tokenizer:
         _check_tokenizer(directory, typed)
     return config
+
+
+def no_checkpoint(directory: Path) -> str:
+    """Return why a path cannot be a Hugging Face checkpoint, with what to do about it; "" if it can be one."""
+    if (directory / "hf/config.json").exists() and not (directory / SINGLE).exists():
+        return f"{directory}: a run directory; its model is {directory / 'hf'}"
+    if directory.is_dir():
+        return ""
+    wrong = f"{directory}: {'not a directory' if directory.exists() else 'no such directory'}; expected the "
+    wrong += "directory of a Hugging Face checkpoint"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)):  # the form of a name on the Hub
+        name = directory.name
+        return f"{wrong}; nothing is downloaded: `hf download {directory} --local-dir {name}`, then give {name}"
+    return wrong
 
 
 def _check_stated(config: Mapping[str, Any], where: str) -> None:

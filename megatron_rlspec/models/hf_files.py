@@ -14,11 +14,10 @@ from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.models import tensor_file
+from megatron_rlspec.models.directory import INDEX, SINGLE, no_checkpoint
 from megatron_rlspec.models.names import NameTable
 from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
 
-_SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # of a file of tensors, about: Transformers' own habit
 # Everything but weights that a reader of the new checkpoint needs from the old one.
 _COMPANIONS = (
@@ -81,17 +80,17 @@ def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
     Every file is opened once here, so a missing or truncated one is found before anything is done with the others.
     """
     directory = Path(path)
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such directory; expected a Hugging Face checkpoint")
+    if wrong := no_checkpoint(directory):
+        raise CheckpointError(wrong)
     config = read_json(directory / "config.json")
     if (directory / INDEX).exists():
         index = read_json(directory / INDEX)
         file_of = _weight_map(directory, index)
-    elif (directory / _SINGLE).exists():
-        with TensorFile(directory / _SINGLE) as file:
-            file_of = dict.fromkeys(file, _SINGLE)
+    elif (directory / SINGLE).exists():
+        with TensorFile(directory / SINGLE) as file:
+            file_of = dict.fromkeys(file, SINGLE)
     else:
-        raise CheckpointError(f"{directory}: neither {_SINGLE} nor {INDEX}; other formats are not read")
+        raise CheckpointError(f"{directory}: neither {SINGLE} nor {INDEX}; other formats are not read")
     return config, LazyTensors(directory, file_of)
 
 
@@ -245,7 +244,7 @@ def complete(
     shards = sorted(set(file_of.values()))
     final = {s: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, s in enumerate(shards, 1)}
     if len(shards) == 1:
-        final = {shards[0]: _SINGLE}
+        final = {shards[0]: SINGLE}
     total = 0
     for shard, name in final.items():
         os.rename(partial / shard, partial / name)

@@ -321,3 +321,9 @@ def test_a_mistake_is_one_line(own, command, message, tmp_path, monkeypatch):
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         slime.main([*own.split(), "--dry-run", "--", *command.split()])
+
+
+def test_a_script_that_is_not_there_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="train.py: no such file; start the command in slime's directory"):
+        slime.main(["--", "python", "train.py"])

@@ -200,6 +200,8 @@ DRY, SFT = TRAIN + " --dry-run", "sft --model.path model --sft.path rows.jsonl"
 PROFILE = "profile --model model --out table.json"
 
 FILES = [
+    Case("a name of the Hub", f"{TRAIN} --model.path Qwen/Q-1", ("`hf download Qwen/Q-1 --local-dir Q-1`",)),
+    Case("a run directory", TRAIN, ("its model is model/hf",), {"model/hf/config.json": "{}", "rows.jsonl": ROWS}),
     Case("no directory", TRAIN, ("model: no such directory", "Hugging Face"), {"rows.jsonl": ROWS}),
     files("a port", str, "--port 80000: expected a port from 1 to 65535", act="serve --model model --port 80000"),
     Case("a file", TRAIN, ("model: not a directory",), {"rows.jsonl": ROWS, "model": ""}),

@@ -456,6 +456,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print(shlex.join(whole))
         return 0
+    script = whole[driver(whole)]
+    if Path(whole[0]).name.startswith("python") and not Path(script).exists():
+        raise ConfigError(f"{script}: no such file; start the command in slime's directory, or give the file's path")
     own = {**os.environ, **environment.of_ranks(os.environ), **added.environment}
     os.execvpe(whole[0], whole, {**own, **job_environment(added.environment, os.environ)})
 
