@@ -17,6 +17,7 @@ from megatron_rlspec import arguments, files
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.solver import (
+    choices,
     compile_schedule,
     explain,
     sglang_adaptive_config,
@@ -73,6 +74,7 @@ def _plan(args: argparse.Namespace) -> None:
         outputs.append((args.vllm, vllm_batch_schedule(table, args.acceptance, candidates, **settings)))
     _header(table, args.acceptance)
     print(render(schedule, args.max_batch))
+    print("\n" + gains(table, args.acceptance, candidates, args.max_batch))
     _mark_extrapolation(table, args.max_batch, args.max_length)
     for batch, context in args.why:
         print("\n" + explain(table, args.acceptance, batch, context, candidates))
@@ -147,6 +149,21 @@ def render(schedule: SpecSchedule, max_batch: int) -> str:
     for name, row in zip(names, schedule.configs, strict=True):
         lines.append(f"{name:>10}" + "".join(f"{config!s:>{width}}" for config in row))
     return "\n".join(lines)
+
+
+def gains(table: CostTable, rates: Sequence[float], candidates: Sequence[SpecConfig], max_batch: int) -> str:
+    """Say how many times as fast as plain decoding the best configuration is, at a few numbers of running requests."""
+    length = table.lengths()[len(table.lengths()) // 2]
+    found = []
+    batch = 1
+    while batch <= max_batch:
+        ranked = choices(table, rates, batch, int(batch * length), candidates)
+        plain = next((choice for choice in ranked if choice.config.off), None)
+        if plain is None:
+            return "the table has no plain decoding (off), so it does not say what drafts gain"
+        found.append(f"{batch}: {ranked[0].rate / plain.rate:.2f} ({ranked[0].config})")
+        batch *= 4
+    return f"times plain decoding, by running requests with {length:.0f} tokens each: " + ", ".join(found)
 
 
 def _header(table: CostTable, rates: Sequence[float]) -> None:

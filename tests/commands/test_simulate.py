@@ -37,6 +37,7 @@ def test_policies_are_compared_on_equal_lengths(cluster, tmp_path, capsys):
     assert simulate.main(command) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("simulated: 3 engines of tp=1, 6 x 4 samples") and "1.00 [1.00, 1.00]" in printed
+    assert printed.splitlines()[2].split() == ["seconds", "tokens/s", "times", "off", "busy", "moves"]
     found = json.loads(out.read_text())
     assert found["simulated"] is True and list(found["sweep"][""]) == names
     tokens = [[run["traces"][0]["tokens"] for run in runs] for runs in found["sweep"][""].values()]
