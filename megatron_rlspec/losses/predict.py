@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from scipy.linalg.lapack import dtbtrs
 
 from megatron_rlspec.types import Verifier
 
@@ -90,16 +91,24 @@ def walk(
 
 
 def _round_starts(inside: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
-    """Return the probability that a round of k steps starts at each position, `[T]`; `carried [T, k + 1]`.
+    """Return the probability that a round of k steps starts at each position, `[T]`; `carried [T, k + 1]`."""
+    at = torch.arange(len(inside), device=carried.device)
+    if not len(at):
+        return carried.new_zeros(0)
+    before = torch.nn.functional.pad(inside, (1, 0))[:-1]
+    offset = at - torch.where(inside & ~before, at, 0).cummax(0).values
+    starts = _solved if carried.device.type == "cpu" else _scanned
+    return starts(offset, carried).masked_fill(~inside, 0)
+
+
+def _scanned(offset: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
+    """Return the starts `[T]` without waiting for a device; `offset [T]`: positions since a response began.
 
     Let v_t[j] be the probability of a start at t + j, 0 <= j <= k. At the first position of a response it is (1, 0,
     ...), and v_{t+1} = v_t A_t: row 0 of A_t is the distribution of drafts accepted by a round from t, the other rows
     shift v by one. All products of A from a response's first position on come from one scan over doubling strides.
     """
     positions, size = carried.shape
-    at = torch.arange(positions, device=carried.device)
-    before = torch.nn.functional.pad(inside, (1, 0))[:-1]
-    offset = at - torch.where(inside & ~before, at, 0).cummax(0).values if positions else at
     identity = torch.eye(size, dtype=carried.dtype, device=carried.device)
     step = identity.roll(-1, 1).expand(positions, size, size).clone()
     step[:, 0] = torch.cat([carried[:, :-1] - carried[:, 1:], carried[:, -1:]], 1)
@@ -110,4 +119,21 @@ def _round_starts(inside: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
         rest = torch.where((offset[stride:] >= stride)[:, None, None], longer, product[stride:])
         product = torch.cat([product[:stride], rest])
         stride *= 2
-    return product[:, 0, 0].masked_fill(~inside, 0)
+    return product[:, 0, 0]
+
+
+def _solved(offset: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
+    """Return the same by LAPACK's solver for banded triangular matrices: on a CPU a tenth of the scan's time.
+
+    The probability s_t of a start is 1 at `offset` 0, and else the sum over j of s_{t-1-j} times the probability that
+    a round from t - 1 - j accepts j drafts.
+    """
+    positions, size = carried.shape
+    band = torch.ones(size + 1, positions, dtype=carried.dtype)  # row i, column u: entry (u + i, u) of the matrix
+    band[1:-1] = (carried[:, 1:] - carried[:, :-1]).t()
+    band[-1] = -carried[:, -1]
+    for ahead in range(1, min(size, positions - 1) + 1):
+        within = offset[ahead:] >= ahead  # a round ends with its response
+        band[ahead, : len(within)].masked_fill_(~within, 0)
+    starts, _ = dtbtrs(band.numpy(), (offset == 0).double().numpy(), uplo="L")
+    return torch.from_numpy(starts)
