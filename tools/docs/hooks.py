@@ -16,6 +16,10 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 ROOT = Path(__file__).parent.parent.parent
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")  # a relative link, without its anchor
 WORKER = (Path(__file__).parent / "worker.js").read_text()
+# Pages that a search shows first, and records that no reader searches for.
+GUIDES = "getting-started install warm-start eagle3 slime runs serve configuration metrics troubleshooting glossary"
+FIRST_FOUND = {f"{name}.md" for name in GUIDES.split()}
+NOT_FOUND = {"slime-functions.md", "slime-conformance.md", "papers.md", "measurements-archive.md"}
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".yml": "yaml", ".patch": "diff"}
 
 
@@ -36,8 +40,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links to files outside docs/ at their pages."""
+    """Point links to files outside docs/ at their pages, and say how the search ranks this page."""
     here = page.file.src_uri
+    if here in FIRST_FOUND:
+        page.meta["search"] = {"boost": 3}
+    elif here in NOT_FOUND or here.startswith("source/"):
+        page.meta["search"] = {"exclude": True}
 
     def moved(match: re.Match[str]) -> str:
         return posixpath.relpath(_uri(_target(here, match.group())), posixpath.dirname(here) or ".")
