@@ -54,7 +54,7 @@ def run(mode, cp, *extra, replicas=1):
 
 
 @cache
-def run_ranks(mode, cp, *extra, replicas=1):
+def run_ranks(mode, cp, *extra, replicas=1, program="slime_ranks.py"):
     """Return what each rank saved."""
     size = cp * replicas
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
@@ -62,7 +62,7 @@ def run_ranks(mode, cp, *extra, replicas=1):
         port = probe.getsockname()[1]
         probe.close()
         job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [PYTHON, "-W", "ignore", str(HERE / "slime_ranks.py"), mode, folder, str(cp), *extra]
+        command = [PYTHON, "-W", "ignore", str(HERE / program), mode, folder, str(cp), *extra]
         logs = [open(Path(folder, f"rank{rank}.log"), "w+") for rank in range(size)]
         ranks = [
             subprocess.Popen(

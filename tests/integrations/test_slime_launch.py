@@ -40,7 +40,6 @@ def test_the_users_own_hooks_are_kept_and_called():
 @pytest.mark.parametrize(
     ("command", "drafter", "message"),
     [
-        ("--use-rollout-routing-replay", {}, "--use-rollout-routing-replay: rollouts record no routing"),
         ("--sglang-speculative-accept-threshold-single 0.9", {}, "accepts tokens the policy would not draw"),
         ("--sglang-speculative-accept-threshold-acc x", {}, "accepts tokens the policy would not draw"),
         ("--sglang-speculative-eagle-topk 4", {}, "chains only"),

@@ -25,6 +25,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_rlspec.integrations.slime import routing
 from megatron_rlspec.integrations.slime.batch import DrafterFields
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.speculation.acceptance import Prediction
@@ -149,6 +150,7 @@ class SlimeDrafter:
         self.predicted: Prediction | None = None  # by the last step, over the samples of all ranks
         for parameter in model.mtp.parameters():
             parameter.requires_grad_(False)
+        routing.leave_out(model.mtp)
         model._postprocess = partial(self._postprocess, model._postprocess)
 
     def thaw(self) -> None:
@@ -226,7 +228,7 @@ class SlimeDrafter:
             here.noise_positions,
         )
         layer = OutputLayer(self._head_weight(), training_temperature(self.options.temperature))
-        with self._trainable(), torch.enable_grad():
+        with self._trainable(), torch.enable_grad(), routing.unreplayed():
             outputs = self._unroll(hidden, here, given)
             student = step.student(outputs, targets, layer, predict=bool(step.objective.predicted_steps))
             teacher = None if self.options.loss == "ce" else self._gather(hidden)[:, 0]

@@ -61,8 +61,6 @@ def refuse(args: Namespace) -> None:
         raise ValueError("--enable-mtp-training is not set: there is no drafter to train; run slime without rlspec")
     if args.mtp_num_layers != 1:
         raise ValueError(f"--mtp-num-layers {args.mtp_num_layers}, but rlspec repeats one layer: set 1")
-    if args.num_experts and (args.use_rollout_routing_replay or args.use_routing_replay):
-        raise ValueError("routing replay registers the MTP layer's router, which no rollout records; switch it off")
     sizes = (args.expert_model_parallel_size, args.expert_tensor_parallel_size, args.tensor_model_parallel_size)
     if args.num_experts and (problem := split_experts(*sizes)):
         raise ValueError(problem)

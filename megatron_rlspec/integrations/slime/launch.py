@@ -44,12 +44,7 @@ DRAFTER = (
     *("depth", "loss", "depth_decay", "lr", "warmup_steps", "clip_grad"),
     *("reward_weight", "reward_clip", "update_every"),
 )
-# (flag, the value that is refused or None for the bare flag, why)
-REFUSED = (
-    ("--use-rollout-routing-replay", None, "rollouts record no routing for the MTP layer's router"),
-    ("--use-routing-replay", None, "the MTP layer's router would use another layer's recording"),
-    ("--sglang-enable-mixed-chunk", None, MIXED_CHUNK),
-)
+MIXED = "--sglang-enable-mixed-chunk"
 # Under these flags SGLang keeps the number of steps it starts with (`adaptive_unsupported_reason`). It only warns.
 FIXED = (
     "--sglang-enable-dp-attention",
@@ -145,9 +140,8 @@ def _refuse(given: Mapping[str, str | None]) -> None:
     """Raise ConfigError for flags of slime that no drafter can be trained or served with."""
     if (servers := given.get("--prefill-num-servers")) not in (None, "0"):
         raise ConfigError(f"--prefill-num-servers {servers}: {APART}; remove the flag, or run slime without rlspec")
-    for flag, value, why in REFUSED:
-        if flag in given and given[flag] == value:
-            raise ConfigError(f"{flag}: {why}; remove the flag, or run slime without rlspec")
+    if MIXED in given:
+        raise ConfigError(f"{MIXED}: {MIXED_CHUNK}; remove the flag, or run slime without rlspec")
     for flag in LOSSY:
         if flag in given and given[flag] not in (None, "1", "1.0"):
             raise ConfigError(f"{flag} {given[flag]} accepts tokens the policy would not draw; set 1.0")
