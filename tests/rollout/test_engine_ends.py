@@ -1,13 +1,19 @@
-"""However an engine ends, no process, shared memory or file of it remains. It listens on local addresses only."""
+"""However an engine ends, no process, shared memory or file of it remains. It listens on local addresses only.
+
+Without `--extensions` it has none of their routes and commands, and imports none of their files.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Listener
 from pathlib import Path
 
@@ -16,21 +22,45 @@ import pytest
 import requests
 import tiny_mimo
 
+from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration.builders import served
+from megatron_rlspec.extensions.migration.sglang import schemas
+from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 
 CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
-SERVE = "--device cpu --dtype float32 --max-total-tokens 1024 --max-running-requests 4 --extensions migration".split()
-ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-LAUNCHER = """
-import sys, time
+SERVE = "--device cpu --dtype float32 --max-total-tokens 1024 --max-running-requests 4".split()
+# Every process of the engine writes a line for each module that it imports.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPROFILEIMPORTTIME": "1"}
+LAUNCHER = f"""
+import json, sys, time
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-process = launch(sys.argv[1], sys.argv[2], arguments=sys.argv[3:], environment={"OMP_NUM_THREADS": "1"}).wait()
-print(process.process.pid, process.directory, flush=True)
+process = launch(sys.argv[1], sys.argv[2], arguments=sys.argv[3:], environment={ENVIRONMENT}).wait()
+print(json.dumps([process.process.pid, str(process.directory), process.url, process.api_key]), flush=True)
 time.sleep(600)
 """
+
+
+@dataclass
+class Started:
+    """An engine that another process has launched."""
+
+    launcher: subprocess.Popen
+    server: psutil.Process
+    directory: Path
+    url: str
+    api_key: str
+    log: Path
+
+    def post(self, path: str, body: object) -> requests.Response:
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        return requests.post(f"{self.url}/rlspec/{path}", json=body, headers=headers, timeout=60)
+
+    def processes(self) -> list[psutil.Process]:
+        return [self.server, *self.server.children(recursive=True)]
 
 
 @pytest.fixture(scope="module")
@@ -58,56 +88,109 @@ def ended(directory: Path, seconds: float = 120.0) -> list[str]:
     return left(directory)
 
 
-def test_an_engine_listens_on_loopback_only_and_shows_its_key_nowhere(model: Path, tmp_path: Path) -> None:
-    with launch(model, tmp_path / "log", arguments=SERVE, environment=ENVIRONMENT) as process:
-        process.wait()
-        mine = [psutil.Process(process.process.pid), *psutil.Process(process.process.pid).children(recursive=True)]
-        places = {c.laddr.ip for p in mine for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-        assert places and places <= {"127.0.0.1", "::1"}, places
-        assert any(left(process.directory)) and process.directory.stat().st_mode & 0o077 == 0
-        shared = list(Path("/dev/shm").glob(f"*{process.directory.name}*"))
-        assert shared and all(file.stat().st_mode & 0o077 == 0 for file in shared)
-        key = process.api_key
-        assert len(key) > 40 and SGLangEngine.of(process).describe()["held"] == ""
-        assert requests.post(f"{process.url}/rlspec/control/describe", timeout=10).status_code == 401
-        with pytest.raises(EngineError, match="it needs a key, and was given none"):
-            SGLangEngine(process.url).describe()
-        commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
-        assert not any(key in command for command in commands) and key not in (tmp_path / "log").read_text()
-        assert not [f for f in process.directory.rglob("*") if f.is_file() and key.encode() in f.read_bytes()]
-        directory = process.directory
-    assert not left(directory)
-
-
-def start(model: Path, log: Path) -> tuple[subprocess.Popen, psutil.Process, Path]:
-    """Start a launcher as a process; return it, the server that it started, and the server's directory."""
-    command = [sys.executable, "-c", LAUNCHER, str(model), str(log), *SERVE]
+def start(model: Path, log: Path, *arguments: str) -> Started:
+    """Start a launcher as a process, and wait until its engine answers."""
+    command = [sys.executable, "-c", LAUNCHER, str(model), str(log), *SERVE, *arguments]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    pid, directory = launcher.stdout.readline().split()
-    return launcher, psutil.Process(int(pid)), Path(directory)
+    pid, directory, url, key = json.loads(launcher.stdout.readline())
+    return Started(launcher, psutil.Process(pid), Path(directory), url, key, log)
+
+
+@pytest.fixture(scope="module")
+def started(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    """The engine of three tests, the last of which kills it."""
+    engine = start(model, tmp_path_factory.mktemp("started") / "log")
+    yield engine
+    engine.launcher.kill()
+    engine.launcher.wait()
+
+
+def test_an_engine_listens_on_loopback_only_and_shows_its_key_nowhere(started: Started) -> None:
+    places = {
+        c.laddr.ip
+        for process in started.processes()
+        for c in process.net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN
+    }
+    assert places and places <= {"127.0.0.1", "::1"}, places
+    assert started.directory.stat().st_mode & 0o077 == 0
+    shared = list(Path("/dev/shm").glob(f"*{started.directory.name}*"))
+    assert shared and all(file.stat().st_mode & 0o077 == 0 for file in shared)
+    key = started.api_key
+    assert len(key) > 40 and started.post("control/describe", {}).json()["held"] == ""
+    assert requests.post(f"{started.url}/rlspec/control/describe", timeout=10).status_code == 401
+    with pytest.raises(EngineError, match="it needs a key, and was given none"):
+        SGLangEngine(started.url).describe()
+    commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
+    assert not any(key in command for command in commands) and key not in started.log.read_text()
+    assert not [f for f in started.directory.rglob("*") if f.is_file() and key.encode() in f.read_bytes()]
+
+
+def imported(log: Path) -> set[str]:
+    """Return the modules of extensions that the engine's processes have imported."""
+    names = {line.rpartition("|")[2].strip() for line in log.read_text(errors="replace").splitlines()}
+    assert "megatron_rlspec.rollout.sglang.scheduler.controller" in names, "the log has no imports"
+    return {name for name in names if name.startswith("megatron_rlspec.extensions")}
+
+
+ROUTES = [*(f"control/{name}" for name in schemas.COMMANDS), "columns/send", "columns/fetch"]
+
+
+def test_an_engine_has_no_extension_that_it_was_not_asked_for(started: Started, tmp_path: Path, monkeypatch) -> None:
+    request = {"id": "a", "input_ids": [1, 2, 3], "sampling": {"max_new_tokens": 8}}
+    assert started.post("generate", {"requests": [request]}).status_code == 200
+    assert started.post("control/describe", {}).json()["extensions"] == []
+    for path in ROUTES:
+        answer = started.post(path, {})
+        told = answer.json()["error"]
+        assert answer.status_code == 404 and told.startswith(f'no route "/rlspec/{path}"; known are '), told
+    assert not imported(started.log)
+    assert not Path("/dev/shm", f"rlspec-kv-{started.directory.name}").exists()
+    monkeypatch.setenv("RLSPEC_API_KEY", started.api_key)
+    moving = load(None, {"rollout.urls": started.url, "tail.rebalance": "kv"})
+    with pytest.raises(ConfigError, match="was started without --extensions migration"):
+        served(moving, tmp_path, GpuLayout())
+    other = load(None, {"rollout.urls": started.url, "spec.verifier": "target_only"})
+    with pytest.raises(ConfigError, match="spec.verifier=target_only.*started with --verifier position_keyed"):
+        served(other, tmp_path, GpuLayout())
+
+
+@pytest.mark.slow
+def test_an_engine_has_the_extension_that_it_was_asked_for(model: Path, tmp_path: Path) -> None:
+    engine = start(model, tmp_path / "log", "--extensions", "migration")
+    try:
+        assert engine.post("control/describe", {}).json()["extensions"] == ["migration"]
+        assert 404 not in [engine.post(path, {}).status_code for path in ROUTES]
+        assert {"kv_moves", "columns"} <= {name.rpartition(".")[2] for name in imported(tmp_path / "log")}
+    finally:
+        engine.launcher.kill()
+        engine.launcher.wait()
+        assert not ended(engine.directory)
 
 
 @pytest.mark.parametrize(
     "victim", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in ("launcher", "server", "scheduler"))]
 )
-def test_nothing_remains_after_a_kill(model: Path, tmp_path: Path, victim: str) -> None:
-    launcher, server, directory = start(model, tmp_path / "log")
+def test_nothing_remains_after_a_kill(model: Path, tmp_path: Path, victim: str, request) -> None:
+    """`all` takes the engine of the tests above, of which it is the last."""
+    engine = request.getfixturevalue("started") if victim == "all" else start(model, tmp_path / "log")
     try:
-        assert any("sglang_loads" in name for name in left(directory))
-        folder = scratch.SHARED_MEMORY / f"rlspec-kv-{directory.name}"
+        assert any("sglang_loads" in name for name in left(engine.directory))
+        folder = scratch.SHARED_MEMORY / f"rlspec-kv-{engine.directory.name}"
+        folder.mkdir()
         (folder / "0.0").touch()  # the KV cache of a sample that no engine took
-        children = server.children(recursive=True)
+        children = engine.server.children(recursive=True)
         if victim in ("server", "all"):
-            server.kill()
+            engine.server.kill()
         if victim == "scheduler":
             next(child for child in children if "schedul" in child.name()).kill()
         if victim in ("launcher", "all"):
-            launcher.kill()
-        assert not ended(directory)
+            engine.launcher.kill()
+        assert not ended(engine.directory)
     finally:
-        launcher.kill()
-        launcher.wait()
-        assert not ended(directory)
+        engine.launcher.kill()
+        engine.launcher.wait()
+        assert not ended(engine.directory)
 
 
 def test_an_engine_that_is_closed_while_it_starts_leaves_nothing(model: Path, tmp_path: Path) -> None:
