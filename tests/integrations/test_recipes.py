@@ -45,11 +45,6 @@ def command(recipe, folder, checkout, **environment):
     return done.stdout
 
 
-def completed(*given, **environment):
-    """Return the words of the completed command: the last line that `rlspec slime --dry-run` prints."""
-    return shlex.split(command(*given, **environment).splitlines()[-1])
-
-
 @pytest.fixture
 def checkout(tmp_path):
     """Make a slime checkout with only the files that recipes read."""
@@ -62,26 +57,28 @@ def checkout(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
-def test_recipe_completes(recipe, checkout, tmp_path):
-    words = completed(recipe, tmp_path, checkout)
+def test_recipe_completes_and_takes_a_cost_table_if_it_explains_how_to_measure_one(recipe, checkout, tmp_path):
+    table = ROOT / "examples/cost_tables/h100-simulated.json"
+    steps = re.search(r"--candidate-steps ([\d,]+)", recipe.read_text())[1]
+    adaptive = "," in steps
+    lines = command(recipe, tmp_path, checkout, **({"TABLE": str(table)} if adaptive else {})).splitlines()
+    words = shlex.split(lines[-1])
     given = slime.flags(words)
     assert given["--custom-megatron-init-path"] and Path(given["--custom-config-path"]).is_file()
     assert given["--sglang-speculative-algorithm"] == "EAGLE"
     assert len([w for w in words if w.startswith("--")]) == len(given), "no flag twice"
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
-def test_recipe_accepts_a_cost_table_and_explains_how_to_measure_one(recipe, checkout, tmp_path):
-    table = ROOT / "examples/cost_tables/h100-simulated.json"
-    steps = re.search(r"--candidate-steps ([\d,]+)", recipe.read_text())[1]
-    if "," not in steps:
+    if not adaptive:
         assert "no TABLE" in recipe.read_text()
         return
+    assert f'"table": "{table}"' in lines[0]
     told = re.search(r"^#.*(rlspec profile .*)", recipe.read_text(), re.M)[1]
     options, _ = profile.parser().parse_known_args(shlex.split(told)[2:])
     assert options.steps == [int(step) for step in steps.split(",")]
-    added = command(recipe, tmp_path, checkout, TABLE=str(table)).splitlines()[0]
-    assert f'"table": "{table}"' in added
+
+
+def test_an_adaptive_recipe_completes_without_a_cost_table(checkout, tmp_path):
+    recipe = next(path for path in RECIPES if "no TABLE" not in path.read_text())
+    assert '"table"' not in command(recipe, tmp_path, checkout).splitlines()[0]
 
 
 def test_no_recipe_kills_other_peoples_processes():
@@ -96,7 +93,8 @@ def test_slime_knows_every_flag_of_every_recipe(tmp_path):
     for recipe in RECIPES:
         folder = tmp_path / recipe.stem
         folder.mkdir()
-        flags |= set(slime.flags(completed(recipe, folder, SLIME)))
+        words = shlex.split(command(recipe, folder, SLIME).splitlines()[-1])
+        flags |= set(slime.flags(words))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([MEGATRON, SLIME, str(ROOT)]), "SGLANG_USE_CPU_ENGINE": "1"}
     script = str(Path(__file__).parent / "slime_flags.py")
     asked = json.dumps(sorted(flags | {"--no-such-flag"}))

@@ -4,8 +4,6 @@ import importlib.util
 import math
 import os
 import posix
-import subprocess
-import sys
 from pathlib import Path
 
 import forked
@@ -216,9 +214,10 @@ def test_a_function_cannot_end_the_process_without_a_word(tmp_path, way, when):
     """A script that goes on after exit code 0 would take the run for a finished one."""
     body = f"def own(rows):\n    {way}\n" if when == "call" else f"{way}\ndef own(rows): pass\n"
     (tmp_path / "ending.py").write_text(f"import os, posix, sys\n{body}")
-    code = "from megatron_rlspec import cli, custom; import sys\n"
-    code += "sys.exit(cli.run(lambda: custom.load('algorithm.loss', 'ending:own')(None)))"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    program = "from megatron_rlspec import cli, custom\nimport sys\n"
+    program += "sys.exit(cli.run(lambda: custom.load('algorithm.loss', 'ending:own')(None)))"
+    (tmp_path / "program_that_loads.py").write_text(program)
+    ended = forked.run_module("program_that_loads", [], folder=tmp_path)
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
     assert "algorithm.loss=ending:own: " in ended.stderr and ENDING[way] in ended.stderr
 
@@ -237,10 +236,11 @@ def test_a_thread_that_a_function_left_behind_cannot_end_the_run_without_a_word(
         f"import os, threading\nfrom os import _exit as kept\ndef end():\n    {way}\n"
         "def own(rows): threading.Thread(target=end, name='mine').start()\n"
     )
-    program = "from megatron_rlspec import cli, custom; from megatron_rlspec.host import exits; import sys, time\n"
+    program = "from megatron_rlspec import cli, custom\nfrom megatron_rlspec.host import exits\nimport sys, time\n"
     program += "def act():\n    with exits.watched():\n        custom.load('algorithm.loss', 'leaving:own')(None)\n"
     program += "        time.sleep(60)\nsys.exit(cli.run(act))"
-    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    (tmp_path / "program_that_is_left.py").write_text(program)
+    ended = forked.run_module("program_that_is_left", [], folder=tmp_path)
     (line,) = ended.stderr.splitlines()
     assert ended.returncode == code and line.startswith(f"rlspec: a call would {what} ({tmp_path}/leaving.py:4, in end")
     assert line.endswith("thread mine); the run ends here")
