@@ -1,8 +1,8 @@
-"""Texts that others wrote, in one line that a terminal may print. Standard library only."""
+"""Texts that others wrote, in one line that a terminal may print; where stop strings end one. Standard library only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -25,3 +25,33 @@ def shown(value: Any, by: Callable[[Any], str] = repr) -> str:
 def one_line(error: BaseException) -> str:
     """Format an error as "Type: message", in one line."""
     return f"{type(error).__name__}: {shown(error, str)}".removesuffix(": ")
+
+
+class StopStrings:
+    """Finds where a stop string ends a response: at the first token after which its text contains one of the strings.
+
+    What is decided at a token depends on the last tokens up to it and on no later one, so a round that accepts many
+    tokens ends where plain decoding ends.
+
+    decode  returns the text of token ids, with special tokens
+    window  how many tokens decide, the last of them included
+    """
+
+    def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:
+        self._strings = tuple(strings)
+        self._decode = decode
+        # Every token has at least one byte of text. One more: some tokenizers drop the space before a text.
+        self.window = 1 + max(len(string.encode()) for string in strings)
+
+    def end(self, tokens: Sequence[int], first: int) -> tuple[int, str] | None:
+        """Return how many of `tokens` there are up to the end, and the string; None if the response goes on.
+
+        tokens  the response, or the last of it: `window` tokens less one before `first`
+        first   index of the first token that is not known to be before the end
+        """
+        for count in range(first + 1, len(tokens) + 1):
+            text = self._decode(list(tokens[max(0, count - self.window) : count]))
+            found = [string for string in self._strings if string in text]
+            if found:
+                return count, min(found, key=text.index)
+        return None

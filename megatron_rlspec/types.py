@@ -122,7 +122,8 @@ class SpecSchedule:
 class Sampling:
     """Settings for sampling the target's tokens.
 
-    `top_k = -1` and `top_p = 1` filter nothing; `temperature = 0` is greedy.
+    `top_k = -1`, `top_p = 1` and `min_p = 0` filter nothing; `temperature = 0` is greedy. `stop`: strings; a response
+    ends with the first token after which its text contains one of them.
     """
 
     temperature: float = 1.0
@@ -131,6 +132,8 @@ class Sampling:
     max_new_tokens: int = 1024
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

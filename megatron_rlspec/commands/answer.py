@@ -28,8 +28,9 @@ from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run import identity
+from megatron_rlspec.run.engines import sampling
 from megatron_rlspec.tasks import data
-from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecSchedule
+from megatron_rlspec.types import Prompt, Request, Sample, SpecSchedule
 
 COMPLETE = ("finished", "truncated")  # status of an answer that is whole
 AT_ONCE = 16  # requests given to the engines together, as a multiple of those that they decode together
@@ -98,7 +99,7 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
     spec = config.spec
     found: dict[str, Any] = {"model": identity.of_model(config.model.path), "dtype": config.model.dtype}
     found |= {"prompts": identity.of_rows(prompts), "seed": config.train.seed, "engine": config.rollout.engine}
-    found |= asdict(_sampling(config))
+    found |= asdict(sampling(config))
     found["verifier"] = spec.verifier
     if spec.verifier != "position_keyed":  # then drafts, too, decide which text is drawn
         found["spec"] = spec.model_dump(mode="json")
@@ -111,11 +112,6 @@ def _served(config: Config) -> dict[str, int]:
     starting = KINDS[config.rollout.engine].start(config, Path(), GpuLayout())
     found = EnginePool(starting.wait()).fingerprints()
     return dict(sorted(found.items()))
-
-
-def _sampling(config: Config) -> Sampling:
-    rollout = config.rollout
-    return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
 
 
 class Journal:
@@ -178,7 +174,7 @@ def _draw(
 ) -> int:
     """Draw the missing answers and write them. Returns the number of their tokens. Raises EngineError."""
     rollout = config.rollout
-    sampling = _sampling(config)
+    how = sampling(config)
     pool = EnginePool(engines)
     if config.spec.mode == "adaptive":
         rule = learning(config, hf_config).rule()
@@ -201,5 +197,5 @@ def _draw(
 
         part = AT_ONCE * rollout.max_running_requests * len(engines)
         for first in range(0, len(missing), part):
-            pool.generate(missing[first : first + part], sampling, write)
+            pool.generate(missing[first : first + part], how, write)
     return tokens

@@ -40,6 +40,15 @@ class RolloutConfig(Section):
     top_k: Annotated[int, Field(ge=-1, le=MOST_SAMPLES)] = Field(
         -1, description="sample from so many most probable tokens; -1: from all"
     )
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="sample from the tokens at least so many times as likely as the likeliest; 0: all"
+    )
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
+        (),
+        max_length=32,
+        description="strings that end a response: with the first token after which its text holds one of them. That "
+        "token is trained, and the reward reads the whole text",
+    )
     max_new_tokens: Annotated[int, Field(gt=0, le=LONGEST)] = Field(1024, description="longest response in tokens")
     max_running_requests: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
         256, description="most requests that one engine decodes together"

@@ -45,10 +45,10 @@ class Conversation:
     """One sample while it is drawn. `reply` and `append` raise RuntimeError beside a reply in another thread.
 
     prompt     the task, with `label` and `metadata`; read-only
-    sampling   temperature, top_p and top_k of the run; `max_new_tokens` bounds all tokens after the prompt; read-only
+    sampling   as the run samples; `max_new_tokens` bounds all tokens after the prompt; read-only
     tokenizer  of the model
     text       everything after the prompt
-    finished   whether the last reply ended with the model's end-of-sequence token or a stop token
+    finished   whether the last reply ended with the model's end-of-sequence token, a stop token or a stop string
     remaining  tokens that may still follow
     """
 
@@ -97,14 +97,17 @@ class Conversation:
     def text(self) -> str:
         return str(self.tokenizer.decode(self._tokens, skip_special_tokens=True))
 
-    def reply(self, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> str:
+    def reply(
+        self, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = (), stop: Sequence[str] = ()
+    ) -> str:
         """Let the policy continue and return its text; "" if no token may follow.
 
-        The reply ends with the model's end-of-sequence token, one of `stop_token_ids`, after `max_new_tokens`, or
-        where nothing remains.
+        The reply ends with the model's end-of-sequence token, one of `stop_token_ids`, the token that completes one of
+        the strings `stop` or of `rollout.stop`, after `max_new_tokens`, or where nothing remains.
         """
         most = self.remaining if max_new_tokens is None else min(operator.index(max_new_tokens), self.remaining)
         stops = tuple(operator.index(token) for token in stop_token_ids)
+        strings = (*self.sampling.stop, *((stop,) if isinstance(stop, str) else stop))
         with self._alone():
             if most < 1:
                 self.finished = False
@@ -114,7 +117,8 @@ class Conversation:
             name = f"{self._request.id}-t{self._turns:04d}"
             turn = Request(name, replace(self._request.prompt, tokens=so_far), self._request.seed)
             self.since = None
-            drawn = self._draw(turn, replace(self.sampling, max_new_tokens=most, stop_token_ids=stops))
+            how = replace(self.sampling, max_new_tokens=most, stop_token_ids=stops, stop=strings)
+            drawn = self._draw(turn, how)
             self.since = time.monotonic()
             self._turns += 1
             self._add(drawn)

@@ -25,6 +25,7 @@ from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http, Transport
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.tasks.data import load_tokenizer
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 UNPLACED = 0.7  # share of a GPU's memory for an engine that no layout of GPUs has, as those of `rlspec answer`
@@ -284,6 +285,7 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
             max_length=config.model.max_length,
             max_draft_tokens=max(64, scratch(spec)),
             draft_words=words(tensors, hf_config) if DRAFTER in hf_config else None,
+            tokenizer=lambda: load_tokenizer(config.model.path),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -219,7 +219,14 @@ def open_health(
 def sampling(config: Config) -> Sampling:
     """Return how a run's rollouts sample."""
     rollout = config.rollout
-    return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
+    return Sampling(
+        rollout.temperature,
+        rollout.top_p,
+        rollout.top_k,
+        rollout.max_new_tokens,
+        min_p=rollout.min_p,
+        stop=rollout.stop,
+    )
 
 
 def _drafter_names(config: Config, hf_config: Mapping[str, Any]) -> frozenset[str]:

@@ -203,9 +203,9 @@ def training_temperature(rollout_temperature: float) -> float:
     return rollout_temperature or 1.0
 
 
-def unfiltered(temperature: float, top_p: float, top_k: int) -> bool:
-    """Return whether rollouts draw from softmax(logits / temperature), without top-p, top-k or greedy decoding."""
-    return temperature > 0 and top_p >= 1 and top_k < 0
+def unfiltered(temperature: float, top_p: float, top_k: int, min_p: float = 0.0) -> bool:
+    """Return whether rollouts draw from softmax(logits / temperature), without a filter or greedy decoding."""
+    return temperature > 0 and top_p >= 1 and top_k < 0 and min_p == 0
 
 
 def _of_all_context_ranks(x: Tensor, targets: DrafterTargets) -> Tensor:

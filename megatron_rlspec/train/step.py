@@ -430,7 +430,7 @@ def _drafts_coupled(config: Config) -> bool:
 def _taught_what_is_sampled(config: Config) -> bool:
     """Return whether the teacher's distribution is the one that rollouts draw from."""
     rollout = config.rollout
-    return unfiltered(rollout.temperature, rollout.top_p, rollout.top_k)
+    return unfiltered(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
 
 
 def _predicted_steps(config: Config) -> tuple[int, ...]:

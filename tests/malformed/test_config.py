@@ -28,6 +28,7 @@ NUMBERS = [
         ("algorithm.dual_clip", "1", "must be above 1"),
         ("rollout.temperature", "1e-300", "0 (greedy)"),
         ("rollout.top_k", "0", "leaves no token"),
+        ("rollout.min_p", "1.5", "less than or equal to 1"),
         ("rollout.prompts_per_step", "200000", "at most 1048576 samples a step"),
         ("rollout.staleness", "0.5", "a valid integer"),
         ("train.seed", "9" * 5000, "a valid integer"),

@@ -169,6 +169,9 @@ ATTACKS += [
     sampling("generate: temperature text", "expected a valid number", temperature="hot"),
     sampling("generate: top_p 0", "greater than 0", top_p=0),
     sampling("generate: top_k 0", "expected -1", top_k=0),
+    sampling("generate: min_p 2", "less than or equal to 1", min_p=2),
+    sampling("generate: an empty stop string", "at least 1 character", stop=[""]),
+    sampling("generate: a stop string without a tokenizer", "sampling.stop needs a tokenizer", stop=["a"]),
     sampling("generate: ignore_eos 1", "expected true or false", ignore_eos=1),
     Attack("generate: NaN", "generate", b'{"requests":[{"id":"a","input_ids":[1],"sampling":{"temperature":NaN}}]}'),
     Attack(
@@ -494,6 +497,8 @@ SAMPLINGS = st.fixed_dictionaries(
         "temperature": st.floats(0, 2) | JUNK,
         "top_p": st.floats(0, 1) | JUNK,
         "top_k": st.integers(-2, 5) | JUNK,
+        "min_p": st.floats(0, 1) | JUNK,
+        "stop": st.lists(st.text(max_size=3), max_size=2) | JUNK,
         "stop_token_ids": TOKENS | JUNK,
         "ignore_eos": st.booleans() | JUNK,
         "sampling_seed": st.integers(-1, 2**64) | JUNK,

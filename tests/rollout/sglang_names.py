@@ -23,7 +23,10 @@ layers.sampler
     top_k_top_p_min_p_sampling_from_probs_torch(probs, top_ks, top_ps, min_ps, need_min_p_sampling,
         sampling_seed, positions)
 managers.schedule_batch
+    Req._check_str_based_finish(new_accepted_len)
+    Req._check_token_based_finish(new_accepted_tokens)
     Req.customized_info
+    Req.finished_len
     Req.output_ids
     Req.seqlen
     Req.to_finish

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pieces
 import pytest
 import requests as http
 import tiny_mimo
@@ -67,7 +68,9 @@ SERVE += ["--extensions", "migration"]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_mimo.write(tmp_path_factory.mktemp("tiny") / "mimo", CONFIG, WEIGHTS)
+    written = tiny_mimo.write(tmp_path_factory.mktemp("tiny") / "mimo", CONFIG, WEIGHTS)
+    pieces.write(written, CONFIG["vocab_size"])
+    return written
 
 
 @pytest.fixture(scope="module")
@@ -288,6 +291,34 @@ def test_both_engines_run_and_count_the_same_rounds(engines: dict[str, SGLangEng
         assert equal > 8
     finally:
         engines["adaptive"].update_weights(0, WEIGHTS.items())
+
+
+def test_a_stop_string_ends_the_text_whatever_is_drafted(engines: dict[str, SGLangEngine]) -> None:
+    """At the token at which the embedded engine ends it; also in a sample whose first tokens an engine drew before."""
+    asked, stop = requests(24), ("dbe", "aec", "cbcd", "bb")
+    whole = engines["plain"].generate(asked, SAMPLINGS["T=1"])
+    sampling = replace(SAMPLINGS["T=1"], stop=stop)
+    ends = [pieces.first_end(sample.response.tolist(), stop) for sample in whole]
+    expected = [sample.response[:end].tolist() for sample, end in zip(whole, ends, strict=True)]
+    assert len(set(ends)) > 8
+    engines["adaptive"].set_schedule(k(3))
+    engines["adaptive"].stats()
+    for name in ("plain", "adaptive"):
+        found = engines[name].generate(asked, sampling)
+        assert texts(found) == expected, name
+        for sample, other, end in zip(found, whole, ends, strict=True):
+            assert sample.status == ("finished" if end < len(other.response) else other.status) or end == 48
+    assert any(stats.accepted[1:] for stats in engines["adaptive"].stats() if sum(stats.accepted[1:]))
+    begun = []
+    for request, sample, end in zip(asked, whole, ends, strict=True):
+        for cut in {end - 1, end} - {0}:
+            partial = Partial(
+                sample.response[:cut], sample.behaviour_logprobs[sample.prompt_len :][:cut], ((0, 0, cut),)
+            )
+            begun.append(replace(request, id=f"{request.id[:-1]}-{cut:03d}.", partial=partial))
+    gone_on = engines["adaptive"].generate(begun, sampling)
+    wanted = {request.id[:-1]: text for request, text in zip(asked, expected, strict=True)}
+    assert all(sample.response.tolist() == wanted[sample.request_id[:-5]] for sample in gone_on)
 
 
 def delivered_tokens(sample: Sample) -> int:

@@ -93,7 +93,7 @@ class Target:
             ranked = sorted(range(len(p)), key=lambda t: -p[t])
             kept, mass = [], 0.0
             for rank, token in enumerate(ranked):
-                if (s.top_k <= 0 or rank < s.top_k) and mass <= s.top_p:
+                if (s.top_k <= 0 or rank < s.top_k) and mass <= s.top_p and p[token] >= s.min_p * max(p):
                     kept.append(token)
                 mass += p[token]
             if s.temperature == 0:

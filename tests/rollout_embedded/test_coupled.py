@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import embedded_oracle as oracle
 import numpy as np
 import pytest
@@ -24,17 +26,20 @@ def acceptance(p, q) -> float:
     return total
 
 
-@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, -1), (0.8, -1), (1.0, 6)], ids=["whole", "top_p", "top_k"])
+FILTERS = {"whole": (1.0, -1, 0.0), "top_p": (0.8, -1, 0.0), "top_k": (1.0, 6, 0.0), "min_p": (1.0, -1, 0.15)}
+
+
+@pytest.mark.parametrize(("top_p", "top_k", "min_p"), FILTERS.values(), ids=FILTERS)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("sharpness", [1.0, 2.0])
-def test_acceptance_equals_the_formula(temperature, top_p, top_k, sharpness):
+def test_acceptance_equals_the_formula(temperature, top_p, top_k, min_p, sharpness):
     g = torch.Generator().manual_seed(int(10 * temperature) + top_k)
     keys = torch.arange(DRAWS)
     for pair in range(6):
         logits = 2 * torch.randn(2, 40, generator=g, dtype=torch.float64)
         logits[1] = logits[0] + 0.3 * (pair + 1) * torch.randn(40, generator=g, dtype=torch.float64)
-        settings = [torch.tensor([x]).expand(DRAWS) for x in (temperature, top_p, top_k)]
-        logp = verify.filtered(verify.logprobs(logits, settings[0][:2]), settings[1][:2], settings[2][:2])
+        settings = [torch.tensor([x]).expand(DRAWS) for x in (temperature, top_p, top_k, min_p)]
+        logp = verify.filtered(verify.logprobs(logits, settings[0][:2]), *(x[:2] for x in settings[1:]))
         logp = (logp * torch.tensor([[1.0], [sharpness]])).log_softmax(-1)
         seeds = torch.full((DRAWS,), 977 * pair + 5)
         token = draw(logp[0].expand(DRAWS, -1), seeds, keys)
@@ -85,9 +90,10 @@ PLAIN = Sampling(max_new_tokens=40, ignore_eos=True)
         (PLAIN, 0.8),
         (Sampling(max_new_tokens=40, temperature=0.7, ignore_eos=True), 0.5),
         (Sampling(max_new_tokens=40, top_p=0.9, top_k=20, ignore_eos=True), 0.6),
+        (Sampling(max_new_tokens=40, min_p=0.1, ignore_eos=True), 0.6),
         (Sampling(max_new_tokens=40, temperature=0.0, ignore_eos=True), 0.0),
     ],
-    ids=["plain", "cooler", "filtered", "greedy"],
+    ids=["plain", "cooler", "filtered", "min_p", "greedy"],
 )
 def test_coupled_drafts_are_accepted_more_often_and_change_no_text(model, sampling, gain):
     """By at least `gain` tokens a round from this drafter, which is close; greedy drafts are the same ones."""
@@ -136,15 +142,16 @@ def test_other_noise_costs_acceptance_and_no_text(model, monkeypatch, wrong, wor
     assert bad[1] < right[1] - 0.4
 
 
-def test_a_drafter_without_the_targets_filter_costs_acceptance_and_no_text(model, monkeypatch):
-    sampling = Sampling(max_new_tokens=40, top_k=4, ignore_eos=True)
+@pytest.mark.parametrize("sampling", [Sampling(top_k=4), Sampling(min_p=0.2)], ids=["top_k", "min_p"])
+def test_a_drafter_without_the_targets_filter_costs_acceptance_and_no_text(model, monkeypatch, sampling):
+    sampling = replace(sampling, max_new_tokens=40, ignore_eos=True)
     right = rounds(model, sampling, sharpness=1.0)
     coupled = draft.coupled
-    unfiltered = (torch.ones(48), torch.zeros(48, dtype=torch.int64))
+    unfiltered = {"top_p": torch.ones(48), "top_k": torch.zeros(48, dtype=torch.int64), "min_p": torch.zeros(48)}
 
     def whole(topk, coupling):
         rows = len(coupling.seeds)
-        return coupled(topk, coupling._replace(top_p=unfiltered[0][:rows], top_k=unfiltered[1][:rows]))
+        return coupled(topk, coupling._replace(**{name: values[:rows] for name, values in unfiltered.items()}))
 
     monkeypatch.setattr(draft, "coupled", whole)
     bad = rounds(model, sampling, sharpness=1.0)

@@ -75,15 +75,17 @@ def test_draws_are_sglangs(sglang_sampler):
     assert len(set(theirs.tolist())) > 20
 
 
-@pytest.mark.parametrize(("top_p", "top_k"), [(0.9, -1), (1.0, 5), (0.7, 20)])
-def test_filtered_draws_are_sglangs_noise_over_what_is_left(sglang_sampler, top_p, top_k):
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "min_p"), [(0.9, -1, 0.0), (1.0, 5, 0.0), (0.7, 20, 0.0), (1.0, -1, 0.2), (0.95, 20, 0.1)]
+)
+def test_filtered_draws_are_sglangs_noise_over_what_is_left(sglang_sampler, top_p, top_k, min_p):
     g = torch.Generator().manual_seed(1)
     n, v = 40, 300
     logits = 3 * torch.randn(n, v, generator=g)
     seeds = torch.randint(-(2**62), 2**62, (n,), generator=g)
     positions = torch.randint(0, 100_000, (n,), generator=g)
     temperature = torch.full((n,), 0.8)
-    knobs = temperature, torch.full((n,), top_p), torch.full((n,), top_k)
+    knobs = temperature, *(torch.full((n,), x) for x in (top_p, top_k, min_p))
     logp = verify.logprobs(logits, temperature)
     left = verify.support(logp, *knobs)
     theirs = sglang_sampler(torch.log(left), seeds, positions)[:, 0]
@@ -128,11 +130,12 @@ def test_streams_differ_and_mixed_rows_are_sampled_as_alone():
     logits = torch.randn(6, 40, generator=g, dtype=torch.float64)
     temperature = torch.tensor([0.0, 1.0, 0.5, 1.0, 0.0, 2.0])
     top_p, top_k = torch.tensor([1.0, 1.0, 0.6, 0.9, 0.5, 1.0]), torch.tensor([-1, -1, 3, -1, 4, 10])
+    min_p = torch.tensor([0.0, 0.3, 0.0, 0.1, 0.0, 0.0])
     logp, keys, seed = verify.logprobs(logits, temperature), torch.arange(6), torch.arange(6) * 7
-    together = verify.sample(logp, temperature, top_p, top_k, seed, keys)
+    together = verify.sample(logp, temperature, top_p, top_k, min_p, seed, keys)
     for i in range(6):
         one = slice(i, i + 1)
-        args = (x[one] for x in (logp, temperature, top_p, top_k, seed, keys))
+        args = (x[one] for x in (logp, temperature, top_p, top_k, min_p, seed, keys))
         assert verify.sample(*args).tolist() == together[one].tolist()
     assert together[0] == logits[0].argmax() and together[4] == logits[4].argmax()
 
@@ -142,14 +145,15 @@ def test_support_is_the_plain_definition():
     logits = torch.randn(50, 9, generator=g, dtype=torch.float64)
     top_p = torch.rand(50, generator=g, dtype=torch.float64)
     top_k = torch.randint(1, 10, (50,), generator=g)
+    min_p = torch.rand(50, generator=g, dtype=torch.float64) / 3 * (torch.arange(50) % 2)
     temperature = torch.ones(50)
     temperature[7] = 0
-    ours = verify.support(verify.logprobs(logits, temperature), temperature, top_p, top_k)
+    ours = verify.support(verify.logprobs(logits, temperature), temperature, top_p, top_k, min_p)
     for i in range(50):
         p = torch.softmax(logits[i], 0).tolist()
         kept, mass = {}, 0.0
         for rank, token in enumerate(sorted(range(9), key=lambda t: -p[t])):
-            if rank < top_k[i] and mass <= top_p[i]:
+            if rank < top_k[i] and mass <= top_p[i] and p[token] >= min_p[i] * max(p):
                 kept[token] = p[token]
             mass += p[token]
         expected = [kept.get(t, 0.0) / sum(kept.values()) for t in range(9)]
@@ -160,7 +164,7 @@ def test_support_is_the_plain_definition():
     halves = (
         torch.tensor([[0.5, 0.25, 0.25]]).double().log()
     )  # what lies above the second weighs exactly top_p: it stays
-    kept = verify.support(halves, torch.ones(1), torch.tensor([0.5]), torch.tensor([2]))
+    kept = verify.support(halves, torch.ones(1), torch.tensor([0.5]), torch.tensor([2]), torch.zeros(1))
     np.testing.assert_allclose(kept.tolist(), [[2 / 3, 1 / 3, 0]])
 
 

@@ -64,9 +64,10 @@ def wanted(count):
     [
         Sampling(max_new_tokens=32, ignore_eos=True),
         Sampling(max_new_tokens=32, temperature=0.7, top_p=0.9, top_k=30, ignore_eos=True),
+        Sampling(max_new_tokens=32, min_p=0.08, ignore_eos=True),
         Sampling(max_new_tokens=32, temperature=0.0, ignore_eos=True),
     ],
-    ids=["plain", "filtered", "greedy"],
+    ids=["plain", "filtered", "min_p", "greedy"],
 )
 def test_the_same_seed_gives_the_same_text(servers, model, sampling):
     theirs = servers["position_keyed"].generate(wanted(48), sampling)

@@ -46,7 +46,7 @@ VARIATIONS = {
 }
 SAMPLINGS = {
     "plain": Sampling(max_new_tokens=24, ignore_eos=True),
-    "filtered": Sampling(max_new_tokens=24, temperature=0.9, top_p=0.8, top_k=12),
+    "filtered": Sampling(max_new_tokens=24, temperature=0.9, top_p=0.8, top_k=12, min_p=0.05),
     "greedy": Sampling(max_new_tokens=24, temperature=0.0),
 }
 THOUSAND: dict[str, dict[str, list[int]]] = {}  # plain texts, drawn once

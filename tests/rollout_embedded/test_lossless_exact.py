@@ -25,7 +25,8 @@ PLAIN = Sampling(max_new_tokens=1, ignore_eos=True)
 NUCLEUS = Sampling(max_new_tokens=1, ignore_eos=True, temperature=0.8, top_p=0.75)
 TOP_K = Sampling(max_new_tokens=1, ignore_eos=True, top_k=2)
 BOTH = Sampling(max_new_tokens=1, ignore_eos=True, temperature=1.4, top_p=0.9, top_k=2)
-SAMPLINGS = {"plain": PLAIN, "top_p": NUCLEUS, "top_k": TOP_K, "top_p_and_top_k": BOTH}
+MIN_P = Sampling(max_new_tokens=1, ignore_eos=True, min_p=0.4)
+SAMPLINGS = {"plain": PLAIN, "top_p": NUCLEUS, "top_k": TOP_K, "top_p_and_top_k": BOTH, "min_p": MIN_P}
 GREEDY = Sampling(max_new_tokens=1, ignore_eos=True, temperature=0.0)
 
 
@@ -100,7 +101,7 @@ def test_trees_to_depth_three(model, monkeypatch, verifier, sampling):
 def test_a_top_k_that_keeps_one_token_more_is_seen(model, monkeypatch, verifier, sampling):
     real = verify.filtered
     monkeypatch.setattr(
-        verify, "filtered", lambda logp, top_p, top_k: real(logp, top_p, torch.where(top_k > 0, top_k + 1, top_k))
+        verify, "filtered", lambda logp, top_p, top_k, min_p: real(logp, top_p, top_k + (top_k > 0), min_p)
     )
     engine = oracle.engine_of(*model, SpecConfig(2), verifier=verifier)
     with pytest.raises(AssertionError):

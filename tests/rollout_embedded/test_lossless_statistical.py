@@ -180,9 +180,7 @@ def tree_pruned_by_sampled_q(patch):
 def top_k_keeps_one_more(patch):
     """Of tokens ranked 0, 1, 2, ... those above top_k stay out, but the one at top_k stays in."""
     real = verify.filtered
-    patch.setattr(
-        verify, "filtered", lambda logp, top_p, top_k: real(logp, top_p, torch.where(top_k > 0, top_k + 1, top_k))
-    )
+    patch.setattr(verify, "filtered", lambda logp, top_p, top_k, min_p: real(logp, top_p, top_k + (top_k > 0), min_p))
 
 
 def periodic_noise(patch):

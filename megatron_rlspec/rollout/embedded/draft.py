@@ -70,6 +70,7 @@ class Coupling(NamedTuple):
     temperature: torch.Tensor
     top_p: torch.Tensor
     top_k: torch.Tensor
+    min_p: torch.Tensor
     words: torch.Tensor | None = None
     sharpness: float = SHARPNESS[0]
 
@@ -77,9 +78,9 @@ class Coupling(NamedTuple):
 def coupled(topk: int, coupling: Coupling) -> Pick:
     """Return a `Pick` of the topk tokens with the largest s · log q + noise, with the noise of the verifier.
 
-    q has gone through temperature, top-k and top-p, as p will. At temperature 0 these are the likeliest tokens. The
-    score of a tree's child is its log-probability under the softmax of these sums: how likely the target samples it, if
-    log p differs from s · log q by independent noise of the same kind.
+    q has gone through temperature, top-k, top-p and min-p, as p will. At temperature 0 these are the likeliest tokens.
+    The score of a tree's child is its log-probability under the softmax of these sums: how likely the target samples
+    it, if log p differs from s · log q by independent noise of the same kind.
     """
 
     def pick(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +91,8 @@ def coupled(topk: int, coupling: Coupling) -> Pick:
 
         temperature = spread(coupling.temperature)
         logq = verify.logprobs(logits.reshape(-1, width), temperature)
-        sharp = verify.filtered(logq, spread(coupling.top_p), spread(coupling.top_k)) * coupling.sharpness
+        filters = (spread(x) for x in (coupling.top_p, coupling.top_k, coupling.min_p))
+        sharp = verify.filtered(logq, *filters) * coupling.sharpness
         where = (spread(coupling.seeds), spread(coupling.keys) + level - 1, coupling.words)
         greedy = (temperature == 0)[:, None]
         if topk == 1:

@@ -64,6 +64,7 @@ class EmbeddedEngine:
     budget                chooses among drafted nodes; refused under rejection, which it would make lossy, because it
                           chooses by the drafter's probabilities
     group                 the tensor-parallel group
+    tokenizer             loads the model's, for stop strings
 
     Raises ValueError for arguments that contradict each other.
     """
@@ -91,23 +92,23 @@ class EmbeddedEngine:
         group: torch.distributed.ProcessGroup | None = None,
         version: int = 0,
         draft_words: torch.Tensor | None = None,
+        tokenizer: Callable[[], Any] | None = None,
     ) -> None:
         if max_total_tokens < max_length + max_draft_tokens:
             raise ValueError(
                 f"max_total_tokens={max_total_tokens} does not hold one sample of max_length={max_length} "
                 f"and its {max_draft_tokens} drafts"
             )
-        comm = TensorParallel(group) if group is not None else Solo()
         self.arch = Architecture.from_hf(hf_config)
-        self.model = Decoder(self.arch, dtype, device, comm, max_length + max_draft_tokens)
+        columns = max_length + max_draft_tokens
+        self.model = Decoder(self.arch, dtype, device, TensorParallel(group) if group is not None else Solo(), columns)
         if self.arch.taps:
             if draft_words is None or len(draft_words) != self.arch.draft_words:
                 raise ValueError(f"an EAGLE-3 drafter needs draft_words, {self.arch.draft_words} token ids")
             self.model.draft_ids = draft_words.to(device)
-        columns = max_length + max_draft_tokens
         self.cache = Cache(self.model, max_running_requests, columns, max_total_tokens, share_prefix)
         self.rounds = RoundRunner(self.cache, verifier, drafts, budget, prefill_chunk)
-        self.scheduler = Scheduler(self.cache, self.rounds, max_length, self.arch.eos)
+        self.scheduler = Scheduler(self.cache, self.rounds, max_length, self.arch.eos, tokenizer)
         self.choice = ConfigChoice(self.model, verifier, candidates, max_draft_tokens)
         self.max_running_requests = max_running_requests
         self._log = RoundLog()

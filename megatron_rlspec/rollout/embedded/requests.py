@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_rlspec.rollout.embedded.rounds import Committed
 from megatron_rlspec.speculation.acceptance import delivered
+from megatron_rlspec.texts import StopStrings
 from megatron_rlspec.types import Request, Sample, Sampling, Status
 
 
@@ -18,6 +19,7 @@ class ActiveRequest:
     request: Request
     sampling: Sampling
     stops: frozenset[int]
+    strings: StopStrings | None = None
     row: int = -1  # in the cache; -1 while waiting
     seats: int = 0  # rows that it has had
     draws: int = 0
@@ -40,14 +42,14 @@ class ActiveRequest:
             self.spans = list(begun.accepted_spans)
 
     def commit(self, new: Committed, version: int, limit: int) -> Status | None:
-        """Append a round's tokens, up to a stop token or the limit. Returns the status if the sample ends."""
+        """Append a round's tokens, up to a stop or the limit. Returns the status if the sample ends."""
         status: Status | None = None
         first = len(self.response)
         for token, logprob in zip(new.tokens.tolist(), new.logprobs.tolist(), strict=True):
             self.response.append(token)
             self.logprobs.append(logprob)
-            if token in self.stops or len(self.response) >= limit:
-                status = "finished" if token in self.stops else "truncated"
+            status = "finished" if self.stopped() else "truncated" if len(self.response) >= limit else None
+            if status is not None:
                 break
         last = len(self.response)
         if new.accepted:
@@ -58,6 +60,13 @@ class ActiveRequest:
             self.versions.append([version, first, last])
         self.rounds += first > 0
         return status
+
+    def stopped(self) -> bool:
+        """Return whether the last token ends the response."""
+        last = len(self.response) - 1
+        return self.response[last] in self.stops or (
+            self.strings is not None and self.strings.end(self.response, last) is not None
+        )
 
     def finish(self, status: Status) -> None:
         """Set `sample`."""

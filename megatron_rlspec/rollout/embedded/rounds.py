@@ -12,6 +12,8 @@ from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
 from megatron_rlspec.speculation.acceptance import top
 from megatron_rlspec.types import OFF, SHARPNESS, Drafts, Sampling, SpecConfig, Verifier
 
+Knobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # temperature, top_p, top_k, min_p
+
 
 class Budget(Protocol):
     """Chooses which drafted candidates are verified; without one, the best of them by score."""
@@ -66,6 +68,7 @@ class RoundRunner:
         self.temperature = np.zeros(rows)
         self.top_p = np.ones(rows)
         self.top_k = np.zeros(rows, np.int64)
+        self.min_p = np.zeros(rows)
         self.seeds = np.zeros((rows, 5), np.int64)  # the result of `verify.streams`
         self.draws = np.zeros(rows, np.int64)  # noise keys that target_only and rejection have used so far
         self.verified = 0  # tokens that the target has verified so far
@@ -76,6 +79,7 @@ class RoundRunner:
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
+        self.min_p[row] = sampling.min_p
         self.seeds[row] = verify.streams(seed)
         self.draws[row] = draws
         self.before[row] = self.cache.length[row] - 1
@@ -225,9 +229,8 @@ class RoundRunner:
         if self.verifier == "rejection":
             pick = sampled
         elif self.coupled:
-            temperature, top_p, top_k = self._sampling(rows)
             seeds = self._to(self.seeds[rows, 0])
-            coupling = draft.Coupling(seeds, start - 1, temperature, top_p, top_k, words, self.sharpness)
+            coupling = draft.Coupling(seeds, start - 1, *self._sampling(rows), words, self.sharpness)
             pick = draft.coupled(config.topk, coupling)
         else:
             pick = draft.likeliest(config.topk)
@@ -303,8 +306,7 @@ class RoundRunner:
             keyed = self.verifier == "position_keyed"
             keys = start[:, None] + tree.depth if keyed else counter
             seeds = self._to(self.seeds[rows[sample_of], 0 if keyed else verify.TARGET])
-            temperature, top_p, top_k = sampling
-            chosen = verify.sample(logp, temperature, top_p, top_k, seeds, self._to(keys[tree.valid]))
+            chosen = verify.sample(logp, *sampling, seeds, self._to(keys[tree.valid]))
         self.draws[rows] += nodes
         targets = np.full((batch, nodes), -1, np.int64)
         logprobs = np.zeros((batch, nodes), np.float32)
@@ -312,14 +314,15 @@ class RoundRunner:
         logprobs[tree.valid] = logp.gather(1, chosen.clamp(min=0)[:, None])[:, 0].float().cpu().numpy()
         return targets, logprobs
 
-    def _logprobs(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Return log p [N, V] under the rows' temperatures, and the rows' (temperature, top_p, top_k) [N]."""
+    def _logprobs(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[torch.Tensor, Knobs]:
+        """Return log p [N, V] under the rows' temperatures, and what `_sampling` returns of the rows, [N] each."""
         sampling = self._sampling(rows)
         return verify.logprobs(logits, sampling[0]), sampling
 
-    def _sampling(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Return (temperature, top_p, top_k) of the rows, [B] each."""
-        return tuple(self._to(x[rows]) for x in (self.temperature, self.top_p, self.top_k))
+    def _sampling(self, rows: np.ndarray) -> Knobs:
+        """Return (temperature, top_p, top_k, min_p) of the rows, [B] each."""
+        to = self._to
+        return to(self.temperature[rows]), to(self.top_p[rows]), to(self.top_k[rows]), to(self.min_p[rows])
 
     def _read(self, rows: np.ndarray, last: np.ndarray) -> torch.Tensor:
         return self._to(self.cache.slots[rows, : int(last.max())])

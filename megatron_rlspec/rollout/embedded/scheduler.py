@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.rollout.embedded.rounds import RoundRunner
+from megatron_rlspec.texts import StopStrings
 from megatron_rlspec.types import Request, Sampling, Status, ended
 
 
@@ -18,13 +21,22 @@ class Scheduler:
 
     max_length  tokens of a sample
     ends        token ids that end a response
+    tokenizer   loads the model's, for stop strings; None: a request with some is refused
     """
 
-    def __init__(self, cache: Cache, rounds: RoundRunner, max_length: int, ends: Sequence[int]) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        rounds: RoundRunner,
+        max_length: int,
+        ends: Sequence[int],
+        tokenizer: Callable[[], Any] | None = None,
+    ) -> None:
         self.cache = cache
         self.rounds = rounds
         self.max_length = max_length
         self.ends = frozenset(ends)
+        self._tokenizer = tokenizer
         self.running: list[ActiveRequest] = []
         self.waiting: list[ActiveRequest] = []
 
@@ -36,12 +48,19 @@ class Scheduler:
     # ---- requests that come -----------------------------------------------------------------------------------------
 
     def made(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
-        """Return requests as the engine works on them."""
+        """Return requests as the engine works on them. Raises EngineError for stop strings without a tokenizer."""
         runs = []
         for request, sampling in requests:
             stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.ends)
-            runs.append(ActiveRequest(request, sampling, stops))
+            strings = StopStrings(sampling.stop, self._decode) if sampling.stop else None
+            runs.append(ActiveRequest(request, sampling, stops, strings))
         return runs
+
+    @cached_property
+    def _decode(self) -> Callable[[list[int]], str]:
+        if self._tokenizer is None:
+            raise EngineError("embedded engine: stop strings need a tokenizer, and this engine was given none")
+        return self._tokenizer().decode
 
     def check(self, run: ActiveRequest, known: set[str]) -> None:
         """Refuse a wrong request, and add its id to `known`. Ends a run whose partial sample has ended already.
@@ -60,8 +79,8 @@ class Scheduler:
                 status = ended(run.response, run.stops, self.limit(run))
             except ValueError as error:
                 raise EngineError(f"request {request.id}: {error}") from None
-            if status is not None:
-                run.finish(status)
+            if status is not None or run.stopped():
+                run.finish("finished" if run.stopped() else "truncated")
 
     def submit(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
         """Queue requests. Raises EngineError, and queues none, if one of them is wrong."""

@@ -47,25 +47,33 @@ def logprobs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits / torch.where(temperature > 0, temperature, 1.0).to(logits.dtype)[:, None], -1)
 
 
-def filtered(logp: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Return `logp [N, V]` with -inf outside top-k and top-p, not normalised again.
+def filtered(logp: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Return `logp [N, V]` with -inf outside top-k, top-p and min-p, not normalised again.
 
-    A token stays if fewer than top_k tokens are likelier, and if the likelier ones have a total probability of at most
-    top_p. With top_p = 1 and top_k <= 0 all tokens stay.
+    A token stays if fewer than top_k tokens are likelier, if the likelier ones have a total probability of at most
+    top_p, and if it is at least min_p times as likely as the likeliest. With top_p = 1, top_k <= 0 and min_p = 0 all
+    tokens stay.
     """
-    if not ((top_p < 1) | (top_k > 0)).any():
+    ranks = ((top_p < 1) | (top_k > 0)).any()
+    if not (ranks or (min_p > 0).any()):
         return logp
-    probability, ids = logp.exp().sort(dim=-1, descending=True, stable=True)
-    above = probability.cumsum(-1) - probability
-    rank = torch.arange(logp.shape[1], device=logp.device)
-    limit = torch.where(top_k > 0, top_k, logp.shape[1])
-    outside = (rank >= limit[:, None]) | (above > torch.where(top_p < 1, top_p, 2.0).to(above.dtype)[:, None])
-    return logp.masked_fill(torch.zeros_like(outside).scatter_(1, ids, outside), float("-inf"))
+    probability = logp.exp()
+    outside = probability < probability.amax(-1, keepdim=True) * min_p.to(logp.dtype)[:, None]
+    if ranks:
+        ordered, ids = probability.sort(dim=-1, descending=True, stable=True)
+        above = ordered.cumsum(-1) - ordered
+        rank = torch.arange(logp.shape[1], device=logp.device)
+        limit = torch.where(top_k > 0, top_k, logp.shape[1])
+        behind = (rank >= limit[:, None]) | (above > torch.where(top_p < 1, top_p, 2.0).to(above.dtype)[:, None])
+        outside |= torch.zeros_like(behind).scatter_(1, ids, behind)
+    return logp.masked_fill(outside, float("-inf"))
 
 
-def support(logp: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+def support(
+    logp: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
     """Return probabilities [N, V] after the filters, normalised; one-hot where T = 0."""
-    out = filtered(logp, top_p, top_k).softmax(-1)
+    out = filtered(logp, top_p, top_k, min_p).softmax(-1)
     greedy = temperature == 0
     if greedy.any():
         best = logp[greedy].argmax(-1, keepdim=True)
@@ -78,6 +86,7 @@ def sample(
     temperature: torch.Tensor,
     top_p: torch.Tensor,
     top_k: torch.Tensor,
+    min_p: torch.Tensor,
     seeds: torch.Tensor,
     keys: torch.Tensor,
 ) -> torch.Tensor:
@@ -85,7 +94,7 @@ def sample(
     greedy = temperature == 0
     if greedy.all():
         return logp.argmax(-1)
-    drawn = draw(filtered(logp, top_p, top_k), seeds, keys)
+    drawn = draw(filtered(logp, top_p, top_k, min_p), seeds, keys)
     return torch.where(greedy, logp.argmax(-1), drawn) if greedy.any() else drawn
 
 

@@ -68,6 +68,8 @@ class SamplingBody(Strict):
     temperature: float = Field(1.0, ge=0, le=1000)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: Annotated[int, Field(ge=-1, le=(1 << 31) - 1), AfterValidator(_top_k)] = -1
+    min_p: float = Field(0.0, ge=0, le=1)
+    stop: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field([], max_length=32)
     max_new_tokens: int = Field(1024, ge=1, le=1 << 24)
     stop_token_ids: list[Annotated[int, Field(ge=0, le=(1 << 31) - 1)]] = Field([], max_length=1024)
     ignore_eos: bool = False

@@ -47,8 +47,10 @@ from megatron_rlspec.rollout.sglang.http.bodies import (
 from megatron_rlspec.rollout.sglang.http.progress import Progress, logprobs
 from megatron_rlspec.rollout.sglang.http.weight_routes import weights
 from megatron_rlspec.rollout.sglang.scheduler import versions
+from megatron_rlspec.rollout.sglang.scheduler.stop_strings import BEGUN
 from megatron_rlspec.rollout.sglang.schemas import Refusal
 from megatron_rlspec.rollout.sglang.settings import DRAFTED, Settings
+from megatron_rlspec.texts import StopStrings
 from megatron_rlspec.types import ended
 
 PROGRESS_TOKENS = 64  # between two lines of a sample that is being generated
@@ -67,6 +69,8 @@ async def generate(request: Request) -> StreamingResponse:
     tokenizer = manager()
     await weight_routes.may_generate()
     await asyncio.to_thread(schemas.check_batch, body, tokenizer.model_config.vocab_size, tokenizer.context_len)
+    if tokenizer.tokenizer is None and any(asked.sampling.stop for asked in body.requests):
+        raise Refusal(400, "sampling.stop needs a tokenizer, and the model's directory has none")
     finished = {asked.id: _finish(asked) for asked in body.requests if asked.begun}
     progress = body.progress and _position_keyed()
     return StreamingResponse(_lines(body.requests, finished, progress), media_type="application/x-ndjson")
@@ -89,7 +93,14 @@ def _finish(asked: schemas.RequestBody) -> dict[str, Any] | None:
         status = ended(asked.begun, stops, sampling.max_new_tokens)
     except ValueError as error:
         raise Refusal(400, f"request {asked.id}: {error}") from None
-    return None if status is None else {"type": {"finished": "stop", "truncated": "length"}[status]}
+    if status == "finished" or (sampling.stop and _stopped(asked.begun, sampling.stop)):
+        return {"type": "stop"}
+    return None if status is None else {"type": "length"}
+
+
+def _stopped(response: list[int], strings: list[str]) -> bool:
+    """Return whether the last token of a response ends it for a stop string."""
+    return StopStrings(strings, manager().tokenizer.decode).end(response, len(response) - 1) is not None
 
 
 async def _lines(
@@ -148,6 +159,8 @@ async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> As
     """Yield the lines of a sample: with `progress` its new tokens now and then, and at the end all of it."""
     sampling = asked.sampling.model_dump()
     sampling["max_new_tokens"] -= len(asked.begun)
+    if asked.sampling.stop and asked.begun:
+        sampling["custom_params"] = {BEGUN: len(asked.begun)}
     message = GenerateReqInput(
         rid=rid,
         input_ids=asked.input_ids + asked.begun,

@@ -25,6 +25,7 @@ from megatron_rlspec.rollout.sglang.scheduler import (
     eagle3,
     mounts,
     prefix_tree,
+    stop_strings,
     versions,
 )
 from megatron_rlspec.rollout.sglang.scheduler.rounds import RoundLog
@@ -61,6 +62,7 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
     yield f"{processor}.process_batch_result_prefill", _before_prefill, "BEFORE"
     yield from aborts.hooks()
+    yield from stop_strings.hooks()
     for extension in extensions.loaded(settings.extensions):
         yield from extension.hooks()
 
