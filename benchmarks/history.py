@@ -1,0 +1,583 @@
+"""Measure what earlier answers are worth as drafts beside the drafter's own, along recorded runs (docs/history.md).
+
+    python benchmarks/history.py quickstart=runs/quickstart/rl [NAME=RUN_DIR ...] [--quick] [--out FILE] [--plot FILE]
+
+A RUN_DIR is a run with `--train.record true`, on any task, also one of several turns (rollout.function). The newest
+policy of the run answers prompts of its last steps again, with the seeds that they had, and so do earlier policies.
+From these texts the program counts:
+
+    survival   the first tokens of an old answer that the newest policy generates again under the same seed. A row
+               "0 steps" is the newest policy itself in batches of another shape: what is below 1 there is rounding
+    tokens a   by (a) the run's own drafter, MTP or EAGLE-3; (b) a suffix index over the siblings of the group and all
+    round      answers of earlier steps; (c) the prompt's old answer under the same seed; (d) history where its match
+               is long, else the drafter
+    value      tokens a second over those of (a), by the roofline behind examples/cost_tables/h100-simulated.json, at
+               1, 8 and 64 running samples. Each way has the number of drafts that is best for it at that batch
+
+Rounds are followed on the final text, from every position at which one can begin. So one engine run serves all ways.
+Ways (b) to (d) get the benefit of every doubt: looking in the index costs nothing, and the shortest match that (d)
+trusts is the one that turns out best. Intervals are 95 % bootstrap intervals over prompts (`rlspec compare`).
+Speed does not matter: the figures are the same on a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_rlspec import custom, files
+from megatron_rlspec.commands.compare import Estimate, estimate
+from megatron_rlspec.config import Config
+from megatron_rlspec.conversion.drafter_files import read_model, weights_of, words
+from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.records.recorder import read_records
+from megatron_rlspec.rollout.conversation import Conversations
+from megatron_rlspec.rollout.embedded import verify
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.run.engines import sampling
+from megatron_rlspec.run.trajectory import Trajectory
+from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.tasks import data
+from megatron_rlspec.types import OFF, SHARPNESS, Group, Request, Sample, SpecConfig, SpecSchedule
+
+LONGEST = 8  # tokens of a match that the suffix index looks for
+MOST = 16  # drafts from history in a round
+STEPS = (1, 2, 3, 5)  # drafts of the drafter in a round
+HISTORY = (2, 4, 8, 16)  # drafts from history in a round
+MATCHES = (1, 2, 3, 4, 6, 8)  # the shortest matches that are tried
+BATCHES = (1, 8, 64)
+CONTEXT = 1024  # tokens of a running sample, for the value
+SHOWN = 3  # drafts of the drafter in the table of tokens a round; history has 8 there
+
+
+class Offer(NamedTuple):
+    """The drafts of one source at every position of a text; all `[L]`, counted from the prompt's first token.
+
+    match    tokens before the position that the source has seen in this order; 0: it has nothing
+    offered  drafts
+    right    how many of them, from the first one on, are the text's tokens
+    """
+
+    match: np.ndarray
+    offered: np.ndarray
+    right: np.ndarray
+
+    def most(self, drafts: int) -> Offer:
+        """Return the offer of at most so many drafts."""
+        return Offer(self.match, np.minimum(self.offered, drafts), np.minimum(self.right, drafts))
+
+
+class Walk(NamedTuple):
+    """Rounds of one sample, or their sum: rounds, accepted drafts, verified drafts, rounds of the drafter."""
+
+    rounds: int
+    accepted: int
+    verified: int
+    drafter: int
+
+
+def walk(own: np.ndarray, offer: Offer, by_drafter: np.ndarray) -> Walk:
+    """Follow the rounds of a text. The first token of every turn comes from a prefill, and is no round's.
+
+    own         [L], whether the policy generated the token
+    by_drafter  [L], whether the drafter makes the drafts at a position
+    """
+    rounds = accepted = verified = drafter = 0
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], own.astype(np.int8), [0]])))
+    for first, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        at = first + 1
+        while at < end:
+            taken = min(int(offer.right[at]), end - at - 1)
+            rounds += 1
+            accepted += taken
+            verified += int(offer.offered[at])
+            drafter += int(by_drafter[at])
+            at += taken + 1
+    return Walk(rounds, accepted, verified, drafter)
+
+
+def mixed(drafter: Offer, history: Offer, least: int) -> tuple[Offer, np.ndarray]:
+    """Return the offer of history where its match has `least` tokens, else the drafter's, and where the latter is."""
+    own = (history.match < least) | (history.offered == 0)
+    return Offer(*(np.where(own, a, b) for a, b in zip(drafter, history, strict=True))), own
+
+
+class SuffixIndex:
+    """What followed each run of up to `LONGEST` tokens in texts.
+
+    The texts of earlier steps are known from the start. A sibling's token at index i is known to a sample that has more
+    than i tokens, since all samples of a group run at once; with `finished`, from the start.
+    """
+
+    def __init__(self) -> None:
+        self._earlier: dict[tuple, Counter] = defaultdict(Counter)
+        self._siblings: dict[tuple, list[tuple[int, int, int]]] = defaultdict(list)  # (sibling, index, token)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        for context, token, _ in _contexts(tokens):
+            self._earlier[context][token] += 1
+
+    def set_siblings(self, texts: Sequence[Sequence[int]], old: Sequence[Sequence[int]] = ()) -> None:
+        """Set the texts of a group, and those of the same seeds by an older policy, which are known from the start.
+
+        A sample does not see the old text of its own seed: in another epoch it had another one.
+        """
+        self._siblings.clear()
+        for known, found in ((False, texts), (True, old)):
+            for number, tokens in enumerate(found):
+                for context, token, at in _contexts(tokens):
+                    self._siblings[context].append((number, -1 if known else at, token))
+
+    def follow(self, before: Sequence[int], number: int, now: int) -> tuple[int, int]:
+        """Return the length of the longest match of the end of `before`, and what followed most often; (0, -1): none.
+
+        number  the sample's own among its siblings
+        now     indices below this are known of siblings
+        """
+        for length in range(min(LONGEST, len(before)), 0, -1):
+            context = tuple(before[-length:])
+            seen = Counter(self._earlier.get(context, ()))
+            for sibling, at, token in self._siblings.get(context, ()):
+                if sibling != number and at < now:
+                    seen[token] += 1
+            if seen:
+                return length, max(seen, key=lambda token: (seen[token], -token))
+        return 0, -1
+
+    def offer(self, text: Sequence[int], prompt: int, number: int, finished: bool) -> Offer:
+        """Return what the index offers along a text; positions in the prompt have no offer."""
+        found = _nothing(len(text))
+        for at in range(prompt, len(text)):
+            now = 1 << 40 if finished else at
+            before = list(text[max(0, at - LONGEST) : at])
+            for i in range(MOST):
+                length, token = self.follow(before, number, now)
+                if not length:
+                    break
+                found.match[at] = found.match[at] or length
+                found.offered[at] += 1
+                if found.right[at] == i and at + i < len(text) and text[at + i] == token:
+                    found.right[at] += 1
+                before = [*before[-LONGEST + 1 :], token]
+        return found
+
+
+def _contexts(tokens: Sequence[int]) -> Iterator[tuple[tuple, int, int]]:
+    """Yield (run of tokens, the token after it, its index) of all runs of up to `LONGEST` tokens."""
+    for at in range(1, len(tokens)):
+        for length in range(1, min(LONGEST, at) + 1):
+            yield tuple(tokens[at - length : at]), tokens[at], at
+
+
+def _nothing(length: int) -> Offer:
+    return Offer(*(np.zeros(length, np.int64) for _ in range(3)))
+
+
+def same_seed(text: np.ndarray, old: np.ndarray, prompt: int) -> Offer:
+    """Return what an old answer under the same seed offers: its tokens at the same positions.
+
+    The match is how many tokens before the position agree; `LONGEST` as long as no token has differed.
+    """
+    found = _nothing(len(text))
+    both = min(len(text), len(old))
+    agree = text[:both] == old[:both]
+    match = LONGEST
+    for at in range(prompt, both):
+        if match:
+            found.match[at] = min(match, LONGEST)
+            found.offered[at] = min(MOST, len(old) - at)
+            differ = np.flatnonzero(~agree[at : at + MOST])
+            found.right[at] = differ[0] if len(differ) else min(MOST, both - at)
+        match = match + 1 if agree[at] else 0
+    return found
+
+
+def survived(old: Sample, new: Sample) -> int:
+    """Return how many tokens of the old answer, from its first on, the new one repeats."""
+    both = min(len(old.response), len(new.response))
+    differ = np.flatnonzero(old.response[:both] != new.response[:both])
+    return int(differ[0]) if len(differ) else both
+
+
+# ---- texts ----------------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A recorded run: the groups that are measured, and texts of policies under their seeds."""
+
+    def __init__(self, name: str, run_dir: Path, prompts: int, samples: int) -> None:
+        self.name = name
+        self.config = Config.model_validate_json((run_dir / "config.json").read_text())
+        self.trajectory = Trajectory(run_dir)
+        self.steps = self.trajectory.steps
+        self.hf_config, self.tensors = read_model(str(run_dir / "hf"), "")
+        self.groups: list[Group] = []
+        self.earlier: list[Group] = []
+        seen: dict[int, int] = {}
+        self.epoch = 0  # steps between two answers to one prompt; 0: no prompt came twice
+        for step in range(self.steps - 1, -1, -1):
+            for group in self.trajectory.groups(step):
+                if group.prompt.id in seen and not self.epoch:
+                    self.epoch = seen[group.prompt.id] - step
+                if group.prompt.id not in seen and len(self.groups) < prompts:
+                    self.groups.append(Group(group.prompt, group.samples[:samples]))
+                else:
+                    self.earlier.append(group)
+                seen.setdefault(group.prompt.id, step)
+        self.distances = sorted({min(d, self.steps) for d in (1, 5, self.epoch or self.steps, self.steps)})
+        rollout = self.config.rollout
+        self.engine = EmbeddedEngine(
+            self.hf_config,
+            weights_of(self.tensors),
+            dtype=getattr(torch, self.config.model.dtype),
+            max_length=self.config.model.max_length,
+            max_running_requests=min(rollout.max_running_requests, 64),
+            max_total_tokens=max(rollout.max_total_tokens, self.config.model.max_length + 64),
+            draft_words=words(self.tensors, self.hf_config) if DRAFTER in self.hf_config else None,
+        )
+        # Drafts of the run's last step were argmax(s · log q + noise) with this s.
+        records = read_records(run_dir / "metrics.jsonl")
+        self.engine.rounds.sharpness = records[-1].get("spec/sharpness", SHARPNESS[0])
+        self.version = 1
+
+    def distance_name(self, distance: int) -> str:
+        if distance == self.epoch:
+            return f"{distance} steps, an epoch"
+        return "1 step" if distance == 1 else f"{distance} steps"
+
+    def answers(self, step: int, config: SpecConfig) -> list[Sample]:
+        """Return one answer for each sample of `groups`, in their order, by the policy before `step`."""
+        self.version += 1
+        self.engine.update_weights(self.version, self.trajectory.policy(step).items(), "target")
+        self.engine.set_schedule(SpecSchedule.fixed(config))
+        requests = []
+        for i, group in enumerate(self.groups):
+            for j, sample in enumerate(group.samples):
+                name = f"v{self.version:04d}-g{i:05d}-s{j:05d}"
+                requests.append(Request(name, group.prompt, sample.seed or 0))
+        how = sampling(self.config)
+        if not self.config.rollout.function:
+            return self.engine.generate(requests, how)
+        function = custom.load("rollout.function", self.config.rollout.function)
+        tokenizer = data.load_tokenizer(self.config.model.path)
+        return Conversations(function, EnginePool({"engine": self.engine}), tokenizer).draw(requests, how)
+
+
+@contextmanager
+def one_token_a_round(engine: EmbeddedEngine) -> Iterator[dict[tuple[int, int], int]]:
+    """Let every round commit one token. Yield how many drafts of each it would have accepted, by (seed, position)."""
+    found: dict[tuple[int, int], int] = {}
+    follow, run = verify.walk, engine.rounds.round
+    present: list[tuple[int, int]] = []
+
+    def first_only(*tree: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        path, accepted = follow(*tree)
+        found.update(zip(present, accepted.tolist(), strict=True))
+        return path, np.zeros_like(accepted)
+
+    def noted(rows: np.ndarray, *rest: object) -> list:
+        seeds, lengths = engine.rounds.seeds[rows, 0].tolist(), engine.cache.length[rows].tolist()
+        present[:] = zip(seeds, lengths, strict=True)
+        return run(rows, *rest)
+
+    verify.walk, engine.rounds.round = first_only, noted
+    try:
+        yield found
+    finally:
+        verify.walk, engine.rounds.round = follow, run
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+class Texts(NamedTuple):
+    """What the figures are made of, a list entry a sample; `group` has the index of its prompt.
+
+    drafter  offers of the drafter, `max(STEPS)` drafts
+    history  way -> offers
+    """
+
+    new: Sequence[Sample]
+    old: Mapping[int, Sequence[Sample]]
+    group: Sequence[int]
+    drafter: Sequence[Offer]
+    history: Mapping[str, Sequence[Offer]]
+
+
+def collect(run: Recorded) -> Texts:
+    """Draw all texts of a run, and find what each source offers along the newest policy's."""
+    old = {}
+    for distance in sorted(run.distances, reverse=True):  # a trajectory is read forwards
+        old[distance] = timed(run, f"policy {distance} steps old", run.steps - distance, OFF)
+    old[0] = timed(run, "newest policy, other batches", run.steps, OFF)
+    with one_token_a_round(run.engine) as accepted:
+        new = timed(run, "newest policy, every round", run.steps, SpecConfig(max(STEPS)))
+    drafter = []
+    for sample in new:
+        offer = _nothing(len(sample.tokens))
+        offer.offered[:] = max(STEPS)
+        for at in range(sample.prompt_len, len(sample.tokens)):
+            offer.right[at] = accepted.get((sample.seed or 0, at), 0)
+        drafter.append(offer)
+    group = [i for i, one in enumerate(run.groups) for _ in one.samples]
+    history = suffixes(run, new, old[run.distances[-1]], group)
+    for distance in run.distances:
+        offers = []
+        for a, b in zip(new, old[distance], strict=True):
+            offers.append(same_seed(a.tokens, b.tokens, a.prompt_len))
+        history[f"c: same seed, {run.distance_name(distance)} old"] = offers
+    offers = []  # what is left of (c) where epochs have seeds of their own: the answer of a sibling
+    for a, b in zip(new, shifted(old[run.distances[-1]], group), strict=True):
+        offers.append(same_seed(a.tokens, b.tokens, a.prompt_len))
+    history[f"another seed, {run.distance_name(run.distances[-1])} old (control)"] = offers
+    return Texts(new, old, group, drafter, history)
+
+
+def timed(run: Recorded, what: str, step: int, config: SpecConfig) -> list[Sample]:
+    began = time.process_time()
+    samples = run.answers(step, config)
+    tokens = sum(len(sample.response) for sample in samples)
+    print(f"  {run.name}: {what}: {tokens} tokens, {time.process_time() - began:.0f} s of CPU", flush=True)
+    return samples
+
+
+def suffixes(
+    run: Recorded, new: Sequence[Sample], old: Sequence[Sample], group: Sequence[int]
+) -> dict[str, list[Offer]]:
+    """Return what the suffix index offers: with siblings as far as they are, with answers of an earlier epoch to the
+    same prompt in addition (`old`), and with all siblings finished.
+    """
+    index = SuffixIndex()
+    for earlier in run.earlier:
+        for sample in earlier.samples:
+            index.add(sample.tokens[max(0, sample.prompt_len - 1) :].tolist())
+    age = run.distance_name(run.distances[-1])
+    ways: dict[str, list[Offer]] = {
+        "b: index": [],
+        f"b: index, and the prompt's answers {age} old": [],
+        "b: index, siblings finished (a bound)": [],
+    }
+    for i in range(len(run.groups)):
+        own = [number for number, g in enumerate(group) if g == i]
+        first = new[own[0]].prompt_len - 1  # with the prompt's last token, which every answer follows
+        texts, before = ([samples[n].tokens[first:].tolist() for n in own] for samples in (new, old))
+        for way, known, finished in zip(ways, ((), before, ()), (False, False, True), strict=True):
+            index.set_siblings(texts, known)
+            for number, text in enumerate(texts):
+                offer = index.offer(text, 1, number, finished)
+                pad = np.zeros(first, np.int64)
+                ways[way].append(Offer(*(np.concatenate([pad, part]) for part in offer)))
+    return ways
+
+
+def walks(texts: Texts, steps: int, history: Sequence[Offer] | None, drafts: int, least: int) -> np.ndarray:
+    """Return `[prompts, 4]`, the sums of `Walk`. steps 0: history alone; history None: the drafter alone."""
+    total = np.zeros((max(texts.group) + 1, 4), np.int64)
+    for i, (sample, g) in enumerate(zip(texts.new, texts.group, strict=True)):
+        offer, own = texts.drafter[i].most(steps), np.full(len(sample.tokens), steps > 0)
+        if history is not None:
+            offer, own = mixed(offer, history[i].most(drafts), least)
+            own &= steps > 0
+        total[g] += walk(sample.loss_mask > 0, offer, own)
+    return total
+
+
+def tokens_a_ms(total: np.ndarray, steps: int, batch: int, cost: Roofline) -> float:
+    """Return tokens a ms of one of `batch` samples, whose rounds are `total [prompts, 4]`.
+
+    The drafter runs in a round if one of the batch's samples drafts with it.
+    """
+    rounds, accepted, verified, drafter = total.sum(0)
+    context = np.array(float(batch * CONTEXT))
+    tokens = np.array(batch * (1 + verified / rounds))
+    ms = float(cost.target_ms(tokens, context)) + cost.host_ms + cost.sample_ms * float(tokens)
+    if steps:
+        extend = cost.drafter * float(cost.target_ms(np.array(batch * (steps + 1.0)), context)) + cost.pass_ms
+        further = cost.drafter * float(cost.target_ms(np.array(float(batch)), context)) + cost.pass_ms
+        ms += (1 - (1 - drafter / rounds) ** batch) * (extend + (steps - 1) * further)
+    return float((1 + accepted / rounds) / ms)
+
+
+def gain(total: np.ndarray, base: np.ndarray) -> Estimate:
+    """Estimate by what share a way has more tokens a round than `base` on the same prompts."""
+    found, of = estimate(total[:, :2], base[:, :2]), estimate(base[:, :2]).value
+    return Estimate(found.value / of, found.low / of, found.high / of)
+
+
+def table(run: Recorded, texts: Texts) -> list[dict]:
+    """Return a row for each way: tokens a round, the gain over (a), and the value at each batch."""
+    cost = Roofline.of_hardware(*HARDWARE["H100"])
+    base = walks(texts, SHOWN, None, 0, 0)
+    alone = {steps: walks(texts, steps, None, 0, 0) for steps in (0, *STEPS)}
+    best = {b: max(tokens_a_ms(total, steps, b, cost) for steps, total in alone.items()) for b in BATCHES}
+    rows = [row(f"a: {run.config.drafter.kind}", base, base, {b: best[b] / best[b] for b in BATCHES}, 0)]
+    for way, history in texts.history.items():
+        for name, drafters in ((way, (0,)), (f"d: a or {way}", STEPS)):
+            # Tokens a round at SHOWN and 8 drafts; the shortest trusted match is the one with the most of them.
+            shown = SHOWN if drafters != (0,) else 0
+            tried = {least: walks(texts, shown, history, 8, least) for least in MATCHES}
+            least = max(tried, key=lambda m: 1 + tried[m][:, 1].sum() / tried[m][:, 0].sum())
+            value = dict.fromkeys(BATCHES, 0.0)
+            for steps in drafters:
+                for drafts in HISTORY:
+                    for trusted in MATCHES:
+                        total = walks(texts, steps, history, drafts, trusted)
+                        for b in BATCHES:
+                            value[b] = max(value[b], tokens_a_ms(total, steps, b, cost) / best[b])
+            rows.append(row(name, tried[least], base, value, least))
+    return rows
+
+
+def row(way: str, total: np.ndarray, base: np.ndarray, value: Mapping[int, float], least: int) -> dict:
+    length, more = estimate(total[:, :2]), gain(total, base)
+    return {
+        "way": way,
+        "tokens": vars(length),
+        "gain": vars(more),
+        "match": least,
+        "value": {str(b): round(v, 4) for b, v in value.items()},
+    }
+
+
+def survival(run: Recorded, texts: Texts) -> list[dict]:
+    """Return a row for each age: the share of old tokens that survive, and the curve over the answer's length."""
+    compared = {
+        f"{run.distance_name(d)} old" if d else "0 steps (control)": old for d, old in sorted(texts.old.items())
+    }
+    compared["another seed (control)"] = shifted(texts.new, texts.group)
+    rows = []
+    for name, old in compared.items():
+        counts = np.zeros((max(texts.group) + 1, 2), np.int64)
+        kept, ends = [], []
+        for a, b, g in zip(old, texts.new, texts.group, strict=True):
+            kept.append(survived(a, b))
+            ends.append(len(a.response))
+            counts[g] += (ends[-1], kept[-1])
+        share = estimate(counts)  # 1 + survived / all
+        longest = max(ends)
+        points = sorted({round(longest * part) for part in np.linspace(0, 1, 41)})
+        # Of the answers that reach n tokens, the share whose first n tokens survive.
+        reach = [sum(end >= n for end in ends) for n in points]
+        alive = [sum(k >= n for k in kept) for n in points]
+        curve = [[n, a / r] for n, a, r in zip(points, alive, reach, strict=True) if r >= max(4, len(ends) // 10)]
+        rows.append(
+            {
+                "age": name,
+                "share": [share.value - 1, share.low - 1, share.high - 1],
+                "whole": float(np.mean([k == e for k, e in zip(kept, ends, strict=True)])),
+                "tokens": float(np.mean(kept)),
+                "curve": curve,
+            }
+        )
+    return rows
+
+
+def shifted(samples: Sequence[Sample], group: Sequence[int]) -> list[Sample]:
+    """Return for each answer that of a sibling: the same prompt and policy under another seed."""
+    members: dict[int, list[int]] = defaultdict(list)
+    for i, g in enumerate(group):
+        members[g].append(i)
+    other = list(samples)
+    for own in members.values():
+        for i, j in zip(own, [*own[1:], own[0]], strict=True):
+            other[i] = samples[j]
+    return other
+
+
+def measure(name: str, run_dir: Path, prompts: int, samples: int) -> dict:
+    run = Recorded(name, run_dir, prompts, samples)
+    texts = collect(run)
+    lengths = [int(sample.loss_mask.sum()) for sample in texts.new]
+    return {
+        "run": run.name,
+        "steps": run.steps,
+        "epoch": run.epoch,
+        "prompts": len(run.groups),
+        "samples": len(texts.new),
+        "tokens": float(np.mean(lengths)),
+        "longest": max(lengths),
+        "dtype": run.config.model.dtype,
+        "ways": table(run, texts),
+        "survival": survival(run, texts),
+    }
+
+
+def show(found: Mapping) -> None:
+    epoch = f"an epoch of {found['epoch']} steps" if found["epoch"] else "an epoch is longer"
+    print(
+        f"\n{found['run']}: {found['steps']} recorded steps ({epoch}), {found['prompts']} prompts, {found['samples']} "
+        f"answers of {found['tokens']:.1f} tokens, the longest {found['longest']}, {found['dtype']}"
+    )
+    head = f"{'tokens a round, 3 drafts by (a), 8 from history':58} {'':>22} {'over (a)':>24} {'match':>5}"
+    print(head + "  tokens/s over (a) at " + ", ".join(map(str, BATCHES)))
+    for way in found["ways"]:
+        value = "  ".join(f"{way['value'][str(b)]:5.2f}" for b in BATCHES)
+        more = Estimate(**way["gain"])
+        shown = f"{more.value:+.1%} [{more.low:+.1%}, {more.high:+.1%}]"
+        print(f"  {way['way']:56} {str(Estimate(**way['tokens'])):>22} {shown:>24} {way['match']:5}  {value}")
+    print(f"  {'share of old tokens that survive':42} {'':24} whole answers  tokens")
+    for age in found["survival"]:
+        value, low, high = age["share"]
+        shown = f"{value:.3f} [{low:.3f}, {high:.3f}]"
+        print(f"  {age['age']:42} {shown:24} {age['whole']:13.3f}  {age['tokens']:6.1f}")
+
+
+def plot(results: Sequence[Mapping], path: Path) -> None:
+    """Draw the share of answers whose first n tokens survive, over n, a panel a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = min(4, len(results))
+    rows = -(-len(results) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.2 * columns, 3 * rows), layout="constrained", squeeze=False)
+    for axis in axes.flat[len(results) :]:
+        axis.axis("off")
+    for axis, found in zip(axes.flat, results, strict=False):
+        for age in found["survival"]:
+            style = "--" if "control" in age["age"] else "-"
+            axis.plot(*zip(*age["curve"], strict=True), style, label=age["age"], linewidth=1.2)
+        axis.set(title=f"{found['run']} ({found['tokens']:.0f} tokens)", xlabel="first n tokens", ylim=(0, 1.03))
+        axis.set_ylabel("share of answers")
+        axis.legend(fontsize="x-small")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("runs", nargs="+", metavar="NAME=RUN_DIR", help="runs with --train.record true")
+    p.add_argument("--prompts", type=int, default=32, help="of the last steps; default: 32")
+    p.add_argument("--samples", type=int, default=4, help="of each prompt, its siblings among them; default: 4")
+    p.add_argument("--quick", action="store_true", help="4 prompts with 2 samples each: shows that it runs")
+    p.add_argument("--out", type=Path, help="also write the figures to this file, as JSON")
+    p.add_argument("--plot", type=Path, help="draw the survival curves into this file")
+    options = p.parse_args(argv)
+    torch.set_num_threads(1)
+    prompts, samples = (4, 2) if options.quick else (options.prompts, options.samples)
+    results = []
+    for named in options.runs:
+        name, equals, run_dir = named.partition("=")
+        if not equals:
+            p.error(f"{named}: expected NAME=RUN_DIR, for example quickstart=runs/quickstart/rl")
+        results.append(measure(name, Path(run_dir), prompts, samples))
+        show(results[-1])
+        if options.out is not None:
+            files.write(options.out, json.dumps(results, indent=1) + "\n")
+    if options.plot is not None:
+        plot(results, options.plot)
+
+
+if __name__ == "__main__":
+    main()
