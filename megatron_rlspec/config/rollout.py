@@ -90,6 +90,12 @@ class RolloutConfig(Section):
         False, description="do not train the tokens that a sample had before it was continued by a later policy"
     )
 
+    redraw: Annotated[bool, Needs("rollout.staleness", "rollout.partial"), Needs("rollout.engine=embedded")] = Field(
+        False,
+        description="check samples of an older policy under the newest one, and generate anew from the first token on "
+        "that it would not say: all trained tokens are the newest policy's own",
+    )
+
     @property
     def oldest(self) -> int:
         """Return how many versions a token may be behind the policy that trains on it."""
@@ -105,6 +111,10 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"over_sampling={self.over_sampling}: expected at least prompts_per_step={self.prompts_per_step}"
             )
+        if self.redraw and self.function:
+            raise ValueError(f"redraw=true checks one reply, but function={self.function} draws several turns")
+        if self.redraw and self.mask_offpolicy:
+            raise ValueError("redraw=true leaves no tokens of older policies, but mask_offpolicy=true masks them")
         if self.partial and self.function:
             raise ValueError(f"partial=true continues one reply, but function={self.function} draws several turns")
 

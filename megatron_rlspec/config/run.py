@@ -90,6 +90,16 @@ class Config(Section):
                 f"rollout.partial=true: SGLang continues samples only under spec.verifier=position_keyed, not "
                 f"{self.spec.verifier}"
             )
+        if self.rollout.redraw and self.spec.verifier != "position_keyed":
+            raise ValueError(
+                f"rollout.redraw=true compares keyed tokens: expected spec.verifier=position_keyed, not "
+                f"{self.spec.verifier}"
+            )
+        if self.rollout.redraw and self.rollout.staleness and self.algorithm.dynamic_sampling:
+            raise ValueError(
+                "rollout.redraw=true changes rewards after a rollout with staleness=1, "
+                "but algorithm.dynamic_sampling=true has chosen groups by them; expected one of the two"
+            )
         if self.drafter.overlap and self.rollout.staleness:
             raise ValueError(
                 "drafter.overlap=true trains while engines draw, and so does the policy under rollout.staleness=1; "

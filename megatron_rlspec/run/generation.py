@@ -19,7 +19,7 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.losses import grpo
 from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
-from megatron_rlspec.rollout.partial import Drawing, mask_continued
+from megatron_rlspec.rollout.partial import Drawing, kept_tokens, mask_continued
 from megatron_rlspec.run.engines import Engines, sampling
 from megatron_rlspec.run.summaries import best_of, rollout_metrics, scored
 from megatron_rlspec.tasks import data, rewards
@@ -106,12 +106,13 @@ class Generation:
         """
         options = self._config.rollout
         keep_all = not self._config.algorithm.dynamic_sampling
+        carried = [group.redrawn() for group in self.begun] if options.redraw else self.begun
         drawing = Drawing(
-            self.begun, options.prompts_per_step, step + 2 - options.oldest, lambda g: keep_all or _has_signal(g)
+            carried, options.prompts_per_step, step + 2 - options.oldest, lambda g: keep_all or _has_signal(g)
         )
         failures: Failures = []
         ended = places = 0
-        begun = [r.partial for group in self.begun for r in group.requests if r.partial is not None]
+        begun = [r.partial for group in carried for r in group.requests if r.partial is not None]
         counts["continued_tokens"] = float(sum(len(partial.response) for partial in begun))
         while True:
             # One prompt at least, so that every rollout generates something.
@@ -130,6 +131,9 @@ class Generation:
         kept, self.begun = drawing.batch()
         if options.partial:
             counts["over_drawn"] = float(sum(len(group.requests) for group in self.begun))
+        if options.redraw:
+            drafts = {r.id: r.draft for group in carried for r in group.requests if r.draft is not None}
+            counts |= kept_tokens(drafts, [sample for group in kept for sample in group.samples])
         if options.mask_offpolicy:
             mask_continued([sample for group in kept for sample in group.samples])
         self._learn_lengths(kept)
@@ -138,6 +142,27 @@ class Generation:
         self._record_failures(f"step {step}", ended, failures)
         self._raise_level(step, source, kept)
         return kept
+
+    def redraw(self, step: int, groups: Sequence[Group], counts: dict[str, float]) -> list[Group]:
+        """Return the groups as the engines' present weights generate them from the same seeds, scored anew.
+
+        The given samples are drafts. Adds to `counts`. Raises as `rollout`.
+        """
+        drafts = {sample.request_id: sample.response for group in groups for sample in group.samples}
+        opened = []
+        for group in groups:
+            requests = []
+            for sample in group.samples:
+                assert sample.seed is not None, "an engine generated it"
+                requests.append(Request(sample.request_id, group.prompt, sample.seed, draft=sample.response))
+            opened.append(OpenGroup(requests))
+        drawing = Drawing(opened, len(opened), -math.inf)
+        new, failures = self._generate(drawing, counts)
+        self._record_failures(f"step {step}, redrawn", new, failures)
+        redrawn = drawing.batch()[0]
+        for name, tokens in kept_tokens(drafts, [s for group in redrawn for s in group.samples]).items():
+            counts[name] = counts.get(name, 0.0) + tokens
+        return redrawn
 
     def _learn_lengths(self, groups: Sequence[Group]) -> None:
         for group in groups:

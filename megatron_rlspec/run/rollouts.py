@@ -206,6 +206,12 @@ class Rollouts:
         """
         ahead, self._ahead = self._ahead, None
         self.newest = ahead.result() if ahead is not None else self._generate(step)
+        if ahead is not None and self._config.rollout.redraw:
+            try:
+                self.newest = self._redraw(step, self.newest)
+            except BaseException:
+                self._ahead = ahead  # a checkpoint keeps it
+                raise
         groups = self.newest.groups
         current = step + 1
         oldest = max(1, current - self._config.rollout.oldest)
@@ -215,6 +221,13 @@ class Rollouts:
         if self._config.rollout.staleness and step + 1 < self._config.train.steps:
             self.begin(step + 1)
         return groups
+
+    def _redraw(self, step: int, rollout: Rollout) -> Rollout:
+        """Return a rollout that ran ahead as the present weights generate it."""
+        began = time.perf_counter()
+        counts = dict(rollout.counts)
+        groups = self.generation.redraw(step, rollout.groups, counts)
+        return Rollout(groups, rollout.seconds + time.perf_counter() - began, counts)
 
     def begin(self, step: int) -> None:
         """Start the rollout of a step in a thread; `collect` waits for it."""

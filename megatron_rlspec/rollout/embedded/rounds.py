@@ -31,9 +31,10 @@ class Budget(Protocol):
 class Committed(NamedTuple):
     """The tokens that one round appended to one row."""
 
-    tokens: np.ndarray  # [accepted + 1]
-    logprobs: np.ndarray  # [accepted + 1]
-    accepted: int
+    tokens: np.ndarray  # [N]
+    logprobs: np.ndarray  # [N]
+    accepted: int  # drafts of the drafter
+    given: bool = False  # the round verified a request's own draft
 
 
 class Ahead(NamedTuple):
@@ -73,16 +74,25 @@ class RoundRunner:
         self.draws = np.zeros(rows, np.int64)  # noise keys that target_only and rejection have used so far
         self.verified = 0  # tokens that the target has verified so far
         self.before = np.zeros(rows, np.int64)  # committed tokens at the start of the row's last round
+        self.given: dict[int, np.ndarray] = {}  # row -> tokens [columns] of `Request.draft`, while all of them agree
 
-    def seat(self, row: int, sampling: Sampling, seed: int, draws: int) -> None:
-        """Set the sampling of a row. `draws` continues the noise of a sample that was put back into the queue."""
+    def seat(self, row: int, sampling: Sampling, seed: int, draws: int, known: np.ndarray | None = None) -> None:
+        """Set the sampling of a row. `draws` continues the noise of a sample that was put back into the queue.
+
+        known  tokens that the sample may have, prompt included; they fit into the cache
+        """
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
         self.min_p[row] = sampling.min_p
         self.seeds[row] = verify.streams(seed)
         self.draws[row] = draws
-        self.before[row] = self.cache.length[row] - 1
+        length = int(self.cache.length[row])
+        self.before[row] = length - 1
+        self.given.pop(row, None)
+        if known is not None and self.verifier == "position_keyed" and len(known) > length:
+            if np.array_equal(known[:length], self.cache.tokens[row, :length]):
+                self.given[row] = known
 
     def ready(self, row: int) -> bool:
         """Return whether the target has run on all tokens of the row but the pending one."""
@@ -140,7 +150,21 @@ class RoundRunner:
 
     def columns(self, rows: np.ndarray, config: SpecConfig) -> np.ndarray:
         """Return [B], the number of columns that must have slots for a round of `config`."""
-        return self.cache.length[rows] - 1 + scratch(config)
+        nodes = np.full(len(rows), scratch(config))
+        given = self.has_draft(rows)
+        if given.any():
+            nodes[given] = [1 + len(tokens) for tokens in self._given(rows[given])]
+        return self.cache.length[rows] - 1 + nodes
+
+    def has_draft(self, rows: np.ndarray) -> np.ndarray:
+        """Return [B], whether the next round of a row verifies its request's own draft."""
+        return np.array([row in self.given for row in rows.tolist()], bool)
+
+    def _given(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return what is left of the rows' own drafts; together at most `prefill_chunk` tokens, and one of each."""
+        most = max(1, self.prefill_chunk // len(rows))
+        lengths = self.cache.length[rows].tolist()
+        return [self.given[row][n : n + most] for row, n in zip(rows.tolist(), lengths, strict=True)]
 
     def draft_only(self, rows: np.ndarray, config: SpecConfig) -> Ahead:
         """Draft for rows that have the drafter's keys only. `round` verifies the drafts, in the same step."""
@@ -148,15 +172,19 @@ class RoundRunner:
         return Ahead(rows, tree, q)
 
     def round(self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None = None) -> list[Committed]:
-        """Commit at least one token for every row. Rows that cannot draft run in a pass of their own without drafts.
+        """Commit at least one token for every row. Rows that cannot draft run in a pass of their own without drafts,
+        and so do rows with drafts of their own.
 
         ahead  drafts of the last ones of `rows`
         """
-        drafting = self.can_draft(rows)
-        if config.off or drafting.all():
+        given = self.has_draft(rows)
+        drafting = (self.can_draft(rows) | config.off) & ~given
+        if drafting.all():
             return self._round(rows, config, ahead)
         committed: dict[int, Committed] = {}
-        for part, chosen, drafted in ((drafting, config, ahead), (~drafting, OFF, None)):
+        if given.any():
+            committed |= zip(rows[given].tolist(), self._check(rows[given]), strict=True)
+        for part, chosen, drafted in ((drafting, config, ahead), (~drafting & ~given, OFF, None)):
             if part.any():
                 committed |= zip(rows[part].tolist(), self._round(rows[part], chosen, drafted), strict=True)
         return [committed[row] for row in rows.tolist()]
@@ -185,6 +213,27 @@ class RoundRunner:
             taken = path[i, : count + 1]
             cache.commit(row, targets[i, taken], taken, tree.tokens.shape[1])
             committed.append(Committed(targets[i, taken], logprobs[i, taken], count))
+        return committed
+
+    def _check(self, rows: np.ndarray) -> list[Committed]:
+        """Verify the rows' own drafts in one pass: commit what agrees, and the token behind it."""
+        cache = self.cache
+        self.before[rows] = cache.length[rows]
+        left = self._given(rows)
+        tree = draft.given(cache.tokens[rows, cache.length[rows] - 1], left)
+        self.verified += int(tree.valid.sum())
+        read = self._read(rows, cache.length[rows] - 1 + tree.valid.sum(1))
+        targets, logprobs = self._verify(rows, read, tree, None, chain=True)
+        _, accepted = verify.walk(tree.tokens, tree.parents, tree.valid, targets)
+        committed = []
+        for i, (row, count) in enumerate(zip(rows.tolist(), accepted.tolist(), strict=True)):
+            taken = np.arange(count + 1)
+            cache.commit(row, targets[i, taken], taken, len(left[i]) + 1)
+            known = self.given[row]
+            length = int(cache.length[row])
+            if count < len(left[i]) or length >= len(known) or known[length - 1] != cache.tokens[row, length - 1]:
+                del self.given[row]
+            committed.append(Committed(targets[i, taken], logprobs[i, taken], 0, given=True))
         return committed
 
     def _draft(
@@ -290,7 +339,8 @@ class RoundRunner:
         where = None
         if not chain:
             where = TreeColumns(self._to(start), self._to(draft.ancestors(tree.parents)), self._to(tree.depth))
-        plan = cache.plan(read, self._to(start[:, None] + np.arange(nodes)), valid=tree.valid, tree=where)
+        columns = np.minimum(start[:, None] + np.arange(nodes), read.shape[1] - 1)  # padding stays within `read`
+        plan = cache.plan(read, self._to(columns), valid=tree.valid, tree=where)
         hidden, drafted_from = self.model.target(self._to(tree.tokens[tree.valid]), plan, cache.kv)
         cache.hidden.index_copy_(0, plan.write, drafted_from)
         sample_of = np.nonzero(tree.valid)[0]  # the sample of each flat node
