@@ -170,19 +170,19 @@ def policy_of(run_dir: Path) -> dict[str, float]:
         found |= {name: record[name] for name in BESIDE if name in record}
     for event in read_records(run_dir / "events.jsonl"):
         if event["kind"] == "evaluation" and "reward" in event:
-            found[f"held_out_reward_{event['name']}"] = event["reward"]
+            found["_".join(["held_out_reward", *filter(None, [event.get("set")]), event["name"]])] = event["reward"]
     return found
 
 
 def held_out_rewards(run_dir: Path) -> dict[str, Estimate]:
-    """Return the held-out reward of every evaluation of a run, as a share of right answers.
+    """Return the reward of every evaluation of a run on data.eval_path, as a share of right answers.
 
     The intervals are Wilson's, 95 %. They hold for rewards of 0 and 1.
     """
     found = {}
     z = 1.959964  # the normal distribution's 97.5 % quantile
     for event in read_records(run_dir / "events.jsonl"):
-        if event["kind"] == "evaluation" and "reward" in event:
+        if event["kind"] == "evaluation" and "reward" in event and "set" not in event:
             n = event["prompts"] - event.get("failed_rewards", 0.0)
             share = event["reward"]
             middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)

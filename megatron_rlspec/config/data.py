@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from typing import Annotated
+
 from pydantic import Field, model_validator
 
 from megatron_rlspec import reasoning_gym as environments
-from megatron_rlspec.config.base import Name, Section, Text
+from megatron_rlspec.config.base import Name, Needs, Section, Text
 
 
 class DataConfig(Section):
@@ -14,6 +17,9 @@ class DataConfig(Section):
         description="training prompts: a .jsonl or .parquet file in slime's format, or reasoning_gym:TASK?OPTION=VALUE",
     )
     eval_path: Text = Field("", description="held-out prompts, as for path; empty: no evaluation")
+    eval_sets: Annotated[tuple[Name, ...], Needs("data.eval_path")] = Field(
+        (), description="further held-out prompts, each NAME=PATH: evaluations report them by name, one after the other"
+    )
     prompt_key: Name = Field("prompt", description="column of the prompt: text, or chat messages")
     label_key: Text = Field("label", description="column of the right answer, which the reward gets; empty: no labels")
     metadata_key: Text = Field("metadata", description="optional column with an object, which the reward gets too")
@@ -29,8 +35,19 @@ class DataConfig(Section):
     )
     shuffle: bool = Field(True, description="draw prompts in a new random order every epoch, seeded by train.seed")
 
+    @property
+    def evaluated(self) -> dict[str, str]:
+        """Return the paths of held-out prompts by the name of their set; "" is that of `eval_path`."""
+        further = dict(named.split("=", 1) for named in self.eval_sets)
+        return {"": self.eval_path, **further} if self.eval_path else {}
+
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
+        for named in self.eval_sets:
+            if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}=.+", named, re.ASCII):
+                raise ValueError(f"eval_sets={named}: expected NAME=PATH, a name of letters, digits, '_', '-' and '.'")
+        if len({named.partition("=")[0] for named in self.eval_sets}) < len(self.eval_sets):
+            raise ValueError(f"eval_sets={','.join(self.eval_sets)}: one name twice; expected each once")
         if self.system_prompt and not self.apply_chat_template:
             raise ValueError("system_prompt needs apply_chat_template=true, which writes it into the prompt")
         if self.raise_level_at and not environments.is_source(self.path):

@@ -113,9 +113,12 @@ class Recorder:
         """Add the record of a step."""
         record = {"step": step, "time": time.time(), **values}
         _append(self._metrics, [record])
-        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        self.to_sinks(step, {name: value for name, value in values.items() if isinstance(value, int | float)})
+
+    def to_sinks(self, step: int, values: Mapping[str, float]) -> None:
+        """Send numbers of a step to the sinks of [log] only."""
         for sink in self._sinks:
-            sink.write(step, numbers)
+            sink.write(step, values)
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Print one line on stderr, and add the event to `events.jsonl`. Control characters are escaped."""

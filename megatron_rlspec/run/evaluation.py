@@ -49,12 +49,14 @@ class Evaluation:
         self._push = push
         self._last_rollout = 0.0  # accept length of the newest evaluation of a warm start
 
-    def evaluate(self, name: str, prompts: int | None = None) -> dict[str, float]:
-        """Generate and score responses to held-out prompts, if there are any, and write the result as an event.
+    def evaluate(self, name: str, done: int, prompts: int | None = None) -> dict[str, dict[str, float]]:
+        """Generate and score responses to held-out prompts, if there are any, and write an event for each set.
 
-        Returns the result on rank 0, {} on the others. Collective.
+        done  steps of the run so far
+
+        Returns the results on rank 0 by the name of the set, {} on the others. Collective.
         """
-        found: dict[str, float] = {}
+        found: dict[str, dict[str, float]] = {}
 
         def measure() -> None:
             assert self._rollouts is not None
@@ -62,6 +64,8 @@ class Evaluation:
 
         while not self._rank0.run(measure):
             self._push()
+        for which, result in found.items():
+            self._records.evaluated(done, which, result)
         return found
 
     def warm_enough(self, done: int, tokens: int, held_out: list[Sample]) -> bool:
@@ -104,7 +108,7 @@ class Evaluation:
         with self._records.clock("push"):
             self._push()
         with self._records.clock("generate"):
-            found = self.evaluate(f"step-{done:06d}", options.eval_prompts)
+            found = self.evaluate(f"step-{done:06d}", done, options.eval_prompts).get("", {})
         stop = False
         if found:
             gain = found["accept_length"] - self._last_rollout

@@ -38,7 +38,7 @@ class Generation:
     """Takes prompts, has engines generate samples of them, and has rewards score these.
 
     begun      groups that go on in the next rollout (`rollout.partial`)
-    held_out   prompts of evaluations
+    held_out   prompts of evaluations by the name of their set
     cancelled  when it is set, rollouts end with RolloutCancelledError
     """
 
@@ -49,7 +49,7 @@ class Generation:
         engines: Engines,
         scorer: rewards.Scorer,
         recorder: Recorder,
-        held_out: Sequence[Prompt],
+        held_out: Mapping[str, Sequence[Prompt]],
         cancelled: threading.Event,
     ) -> None:
         self.sampling = sampling(config)
@@ -191,28 +191,31 @@ class Generation:
             self._recorder.event("sample", f"{name}: {scored(sample)}")
         self._shown = True
 
-    def evaluate(self, name: str, prompts: int | None = None) -> dict[str, float]:
-        """Generate and score responses to the first held-out prompts, with the same seeds each time. {} without any."""
-        if not self.held_out:
-            return {}
-        chosen = self.held_out[: prompts or self._config.train.eval_prompts]
+    def evaluate(self, name: str, prompts: int | None = None) -> dict[str, dict[str, float]]:
+        """Generate and score responses to the first prompts of every held-out set, with the same seeds each time."""
+        return {which: self._evaluate(name, which, prompts) for which in self.held_out}
+
+    def _evaluate(self, name: str, which: str, prompts: int | None) -> dict[str, float]:
+        chosen = self.held_out[which][: prompts or self._config.train.eval_prompts]
         requests = self._requests(f"e-{name}", chosen, self._config.train.eval_samples, EVALUATION)
         drawing = Drawing(requests, len(chosen), math.inf)
         _, failures = self._generate(drawing)
         groups = drawing.batch()[0]
         samples = [sample for group in groups for sample in group.samples]
-        if name == "first":
+        if name == "first" and not which:
             self._show("the first of the evaluation", samples[0])
-        self._record_failures(f"evaluation {name}", len(samples), failures)
+        shown = f"{name}, {which}" if which else name
+        self._record_failures(f"evaluation {shown}", len(samples), failures)
         best = best_of(groups)
         passed = "".join(f", pass@{k} {value:.3f}" for k, value in best.items())
         result = rollout_metrics(samples) | {"prompts": float(len(groups))}
         result |= {f"pass_{k}": value for k, value in best.items()}
         self._recorder.event(
             "evaluation",
-            f"{name}: reward {result.get('reward', math.nan):.3f}{passed} on {len(groups)} held-out prompts, "
+            f"{shown}: reward {result.get('reward', math.nan):.3f}{passed} on {len(groups)} held-out prompts, "
             f"accept length {result['accept_length']:.2f}",
             name=name,
+            **({"set": which} if which else {}),
             **result,
         )
         return result

@@ -61,8 +61,8 @@ def check_inputs(config: Config, command: Command) -> None:
             data.check_prompts(config.data.path, config.data)
         elif command == "sft":
             data.check_demonstrations(config.sft.path, config.data, config.sft.response_key)
-        if config.data.eval_path and evaluates:
-            data.check_prompts(config.data.eval_path, config.data)
+        for path in config.data.evaluated.values() if evaluates else ():
+            data.check_prompts(path, config.data)
 
 
 def with_drafter(config: Config, hf_config: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:

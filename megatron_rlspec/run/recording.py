@@ -59,6 +59,12 @@ class Records:
         if self.recorder is not None:
             self.recorder.event(kind, message, **fields)
 
+    def evaluated(self, done: int, which: str, result: Mapping[str, float]) -> None:
+        """Send the result of an evaluation after `done` steps to the sinks, as `eval/reward` or `eval/SET/reward`."""
+        if self.recorder is not None:
+            prefix = f"eval/{which}/" if which else "eval/"
+            self.recorder.to_sinks(done, {f"{prefix}{name}": value for name, value in result.items()})
+
     def steps(self, total: int) -> Iterator[int]:
         """Yield the numbers of the remaining steps."""
         self._total = total

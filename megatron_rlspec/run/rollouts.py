@@ -42,7 +42,7 @@ from megatron_rlspec.types import Group, OpenGroup, Sample, Scope
 class StartingRollouts:
     """The parts of `Rollouts` that exist before the trainer is built: `prepare` makes them, `launch` starts engines.
 
-    held_out   prompts of evaluations; empty without `data.eval_path`
+    held_out   prompts of evaluations by the name of their set (`DataConfig.evaluated`)
     learning   the learning of speculation
     scorer     reward workers
     engines    of the run
@@ -59,8 +59,8 @@ class StartingRollouts:
         self.hf_config = hf_config
         self.tokenizer = tokenizer
         self.run_dir = Path(config.train.run_dir)
-        path = config.data.eval_path
-        self.held_out = data.Prompts(path, tokenizer, config).rows if path else []
+        sets = config.data.evaluated.items()
+        self.held_out = {name: data.Prompts(path, tokenizer, config).rows for name, path in sets}
         self.learning = learning(config, hf_config)
 
     def prepare(self, layout: GpuLayout, extensions: Extensions) -> None:
@@ -133,7 +133,7 @@ class Rollouts:
         self._awaits_drafts = False  # a fresh drafter has not drafted in most rounds of a rollout yet
         self._thread = ThreadPoolExecutor(1, "rollout")
         self.speculation = Speculation(config.spec, started.learning, started.run_dir / "spec_rule.json")
-        canary = started.held_out or (prompts.rows if prompts else [])
+        canary = started.held_out.get("") or (prompts.rows if prompts else [])
         pool = open_pool(config, named, started.engines.spare, lambda name: self.engines.restart(name))
         health = open_health(
             config,

@@ -26,6 +26,7 @@ OTHERS = {"spec.candidate_steps": "0,3", "drafter.loss": "tv", "tail.rebalance":
 OTHERS |= {"rollout.over_sampling": "64", "spec.num_steps": "2", "spec.num_draft_tokens": "4", "tail.tp": "1,2"}
 OTHERS |= {"spec.cost_table": "costs.json", "rollout.urls": "http://127.0.0.1:1"}
 OTHERS |= {"push.transport": "http", "data.eval_path": "e.jsonl", "algorithm.dual_clip": "3", "algorithm.loss": "m:f"}
+OTHERS |= {"data.eval_sets": "a=a.jsonl,b=b.jsonl"}
 
 
 def another(name: str) -> str:
@@ -67,7 +68,9 @@ def test_an_option_without_effect_is_refused(name, needs, tmp_path):
         return
     section, _, key = name.partition(".")
     value = another(name)
-    text = value if re.fullmatch(r"[\d.e-]+|true|false", value) else f"[{value}]" if "," in value else json.dumps(value)
+    text = value if re.fullmatch(r"[\d.e-]+|true|false", value) else json.dumps(value)
+    if isinstance(option(DEFAULTS, name)[0], tuple):
+        text = f"[{value}]" if re.fullmatch(r"[\d,]+", value) else json.dumps(value.split(","))
     (tmp_path / "c.toml").write_text(f"[{section}]\n{key} = {text}\n")
     load(tmp_path / "c.toml", missing)  # a command line switches off what a file sets up
 

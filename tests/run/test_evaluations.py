@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from short_run import run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.summaries import best_of
 from megatron_rlspec.types import Group, Prompt, Sample
@@ -44,7 +46,9 @@ def evaluations(run_dir: Path) -> list[dict]:
 def test_an_evaluation_draws_several_responses(start, tmp_path):
     kind = {"reward__kind": "run_reward:by_length"}
     run(start, tmp_path / "several", **OPTIONS, **kind, train__eval_prompts=4)
-    run(start, tmp_path / "greedy", **OPTIONS, **kind, train__eval_prompts=4, train__eval_temperature=0)
+    sets = {"data__eval_sets": f"first-8={start / 'task/rl.jsonl'},own={start / 'task/eval.jsonl'}"}
+    sets |= {"train__save_best": "true", "train__best_set": "first-8", "train__eval_every": 1}
+    run(start, tmp_path / "greedy", **OPTIONS, **kind, train__eval_prompts=4, train__eval_temperature=0, **sets)
     several, greedy = (evaluations(tmp_path / name)[0] for name in ("several", "greedy"))
     assert several["samples"] == 16 and several["prompts"] == 4
     assert several["reward"] < several["pass_2"] < several["pass_4"]
@@ -52,3 +56,38 @@ def test_an_evaluation_draws_several_responses(start, tmp_path):
     assert greedy["reward"] == greedy["pass_2"] == greedy["pass_4"]  # the same response four times
     records = [json.loads(line) for line in (tmp_path / "greedy/metrics.jsonl").read_text().splitlines()]
     assert records[0]["rollout/reward_std"] > 0  # rollouts keep their temperature
+    of_sets(tmp_path / "greedy", greedy)
+
+
+def of_sets(run_dir: Path, held_out: dict) -> None:
+    """Every evaluation has an event for each set. The best policy is that of `train.best_set`."""
+    found = evaluations(run_dir)
+    assert [e.get("set", "") for e in found] == ["", "first-8", "own"] * 3  # first, after the step, last
+    own = next(e for e in found if e.get("set") == "own")
+    assert own["reward"] == held_out["reward"] and "first, own: reward" in own["message"]  # the same file
+    best = [e["message"] for e in read_records(run_dir / "events.jsonl") if e["kind"] == "best"]
+    step = next(e for e in found if e["name"] == "step-000001" and e.get("set") == "first-8")
+    assert f"reward {step['reward']:.3f} is the highest" in best[0]
+    board = EventAccumulator(str(run_dir / "tensorboard"))
+    board.Reload()
+    for which, prefix in (("first-8", "eval/first-8/"), ("", "eval/")):
+        expected = [e["reward"] for e in found if e.get("set", "") == which]
+        values = {s.step: s.value for s in board.Scalars(f"{prefix}reward")}
+        assert values == pytest.approx({0: expected[0], 1: expected[-1]})
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"data.eval_sets": "a"}, "data.eval_sets=a: expected NAME=PATH"),
+        ({"data.eval_sets": "a=x,a=y"}, "data.eval_sets=a=x,a=y: one name twice"),
+        (
+            {"data.eval_sets": "a=x", "train.save_best": "true", "train.best_set": "b"},
+            "train.best_set=b: expected a name in data.eval_sets=a=x",
+        ),
+    ],
+)
+def test_wrong_sets_are_refused(options, line):
+    with pytest.raises(ConfigError, match=line):
+        given = {"model.path": "m", "data.path": "d.jsonl", "data.eval_path": "held-out.jsonl"}
+        load(overrides=given | options).check_run("train", 1)
