@@ -16,6 +16,7 @@ ALLOWED = {
     "sgl_kernel": ("rollout/sglang/",),
     "megatron": ("train/", "integrations/"),
     "slime": ("integrations/",),
+    "triton": ("kernels/",),
 }
 DECISIONS = ("speculation/", "extensions/migration/plans/", "extensions/simulator/", "extensions/trees/")
 BELOW = ("types", "files", "arguments")  # standard library only, for every room

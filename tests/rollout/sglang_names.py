@@ -112,6 +112,14 @@ layers.logits_processor
     LogitsProcessor._compute_lm_head(hidden_states, lm_head)
 layers.quantization.unquant
     UnquantizedLinearMethod.apply(layer, x, bias)
+layers.sampler
+    SGLANG_RETURN_ORIGINAL_LOGPROB
+    Sampler._preprocess_logits(logits, sampling_info)
+    Sampler._sync_token_ids_across_tp(batch_next_token_ids, sampling_info)
+    Sampler.enable_deterministic
+    Sampler.forward(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions,
+        logprob_logits)
+    Sampler.rl_on_policy_target
 managers.scheduler
     Scheduler._record_scheduler_state_for_paused_engine
     Scheduler.continue_generation(recv_req)
@@ -141,7 +149,9 @@ runtime_context
     get_spec
 sampling.sampling_batch_info
     SamplingBatchInfo(temperatures, top_ps, top_ks, min_ps, is_all_greedy, need_top_p_sampling,
-        need_top_k_sampling, need_min_p_sampling, sampling_seed, max_top_k)
+        need_top_k_sampling, need_min_p_sampling, sampling_seed, max_top_k, sampling_mask_batch_indices)
+speculative.eagle_worker_common
+    compute_spec_logprobs(batch, logits_output, predict, accept_index)
 speculative.eagle_worker_v2
     EagleDraftWorker.cuda_graph_runner_for_draft_extend
     EagleDraftWorker.draft(batch)

@@ -7,6 +7,10 @@ weights only. Target-only is the same walk with ordinary random numbers.
 SGLang's `eagle_sample` has a branch that walks the draft tree with given target tokens (`verify_tree_greedy_func`),
 which it computes by argmax. The hooks send sampled requests into that branch and replace those tokens by sampled ones,
 after SGLang has applied penalties, biases and grammar masks.
+
+On a GPU the kernel of `kernels/keyed_draw.py` draws from the logits, in plain decoding, too, and gives the log-probs
+with the tokens. Rounds that ask for more than a token's log-prob, and machines without the kernel, take SGLang's
+functions. Both draw the same tokens, but where two scores differ by less than float32 rounds a softmax.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megatron_rlspec.kernels import chosen
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
 from megatron_rlspec.rollout.sglang.settings import Settings
@@ -32,6 +37,9 @@ def hooks(settings: Settings) -> Iterator[Hook]:
     if settings.verifier == "position_keyed":
         yield "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", _keep_seeds, "AFTER"
         yield "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch", _sample_filtered, "AROUND"
+        if versions.installed().draws_logits and not is_cpu():
+            yield "sglang.srt.layers.sampler.Sampler.forward", sample_plain, "AROUND"
+            yield "sglang.srt.speculative.eagle_worker_common.compute_spec_logprobs", known_logprobs, "AROUND"
     elif not is_cpu():
         return  # SGLang's own kernels do target-only and rejection sampling where they exist.
     sampled = _SampledVerification()
@@ -66,17 +74,82 @@ def _sample_filtered(original: Callable, probs: torch.Tensor, *args: Any, **kwar
     return multinomial_with_seed(torch.log(kept), given["sampling_seed"], given["positions"]).view(-1).to(torch.int32)
 
 
-@dataclass(frozen=True)
+def _draws(kernel: Any, info: Any, positions: torch.Tensor) -> Any:
+    """Return the kernel's `Draws` for a `SamplingBatchInfo`, with the limits that some request of the batch has."""
+    some = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
+    limits = {"top_ks": info.top_ks, "top_ps": info.top_ps} if some else {}
+    if info.need_min_p_sampling:
+        limits["min_ps"] = info.min_ps
+    return kernel.Draws(info.sampling_seed, positions, info.temperatures, **limits)
+
+
+def _only_tokens(top_logprobs_nums: Any, token_ids_logprobs: Any) -> bool:
+    """Whether no request asks for log-probs of other tokens than its own."""
+    return not any(top_logprobs_nums or ()) and not any(ids is not None for ids in token_ids_logprobs or ())
+
+
+def sample_plain(
+    original: Callable,
+    layer: Any,
+    logits_output: Any,
+    info: Any,
+    return_logprob: bool,
+    top_logprobs_nums: Any,
+    token_ids_logprobs: Any,
+    positions: torch.Tensor,
+    **kwargs: Any,
+) -> Any:
+    """Draw the tokens [B] of a plain decode round by the kernel, if there is one and the round asks for no more."""
+    from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
+
+    kernel = chosen.sampling(logits_output.next_token_logits)
+    other = (  # what SGLang computes from the probabilities of all tokens
+        kwargs.get("logprob_logits") is not None
+        or info.sampling_mask_batch_indices is not None
+        or layer.rl_on_policy_target is not None
+        or (return_logprob and (SGLANG_RETURN_ORIGINAL_LOGPROB or layer.enable_deterministic))
+        or not _only_tokens(top_logprobs_nums, token_ids_logprobs)
+    )
+    if kernel is None or info.is_all_greedy or info.sampling_seed is None or other:
+        asked = (return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
+        return original(layer, logits_output, info, *asked, **kwargs)
+    logits = layer._preprocess_logits(logits_output.next_token_logits, info)
+    tokens, logprobs = kernel.sample(logits, _draws(kernel, info, positions))
+    tokens = tokens.to(torch.int32)
+    if return_logprob:
+        logits_output.next_token_logprobs = logprobs
+    layer._sync_token_ids_across_tp(tokens, info)
+    return tokens
+
+
+def known_logprobs(
+    original: Callable, batch: Any, logits_output: Any, predict: Any, *, accept_index: Any = None, **kwargs: Any
+) -> None:
+    """Take the log-probs [B, width] of accepted tokens from the kernel, which gave one for every node's token."""
+    from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
+
+    known = getattr(logits_output, "rlspec_logprobs", None)
+    plain = _only_tokens(batch.top_logprobs_nums, batch.token_ids_logprobs)
+    if known is None or accept_index is None or not plain or SGLANG_RETURN_ORIGINAL_LOGPROB:
+        return original(batch, logits_output, predict, accept_index=accept_index, **kwargs)
+    logits_output.next_token_logprobs = known[accept_index.long()]
+    return None
+
+
+@dataclass
 class _VerifyPass:
     """The verification in progress: what sampling the target's tokens needs.
 
-    logits [B * width, V] and positions [B * width] of all nodes; `width` nodes per request.
+    logits [B * width, V] and positions [B * width] of all nodes; `width` nodes per request. logprobs [B * width] of
+    the sampled tokens, if they are known.
     """
 
     info: Any
     logits: torch.Tensor
     positions: torch.Tensor
     width: int
+    output: Any = None  # SGLang's LogitsProcessorOutput
+    logprobs: torch.Tensor | None = None
 
 
 class _SampledVerification:
@@ -91,7 +164,7 @@ class _SampledVerification:
         info = batch.sampling_info
         if not (batch.forward_mode.is_idle() or info.is_all_greedy):
             logits, positions = logits_output.next_token_logits, verify_input.positions
-            self._pass = _VerifyPass(info, logits, positions, verify_input.draft_token_num)
+            self._pass = _VerifyPass(info, logits, positions, verify_input.draft_token_num, logits_output)
             info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
         try:
             return original(verify_input, batch, logits_output, *args, **kwargs)
@@ -103,18 +176,24 @@ class _SampledVerification:
     def walk(self, original: Callable, **walk: Any) -> Any:
         if self._pass is not None:
             walk["target_predict"] = sample_targets(self._pass).view(walk["candidates"].shape)
+            self._pass.output.rlspec_logprobs = self._pass.logprobs
         return original(**walk)
 
 
 def sample_targets(verified: _VerifyPass) -> torch.Tensor:
     """Draw the target's token after every node, [B * width], by the functions that plain decoding uses.
 
-    A few rows are sampled at a time: SGLang's functions make several copies of the logits, some in float64.
+    Without the kernel, a few rows are sampled at a time: SGLang's functions copy the logits, some of them in float64.
     """
     group = versions.installed().tensor_group()
-    rows = max(1, ELEMENTS // verified.logits.shape[-1])
-    starts = range(0, len(verified.logits), rows)
-    tokens = torch.cat([_sample_rows(verified, slice(start, start + rows)) for start in starts])
+    kernel = chosen.sampling(verified.logits) if verified.info.sampling_seed is not None else None
+    if kernel is None or not versions.installed().draws_logits:
+        rows = max(1, ELEMENTS // verified.logits.shape[-1])
+        starts = range(0, len(verified.logits), rows)
+        tokens = torch.cat([_sample_rows(verified, slice(start, start + rows)) for start in starts])
+    else:
+        draws = _draws(kernel, verified.info, verified.positions)
+        tokens, verified.logprobs = kernel.sample(verified.logits, draws)
     if group.world_size > 1:
         group.broadcast(tokens, src=0)
     return tokens.long()

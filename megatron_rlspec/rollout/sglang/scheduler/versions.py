@@ -29,6 +29,7 @@ class Sglang0523:
     cpu_environment: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
     reads_files = True  # schedulers read a bucket's file themselves
     couples = True  # drafts can take the verifier's noise
+    draws_logits = True  # a sampler's round can be drawn from its logits
     migrates = True  # running samples can move with their KV cache
 
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:
@@ -171,6 +172,7 @@ class Sglang0515(Sglang0523):
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
     reads_files = False
     couples = False
+    draws_logits = False
     migrates = False
 
     def weight_version(self, manager: Any = None) -> str:

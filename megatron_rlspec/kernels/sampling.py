@@ -1,0 +1,187 @@
+"""Draw tokens from raw logits by the kernels of `keyed_draw.py`: of whole rows, or of columns that lie on ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from megatron_rlspec.kernels import keyed_draw
+
+BLOCK = 2048  # columns of a tile
+STAIRS = 32  # in a list
+PARTS = 16  # of a row, at most
+PROGRAMS = 512  # that fill a GPU: four on each of 132 multiprocessors
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How the tokens of N rows are drawn, for B requests of N / B rows each. All are on the device of the logits.
+
+    seeds [B] int64, positions [N] integers; temperatures [B] or [B, 1], positive; top_ks [B] integers, the size of the
+    vocabulary or more for none; top_ps [B], 1 for none; min_ps [B], 0 for none; sharpness [B] or [B, 1]. None: no
+    limit, and a sharpness of 1. words [V]: the token ids of the columns; None: column i is token i.
+    """
+
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    temperatures: torch.Tensor
+    top_ks: torch.Tensor | None = None
+    top_ps: torch.Tensor | None = None
+    min_ps: torch.Tensor | None = None
+    sharpness: torch.Tensor | None = None
+    words: torch.Tensor | None = None
+
+    @property
+    def limited(self) -> bool:
+        """Whether a row may have a limit."""
+        return not (self.top_ks is None and self.top_ps is None and self.min_ps is None)
+
+
+class _Rows:
+    """One call: logits [N, W] of columns [offset, offset + W) of a vocabulary, and what the kernels hand on."""
+
+    def __init__(self, logits: torch.Tensor, draws: Draws, offset: int = 0, ranks: int = 1) -> None:
+        if logits.stride(1) != 1:
+            raise ValueError(f"logits have a stride of {logits.stride(1)} between columns; expected 1")
+        self.draws, self.device = draws, logits.device
+        self.rows, width = logits.shape
+        vocabulary = width * ranks
+        tiles = triton.cdiv(width, BLOCK)
+        fill = triton.next_power_of_2(triton.cdiv(PROGRAMS, self.rows))
+        self.parts = min(PARTS, fill, triton.next_power_of_2(tiles))
+        b, k, p, least = draws.seeds.shape, draws.top_ks, draws.top_ps, draws.min_ps
+        sharp = torch.ones(b, device=self.device) if draws.sharpness is None else draws.sharpness
+        limits: dict[str, Any] = {
+            "top_ks": torch.full(b, vocabulary, dtype=torch.int32, device=self.device) if k is None else k,
+            "top_ps": torch.ones(b, device=self.device) if p is None else p,
+            "min_ps": torch.zeros(b, device=self.device) if least is None else least,
+            "vocabulary": vocabulary,
+            "nodes": self.rows // len(draws.seeds),
+            "STAIRS": STAIRS,
+        }
+        read = {
+            "logits": logits,
+            "stride": logits.stride(0),
+            "width": width,
+            "temperatures": draws.temperatures.reshape(-1).float(),
+            "BLOCK": BLOCK,
+        }
+        noise = {
+            "seeds": draws.seeds,
+            "positions": draws.positions,
+            "sharpnesses": sharp.reshape(-1).float(),
+            "words": logits if draws.words is None else draws.words,  # not read without words
+            "MAPPED": draws.words is not None,
+        }
+        part = {"offset": offset, "columns_of_part": triton.cdiv(tiles, self.parts) * BLOCK}
+        self._of_scan = limits | read | noise | part
+        self._of_merge = limits
+        self._of_sums = limits | read | part
+        self._of_choice = limits | read | noise | {"BLOCK": BLOCK // 4}  # its registers hold more
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _list(self, prefix: str, *shape: int) -> dict[str, torch.Tensor]:
+        """Return room for lists of stairs, with their floors, and with the maximum and the sum of a part or a row."""
+        return {
+            f"{prefix}_z": self._empty(*shape, STAIRS),
+            f"{prefix}_column": self._empty(*shape, STAIRS, dtype=torch.int32),
+            f"{prefix}_score": self._empty(*shape, STAIRS, dtype=torch.float64),
+            f"{prefix}_floor_z": self._empty(*shape),
+            f"{prefix}_floor_column": self._empty(*shape, dtype=torch.int32),
+            f"{prefix}_peak": self._empty(*shape),
+            f"{prefix}_total": self._empty(*shape, dtype=torch.float64),
+        }
+
+    def scan(self) -> dict[str, torch.Tensor]:
+        """List the stairs of each part: the first read. Returns tensors [N, parts, ...]."""
+        lists = self._list("part", self.rows, self.parts)
+        keyed_draw.scan[self.rows, self.parts](**lists, PARTS=self.parts, **self._of_scan)
+        return lists
+
+    def merge(self, lists: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the list of each row, and the number of stairs in it: tensors [N, ...]."""
+        merged = self._list("row", self.rows) | {"counts": self._empty(self.rows, dtype=torch.int32)}
+        parts = lists["part_peak"].shape[1]
+        keyed_draw.merge[(self.rows,)](**lists, **merged, PARTS=parts, **self._of_merge)
+        return merged
+
+    def add_up(self, merged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Add up what comes before each stair, in each part: the second read, of rows with limits only."""
+        shape = self.rows, self.parts
+        sums = {
+            "numbers": self._empty(*shape, STAIRS, dtype=torch.int32),
+            "masses": self._empty(*shape, STAIRS, dtype=torch.int64),
+            "wholes": self._empty(*shape, dtype=torch.int64),
+        }
+        if self.draws.limited:
+            given = {name: merged[name] for name in ("row_z", "row_column", "row_peak", "counts")}
+            keyed_draw.add_up[shape](**given, **sums, PARTS=self.parts, **self._of_sums)
+        return sums
+
+    def choose(
+        self, merged: dict[str, torch.Tensor], sums: dict[str, torch.Tensor], whole: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return token [N] int64, log-prob [N], and [N] whether the cut may lie behind what was listed."""
+        tokens, logprobs = self._empty(self.rows, dtype=torch.int64), self._empty(self.rows)
+        unsettled = self._empty(self.rows, dtype=torch.int32)
+        given = {name: value for name, value in merged.items() if name != "counts"}
+        keyed_draw.choose[(self.rows,)](
+            **given, **sums, tokens=tokens, logprobs=logprobs, unsettled=unsettled,
+            PARTS=sums["wholes"].shape[1], WHOLE=whole, **self._of_choice,
+        )  # fmt: skip
+        return tokens, logprobs, unsettled
+
+
+def sample(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a column [N] int64 of each row of logits [N, V], with its log-prob [N] at the row's temperature.
+
+    The log-prob is of all tokens, whatever the limits are. The host does not wait for the device.
+    """
+    if not len(logits):
+        return draws.positions.new_empty(0, dtype=torch.int64), logits.new_empty(0, dtype=torch.float32)
+    rows = _Rows(logits, draws)
+    merged = rows.merge(rows.scan())
+    tokens, logprobs, _ = rows.choose(merged, rows.add_up(merged), whole=True)
+    return tokens, logprobs
+
+
+def sample_shards(logits: torch.Tensor, draws: Draws, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw as `sample` does where the columns lie on the ranks of a group: logits [N, V / ranks], in the ranks' order.
+
+    All ranks return the same tokens and log-probs. `draws.words` are those of this rank's columns. Ranks exchange lists
+    and sums; logits only of rows with more stairs than a list holds. The host waits to see whether there are any.
+    Raises ValueError if the group's size is not a power of 2.
+    """
+    ranks = dist.get_world_size(group)
+    if ranks & (ranks - 1):
+        raise ValueError(f"the vocabulary lies on {ranks} ranks; expected a power of 2")
+    rows = _Rows(logits, draws, dist.get_rank(group) * logits.shape[1], ranks)
+    lists = {name: _joined(value, group) for name, value in rows.scan().items()}
+    merged = rows.merge(lists)
+    sums = rows.add_up(merged)
+    if draws.limited:
+        for value in sums.values():
+            dist.all_reduce(value, group=group)
+    tokens, logprobs, unsettled = rows.choose(merged, sums, whole=False)
+    again = unsettled.nonzero().view(-1)
+    if len(again):
+        words = None if draws.words is None else _joined(draws.words[None], group)[0]
+        requests = again // (len(logits) // len(draws.seeds))
+        names = ("seeds", "temperatures", "top_ks", "top_ps", "min_ps", "sharpness")
+        given = {name: value[requests] for name in names if (value := getattr(draws, name)) is not None}
+        some = Draws(**given, positions=draws.positions[again], words=words)
+        tokens[again], logprobs[again] = sample(_joined(logits[again], group), some)
+    return tokens, logprobs
+
+
+def _joined(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Join the ranks' tensors [N, n, ...] to [N, ranks · n, ...]."""
+    parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    return torch.cat(parts, 1)

@@ -1,0 +1,211 @@
+"""The sampling kernels draw what a float64 oracle draws, in one or two reads of the logits, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from interpreted import Interpreter, interpreter
+
+from megatron_rlspec.noise import draw
+from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
+
+pytest.importorskip("triton", reason="Triton is not installed; the kernels were not run")
+SIZES = {"BLOCK": 32, "STAIRS": 32, "PARTS": 2}
+MASK = 0xFFFFFFFF
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Interpreter]:
+    with interpreter() as found:
+        yield found
+
+
+def murmur(seed: int, position: int, word: int) -> int:
+    h = 0
+    for k in (seed & MASK, seed >> 32 & MASK, position & MASK, word & MASK):
+        k = k * 0xCC9E2D51 & MASK
+        h ^= (k << 15 | k >> 17) * 0x1B873593 & MASK
+        h = ((h << 13 | h >> 19) & MASK) * 5 + 0xE6546B64 & MASK
+    h ^= 16
+    h = (h ^ h >> 16) * 0x85EBCA6B & MASK
+    h = (h ^ h >> 13) * 0xC2B2AE35 & MASK
+    return h ^ h >> 16
+
+
+def word_with(seed: int, position: int, wanted: int) -> int:
+    """Return the word whose hash is `wanted`: MurmurHash3 backwards."""
+    h = wanted ^ wanted >> 16
+    h = h * pow(0xC2B2AE35, -1, 1 << 32) & MASK
+    h = (h ^ h >> 13 ^ h >> 26) * pow(0x85EBCA6B, -1, 1 << 32) & MASK
+    h = (h ^ h >> 16) ^ 16
+    h = (h - 0xE6546B64) * pow(5, -1, 1 << 32) & MASK
+    h = (h >> 13 | h << 19) & MASK
+    state = 0
+    for k in (seed & MASK, seed >> 32 & MASK, position & MASK):
+        k = k * 0xCC9E2D51 & MASK
+        state ^= (k << 15 | k >> 17) * 0x1B873593 & MASK
+        state = ((state << 13 | state >> 19) & MASK) * 5 + 0xE6546B64 & MASK
+    k = (h ^ state) * pow(0x1B873593, -1, 1 << 32) & MASK
+    k = (k >> 15 | k << 17) & MASK
+    word = k * pow(0xCC9E2D51, -1, 1 << 32) & MASK
+    assert murmur(seed, position, word) == wanted
+    return word
+
+
+def noise(seed: int, position: int, words: np.ndarray) -> np.ndarray:
+    u = np.array([murmur(seed, position, word) for word in words.tolist()], np.float64) / MASK
+    with np.errstate(divide="ignore"):
+        return -np.log(-np.clip(np.log(u), -np.finfo(np.float64).max, -(2.0**-32)))
+
+
+def scaled(row: np.ndarray, temperature: float) -> np.ndarray:
+    return (row.astype(np.float32) / np.float32(temperature)).astype(np.float32)
+
+
+def oracle(z: np.ndarray, score: np.ndarray, k: int, p: float, least: float) -> set[int]:
+    """Return the tokens that may be drawn: one, or two if a limit cuts within rounding of a token's edge."""
+    order = np.lexsort((np.arange(len(z)), -z.astype(np.float64)))
+    weights = np.exp(z[order].astype(np.float64) - z.max())
+    above = np.cumsum(weights) - weights
+    found = set()
+    for slack in (-1e-6, 0.0, 1e-6):
+        kept = (np.arange(len(z)) < k) & ((above <= (p + slack) * weights.sum()) | (p >= 1))
+        kept &= weights >= least - slack
+        kept[0] = True
+        tokens = np.sort(order[kept])
+        found.add(int(tokens[score[tokens].argmax()]))
+    return found
+
+
+def check(kernel: Interpreter, sizes: dict[str, int], given: dict[str, np.ndarray]) -> None:
+    """Draw, and compare tokens, log-probs and the number of reads."""
+    rows, width = given["logits"].shape
+    requests = len(given["seeds"])
+    found = kernel.sample(sizes=sizes, **given)
+    full = {"top_ks": np.full(requests, width), "top_ps": np.ones(requests), "min_ps": np.zeros(requests)}
+    full |= {"sharpness": np.ones(requests, np.float32), "words": np.arange(width)} | given
+    for row in range(rows):
+        i = row // (rows // requests)
+        z = scaled(full["logits"][row], full["temperatures"][i])
+        y = z * full["sharpness"][i]
+        score = y.astype(np.float64) + noise(int(full["seeds"][i]), int(full["positions"][row]), full["words"])
+        limits = [float(full[name][i]) for name in ("top_ks", "top_ps", "min_ps")]
+        token = int(found.tokens[row])
+        assert token in oracle(z, score, *limits)
+        exact = z[token] - z.max() - np.log(np.exp(z.astype(np.float64) - z.max()).sum())
+        assert abs(found.logprobs[row] - exact) < 2e-6 * max(1, abs(exact))
+        limited = limits != [width, 1, 0]
+        assert (found.reads[row] == 1 + limited).all() or sizes["STAIRS"] < 32
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> dict[str, np.ndarray]:
+    """Draw one to three requests of one or two rows, with ties, plateaus, masked words, limits, sharpness and words."""
+    width = draw(st.sampled_from((2, 33, 100)))
+    requests = draw(st.integers(1, 3))
+    count = requests * draw(st.integers(1, 2))
+    random = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    logits = draw(st.sampled_from((0.0, 1.0, 4.0, 20.0))) * random.normal(size=(count, width))
+    kind = draw(st.sampled_from(("as drawn", "steps", "masked", "large")))
+    if kind == "steps":
+        logits = logits.round()
+    elif kind == "masked":
+        logits[:, random.permutation(width)[: width // 2]] = -np.inf
+    elif kind == "large":
+        logits += 1e4
+    some = lambda *values: np.array(draw(st.lists(st.sampled_from(values), min_size=requests, max_size=requests)))  # noqa: E731
+    given = {
+        "logits": logits.astype(np.float32),
+        "seeds": random.integers(-(2**63), 2**63, requests),
+        "positions": random.integers(0, 2**31, count),
+        "temperatures": some(1.0, 0.3, 1.7).astype(np.float32),
+    }
+    if draw(st.booleans()):
+        given["top_ks"] = some(1, 2, 20, width, 1 << 30).astype(np.int32)
+        given["top_ps"] = some(0.0, 0.5, 0.95, 1.0).astype(np.float32)
+        given["min_ps"] = some(0.0, 0.05, 1.0).astype(np.float32)
+    if draw(st.booleans()):
+        given["sharpness"] = some(0.5, 1.0, 2.0).astype(np.float32)
+        given["words"] = random.permutation(3 * width)[:width]
+    return given
+
+
+@settings(deadline=None, max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(given=rows())
+def test_tokens_are_those_of_the_oracle(kernel: Interpreter, given: dict[str, np.ndarray]) -> None:
+    check(kernel, SIZES, given)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@given(given=rows(), block=st.sampled_from((16, 64)), parts=st.sampled_from((1, 4)), stairs=st.sampled_from((2, 4, 32)))
+def test_tokens_do_not_depend_on_tiles_parts_and_lists(
+    kernel: Interpreter, given: dict[str, np.ndarray], block: int, parts: int, stairs: int
+) -> None:
+    check(kernel, {"BLOCK": block, "PARTS": parts, "STAIRS": stairs}, given)
+
+
+@pytest.mark.parametrize("sharpness", [0.3, 3.0, 20.0])
+def test_tokens_are_those_of_plain_torch(kernel: Interpreter, sharpness: float) -> None:
+    """Flat to peaked logits: the same tokens as softmax, filter, log and draw, which engines use without a GPU."""
+    random = np.random.default_rng(0)
+    logits = (sharpness * random.normal(size=(12, 200))).astype(np.float32)
+    logits[6:] = logits[6:].round()
+    given = {
+        "seeds": random.integers(-(2**63), 2**63, 12),
+        "positions": np.arange(12),
+        "temperatures": np.full(12, 0.9, np.float32),
+        "top_ks": np.array([200, 200, 7] * 4, np.int32),
+        "top_ps": np.array([1.0, 0.9, 0.95] * 4, np.float32),
+    }
+    found = kernel.sample(sizes=SIZES | {"BLOCK": 256}, logits=logits, **given)
+    seeds, positions, temperatures, top_ks, top_ps = (torch.from_numpy(value) for value in given.values())
+    probs = torch.softmax(torch.from_numpy(logits) / temperatures[:, None], -1)
+    kept = filtered(probs, top_ks, top_ps, None)
+    assert found.tokens.tolist() == draw(kept.log(), seeds, positions).tolist()
+    assert np.allclose(found.logprobs, probs.log().gather(1, torch.from_numpy(found.tokens)[:, None])[:, 0], atol=2e-6)
+
+
+def test_a_row_of_stairs(kernel: Interpreter) -> None:
+    """Every token beats all that are likelier, so a list of four is full again and again, whatever the limit is."""
+    width, rows = 30, 3
+    words = np.arange(width)
+    order = np.argsort(noise(5, 9, words))
+    logits = np.empty((rows, width), np.float32)
+    logits[:, order] = -1e-3 * np.arange(width)
+    top_ks = np.array([1, 7, width], np.int32)
+    given = {
+        "logits": logits,
+        "seeds": np.full(rows, 5),
+        "positions": np.full(rows, 9),
+        "temperatures": np.ones(rows, np.float32),
+        "top_ks": top_ks,
+        "top_ps": np.full(rows, 0.99999, np.float32),
+    }
+    found = kernel.sample(sizes={"BLOCK": 32, "STAIRS": 4, "PARTS": 2}, **given)
+    gumbel = noise(5, 9, words)[order]
+    assert np.diff(gumbel).min() > 1e-3  # more than the steps of the logits
+    assert found.tokens.tolist() == [order[k - 1] for k in top_ks]
+    assert (found.reads[0] == 2).all() and (found.reads[2] > 2).all()
+
+
+def test_extreme_noise(kernel: Interpreter) -> None:
+    """u = 1 gives the noise of the value below it, and u = 0 lifts no token of probability 0."""
+    words = np.array([word_with(3, 4, hashed) for hashed in (MASK, MASK - 1, 0, 1 << 31)])
+    low = -np.inf
+    logits = np.log(np.array([[0.1, 0.9, low, low], [low, low, 1.0, low], [1.0, 1.0, 1.0, 1.0]], np.float32).clip(0))
+    rows = len(logits)
+    found = kernel.sample(
+        sizes=SIZES,
+        logits=logits,
+        seeds=np.full(rows, 3),
+        positions=np.full(rows, 4),
+        temperatures=np.ones(rows, np.float32),
+        words=words,
+    )
+    assert found.tokens.tolist() == [1, 2, 0]

@@ -1,0 +1,102 @@
+"""With the sampling kernel, in Triton's interpreter, SGLang draws the tokens and log-probs that it draws without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from interpreted import Interpreter, interpreter
+
+from megatron_rlspec.kernels import chosen
+from megatron_rlspec.rollout.sglang.scheduler import verifier
+
+pytest.importorskip("triton", reason="Triton is not installed; the kernels were not run")
+ALL = 1 << 30  # SGLang's top_k of a request without one
+REQUESTS, NODES, VOCABULARY = 3, 2, 150
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Interpreter]:
+    with interpreter() as found:
+        yield found
+
+
+@pytest.fixture
+def sampler(sglang_models: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    from sglang.srt.layers import sampler
+
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    group = SimpleNamespace(world_size=1)
+    monkeypatch.setattr(verifier.versions.Sglang0523, "tensor_group", lambda self: group)
+    monkeypatch.setattr(
+        sampler, "get_exec", lambda: SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
+    )
+    original = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+    hooked = lambda *given, **named: verifier._sample_filtered(original, *given, **named)  # noqa: E731
+    monkeypatch.setattr(sampler, "top_k_top_p_min_p_sampling_from_probs_torch", hooked)
+    return sampler
+
+
+def batch(limited: bool) -> Any:
+    """Make what the rounds read of a `SamplingBatchInfo`; the last request is greedy, if there are limits."""
+    return SimpleNamespace(
+        temperatures=torch.tensor([[1.0], [0.7], [1.0]]),
+        top_ks=torch.tensor([ALL, 20, 1] if limited else [ALL] * 3, dtype=torch.int32),
+        top_ps=torch.tensor([0.9, 1.0, 1.0] if limited else [1.0] * 3),
+        min_ps=torch.tensor([0.0, 0.02, 0.0] if limited else [0.0] * 3),
+        need_top_p_sampling=limited, need_top_k_sampling=limited, need_min_p_sampling=limited,
+        sampling_seed=torch.tensor([5, -(2**62), 2**40]), is_all_greedy=False, max_top_k=ALL,
+        has_custom_logit_processor=False, sampling_mask_batch_indices=None,
+        sampling_support_logprobs_capture_indices=None, grammars=None,
+    )  # fmt: skip
+
+
+def logits(rows: int) -> torch.Tensor:
+    return 3 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows))
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_plain_round(sampler: ModuleType, kernel: Interpreter, limited: bool) -> None:
+    from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
+
+    layer = object.__new__(sampler.Sampler)
+    torch.nn.Module.__init__(layer)
+    layer.rl_on_policy_target, layer.enable_deterministic, layer.use_log_softmax_logprob = None, False, False
+    layer.use_ascend_backend, layer.output_logprob_processor = False, OutputLogprobProcessor()
+    found = []
+    for used in (None, kernel.sampling):
+        output = SimpleNamespace(next_token_logits=logits(REQUESTS))
+        given = (layer, output, batch(limited), True, [0] * REQUESTS, [None] * REQUESTS, torch.arange(REQUESTS))
+        with mock.patch.object(chosen, "sampling", lambda logits, used=used: used):
+            tokens = verifier.sample_plain(sampler.Sampler.forward, *given)
+        found.append((tokens, output.next_token_logprobs))
+    (tokens, logprobs), (ours, known) = found
+    assert torch.equal(ours, tokens) and ours.dtype == tokens.dtype
+    assert torch.allclose(known, logprobs, atol=2e-6) and len(set(tokens.tolist())) == REQUESTS
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_verify_round(sampler: ModuleType, kernel: Interpreter, limited: bool) -> None:
+    from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+
+    info, rows = batch(limited), REQUESTS * NODES
+    found = []
+    for used in (None, kernel.sampling):
+        output = SimpleNamespace(next_token_logits=logits(rows))
+        verified = verifier._VerifyPass(info, output.next_token_logits, torch.arange(rows), NODES)
+        with mock.patch.object(chosen, "sampling", lambda logits, used=used: used):
+            tokens = verifier.sample_targets(verified)
+        output.rlspec_logprobs = verified.logprobs
+        asked = SimpleNamespace(
+            seq_lens=info.sampling_seed, sampling_info=info, top_logprobs_nums=None, token_ids_logprobs=None
+        )
+        accepted = torch.arange(rows, dtype=torch.int32).view(REQUESTS, NODES)
+        verifier.known_logprobs(compute_spec_logprobs, asked, output, tokens, accept_index=accepted)
+        found.append((tokens, output.next_token_logprobs))
+    (tokens, logprobs), (ours, known) = found
+    assert torch.equal(ours, tokens) and ours.dtype == tokens.dtype
+    assert torch.allclose(known, logprobs, atol=2e-6) and known.shape == logprobs.shape
