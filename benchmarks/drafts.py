@@ -11,10 +11,13 @@ take the verifier's noise, and the difference on the same prompts, with 95 % int
 round are accepted, and tokens per CPU second of the embedded engine, and of --repeats draws in turn the medians and the
 range of their ratios. Texts must be equal in all rows of a temperature. float32, one thread.
 
---sharpness 2,1,1.5,3 draws once more with drafts argmax(s · log q + noise), s the first of these factors, and adds a
-row for each s: how often such a draft is the text's token, where the drafts before it in its round were right.
-The tokens a round that follow from these rates are 1 + a_1 + a_1 a_2 + ...; intervals of their differences to argmax
-drafts, s = inf, are over prompts.
+Coupled drafts are argmax(s · log q + noise). For each drafter and temperature s is chosen as in training:
+other prompts, of --choose FILE, are drawn once, drafts are drawn anew with every s of `types.SHARPNESS` at the places
+that rounds reached, and the s that accepts most is taken. Without --choose it is the first of --sharpness, else 2.
+
+--sharpness 2,1,1.5,3 adds a row for each s: how often such a draft is the text's token, where the drafts before it in
+its round were right. The tokens a round that follow from these rates are 1 + a_1 + a_1 a_2 + ...; intervals of their
+differences to argmax drafts, s = inf, are over prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import argparse
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +39,9 @@ from megatron_rlspec.rollout.embedded import draft
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import is_drafter
 from megatron_rlspec.tasks import data
-from megatron_rlspec.types import OFF, Drafts, Prompt, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SHARPNESS, Drafts, Prompt, Sample, Sampling, SpecConfig, SpecSchedule
+
+CHOOSING = 128  # prompts on which the factor is chosen
 
 
 def main() -> None:
@@ -50,7 +55,8 @@ def main() -> None:
     p.add_argument("--temperatures", default="1.0,0.7,1.5")
     p.add_argument("--steps", default="1,3,5")
     p.add_argument("--repeats", type=int, default=1, help="draws of each kind, in turn, for the speeds; default: 1")
-    p.add_argument("--sharpness", default="", help="factors on log q; none by default")
+    p.add_argument("--sharpness", default="", help="factors on log q to compare; none by default")
+    p.add_argument("--choose", type=Path, help="prompts on which the factor of coupled drafts is chosen")
     options = p.parse_args()
     torch.set_num_threads(1)
 
@@ -87,8 +93,13 @@ class Bench:
         tokenizer = data.load_tokenizer(options.policy)
         prompts, _ = data.read_prompts(options.prompts, form, tokenizer, self.longest - options.max_new_tokens)
         self.prompts: Sequence[Prompt] = prompts[: options.count]
+        self.choosing: Sequence[Prompt] = ()
+        if options.choose:
+            found, _ = data.read_prompts(options.choose, form, tokenizer, self.longest - options.max_new_tokens)
+            self.choosing = found[:CHOOSING]
         self.drafters = dict(named.split("=", 1) for named in options.drafters)
         self.repeats = options.repeats
+        self.sharpness = SHARPNESS[0]
         self.sampling = Sampling()
         self.samples: Sequence[Sample] = ()
         self.engines: dict[Drafts, EmbeddedEngine] = {}
@@ -100,36 +111,42 @@ class Bench:
         return {key: tensor for key, tensor in own.items() if is_drafter(key)}
 
     def table(self, steps: Sequence[int], factors: Sequence[float]) -> None:
-        """Print argmax drafts beside coupled ones, and what `factors` on log q gain."""
-        head = f"{'drafter':>12} {'k':>2} {'argmax':>7} {'coupled':>7} {'difference':>24} {'accepted drafts':>24}"
+        """Print argmax drafts beside coupled ones, and how `factors` on log q compare."""
+        head = (
+            f"{'drafter':>12} {'s':>4} {'k':>2} {'argmax':>7} {'coupled':>7} {'difference':>24} {'accepted drafts':>24}"
+        )
         print(head + f" {'tokens per CPU second':>34}")
         for name in self.drafters:
             tensors = self.tensors_of(name)
+            self.sharpness = self.chosen(tensors, max(steps)) if self.choosing else (*factors, SHARPNESS[0])[0]
             for k in steps:
                 pairs = []
                 for _ in range(self.repeats):
-                    pairs.append((self.rounds(tensors, k, "argmax"), self.rounds(tensors, k, "coupled")))
+                    plain_draw = self.rounds(tensors, k, "argmax")
+                    with beside((self.sharpness, *factors)) if factors else nullcontext() as drafted:
+                        pairs.append((plain_draw, self.rounds(tensors, k, "coupled", drafted)))
                 (plain, _), (coupled, _) = pairs[0]
                 more = relative(coupled, plain)
                 speeds = np.array([[one[1], other[1]] for one, other in pairs])
                 ratios = speeds[:, 1] / speeds[:, 0]
                 print(
-                    f"{name:>12} {k:2} {estimate(plain).value:7.3f} {estimate(coupled).value:7.3f} "
+                    f"{name:>12} {self.sharpness:4g} {k:2} {estimate(plain).value:7.3f} {estimate(coupled).value:7.3f} "
                     f"{signed(estimate(coupled, plain)):>24} "
                     f"{f'{more.value:+.1%} [{more.low:+.1%}, {more.high:+.1%}]':>24} "
                     f"{np.median(speeds[:, 0]):6.0f} {np.median(speeds[:, 1]):6.0f} "
                     f"{np.median(ratios):6.3f} [{ratios.min():.3f}, {ratios.max():.3f}]",
                     flush=True,
                 )
-                if factors:
-                    with beside(factors) as drafted:
-                        found, speed = self.rounds(tensors, k, "coupled", drafted)
-                    gain, more = estimate(found, plain), relative(found, plain)
-                    print(
-                        f"{f's = {factors[0]:g}':>12} {k:2} {estimate(found).value:15.3f} {signed(gain):>24} "
-                        f"{f'{more.value:+.1%} [{more.low:+.1%}, {more.high:+.1%}]':>24} {speed:13.0f}"
-                    )
-                    self.by_factor(drafted, k, factors)
+                if drafted is not None:
+                    self.by_factor(drafted, k, (self.sharpness, *factors))
+
+    def chosen(self, tensors: Mapping[str, torch.Tensor], steps: int) -> float:
+        """Return the sharpness whose drafts the prompts of --choose accept most of."""
+        with beside(SHARPNESS) as drafted:
+            samples, _ = self.drawn(tensors, steps, prompts=self.choosing)
+        total = right(drafted, samples, steps, len(SHARPNESS) + 1).sum(0)
+        rates = total[:-1, :, 1] / np.maximum(total[:-1, :, 0], 1)
+        return SHARPNESS[int(rates.cumprod(1).sum(1).argmax())]
 
     def by_factor(self, drafted: Drafted, steps: int, factors: Sequence[float]) -> None:
         """Print how often drafts with each factor are the text's token, by depth."""
@@ -144,7 +161,7 @@ class Bench:
             low, high = np.percentile(gain[1:], [2.5, 97.5])
             shown = " ".join(f"{rate:.3f}" for rate in rates[0, number])
             tokens = f"{lengths[0, number]:.3f} {signed(Estimate(gain[0], low, high)):>24}"
-            print(f"{f'(s = {factor:g})':>12} {steps:2}         {tokens}  by depth {shown}", flush=True)
+            print(f"{f'(s = {factor:g})':>12} {steps:7}         {tokens}  by depth {shown}", flush=True)
 
     def rounds(
         self, tensors: Mapping[str, torch.Tensor], steps: int, drafts: Drafts, aside: Drafted | None = None
@@ -155,7 +172,11 @@ class Bench:
         return np.array([rounds_of(sample) for sample in samples]), sum(len(s.response) for s in samples) / seconds
 
     def drawn(
-        self, tensors: Mapping[str, torch.Tensor], steps: int | None, drafts: Drafts = "coupled"
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        steps: int | None,
+        drafts: Drafts = "coupled",
+        prompts: Sequence[Prompt] = (),
     ) -> tuple[list[Sample], float]:
         """Return one sample a prompt and the CPU seconds that they took; `steps` None: plain decoding."""
         if drafts not in self.engines:
@@ -169,13 +190,16 @@ class Bench:
             )
             draw(self.engines[drafts], self.prompts, self.sampling, "warm-up")  # the first use of memory takes longer
         engine = self.engines[drafts]
+        engine.rounds.sharpness.fix(self.sharpness)
         if tensors:
             self.version += 1
             engine.update_weights(self.version, tensors.items(), "drafter")
         engine.set_schedule(SpecSchedule.fixed(OFF if steps is None else SpecConfig(steps)))
         begun = time.process_time()
-        samples = draw(engine, self.prompts, self.sampling, "sample")
+        samples = draw(engine, prompts or self.prompts, self.sampling, "sample")
         seconds = time.process_time() - begun
+        if prompts:
+            return samples, seconds
         self.samples = samples
         self.texts.add(tuple(tuple(sample.response.tolist()) for sample in samples))
         return samples, seconds

@@ -272,7 +272,7 @@ class Work:
             return
         folder = self.drafter(variant, 0).parent
         overrides = variant.options | {"train.run_dir": str(folder / "run"), "train.steps": str(self.size.steps)}
-        overrides |= {"rollout.engine": "embedded", "train.drift_every": "0"}
+        overrides["rollout.engine"] = "embedded"
         overrides |= {"replay.policy_step": "0"} if before else {}
         shutil.rmtree(folder, ignore_errors=True)
         config = load_replay(str(self.run), None, overrides)
@@ -343,7 +343,7 @@ class Work:
                 tensors = {key: file[key] for key in file}
             counts = {key: int(tensors.pop(key)) for key in ("updates", "age")}
             sharpness = float(tensors.pop("sharpness"))
-        engine.rounds.sharpness = sharpness
+        engine.rounds.sharpness.fix(sharpness)
         found = compare.measure(
             engine, {name: tensors}, prompts, Sampling(max_new_tokens=384), (DRAFTS,), version=2 + number
         )

@@ -2,10 +2,12 @@
 
     bash examples/quickstart.sh && python benchmarks/whole_step.py [--run runs/quickstart] [--steps 20] [--repeats 3]
         [--ranks 2] [--json FILE] [--plot FILE]
+    python benchmarks/whole_step.py --kinds "argmax drafts,co-trained" --engine embedded --ranks 1
 
 Every kind is an `rlspec train` from the warm start in RUN/warm/hf on the task in RUN/task, with the quickstart's
-configuration and SGLang's engine. Kinds run in turn, --repeats times. The policy learns the same in all: neither its
-updates nor its texts depend on drafts. `plain` is the same model without its drafter.
+configuration. Kinds run in turn, --repeats times. The policy learns the same in all: neither its
+updates nor its texts depend on drafts. `plain` is the same model without its drafter; `argmax drafts` is `co-trained`
+whose drafts are the likeliest tokens. Ratios are to the first kind.
 
 Seconds are medians over the steps after the first two, then over repeats; a ratio is one of steps in the same turn,
 with its range over turns. CPU seconds are those of all processes of a run, per step, start included.
@@ -32,6 +34,7 @@ KINDS = {
     "plain": {"spec.mode": "off", "drafter.train": "false"},
     "frozen": {"drafter.train": "false"},
     "co-trained": {},
+    "argmax drafts": {"spec.drafts": "argmax"},
 }
 PARTS = ("generate", "train", "push")
 LEFT_OUT = 2  # steps at the start, in which engines and allocators warm up
@@ -43,6 +46,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--kinds", default="plain,frozen,co-trained", help="default: plain,frozen,co-trained")
+    parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang", help="default: sglang")
     parser.add_argument("--json", type=Path, help="write what every step took to this file")
     parser.add_argument("--plot", type=Path, help="draw accept length and seconds of a step over RL steps")
     options = parser.parse_args()
@@ -51,18 +56,20 @@ def main() -> None:
     warm = options.run / "warm/hf"
     if not warm.exists():
         parser.error(f"{warm}: no such directory; run examples/quickstart.sh first")
-    found: dict[str, list[dict[str, list[float]]]] = {kind: [] for kind in KINDS}
+    if unknown := set(options.kinds.split(",")) - set(KINDS):
+        parser.error(f"--kinds {options.kinds}: expected names of {', '.join(KINDS)}, got {unknown.pop()}")
+    found: dict[str, list[dict[str, list[float]]]] = {kind: [] for kind in options.kinds.split(",")}
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder, "plain")
         rlspec("convert", warm, plain, "--to", "hf", "--drop-mtp")
         for turn in range(options.repeats):
-            for kind in KINDS:
+            for kind in found:
                 model = plain if kind == "plain" else warm
                 found[kind].append(seconds(kind, model, options, Path(folder, f"{kind}-{turn}")))
                 now = statistics.median(found[kind][-1]["step"])
                 print(f"turn {turn + 1} of {options.repeats}, {kind}: {now:.2f} s a step", flush=True)
     print(f"\nconditions: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__},", end=" ")
-    print(f"{options.ranks} ranks, SGLang, {options.steps} steps, {options.repeats} turns, {warm}")
+    print(f"{options.ranks} ranks, {options.engine}, {options.steps} steps, {options.repeats} turns, {warm}")
     table(found)
     if options.json:
         options.json.write_text(json.dumps(found) + "\n")
@@ -89,7 +96,7 @@ def seconds(kind: str, model: Path, options: argparse.Namespace, run_dir: Path) 
         "train.steps": options.steps,
         "train.eval_every": 0,
         "train.save_every": 0,
-        "rollout.engine": "sglang",
+        "rollout.engine": options.engine,
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -100,6 +107,7 @@ def seconds(kind: str, model: Path, options: argparse.Namespace, run_dir: Path) 
     records = read_records(run_dir / "metrics.jsonl")
     steps: dict[str, list[float]] = {part: [r[f"seconds_{part}"] for r in records[LEFT_OUT:]] for part in PARTS}
     steps["accept length"] = [1.0 if kind == "plain" else r["rollout/accept_length"] for r in records[LEFT_OUT:]]
+    steps["tokens/s"] = [r["rollout/tokens_per_second"] for r in records[LEFT_OUT:]]
     times = [record["time"] for record in records]
     steps["step"] = [after - before for before, after in zip(times[LEFT_OUT - 1 :], times[LEFT_OUT:], strict=False)]
     steps["cpu"] = [used / options.steps]
@@ -107,21 +115,25 @@ def seconds(kind: str, model: Path, options: argparse.Namespace, run_dir: Path) 
 
 
 def table(found: dict[str, list[dict[str, list[float]]]]) -> None:
-    """Print medians of each kind, and how many times as fast as plain its steps are."""
-    columns = (*PARTS, "step", "cpu")
-    print(f"{'':>12} " + " ".join(f"{name:>9}" for name in columns) + "   plain / this: a step, CPU")
+    """Print medians of each kind, and how many times as fast as the first kind it is."""
+    columns = (*PARTS, "step", "cpu", "accept length", "tokens/s")
+    first = next(iter(found))
+    head = " ".join(f"{name:>{max(9, len(name))}}" for name in columns)
+    print(f"{'':>13} {head}   {first} / this: a step, CPU, generating a token")
     for kind, turns in found.items():
         medians = [statistics.median(statistics.median(turn[name]) for turn in turns) for name in columns]
-        print(f"{kind:>12} " + " ".join(f"{value:9.2f}" for value in medians) + "   " + ratios(found["plain"], turns))
+        row = " ".join(f"{value:{max(9, len(name))}.2f}" for name, value in zip(columns, medians, strict=True))
+        print(f"{kind:>13} {row}   {ratios(found[first], turns)}")
 
 
-def ratios(plain: list[dict[str, list[float]]], turns: list[dict[str, list[float]]]) -> str:
+def ratios(first: list[dict[str, list[float]]], turns: list[dict[str, list[float]]]) -> str:
     shown = []
-    for name in ("step", "cpu"):
+    for name in ("step", "cpu", "tokens/s"):
         each = [
             statistics.median(one[name]) / statistics.median(other[name])
-            for one, other in zip(plain, turns, strict=True)
+            for one, other in zip(first, turns, strict=True)
         ]
+        each = [1 / ratio for ratio in each] if name == "tokens/s" else each
         shown.append(f"{statistics.median(each):.2f} [{min(each):.2f}, {max(each):.2f}]")
     return ", ".join(shown)
 

@@ -157,6 +157,7 @@ class Journal:
         prompt = sample.prompt
         entry: dict[str, Any] = {"row": row, "sample": number, "status": sample.status}
         entry |= {"prompt": prompt.text, "response": text, "label": prompt.label, "metadata": dict(prompt.metadata)}
+        entry |= {} if sample.seed is None else {"seed": sample.seed}
         entry |= {"prompt_tokens": prompt.tokens.tolist(), "response_tokens": sample.response.tolist()}
         with self._lock:
             self._file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")

@@ -17,7 +17,7 @@ class SftConfig(Section):
     held_out: Count = Field(
         64,
         description="keep the answers to so many prompts of sft.path out of training; every sft.eval_every steps the "
-        "trainer measures the accept length of argmax drafts on them at 1, 3 and 5 drafts a round, without an engine",
+        "trainer measures the accept length of spec.drafts on them at 1, 3 and 5 drafts a round, without an engine",
     )
     drafter_only: bool = Field(
         True, description="train the drafter, leave the policy as it is; false: demonstrations train both"

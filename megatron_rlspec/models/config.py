@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron_rlspec.config.base import ConfigError, expectation, shown
 from megatron_rlspec.texts import printable
+from megatron_rlspec.types import SHARPNESS
 
 Size = Annotated[int, Field(gt=0, le=2**24)]
 Layers = Annotated[int, Field(gt=0, le=10_000)]
@@ -38,6 +39,7 @@ HARMLESS = frozenset(
 
 
 _TAPPED = "eagle_aux_hidden_state_layer_ids"
+STATED = "rlspec_sharpness"  # key of config.json beside the drafter: the sharpness that its training chose
 
 
 class ModelConfigError(ConfigError):
@@ -73,6 +75,7 @@ class Shared(BaseModel):
     moe_intermediate_size: Size | None = None
     n_routed_experts: Size | None = None
     n_shared_experts: Annotated[int, Field(ge=0, le=1024)] | None = None
+    rlspec_sharpness: Annotated[float, Field(gt=0, le=100)] | None = None  # of coupled drafts, chosen in training
 
     @property
     def groups(self) -> int:
@@ -364,6 +367,12 @@ EAGLE3 = "LlamaForCausalLMEagle3"
 DRAFTER = "eagle3"
 PREFIX = "eagle3."  # of such a drafter's tensors beside the target's: in memory, in pushes and among moments
 MAPS = ("d2t", "t2d")  # of its tensors those that are not trained: words of drafts to token ids, and back
+
+
+def sharpness_of(config: Mapping[str, Any]) -> float:
+    """Return the sharpness of coupled drafts that the config.json of a model or drafter states, else the first one."""
+    stated = config.get(DRAFTER, config).get(STATED)
+    return SHARPNESS[0] if stated is None else float(stated)
 
 
 def refusal(architecture: str, column: str, known: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ import torch
 from megatron_rlspec.config import Config, ConfigError, PushConfig
 from megatron_rlspec.conversion.drafter_files import read_model, weights_of, words
 from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.models.config import DRAFTER, check_drafter_config
+from megatron_rlspec.models.config import DRAFTER, check_drafter_config, sharpness_of
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.rounds import Budget, scratch
@@ -228,7 +228,7 @@ def _shown(drafter: Mapping[str, Any]) -> str:
 def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
     """Return the learning of speculation that a run begins with. Raises CostTableError."""
     spec = config.spec
-    return Learning(
+    found = Learning(
         spec.candidate_steps,
         spec.cost_table,
         Roofline.of_model(hf_config, spec.ridge_tokens, config.drafter.vocabulary),
@@ -239,6 +239,9 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
         tp=config.placement.tensor,
         adaptive=spec.mode == "adaptive",
     )
+    if config.drafter.train and spec.drafts == "coupled" and spec.verifier == "position_keyed":
+        found.sharpness = sharpness_of(hf_config)  # until the trainer predicts another one
+    return found
 
 
 def _transport(push: PushConfig, layout: GpuLayout) -> Transport:
@@ -270,7 +273,7 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
         raise ConfigError(f"spec.tree_budget={share}: this command drafts chains only; expected none")
     spec = config.spec.config()
     try:
-        return kind(
+        engine = kind(
             hf_config,
             weights_of(tensors),
             dtype=getattr(torch, config.model.dtype),
@@ -289,6 +292,8 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    engine.rounds.sharpness.learns = engine.rounds.coupled and not config.drafter.train
+    return engine
 
 
 def engine_arguments(config: Config, layout: GpuLayout, index: int = 0, sleeps: bool = False) -> list[str]:

@@ -9,7 +9,7 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.conversion.drafter_files import Tensors, build_drafter
 from megatron_rlspec.host import ranks
 from megatron_rlspec.models import tensor_file
-from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.config import DRAFTER, STATED
 from megatron_rlspec.models.hf_files import build_hf, publish
 from megatron_rlspec.push.push import Source, exporting
 from megatron_rlspec.run.loading import Loaded
@@ -38,7 +38,7 @@ class Results:
         built: dict[Path, Path] = {}  # directories by the names that they get at the end; the policy's is the last
         with exporting(self._trainer.export) as source:
             if source is not None:
-                built = _build(self._config, self._loaded, source, result)
+                built = _build(self._config, self._loaded, source, result, self._trainer.sharpness)
         found = dict(self._trainer.export_drafter_moments())
         if found:
             path = next(iter(built.values())) / moments.FILE
@@ -65,18 +65,24 @@ class Results:
         return True
 
 
-def _build(config: Config, loaded: Loaded, source: Source, target: Path) -> dict[Path, Path]:
-    """Write the directories of drafter and policy, which can be one, beside their names. Return them by name."""
+def _build(config: Config, loaded: Loaded, source: Source, target: Path, sharpness: float | None) -> dict[Path, Path]:
+    """Write the directories of drafter and policy, which can be one, beside their names. Return them by name.
+
+    sharpness  with which drafts begin that are drawn from the drafter; None: as config.json says
+    """
     hf_config = loaded.hf_config
     tokenizer = config.model.path
+    chosen = {} if sharpness is None else {STATED: sharpness}
     if DRAFTER not in hf_config:
-        return {target: build_hf(target, hf_config, source("all"), tokenizer)}
+        return {target: build_hf(target, hf_config | chosen, source("all"), tokenizer)}
     stated = {key: value for key, value in hf_config.items() if key != DRAFTER}
     built = {}
     if config.drafter.train:
         assert loaded.eagle3_ids is not None
         own = target.with_name(f"{target.name}_drafter")
-        built[own] = build_drafter(own, hf_config[DRAFTER], source("drafter"), loaded.eagle3_ids, config.drafter.path)
+        built[own] = build_drafter(
+            own, hf_config[DRAFTER] | chosen, source("drafter"), loaded.eagle3_ids, config.drafter.path
+        )
     return built | {target: build_hf(target, stated, source("target"), tokenizer)}
 
 

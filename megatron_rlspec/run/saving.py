@@ -54,6 +54,7 @@ class Saver:
                 f"{path} is of a run with another content of {other}; expected the same, or another train.run_dir"
             )
         self._trainer.load(path)
+        self._trainer.sharpness = state.get("sharpness")
         self.saved = state["step"]
         return state, drawn
 
@@ -68,7 +69,8 @@ class Saver:
 
         def write_state() -> None:
             content, drawn = state()
-            self._checkpoints.write_state(done, content | {"identity": self._identity, "version": __version__}, drawn)
+            content |= {"identity": self._identity, "version": __version__, "sharpness": self._trainer.sharpness}
+            self._checkpoints.write_state(done, content, drawn)
 
         try:
             if error := on_all_ranks(write_state, self._main):

@@ -245,15 +245,17 @@ def read_demonstrations(
 
     The response is trained, and after a written one the end-of-sequence token. Prompt and response are tokenized apart,
     as in a rollout, where the policy generates from the prompt's last token on. A row of `rlspec answer` is neither
-    tokenized nor ended: its ids are those that a model drew. Raises DataError.
+    tokenized nor ended: its ids are those that a model drew, with the noise of its seed. Raises DataError.
     """
     if tokenizer.eos_token_id is None:
         raise DataError(f"{tokenizer.name_or_path}: the tokenizer has no end-of-sequence token to learn")
     drawn: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    seeds: dict[int, int | None] = {}
     texts: list[tuple[str, str]] = []
     for i, (where, row) in enumerate(read_rows(path)):
         if ids := _ids(where, row):
             drawn[i] = ids
+            seeds[i] = _checked(where, "seed", row.get("seed"), _SEED)
             texts.append(("", ""))
         else:
             texts.append((_text(where, row, options, tokenizer), _response(where, row, response_key)))
@@ -273,7 +275,8 @@ def read_demonstrations(
         mask = (np.arange(len(tokens)) >= len(prompt)).astype(np.float32)
         no_logprobs = np.zeros(len(tokens), np.float32)
         text, written = texts[i]
-        samples.append(Sample(f"row-{i}", Prompt(i, prompt, text=text), tokens, mask, no_logprobs, text=written))
+        asked = Prompt(i, prompt, text=text)
+        samples.append(Sample(f"row-{i}", asked, tokens, mask, no_logprobs, text=written, seed=seeds.get(i)))
     _require(path, samples, dropped, f"samples of at most {max_tokens} tokens")
     return samples, dropped
 
@@ -360,6 +363,7 @@ _FILLED = TypeAdapter(Annotated[Utf8, Field(min_length=1)])
 _NUMBER = TypeAdapter(Annotated[float, Field(strict=True, allow_inf_nan=False)])
 _MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
 _IDS = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(min_length=1)])
+_SEED = TypeAdapter(Annotated[int, Field(ge=0, lt=2**63, strict=True)] | None)
 _OBJECT = TypeAdapter(dict[str, Any] | None)
 
 

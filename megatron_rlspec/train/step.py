@@ -83,6 +83,7 @@ class Trainer:
         self.model_config.finalize_model_grads_func = self.learner.finalize
         self.model_config.no_sync_func = self.learner.ddp.no_sync if overlap else None
         self.prediction: Prediction | None = None  # of the next rollout's acceptance, by the last GRPO step
+        self.sharpness: float | None = None  # of coupled drafts, by the newest prediction or measurement
         self._steps = _predicted_steps(config) if options.train else ()
         self.temperature = training_temperature(config.rollout.temperature)
         self._head_is_finite: bool | None = None  # known during a step
@@ -186,7 +187,7 @@ class Trainer:
         sums = self.run(batches, losses, forward_only=not train_policy)
         self._head_is_finite = None
         totals = reduce_sums(sums)
-        self.prediction = prediction_of(totals, self._steps)
+        self.prediction = self._predicted(totals, self._steps)
         metrics = means(totals)
         if train_policy:
             agree = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
@@ -219,9 +220,8 @@ class Trainer:
     def accept_lengths(self, batches: Sequence[PackedBatch], steps: Sequence[int]) -> dict[int, float]:
         """Return the tokens per round that these texts accept with k drafts a round, for each k of `steps`.
 
-        The texts are the policy's own. Drafts are the likeliest tokens, as under spec.drafts=argmax, so what a text
-        accepts follows from it. Coupled drafts need the noise that a text was sampled with, and accept more above
-        temperature 0. `batches` have a depth of max(steps), for a repeated layer. No engine takes part.
+        The texts are the policy's own. Drafts are coupled, with the best sharpness, if spec.drafts says so and the
+        texts' seeds are known; else the likeliest tokens. `batches` have a depth of max(steps), for a repeated layer.
         """
         depth = max(steps)
         self.policy.eval()
@@ -229,7 +229,8 @@ class Trainer:
         if self.drafter is not None and self.drafter_learner is not None:
             self.drafter.eval()
             self.drafter.depth = depth
-            goal = DrafterObjective(depth, "ce", 1.0, tuple(steps), "position_keyed", sampled=False)
+            coupled = _drafts_coupled(self.config) and all(batch.noise_seeds is not None for batch in batches)
+            goal = DrafterObjective(depth, "ce", 1.0, tuple(steps), "position_keyed", sampled=False, coupled=coupled)
             replay = DrafterStep(self.drafter_learner, goal)
             if self.drafter_step is not None:
                 replay.words = self.drafter_step.words
@@ -239,8 +240,13 @@ class Trainer:
         finally:
             if self.drafter is not None:
                 self.drafter.depth = self.config.drafter.depth
-        prediction = prediction_of(reduce_sums(found), tuple(steps))
+        prediction = self._predicted(reduce_sums(found), tuple(steps))
         return {k: 1.0 if prediction is None else prediction.tokens_per_round(k) for k in steps}
+
+    def _predicted(self, totals: dict[str, list[float]], steps: tuple[int, ...]) -> Prediction | None:
+        prediction = prediction_of(totals, steps)
+        self.sharpness = (prediction and prediction.sharpness) or self.sharpness
+        return prediction
 
     def keep_reference(self) -> None:
         """Copy the current policy, for `reference`."""
@@ -372,7 +378,7 @@ class Trainer:
         hidden = hidden[:, 0]
         targets = _drafter_targets(batch)
         outputs = self._draft(batch, packed, hidden)
-        student = step.student(outputs, targets, self.output_layer(1.0), predict=True)
+        student = step.student(outputs, targets, self.output_layer(self.temperature), predict=True)
         _, sums = step.learn(student, targets, None)
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), sums
 

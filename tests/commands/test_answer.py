@@ -24,7 +24,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.start import Kind
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import data
-from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import SHARPNESS, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
 DRAFTS = (1, 3, 5)
 
@@ -255,35 +255,44 @@ def test_a_warm_start_learns_from_them_and_stops_on_a_plateau(start, tmp_path):
     assert [event["step"] for event in found] == [1, 2, 3], "two evaluations without a rise end it"
     assert [event["tokens"] for event in found] == sorted({event["tokens"] for event in found})
     assert all(1 <= event[f"accept_length_{k}"] <= k + 1 for event in found for k in DRAFTS)
+    assert read_hf(run_dir / "hf")[0]["rlspec_sharpness"] in SHARPNESS, "engines begin with it"
     policy = [dict(read_hf(path)[1]) for path in (start / "model", run_dir / "hf")]
     assert all(torch.equal(policy[1][name], tensor) == ("mtp" not in name) for name, tensor in policy[0].items())
 
 
-def replayed(hf_config, tensors, samples) -> dict[int, float]:
+def replayed(hf_config, tensors, samples, drafts) -> tuple[dict[int, float], float | None]:
     from megatron_rlspec.train.step import Trainer
 
-    trainer = Trainer(load(None, {"model.dtype": "float32", "drafter.depth": "2"}), hf_config)
+    options = {"model.dtype": "float32", "drafter.depth": "2", "spec.drafts": drafts, "rollout.temperature": "0.6"}
+    trainer = Trainer(load(None, options), hf_config)
     trainer.load_hf(tensors)
     found = trainer.accept_lengths(pack(samples, depth=5, tokens_per_micro_batch=512), DRAFTS)
     assert trainer.drafter.depth == 2
-    return found
+    return found, trainer.sharpness
 
 
-def test_the_trainer_measures_what_an_engine_accepts():
+@pytest.mark.parametrize("drafts", ["argmax", "coupled"])
+def test_the_trainer_measures_what_an_engine_accepts(drafts):
     """The drafter's argmax is often the policy's token: the engine's accept lengths, and a forward over its texts."""
     hf_config = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=40)
     tensors = tiny_mimo.agreeing(tiny_mimo.weights(hf_config, std=0.3), 40)
-    engine = EmbeddedEngine(hf_config, tensors.items(), max_total_tokens=8192, max_length=256, drafts="argmax")
+    worse = 1 + 0.5 * torch.randn(32, generator=torch.Generator().manual_seed(1))
+    tensors["model.mtp_layers.0.final_layernorm.weight"] = tensors["model.mtp_layers.0.final_layernorm.weight"] * worse
+    engine = EmbeddedEngine(hf_config, tensors.items(), max_total_tokens=8192, max_length=256, drafts=drafts)
     asked = [Request(f"r{i:02d}", Prompt(i, np.arange(3, 9 + i % 3)), seed=i) for i in range(24)]
-    expected = {}
-    texts = set()
-    for k in DRAFTS:
-        engine.set_schedule(SpecSchedule.fixed(SpecConfig(k)))
+
+    def accepted(k: int, sharpness: float) -> tuple[float, list]:
+        rule = {"schedule": SpecSchedule.fixed(SpecConfig(k)).to_json(), "sharpness": sharpness}
+        engine.set_spec_rule(rule)
         samples = engine.generate(asked, Sampling(0.6, max_new_tokens=40, ignore_eos=True))
-        texts.add(tuple(tuple(sample.tokens.tolist()) for sample in samples))
-        expected[k] = accept_length(pooled(sample.accepted for sample in samples))
-    assert len(texts) == 1
-    (found,) = on_ranks(1, replayed, hf_config, dict(tensors), samples)
-    print(f"accept lengths: trainer {found}, engine {expected}")
-    assert 1.3 < expected[1] < 1.9 and expected[5] > expected[1] + 0.2
-    np.testing.assert_allclose([found[k] for k in DRAFTS], [expected[k] for k in DRAFTS], rtol=0.03)
+        return accept_length(pooled(sample.accepted for sample in samples)), samples
+
+    expected = {s: accepted(5, s)[0] for s in SHARPNESS}
+    _, samples = accepted(5, 1.0)
+    (found, sharpness) = on_ranks(1, replayed, hf_config, dict(tensors), samples, drafts)[0]
+    print(f"accept lengths: trainer {found}, {sharpness}, engine {expected}")
+    lengths = {k: accepted(k, sharpness or 1.0)[0] for k in DRAFTS}
+    print(lengths)
+    assert sharpness == (None if drafts == "argmax" else max(expected, key=lambda s: expected[s]))
+    assert 1.3 < lengths[1] < 1.95 and lengths[5] > lengths[1] + 0.2
+    np.testing.assert_allclose([found[k] for k in DRAFTS], [lengths[k] for k in DRAFTS], rtol=0.03)

@@ -117,12 +117,25 @@ def test_a_flat_drafter_needs_sharper_drafts_and_a_close_one_does_not(model):
     config, tensors = model
     flat = dict(tensors)
     flat["model.mtp_layers.0.final_layernorm.weight"] = tensors["model.mtp_layers.0.final_layernorm.weight"] * 0.3
-    close = [rounds(model, PLAIN, sharpness=s) for s in (1.0, 2.0, None)]
-    weak = [rounds((config, flat), PLAIN, sharpness=s) for s in (1.0, 2.0, None)]
+    close = [rounds(model, PLAIN, sharpness=s) for s in (1.0, 2.0)]
+    weak = [rounds((config, flat), PLAIN, sharpness=s) for s in (1.0, 2.0)]
     assert len({str(texts) for texts, _ in close + weak}) == 1
     assert close[0][1] > close[1][1] + 0.05 and weak[1][1] > weak[0][1] + 0.2
-    assert close[1] == close[2] and weak[1] == weak[2]  # 2 until an engine is told
     assert weak[1][1] > rounds((config, flat), PLAIN, drafts="argmax")[1]
+
+
+def test_an_engine_learns_the_sharpness_from_its_rounds(model):
+    """It begins with the one that config.json states."""
+    config, tensors = model
+    flat = dict(tensors)
+    flat["model.mtp_layers.0.final_layernorm.weight"] = tensors["model.mtp_layers.0.final_layernorm.weight"] * 0.3
+    requests = [Request(f"{i}", Prompt(i, np.arange(1, 9)), 977 * i) for i in range(64)]
+    for used, stated, best in ((tensors, None, 1.0), (flat, 1.5, 2.0)):
+        engine = oracle.engine_of(config | {"rlspec_sharpness": stated}, used, CHAIN, max_running_requests=64)
+        assert engine.describe()["sharpness"] == (stated or 2.0)
+        engine.rounds.sharpness.learns = True
+        engine.generate(requests, Sampling(max_new_tokens=100, ignore_eos=True))
+        assert engine.describe()["sharpness"] == best
 
 
 @pytest.mark.parametrize("words", [None, np.arange(47, 7, -1)], ids=["all words", "40 of 48 words"])

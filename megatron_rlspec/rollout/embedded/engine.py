@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from megatron_rlspec.engine import EngineDescription, EngineError
+from megatron_rlspec.models.config import sharpness_of
 from megatron_rlspec.push.fingerprint import fingerprints
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.choice import ConfigChoice
@@ -107,7 +108,7 @@ class EmbeddedEngine:
                 raise ValueError(f"an EAGLE-3 drafter needs draft_words, {self.arch.draft_words} token ids")
             self.model.draft_ids = draft_words.to(device)
         self.cache = Cache(self.model, max_running_requests, columns, max_total_tokens, share_prefix)
-        self.rounds = RoundRunner(self.cache, verifier, drafts, budget, prefill_chunk)
+        self.rounds = RoundRunner(self.cache, verifier, drafts, budget, prefill_chunk, sharpness_of(hf_config))
         self.scheduler = Scheduler(self.cache, self.rounds, max_length, self.arch.eos, tokenizer)
         self.choice = ConfigChoice(self.model, verifier, candidates, max_draft_tokens)
         self.max_running_requests = max_running_requests
@@ -216,7 +217,7 @@ class EmbeddedEngine:
         made = self.choice.made(rule)
         with self._lock:
             self.choice.set_rule(made)
-            self.rounds.sharpness = rule.get("sharpness", self.rounds.sharpness)
+            self.rounds.sharpness.fix(rule.get("sharpness"))
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
         with self._lock:
@@ -242,6 +243,7 @@ class EmbeddedEngine:
         return {
             "verifier": self.rounds.verifier,
             "drafts": "coupled" if self.rounds.coupled else "argmax",
+            "sharpness": self.rounds.sharpness.best,
             "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.choice.candidates],
             "speculative": self.arch.drafter,
             "tensor_parallel": self.model.comm.size,

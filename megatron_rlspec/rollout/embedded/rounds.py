@@ -10,6 +10,7 @@ import torch
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
 from megatron_rlspec.speculation.acceptance import top
+from megatron_rlspec.speculation.sharpness import SharpnessChoice
 from megatron_rlspec.types import OFF, SHARPNESS, Drafts, Sampling, SpecConfig, Verifier
 
 Knobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # temperature, top_p, top_k, min_p
@@ -52,7 +53,13 @@ class RoundRunner:
     """
 
     def __init__(
-        self, cache: Cache, verifier: Verifier, drafts: Drafts, budget: Budget | None, prefill_chunk: int
+        self,
+        cache: Cache,
+        verifier: Verifier,
+        drafts: Drafts,
+        budget: Budget | None,
+        prefill_chunk: int,
+        sharpness: float = SHARPNESS[0],
     ) -> None:
         if budget is not None and verifier == "rejection":
             raise ValueError("a tree budget is not lossless with verifier=rejection; take position_keyed")
@@ -62,7 +69,7 @@ class RoundRunner:
         self.model = cache.model
         self.verifier = verifier
         self.coupled = drafts == "coupled" and verifier == "position_keyed"
-        self.sharpness = SHARPNESS[0]  # of coupled drafts
+        self.sharpness = SharpnessChoice(sharpness, learns=False)
         self.budget = budget
         self.prefill_chunk = prefill_chunk
         rows = len(cache.length)
@@ -193,6 +200,7 @@ class RoundRunner:
         """Draft, verify and commit at least one token for every row."""
         cache = self.cache
         self.before[rows] = cache.length[rows]
+        self.sharpness.begin(config)
         read = self._read(rows, self.columns(rows, config))
         fresh = len(rows) - (len(ahead.rows) if ahead is not None else 0)
         if fresh:
@@ -213,6 +221,7 @@ class RoundRunner:
             taken = path[i, : count + 1]
             cache.commit(row, targets[i, taken], taken, tree.tokens.shape[1])
             committed.append(Committed(targets[i, taken], logprobs[i, taken], count))
+        self.sharpness.observe(self.sharpness.counted, config, accepted.tolist())
         return committed
 
     def _check(self, rows: np.ndarray) -> list[Committed]:
@@ -279,7 +288,7 @@ class RoundRunner:
             pick = sampled
         elif self.coupled:
             seeds = self._to(self.seeds[rows, 0])
-            coupling = draft.Coupling(seeds, start - 1, *self._sampling(rows), words, self.sharpness)
+            coupling = draft.Coupling(seeds, start - 1, *self._sampling(rows), words, self.sharpness.value)
             pick = draft.coupled(config.topk, coupling)
         else:
             pick = draft.likeliest(config.topk)

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_rlspec.types import Drafts, Verifier
+from megatron_rlspec.types import SHARPNESS, Drafts, Verifier
 
 VARIABLE = "RLSPEC_SGLANG"
 KEY = "RLSPEC_API_KEY"  # in the environment: every user of the machine can read a command line
@@ -22,6 +22,8 @@ class Settings:
     spec_rule: dict[str, Any] | None = None
     deliveries: bool = False  # remember the fingerprints of what each push gave to the models' loaders
     drafts: Drafts = "coupled"  # with the verifier position_keyed
+    sharpness: float = SHARPNESS[0]  # of coupled drafts, to begin with
+    learns_sharpness: bool = True  # from rounds, until a rule names one
     architectures: tuple[str, ...] = ()  # import SGLang's files of these alone; (): all its files
     loopback: bool = False  # torch's stores listen on the loopback address only
     extensions: tuple[str, ...] = ()  # names of those that every process imports (`extensions.py`)

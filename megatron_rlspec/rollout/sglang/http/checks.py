@@ -51,11 +51,14 @@ def _check_effects(options: argparse.Namespace) -> None:
     spec = SpecSection()
     defaults: dict[str, object] = {"draft_vocabulary": 0, "drafts": spec.drafts, "num_steps": spec.num_steps}
     defaults |= {"candidate_steps": ",".join(map(str, spec.candidate_steps))}
+    defaults["sharpness"] = 0.0
     of_drafts = ("num_steps", "candidate_steps", "cost_table", "schedule", "drafts", "draft_vocabulary", "draft_model")
+    of_drafts += ("sharpness",)
     for useless, because, names in (
         (options.spec == "off", "--spec off", of_drafts),
         (options.spec == "fixed", "--spec fixed", ("candidate_steps",)),
-        (options.verifier != "position_keyed", f"--verifier {options.verifier}", ("drafts",)),
+        (options.verifier != "position_keyed", f"--verifier {options.verifier}", ("drafts", "sharpness")),
+        (options.drafts == "argmax", "--drafts argmax", ("sharpness",)),
     ):
         for name in names if useless else ():
             if getattr(options, name) != defaults.get(name, ""):

@@ -24,12 +24,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_rlspec.arguments import Parser, integer
+from megatron_rlspec.arguments import Parser, integer, number
 from megatron_rlspec.config import RolloutConfig, SpecSection
 from megatron_rlspec.config.base import MOST_TOKENS
 from megatron_rlspec.config.rollout import MOST_SAMPLES
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.host.loopback import is_loopback
+from megatron_rlspec.models.config import sharpness_of
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.http.checks import ServeError, check, extensions_of, installed_sglang
@@ -107,6 +108,12 @@ def parser() -> Parser:
         help="coupled: draft with the noise of --verifier position_keyed; argmax: draft the drafter's likeliest token",
     )
     p.add_argument(
+        "--sharpness",
+        type=number(0, 100),
+        default=0.0,
+        help="of coupled drafts; 0: as the drafter's training chose, and then as its rounds show",
+    )
+    p.add_argument(
         "--max-running-requests",
         type=integer(1, MOST_SAMPLES),
         default=RolloutConfig().max_running_requests,
@@ -165,6 +172,8 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     settings = dataclasses.replace(
         settings,
         architectures=_architectures(options.model, options.draft_model),
+        sharpness=_sharpness(options),
+        learns_sharpness=not options.sharpness,
         extensions=extensions_of(options.extensions),
     )
     os.environ.update(settings.to_environment())
@@ -409,6 +418,12 @@ def _architectures(*paths: str) -> tuple[str, ...]:
     configs = [json.loads((Path(path) / "config.json").read_text()) for path in paths if path]
     names = {name for config in configs for name in config.get("architectures") or ()}
     return tuple(sorted(name for name in names if name in FAMILIES and FAMILIES[name].sglang_files))
+
+
+def _sharpness(options: argparse.Namespace) -> float:
+    """Return the sharpness of drafts to begin with: as given, else as the drafter's config.json states."""
+    config = json.loads((Path(options.draft_model or options.model) / "config.json").read_text())
+    return options.sharpness or sharpness_of(config)
 
 
 def _listening(options: argparse.Namespace) -> bool:

@@ -126,6 +126,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "sglang": importlib.metadata.version("sglang"),
         "verifier": settings.verifier,
         "drafts": "coupled" if coupled.active(settings) else "argmax",
+        "sharpness": decisions.decider.sharpness.best,
         "controller": type(adaptive).__name__ if adaptive is not None else "",
         "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in decisions.decider.candidates],
         "speculative": worker is not None,
@@ -332,6 +333,7 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     counted = [accepted[i] for i in drafting if going_on[i]]
     if decisions.decider.rule is not None:
         decisions.decider.rule.observe(ran.config, counted, sum(going_on) - len(counted))
+    decisions.decider.sharpness.observe(ran.sharpness, ran.config, counted)
     last = all(request.finished() for request in batch.reqs)
     _rounds.observe(ran.config, ran.context_tokens, counted, last, len(accepted) - len(counted))
     return returned

@@ -106,7 +106,8 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         else:
             self._decided = True
             result = self._forward(batch, on_publish, *args, **kwargs)
-        result.rlspec_round = DecodeRound(self._config, self._context, self._drafting)
+        counted = decisions.decider.sharpness.counted
+        result.rlspec_round = DecodeRound(self._config, self._context, self._drafting, counted)
         return result
 
     def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:

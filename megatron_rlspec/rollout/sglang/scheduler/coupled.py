@@ -57,7 +57,7 @@ class _Rows:
 
     @classmethod
     def of(cls, info: Any) -> _Rows:
-        sharpness = torch.full_like(info.temperatures, decisions.decider.sharpness)
+        sharpness = torch.full_like(info.temperatures, decisions.decider.sharpness.value)
         return cls(info.sampling_seed, info.temperatures, info.top_ks, sharpness, info)
 
 

@@ -13,16 +13,22 @@ from typing import Any
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import OFF, SHARPNESS, SpecConfig, SpecSchedule
+from megatron_rlspec.speculation.sharpness import SharpnessChoice
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 
 @dataclass(frozen=True)
 class DecodeRound:
-    """What one decode round ran. `drafting`: indices of the requests whose drafter had caught up; None: all of them."""
+    """What one decode round ran.
+
+    drafting   indices of the requests whose drafter had caught up; None: all of them
+    sharpness  `SharpnessChoice.counted`
+    """
 
     config: SpecConfig
     context_tokens: int
     drafting: list[int] | None
+    sharpness: float | None = None
 
     def behind(self, batch: int) -> set[int]:
         """Return the indices of the requests, of `batch` many, whose drafter has not read this round's tokens."""
@@ -40,7 +46,8 @@ class Decider:
         self.rule: SpecRule | None = None
         self.stock: Any = None  # SGLang's own rule, while it decides
         self._stock: Any = None  # the same, with what it has learnt
-        self.sharpness = SHARPNESS[0]  # of coupled drafts
+        coupled = settings.verifier == "position_keyed" and settings.drafts == "coupled"
+        self.sharpness = SharpnessChoice(settings.sharpness, learns=coupled and settings.learns_sharpness)
         self._most: dict[SpecConfig, int] = {}  # the largest batch with captured graphs, where graphs are limited
 
     def start(self, candidate_steps: Sequence[int], start: int) -> None:
@@ -70,7 +77,7 @@ class Decider:
         decide, for comparisons. Raises ValueError, CostTableError.
         """
         data = dict(data)
-        sharpness = data.pop("sharpness", self.sharpness)
+        sharpness = data.pop("sharpness", None)
         if data.get("stock"):
             self.stock = self._stock = self._stock or self._stock_rule()
             return
@@ -84,14 +91,18 @@ class Decider:
         rule.limit(self._most)
         self.rule = rule
         self.stock = None
-        self.sharpness = sharpness
+        self.sharpness.fix(sharpness)
 
     def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None) -> tuple[SpecConfig, int]:
         """Return the next round's configuration, and how many requests' drafters have to catch up before it."""
         if self.stock:
-            return SpecConfig(self.stock.get_steps_for_batch(batch)), batch
-        assert self.rule is not None, "`start` makes the first rule"
-        return self.rule.choose(batch, context_tokens, missed), self.rule.catch_up
+            config, catch_up = SpecConfig(self.stock.get_steps_for_batch(batch)), batch
+        else:
+            assert self.rule is not None, "`start` makes the first rule"
+            config = self.rule.choose(batch, context_tokens, missed)
+            catch_up = self.rule.catch_up
+        self.sharpness.begin(config)
+        return config, catch_up
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         """Decide by `schedule` until the next rule. Raises ValueError."""
