@@ -214,9 +214,8 @@ class EmbeddedEngine:
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         """See `RolloutEngine`. Without `candidates` in `rule`, the engine's own are used."""
-        made = self.choice.made(rule)
         with self._lock:
-            self.choice.set_rule(made)
+            self.choice.set_rule(self.choice.made(rule))
             self.rounds.sharpness.fix(rule.get("sharpness"))
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:

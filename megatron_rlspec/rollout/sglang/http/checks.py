@@ -52,8 +52,8 @@ def _check_effects(options: argparse.Namespace) -> None:
     defaults: dict[str, object] = {"draft_vocabulary": 0, "drafts": spec.drafts, "num_steps": spec.num_steps}
     defaults |= {"candidate_steps": ",".join(map(str, spec.candidate_steps))}
     defaults["sharpness"] = 0.0
-    of_drafts = ("num_steps", "candidate_steps", "cost_table", "schedule", "drafts", "draft_vocabulary", "draft_model")
-    of_drafts += ("sharpness",)
+    of_drafts = ["num_steps", "candidate_steps", "cost_table", "schedule", "drafts", "draft_vocabulary", "draft_model"]
+    of_drafts.append("sharpness")
     for useless, because, names in (
         (options.spec == "off", "--spec off", of_drafts),
         (options.spec == "fixed", "--spec fixed", ("candidate_steps",)),
