@@ -29,8 +29,9 @@ Each command that refuses a model names the column, and the architectures with "
 FOOT = """\
 Limits of the table:
 
-- Rotary embeddings are plain or scaled as Llama 3.1's. `models/config.py` refuses what else changes a model's function,
-  such as YaRN.
+- Rotary embeddings are plain, scaled as Llama 3.1's, or YaRN's, as Qwen2.5 and Qwen3 have it for long contexts
+  (`rope_scaling` of type yarn, with `max_position_embeddings` as long as the context: neither trainer nor engine goes
+  beyond it). `models/config.py` refuses what else changes a model's function.
 - DeepSeek-V3 is not trained. The logits of its policy and drafter were compared with
   Transformers' in megatron-core's own classes.
 - Qwen3-Next and Qwen3.5 (text) are names and bytes. Only the projections of the delta net and of the gated attention
@@ -72,7 +73,8 @@ FACTS = {
     ),
     "served": Fact(
         lambda name, record: record.served,
-        "a real SGLang engine on a CPU computes Transformers' log-probabilities before and after a push, and drafts",
+        "a real SGLang engine on a CPU computes Transformers' log-probabilities before and after a push, and drafts "
+        "where SGLang has a drafter class of the family",
         "`tests/rollout/test_served_families.py`",
     ),
     "embedded": Fact(

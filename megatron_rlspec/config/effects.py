@@ -16,7 +16,7 @@ UNREAD = {
     "rollout.prompts_per_step rollout.samples_per_prompt rollout.staleness rollout.partial rollout.over_sampling "
     "rollout.mask_offpolicy rollout.redraw drafter.reward_ drafter.update_ drafter.overlap drafter.replay train.steps "
     "train.eval_ train.drift_every train.record",
-    "answer": "model.moe_ data.eval_path data.raise_level_at data.shuffle reward. rollout.function "
+    "answer": "model.moe_ data.eval_ data.raise_level_at data.shuffle reward. rollout.function "
     "rollout.prompts_per_step rollout.restarts rollout.staleness rollout.in_flight rollout.partial "
     "rollout.over_sampling rollout.mask_offpolicy rollout.redraw tail. placement.mode placement.tensor "
     "placement.gpu_gib push. health. algorithm. optimizer. drafter.train drafter.fresh drafter.depth "
@@ -24,11 +24,11 @@ UNREAD = {
     "drafter.replay drafter.lr drafter.warmup_steps drafter.clip_grad parallel. sft. train.steps train.tokens "
     "train.deterministic train.run_dir train.save_every train.keep train.resume train.eval_ "
     "train.drift_every train.record train.max_bad_steps train.export_every train.save_best log. replay.",
-    "replay": "sft. answer. drafter.fresh health.logprob_gap train.eval_ train.drift_every",
+    "replay": "sft. answer. drafter.fresh health.logprob_gap data.eval_sets train.eval_ train.drift_every",
 }
 # What is read only where engines generate.
 GENERATING = (
-    "data.eval_path data.label_key data.metadata_key reward. rollout. spec. tail. placement. push. health.on_failure "
+    "data.eval_ data.label_key data.metadata_key reward. rollout. spec. tail. placement. push. health.on_failure "
     "health.canary_prompts"
 )
 DATA = "data."

@@ -127,6 +127,28 @@ class Llama3Scaling(BaseModel):
         return self
 
 
+class YarnScaling(BaseModel):
+    """`rope_scaling` of type yarn, as Qwen2.5 and Qwen3 state it for long contexts."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    factor: Annotated[float, Field(ge=1, le=1e6)]
+    original_max_position_embeddings: Annotated[int, Field(gt=0, le=2**31 - 1)]
+    beta_slow: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    beta_fast: Annotated[float, Field(gt=0, le=1e6)] = 32.0
+    truncate: Literal[True] = True
+
+    @model_validator(mode="after")
+    def _ordered(self) -> YarnScaling:
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(
+                f"rope_scaling.beta_slow={self.beta_slow:g}: expected less than beta_fast={self.beta_fast:g}"
+            )
+        return self
+
+
+SCALINGS: dict[Any, type[BaseModel]] = {"llama3": Llama3Scaling, "yarn": YarnScaling}
+
+
 class Trained(Shared):
     """Families that are trained: every setting is either implemented, or refused."""
 
@@ -178,18 +200,21 @@ class Trained(Shared):
         return self
 
     def _check_rope(self, key: str, rope: Mapping[str, Any]) -> None:
-        scaled = rope.get("rope_type", rope.get("type")) == "llama3"
-        if scaled:
+        stated = rope.get("rope_type", rope.get("type"))
+        scaling = SCALINGS.get(stated) if isinstance(stated, str) else None
+        if scaling is not None:
             try:
-                Llama3Scaling.model_validate(dict(rope))
+                scaling.model_validate(dict(rope))
             except ValidationError as error:
-                raise ValueError(_one_line(error, Llama3Scaling, rope, f"{key}.")) from None
+                raise ValueError(_one_line(error, scaling, rope, f"{key}.")) from None
         for name, value in rope.items():
-            if scaled and name in (*Llama3Scaling.model_fields, "rope_type", "type"):
+            if scaling is not None and name in (*scaling.model_fields, "rope_type", "type"):
                 continue
             if name in ("rope_type", "type"):
                 if value != "default":
-                    raise ValueError(f"{key}: rotary embedding of type {shown(value)}; expected default or llama3")
+                    raise ValueError(
+                        f"{key}: rotary embedding of type {shown(value)}; expected default, llama3 or yarn"
+                    )
             elif name == "rope_theta":
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e12:
                     raise ValueError(f"{key}.rope_theta={shown(value)}: expected a number greater than 0")

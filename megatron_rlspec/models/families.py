@@ -314,6 +314,7 @@ FAMILIES: dict[str, Family] = {
         added_drafter="MiMoForCausalLM",
         sglang_files=("qwen2",),
         pushed=True,
+        served=True,
     ),
     "Qwen3ForCausalLM": Family(
         dense,
@@ -323,6 +324,7 @@ FAMILIES: dict[str, Family] = {
         embedded=True,
         sglang_files=("qwen3",),
         pushed=True,
+        served=True,
     ),
     "Qwen3MoeForCausalLM": Family(
         qwen3_moe,

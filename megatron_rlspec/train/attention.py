@@ -92,7 +92,8 @@ def rotary_factors(positions: Tensor, dims: int, rope: Rope, dtype: torch.dtype)
     The first `dims` channels of a head are rotated.
     """
     angles = positions.float()[:, None] * rope.frequencies(dims, positions.device)
-    return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
+    cos, sin = angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
+    return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
 
 class PackedAttention(MegatronModule):

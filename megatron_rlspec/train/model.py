@@ -37,9 +37,12 @@ class DecoderConfig(TransformerConfig):
     """Megatron's configuration, and the share of a head's channels that is rotated.
 
     Megatron passes that share to its model classes; our core attention needs it in the configuration.
+
+    yarn_rotary_scaling_factor  Megatron's attention multiplies cosine and sine by what YaRN makes of it; 1: nothing
     """
 
     rotary_percent: float = 1.0
+    yarn_rotary_scaling_factor: float = 1.0
 
 
 def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderConfig:
@@ -53,6 +56,9 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderC
     facts = record_of(hf_config)
     heads = hf_config["num_attention_heads"]
     parallel = config.parallel
+    rope = Rope.of(hf_config)
+    # Transformer Engine's kernel of the rotary embedding knows no factor on cosine and sine.
+    devices = runtime.device_options() | ({"apply_rope_fusion": False} if rope.magnitude != 1 else {})
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return DecoderConfig(
         num_layers=hf_config["num_hidden_layers"],
@@ -65,6 +71,7 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderC
         normalization="RMSNorm",
         qk_layernorm=facts.has_qk_norm(hf_config),
         rotary_percent=rotary_percent(hf_config),
+        yarn_rotary_scaling_factor=rope.factor if rope.yarn else 1.0,
         add_bias_linear=False,
         add_qkv_bias=facts.has_qkv_bias(hf_config),
         gated_linear_unit=True,
@@ -87,7 +94,7 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderC
         calculate_per_token_loss=True,
         **(recompute if parallel.recompute else {}),
         **experts.options(hf_config, config),
-        **runtime.device_options(),
+        **devices,
     )
 
 

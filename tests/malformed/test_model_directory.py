@@ -15,6 +15,7 @@ from megatron_rlspec.models.directory import check_model
 TRAIN = "train --model.path model --data.path rows.jsonl --model.max_length 64 --rollout.max_new_tokens 32"
 ROWS = '{"prompt": "a1", "label": "1"}\n'
 DROP = object()
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
 HALVED = LLAMA3 | {"factor": 2.0}
@@ -109,7 +110,10 @@ VALUES = [  # one for each type and rule
 IGNORED_TODAY = [  # settings that change what a model computes
     value("hidden_act", "gelu", "'silu'"),
     value("hidden_act", None, "'silu'"),
-    value("rope_scaling", {"type": "yarn", "factor": 4.0}, 'type "yarn"; expected default or llama3'),
+    value("rope_scaling", {"type": "dynamic", "factor": 4.0}, 'type "dynamic"; expected default, llama3 or yarn'),
+    value("rope_scaling", {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings"),
+    value("rope_scaling", YARN | {"attention_factor": 1.0}, "rope_scaling.attention_factor=1.0: not implemented"),
+    value("rope_scaling", YARN | {"beta_fast": 1}, "beta_slow=1: expected less than beta_fast=1"),
     value("rope_scaling", {"factor": 2.0}, "not implemented"),
     value("rope_scaling", {"type": "default", "mrope_section": [16, 24, 24]}, "mrope_section"),
     value("rope_parameters", {"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),

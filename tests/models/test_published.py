@@ -32,6 +32,22 @@ def test_frequencies_are_those_of_transformers():
         assert factor == 1 and ours.tolist() == theirs.tolist()
 
 
+def test_yarns_frequencies_are_those_of_transformers():
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}  # of Qwen2.5's model cards
+    for name, further in (("Qwen2.5-7B-Instruct", {}), ("Qwen3-8B", {"beta_fast": 16, "beta_slow": 2})):
+        stated = PUBLISHED[name] | {"rope_scaling": scaling | further, "max_position_embeddings": 131072}
+        typed = check_config(stated, name)
+        plain = {key: value for key, value in stated.items() if key not in ("architectures", "model_type")}
+        known = AutoConfig.for_model(typed.model_type, **plain)
+        theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](known, "cpu")
+        rope = Rope.of(stated)
+        assert rope.magnitude == factor and rope.frequencies(2 * len(theirs)).tolist() == theirs.tolist()
+        assert theirs[-1] == Rope(rope.base).frequencies(2 * len(theirs))[-1] / 4
+
+
 def laid_out(name):
     """Return the first line of `rlspec train --dry-run`, on ranks that do not exist."""
     parallel = {"tensor": 2, "expert": 8, "sequence": True} if "-A" in name else {"tensor": 2}

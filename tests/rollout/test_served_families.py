@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from test_model_parity import YARN
 from test_pushed_families import checkpoint, config_of
 from torch import Tensor
 
@@ -29,8 +30,10 @@ from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecCo
 
 SERVED = {name: config_of(name, bos_token_id=1, eos_token_id=2) for name in names_where(lambda record: record.served)}
 # On a CPU, SGLang takes hidden_size / heads for the head size of these classes.
-SERVED["MiMoForCausalLM"] |= {"head_dim": 8}
+for name in ("MiMoForCausalLM", "Qwen2ForCausalLM"):
+    SERVED[name] |= {"head_dim": 8}
 SERVED["MiMoForCausalLM of a Llama"] = {**SERVED["MiMoForCausalLM"], "attention_bias": False}
+SERVED["MiMoForCausalLM YaRN"] = {**SERVED["MiMoForCausalLM"], "rope_scaling": YARN}
 SERVED["LlamaForCausalLM, tied"] = {**SERVED["LlamaForCausalLM"], "tie_word_embeddings": True}
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096", "--max-running-requests", "8"]
 TEMPERATURE = 0.8

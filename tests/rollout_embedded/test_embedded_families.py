@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_model_parity import LLAMA3
+from test_model_parity import LLAMA3, YARN
 from test_pushed_families import checkpoint, config_of
 from test_served_families import agrees_with_transformers, drawn
 
@@ -12,6 +12,7 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 EMBEDDED = {name: config_of(name, eos_token_id=2) for name in names_where(lambda record: record.embedded)}
 EMBEDDED["LlamaForCausalLM 3.1"] = config_of("LlamaForCausalLM", eos_token_id=2, rope_scaling=LLAMA3)
+EMBEDDED["Qwen2ForCausalLM YaRN"] = config_of("Qwen2ForCausalLM", eos_token_id=2, rope_scaling=YARN)
 EMBEDDED["MiMoForCausalLM of a Llama"] = config_of("MiMoForCausalLM", attention_bias=False, eos_token_id=2)
 
 

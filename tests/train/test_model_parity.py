@@ -27,6 +27,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+# Of the four frequencies two stay, and the others are divided in part and wholly; the magnitude is 1.14.
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 1}
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
     "attention_bias": False,
@@ -42,6 +44,7 @@ CASES = {
     "Qwen2ForCausalLM": {"tie_word_embeddings": True},
     "LlamaForCausalLM 3.1": {"model_type": "llama", "attention_bias": False, "rope_scaling": LLAMA3},
     "Qwen3ForCausalLM": {"model_type": "qwen3", "attention_bias": False, "head_dim": 16},
+    "MiMoForCausalLM YaRN": {"rope_scaling": YARN},
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "Qwen3MoeForCausalLM whose weights do not add up to 1": QWEN3_MOE | {"norm_topk_prob": False},
 }

@@ -62,9 +62,9 @@ class Architecture:
         if name not in known:
             raise ValueError(f"config.json: {refusal(name, 'run by the embedded engine', known)}")
         facts = FAMILIES[name]
-        if (scaling := kind(settings(config))) not in ("default", "llama3"):
+        if (scaling := kind(settings(config))) not in ("default", "llama3", "yarn"):
             raise ValueError(
-                f"the embedded engine has rotary embeddings of type default and llama3; config.json asks for {scaling}"
+                f"the embedded engine has rotary embeddings of type default, llama3 and yarn; config.json has {scaling}"
             )
         if config.get("use_sliding_window"):
             raise ValueError("the embedded engine has no sliding window; config.json has use_sliding_window = true")
@@ -229,8 +229,9 @@ class Decoder:
         # As in Transformers and Megatron: angles in float32, cosine and sine cast afterwards.
         angle = torch.outer(torch.arange(positions, dtype=torch.float32), arch.rope.frequencies(arch.head_dim))
         angle = angle.repeat(1, 2)
-        self.cos = angle.cos().to(device, dtype)[:, None]
-        sign = torch.ones(arch.head_dim).index_fill_(0, torch.arange(arch.head_dim // 2), -1.0)
+        size = arch.rope.magnitude
+        self.cos = (angle.cos() * size).to(device, dtype)[:, None]
+        sign = torch.full((arch.head_dim,), size).index_fill_(0, torch.arange(arch.head_dim // 2), -size)
         self.sin = (angle.sin() * sign).to(device, dtype)[:, None]  # with the sign of the rotated half
 
     def _add_eagle3(self) -> None:
