@@ -69,13 +69,6 @@ class SpecSection(Section):
     probe_share: Annotated[float, Needs("spec.mode=adaptive")] = Field(
         0.01, ge=0, le=0.2, description="share of the time that rounds may lose by trying other values of num_steps"
     )
-    catch_up_share: Annotated[float, Needs("spec.mode=adaptive")] = Field(
-        0.0,
-        ge=0,
-        le=0.2,
-        description="share of the time without drafts that may go into filling the drafter's KV cache for a trial, on "
-        "top of probe_share; 0: such trials use probe_share only",
-    )
 
     @model_validator(mode="after")
     def _consistent(self) -> SpecSection:

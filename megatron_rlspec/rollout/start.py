@@ -234,7 +234,6 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
         Roofline.of_model(hf_config, spec.ridge_tokens, config.drafter.vocabulary),
         margin=spec.switching_margin,
         probe_share=spec.probe_share,
-        catch_up_share=spec.catch_up_share,
         learn=spec.learn_costs,
         tp=config.placement.tensor,
         adaptive=spec.mode == "adaptive",

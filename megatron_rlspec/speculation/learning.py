@@ -55,7 +55,6 @@ class Learning:
         cost: Roofline,
         margin: float,
         probe_share: float,
-        catch_up_share: float = 0.0,
         *,
         learn: bool = True,
         tp: int = 1,
@@ -68,7 +67,7 @@ class Learning:
             self.cost = {"table": cost_table, "tp": self.table.tps[0]}
         self._roofline = cost
         self.learnt = LearntCost(cost) if learn and self.table is None else None
-        self.settings = {"margin": margin, "probe_share": probe_share, "catch_up_share": catch_up_share}
+        self.settings = {"margin": margin, "probe_share": probe_share}
         self.adaptive = adaptive
         self.scaled = self.table if scale_table else None
         self.acceptance = Acceptance(max(*candidate_steps, 1))  # as observed

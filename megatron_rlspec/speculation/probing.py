@@ -27,15 +27,12 @@ EARNED = 0.9  # part of `share` that each round adds to the budget; the rest cov
 class ProbeBudget:
     """The ms that probes may still lose, and the time of the next probe. A new rule takes it over from the old one.
 
-    share           part of all time that probes may lose
-    catch_up_share  part of the time of `OFF` rounds that probes may spend on the drafter's catching up, in addition
+    share  part of all time that probes may lose, with the time of the drafter's catching up
     """
 
-    def __init__(self, share: float, catch_up_share: float) -> None:
+    def __init__(self, share: float) -> None:
         self.share = share
-        self.catch_up_share = catch_up_share
         self.left_ms = 0.0
-        self.catch_up_left_ms = 0.0
         self.wait = FIRST_PROBE  # rounds until the next probe
         self.interval = FIRST_PROBE  # rounds between two probes
         self.rounds = 0  # rounds that were added to the budget
@@ -49,10 +46,6 @@ class ProbeBudget:
         """Add a round's part of the budget; the round takes `ms`."""
         self.left_ms += EARNED * self.share * ms
         self.rounds += 1
-
-    def earn_catch_up(self, ms: float) -> None:
-        """Add an `OFF` round's part of the catch-up budget; the round takes `ms`."""
-        self.catch_up_left_ms += self.catch_up_share * ms
 
     def due(self) -> bool:
         """Count one round, and return whether a probe is due. If so, the next one is due after `interval` rounds."""
@@ -69,24 +62,15 @@ class ProbeBudget:
         self._probe_draws = 0
         self._probe_value = 0.0
 
-    def affords(self, ms: float, catch_up_ms: float) -> bool:
-        """Return whether a probe may lose `ms`, and spend `catch_up_ms` on catching up."""
-        return ms + max(catch_up_ms - self.catch_up_left_ms, 0.0) <= self.left_ms
-
-    def charge(
-        self, config: SpecConfig, lost_ms: float, catch_up_ms: float, ms_per_token: float, needed: float
-    ) -> float:
+    def charge(self, config: SpecConfig, lost_ms: float, ms_per_token: float, needed: float) -> float:
         """Charge a probe round as if no draft would be accepted. Returns the ms charged to the budget.
 
         The current configuration takes `ms_per_token` for one token of each request. With `needed` tokens per request
         the probe round pays off.
         """
-        from_catch_up = min(catch_up_ms, self.catch_up_left_ms)
-        charged = lost_ms + catch_up_ms - from_catch_up
-        self.left_ms -= charged
-        self.catch_up_left_ms -= from_catch_up
+        self.left_ms -= lost_ms
         self.pending_charges.setdefault(config, []).append((ms_per_token, needed))
-        return charged
+        return lost_ms
 
     def refund(self, config: SpecConfig, drafts: float, drafting: int, others: int) -> float:
         """Return the value of a probe round's accepted drafts to the budget. Returns the ms; 0 if no round is pending.
@@ -130,7 +114,6 @@ class ProbeBudget:
         """Count in this unit from now on. A budget in another unit is dropped."""
         if self.unit not in ("", unit):
             self.left_ms = 0.0
-            self.catch_up_left_ms = 0.0
             self.pending_charges = {}
         self.unit = unit
 
@@ -165,7 +148,7 @@ class ProbeBudget:
         self.set_unit(unit)
 
 
-_STATE = ("left_ms", "catch_up_left_ms", "wait", "interval", "rounds", "unit")
+_STATE = ("left_ms", "wait", "interval", "rounds", "unit")
 
 
 class Prober:
@@ -218,13 +201,14 @@ class Prober:
             return now, 0.0
         probe = self._probe
         lost = max(ms[probe] - ms_per_token, 0.0)  # if no draft is accepted, the round emits one token per request
-        catch_up = catch_up_ms(min(self.requests, batch)) if self.candidates[now].off else 0.0
-        if not self.budget.affords(lost, catch_up):
+        if self.candidates[now].off:
+            lost += catch_up_ms(min(self.requests, batch))
+        if lost > self.budget.left_ms:
             self._left = 0
             return now, 0.0
         self._left -= 1
         needed = ms[probe] / ms_per_token
-        return probe, self.budget.charge(self.candidates[probe], lost, catch_up, ms_per_token, needed)
+        return probe, self.budget.charge(self.candidates[probe], lost, ms_per_token, needed)
 
     def _start(self, now: int, batch: int, rate: float, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> bool:
         """Start a probe if one is due, it could pay off and the budget allows it. Returns whether one was started."""
@@ -240,7 +224,7 @@ class Prober:
         off = self.candidates[now].off
         self.requests = self._requests_to_probe(batch, extra, catch_up_ms) if apart and off else batch
         least_rounds = -(-LEAST_DRAWS // self.requests)
-        if not budget.affords(least_rounds * extra, catch_up_ms(self.requests)):
+        if least_rounds * extra + catch_up_ms(self.requests) > budget.left_ms:
             if due:
                 budget.postpone()
             return False
@@ -265,14 +249,14 @@ class Prober:
         """Return how many requests a probe after `OFF` drafts for.
 
         Fewer requests catch up in less time, but need more rounds, each with `extra` ms, for the same number of drafts.
-        The result is the cheapest number in total, or a larger one if the catch-up budget pays for it.
+        The result is the cheapest number in total, or the largest one whose catching up costs nothing.
         """
         sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < batch] + [batch]
         catch_ups = [catch_up_ms(n) for n in sizes]
         totals = [-(-PROBE_DRAWS // n) * extra + ms for n, ms in zip(sizes, catch_ups, strict=True)]
         cheapest = totals.index(min(totals))
-        affordable = [i for i, ms in enumerate(catch_ups) if ms <= self.budget.catch_up_left_ms]
-        return sizes[max(cheapest, *affordable[-1:])] if affordable else sizes[cheapest]
+        free = [i for i, ms in enumerate(catch_ups) if ms == 0]
+        return sizes[max([cheapest, *free])]
 
     def _worth_probing(self, now: int, rate: float, ms: list[float]) -> int:
         """Return the next deeper candidate if some deeper one would pay off at the rate of the depth above; else -1."""

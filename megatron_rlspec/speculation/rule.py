@@ -114,9 +114,8 @@ class SpecRule:
 
     Catching up. While `OFF` runs, the drafter does not run on new tokens. It must run on them before it drafts again.
     For a switch it runs on the missed tokens of all requests. For a probe it runs on those of a few requests, if the
-    engine supports that (`missed` in `choose`). Besides their budget, probes may spend `catch_up_share` of the time of
-    `OFF` rounds on catching up. Where `OFF` is best and the drafter would have to run on the prompts of new requests,
-    the rule switches to `OFF` at once.
+    engine supports that (`missed` in `choose`). Where `OFF` is best and the drafter would have to run on the prompts of
+    new requests, the rule switches to `OFF` at once.
 
     Learning costs. With a `LearntCost` the engine passes durations of rounds to `timed`. So that the cost of plain
     decoding is known, the rule runs a few `OFF` rounds at the start, near every new batch size, and from time to time.
@@ -132,15 +131,14 @@ class SpecRule:
         acceptance: Acceptance | None = None,
         margin: float = 0.01,
         probe_share: float = 0.01,
-        catch_up_share: float = 0.0,
         forecast: Sequence[float] | None = None,
     ) -> None:
         self.candidates = tuple(sorted(set(candidates)))
         if forecast is not None and not (forecast and all(0 <= rate <= 1 for rate in forecast)):
             raise ValueError(f"forecast={list(forecast)}: expected rates in [0, 1], at least one")
-        _check(self.candidates, start, margin, {"probe_share": probe_share, "catch_up_share": catch_up_share})
+        _check(self.candidates, start, margin, probe_share)
         self.margin = margin
-        self.probe_budget = ProbeBudget(probe_share, catch_up_share)
+        self.probe_budget = ProbeBudget(probe_share)
         deepest = max(c.num_steps for c in self.candidates)
         self.acceptance = acceptance or Acceptance(max(deepest, 1))
         if self.acceptance.depth < deepest:
@@ -199,10 +197,6 @@ class SpecRule:
     @property
     def probe_share(self) -> float:
         return self.probe_budget.share
-
-    @property
-    def catch_up_share(self) -> float:
-        return self.probe_budget.catch_up_share
 
     def inherit(self, former: SpecRule) -> None:
         """Take over the probe budget of `former`, the time of its next probe, and durations that it was told.
@@ -289,7 +283,6 @@ class SpecRule:
         drafting = min(self._prober.requests, batch) if probes_after_off else batch
         if config.off:
             self._gap += 1
-            self.probe_budget.earn_catch_up(ms[chosen])
             self.catch_up = 0
         else:
             tally.catch_up_ms += catch_up_ms(drafting)
@@ -353,7 +346,6 @@ class SpecRule:
             "start": _triple(self.candidates[self._current]) if self._current >= 0 else None,
             "margin": self.margin,
             "probe_share": self.probe_share,
-            "catch_up_share": self.catch_up_share,
             "acceptance": self.acceptance.to_json(),
             "probing": self.probe_budget.to_json(),
             "forecast": self._prober.forecast,
@@ -370,7 +362,7 @@ class SpecRule:
 
         Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and one of `table`, `roofline`, `learnt`
         (a `LearntCost`) and `schedule`. `table` is a path or a table's own JSON; `tp` selects one TP of it. Optional:
-        `start`, `margin`, `probe_share`, `catch_up_share`, `acceptance`, `forecast` (rates a_1.. of the next rollout),
+        `start`, `margin`, `probe_share`, `acceptance`, `forecast` (rates a_1.. of the next rollout),
         `probing` (as in `report`), `version`.
         """
         unknown = set(data) - _KEYS
@@ -380,7 +372,7 @@ class SpecRule:
             raise ValueError(f"speculation rule: version {data['version']!r}, but this release reads version {VERSION}")
         if "candidates" not in data:
             raise ValueError("speculation rule: no field 'candidates'")
-        names = ("margin", "probe_share", "catch_up_share", "forecast")
+        names = ("margin", "probe_share", "forecast")
         optional: dict[str, Any] = {name: data[name] for name in names if name in data}
         if data.get("start") is not None:
             optional["start"] = SpecConfig(*data["start"])
@@ -432,7 +424,7 @@ class SpecRule:
 
 
 _KEYS = {
-    "version", "candidates", "start", "margin", "probe_share", "catch_up_share", "acceptance",
+    "version", "candidates", "start", "margin", "probe_share", "acceptance",
     "table", "tp", "roofline", "learnt", "schedule", "forecast", "probing",
 }  # fmt: skip
 _COSTS = {"table": CostTable, "roofline": Roofline, "learnt": LearntCost}
@@ -458,9 +450,7 @@ def _cost_or_schedule(data: Mapping[str, Any]) -> dict[str, Any]:
     return {"cost": table.at(data["tp"]) if data.get("tp") is not None else table}
 
 
-def _check(
-    candidates: tuple[SpecConfig, ...], start: SpecConfig | None, margin: float, shares: Mapping[str, float]
-) -> None:
+def _check(candidates: tuple[SpecConfig, ...], start: SpecConfig | None, margin: float, probe_share: float) -> None:
     if not candidates:
         raise ValueError("candidates must not be empty")
     if len({c.topk for c in candidates if c.num_steps > 0}) > 1:
@@ -469,6 +459,5 @@ def _check(
         raise ValueError(f"start={start} is not among the candidates {[str(c) for c in candidates]}")
     if margin < 0:
         raise ValueError(f"margin={margin} must not be negative")
-    for name, share in shares.items():
-        if not 0 <= share < 1:
-            raise ValueError(f"{name}={share} must lie in [0, 1)")
+    if not 0 <= probe_share < 1:
+        raise ValueError(f"probe_share={probe_share} must lie in [0, 1)")

@@ -133,7 +133,6 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
         Roofline.of_model(config.get("text_config", config), spec.ridge_tokens),
         margin=spec.switching_margin,
         probe_share=spec.probe_share,
-        catch_up_share=spec.catch_up_share,
         tp=getattr(args, "rollout_num_gpus_per_engine", 1),
         scale_table=True,
     )

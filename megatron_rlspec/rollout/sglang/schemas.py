@@ -153,7 +153,6 @@ class SpecRuleBody(Strict):
     start: Config | None = None
     margin: float = Field(0.0, ge=0, le=1)
     probe_share: Share = 0.0
-    catch_up_share: Share = 0.0
     acceptance: AcceptanceBody | None = None
     forecast: list[float] | None = None
     probing: dict[str, Any] | None = None
