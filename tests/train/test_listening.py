@@ -1,7 +1,6 @@
 """A run that torchrun did not start listens on the loopback address only."""
 
-import subprocess
-import sys
+import forked
 
 PROGRAM = """
 import os
@@ -16,6 +15,7 @@ print([place.ip for place in listening if place.port == int(os.environ["MASTER_P
 """
 
 
-def test_the_store_of_a_single_process_listens_on_loopback_only():
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240)
+def test_the_store_of_a_single_process_listens_on_loopback_only(tmp_path):
+    (tmp_path / "a_single_process.py").write_text(PROGRAM)
+    ended = forked.run_module("a_single_process", [], folder=tmp_path)
     assert ended.stdout.splitlines()[-1:] == ["['127.0.0.1']"], ended.stdout + ended.stderr
