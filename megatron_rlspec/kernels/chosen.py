@@ -23,6 +23,12 @@ def sampling(logits: torch.Tensor) -> ModuleType | None:
     return _sampling(logits.device)
 
 
+def prepare() -> None:
+    """Choose for the current CUDA device, before graphs are captured: in a capture the host cannot compare tokens."""
+    if torch.cuda.is_available():
+        _sampling(torch.device("cuda", torch.cuda.current_device()))
+
+
 @cache
 def _sampling(device: torch.device) -> ModuleType | None:
     reason = "Triton is not installed"

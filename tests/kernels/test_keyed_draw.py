@@ -209,3 +209,15 @@ def test_extreme_noise(kernel: Interpreter) -> None:
         words=words,
     )
     assert found.tokens.tolist() == [1, 2, 0]
+
+
+def test_equal_scores(kernel: Interpreter) -> None:
+    """Beside logits of 1e20 the noise is lost, and all scores are equal: the lowest column wins, as in torch."""
+    given = {
+        "logits": np.full((2, 40), 1e20, np.float32),
+        "seeds": np.array([1, 2]),
+        "positions": np.array([3, 4]),
+        "temperatures": np.ones(2, np.float32),
+        "top_ks": np.array([40, 3], np.int32),
+    }
+    assert kernel.sample(sizes=SIZES, **given).tokens.tolist() == [0, 0]

@@ -1,4 +1,4 @@
-"""With the sampling kernel, in Triton's interpreter, SGLang draws the tokens and log-probs that it draws without."""
+"""With the sampling kernel, in Triton's interpreter, engines draw the tokens and log-probs that they draw without."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from interpreted import Interpreter, interpreter
 
 from megatron_rlspec.kernels import chosen
-from megatron_rlspec.rollout.sglang.scheduler import verifier
+from megatron_rlspec.rollout.embedded import draft, verify
+from megatron_rlspec.rollout.sglang.scheduler import coupled, verifier
 
 pytest.importorskip("triton", reason="Triton is not installed; the kernels were not run")
 ALL = 1 << 30  # SGLang's top_k of a request without one
@@ -100,3 +101,35 @@ def test_a_verify_round(sampler: ModuleType, kernel: Interpreter, limited: bool)
     (tokens, logprobs), (ours, known) = found
     assert torch.equal(ours, tokens) and ours.dtype == tokens.dtype
     assert torch.allclose(known, logprobs, atol=2e-6) and known.shape == logprobs.shape
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_coupled_drafts(sampler: ModuleType, kernel: Interpreter, mapped: bool) -> None:
+    """Of all words and of a draft vocabulary, for a request with top-p, one with top-k and min-p, and a greedy one."""
+    info = batch(True)
+    sharpness = torch.tensor([[2.0], [1.0], [1.5]])
+    rows = coupled._Rows(info.sampling_seed, info.temperatures, info.top_ks, sharpness, info.top_ps, info.min_ps, info)
+    words = torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:VOCABULARY] if mapped else None
+    drafter = SimpleNamespace(drafter=SimpleNamespace(hot_token_id=words))
+    found = []
+    for used in (None, kernel.sampling):
+        with mock.patch.object(chosen, "sampling", lambda logits, used=used: used):
+            found.append(coupled.CoupledDrafts._choose(drafter, logits(REQUESTS), torch.tensor([7, 8, 9]), rows))
+    assert torch.equal(*found) and len({*found[0].view(-1).tolist()}) == REQUESTS
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_embedded_tokens_and_drafts(kernel: Interpreter, greedy: bool) -> None:
+    """The embedded engine's, whose requests without top-k have 0, and whose greedy ones have temperature 0."""
+    temperature = torch.tensor([0.0, 0.0, 0.0] if greedy else [1.0, 0.0, 0.6])
+    limits = torch.tensor([0.9, 1.0, 1.0]), torch.tensor([0, 0, 12]), torch.tensor([0.0, 0.0, 0.05])
+    seeds, keys = torch.tensor([5, 6, 2**62]), torch.tensor([3, 4, 5])
+    logp = verify.logprobs(logits(REQUESTS), temperature)
+    words = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:VOCABULARY]
+    pick = draft.coupled(1, draft.Coupling(seeds, keys, temperature, *limits, words, 1.5))
+    found = []
+    for used in (None, kernel.sampling):
+        with mock.patch.object(chosen, "sampling", lambda logits, used=used: used):
+            drafts = pick(logits(REQUESTS)[:, None], 2)
+            found.append((verify.sample(logp, temperature, *limits, seeds, keys), *drafts))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 
+from megatron_rlspec.kernels import chosen
 from megatron_rlspec.noise import draw, noisy
 from megatron_rlspec.rollout.sglang.scheduler import decisions, versions
 from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
 from megatron_rlspec.rollout.sglang.settings import Settings
 
 DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
+HELD = ("seeds", "temperatures", "top_ks", "sharpness", "top_ps", "min_ps")  # in buffers of fixed address
 
 
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
@@ -38,6 +40,7 @@ def active(settings: Settings) -> bool:
 
 
 def _install(returned: Any, drafter: Any, *args: Any, **kwargs: Any) -> None:
+    chosen.prepare()
     CoupledDrafts(drafter)
 
 
@@ -45,20 +48,28 @@ def _install(returned: Any, drafter: Any, *args: Any, **kwargs: Any) -> None:
 class _Rows:
     """What chooses the drafts of B requests, as `SamplingBatchInfo` has it.
 
-    seeds [B] int64, temperatures [B, 1], top_ks [B]: 1 is greedy; sharpness [B, 1]. `info`, for top-k, top-p and
-    min-p; None in a CUDA graph, which cannot ask whether a batch has any: its drafts come from all tokens.
+    seeds [B] int64, temperatures [B, 1], top_ks [B]: 1 is greedy; sharpness [B, 1], top_ps [B], min_ps [B]. Plain torch
+    filters if `info` says that the batch has limits. It is None in a CUDA graph, which cannot ask: there, plain torch
+    drafts from all tokens.
     """
 
     seeds: torch.Tensor
     temperatures: torch.Tensor
     top_ks: torch.Tensor
     sharpness: torch.Tensor
+    top_ps: torch.Tensor
+    min_ps: torch.Tensor
     info: Any = None
+
+    def first(self, rows: int, info: Any) -> _Rows:
+        """Return the first `rows` rows of buffers."""
+        held = {name: getattr(self, name)[:rows] for name in HELD}
+        return _Rows(**held, info=info)
 
     @classmethod
     def of(cls, info: Any) -> _Rows:
         sharpness = torch.full_like(info.temperatures, decisions.decider.sharpness.value)
-        return cls(info.sampling_seed, info.temperatures, info.top_ks, sharpness, info)
+        return cls(info.sampling_seed, info.temperatures, info.top_ks, sharpness, info.top_ps, info.min_ps, info)
 
 
 class CoupledDrafts:
@@ -122,7 +133,7 @@ class CoupledDrafts:
         if not batch.forward_mode.is_idle():
             given = _Rows.of(batch.sampling_info)
             held = self._held(len(given.seeds), given)
-            for name in ("seeds", "temperatures", "top_ks", "sharpness"):
+            for name in HELD:
                 values = getattr(given, name)
                 getattr(held, name)[: len(values)].copy_(values)
         return self._draft(batch, *args, **kwargs)
@@ -134,8 +145,7 @@ class CoupledDrafts:
         held = self._held(rows, _Rows.of(forward_batch.sampling_info))
         in_graph = forward_batch.positions.is_cuda and torch.cuda.is_current_stream_capturing()
         info = None if in_graph else forward_batch.sampling_info
-        seeds, temperatures, top_ks = held.seeds[:rows], held.temperatures[:rows], held.top_ks[:rows]
-        self._loop = _Rows(seeds, temperatures, top_ks, held.sharpness[:rows], info)
+        self._loop = held.first(rows, info)
         try:
             return self._further(forward_batch)
         finally:
@@ -150,18 +160,25 @@ class CoupledDrafts:
                 torch.ones(rows, 1, dtype=like.temperatures.dtype, device=device),
                 torch.ones(rows, dtype=like.top_ks.dtype, device=device),
                 torch.ones(rows, 1, dtype=like.temperatures.dtype, device=device),
+                torch.ones(rows, dtype=like.top_ps.dtype, device=device),
+                torch.zeros(rows, dtype=like.min_ps.dtype, device=device),
             )
         return self._buffers
 
     def _choose(self, logits: torch.Tensor, keys: torch.Tensor, rows: _Rows) -> torch.Tensor:
         """Return the drafts [B, 1], columns of `logits [B, S]`; `keys [B]`: the positions that predict them."""
+        words = self.drafter.hot_token_id
+        kernel = chosen.sampling(logits)
+        if kernel is not None:
+            limits = (rows.top_ks, rows.top_ps, rows.min_ps)
+            draws = kernel.Draws(rows.seeds, keys, rows.temperatures, *limits, rows.sharpness, words)
+            return kernel.sample(logits, draws)[0][:, None]
         logq = torch.log_softmax(logits.float() / rows.temperatures, -1)
         info = rows.info
         if info is not None and (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling):
             min_ps = info.min_ps if info.need_min_p_sampling else None
             logq = filtered(logq.exp(), info.top_ks, info.top_ps, min_ps).log()
         logq = logq * rows.sharpness
-        words = self.drafter.hot_token_id
         if not logits.is_cuda:
             drafts = draw(logq, rows.seeds, keys, words)[:, None]
         elif words is None:
