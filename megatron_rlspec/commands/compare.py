@@ -199,7 +199,12 @@ def parser() -> arguments.Parser:
         first=("--count", "--steps", "--url", "--out"),
     )
     p.add_argument("policy", type=Path, help="Hugging Face directory of the policy")
-    p.add_argument("drafters", nargs="+", metavar="NAME=DIR", help="Hugging Face directory with a drafter")
+    p.add_argument(
+        "drafters",
+        nargs="+",
+        metavar="NAME=DIR",
+        help="Hugging Face directory with a drafter, or a checkpoint of slime's",
+    )
     p.add_argument("--prompts", type=Path, required=True, help="held-out prompts, as data.eval_path")
     p.add_argument("--count", type=arguments.integer(2, 10**6), default=512, help="prompts; default: 512")
     p.add_argument(

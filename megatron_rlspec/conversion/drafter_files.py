@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec import files
+from megatron_rlspec.conversion import torch_dist
 from megatron_rlspec.conversion.eagle3 import check_drafter, own_name, shapes
 from megatron_rlspec.models.config import DRAFTER, EAGLE3, MAPS, PREFIX, check_drafter_config
 from megatron_rlspec.models.directory import check_model
@@ -21,6 +22,8 @@ from megatron_rlspec.models.hf_files import CheckpointError, LazyTensors, build_
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
 
+SLIME_FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
+HF_DRAFTER = "hf_drafter"  # within that, an EAGLE-3 drafter
 MOST_WORDS = 32_000  # of a fresh drafter, unless asked for more; the size that published drafters have
 _SAME = (
     "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps rope_theta "
@@ -69,20 +72,30 @@ def read_model(path: str | Path, drafter: str | Path = "") -> tuple[dict[str, An
     return described, JoinedTensors(tensors, own, unused)
 
 
+def read_drafter(path: str | Path) -> dict[str, Tensor]:
+    """Read the tensors of an EAGLE-3 drafter alone, named as in `read_model`. Raises CheckpointError."""
+    _, own = read_hf(path)
+    return {PREFIX + own_name(name): own[name] for name in own}
+
+
 def weights_of(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that a push holds: all but the maps of an EAGLE-3 drafter's words."""
     return ((name, tensors[name]) for name in tensors if name.removeprefix(PREFIX) not in MAPS)
 
 
-def read_drafters(policy: str | Path, places: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Tensors]]:
+def read_drafters(
+    policy: str | Path, places: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, Tensors | dict[str, Tensor]]]:
     """Read several drafters of one policy, by name: MTP layers, or EAGLE-3 drafters that draft from the same words.
 
-    Returns config.json and the tensors of each, an EAGLE-3 drafter's with the policy's. Raises ModelConfigError or
-    CheckpointError.
+    A place is a Hugging Face directory, or a checkpoint of slime's: of one iteration, or the folder of all, of which
+    the newest is read. Returns config.json and the tensors of each, an EAGLE-3 drafter's with the policy's. Raises
+    ModelConfigError or CheckpointError.
     """
-    found = {name: read_hf(place) for name, place in places.items()}
-    kinds = {config.get("architectures") == [EAGLE3] for config, _ in found.values()}
     hf_config = read_hf(policy)[0]
+    places = {name: _in_slime(Path(place)) for name, place in places.items()}
+    found = {name: _read(place, hf_config) for name, place in places.items()}
+    kinds = {config.get("architectures") == [EAGLE3] for config, _ in found.values()}
     if kinds == {False}:
         return hf_config, {name: tensors for name, (_, tensors) in found.items()}
     if len(kinds) > 1:
@@ -96,6 +109,27 @@ def read_drafters(policy: str | Path, places: Mapping[str, str]) -> tuple[dict[s
         if own != expected or not torch.equal(words(others, config), words(tensors, first)):
             raise CheckpointError(f"{places[name]}: differs in config.json or words from the first drafter")
     return first, {name: others for name, (_, others) in joined.items()}
+
+
+def _in_slime(place: Path) -> str:
+    """Return where the drafter of a checkpoint of slime's is; `place` itself if it is none."""
+    if not torch_dist.is_checkpoint(place):
+        return str(place)
+    iteration = torch_dist.checkpoint_directory(place)
+    eagle3 = iteration / SLIME_FOLDER / HF_DRAFTER
+    return str(eagle3 if eagle3.is_dir() else iteration)
+
+
+def _read(place: str, policy: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors | dict[str, Tensor]]:
+    """Return config.json and tensors of a directory; of a Megatron checkpoint of `policy` the MTP layers alone."""
+    if not torch_dist.is_checkpoint(Path(place)):
+        return read_hf(place)
+    family = name_table(policy)
+    reader = torch_dist.TorchDistReader(place, family)
+    names = [name for name in family.rows if family.is_drafter(name) and name in reader]
+    if not names:
+        raise CheckpointError(f"{place}: has no MTP layer, and no {SLIME_FOLDER}/{HF_DRAFTER}; expected a drafter")
+    return dict(policy), {hf: tensor for name in names for hf, tensor in family.to_hf(name, reader[name])}
 
 
 def words(tensors: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> Tensor:

@@ -231,6 +231,11 @@ def verify_files(path: str | Path, rank: int = 0, ranks: int = 1) -> int:
     return len(listed)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Return whether `checkpoint_directory` finds a checkpoint there."""
+    return (path / TRACKER).exists() or (path / _INDEX).exists()
+
+
 def checkpoint_directory(path: Path) -> Path:
     """Return the directory with the index: `path`, or the one that its tracker file names. Raises CheckpointError."""
     if not path.is_dir():

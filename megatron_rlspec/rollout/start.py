@@ -179,12 +179,13 @@ class ServedEngines:
                 f"drafter.vocabulary={self._config.drafter.vocabulary}, but the engine at {url} was started with "
                 f"--draft-vocabulary {held}; SGLang fixes the size when it starts"
             )
-        drafter = describe_drafter(self._config)
+        options = self._config.drafter
+        drafter = describe_drafter(self._config.model.path, options.path) if options.kind == "eagle3" else {}
         theirs = described.get("eagle3", {})
         if drafter != theirs:
             raise ConfigError(
-                f"drafter.kind={self._config.drafter.kind} is {_shown(drafter)}, but the engine at {url} was started "
-                f"with {_shown(theirs)}; its option is --draft-model"
+                f"drafter.kind={options.kind} is {shown_drafter(drafter)}, but the engine at {url} was started "
+                f"with {shown_drafter(theirs)}; its option is --draft-model"
             )
         return engine
 
@@ -205,21 +206,19 @@ class ServedEngines:
         return self.client.of(started, timeout=self._timeout, transport=self._transport)
 
 
-def describe_drafter(config: Config) -> dict[str, Any]:
-    """Return what an engine's `describe` says of the EAGLE-3 drafter of this configuration; {} if it has none.
+def describe_drafter(model: str, drafter: str) -> dict[str, Any]:
+    """Return what an engine's `describe` says of the EAGLE-3 drafter in the directory `drafter`.
 
     An engine fixes the layers that the drafter reads, and the tokens that it drafts, when it starts. A push changes
     neither.
     """
-    if config.drafter.kind != "eagle3":
-        return {}
-    hf_config, tensors = read_model(config.model.path, config.drafter.path)
-    typed = check_drafter_config(hf_config[DRAFTER], config.drafter.path)
+    hf_config, tensors = read_model(model, drafter)
+    typed = check_drafter_config(hf_config[DRAFTER], drafter)
     taps = typed.taps(hf_config["num_hidden_layers"])
     return {"taps": list(taps), "words": fingerprint(words(tensors, hf_config))}
 
 
-def _shown(drafter: Mapping[str, Any]) -> str:
+def shown_drafter(drafter: Mapping[str, Any]) -> str:
     if not drafter:
         return "no EAGLE-3 drafter"
     return f"an EAGLE-3 drafter on the inputs of layers {drafter['taps']} and on the tokens {drafter['words']:016x}"

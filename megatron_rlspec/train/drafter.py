@@ -226,7 +226,7 @@ def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> Tra
             f"the EAGLE-3 drafter has num_key_value_heads={groups}, no multiple of "
             f"parallel.tensor={config.tensor_model_parallel_size}"
         )
-    return replace(
+    own = replace(
         config,
         num_layers=1,
         ffn_hidden_size=drafter["intermediate_size"],
@@ -234,7 +234,6 @@ def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> Tra
         num_query_groups=groups,
         kv_channels=drafter.get("head_dim") or config.hidden_size // heads,
         layernorm_epsilon=drafter.get("rms_norm_eps", 1e-6),
-        rotary_percent=1.0,
         qk_layernorm=False,
         add_qkv_bias=False,
         num_moe_experts=None,
@@ -246,6 +245,8 @@ def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> Tra
         use_te_activation_func=True,
         bias_activation_fusion=False,
     )
+    own.rotary_percent = 1.0  # as in `DecoderConfig`; slime's configuration has no such field
+    return own
 
 
 def build_drafter(

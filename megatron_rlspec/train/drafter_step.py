@@ -75,9 +75,12 @@ class DrafterTargets:
 
 
 class DrafterStep:
-    """One drafter's steps on this rank: `begin`, then `student` and `learn` for each micro-batch, then `update`."""
+    """One drafter's steps on this rank: `begin`, then `student` and `learn` for each micro-batch, then `update`.
 
-    def __init__(self, learner: Learner, objective: DrafterObjective) -> None:
+    `learner`: None for a drafter that is only measured, without `update`.
+    """
+
+    def __init__(self, learner: Learner | None, objective: DrafterObjective) -> None:
         self.learner = learner
         self.objective = objective
         self.words: Tensor | None = None  # ids that drafts are chosen from, on any device; None: all
@@ -91,7 +94,8 @@ class DrafterStep:
 
     def begin(self) -> None:
         """Zero the drafter's gradients."""
-        self.learner.zero_grad()
+        if self.learner is not None:
+            self.learner.zero_grad()
         self._head_is_finite = None if self.head is None else all_finite(self.head)  # once a step: it waits for a GPU
 
     def student(
@@ -154,6 +158,7 @@ class DrafterStep:
 
     def update(self) -> tuple[float, bool]:
         """Reduce gradients, clip, update; return (gradient norm before clipping, updated?)."""
+        assert self.learner is not None, "a drafter that is not trained has no update"
         self.learner.finalize()
         return self.learner.step()
 

@@ -7,7 +7,7 @@ the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -126,6 +126,28 @@ def rotary_percent(hf_config: Mapping[str, Any]) -> float:
     return float(stated or record_of(hf_config).rotary_share)
 
 
+class Taps:
+    """Keep the inputs of some layers of a model, detached, for an EAGLE-3 drafter: `taps()` after the forward pass.
+
+    layers  counted from 0, all on this pipeline stage
+    """
+
+    def __init__(self, model: GPTModel, layers: Sequence[int]) -> None:
+        self._gathers = model.config.sequence_parallel
+        self._kept: dict[int, Tensor] = {}
+        for index in layers:
+            model.decoder.layers[index].register_forward_pre_hook(partial(self._keep, index), with_kwargs=True)
+
+    def _keep(self, index: int, layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._kept[index] = (args[0] if args else options["hidden_states"]).detach()
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        """Return the kept inputs of n layers side by side, `[T, n · H]`, on every tensor-parallel rank."""
+        found = torch.cat([self._kept[index][:, 0] for index in sorted(self._kept)], -1)
+        return gather_from_sequence_parallel_region(found) if self._gathers else found
+
+
 class Policy(GPTModel):
     """Return hidden states after the final norm: `forward(input_ids, position_ids, None, packed_seq_params=...)`.
 
@@ -154,18 +176,7 @@ class Policy(GPTModel):
         if angles:  # Megatron's own scaling has Llama 3.1's other settings built in
             held = self.rotary_pos_emb.inv_freq
             self.rotary_pos_emb.inv_freq = rope.frequencies(2 * len(held), held.device)
-        self._kept: dict[int, Tensor] = {}
-        for index in taps_of(hf_config):
-            self.decoder.layers[index].register_forward_pre_hook(partial(self._keep, index), with_kwargs=True)
-
-    def _keep(self, index: int, layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self._kept[index] = (args[0] if args else options["hidden_states"]).detach()
-
-    @torch.no_grad()
-    def taps(self) -> Tensor:
-        """Return the kept inputs of n layers side by side, `[T, n · H]`, on every tensor-parallel rank."""
-        found = torch.cat([self._kept[index][:, 0] for index in sorted(self._kept)], -1)
-        return gather_from_sequence_parallel_region(found) if self.config.sequence_parallel else found
+        self.taps = Taps(self, taps_of(hf_config))
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         if self.post_process and self.config.sequence_parallel:

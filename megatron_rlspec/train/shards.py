@@ -104,6 +104,17 @@ def export(
         yield from export_stage(table, held, source, config, live)
 
 
+def whole(table: NameTable, held: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield full tensors under Hugging Face names on `device`, on every rank; collective over tensor-parallel ranks.
+
+    `held`: shards by canonical name, on any device, of a module without experts that is whole on this pipeline stage.
+    """
+    for name, shard in held.items():
+        parts = _gather(shard.detach().to(device), ps.get_tensor_model_parallel_group())
+        for hf, tensor in table.to_hf(name, table.unshard(name, parts)):
+            yield hf, tensor.contiguous()
+
+
 def export_stage(
     table: NameTable, held: dict[str, Tensor], source: int, config: TransformerConfig, live: bool = False
 ) -> Iterator[tuple[str, Tensor]]:

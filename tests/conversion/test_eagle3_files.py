@@ -1,6 +1,7 @@
 """The directory of an EAGLE-3 drafter: what `rlspec convert --add-eagle3` writes, and what is refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,8 +9,17 @@ from safetensors.torch import load_file, save_file
 from weight_oracles import mimo_checkpoint
 
 from megatron_rlspec.commands.convert import main
-from megatron_rlspec.conversion.drafter_files import make_drafter, read_drafters, read_model, weights_of, words
+from megatron_rlspec.conversion.drafter_files import (
+    HF_DRAFTER,
+    SLIME_FOLDER,
+    make_drafter,
+    read_drafters,
+    read_model,
+    weights_of,
+    words,
+)
 from megatron_rlspec.conversion.eagle3 import check_drafter
+from megatron_rlspec.conversion.torch_dist import checkpoint_directory
 from megatron_rlspec.models.config import DRAFTER, ModelConfigError
 from megatron_rlspec.models.hf_files import CheckpointError, write_hf
 from megatron_rlspec.models.names import name_table
@@ -61,6 +71,23 @@ def test_target_and_drafter_are_one_model_in_memory(model, drafter):
     assert all(name.startswith("eagle3.") for name in table.drafter_names)
     assert config[DRAFTER]["draft_vocab_size"] == 16 and words(tensors, config).tolist() == [*range(15), 100]
     assert tensors.shape("eagle3.lm_head.weight") == tuple(tensors["eagle3.lm_head.weight"].shape)
+
+
+def test_drafters_of_slimes_checkpoints_are_compared(model, drafter, tmp_path, capsys):
+    """slime's checkpoints are Megatron's, here made by `rlspec convert`; an EAGLE-3 drafter is a directory in them."""
+    folder, _, tensors = model
+    assert main([str(folder), str(tmp_path / "saved")]) == 0
+    config, found = read_drafters(folder, {"before": str(folder), "slime": str(tmp_path / "saved")})
+    own = {name for name in tensors if ".mtp_layers." in name}
+    assert DRAFTER not in config and found["slime"].keys() == own
+    assert all(torch.equal(found["slime"][name], tensors[name]) for name in own)
+    iteration = checkpoint_directory(tmp_path / "saved")
+    shutil.copytree(drafter, iteration / SLIME_FOLDER / HF_DRAFTER)
+    config, found = read_drafters(folder, {"before": str(drafter), "slime": str(iteration)})
+    assert torch.equal(found["slime"]["eagle3.fc.weight"], found["before"]["eagle3.fc.weight"])
+    assert main([str(folder), str(tmp_path / "plain"), "--to", "megatron", "--drop-mtp"]) == 0
+    with pytest.raises(CheckpointError, match="has no MTP layer, and no rlspec-drafter/hf_drafter"):
+        read_drafters(folder, {"slime": str(tmp_path / "plain")})
 
 
 def test_drafters_to_compare_are_of_one_kind_with_the_same_words(model, drafter, tmp_path):

@@ -1,8 +1,8 @@
-"""Start an SGLang server as slime does, on a CPU: `python plain_engine.py MODEL PORT`, with the plugin's variable set.
+"""Start an SGLang server as slime does, on a CPU: `python plain_engine.py MODEL PORT [DRAFTER]`.
 
-With RLSPEC_SLIME, slime's own `_compute_server_args` and `launch_server_process` start it. Otherwise this file does
-what the latter does: `launch_server` in a spawned process. Every spawned process imports this file, so the CPU
-stand-ins for a GPU are installed in each.
+RLSPEC_SGLANG is set. With RLSPEC_SLIME, slime's own `_compute_server_args` and `launch_server_process` start it.
+Otherwise this file does what the latter does: `launch_server` in a spawned process. Every spawned process imports this
+file, so the CPU stand-ins for a GPU are installed in each.
 """
 
 import json
@@ -24,8 +24,10 @@ from sglang.srt.arg_groups import arg_utils, attention_hook  # noqa: E402
 
 attention_hook._attention_backend_platform_fallbacks = lambda view: {}
 
+DRAFTER = sys.argv[3:]  # directory of an EAGLE-3 drafter; none: the model's MTP layer drafts
 SGLANG = {
-    "speculative_algorithm": "EAGLE",
+    "speculative_algorithm": "EAGLE3" if DRAFTER else "EAGLE",
+    "speculative_draft_model_path": DRAFTER[0] if DRAFTER else None,
     "speculative_num_steps": 2,
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 3,

@@ -263,22 +263,14 @@ def one_step(folder, cp, *extra, drafter=True):
     torch.save(result, Path(folder, f"rank{dist.get_rank()}.pt"))
 
 
-def resumed(folder, cp, *extra):
-    """Two steps, slime's `save`, a third step; and that third step again from the checkpoint, by fresh models: once as
-    saved, once after the drafter's own folder was lost.
-    """
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
-    from megatron.training.global_vars import set_args
+def load_if_saved(saved):
+    """Return what stands in for `load_checkpoint`: slime's own once there is a checkpoint, `seeded` before."""
     from slime.backends.megatron_utils import model as slime_model
 
-    from megatron_rlspec.integrations.slime import hooks as slime_hooks
-
-    saved = Path(folder, "saved")
     load = slime_model.load_checkpoint
-    tracker = saved / "latest_checkpointed_iteration.txt"
 
-    def load_if_saved(model, optimizer, *rest, **kwargs):
-        if not tracker.exists():
+    def loading(model, optimizer, *rest, **kwargs):
+        if not (saved / "latest_checkpointed_iteration.txt").exists():
             return seeded(model, optimizer)
         # Without Transformer Engine this Megatron asks for moments before it loads, and cannot take torch's AdamW's
         # back: the policy's start anew. Its weights, and everything else of the checkpoint, are loaded.
@@ -290,8 +282,20 @@ def resumed(folder, cp, *extra):
         optimizer.load_state_dict = lambda _: [inner.state.clear() for inner in inners]
         return load(model, optimizer, *rest, **kwargs)
 
+    return loading
+
+
+def resumed(folder, cp, *extra):
+    """Two steps, slime's `save`, a third step; and that third step again from the checkpoint, by fresh models: once as
+    saved, once after the drafter's own folder was lost.
+    """
+    from slime.backends.megatron_utils import model as slime_model
+
+    from megatron_rlspec.integrations.slime import hooks as slime_hooks
+
+    saved = Path(folder, "saved")
     args, *built = prepare(
-        folder, int(cp), " ".join([f"--save {saved} --save-interval 1", *extra]), loading=load_if_saved
+        folder, int(cp), " ".join([f"--save {saved} --save-interval 1", *extra]), loading=load_if_saved(saved)
     )
     for _ in range(2):
         train_step(args, *built)
@@ -300,10 +304,7 @@ def resumed(folder, cp, *extra):
     written = saved / "iter_0000007" / slime_hooks.FOLDER
     found = {"through": parameters(built[0]), "layout": json.loads((written / "layout.json").read_text())}
     found["files"] = sorted(file.name for file in written.glob("drafter-*"))
-    resume = arguments(folder, int(cp), " ".join(["--spec slime_ranks layer_spec", f"--load {saved}", *extra]))
-    resume.load, resume.spec = str(saved), layer_spec_path()
-    set_args(resume)
-    init_num_microbatches_calculator(0, None, 4, 1, ps.get_data_parallel_world_size())  # as slime's initialize.init
+    resume = resuming(folder, cp, saved, extra)
     for name in ("resumed", "lost"):
         if name == "lost":
             dist.barrier()
@@ -314,6 +315,19 @@ def resumed(folder, cp, *extra):
         train_step(resume, *built)
         found[name] = parameters(built[0])
     torch.save(found, Path(folder, f"rank{dist.get_rank()}.pt"))
+
+
+def resuming(folder, cp, saved, extra, drafter=True):
+    """Return the arguments of a run that goes on from `saved`, in place of this process' own."""
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.training.global_vars import set_args
+
+    given = " ".join(["--spec slime_ranks layer_spec", f"--load {saved}", *extra])
+    args = arguments(folder, int(cp), given, drafter)
+    args.load, args.spec = str(saved), layer_spec_path()
+    set_args(args)
+    init_num_microbatches_calculator(0, None, 4, 1, ps.get_data_parallel_world_size())  # as slime's initialize.init
+    return args
 
 
 def own_loop(folder, _, objective="sft"):
@@ -398,16 +412,18 @@ def _under_transformer_engine_names(convert):
     return renamed
 
 
-def pushed(folder, ranks, way, port):
+def pushed(folder, ranks, way, port, *extra):
     """Run slime's own weight update into a live engine; then with a drafter tensor left out once, and twice.
 
     way: `tensor` (colocated), `distributed` (NCCL, here gloo), or `delivered`: as `tensor`, but declared as quantised,
-    so that only what loaders were given can be compared.
+    so that only what loaders were given can be compared. With `extra` options, the drafter is one of EAGLE-3.
     """
     from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 
     cpu_stand_ins.install()
-    args, model, *_ = prepare(folder, int(ranks), " ".join(OURS))
+    if extra:
+        HF_CONFIG["architectures"] = ["Qwen2ForCausalLM"]
+    args, model, *_ = prepare(folder, int(ranks), " ".join([*OURS, *extra]), drafter=not extra)
     from slime.backends.megatron_utils.update_weight import (
         hf_weight_iterator_direct,
         update_weight_from_distributed,
@@ -416,6 +432,7 @@ def pushed(folder, ranks, way, port):
     from slime.backends.megatron_utils.update_weight.common import named_params_and_buffers
     from slime.utils.distributed_utils import init_gloo_group
 
+    from megatron_rlspec.integrations.slime import hooks as slime_hooks
     from megatron_rlspec.integrations.slime import push as slime_push
 
     init_gloo_group()
@@ -454,9 +471,10 @@ def pushed(folder, ranks, way, port):
             4,
         )
     setattr(module, sender, without(getattr(module, sender), at))
-    slime_push.wrap(args)
+    slime_push.wrap(args, slime_hooks._beside if extra else None)
     weights = dict(named_params_and_buffers(args, model))
-    updater = updater_class(args, model, lambda: weights, model_name="mimo", quantization_config=None)
+    name = "qwen2" if extra else "mimo"
+    updater = updater_class(args, model, lambda: weights, model_name=name, quantization_config=None)
     updater.quantization_config = {"quant_method": "none"} if way == "delivered" else None
     lock = SimpleNamespace(
         acquire=SimpleNamespace(remote=lambda: Handle.threads.submit(bool, 1)),
@@ -467,7 +485,7 @@ def pushed(folder, ranks, way, port):
 
     def push(*missing):
         with torch.no_grad():
-            for parameter in model[0].parameters():
+            for parameter in [*model[0].parameters(), *slime_hooks._drafter.block.parameters()]:
                 parameter.add_(1e-3)
         pushes = iter(missing)
 
@@ -487,7 +505,7 @@ def pushed(folder, ranks, way, port):
         slime_push._push = original
         found.append((updater.pop_metrics(), error, updater.weight_version))
 
-    stale = "model.mtp_layers.0.input_proj.weight"
+    stale = "eagle3.fc.weight" if extra else "model.mtp_layers.0.input_proj.weight"
     norm = "model.norm.weight"
     for missing in ([""], [stale, ""], [stale, stale], [""], [norm, norm]):
         push(*missing)

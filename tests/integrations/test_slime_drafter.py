@@ -1,5 +1,6 @@
 """The drafter inside slime equals that of our own loop on the same weights and samples; needs no slime checkout."""
 
+import json
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -11,28 +12,52 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 
+import test_eagle3_training as eagle3  # noqa: E402
 from train_ranks import HF_CONFIG, config, on_ranks, samples  # noqa: E402
 
 STEPS = (1, 2, 3)
 
 
-def own_and_slimes(loss, temperature):
-    """Train one step with each; return the drafter's gradients, metrics and predicted tokens per round."""
+def write_drafter(trainer, folder):
+    """Write the EAGLE-3 drafter, rounded to float32, which the trainer then has, too, and config.json of its policy."""
+    from megatron_rlspec.conversion.drafter_files import build_drafter
+    from megatron_rlspec.models.hf_files import publish
+
+    held = dict(trainer.export())
+    own = {name: tensor.float() for name, tensor in held.items() if name.startswith("eagle3.")}
+    trainer.load_hf(held | {name: tensor.double() for name, tensor in own.items()})
+    target = Path(folder, "drafter")
+    publish(build_drafter(target, eagle3.DRAFTER, own.items(), torch.from_numpy(eagle3.WORDS)), target)
+    Path(folder, "config.json").write_text(json.dumps(HF_CONFIG))
+    return str(target)
+
+
+def own_and_slimes(loss, temperature, folder=None, train=True):
+    """Train one step with each; return the drafter's gradients, metrics and predicted tokens per round.
+
+    folder  to write an EAGLE-3 drafter to; None: the drafter is an MTP layer
+    train   False: inside slime, the drafter is frozen
+    """
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_rlspec.integrations.slime.batch import drafter_fields, trained_tokens
-    from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter
+    from megatron_rlspec.integrations.slime.drafter import Options, SlimeMTP
+    from megatron_rlspec.integrations.slime.eagle3 import SlimeEagle3
     from megatron_rlspec.packing.pack import pack
     from megatron_rlspec.train import runtime
     from megatron_rlspec.train.model import describe
     from megatron_rlspec.train.step import Trainer
 
     options = config(
-        drafter={"depth": 3, "loss": loss, "clip_grad": 0.0},
+        drafter={"depth": 3, "loss": loss, "clip_grad": 0.0} | ({"kind": "eagle3", "path": "-"} if folder else {}),
         rollout={"temperature": temperature},
         spec={"mode": "adaptive", "candidate_steps": (0, *STEPS), "verifier": "target_only"},
     )
-    trainer = Trainer(options, HF_CONFIG)
+    trainer = Trainer(options, eagle3.HF if folder else HF_CONFIG)
+    drafter = ""
+    if folder:
+        trainer.set_draft_vocabulary(eagle3.WORDS)
+        drafter = write_drafter(trainer, folder)
     chosen = [
         replace(s, loss_mask=(torch.arange(len(s.tokens)) >= len(s.prompt.tokens)).float().numpy()) for s in samples(6)
     ]
@@ -44,18 +69,18 @@ def own_and_slimes(loss, temperature):
         packed = describe(batches[0], trainer.model_config, trainer.rope, trainer.device)
         hidden = trainer.policy(batches[0].tokens[None], batches[0].position_ids[None], None, packed_seq_params=packed)
 
-    mtp = replace(trainer.model_config, mtp_num_layers=1, finalize_model_grads_func=None)
+    mtp = replace(trainer.model_config, mtp_num_layers=None if folder else 1, finalize_model_grads_func=None)
     model = GPTModel(
         config=mtp,
         transformer_layer_spec=runtime.decoder_spec(mtp),
-        mtp_block_spec=runtime.drafter_spec(mtp),
+        mtp_block_spec=None if folder else runtime.drafter_spec(mtp),
         vocab_size=HF_CONFIG["vocab_size"],
         max_sequence_length=64,
         share_embeddings_and_output_weights=False,
         position_embedding_type="none",
         rotary_base=trainer.rope.base,
     )
-    weights = dict(trainer.policy.named_parameters()) | dict(trainer.drafter.named_parameters())
+    weights = dict(trainer.policy.named_parameters()) | ({} if folder else dict(trainer.drafter.named_parameters()))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
@@ -70,8 +95,15 @@ def own_and_slimes(loss, temperature):
         rlspec_update_every=2,
         rlspec_zero_first_embedding=True,
         rlspec_candidate_steps=[0, *STEPS],
+        rlspec_kind="eagle3" if folder else "mtp",
+        rlspec_path=drafter,
+        rlspec_train=train,
+        hf_checkpoint=folder,
+        seed=1,
+        offload_train=True,  # then what a push sends is copied after every step
     )
-    slimes = SlimeDrafter(model, Options.from_args(args))
+    chosen_options = Options.from_args(args)
+    slimes = SlimeEagle3(model, chosen_options, args) if folder else SlimeMTP(model, chosen_options)
     slimes.thaw()
     order = [int(i) for i in dict.fromkeys(batches[0].sequence_ids.tolist()) if i >= 0]
     laid_out = [chosen[i] for i in order]
@@ -84,9 +116,18 @@ def own_and_slimes(loss, temperature):
     slimes.begin(counts)
     fields = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": boundaries}
     slimes.fields = drafter_fields(fields, 3, 0, 1, weights=shares)
-    slimes._learn(hidden, {})
-    inside = {n: p.main_grad.clone() for n, p in model.named_parameters() if n.startswith("mtp.")}
+    if folder:  # it learns within the policy's forward, in which it takes the states of several layers
+        model(batches[0].tokens[None], batches[0].position_ids[None], None, packed_seq_params=packed)
+        assert not [n for n, p in model.named_parameters() if p.grad is not None]
+    else:
+        slimes._learn(hidden, {})
+    learnt = dict((slimes.block if folder else model).named_parameters())
+    learnt = {n: p for n, p in learnt.items() if n.startswith(("mtp.", "eagle_module."))}
+    before = {n: p.detach().clone() for n, p in learnt.items()}
+    inside = {n: p.main_grad.clone() for n, p in learnt.items()} if train else {}
     metrics = slimes.step()
+    changed = {n for n, p in learnt.items() if not torch.equal(p, before[n])}
+    pushed = dict(slimes.tensors()) if folder else {}
     slimes.begin(counts)
     assert not slimes.due and slimes.step() == {}  # update_every=2
     slimes.begin(counts)
@@ -101,16 +142,35 @@ def own_and_slimes(loss, temperature):
 
     trainer.drafter_learner.step = capture
     own = trainer.train_step(batches, objective="grpo")
-    gap = {n: float((inside[n] - g).norm() / g.norm()) for n, g in gradients.items()}
+    gap = {n: float((g - gradients[n]).norm() / gradients[n].norm()) for n, g in inside.items()}
     losses = [(metrics[f"drafter_loss_{d}"], own[f"drafter/loss_{d}"]) for d in (1, 2, 3)]
     tokens_per_round = [(metrics[f"drafter_tokens_k{k}"], trainer.prediction.tokens_per_round(k)) for k in STEPS]
-    return gap, losses, tokens_per_round
+    expected = dict(trainer.export("drafter")) if folder else {}
+    sent = {n: float((pushed[n] - tensor).abs().max()) for n, tensor in expected.items()}
+    return gap, losses, tokens_per_round, sent, changed
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("loss", ["ce", "forward_kl"])
 def test_the_drafter_learns_and_predicts_at_the_rollouts_temperature(loss, temperature):
-    ((gap, losses, tokens_per_round),) = on_ranks(1, own_and_slimes, loss, temperature)
-    assert max(gap.values()) < 1e-9
+    ((gap, losses, tokens_per_round, _, changed),) = on_ranks(1, own_and_slimes, loss, temperature)
+    assert max(gap.values()) < 1e-9 and changed == gap.keys()
+    for inside, own in losses + tokens_per_round:
+        assert inside == pytest.approx(own, rel=1e-9)
+
+
+def test_an_eagle3_drafter_learns_as_in_our_own_loop_and_its_update_is_pushed(tmp_path):
+    ((gap, losses, tokens_per_round, sent, changed),) = on_ranks(1, own_and_slimes, "forward_kl", 0.7, str(tmp_path))
+    assert len(gap) == 10 and max(gap.values()) < 1e-9 and changed == gap.keys()
+    for inside, own in losses + tokens_per_round:
+        assert inside == pytest.approx(own, rel=1e-9)
+    assert len(sent) == 13 and max(sent.values()) < 1e-9
+
+
+@pytest.mark.parametrize("eagle3", [False, True])
+def test_a_frozen_drafter_is_measured_and_stays(eagle3, tmp_path):
+    given = ("forward_kl", 1.0, str(tmp_path) if eagle3 else None, False)
+    ((gap, losses, tokens_per_round, _, changed),) = on_ranks(1, own_and_slimes, *given)
+    assert not gap and not changed
     for inside, own in losses + tokens_per_round:
         assert inside == pytest.approx(own, rel=1e-9)

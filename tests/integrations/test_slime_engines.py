@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import contextmanager
 
 import pytest
 import tiny_mimo
+from small_eagle3 import SHAPE, write_drafter
 from test_slime import HERE, PYTHON, environment, pytestmark, run  # noqa: F401
 
 from megatron_rlspec.engine import EngineError
@@ -21,13 +23,31 @@ STALE = "model.mtp_layers.0.input_proj.weight"
 def engine(tmp_path_factory):
     """The model of slime_ranks.py, served."""
     room = tmp_path_factory.mktemp("engine")
-    config = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=64)
-    model = tiny_mimo.write(room / "model", config, tiny_mimo.weights(config))
+    with served(room, tiny_mimo.write(room / "model", SHAPE, tiny_mimo.weights(SHAPE))) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory):
+    """The same policy as a Qwen2, served with an EAGLE-3 drafter; and the options of a recipe with this drafter."""
+    room = tmp_path_factory.mktemp("eagle3")
+    weights = {name: x for name, x in tiny_mimo.weights(SHAPE).items() if ".mtp_layers." not in name}
+    config = SHAPE | {"architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}
+    model = tiny_mimo.write(room / "model", config, weights)
+    drafter = write_drafter(room / "drafter")
+    settings = room / "eagle3.yaml"
+    settings.write_text(f"rlspec_kind: eagle3\nrlspec_path: {drafter}\n")
+    with served(room, model, drafter) as found:
+        yield found, ("--custom-config-path", str(settings))
+
+
+@contextmanager
+def served(room, model, *drafter):
     port = free_port(ENGINES)
     plugin = {"verifier": "target_only", "deliveries": True}
     with open(room / "log", "w+") as log:
         process = subprocess.Popen(
-            [PYTHON, "-W", "ignore", str(HERE / "plain_engine.py"), str(model), str(port)],
+            [PYTHON, "-W", "ignore", str(HERE / "plain_engine.py"), str(model), str(port), *map(str, drafter)],
             env=environment() | {"RLSPEC_SGLANG": json.dumps(plugin), "TMPDIR": str(room)},
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -52,7 +72,18 @@ def engine(tmp_path_factory):
 @pytest.mark.parametrize("way", ["tensor", "distributed", "delivered"])
 def test_slimes_update_is_checked_and_a_stale_drafter_is_reported(engine, way):
     """Two train ranks push by slime's updater: complete; a drafter tensor left out once, then twice; a target's."""
-    whole, healed, lasting, released, stopped = run("pushed", 2, way, engine.url.rpartition(":")[2])
+    check(run("pushed", 2, way, engine.url.rpartition(":")[2]), way)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("way", ["tensor", "distributed"])
+def test_an_eagle3_drafter_is_pushed_beside_slimes_model_and_checked(eagle3, way):
+    engine, options = eagle3
+    check(run("pushed", 2, way, engine.url.rpartition(":")[2], *options), way)
+
+
+def check(pushes, way):
+    whole, healed, lasting, released, stopped = pushes
     assert whole[0]["health/incidents"] == whole[0]["health/unchecked_engines"] == 0
     assert whole[0]["health/engines_by_delivery"] == (way == "delivered")
     assert [version for *_, version in (whole, healed, lasting, released, stopped)] == [1, 2, 3, 4, 5]

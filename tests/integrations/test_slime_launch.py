@@ -9,11 +9,13 @@ import yaml
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
 from megatron_rlspec.integrations.slime import launch as slime
+from megatron_rlspec.integrations.slime import refusals
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTableError
 from megatron_rlspec.types import OFF, SpecConfig
 
 DRAFTER = DrafterConfig().model_dump()
+EAGLE3 = {"kind": "eagle3", "path": "/a"}
 
 
 def planned(command="", **drafter):
@@ -26,6 +28,16 @@ def test_hooks_and_speculation_are_filled_in():
     assert given["--sglang-speculative-algorithm"] == "EAGLE"
     assert given["--sglang-speculative-num-draft-tokens"] == "4"
     assert set(slime.CHAINED) <= set(given)
+
+
+def test_an_eagle3_drafter_needs_no_mtp_layer():
+    added = planned("--sglang-speculative-algorithm EAGLE3", **EAGLE3)
+    given = slime.flags(added.flags)
+    assert "--enable-mtp-training" not in given and "--mtp-num-layers" not in given
+    assert given["--sglang-speculative-draft-model-path"] == "/a"
+    assert "--sglang-speculative-algorithm" not in given  # the user's own
+    assert added.settings["rlspec_kind"] == "eagle3" and added.settings["rlspec_path"] == "/a"
+    assert slime.flags(planned(**EAGLE3).flags)["--sglang-speculative-algorithm"] == "EAGLE3"
 
 
 def test_the_users_own_hooks_are_kept_and_called():
@@ -49,7 +61,13 @@ def test_the_users_own_hooks_are_kept_and_called():
         ("--prefill-num-servers 2", {}, "never run with a drafter that is trained"),
         ("--sglang-enable-mixed-chunk", {}, "mix prefill and decode are not supported"),
         ("--sglang-speculative-algorithm NGRAM", {}, "does not draft with the MTP layer"),
-        ("--sglang-speculative-algorithm EAGLE3", {}, "does not draft with the MTP layer"),
+        ("--sglang-speculative-algorithm EAGLE3", {}, "for a drafter of its own give --drafter.kind eagle3"),
+        ("--sglang-speculative-algorithm EAGLE", EAGLE3, "--drafter.kind eagle3; set EAGLE3"),
+        ("--sglang-speculative-draft-model-path /b", EAGLE3, "but --drafter.path /a; give one of them"),
+        ("--mtp-num-layers 1", EAGLE3, "trains no MTP layer; remove the flag"),
+        ("--pipeline-model-parallel-size 2", EAGLE3, "hidden states of several layers, which must be on one rank"),
+        ("--update-weight-mode delta", EAGLE3, "in full updates only"),
+        ("--allgather-cp", EAGLE3 | {"depth": 1}, "--drafter.kind eagle3 is not implemented"),
         ("--mtp-num-layers 3", {}, "repeats one layer"),
         ("--allgather-cp", {"depth": 3}, "only depth 1"),
         ("--multi-latent-attention", {"depth": 2}, "--multi-latent-attention with depth=2: .*set --drafter.depth 1"),
@@ -221,7 +239,7 @@ def test_cost_table_puts_our_rule_into_the_engines(monkeypatch):
     from megatron_rlspec.rollout.sglang.settings import Settings
 
     steps = [0, 1, 3]
-    slime.check_table(str(TABLE), steps)
+    refusals.check_table(str(TABLE), steps)
     added = slime.plan([], DRAFTER, steps, 3, str(TABLE))
     monkeypatch.setenv("RLSPEC_SGLANG", added.environment["RLSPEC_SGLANG"])
     settings = Settings.from_environment()
@@ -247,9 +265,9 @@ def test_without_a_table_engines_keep_num_steps_at_first():
 
 def test_bad_cost_tables_are_reported_before_anything_starts(tmp_path):
     with pytest.raises(CostTableError, match="nothing.json"):
-        slime.check_table(str(tmp_path / "nothing.json"), [0, 1])
+        refusals.check_table(str(tmp_path / "nothing.json"), [0, 1])
     with pytest.raises(ConfigError, match="--cost-table .*"):
-        slime.check_table(str(TABLE), [0, 1, 50])
+        refusals.check_table(str(TABLE), [0, 1, 50])
     with pytest.raises(ConfigError, match="nothing to choose from"):
         slime.plan([], DRAFTER, [3], 3, str(TABLE))
     with pytest.raises(ConfigError, match="nothing to choose from: under --sglang-enable-pdmux SGLang does not adapt"):
@@ -326,3 +344,24 @@ def test_a_script_that_is_not_there_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="train.py: no such file; start the command in slime's directory"):
         slime.main(["--", "python", "train.py"])
+
+
+def test_a_frozen_drafter_and_one_of_its_own_reach_the_hooks(capsys, tmp_path):
+    (tmp_path / "b").mkdir()
+    command = ["--sglang-speculative-draft-model-path", str(tmp_path / "b")]
+    given = [
+        "--drafter.train",
+        "false",
+        "--drafter.kind",
+        "eagle3",
+        "--folder",
+        str(tmp_path),
+        "--yaml",
+        "--",
+        *command,
+    ]
+    assert slime.main(given) == 0
+    settings = yaml.safe_load(capsys.readouterr().out)
+    assert settings["rlspec_train"] is False and settings["rlspec_path"] == str(tmp_path / "b")
+    with pytest.raises(ConfigError, match="drafter.lr"):
+        slime.main(["--drafter.train", "false", "--drafter.lr", "1e-4", "--yaml", "--"])

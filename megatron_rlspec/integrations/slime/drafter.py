@@ -1,8 +1,9 @@
-"""The drafter inside slime. slime builds, loads, saves and pushes the MTP layers; their own optimizer trains them.
+"""The drafter inside slime: `SlimeMTP` trains the MTP layers of slime's model, and `eagle3.SlimeEagle3` another model.
 
-slime wraps the whole model into one DDP and one optimizer. The MTP layers are frozen while it does. Afterwards they get
-gradient buffers and an AdamW of their own (`train.optimizer.Learner`). They are trainable only while they learn:
-Megatron's gradient finalisation runs over every trainable parameter of the model and would include them.
+slime builds, loads, saves and pushes the MTP layers. It wraps the whole model into one DDP and one optimizer. The MTP
+layers are frozen while it does. Afterwards they get gradient buffers and an AdamW of their own
+(`train.optimizer.Learner`). They are trainable only while they learn: Megatron's gradient finalisation runs over every
+trainable parameter of the model and would include them.
 
 No graph connects drafter and policy, so the drafter's forward and backward run within the policy's forward. slime's own
 MTP loss never runs.
@@ -11,10 +12,10 @@ MTP loss never runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from megatron_rlspec.integrations.slime.batch import DrafterFields
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train.attention import PackedAttention, packed_sequences
-from megatron_rlspec.train.drafter import MTPDrafter
+from megatron_rlspec.train.drafter import Drafter, MTPDrafter
 from megatron_rlspec.train.drafter_step import (
     DrafterObjective,
     DrafterStep,
@@ -50,6 +51,9 @@ from megatron_rlspec.types import Verifier
 class Options:
     """`args.rlspec_*` of a slime run, from `--custom-config-path`; names and defaults as in our section `[drafter]`."""
 
+    kind: Literal["mtp", "eagle3"] = "mtp"
+    path: str = ""  # of an EAGLE-3 drafter
+    train: bool = True  # False: the drafter stays as it is, and the training forward measures how far it has aged
     depth: int = 3
     loss: str = "forward_kl"
     depth_decay: float = 0.8
@@ -125,56 +129,61 @@ def _rope(model: GPTModel) -> Rope:
 class SlimeDrafter:
     """The drafter of one rank of the last pipeline stage.
 
-    Construction freezes the MTP layers, before slime wraps the model into DDP. `thaw` follows once the checkpoint is
-    loaded. Then each step calls `begin`, runs the policy's forwards, and calls `step`.
+    Construction comes before slime wraps the model into DDP. `thaw` follows once the checkpoint is loaded. Then each
+    step calls `begin`, runs the policy's forwards, and calls `step`. Subclasses have the drafter's own layers.
     """
 
     def __init__(self, model: GPTModel, options: Options) -> None:
-        layers = model.mtp.layers
-        if len(layers) != 1:
-            raise ValueError(f"the model has {len(layers)} MTP layers; set --mtp-num-layers 1: one layer is repeated")
-        attention = transformer_layer(layers[0]).self_attention
-        if type(attention) is not SelfAttention and options.depth > 1:
-            raise ValueError(
-                f"rlspec_depth={options.depth}, but {type(attention).__name__} is not unrolled chain-exactly; set 1"
-            )
         self.model = model
         self.options = options
         self.coupled = options.verifier == "position_keyed" and options.coupled
-        self.learner: Learner | None = None
+        self.ready = False  # after `thaw`
+        self.learner: Learner | None = None  # of a drafter that is trained
         self.rule = EverySteps(options.update_every)
         self.due = True  # whether the present step trains the drafter
         self.denominators: list[float] = []
         self.sums: list[Sums] = []  # of the step's micro-batches
         self.fields: DrafterFields | None = None
         self.predicted: Prediction | None = None  # by the last step, over the samples of all ranks
-        for parameter in model.mtp.parameters():
-            parameter.requires_grad_(False)
-        routing.leave_out(model.mtp)
         model._postprocess = partial(self._postprocess, model._postprocess)
 
     def thaw(self) -> None:
-        """Build gradient buffers and optimizer. Call it after the checkpoint is loaded."""
-        options = self.options
-        model = self.model
-        if options.depth > 1:
-            attention = transformer_layer(model.mtp.layers[0]).self_attention
-            attention.core_attention = PackedAttention(
-                attention.config, attention.layer_number, attention.attn_mask_type, "self"
-            )
-        self.block = Adopted(model, options.depth, options.zero_first_embedding, _rope(model))
-        adam = AdamW(
-            lr=options.lr,
-            clip_grad=options.clip_grad,
-            warmup_steps=options.warmup_steps,
-        )
-        with self._trainable():
-            self.learner = Learner(self.block, adam, pipelined=False)
-        self.drafter_step = DrafterStep(self.learner, options.objective)
+        """Build gradient buffers and optimizer of a drafter that is trained. Call it after the checkpoint is loaded."""
+        self.block = self.build()
+        adam = AdamW(lr=self.options.lr, clip_grad=self.options.clip_grad, warmup_steps=self.options.warmup_steps)
+        if self.options.train:
+            with self.trainable():
+                self.learner = Learner(self.block, adam, pipelined=False)
+        self.drafter_step = DrafterStep(self.learner, self.options.objective)
+        self.ready = True
+
+    def build(self) -> Drafter:
+        """Return the module that is trained, with its weights."""
+        raise NotImplementedError
+
+    def keep(self) -> None:
+        """Take note of weights that were changed from outside."""
+
+    def layout(self) -> dict[str, Any]:
+        """Return in what a resumed run must equal the saved one, besides the layout of the ranks."""
+        return {}
+
+    def wants(self, mtp: Any) -> bool:
+        """Return whether the drafter learns from this forward pass; `mtp`: slime's arguments for its own MTP loss."""
+        return bool(mtp)
+
+    def inputs(self, hidden: Tensor) -> Tensor:
+        """Return what the drafter reads in place of the policy's hidden states `[t / tp, 1, H]`: `[t, n]`, detached."""
+        raise NotImplementedError
+
+    @contextmanager
+    def trainable(self) -> Iterator[None]:
+        """Let the drafter's parameters be trained inside the `with` block."""
+        yield
 
     def begin(self, own_counts: list[float]) -> None:
         """Start a step; `own_counts [depth]`: weights that this data-parallel rank trains, over its CP ranks."""
-        assert self.learner is not None, "thaw() comes first"
+        assert self.ready, "thaw() comes first"
         self.due = self.rule.due
         counts = torch.tensor(own_counts, dtype=torch.float64, device=next(self.model.parameters()).device)
         dist.all_reduce(counts, group=ps.get_data_parallel_group(with_context_parallel=False))
@@ -185,14 +194,17 @@ class SlimeDrafter:
 
     def step(self) -> dict[str, float]:
         """Reduce, clip and update; return means over the step's trained predictions, per depth. {} if it is not due."""
-        assert self.learner is not None, "thaw() comes first"
+        assert self.ready, "thaw() comes first"
         self.rule.observe(self.due)
         if not self.due:
             return {}
-        with self._trainable():
-            norm, updated = self.drafter_step.update()
-        self.learner.zero_grad()
-        metrics = {"drafter_grad_norm": norm, "drafter_skipped": float(not updated)}
+        metrics: dict[str, float] = {}
+        updated = True
+        if self.learner is not None:
+            with self.trainable():
+                norm, updated = self.drafter_step.update()
+            self.learner.zero_grad()
+            metrics = {"drafter_grad_norm": norm, "drafter_skipped": float(not updated)}
         if not self.sums:
             return metrics
         totals = sum_over_replicas(self.sums)
@@ -207,8 +219,8 @@ class SlimeDrafter:
 
     def _postprocess(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replace `GPTModel._postprocess`: train the drafter, then return the policy's logits as if without MTP."""
-        wanted = kwargs.pop("mtp_kwargs", None)
-        if wanted and self.due and self.model.training and torch.is_grad_enabled():
+        mtp = kwargs.pop("mtp_kwargs", None)
+        if self.wants(mtp) and self.due and self.model.training and torch.is_grad_enabled():
             self._learn(hidden_states.detach(), kwargs)
         kwargs["mtp_in_postprocess"] = False
         return original(hidden_states, *args, **kwargs)
@@ -228,29 +240,70 @@ class SlimeDrafter:
             here.noise_positions,
         )
         layer = OutputLayer(self._head_weight(), training_temperature(self.options.temperature))
-        with self._trainable(), torch.enable_grad(), routing.unreplayed():
+        learns = self.learner is not None
+        with self.trainable() if learns else nullcontext(), torch.set_grad_enabled(learns), routing.unreplayed():
             outputs = self._unroll(hidden, here, given)
             student = step.student(outputs, targets, layer, predict=bool(step.objective.predicted_steps))
-            teacher = None if self.options.loss == "ce" else self._gather(hidden)[:, 0]
+            teacher = None if self.options.loss == "ce" else self.gather(hidden)[:, 0]
             loss, sums = step.learn(student, targets, teacher)
-            loss.backward()
+            if learns:
+                loss.backward()
         self.sums.append(sums)
         self.fields = None
 
     def _unroll(self, hidden: Tensor, here: DrafterFields, given: Mapping[str, Any]) -> list[Tensor]:
         """Return the input of the output layer at depths 1..D, `[t, H]` each; `hidden [t / tp, 1, H]`, the policy's."""
-        model = self.model
         cp = ps.get_context_parallel_world_size()
-        assert self.learner is not None
+        if here.layout != "zigzag":
+            raise ValueError(f"rlspec_depth={self.options.depth} under {here.layout} context parallelism; set 1")
+        groups = self.block.config.num_query_groups // ps.get_tensor_model_parallel_world_size()
+        cu = here.cu_seqlens_padded.cpu()
+        packed = packed_sequences(cu, groups, cp, ps.get_context_parallel_rank(), hidden.device)
+        embedding = self.model.embedding.word_embeddings.weight.detach()
+        return self.block(self.inputs(hidden), here.tokens, embedding, here.position_ids, packed)
+
+    def _head_weight(self) -> Tensor:
+        tied = self.model.share_embeddings_and_output_weights
+        return (self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight).detach()
+
+    def gather(self, x: Tensor) -> Tensor:
+        if not self.model.config.sequence_parallel:
+            return x
+        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
+
+
+class SlimeMTP(SlimeDrafter):
+    """The MTP layers of slime's model: frozen while slime wraps it into DDP."""
+
+    def __init__(self, model: GPTModel, options: Options) -> None:
+        layers = model.mtp.layers
+        if len(layers) != 1:
+            raise ValueError(f"the model has {len(layers)} MTP layers; set --mtp-num-layers 1: one layer is repeated")
+        attention = transformer_layer(layers[0]).self_attention
+        if type(attention) is not SelfAttention and options.depth > 1:
+            raise ValueError(
+                f"rlspec_depth={options.depth}, but {type(attention).__name__} is not unrolled chain-exactly; set 1"
+            )
+        super().__init__(model, options)
+        for parameter in model.mtp.parameters():
+            parameter.requires_grad_(False)
+        routing.leave_out(model.mtp)
+
+    def build(self) -> Drafter:
         if self.options.depth > 1:
-            if here.layout != "zigzag":
-                raise ValueError(f"rlspec_depth={self.options.depth} under {here.layout} context parallelism; set 1")
-            groups = model.config.num_query_groups // ps.get_tensor_model_parallel_world_size()
-            cu = here.cu_seqlens_padded.cpu()
-            device = hidden.device
-            packed = packed_sequences(cu, groups, cp, ps.get_context_parallel_rank(), device)
-            embedding = self.model.embedding.word_embeddings.weight.detach()
-            return self.block(self._gather(hidden)[:, 0], here.tokens, embedding, here.position_ids, packed)
+            attention = transformer_layer(self.model.mtp.layers[0]).self_attention
+            attention.core_attention = PackedAttention(
+                attention.config, attention.layer_number, attention.attn_mask_type, "self"
+            )
+        return Adopted(self.model, self.options.depth, self.options.zero_first_embedding, _rope(self.model))
+
+    def inputs(self, hidden: Tensor) -> Tensor:
+        return self.gather(hidden)[:, 0]
+
+    def _unroll(self, hidden: Tensor, here: DrafterFields, given: Mapping[str, Any]) -> list[Tensor]:
+        if self.options.depth > 1:
+            return super()._unroll(hidden, here, given)
+        model = self.model
         with torch.no_grad():
             embedded = model.embedding(input_ids=here.tokens[0][None], position_ids=None)
             if self.options.zero_first_embedding:
@@ -265,19 +318,10 @@ class SlimeDrafter:
             rotary_pos_sin=given.get("rotary_pos_sin"),
             packed_seq_params=given.get("packed_seq_params"),
         )
-        return [self._gather(out)[:, 0]]
-
-    def _head_weight(self) -> Tensor:
-        tied = self.model.share_embeddings_and_output_weights
-        return (self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight).detach()
-
-    def _gather(self, x: Tensor) -> Tensor:
-        if not self.model.config.sequence_parallel:
-            return x
-        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
+        return [self.gather(out)[:, 0]]
 
     @contextmanager
-    def _trainable(self) -> Iterator[None]:
+    def trainable(self) -> Iterator[None]:
         for parameter in self.model.mtp.parameters():
             parameter.requires_grad_(True)
         try:

@@ -20,6 +20,7 @@ from typing import Any
 import requests
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.push import contract
 from megatron_rlspec.push.contract import Findings, HealthError, enforce
@@ -116,10 +117,21 @@ def after_push(
     return PushHealth(verdict.actions, verdict.records, frozenset(examined.by_delivery), frozenset(examined.unchecked))
 
 
-@cache
-def drafter_names(hf_checkpoint: str) -> Callable[[str], bool]:
-    """Return a function that tells whether a tensor is the drafter's. Without a name table, none is."""
+def described(hf_checkpoint: str, eagle3: str) -> dict[str, Any]:
+    """Return config.json of a policy, with that of its EAGLE-3 drafter in the directory `eagle3`, if there is one."""
     config = json.loads(Path(hf_checkpoint, "config.json").read_text())
+    if eagle3:
+        config |= {"num_nextn_predict_layers": 0, DRAFTER: json.loads(Path(eagle3, "config.json").read_text())}
+    return config
+
+
+@cache
+def drafter_names(hf_checkpoint: str, eagle3: str = "") -> Callable[[str], bool]:
+    """Return a function that tells whether a tensor is the drafter's. Without a name table, none is.
+
+    eagle3  directory of an EAGLE-3 drafter, which then is the drafter
+    """
+    config = described(hf_checkpoint, eagle3)
     try:
         return frozenset(name_table(config).drafter_names).__contains__
     except ValueError:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,18 @@ from slime.backends.megatron_utils import model_provider as slime_provider
 from slime.utils.misc import load_function
 
 from megatron_rlspec.conversion import torch_dist
+from megatron_rlspec.conversion.drafter_files import SLIME_FOLDER as FOLDER
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weights, trained_tokens
-from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter
-from megatron_rlspec.integrations.slime.launch import split_experts
+from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter, SlimeMTP
+from megatron_rlspec.integrations.slime.eagle3 import SlimeEagle3
+from megatron_rlspec.integrations.slime.refusals import outside, split_experts
 from megatron_rlspec.integrations.slime.seeds import seed
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train import checkpoint
 from megatron_rlspec.train.optimizer import Learner
 
-FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
 _drafter: SlimeDrafter | None = None
 _prediction: Prediction | None = None  # of all steps so far on this rollout's samples
 
@@ -52,25 +53,28 @@ def init(args: Namespace) -> None:
     if not args.debug_train_only:  # then nothing is pushed, and SGLang, which updates need, may be missing
         from megatron_rlspec.integrations.slime import push as slime_push
 
-        slime_push.wrap(args)
+        slime_push.wrap(args, _beside if Options.from_args(args).kind == "eagle3" else None)
 
 
 def refuse(args: Namespace) -> None:
     """Raise ValueError, in one line, for flags under which the drafter would be trained wrongly."""
-    if not args.enable_mtp_training:
+    options = Options.from_args(args)
+    if options.kind == "eagle3":
+        if problem := outside(args.mtp_num_layers, args.pipeline_model_parallel_size, args.update_weight_mode):
+            raise ValueError(problem)
+    elif not args.enable_mtp_training:
         raise ValueError("--enable-mtp-training is not set: there is no drafter to train; run slime without rlspec")
-    if args.mtp_num_layers != 1:
+    elif args.mtp_num_layers != 1:
         raise ValueError(f"--mtp-num-layers {args.mtp_num_layers}, but rlspec repeats one layer: set 1")
     sizes = (args.expert_model_parallel_size, args.expert_tensor_parallel_size, args.tensor_model_parallel_size)
     if args.num_experts and (problem := split_experts(*sizes)):
         raise ValueError(problem)
     if (args.virtual_pipeline_model_parallel_size or 1) > 1:
         raise ValueError("virtual pipeline stages are not supported with a drafter; set none")
-    Options.from_args(args)
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
-    """Build slime's model and give its MTP layers to the drafter (`--custom-model-provider-path`)."""
+    """Build slime's model, and the drafter around its MTP layers or beside it (`--custom-model-provider-path`)."""
     global _drafter
     args = _args()
     inner = Namespace(**{**vars(args), "custom_model_provider_path": getattr(args, "rlspec_inner_provider_path", None)})
@@ -78,9 +82,18 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     accepted = inspect.signature(build).parameters
     stage = {"vp_stage": vp_stage} if "vp_stage" in accepted else {}
     model = build(pre_process=pre_process, post_process=post_process, **stage)
-    if getattr(model, "mtp_process", False):
-        _drafter = SlimeDrafter(model, _options(args))
+    options = _options(args)
+    if options.kind == "eagle3":
+        _drafter = SlimeEagle3(model, options, args)
+    elif getattr(model, "mtp_process", False):
+        _drafter = SlimeMTP(model, options)
     return model
+
+
+def _beside() -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a drafter that is no part of slime's model, on every rank."""
+    assert isinstance(_drafter, SlimeEagle3)
+    return _drafter.tensors()
 
 
 def _args() -> Namespace:
@@ -107,21 +120,27 @@ def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
     args = _args()
     if getattr(args, "load", None):
         torch_dist.verify_files(args.load, dist.get_rank(), dist.get_world_size())  # Megatron's loader does not
-    fresh = args.finetune or args.no_load_optim
+    outside = isinstance(_drafter, SlimeEagle3)  # its weights are nowhere else
+    fresh = args.finetune or (args.no_load_optim and not outside)
     directory = None if fresh else Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)
     if dist.get_rank() == 0:
         slime_state.hand_on(directory, slime_state.folder(args))
     if directory is not None and directory.exists():
         checkpoint.load(directory, _learners(), _layout(args), generators=False)
+        if _drafter is not None:
+            _drafter.keep()
     return loaded
 
 
 def _save(saved: Any, iteration: int, model: Sequence[Any], *_: Any, **__: Any) -> Any:
     """Save the drafter's moments and float32 weights into the checkpoint's folder; collective."""
     args = _args()
-    if getattr(model[0], "role", "actor") == "actor" and not args.no_save_optim:
+    outside = isinstance(_drafter, SlimeEagle3)  # slime itself saves the MTP layers' weights
+    if getattr(model[0], "role", "actor") == "actor" and (outside or not args.no_save_optim):
         directory = Path(get_checkpoint_name(args.save, iteration, return_base_dir=True), FOLDER)
         checkpoint.save(directory, _learners(), _layout(args), generators=False)
+        if isinstance(_drafter, SlimeEagle3):
+            _drafter.write(directory, dist.get_rank() == 0)
         if dist.get_rank() == 0:
             slime_state.hand_on(slime_state.folder(args), directory)
     return saved
@@ -137,7 +156,7 @@ def _layout(args: Namespace) -> dict[str, Any]:
 
     The drafter is on the last pipeline stage, split over tensor-parallel ranks, its experts over expert-parallel ranks.
     """
-    return {
+    return (_drafter.layout() if _drafter is not None else {}) | {
         "tensor": args.tensor_model_parallel_size,
         "pipeline": args.pipeline_model_parallel_size,
         "expert": args.expert_model_parallel_size,
@@ -149,7 +168,7 @@ def _layout(args: Namespace) -> dict[str, Any]:
 def _with_fields(get_batch: Callable) -> Callable:
     @functools.wraps(get_batch)
     def wrapped(data_iterator: Any, keys: Sequence[str], pad_multiplier: int = 128, allgather_cp: bool = False) -> Any:
-        learns = _drafter is not None and _drafter.learner is not None and _drafter.due and torch.is_grad_enabled()
+        learns = _drafter is not None and _drafter.ready and _drafter.due and torch.is_grad_enabled()
         samples = data_iterator.micro_batch_indices[data_iterator.offset] if learns else []
         batch = get_batch(data_iterator, keys, pad_multiplier, allgather_cp)
         if _drafter is not None and learns:
@@ -175,7 +194,7 @@ def _around_step(train_one_step: Callable) -> Callable:
 
     @functools.wraps(train_one_step)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if _drafter is None or _drafter.learner is None:
+        if _drafter is None or not _drafter.ready:
             return train_one_step(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         iterator = given["data_iterator"][0]
@@ -186,8 +205,11 @@ def _around_step(train_one_step: Callable) -> Callable:
         _drafter.begin(trained_tokens(iterator.rollout_data, samples, _drafter.options.depth, weights))
         losses, grad_norm = train_one_step(*args, **kwargs)
         metrics = _drafter.step()
-        _fill_tracker(metrics, micro_batches)
+        if _args().enable_mtp_training:
+            _fill_tracker(metrics, micro_batches)
         _write_prediction(given)
+        if _drafter.learner is None and _drafter.predicted is not None:
+            metrics["drafter_aged"] = _aged(_drafter.predicted, given["args"])
         return {**losses, **metrics}, grad_norm
 
     return wrapped
@@ -216,6 +238,16 @@ def _write_prediction(step: Mapping[str, Any]) -> None:
     _prediction = _drafter.predicted + _prediction if step["step_id"] and _prediction else _drafter.predicted
     if ps.get_data_parallel_rank(with_context_parallel=True) == 0 and ps.get_tensor_model_parallel_rank() == 0:
         slime_state.write_prediction(slime_state.folder(step["args"]), step["rollout_id"], _prediction)
+
+
+def _aged(predicted: Prediction, args: Namespace) -> float:
+    """Return the share of tokens per round that a frozen drafter has lost since the run's first step.
+
+    Negative: it has gained. Of the largest number of steps; the run goes on over resumes.
+    """
+    most = max(predicted.steps)
+    now = predicted.tokens_per_round(most)
+    return 1 - now / slime_state.first(slime_state.folder(args), now, dist.get_rank() == dist.get_world_size() - 1)
 
 
 def _fill_tracker(metrics: dict[str, float], micro_batches: int) -> None:

@@ -22,12 +22,13 @@ from megatron_rlspec import arguments
 from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.host import environment
-from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK, Settings
+from megatron_rlspec.integrations.slime import refusals
+from megatron_rlspec.integrations.slime.refusals import DRAFT_MODEL, EAGLE3, SAMPLER, flags, rule, whole_number
+from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.speculation.solver import chains
-from megatron_rlspec.types import OFF, SpecConfig, Verifier
+from megatron_rlspec.types import Verifier
 
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
 METRICS = "megatron_rlspec.integrations.slime.metrics"
@@ -41,10 +42,10 @@ CHAINED = {
     "--custom-rollout-log-function-path": (f"{METRICS}.log_rollout", "rlspec_inner_log_path"),
 }
 DRAFTER = (
+    *("kind", "path", "train"),
     *("depth", "loss", "depth_decay", "lr", "warmup_steps", "clip_grad"),
     *("reward_weight", "reward_clip", "update_every"),
 )
-MIXED = "--sglang-enable-mixed-chunk"
 # Under these flags SGLang keeps the number of steps it starts with (`adaptive_unsupported_reason`). It only warns.
 FIXED = (
     "--sglang-enable-dp-attention",
@@ -59,8 +60,6 @@ ONE_DEPTH = ("--multi-latent-attention", DELTA_NET, "--allgather-cp")
 # Flags that name the largest batch of a CUDA graph, the first that is given.
 MOST_BATCH = ("--sglang-cuda-graph-max-bs-decode", "--sglang-cuda-graph-max-bs", "--sglang-max-running-requests")
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-SAMPLER = "--sglang-sampling-backend"
-LOSSY = ("--sglang-speculative-accept-threshold-single", "--sglang-speculative-accept-threshold-acc")
 
 
 @dataclass
@@ -96,15 +95,17 @@ def plan(
     Raises ConfigError if slime's own flags contradict it.
     """
     given = flags(command)
-    _refuse(given)
+    refusals.refuse(given, drafter)
     out = Additions()
     if verifier == "position_keyed":
-        _refuse_keyed(given)
+        refusals.refuse_keyed(given)
         if SAMPLER not in given:
             out.flags += [SAMPLER, "pytorch"]
     steps, start = _steps(given, steps, start, out.notes)
     depth = _depth(given, drafter["depth"], out.notes)
-    for flag, value in {"--enable-mtp-training": None, "--mtp-num-layers": "1"}.items():
+    eagle3 = drafter["kind"] == "eagle3"
+    inside = {} if eagle3 else {"--enable-mtp-training": None, "--mtp-num-layers": "1"}
+    for flag, value in inside.items():
         if flag not in given:
             out.flags += [flag] if value is None else [flag, value]
     for flag, (ours, inner) in CHAINED.items():
@@ -112,11 +113,11 @@ def plan(
             out.settings[inner] = theirs
         out.flags += [flag, ours]
     sglang = {
-        "--sglang-speculative-algorithm": "EAGLE",
+        "--sglang-speculative-algorithm": EAGLE3 if eagle3 else "EAGLE",
         "--sglang-speculative-num-steps": str(start),
         "--sglang-speculative-eagle-topk": "1",
         "--sglang-speculative-num-draft-tokens": str(start + 1),
-    }
+    } | ({DRAFT_MODEL: drafter["path"]} if eagle3 else {})
     for flag, value in sglang.items():
         if flag not in given:
             out.flags += [flag, value]
@@ -136,41 +137,11 @@ def plan(
     return out
 
 
-def _refuse(given: Mapping[str, str | None]) -> None:
-    """Raise ConfigError for flags of slime that no drafter can be trained or served with."""
-    if (servers := given.get("--prefill-num-servers")) not in (None, "0"):
-        raise ConfigError(f"--prefill-num-servers {servers}: {APART}; remove the flag, or run slime without rlspec")
-    if MIXED in given:
-        raise ConfigError(f"{MIXED}: {MIXED_CHUNK}; remove the flag, or run slime without rlspec")
-    for flag in LOSSY:
-        if flag in given and given[flag] not in (None, "1", "1.0"):
-            raise ConfigError(f"{flag} {given[flag]} accepts tokens the policy would not draw; set 1.0")
-    algorithm = given.get("--sglang-speculative-algorithm", "EAGLE")
-    if algorithm not in ("EAGLE", "NEXTN"):
-        raise ConfigError(f"--sglang-speculative-algorithm {algorithm} does not draft with the MTP layer; set EAGLE")
-    if given.get("--mtp-num-layers", "1") != "1":
-        raise ConfigError(f"--mtp-num-layers {given['--mtp-num-layers']}: rlspec repeats one layer; set 1")
-    sizes = ("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--tensor-model-parallel-size")
-    expert, expert_tensor, tensor = (_whole(given.get(flag)) for flag in sizes)
-    if problem := split_experts(expert, expert_tensor if "--num-experts" in given else None, tensor):
-        raise ConfigError(problem)
-
-
-def _refuse_keyed(given: Mapping[str, str | None]) -> None:
-    """Raise ConfigError for flags of slime with which engines do not sample by the seed of a sample."""
-    if flag := _flag_of_attention_ranks(given):
-        raise ConfigError(f"{flag} with --verifier position_keyed was never run; expected --verifier target_only")
-    if (sampler := given.get(SAMPLER, "pytorch")) != "pytorch":  # others end an engine at a seed beside top-p or top-k
-        raise ConfigError(f"{SAMPLER} {sampler} samples without seeds; --verifier position_keyed expects pytorch")
-    if (seed := given.get("--rollout-seed") or "0").startswith("-"):
-        raise ConfigError(f"--rollout-seed {seed}: --verifier position_keyed expects 0 or more")
-
-
 def _steps(
     given: Mapping[str, str | None], steps: Sequence[int] | None, start: int | None, notes: list[str]
 ) -> tuple[list[int], int]:
     """Return the step counts that the engines may choose from, and the one at the start. Raises ConfigError."""
-    theirs = _whole(given.get("--sglang-speculative-num-steps"))
+    theirs = whole_number(given.get("--sglang-speculative-num-steps"))
     if start is not None and theirs is not None and start != theirs:
         raise ConfigError(f"--num-steps {start}, but --sglang-speculative-num-steps {theirs}; give one of them")
     if start is None:
@@ -205,12 +176,6 @@ def _fixed_by(given: Mapping[str, str | None]) -> str:
     return ""
 
 
-def _flag_of_attention_ranks(given: Mapping[str, str | None]) -> str:
-    """Return the flag under which the ranks of an engine draw for requests of their own; "" if there is none."""
-    flags = ("--sglang-enable-dp-attention", "--sglang-attn-dp-size")
-    return next((flag for flag in flags if flag in given and given[flag] != "1"), "")
-
-
 def _depth(given: Mapping[str, str | None], depth: int | None, notes: list[str]) -> int:
     """Return the depth that the drafter is trained to. Raises ConfigError."""
     reason = next((flag for flag in ONE_DEPTH if flag in given), "")
@@ -223,61 +188,17 @@ def _depth(given: Mapping[str, str | None], depth: int | None, notes: list[str])
     return 1
 
 
-def split_experts(expert: int | None, expert_tensor: int | None, tensor: int | None) -> str:
-    """Return why these parallel sizes of a model with experts are refused, or "". None means Megatron's default.
-
-    Megatron sums the gradients of experts over the experts' own replicas only under expert parallelism. Without it,
-    copies of one expert would learn from different tokens.
-    """
-    if (expert or 1) == 1 and expert_tensor is not None and expert_tensor != (tensor or 1):
-        sizes = f"--expert-tensor-parallel-size {expert_tensor} with --tensor-model-parallel-size {tensor or 1}"
-        return f"{sizes} needs --expert-model-parallel-size above 1; set it, or set the first two equal"
-    return ""
-
-
-def _whole(value: str | None) -> int | None:
-    """Return a flag's whole number; None for anything else, which slime's own parser refuses."""
-    return int(value) if value and value.isdigit() else None
-
-
 def _captured(given: Mapping[str, str | None], steps: Sequence[int], cost_table: str) -> dict[str, Any]:
     """Return the step counts from each batch size on, for which SGLang captures CUDA graphs. Raises CostTableError."""
-    asked = [_whole(given.get(flag)) for flag in MOST_BATCH]
-    wide = (_whole(given.get("--rollout-num-gpus-per-engine")) or 1) >= 4
+    asked = [whole_number(given.get(flag)) for flag in MOST_BATCH]
+    wide = (whole_number(given.get("--rollout-num-gpus-per-engine")) or 1) >= 4
     most = next((n for n in asked if n), 512 if wide else 256)  # SGLang's own on GPUs above 60 GiB
     table = CostTable.load(cost_table) if cost_table else None
     table = table and table.at(table.tps[0])
-    layers = _whole(given.get("--num-layers"))
+    layers = whole_number(given.get("--num-layers"))
     if layers is None and table is None:
         return {"1": {"candidate_steps": sorted(steps)}}
     return graphs.slots(graphs.needed(chains(steps), most, layers or 1, table), most)
-
-
-def rule(cost_table: str, steps: Sequence[int]) -> dict[str, Any]:
-    """Return the argument of `speculation.rule.SpecRule.from_json`; 0 steps mean off."""
-    candidates = [SpecConfig(n) if n else OFF for n in sorted(steps)]
-    return {"table": cost_table, "candidates": [[c.num_steps, c.topk, c.num_draft_tokens] for c in candidates]}
-
-
-def check_table(cost_table: str, steps: Sequence[int]) -> None:
-    """Raise CostTableError or ConfigError if the engines' rule could not read the table."""
-    CostTable.load(cost_table)
-    try:
-        SpecRule.from_json(rule(cost_table, steps))
-    except ValueError as error:
-        raise ConfigError(f"--cost-table {cost_table}: {error}") from None
-
-
-def flags(command: Sequence[str]) -> dict[str, str | None]:
-    """Read `--flag value`, `--flag=value` and bare flags. Of a repeated flag the last one counts, as in argparse."""
-    found: dict[str, str | None] = {}
-    for i, word in enumerate(command):
-        if not word.startswith("--"):
-            continue
-        name, equals, value = word.partition("=")
-        following = command[i + 1] if i + 1 < len(command) else "--"
-        found[name] = value if equals else (None if following.startswith("--") else following)
-    return found
 
 
 def complete(command: Sequence[str], added: Additions, folder: Path) -> list[str]:
@@ -390,7 +311,8 @@ def parser() -> arguments.Parser:
     for name in DRAFTER:
         default = getattr(defaults, name)
         text = DrafterConfig.model_fields[name].description or "weight decay of the drafter"
-        p.add_argument(f"--drafter.{name}", dest=name, type=type(default), help=f"{text} ({default})")
+        kind = str if isinstance(default, bool) else type(default)
+        p.add_argument(f"--drafter.{name}", dest=name, type=kind, help=f"{text} ({default})")
     p.add_argument(
         "--candidate-steps",
         help=f"steps the engines may choose from ({','.join(map(str, spec.candidate_steps))}; where SGLang does not "
@@ -426,15 +348,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours = argv[:split]
     command = argv[split + 1 :]
     options = parser().parse_args(ours)
+    arguments = command if options.yaml else command[driver(command) + 1 :]
     asked = {name: getattr(options, name) for name in DRAFTER if getattr(options, name) is not None}
+    if asked.get("kind") == "eagle3" and (theirs := flags(arguments).get(DRAFT_MODEL)):
+        asked.setdefault("path", theirs)
     drafter = load(None, {f"drafter.{name}": str(value) for name, value in asked.items()}).drafter.model_dump()
     drafter["depth"] = asked.get("depth")
+    if drafter["path"]:
+        drafter["path"] = str(Path(drafter["path"]).absolute())
     steps = _numbers(options.candidate_steps) if options.candidate_steps else None
     table = str(Path(options.cost_table).absolute()) if options.cost_table else ""
-    arguments = command if options.yaml else command[driver(command) + 1 :]
     added = plan(arguments, drafter, steps, options.num_steps, table, options.verifier)
     if table:
-        check_table(table, added.settings["rlspec_candidate_steps"])
+        refusals.check_table(table, added.settings["rlspec_candidate_steps"])
+    if drafter["kind"] == "eagle3":
+        refusals.check_target(flags(arguments), drafter["path"])
     if options.yaml:
         print(as_yaml(added, Path(options.folder).absolute()), end="")
         return 0

@@ -21,14 +21,15 @@ from slime.rollout import sglang_rollout
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
-from megatron_rlspec.config import SpecSection
+from megatron_rlspec.config import ConfigError, SpecSection
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime import seeds
 from megatron_rlspec.integrations.slime import state as slime_state
-from megatron_rlspec.integrations.slime.engines import SlimeEngine, after_push, drafter_names
+from megatron_rlspec.integrations.slime.engines import SlimeEngine, after_push, described, drafter_names
 from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.push.detectors import HealthSettings
 from megatron_rlspec.rollout.sglang.settings import DRAFTED
+from megatron_rlspec.rollout.start import describe_drafter, shown_drafter
 from megatron_rlspec.speculation.acceptance import accept_length, delivered, pooled, runs
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
@@ -90,7 +91,7 @@ def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
                 urls,
                 push["sent"],
                 push["version"],
-                drafter_names(args.hf_checkpoint),
+                drafter_names(args.hf_checkpoint, _eagle3(args)),
                 api_key=_key(args),
                 quantised="quantization_config" in config,
             )
@@ -116,14 +117,16 @@ def after(args: Namespace, urls: Sequence[str]) -> None:
 def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
     """Make the run's `Speculation` from its checkpoint. None if an engine cannot switch or be reached."""
     try:
-        offered = [SlimeEngine(url, _key(args)).describe()["configs"] for url in urls]
+        engines = {url: SlimeEngine(url, _key(args)).describe() for url in urls}
     except EngineError as error:  # tried again before the next rollout; slime restarts engines itself
         logger.warning("rlspec: the engines' speculation stays as they were started: %s", error)
         return None
-    configs = {SpecConfig(*config) for of_engine in offered for config in of_engine}
+    if drafter := _eagle3(args):
+        _check_drafter(drafter, args.hf_checkpoint, engines)
+    configs = {SpecConfig(*config) for engine in engines.values() for config in engine["configs"]}
     if not configs:
         return None
-    config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
+    config = described(args.hf_checkpoint, _eagle3(args))
     spec = SpecSection()
     table = getattr(args, "rlspec_cost_table", "")
     steps = sorted({config.num_steps for config in configs})
@@ -144,6 +147,17 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
     return found
 
 
+def _check_drafter(drafter: str, hf_checkpoint: str, engines: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an engine whose drafter reads other layers or drafts from other words: no push can tell."""
+    expected = describe_drafter(hf_checkpoint, drafter)
+    for url, engine in engines.items():
+        if (theirs := engine.get("eagle3", {})) != expected:
+            raise ConfigError(
+                f"--drafter.path {drafter} is {shown_drafter(expected)}, but the engine at {url} was started with "
+                f"{shown_drafter(theirs)}; see --sglang-speculative-draft-model-path"
+            )
+
+
 def engine_urls(args: Namespace) -> list[str]:
     """Return the URLs of the engines behind slime's router; [] if rollouts are read from a file."""
     if not getattr(args, "sglang_router_ip", None) or getattr(args, "load_debug_rollout_data", None):
@@ -151,6 +165,11 @@ def engine_urls(args: Namespace) -> list[str]:
     answer = requests.get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers", timeout=60)
     answer.raise_for_status()
     return sorted(worker["url"] for worker in answer.json()["workers"])
+
+
+def _eagle3(args: Namespace) -> str:
+    """Return the directory of the EAGLE-3 drafter; "" if the MTP layer drafts."""
+    return getattr(args, "rlspec_path", "")
 
 
 def _key(args: Namespace) -> str:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+import torch
 import torch.distributed as dist
 from slime.backends.megatron_utils.update_weight import update_weight_from_disk as from_disk
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator_direct import HfWeightIteratorDirect
@@ -27,11 +28,20 @@ from megatron_rlspec.integrations.slime.engines import after_push, drafter_names
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.fingerprint import fingerprints
 
+Tensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 _marks: dict[str, int] | None = None  # of the push that runs now
 
 
-def wrap(args: Namespace) -> None:
-    """Replace `update_weights` of the updater that `args` select, and fingerprint tensors where it has them."""
+def wrap(args: Namespace, beside: Tensors | None = None) -> None:
+    """Replace `update_weights` of the updater that `args` select, and fingerprint tensors where it has them.
+
+    `beside`: further full tensors that every push sends after slime's, on every rank; collective.
+    """
+    if beside is not None:
+        HfWeightIteratorDirect.get_hf_weight_chunks = _with_chunk(HfWeightIteratorDirect.get_hf_weight_chunks, beside)
+        UpdateWeightFromDistributed._iter_non_expert_chunks = _with_chunk_of_first_rank(
+            UpdateWeightFromDistributed._iter_non_expert_chunks, beside
+        )
     if args.update_weight_mode == "delta":
         from slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta import UpdateWeightFromDiskDelta
 
@@ -84,7 +94,7 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
                     _urls(updater),
                     sent,
                     updater.weight_version,
-                    drafter_names(updater.args.hf_checkpoint),
+                    drafter_names(updater.args.hf_checkpoint, getattr(updater.args, "rlspec_path", "")),
                     push_again if repeatable else None,
                     _key(updater),
                     quantised=bool(updater.quantization_config),
@@ -165,6 +175,29 @@ def _noting_chunks(chunks: Callable) -> Callable:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         for tensors in chunks(*args, **kwargs):
             _note(tensors)
+            yield tensors
+
+    return wrapped
+
+
+def _with_chunk(chunks: Callable, beside: Tensors) -> Callable:
+    """Return `chunks`, with one more in a push; what slime exports otherwise holds its own model only."""
+
+    @functools.wraps(chunks)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        yield from chunks(*args, **kwargs)
+        if _marks is not None:
+            yield list(beside())
+
+    return wrapped
+
+
+def _with_chunk_of_first_rank(chunks: Callable, beside: Tensors) -> Callable:
+    @functools.wraps(chunks)
+    def wrapped(updater: Any) -> Any:
+        yield from chunks(updater)
+        tensors = list(beside())
+        if updater._is_pp_src_rank:
             yield tensors
 
     return wrapped
