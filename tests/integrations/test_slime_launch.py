@@ -365,3 +365,9 @@ def test_a_frozen_drafter_and_one_of_its_own_reach_the_hooks(capsys, tmp_path):
     assert settings["rlspec_train"] is False and settings["rlspec_path"] == str(tmp_path / "b")
     with pytest.raises(ConfigError, match="drafter.lr"):
         slime.main(["--drafter.train", "false", "--drafter.lr", "1e-4", "--yaml", "--"])
+
+
+def test_a_relative_of_slimes_is_refused(tmp_path):
+    (tmp_path / "miles/backends").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="is miles's, which rlspec does not run inside"):
+        slime.main(["--dry-run", "--folder", str(tmp_path), "--", "python", str(tmp_path / "train.py")])

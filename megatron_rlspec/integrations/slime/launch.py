@@ -348,7 +348,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours = argv[:split]
     command = argv[split + 1 :]
     options = parser().parse_args(ours)
-    arguments = command if options.yaml else command[driver(command) + 1 :]
+    arguments = command
+    if not options.yaml:
+        at = driver(command)
+        refusals.refuse_relative(command[at])
+        arguments = command[at + 1 :]
     asked = {name: getattr(options, name) for name in DRAFTER if getattr(options, name) is not None}
     if asked.get("kind") == "eagle3" and (theirs := flags(arguments).get(DRAFT_MODEL)):
         asked.setdefault("path", theirs)

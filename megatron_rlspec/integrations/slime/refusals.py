@@ -23,6 +23,7 @@ EAGLE3 = "EAGLE3"  # SGLang's name of the algorithm
 DRAFT_MODEL = "--sglang-speculative-draft-model-path"
 MIXED = "--sglang-enable-mixed-chunk"
 SAMPLER = "--sglang-sampling-backend"
+RELATIVES = ("miles", "vime")
 LOSSY = ("--sglang-speculative-accept-threshold-single", "--sglang-speculative-accept-threshold-acc")
 
 
@@ -58,6 +59,16 @@ def refuse(given: Mapping[str, str | None], drafter: Mapping[str, Any]) -> None:
     expert, expert_tensor, tensor = (whole_number(given.get(flag)) for flag in sizes)
     if problem := split_experts(expert, expert_tensor if "--num-experts" in given else None, tensor):
         raise ConfigError(problem)
+
+
+def refuse_relative(driver: str) -> None:
+    """Raise ConfigError for the driver of a relative of slime's, whose package lies beside it under another name."""
+    folder = Path(driver).parent
+    for name in RELATIVES:
+        if (folder / name / "backends").is_dir() and not (folder / "slime").is_dir():
+            raise ConfigError(
+                f"{driver} is {name}'s, which rlspec does not run inside; expected slime's (docs/slime.md)"
+            )
 
 
 def refuse_keyed(given: Mapping[str, str | None]) -> None:
