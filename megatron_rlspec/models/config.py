@@ -277,17 +277,17 @@ class Qwen3(Dense):
 class Eagle3(Llama):
     """The config.json of an EAGLE-3 drafter, as SGLang's `models/llama_eagle3.py` and SpecForge write and read it."""
 
-    num_hidden_layers: Literal[1] = Field(description="one layer is implemented")  # type: ignore[assignment]
+    num_hidden_layers: Literal[1] = Field(description="SGLang runs more layers, the trainer does not")  # type: ignore[assignment]
     draft_vocab_size: Size
     tie_word_embeddings: Literal[False] = Field(False, description="the drafter has a head of its own")  # type: ignore[assignment]
     target_hidden_size: Size | None = None
     num_aux_hidden_states: Size | None = None
     eagle_config: dict[str, Any] | None = None
     bias: Literal[False] | None = Field(None, description="biases are not implemented")
-    fc_norm: Literal[False] | None = Field(None, description="norms before fc are not implemented")
-    use_aux_norm: Literal[False] | None = Field(None, description="norms before fc are not implemented")
-    norm_before_fc: Literal[False] | None = Field(None, description="norms before fc are not implemented")
-    norm_output: Literal[False] | None = Field(None, description="the next draft reads the state before the norm")
+    fc_norm: Literal[False] | None = Field(None, description="SGLang runs norms before fc, the trainer does not")
+    use_aux_norm: Literal[False] | None = Field(None, description="SGLang runs norms before fc, the trainer does not")
+    norm_before_fc: Literal[False] | None = Field(None, description="SGLang runs norms before fc, the trainer does not")
+    norm_output: Literal[False] | None = Field(None, description="SGLang hands on normed states, the trainer does not")
 
     @model_validator(mode="after")
     def _aux_hidden_states(self) -> Eagle3:
@@ -394,6 +394,9 @@ PREFIX = "eagle3."  # of such a drafter's tensors beside the target's: in memory
 MAPS = ("d2t", "t2d")  # of its tensors those that are not trained: words of drafts to token ids, and back
 
 
+GEMMA3 = " (megatron-core's layer has no norms behind attention and MLP, and its model one rotary base for all layers)"
+
+
 def sharpness_of(config: Mapping[str, Any]) -> float:
     """Return the sharpness of coupled drafts that the config.json of a model or drafter states, else the first one."""
     stated = config.get(DRAFTER, config).get(STATED)
@@ -402,8 +405,10 @@ def sharpness_of(config: Mapping[str, Any]) -> float:
 
 def refusal(architecture: str, column: str, known: Iterable[str]) -> str:
     """Return the line that refuses an architecture: which column of the families' table says no, and of which yes."""
+    reason = GEMMA3 if architecture.startswith("Gemma3") else ""
     return (
-        f"architecture {printable(architecture)[:80]} is not {column}; those are {', '.join(known)} (docs/families.md)"
+        f"architecture {printable(architecture)[:80]} is not {column}{reason}; those are {', '.join(known)} "
+        "(docs/families.md)"
     )
 
 

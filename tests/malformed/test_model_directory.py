@@ -100,6 +100,7 @@ VALUES = [  # one for each type and rule
     value("architectures", [], "one architecture"),
     value("architectures", ["MiMoForCausalLM", "Qwen2ForCausalLM"], "one architecture"),
     setting("architecture GPT2LMHeadModel", "not trained", architectures=["GPT2LMHeadModel"]),
+    setting("architecture Gemma3ForCausalLM", "one rotary base for all layers", architectures=["Gemma3ForCausalLM"]),
     setting("attention_bias=true", "biases of Llama's attention", architectures=["LlamaForCausalLM"]),
     setting("model_type=qwen2", "expected qwen3", architectures=["Qwen3ForCausalLM"]),
     value("model_type", "llama", "mimo or qwen2"),
