@@ -19,7 +19,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -153,7 +154,7 @@ def load(option: str, name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        with inside():
+        with inside(), _outputs_kept():
             found = getattr(importlib.import_module(module), function)
     except OURS:
         raise
@@ -176,7 +177,7 @@ def load(option: str, name: str) -> Callable[..., Any]:
     @functools.wraps(found)
     def told(rows: Any, /) -> Any:
         try:
-            with inside():
+            with inside(), _outputs_kept():
                 return found(rows)
         except OURS:
             raise
@@ -202,6 +203,40 @@ class Unwound(BaseException):
 
 
 OURS = (Unwound, Interrupted)  # what passes through the user's code and is not of it; signals raise Interrupted
+
+
+class OutputClosed(RuntimeError):
+    """The user's code closed the standard output or the standard error of the run."""
+
+
+@contextmanager
+def _outputs_kept() -> Iterator[None]:
+    """Raise OutputClosed, and open them again, if the block closes an output. Later lines of the run would fail."""
+    had = [number for number in _OUTPUTS if _is_open(number)]
+    spare = {number: os.dup(number) for number in had}
+    try:
+        yield
+    finally:
+        lost = [number for number in had if not _is_open(number)]
+        for number in had:
+            if number in lost:
+                os.dup2(spare[number], number)
+                setattr(sys, _OUTPUTS[number], open(number, "w", closefd=False))  # noqa: SIM115
+            os.close(spare[number])
+    if lost:
+        raise OutputClosed(f"it closed sys.{_OUTPUTS[lost[0]]}, which the run writes to")
+
+
+_OUTPUTS = {1: "stdout", 2: "stderr"}
+
+
+def _is_open(number: int) -> bool:
+    stream = getattr(sys, _OUTPUTS[number])
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return not getattr(stream, "closed", False)
 
 
 def described(error: BaseException) -> str:

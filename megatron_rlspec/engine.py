@@ -37,6 +37,10 @@ class EngineError(RuntimeError):
     begun: Mapping[str, Partial] = MappingProxyType({})
 
 
+class RequestError(EngineError):
+    """The engine takes no such request: a mistake of whoever made it. The engine itself goes on."""
+
+
 class EngineDescription(TypedDict):
     """An engine's description of itself.
 

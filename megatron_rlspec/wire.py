@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -81,6 +82,24 @@ def encode_open_groups(groups: list[OpenGroup]) -> bytes:
 def decode_open_groups(data: bytes) -> list[OpenGroup]:
     """Return the begun groups. Raises msgspec.DecodeError for bytes that hold none."""
     return _decode(_open_groups, data, "begun groups")
+
+
+def check_groups(groups: Iterable[Group], words: int) -> None:
+    """Raise ValueError, which says what is wrong, for groups that no run of a model of so many words has written."""
+    for group in groups:
+        if not group.samples:
+            raise ValueError(f"the group of prompt {group.prompt.id} has no samples")
+        for sample in group.samples:
+            where = f"sample {sample.request_id[:80]}"
+            for name, array in (("prompt", sample.prompt.tokens), ("tokens", sample.tokens)):
+                if array.ndim != 1 or array.dtype != np.int64 or not ((array >= 0) & (array < words)).all():
+                    raise ValueError(f"{where}: {name} holds no token ids below {words}")
+            if not np.array_equal(sample.tokens[: sample.prompt_len], sample.prompt.tokens):
+                raise ValueError(f"{where}: its tokens do not begin with those of its prompt")
+            if not np.isin(sample.loss_mask, (0, 1)).all():
+                raise ValueError(f"{where}: loss_mask holds other values than 0 and 1")
+            if not (np.isfinite(sample.behaviour_logprobs).all() and math.isfinite(sample.reward)):
+                raise ValueError(f"{where}: a log-probability or the reward is not finite")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, what: str) -> _T:

@@ -93,6 +93,8 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> ClusterConfig:
+        if len(set(self.sizes)) < len(self.sizes):
+            raise ValueError(f"sizes={','.join(map(str, self.sizes))}: expected each size once")
         gpus = self.engines * self.tp
         for size in self.sizes:
             if gpus % size:
@@ -157,6 +159,8 @@ class TrainingConfig(Section):
     def _apart_if_stale(self) -> TrainingConfig:
         if self.colocated and self.staleness:
             raise ValueError("colocated=true trains while engines sleep, and staleness=1 while they run; expected one")
+        if "wake" in self.model_fields_set and not self.colocated:
+            raise ValueError(f"wake={self.wake:g} has no effect while colocated=false: only then do engines sleep")
         return self
 
 
@@ -268,12 +272,16 @@ def sweep(config: SimulationConfig, change: str) -> dict[str, SimulationConfig]:
         raise ConfigError(f"--sweep {change}: the file has no [{section}] section")
     found = {}
     for value in values.split(","):
-        tree = config.model_dump()
+        tree = config.model_dump(exclude_unset=True)
+        tree.setdefault(section, {})
         try:
             tree[section][key] = tomllib.loads(f"x = {value}")["x"]
         except (tomllib.TOMLDecodeError, RecursionError):
             tree[section][key] = value
-        found[f"{where}={value}"] = validated(tree, f"--sweep {change}")
+        changed = validated(tree, f"--sweep {change}")
+        if changed in found.values():
+            raise ConfigError(f"--sweep {change}: {value} comes twice; expected each value once")
+        found[f"{where}={value}"] = changed
     return found
 
 

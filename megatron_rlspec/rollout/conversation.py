@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_rlspec.custom import FunctionError, Unwound, inside, locked_prompt, named
-from megatron_rlspec.engine import EngineError
+from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.tasks.reward_worker import number
 from megatron_rlspec.texts import shown
@@ -318,11 +318,13 @@ class Conversations:
                 name, engine = engines[request.prompt.id % len(engines)]
                 try:
                     return engine.generate([request], sampling)[0]
+                except RequestError:
+                    raise
                 except EngineError as error:
                     request = replace(request, partial=error.begun.get(request.id, request.partial))
                     with self._lock:
                         self._engines.drop(name, error)
-        except EngineError as error:  # no engine is left
+        except EngineError as error:  # no engine is left, or none takes the request
             self._fail(error)
         finally:
             del self.running[request.id]

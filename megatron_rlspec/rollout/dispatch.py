@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.engine import EngineError, RequestError, RolloutEngine
 from megatron_rlspec.types import Partial, Request, Sample, Sampling
 
 ABORT_AGAIN = 0.2  # seconds
@@ -234,6 +234,8 @@ class Dispatch:
             engine, requests = self.running.pop(future)
             try:
                 future.result()
+            except RequestError:  # the next engine would refuse it, too
+                raise
             except EngineError as error:
                 self.pool.drop(engine, error)
                 self._give_back(self._lost(engine, requests, error))

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.engine import EngineError, RequestError, RolloutEngine
 from megatron_rlspec.rollout.dispatch import Dispatch, RunningRequests
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, SpecSchedule
 
@@ -45,8 +45,9 @@ class EnginePool:
 
     `balance`, if it is set, is entered around every `generate`, and may move its samples through `RunningRequests`.
 
-    An engine that fails is closed and left out from then on; `failures` has the reason until `take_failures`. Its
-    unfinished requests continue on the others, from what is known of them. When no engine is left, every method raises
+    A request that an engine refuses as malformed ends `generate` with RequestError, and the engine stays. An engine
+    that fails is closed and left out from then on; `failures` has the reason until `take_failures`. Its unfinished
+    requests continue on the others, from what is known of them. When no engine is left, every method raises
     EngineError.
     """
 
@@ -178,14 +179,22 @@ class EnginePool:
         self._spare = self._spare - {name}
 
     def everywhere(self, call: Callable[[RolloutEngine], Result]) -> dict[str, Result]:
-        """Call every engine at once; return the results by name, without those that failed."""
+        """Call every engine at once; return the results by name, without those that failed.
+
+        Raises RequestError, and drops no engine, if all of them refuse the call as a mistake of ours.
+        """
         engines = dict(self._engines)
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
             futures = {name: threads.submit(call, engine) for name, engine in engines.items()}
-        results = {}
+        results: dict[str, Result] = {}
+        failed: dict[str, EngineError] = {}
         for name, future in futures.items():
             try:
                 results[name] = future.result()
             except EngineError as error:
-                self.drop(name, error)
+                failed[name] = error
+        if failed and not results and all(isinstance(error, RequestError) for error in failed.values()):
+            raise next(iter(failed.values()))
+        for name in failed:
+            self.drop(name, failed[name])
         return results

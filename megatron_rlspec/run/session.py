@@ -128,19 +128,18 @@ class Session:
         self._open_records(moments)
         self.rollouts: Rollouts | None = None
         if starting is not None:
-            cancelled = self.interruption.asked
-            prompts = self.loaded.prompts
             recorder = self.records.recorder
             assert recorder is not None
-            self.rollouts = Rollouts(starting, engines, recorder, prompts, cancelled)
+            self.rollouts = Rollouts(starting, engines, recorder, self.loaded.prompts, self.interruption.asked)
             self._closing.callback(self.rollouts.close)
-            self.rollouts.start(state, drawn)
+            with self.saver.taking_up():
+                self.rollouts.start(state, drawn)
 
         def awaited() -> bool:
             return self.rollouts is not None and self.rollouts.engines.awaited
 
         self.rank0 = Rank0(self.main, self.interruption, awaited, self._stop)
-        lengths = [float(value) for value in state.get("accept_lengths", ())]
+        lengths = state.get("accept_lengths", [])
         self.evaluation = Evaluation(
             self.config, self.trainer, self.rank0, self.records, self.generates, self.rollouts, self.push, lengths
         )
@@ -164,20 +163,21 @@ class Session:
         self.saver = Saver(config, self.trainer, self.main, loaded.identity)
         steps = config.sft.steps if self.supervised else config.train.steps
         state, drawn = (config.train.resume and self.saver.load_newest(steps)) or ({}, Drawn())
-        if state and loaded.data is not None:
-            loaded.data.restore(state["data"])
         self.done = state.get("step", 0)
         self.results.best = state.get("best_reward", self.results.best)
         replay = loaded.replay
         follows = replay if replay is not None and replay.follows else None
         schedule = None
         learns = config.drafter.train and not self.supervised  # a warm start learns from every batch alike
-        if learns and extensions.drafter is not None:
-            load_policy = partial(follows.load, self.trainer) if follows is not None else None
-            schedule = extensions.drafter(self.trainer, load_policy, state.get("online", {}), drawn.replay)
-        fresh = config.drafter.fresh and learns and not config.replay.run
-        self.drafting = Drafting(self.trainer, loaded.vocabulary, schedule, records=learns, fresh=fresh)
-        self.drafting.restore(state, drawn.replay)
+        with self.saver.taking_up():
+            if state and loaded.data is not None:
+                loaded.data.restore(state["data"])
+            if learns and extensions.drafter is not None:
+                load_policy = partial(follows.load, self.trainer) if follows is not None else None
+                schedule = extensions.drafter(self.trainer, load_policy, state.get("online", {}), drawn.replay)
+            fresh = config.drafter.fresh and learns and not config.replay.run
+            self.drafting = Drafting(self.trainer, loaded.vocabulary, schedule, records=learns, fresh=fresh)
+            self.drafting.restore(state, drawn.replay)
         return state, drawn
 
     def _open_records(self, moments: str) -> None:
@@ -218,7 +218,7 @@ class Session:
         assert replay is not None
         replay.load(self.trainer, step)
         self.drafting.during_rollout(self.done, lambda: None)
-        return replay.groups(step)
+        return replay.groups(step, self.loaded.hf_config["vocab_size"])
 
     def demonstrations(self) -> list[Group]:
         """Return the next demonstrations; every rank reads the same rows."""

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from megatron_rlspec import files
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
 from megatron_rlspec.models.tensor_file import TensorFile
+from megatron_rlspec.texts import one_line
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.optimizer import Learner, Part
 
@@ -146,19 +148,22 @@ def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
 def _load_part(path: Path, learner: Learner, part: Part) -> None:
     with TensorFile(path) as file, torch.no_grad():
         _check_place(file)
-        learner.steps = int(_stored(file, "steps", torch.tensor(learner.steps)))
-        learner.updates_before = int(file[_BEFORE]) if _BEFORE in file else 0
+        learner.steps = _count(file, "steps")
+        learner.updates_before = _count(file, _BEFORE) if _BEFORE in file else 0
         learner.create_moments()
         tensors = _tensors(learner, part)
         for name in file:
             if name not in tensors:
                 raise CheckpointError(f"{path}: has {name}, which this run does not")
         for name, tensor in tensors.items():
-            tensor.copy_(_stored(file, name, tensor))
+            stored = _stored(file, name, tensor)
+            if name.startswith(("step.", "exp_avg_sq.")) and bool((stored < 0).any()):
+                raise CheckpointError(f"{path}: {name} holds a negative number; no run writes one")
+            tensor.copy_(stored)
 
 
 def _load_generators(path: Path) -> None:
-    with TensorFile(path) as file:
+    with TensorFile(path) as file, _states_of_generators(path):
         _check_place(file)
         torch.set_rng_state(_stored(file, "cpu", torch.get_rng_state()))
         if torch.cuda.is_available():
@@ -166,6 +171,14 @@ def _load_generators(path: Path) -> None:
         tracker = tensor_parallel.get_cuda_rng_tracker()
         states = tracker.get_states()
         tracker.set_states({name: _stored(file, f"tracker.{name}", state) for name, state in states.items()})
+
+
+@contextmanager
+def _states_of_generators(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's, of bytes that are no state
+        raise CheckpointError(f"{path}: not the state of a generator: {one_line(error)}") from None
 
 
 def _check_place(file: TensorFile) -> None:
@@ -185,6 +198,13 @@ def _stored(file: TensorFile, name: str, like: Tensor) -> Tensor:
             f"{file.path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {like.dtype} {list(like.shape)}"
         )
     return tensor
+
+
+def _count(file: TensorFile, name: str) -> int:
+    count = int(_stored(file, name, torch.tensor(0)))
+    if count < 0:
+        raise CheckpointError(f"{file.path}: {name} is {count}; expected 0 or more")
+    return count
 
 
 def _tensors(learner: Learner, part: Part) -> dict[str, Tensor]:

@@ -43,8 +43,7 @@ class EverySteps:
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Restore what `state` returned."""
-        self.since = state["since"]
-        self.updates = state["updates"]
+        self.since, self.updates = int(state["since"]), int(state["updates"])
 
 
 def reward_weights(

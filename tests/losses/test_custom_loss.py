@@ -222,6 +222,28 @@ def test_a_function_cannot_end_the_process_without_a_word(tmp_path, way, when):
     assert "algorithm.loss=ending:own: " in ended.stderr and ENDING[way] in ended.stderr
 
 
+CLOSING = [
+    "sys.stdout.close()",
+    "os.close(1)",
+    "sys.stderr.close()",
+    "os.close(2)",
+    "sys.stdout = open('x'); sys.stdout.close()",
+]
+
+
+@pytest.mark.parametrize("way", CLOSING)
+def test_a_function_that_closes_an_output_is_told_in_one_line(tmp_path, way):
+    """The lines of the run's steps would fail, and so would the line that says why."""
+    (tmp_path / "x").touch()
+    (tmp_path / "closing.py").write_text(f"import os, sys\ndef own(rows):\n    {way}\n")
+    code = "from megatron_rlspec import cli, custom; import sys\n"
+    code += "sys.exit(cli.run(lambda: custom.load('algorithm.loss', 'closing:own')(None)))"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    name = "stderr" if "stderr" in way or "2" in way else "stdout"
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert f"algorithm.loss=closing:own: OutputClosed: it closed sys.{name}, which the run writes to" in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("way", "code", "what"),
     [

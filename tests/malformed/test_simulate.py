@@ -66,6 +66,10 @@ CASES = [
     changed("engines = 3", "engines = 3\nsizes = [7]", "sizes holds 7, but engines=3 of tp=1 are 3 GPUs"),
     changed("engines = 3", "engines = 3\nmax_tokens = 10", "max_tokens=10 cannot hold one sample", "512"),
     changed('hardware = "H100"', 'table = "t.json"\nlayers = 8', "layers is for the roofline of hardware"),
+    changed("engines = 3", "engines = 3\nsizes = [3, 3]", "sizes=3,3: expected each size once"),
+    option("--sweep cluster.engines=3,3", "--sweep cluster.engines=3,3: 3 comes twice; expected each value once"),
+    option("--sweep cluster.link=9,9.0", "--sweep cluster.link=9,9.0: 9.0 comes twice"),
+    setting("wake = 3", "training: wake=3 has no effect while colocated=false", section="training"),
     setting("colocated = true\nstaleness = 1", "colocated=true", "staleness=1", section="training"),
 ]
 

@@ -12,7 +12,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from megatron_rlspec.engine import EngineError
+from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling
 
@@ -300,6 +300,39 @@ def test_no_engine_left() -> None:
     pool = EnginePool(named([Engine("a", dies_after=3), Engine("b", dies_after=5)]))
     with pytest.raises(EngineError, match="no engine is left; the last one failed with: [ab]: gone"):
         pool.generate(requests(10), SAMPLING)
+
+
+class Refusing(Engine):
+    """Refuses the requests of prompt 3, and every rule."""
+
+    def generate(self, requests: Sequence[Request], *others: object) -> list[Sample]:
+        if any(request.prompt.id == 3 for request in requests):
+            raise RequestError(f"{self.name}: generate refused (400): requests[0].input_ids: too long")
+        return super().generate(requests, *others)
+
+    def set_spec_rule(self, rule: object) -> None:
+        raise RequestError(f"{self.name}: control/set_spec_rule refused (400): rule.margin is -1")
+
+
+def test_a_refused_request_ends_the_call_and_leaves_the_engines_in_rotation() -> None:
+    engines = [Refusing("a"), Refusing("b")]
+    pool = EnginePool(named(engines))
+    with pytest.raises(RequestError, match=r"[ab]: generate refused \(400\): requests\[0\].input_ids: too long"):
+        pool.generate(requests(8), SAMPLING)
+    with pytest.raises(RequestError, match="rule.margin is -1"):
+        pool.everywhere(lambda engine: engine.set_spec_rule({}))
+    assert list(pool.engines) == ["a", "b"] and not pool.take_failures() and not any(e.closed for e in engines)
+    assert len(pool.generate(requests(2), SAMPLING)) == 8
+
+
+def test_an_engine_that_refuses_what_another_takes_is_left_out() -> None:
+    pool = EnginePool(named([Refusing("a"), Engine("b")]))
+    Engine.set_spec_rule = lambda self, rule: self.name
+    try:
+        assert pool.everywhere(lambda engine: engine.set_spec_rule({})) == {"b": "b"}
+    finally:
+        del Engine.set_spec_rule
+    assert list(pool.engines) == ["b"] and "rule.margin" in pool.take_failures()["a"]
 
 
 def test_other_errors_are_raised() -> None:

@@ -28,7 +28,7 @@ import requests as http
 import tiny_mimo
 import torch
 
-from megatron_rlspec.engine import EngineError
+from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.protocol import (
     KVTransfer,
@@ -802,8 +802,14 @@ def test_refusals_are_one_line(engines: dict[str, SGLangEngine]) -> None:
     with pytest.raises(EngineError, match="cannot run k5, k7; it was launched with off, k0, k1, k2, k3$"):
         engines["adaptive"].set_spec_rule({"stock": True})  # SGLang's built-in rule needs both
     engines["plain"].set_schedule(SpecSchedule.fixed(OFF))
-    with pytest.raises(EngineError, match="request r-000.: .*4096"):
-        engines["plain"].generate([Request("r-000.", Prompt(0, np.full(5000, 7)), 1)], SAMPLINGS["T=1"])
+    pool = EnginePool({name: engines[name] for name in ("plain", "adaptive")})
+    for wrong, told in (
+        (Request("r-000.", Prompt(0, np.full(5000, 7)), 1), "request r-000.: .*4096"),
+        (Request("r-000.", Prompt(0, np.full(5, 7)), -1), r"requests\[0\].sampling.sampling_seed is -1; expected"),
+    ):
+        with pytest.raises(RequestError, match=told):
+            pool.generate([wrong], SAMPLINGS["T=1"])
+    assert list(pool.engines) == ["plain", "adaptive"]
     with pytest.raises(ValueError, match="2 requests, but only 1 distinct ids"):
         engines["plain"].generate(requests(1) * 2, SAMPLINGS["T=1"])
     with pytest.raises(ValueError, match="no tensors"):

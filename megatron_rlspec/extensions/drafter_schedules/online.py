@@ -51,8 +51,10 @@ class OnlineLearner:
         self._learned: dict[str, float] = {}  # metrics of an update beside a rollout, for the record of its step
         if state:
             self.rule.restore(state["rule"])
-            self.updates = state["updates"]
-            self.last_update = state["last_update"]
+            self.updates = int(state["updates"])
+            self.last_update = int(state["last_update"])
+            if min(self.rule.since, self.rule.updates, self.updates, self.last_update + 1) < 0:
+                raise ValueError("the drafter's updates are counted by a negative number")
         self.buffer.restore(groups)
 
     def weights(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:

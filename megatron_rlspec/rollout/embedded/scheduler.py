@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rlspec.engine import EngineError
+from megatron_rlspec.engine import RequestError
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.rollout.embedded.rounds import RoundRunner
@@ -65,20 +65,20 @@ class Scheduler:
     def check(self, run: ActiveRequest, known: set[str]) -> None:
         """Refuse a wrong request, and add its id to `known`. Ends a run whose partial sample has ended already.
 
-        Raises EngineError.
+        Raises RequestError.
         """
         request = run.request
         length = len(request.prompt.tokens)
         if not 0 < length < self.max_length:
-            raise EngineError(f"request {request.id}: {length} prompt tokens; expected 1 to {self.max_length - 1}")
+            raise RequestError(f"request {request.id}: {length} prompt tokens; expected 1 to {self.max_length - 1}")
         if request.id in known:
-            raise EngineError(f"request {request.id}: the id is already in use")
+            raise RequestError(f"request {request.id}: the id is already in use")
         known.add(request.id)
         if request.partial is not None:
             try:
                 status = ended(run.response, run.stops, self.limit(run))
             except ValueError as error:
-                raise EngineError(f"request {request.id}: {error}") from None
+                raise RequestError(f"request {request.id}: {error}") from None
             if status is not None or run.stopped():
                 run.finish("finished" if run.stopped() else "truncated")
 

@@ -11,16 +11,21 @@ from urllib.parse import urlsplit
 import requests
 from urllib3.exceptions import NameResolutionError, NewConnectionError, ReadTimeoutError
 
-from megatron_rlspec.engine import EngineError
+from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.settings import KEY
 
+MALFORMED = (400, 413)  # statuses
 _CONNECT_SECONDS = 10.0
 _BUSY_SECONDS = 60.0  # that a server may answer that it receives too much
 
 
 class RefusedError(EngineError):
     """The engine answered that it cannot do this."""
+
+
+class MalformedError(RefusedError, RequestError):
+    """The engine answered that the request is malformed (400), or too large (413). Another engine would, too."""
 
 
 class NotAnEngineError(RefusedError):
@@ -116,7 +121,8 @@ class Connection:
             except (requests.RequestException, ValueError, KeyError, TypeError, RecursionError):
                 text = None
         if isinstance(text, str):
-            raise RefusedError(f"{self.url}: {path} refused ({answer.status_code}): {text[:500]}")
+            kind = MalformedError if answer.status_code in MALFORMED else RefusedError
+            raise kind(f"{self.url}: {path} refused ({answer.status_code}): {text[:500]}")
         raise NotAnEngineError(f"{self.url}: not an rlspec engine: {path} answered with status {answer.status_code}")
 
     def _why(self, error: requests.RequestException) -> str:

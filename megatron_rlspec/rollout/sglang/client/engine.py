@@ -17,7 +17,7 @@ from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.push.bucket import Bucket, Memory
 from megatron_rlspec.push.fingerprint import as_delivered
 from megatron_rlspec.push.push import in_buckets
-from megatron_rlspec.rollout.sglang.client.connection import Connection, RefusedError
+from megatron_rlspec.rollout.sglang.client.connection import MALFORMED, Connection, MalformedError, RefusedError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import known_key
@@ -103,7 +103,8 @@ class SGLangEngine(Connection):
             for line in self.stream("generate", json=body):
                 if "error" in line:
                     place = f"request {line['id']}" if "id" in line else "generate"
-                    raise EngineError(f"{self.url}: {place}: {line['error']}")
+                    kind = MalformedError if line.get("status") in MALFORMED else EngineError
+                    raise kind(f"{self.url}: {place}: {line['error']}")
                 try:
                     request = by_id[line["id"]]
                     if "drawn" in line:

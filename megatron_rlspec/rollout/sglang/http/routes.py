@@ -62,8 +62,8 @@ logger = logging.getLogger(__name__)
 async def generate(request: Request) -> StreamingResponse:
     """Turn {"requests": [{"id", "input_ids", "sampling"}]} into lines {"id", "output_ids", "logprobs", "finish", ...}.
 
-    Lines hold the tokens after `begun` only. A sample that fails is a line {"id", "error"}; a defect of the server ends
-    the stream with a line {"error"}.
+    Lines hold the tokens after `begun` only. A sample that fails is a line {"id", "error"}, with the `status` that it
+    would have alone if SGLang refused it; a defect of the server ends the stream with a line {"error"}.
     """
     body = await parsed(request, schemas.GenerateBody)
     tokenizer = manager()
@@ -145,11 +145,11 @@ async def _one(
             return
         async for line in _generated(asked, rid, progress):
             lines.put_nowait({"id": asked.id, **line})
-    except ValueError as error:
+    except ValueError as error:  # SGLang's, of a request that it does not take
         manager().abort_request(rid=rid)
-        lines.put_nowait({"id": asked.id, "error": one_line(str(error))})
+        lines.put_nowait({"id": asked.id, "error": one_line(str(error)), "status": 400})
     except HTTPException as error:  # SGLang's, for example of a sample that the KV cache cannot hold
-        lines.put_nowait({"id": asked.id, "error": one_line(str(error.detail))})
+        lines.put_nowait({"id": asked.id, "error": one_line(str(error.detail)), "status": error.status_code})
     except Exception as error:
         logger.exception("rlspec: request %s failed", asked.id)
         lines.put_nowait({"id": asked.id, "error": internal(error)})
@@ -183,7 +183,7 @@ async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> As
                     yield line | {"version": began}
             continue
         if finish["type"] == "abort" and finish.get("status_code"):  # not by us; SGLang raises it without `stream`
-            raise ValueError(finish["message"])
+            raise HTTPException(finish["status_code"], finish["message"])
         yield {
             "output_ids": tokens,
             "logprobs": logprobs(entries),
