@@ -54,6 +54,8 @@ def words(start: Path, run_dir: Path, command: str, options: dict[str, object]) 
         del values["spec.candidate_steps"]  # it would have no effect, which is refused
     if "rollout.urls" in chosen:
         del values["rollout.max_total_tokens"]
+    if chosen.get("reward.kind") == "exact":
+        del values["reward.workers"]
     if chosen.get("data.eval_path") == "":
         del values["train.eval_prompts"]
     values |= chosen

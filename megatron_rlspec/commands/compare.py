@@ -35,6 +35,7 @@ from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 RESAMPLES = 2000
+TOTAL_TOKENS = 131_072  # in the embedded engine's cache
 STEPS = (1, 3, 5)
 BESIDE = ("drift/kl", "drift/changed", "policy/entropy", "rollout/reward")
 
@@ -217,7 +218,7 @@ def parser() -> arguments.Parser:
     most = "default: 1024, or half of the model's context if that is less"
     p.add_argument("--max-new-tokens", type=arguments.integer(1, 2**24), help=most)
     p.add_argument("--max-running-requests", type=arguments.integer(1, 2**20), default=256)
-    p.add_argument("--max-total-tokens", type=arguments.integer(1, 2**31 - 1), default=131072)
+    p.add_argument("--max-total-tokens", type=arguments.integer(1, 2**31 - 1), help=f"default: {TOTAL_TOKENS}")
     p.add_argument("--url", help="a running `rlspec serve`, which gets the policy; default: the embedded engine")
     p.add_argument("--run", type=Path, help="run directory whose KL, entropy and reward stand beside the table")
     p.add_argument("--out", type=Path, metavar="FILE", help="also write the table as JSON")
@@ -248,6 +249,8 @@ def main(argv: list[str] | None = None) -> int:
     most_tokens = options.max_new_tokens or min(1024, longest // 2)
     if most_tokens >= longest:
         own.error(f"--max-new-tokens {most_tokens}: {options.policy} has room for {longest} tokens, prompt included")
+    if options.max_total_tokens and options.max_total_tokens < longest + 64:
+        own.error(f"--max-total-tokens {options.max_total_tokens}: expected at least {longest + 64}, one whole sample")
     prompts, _ = data.read_prompts(options.prompts, config.data, tokenizer, longest - most_tokens)
     engine: RolloutEngine
     if options.url:
@@ -260,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
             draft_words=words(policy, hf_config) if DRAFTER in hf_config else None,
             max_length=longest,
             max_running_requests=options.max_running_requests,
-            max_total_tokens=max(options.max_total_tokens, longest + 64),
+            max_total_tokens=options.max_total_tokens or max(TOTAL_TOKENS, longest + 64),
         )
     sampling = Sampling(options.temperature, max_new_tokens=most_tokens)
     with closing(engine):

@@ -231,6 +231,9 @@ def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack)
         engines = [_embedded(args, closing)]
     elif args.url:
         engines = [SGLangEngine(url, api_key=args.api_key) for url in args.url]
+        for url, engine in zip(args.url, engines, strict=True):
+            if (size := engine.describe()["tensor_parallel"]) != args.tp:
+                raise SweepError(f"--tp {args.tp}: the engine at {url} has tensor parallel size {size}")
     elif args.model:
         engines = [_start(args, serve, closing)]
     else:
@@ -392,6 +395,7 @@ def parser() -> arguments.Parser:
     add("--fresh", action="store_true", help="discard an interrupted sweep and an existing table")
     p.needs("--model", "--draft-model")
     p.needs("--url", "--api-key")
+    p.excludes("--url", "--draft-model")
     return p
 
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import FUNCTION, Count, Name, Seconds, Section
+from megatron_rlspec.config.base import FUNCTION, Count, Name, Needs, Seconds, Section
 
 BUILT_IN = ("exact", "math", "reasoning_gym")
 KINDS = f"{', '.join(BUILT_IN)}, module:function or an http(s) address"
@@ -23,8 +23,12 @@ class RewardConfig(Section):
         f"module:function, called as {SIGNATURE}; or an http(s) address that gets the four as JSON by POST and "
         'answers a number or {"reward": number}',
     )
-    timeout_seconds: Seconds = Field(10.0, description="time limit for one sample; past it the reward has failed")
-    workers: Annotated[int, Field(gt=0, le=1024)] = Field(4, description="processes that compute rewards")
+    timeout_seconds: Annotated[Seconds, Needs("reward.kind!=exact")] = Field(
+        10.0, description="time limit for one sample; past it the reward has failed"
+    )
+    workers: Annotated[int, Field(gt=0, le=1024), Needs("reward.kind!=exact")] = Field(
+        4, description="processes that compute rewards; `exact` needs none"
+    )
     max_failed_steps: Count = Field(
         1, description="stop after so many steps in a row in which every reward failed; 0: never"
     )

@@ -80,6 +80,17 @@ class Config(Section):
                 "algorithm.dynamic_sampling=true drops groups of equal rewards, "
                 "and rollout.temperature=0 draws every sample of a group alike"
             )
+        own = self.train.eval_temperature
+        if self.train.eval_samples > 1 and 0 in (own, self.rollout.temperature if own < 0 else own):
+            raise ValueError(
+                f"train.eval_samples={self.train.eval_samples}: at temperature 0 all responses to a prompt are one; "
+                "expected 1, or another train.eval_temperature"
+            )
+        if self.reward.kind in ("exact", "math") and not self.data.label_key and not self.rollout.function:
+            raise ValueError(
+                f"reward.kind={self.reward.kind} compares with the label, but data.label_key is empty; expected the "
+                "column of the right answers"
+            )
         if self.drafter.kind == "eagle3" and self.parallel.pipeline > 1:
             raise ValueError(
                 f"parallel.pipeline={self.parallel.pipeline}: drafter.kind=eagle3 reads hidden states of several "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megatron_rlspec.config.base import Count, Name, Needs, Positive, Section, Text, Tokens
 
@@ -42,13 +42,23 @@ class TrainConfig(Section):
         20,
         description="steps between evaluations on data.eval_path; 0: only before the first and after the last",
     )
-    eval_prompts: Annotated[int, Field(gt=0, le=2**20)] = Field(128, description="held-out prompts of one evaluation")
+    eval_prompts: Annotated[int, Field(gt=0, le=2**20), Needs("data.eval_path")] = Field(
+        128, description="held-out prompts of one evaluation"
+    )
     eval_samples: Annotated[int, Field(gt=0, le=2**20), Needs("data.eval_path")] = Field(
         1, description="responses to each of them; with n, evaluations report pass_k, the best reward of k, up to k = n"
     )
     eval_temperature: Annotated[float, Needs("data.eval_path")] = Field(
         -1.0, ge=-1, le=100, description="sampling temperature of evaluations; 0: greedy; -1: rollout.temperature"
     )
+
+    @field_validator("eval_temperature")
+    @classmethod
+    def _a_temperature(cls, value: float) -> float:
+        if -1 < value < 0:
+            raise ValueError("expected 0 or more, or -1 for rollout.temperature")
+        return value
+
     drift_every: Count = Field(
         10,
         description="steps between measurements of how far the policy is from model.path, on 16 samples; each rank "

@@ -128,6 +128,8 @@ class Checkpoints:
                 _State.model_validate_json(json.dumps(state))
             except ValidationError as error:
                 raise ValueError(first_mistake(error)) from None
+            if not all(group.samples for group in drawn.ahead):
+                raise ValueError("a group that was drawn ahead has no samples")
             wire.check_groups([*drawn.ahead, *drawn.replay], words)
             for group in drawn.begun:
                 if not group.requests:

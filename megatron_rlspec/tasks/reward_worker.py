@@ -47,8 +47,12 @@ def final_answer(text: str) -> str:
 
 
 def exact(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> float:
-    """Return 1 if response and label, or the final answers of both, are equal character by character; else 0."""
-    return float(response.strip() == label.strip() or final_answer(response) == final_answer(label))
+    """Return 1 if response and label, or the final answers of both, are equal character by character; else 0.
+
+    Nothing after a last `#` is no final answer.
+    """
+    answer = final_answer(response)
+    return float(response.strip() == label.strip() or (bool(answer) and answer == final_answer(label)))
 
 
 def math_reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> float:
@@ -66,16 +70,23 @@ def math_reward(prompt: str, response: str, label: str, metadata: Mapping[str, A
 
 
 def http_reward(url: str, limit: float) -> Reward:
-    """Return a reward that POSTs the sample as JSON. The server answers a number, or an object with `reward`."""
+    """Return a reward that POSTs the sample as JSON. The server answers a number, or an object with `reward`.
+
+    Redirects are not followed: most of them make a GET of the POST, without the sample.
+    """
     import requests
 
     session = requests.Session()
 
     def reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> Any:
         body: dict[str, Any] = {"prompt": prompt, "response": response, "label": label, "metadata": dict(metadata)}
-        answer = session.post(url, json=body, timeout=limit)
+        answer = session.post(url, json=body, timeout=limit, allow_redirects=False)
+        if answer.is_redirect:
+            raise ValueError(f"{url} sends to {answer.headers['Location']}; expected the address that answers itself")
         answer.raise_for_status()
         value = answer.json()
+        if isinstance(value, dict) and "reward" not in value:
+            raise ValueError(f"{url} answered {shown(value)}; expected a number, or an object with `reward`")
         return value["reward"] if isinstance(value, dict) else value
 
     return reward
@@ -182,7 +193,9 @@ def _work(kind: str, limit: float, channel: _Channel) -> None:
         name = task.pop("id")
         try:
             content: dict[str, Any] = {"reward": number(reward(**task))}
-        except (Exception, KeyboardInterrupt) as error:
+        except SystemExit:
+            raise
+        except BaseException as error:
             content = {"error": one_line(error)}
         finally:
             channel.leave_if_forked()  # a forked child that calls sys.exit() also comes here

@@ -236,9 +236,10 @@ def test_a_function_that_closes_an_output_is_told_in_one_line(tmp_path, way):
     """The lines of the run's steps would fail, and so would the line that says why."""
     (tmp_path / "x").touch()
     (tmp_path / "closing.py").write_text(f"import os, sys\ndef own(rows):\n    {way}\n")
-    code = "from megatron_rlspec import cli, custom; import sys\n"
-    code += "sys.exit(cli.run(lambda: custom.load('algorithm.loss', 'closing:own')(None)))"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    program = "from megatron_rlspec import cli, custom\nimport sys\n"
+    program += "sys.exit(cli.run(lambda: custom.load('algorithm.loss', 'closing:own')(None)))"
+    (tmp_path / "program_that_closes.py").write_text(program)
+    ended = forked.run_module("program_that_closes", [], folder=tmp_path)
     name = "stderr" if "stderr" in way or "2" in way else "stdout"
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1, ended.stderr
     assert f"algorithm.loss=closing:own: OutputClosed: it closed sys.{name}, which the run writes to" in ended.stderr

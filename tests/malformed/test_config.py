@@ -49,6 +49,13 @@ REWARDS = [
     option("--reward.kind http://", "reward.kind=http://", "no host name"),
     option("--reward.kind http://a:99999", "reward.kind=http://a:99999", "Port out of range"),
     option("--reward.kind http://a:0/x", "reward.kind=http://a:0/x", "port 0"),
+    option("--train.eval_samples 4 --train.eval_temperature 0", "train.eval_samples=4: at temperature 0 all responses"),
+    option("--train.eval_temperature -0.5", "train.eval_temperature: expected 0 or more, or -1"),
+    option(
+        "--reward.kind math --data.label_key=", "reward.kind=math compares with the label, but data.label_key is empty"
+    ),
+    option("--reward.workers 2", "reward.workers=2 has no effect while reward.kind=exact"),
+    option("--train.eval_prompts 5", "train.eval_prompts=5 has no effect while data.eval_path="),
     option("--reward.kind exactly", "reward.kind=exactly", "module:function"),
     option("--reward.kind a:b:c", "reward.kind=a:b:c", "module:function"),
     option("--reward.kind rewards/mine.py:f", "reward.kind=rewards/mine.py:f", "module:function"),

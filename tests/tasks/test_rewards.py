@@ -78,6 +78,8 @@ def score(kind: str, samples: list[Sample], **options) -> tuple[list[float], lis
         ("C#", "C#", 1),
         ("#7", "C#7", 1),  # only the final answer counts
         ("k3=3,", "3", 0),
+        ("no idea #", "", 0),  # nothing after the last # is no answer
+        ("7 #", "5 #", 0),
         ("", "", 1),
     ],
 )
@@ -249,6 +251,44 @@ class Service(BaseHTTPRequestHandler):
         pass
 
 
+class Elsewhere(BaseHTTPRequestHandler):
+    """Redirects samples, and answers 1 to whoever asks without one; or answers an object of its own."""
+
+    def do_GET(self):
+        self.answer(200, b"1")
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(302, b"") if self.path == "/moved" else self.answer(200, b'{"error": "no quota"}')
+
+    def answer(self, code: int, body: bytes):
+        self.send_response(code)
+        self.send_header("Location", "/other")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("moved", "sends to /other; expected the address that answers itself"),
+        ("other", "answered {'error': 'no quota'}; expected a number, or an object with `reward`"),
+    ],
+)
+def test_a_reward_server_that_did_not_judge_the_sample_fails_it(path, told):
+    """A redirect makes a GET of the POST, so the sample would not reach the server that answers."""
+    server = HTTPServer(("127.0.0.1", 0), Elsewhere)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    rewards, failures = score(f"http://127.0.0.1:{server.server_port}/{path}", [sample("a")], workers=1)
+    server.shutdown()
+    server.server_close()
+    assert rewards == [0] and told in failures[0]
+
+
 def test_http():
     server = HTTPServer(("127.0.0.1", 0), Service)
     server.judged = threading.Event()
@@ -293,6 +333,9 @@ def test_worker_starts_without_heavy_imports():
 
 PROCESSES = """
 import os, subprocess, sys, time
+def cancels(prompt, response, label, metadata):
+    import asyncio
+    raise asyncio.CancelledError("mine")
 def forks(prompt, response, label, metadata):
     "Both processes return, the child first and with another value."
     if os.fork() == 0:
@@ -376,6 +419,7 @@ def test_a_reward_that_closes_all_files_fails_and_the_next_is_judged(processes):
 
 def test_an_interrupt_raised_by_a_reward_is_an_answer(processes, capfd):
     assert score("busy_rewards:interrupts", [sample("")], workers=1)[1] == ["r0: KeyboardInterrupt: mine"]
+    assert score("busy_rewards:cancels", [sample("")], workers=1)[1] == ["r0: CancelledError: mine"]
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rlspec.engine import RequestError
+from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.rollout.embedded.rounds import RoundRunner
