@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatron_rlspec.texts import printable
 
@@ -29,6 +29,20 @@ def line(step: int, total: int, values: Numbers) -> str:
     """Return one step as a line of text."""
     numbers = [f"{name} {style.format(values[key])}" for key, (name, style) in SHOWN.items() if key in values]
     return "  ".join(part for part in (f"step {step + 1}/{total}", *numbers, configs(values)) if part)
+
+
+def saved_line(records: Sequence[Numbers]) -> str:
+    """Return what speculation saved in a run, from the records of its steps; "" if no step says."""
+    known = [values for values in records if "spec/saved_seconds" in values]
+    if not known:
+        return ""
+    seconds = sum(values["spec/saved_seconds"] for values in known)
+    spent = sum(values["spec/rounds"] * values["spec/ms_per_round"] for values in known) / 1e3
+    did = "saved" if seconds >= 0 else "cost"
+    return (
+        f"speculation {did} about {abs(seconds):.1f} s of the engines' decoding: {spent + seconds:.1f} s without "
+        f"drafts, {spent:.1f} s with them, by the costs of rounds; training and pushing the drafter is not counted"
+    )
 
 
 def configs(values: Numbers) -> str:

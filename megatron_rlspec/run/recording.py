@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rlspec import files
 from megatron_rlspec.config import Config
-from megatron_rlspec.records.live import line
+from megatron_rlspec.records.live import line, saved_line
 from megatron_rlspec.records.recorder import Clock, Decode, Recorder, RewardWatch, read_records
 from megatron_rlspec.records.sinks import open_sinks
 from megatron_rlspec.types import Sample
@@ -92,6 +92,13 @@ class Records:
             self.recorder.samples(step, shown, decode)
         self.recorder.write(step, record)
         print(line(step, self._total, record), flush=True)
+
+    def summarise(self) -> None:
+        """Say at the end of a run what speculation saved in all its steps, on rank 0."""
+        if self.recorder is None:
+            return
+        if told := saved_line(read_records(Path(self._config.train.run_dir) / "metrics.jsonl")):
+            self.recorder.event("saved", told)
 
     def _why_skipped(self, skipped: Sequence[str], values: Mapping[str, float]) -> str:
         gap = values.get("policy/train_rollout_logprob_abs_diff", 0.0)

@@ -412,6 +412,7 @@ class Session:
             replay.load(self.trainer, self.done)
         self.saver.save(self.done, self._state)
         self.results.write()
+        self.records.summarise()
 
 
 def _generates(config: Config, supervised: bool) -> bool:

@@ -20,13 +20,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_rlspec.speculation.acceptance import Acceptance, Prediction, accept_length, expected_tokens, pooled
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, RoundStats, SpecConfig
+from megatron_rlspec.speculation.saved import Saved, saved
+from megatron_rlspec.types import RoundStats, SpecConfig
 
 WEIGHT = 4  # timings that the mean of a rollout's rounds counts for, at most
 LEAST_DRAWS = 100  # drafts of a depth that must be observed before its rate is used as an expectation
@@ -82,16 +81,10 @@ class Learning:
 
     def gain(self, rounds: Sequence[RoundStats]) -> float:
         """Return how many times as fast as plain decoding the drafting rounds were, by the costs of rounds."""
-        cost = self.learnt or self.table or self._roofline
-        tokens = requests = ms = plain_ms = 0.0
-        for stats in rounds:
-            if stats.config.num_steps and sum(stats.accepted):
-                known = cost.grid([stats.config, OFF], np.array(stats.batch), np.array(stats.context_tokens))
-                ms += stats.rounds * float(known[0])
-                plain_ms += stats.rounds * float(known[1])
-                requests += sum(stats.accepted)
-                tokens += sum((1 + drafts) * count for drafts, count in enumerate(stats.accepted))
-        return tokens / requests * plain_ms / ms if ms else 1.0
+        return self._saved([stats for stats in rounds if stats.config.num_steps]).gain
+
+    def _saved(self, rounds: Sequence[RoundStats]) -> Saved:
+        return saved(rounds, self.learnt or self.table or self._roofline)
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
         """Take the trainer's prediction of the next rollout's acceptance, or None. Returns metrics."""
@@ -249,6 +242,8 @@ class Learning:
         drafting = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
         if any(drafting):  # `rollout/accept_length` counts rounds that drafted nothing, too, as 1
             values["spec/accept_length"] = accept_length(drafting)
+            found = self._saved(rounds)
+            values["spec/saved_seconds"] = (found.plain_ms - found.ms) / 1e3
         decided = [report for report in reports if report.get("predicted_ms")]
         if not decided:
             return values
