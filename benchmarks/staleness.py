@@ -1,10 +1,11 @@
 """Measure how drafters follow one recorded RL run: by loss, schedule, weights and learning rate.
 
-    python benchmarks/staleness.py [--quick] [--question losses|dispute] [--workers N] [--seconds N] [--work DIR]
+    python benchmarks/staleness.py [--quick] [--question losses|dispute|share] [--workers N] [--seconds N] [--work DIR]
         [--csv FILE] [--plot FILE]
 
 --question losses measures each loss with an update in every step. --question dispute compares drafters that are trained
 once before RL, on the first policy's own answers, with drafters that are updated in every step or in every fifth.
+--question share compares drafters that learn from a part of each step's samples with drafters that learn in some steps.
 
 The policy does not depend on its drafter. So a run is recorded once per task and seed, and every variant is a replay of
 it (docs/replay.md). All drafters answer the same held-out prompts with the same seeds, and the texts are the same; the
@@ -62,6 +63,13 @@ SCHEDULES: dict[str, dict[str, str]] = {
     "overlap": {"overlap": "true"},
     "disagreement": {"replay": "disagreement"},
 }
+SHARES: dict[str, dict[str, str]] = {
+    "share 0.5": {"share": "0.5"},
+    "share 0.25": {"share": "0.25"},
+    "share 0.125": {"share": "0.125"},
+    "every 2 steps": {"update_every": "2"},
+    "every 4 steps": {"update_every": "4"},
+}
 LOSSES = ("ce", "forward_kl", "reverse_kl", "tv")
 RATES = ("1e-3", "1e-4")  # ten times the policy's, and the policy's own
 MORE_RATES = ("3e-4", "3e-3")  # of an update in every step only
@@ -116,7 +124,9 @@ class Variant:
 
     @property
     def options(self) -> dict[str, str]:
-        chosen = SCHEDULES[self.schedule] | {"loss": self.loss, "lr": self.rate}
+        own = (SCHEDULES | SHARES)[self.schedule]
+        whole = {} if {"replay", "overlap"} & own.keys() else {"share": "1"}
+        chosen = whole | own | {"loss": self.loss, "lr": self.rate}
         return {f"drafter.{key}": value for key, value in chosen.items()}
 
 
@@ -127,6 +137,8 @@ def variants(quick: bool, question: str = "all") -> list[Variant]:
     """Return the variants, those that differ from `BASE` in one thing first."""
     if question == "losses":
         return [replace(BASE, loss=loss) for loss in LOSSES]
+    if question == "share":
+        return [BASE, *(replace(BASE, schedule=schedule) for schedule in SHARES)]
     if question == "dispute":
         schedules = (BASE.schedule, "every 5 steps", "before RL")
         return [Variant(schedule, loss, BASE.rate) for loss in ("ce", "tv") for schedule in schedules]
@@ -511,7 +523,7 @@ def work(folder: Path, size: Size, chosen: Sequence[Variant], seconds: float) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one task, one seed, four steps, few variants")
-    parser.add_argument("--question", choices=("all", "losses", "dispute"), default="all", help="default: all")
+    parser.add_argument("--question", choices=("all", "losses", "dispute", "share"), default="all", help="default: all")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES, help="default: all")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     parser.add_argument("--csv", type=Path, help="write all rows to this file")

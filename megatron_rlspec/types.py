@@ -361,6 +361,8 @@ class PackedBatch:
     staleness          versions between the policy that drew the label and the trained policy; None if not needed
     noise_seeds        `Sample.seed` at positions where the acceptance of coupled drafts is predicted, else -1; None: a
                        sample has no seed
+    drafter_part       the samples that the drafter learns from, if not all: a batch of their own, `[t]`
+    drafter_rows       int64 `[t]`, the row in this batch of each of its positions; of padding: 0
     """
 
     tokens: torch.Tensor
@@ -382,6 +384,8 @@ class PackedBatch:
     behaviour_logprobs: torch.Tensor | None = None
     staleness: torch.Tensor | None = None
     noise_seeds: torch.Tensor | None = None
+    drafter_part: PackedBatch | None = None
+    drafter_rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

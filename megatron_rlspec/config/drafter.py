@@ -67,6 +67,19 @@ class DrafterConfig(Section):
     reward_clip: Annotated[float, Needs("drafter.reward_weight")] = Field(
         4.0, ge=1, le=1e6, description="that weight is clipped to [1 / reward_clip, reward_clip]"
     )
+    share: Annotated[
+        float,
+        Needs("drafter.train"),
+        Needs("drafter.mtp_detach_heads"),
+        Needs("drafter.replay=none"),
+        Needs("drafter.overlap=False"),
+    ] = Field(
+        0.25,
+        gt=0,
+        le=1,
+        description="part of each step's samples that the drafter learns from, drawn anew in every step; its training "
+        "costs as much less, and the policy learns from all",
+    )
     update_every: Annotated[Positive, Needs("drafter.train")] = Field(
         1, description="steps between two updates of the drafter"
     )
@@ -148,3 +161,8 @@ class DrafterConfig(Section):
     def separate(self) -> bool:
         """Return whether updates are passes of their own over stored rollouts, not part of the policy's step."""
         return self.overlap or self.replay != "none"
+
+    @property
+    def learnt_share(self) -> float:
+        """Return the part of a step's samples that the drafter learns from in the policy's step."""
+        return self.share if self.mtp_detach_heads and not self.separate else 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -52,7 +53,8 @@ def pack(
     multiple                a rank's tokens are a multiple of it (the tensor-parallel size under sequence parallelism)
     advantages              one per sample, or `[L]` token-aligned per sample; 0 if omitted
     old_logprobs            `[L]` token-aligned per sample; `behaviour_logprobs` if omitted
-    drafter_weights         one per sample, or `[L]` of positions per sample, not negative; 1 if omitted
+    drafter_weights         one per sample, or `[L]` of positions per sample, not negative; 1 if omitted. Samples of
+                            weight 0 are left out of the drafter's pass (`PackedBatch.drafter_part`)
     version                 of the policy to be trained; None leaves `staleness` out
     aggregation             what Σ policy_weight · loss_mask · loss / counts["policy"] is over the whole step.
                             token: the mean over trained tokens
@@ -75,14 +77,21 @@ def pack(
     if version is not None:
         columns["staleness"] = [_staleness(sample, version) for sample in samples]
     counts = _counts(columns, lengths, depth, aggregation, constant_length)
-    batches = []
-    for chosen in bins[dp_rank::dp_size]:
-        batches.append(
-            _micro_batch(
-                chosen, columns, padded_lengths, batch_unit, depth, counts, cp_size, cp_rank, layout, pad_token
-            )
+
+    def batch_of(chosen: list[int]) -> PackedBatch:
+        return _micro_batch(
+            chosen, columns, padded_lengths, batch_unit, depth, counts, cp_size, cp_rank, layout, pad_token
         )
-    return batches
+
+    batches = [batch_of(chosen) for chosen in bins[dp_rank::dp_size]]
+    learnt = {i for i, weight in enumerate(columns["drafter_weight"]) if bool(weight.any())}
+    if len(learnt) == len(samples):
+        return batches
+    parts = [batch_of([i for i in chosen if i in learnt]) for chosen in bins[dp_rank::dp_size]]
+    return [
+        replace(batch, drafter_part=part, drafter_rows=_rows_in(batch, part))
+        for batch, part in zip(batches, parts, strict=True)
+    ]
 
 
 def predicted(total: int, tokens: float) -> torch.Tensor:
@@ -252,6 +261,14 @@ def _counts(
         "tokens": tokens,
         "samples": len(lengths),
     }
+
+
+def _rows_in(batch: PackedBatch, part: PackedBatch) -> torch.Tensor:
+    """Return the row in `batch` of each position of `part`, which holds some of its samples; 0 for padding."""
+    found = torch.zeros(len(part.tokens), dtype=torch.int64)
+    real = part.sequence_ids >= 0
+    found[real] = torch.isin(batch.sequence_ids, part.sequence_ids[real]).nonzero()[:, 0]
+    return found
 
 
 def _micro_batch(

@@ -16,6 +16,14 @@ FRESH_STEPS = 10  # of a run, after which a fresh drafter learns from all rollou
 FRESH_UPDATES = 8  # on each of them
 
 
+def chosen_samples(number: int, share: float, seed: Sequence[int]) -> np.ndarray:
+    """Return which of a step's samples the drafter learns from, `[number]` float32 of 0 and 1; at least one."""
+    chosen = np.zeros(number, np.float32)
+    order = np.random.default_rng(seed).permutation(number)
+    chosen[order[: max(1, round(share * number))]] = 1
+    return chosen
+
+
 class Drafting:
     """The drafter's side of every step. Every rank holds one, and all see the same rollouts.
 
@@ -43,9 +51,17 @@ class Drafting:
         self._teaches = fresh and schedule is None
         self._rollouts: list[Group] = []  # that `teach` learns from
 
-    def weights(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
-        """Return the drafter's weight of every position, `[L]` for each sample; None if all are 1."""
-        return None if self.schedule is None else self.schedule.weights(samples)
+    def weights(self, step: int, samples: Sequence[Sample]) -> list[np.ndarray] | None:
+        """Return the drafter's weight of every position, `[L]` for each sample of a step; None if all are 1."""
+        weights = None if self.schedule is None else self.schedule.weights(samples)
+        config = self._trainer.config
+        share = config.drafter.learnt_share
+        if share == 1 or not self._records:
+            return weights
+        if weights is None:
+            weights = [np.ones(len(sample.tokens), np.float32) for sample in samples]
+        chosen = chosen_samples(len(samples), share, (config.train.seed, step))
+        return [weight * learnt for weight, learnt in zip(weights, chosen, strict=True)]
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Take the rollouts, or demonstrations, of the next step."""

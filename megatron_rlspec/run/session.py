@@ -25,6 +25,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from megatron_rlspec.config import Config
@@ -51,6 +52,7 @@ from megatron_rlspec.train.checkpoint import SaveError
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch, Sample, Scope
 
+Weights = list[np.ndarray] | None  # the drafter's, of every position, `[L]` for each sample; None: 1
 DRIFT_SAMPLES = 16  # of a step, on which `Trainer.drift` compares the policy with model.path
 
 
@@ -254,10 +256,9 @@ class Session:
             if rewards.known(samples):  # otherwise another event says that all failed
                 self.records.event("reward", f"step 0: {without_advantage(samples)}")
         self.drafting.observe(groups)
-        return self._pack(samples, values)
+        return self._pack(samples, values, self.drafting.weights(self.done, samples))
 
-    def _pack(self, samples: list[Sample], values: list[float]) -> list[PackedBatch]:
-        weights = self.drafting.weights(samples)
+    def _pack(self, samples: list[Sample], values: list[float], weights: Weights = None) -> list[PackedBatch]:
         return micro_batches(
             self.config,
             samples,

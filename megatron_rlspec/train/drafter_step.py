@@ -61,6 +61,7 @@ class DrafterTargets:
     counts             per depth, Σ weight over all micro-batches and ranks of the step, at least 1
     cu_seqlens_padded  `[n + 1]`, sequence boundaries as laid out before the context-parallel split
     layout             of that split
+    rows               `[t]` int64, of each position in the policy's micro-batch, if that has more rows
     seeds, positions   `[t]` int64, on the CPU, for coupled drafts: the seed of each position's noise, -1 where no
                        acceptance is predicted, and the position in its sequence; None: not known
     """
@@ -70,6 +71,7 @@ class DrafterTargets:
     counts: Sequence[float]
     cu_seqlens_padded: Tensor
     layout: Layout = "zigzag"
+    rows: Tensor | None = None
     seeds: Tensor | None = None
     positions: Tensor | None = None
 
@@ -115,6 +117,8 @@ class DrafterStep:
         rank = ps.get_context_parallel_rank()
         position = cp_index(targets.cu_seqlens_padded, rank, size, targets.layout).to(place)
         teacher = torch.cat([(position + d).clamp(max=size * t - 1) for d in range(1, goal.depth + 1)])
+        if targets.rows is not None and self.shares_policy_logits:
+            teacher = targets.rows.to(place)[teacher]
         noise = None
         if predict and goal.coupled and targets.seeds is not None and targets.positions is not None:
             depths = range(1, goal.depth + 1)
@@ -141,8 +145,8 @@ class DrafterStep:
     def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> tuple[Tensor, Sums]:
         """Return the loss of the micro-batch, for `backward`, and sums for `means` and `prediction_of`.
 
-        hidden  the policy's hidden states after its final norm, `[t, H]`, from which the teacher's logits are computed;
-                None if `student.observe` has received every row
+        hidden  the policy's hidden states after its final norm, `[t, H]` of the same positions, from which the
+                teacher's logits are computed; None if `student.observe` has received every row
         """
         if self.objective.loss == "ce":
             student.learn_labels()

@@ -342,7 +342,7 @@ class Trainer:
             with torch.no_grad():  # the same chunks of logits as with the policy's loss, so the same bits
                 layer.logprobs(batch, hidden, observe=observe)
         if step is not None and student is not None:
-            drafter_loss, drafter_sums = step.learn(student, targets, None if shared else hidden)
+            drafter_loss, drafter_sums = step.learn(student, targets, None if shared else _drafted(batch, hidden))
             sums |= drafter_sums
             if not self.config.drafter.mtp_detach_heads:
                 loss = loss + drafter_loss
@@ -355,14 +355,13 @@ class Trainer:
         assert self.drafter is not None and self.drafter_learner is not None and self.embedding is not None
         if DRAFTER in self.hf_config:
             hidden = self.policy.taps()
+        if DRAFTER in self.hf_config or batch.drafter_part is not None:
+            hidden, batch = _drafted(batch, hidden), batch.drafter_part or batch
             packed = describe(batch, self.drafter.config, self.rope, self.device)  # of the drafter's heads
-        return self.drafter_learner.ddp(
-            hidden.detach() if self.config.drafter.mtp_detach_heads else hidden,
-            [to_device(tokens, self.device) for tokens in batch.drafter_tokens],
-            self.embedding,
-            to_device(batch.position_ids, self.device),
-            packed,
-        )
+        hidden = hidden.detach() if self.config.drafter.mtp_detach_heads else hidden
+        tokens = [to_device(tokens, self.device) for tokens in batch.drafter_tokens]
+        positions = to_device(batch.position_ids, self.device)
+        return self.drafter_learner.ddp(hidden, tokens, self.embedding, positions, packed)
 
     def _report_logprobs(
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
@@ -402,12 +401,21 @@ class Trainer:
         return {"drafter/grad_norm": norm, "drafter/skipped": skipped}
 
 
+def _drafted(batch: PackedBatch, hidden: Tensor) -> Tensor:
+    """Return the hidden states `[t, H]` of the positions that the drafter learns from."""
+    rows = batch.drafter_rows
+    return hidden if rows is None else hidden.index_select(0, to_device(rows, hidden.device))
+
+
 def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
+    rows = batch.drafter_rows
+    batch = batch.drafter_part or batch
     return DrafterTargets(
         labels=batch.drafter_labels,
         weight=[mask * batch.drafter_weight for mask in batch.drafter_mask],
         counts=batch.counts["drafter"],
         cu_seqlens_padded=batch.cu_seqlens_padded,
+        rows=rows,
         seeds=batch.noise_seeds,
         positions=batch.position_ids,
     )

@@ -4,6 +4,7 @@ Cells run several to a job of four ranks; the reference of each is one rank with
 """
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,8 +27,9 @@ DIMENSIONS = {
     "loss": ("ce", "forward_kl", "tv"),
     "ratio": ("token", "sequence"),
     "objective": ("grpo", "sft"),
+    "some": (False, True),
 }
-MODEL = ("tied", "unrolling", "loss", "ratio", "objective", "dtype")  # what the numbers may depend on
+MODEL = ("tied", "unrolling", "loss", "ratio", "objective", "some", "dtype")  # what the numbers may depend on
 # dtype -> relative error allowed of the first step's losses, of later ones, of the largest gradient element
 TOLERANCE = {"float64": (1e-12, 1e-9, 1e-10), "float32": (5e-6, 2e-3, 2e-4)}
 
@@ -95,11 +97,11 @@ def build(cell, weights=None, *, drafter=True, clip=0.0):
     return trainer
 
 
-def own_batches(trainer, seed=0, budget=120, made=None):
-    """Return this rank's micro-batches of `made`, or of 11 short samples."""
+def own_batches(trainer, seed=0, budget=120, made=None, some=False):
+    """Return this rank's micro-batches of `made`, or of 11 short samples; the drafter learns from `some` of them."""
     dp = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
     cp = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()
-    return batches(made or samples(11, seed), trainer.config, dp=dp, cp=cp, budget=budget)
+    return batches(made or samples(11, seed), trainer.config, dp=dp, cp=cp, budget=budget, some=some)
 
 
 def make_weights(cells):
@@ -126,7 +128,8 @@ def measure(cell, weights):
         "logprobs": float(total),
     }
     kept = keep_gradients(trainer)
-    result["steps"] = [trainer.train_step(own_batches(trainer, seed), objective=cell["objective"]) for seed in (0, 1)]
+    given = [own_batches(trainer, seed, some=cell["some"]) for seed in (0, 1)]
+    result["steps"] = [trainer.train_step(batches, objective=cell["objective"]) for batches in given]
     result["policy"] = state(trainer)
     if not cell["distributed"]:  # there, a rank's buffer holds the sum of its own share only
         for parameter, gradient in kept.items():
@@ -136,7 +139,8 @@ def measure(cell, weights):
     for seed in (0, 1):
         alone.train_step(own_batches(alone, seed), objective=cell["objective"])
     result["policy_alone"] = state(alone)
-    trainer.train_step(own_batches(trainer, made=samples(99, seed=2)), objective=cell["objective"])
+    longer = own_batches(trainer, made=samples(99, seed=2), some=cell["some"])
+    trainer.train_step(longer, objective=cell["objective"])
     found = trainer.prediction
     result["prediction"] = None if found is None else [found.reached.ravel(), found.accepted.ravel()]
     return result
@@ -213,6 +217,36 @@ def without_norms(metrics):
     return {name: value for name, value in metrics.items() if not name.endswith("grad_norm")}
 
 
+def masked_and_left_out(weights):
+    """Return metrics and drafter gradients of a step with samples that are masked, and of one without them, by loss."""
+    found = []
+    for loss in ("ce", "forward_kl"):
+        cell = PLAIN | {"dtype": "float64", "loss": loss}
+        for masked in (True, False):
+            trainer = build(cell, weights[False, False])
+            given = own_batches(trainer, some=True)
+            assert sum(len(b.drafter_part.tokens) for b in given) < 0.8 * sum(len(b.tokens) for b in given)
+            if masked:
+                given = [replace(batch, drafter_part=None, drafter_rows=None) for batch in given]
+            kept = keep_gradients(trainer)
+            metrics = trainer.train_step(given, objective="grpo")
+            gradients = [kept[p].tolist() for p in trainer.drafter.parameters()]
+            found.append((metrics, gradients, state(trainer), trainer.prediction.reached))
+    return found
+
+
+def test_samples_left_out_are_samples_masked():
+    """The drafter learns the same without the samples of weight 0, and the policy's bits are the same."""
+    (weights,) = on_ranks(1, make_weights, [PLAIN | {"dtype": "float64"}])
+    (found,) = on_ranks(1, masked_and_left_out, weights)
+    for (metrics, gradients, policy, reached), (other, others, same, also) in zip(found[::2], found[1::2], strict=True):
+        assert policy == same and reached.sum() > 0
+        assert metrics == pytest.approx(other, rel=1e-9)
+        for ours, theirs in zip(gradients, others, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(reached, also)
+
+
 @pytest.mark.slow
 def test_every_pair_of_settings():
     compare(pairwise())
@@ -237,5 +271,6 @@ def test_layouts_agree_to_rounding():
 
 @pytest.mark.slow
 def test_more_layouts_agree_to_rounding():
-    cells = [{"dtype": "float32", "pipeline": 2}, {"dtype": "float32"}, {"context": 2, "tensor": 2}]
+    cells = [{"dtype": "float32", "pipeline": 2}, {"dtype": "float32"}]
+    cells += [{"context": 2, "tensor": 2, "some": True, "loss": "forward_kl"}]  # the drafter learns some samples
     compare([PLAIN | cell for cell in cells])

@@ -122,17 +122,21 @@ def samples(count: int, seed: int = 0, shortest: int = 6, longest: int = 30, voc
 
 
 def batches(
-    chosen: list[Sample], config: Config, *, dp: tuple[int, int], cp: tuple[int, int], budget: int = 160
+    chosen: list[Sample], config: Config, *, dp: tuple[int, int], cp: tuple[int, int], budget: int = 160, some=False
 ) -> list[PackedBatch]:
-    """Return the batches of one data- and context-parallel rank (rank, size)."""
+    """Return the batches of one data- and context-parallel rank (rank, size); the drafter learns `some` samples."""
     parallel = config.parallel
     draw = np.random.default_rng(7)
+    advantages = draw.normal(size=len(chosen))
+    weights = draw.uniform(0.5, 2.0, size=len(chosen))
+    if some:
+        weights[::2] = 0
     return pack(
         chosen,
         depth=config.drafter.depth,
         tokens_per_micro_batch=budget,
-        advantages=draw.normal(size=len(chosen)).tolist(),
-        drafter_weights=draw.uniform(0.5, 2.0, size=len(chosen)).tolist(),
+        advantages=advantages.tolist(),
+        drafter_weights=weights.tolist(),
         dp_rank=dp[0],
         dp_size=dp[1],
         cp_rank=cp[0],
