@@ -1,5 +1,6 @@
-"""Sample the tokens of one round: by the position-keyed verifier, by SGLang's target-only verification; log-probs.
+"""Sample the tokens of one round: by the position-keyed verifier with and without its kernel, by SGLang's; log-probs.
 
+The kernel's times have the log-probs in them. SGLang's is target-only verification.
 Peaked logits are like those of a language model: the 0.95 nucleus of a row holds from 6 to 235 words. Flat ones are
 normal with a standard deviation of 4. Their nuclei hold thousands of words, so a filter has to sort whole rows.
 """
@@ -30,6 +31,9 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
         logits = make(requests * nodes, plan.shape.vocab, torch.device(plan.device))
         figures.say(f"{kind}: words in the nucleus of {NUCLEUS}", _nucleus(logits), "", "median of 64 rows")
         works = _ours(plan, logits) | (_sglangs(plan, logits) if kind == "peaked" else {})
+        if plan.on_gpu:
+            with figures.attempt(f"{kind}, kernel"):
+                works |= _kernels(plan, logits, figures, kind)
         for name, work in works.items():
             with figures.attempt(f"{kind}, {name}"):
                 _measure(plan, figures, f"{kind}, {name}", work)
@@ -67,8 +71,25 @@ def _nucleus(logits: torch.Tensor) -> float:
     return float(((ordered.cumsum(-1) - ordered) < NUCLEUS).sum(-1).float().median())
 
 
-def _ours(plan: Plan, logits: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """Return calls of what the engine's verifier calls after a round."""
+def _kernels(plan: Plan, logits: torch.Tensor, figures: Figures, kind: str) -> dict[str, Callable[[], Any]]:
+    """Return calls of the verifier with its kernel, and say how many of its tokens plain torch draws, too."""
+    from megatron_rlspec.kernels import chosen
+
+    if chosen.sampling(logits) is None:
+        raise RuntimeError("the sampling kernel is not used here; the part's log says why")
+    plain = _ours(plan, logits)
+    works = {}
+    for name, work in _ours(plan, logits, kernel=True).items():
+        named = name.replace("ours", "kernel")
+        works[named] = work
+        equal = int((work() == plain[name]()).sum())
+        figures.say(f"{kind}, {named}: tokens equal to plain torch's", equal, "", f"of {len(logits)}")
+    return works
+
+
+def _ours(plan: Plan, logits: torch.Tensor, kernel: bool = False) -> dict[str, Callable[[], Any]]:
+    """Return calls of what the engine's verifier calls after a round, with its kernel or in plain torch."""
+    from megatron_rlspec.kernels import chosen
     from megatron_rlspec.rollout.sglang.scheduler import verifier, versions
 
     requests, nodes = plan.draws
@@ -95,7 +116,11 @@ def _ours(plan: Plan, logits: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
         def work() -> Any:
             alone = SimpleNamespace(world_size=1)  # this process has no tensor-parallel group
-            with mock.patch.object(type(installed), "tensor_group", lambda _: alone):
+            used = chosen.sampling(logits) if kernel else None
+            with (
+                mock.patch.object(type(installed), "tensor_group", lambda _: alone),
+                mock.patch.object(chosen, "sampling", lambda _: used),
+            ):
                 if top_p == 1:
                     return verifier.sample_targets(given)
                 from sglang.srt.layers import sampler
@@ -107,7 +132,8 @@ def _ours(plan: Plan, logits: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
         return work
 
-    return {"argmax": lambda: logits.argmax(-1), "ours at T = 1": sample(1.0), "ours with top-p": sample(NUCLEUS)}
+    drawn = {"ours at T = 1": sample(1.0), "ours with top-p": sample(NUCLEUS)}
+    return drawn if kernel else {"argmax": lambda: logits.argmax(-1), **drawn}
 
 
 def _hooked(original: Callable, hook: Callable) -> Callable:

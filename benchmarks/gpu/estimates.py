@@ -25,6 +25,9 @@ _SLICES = "two processes without MPS have time slices in turn"
 _LINEAR = "queries, keys, output and their gradients; no score matrix, counted on meta tensors"
 _CHUNK = "bytes of the elementwise passes at 2.8 TB/s, products at 700 TFLOP/s, for 8,192 rows"
 _ATOMICS = "flash attention's backward adds with atomics; a drafter adds nothing"
+_ONE_READ = "0.6 GB read once: 0.22 ms; 71 instructions a word, counted in what Triton compiles: 0.38 ms at full rate"
+_TWO_READS = "0.6 GB read twice: 0.44 ms; 71 and about 50 instructions a word"
+_TIES = "they differ where scores are within 1e-6, or a limit within 1e-6 of a token's edge"
 # Of the default plan on an H100 or H200. (part, what) -> estimate
 ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("decode", "speculating: the engine answers after"): Estimate(
@@ -48,6 +51,12 @@ ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("draws", "peaked, ours with top-p: a round"): Estimate(
         5, 14, "the 1,024 largest of each row, no row sorted whole"
     ),
+    ("draws", "peaked, kernel at T = 1: a round"): Estimate(0.4, 0.8, _ONE_READ),
+    ("draws", "peaked, kernel with top-p: a round"): Estimate(0.8, 1.5, _TWO_READS),
+    ("draws", "flat, kernel at T = 1: a round"): Estimate(0.4, 0.8, _ONE_READ),
+    ("draws", "flat, kernel with top-p: a round"): Estimate(0.9, 2, _TWO_READS),
+    ("draws", "peaked, kernel at T = 1: tokens equal to plain torch's"): Estimate(1023, 1024, _TIES),
+    ("draws", "peaked, kernel with top-p: tokens equal to plain torch's"): Estimate(1023, 1024, _TIES),
     ("draws", "peaked, SGLang's at T = 1: a round"): Estimate(
         1.0, 1.5, "softmax, zeros and the kernel: 2.4 GB and 1.2"
     ),

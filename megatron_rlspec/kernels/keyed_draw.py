@@ -6,15 +6,15 @@ sharpness (1 but for drafts). A constant in a row does not change an argmax, so 
 the first tokens of the row's *order*: larger z first, of equal z the lower column. Of equal sums the lower column wins.
 
 **One read without limits.** A score needs two float64 logarithms, which few tokens get. Let u be a token's uniform
-number. Its noise is -log(-log u), and -log u >= 1 - u, so exp(-score) >= (1 - u) / exp(s · z). Left of it is a hash
-and one exponential in float32. A token whose right side is more than exp(-score) of another one cannot win; `SLACK`
-covers the rounding of float32. What is left, about one token a tile at first and none later, is scored exactly.
+number. Its noise is -log(-log u), and -log u >= 1 - u, so exp(-score) >= (1 - u) / exp(s · z). The right side is a hash
+and one exponential in float32. A token whose right side is more than the exp(-score) of another one cannot win;
+`_SLACK` covers the rounding of float32. About five tokens of a row of 151,680 are left, and scored exactly.
 
 **Two reads with limits.** The limits cut the order somewhere. Whichever place that is, the winner is a token whose
-score beats those of all tokens before it in the order: a *stair*. A row has about ln V of them (12 of 151,680 equal
-tokens, 2 to 5 of a language model's). The first read lists the stairs, by the bound above. The second read adds up, for
-each stair, the tokens before it: their number, for top-k, and their mass, for top-p. No token is sorted, and there is
-no histogram. The mass is an integer, exp(z - max) · 2^44, so a sum does not depend on the order of additions.
+score beats those of all tokens before it in the order: a *stair*. A row has about ln V of them at most (12 of 151,680
+equal tokens, 2 of a peaked row). The first read lists the stairs, by the bound above. The second read adds up, for each
+stair, the tokens before it: their number, for top-k, and their mass, for top-p. No token is sorted. A mass is an
+integer, exp(z - max) · 2^44, so a sum does not depend on the order of additions.
 
 A list holds STAIRS stairs. If a row has more (once in a million flat rows, or made so on purpose) the last ones in
 the order are left out, and if the cut may lie among them, `choose` goes on with two more reads from there.

@@ -14,6 +14,7 @@ from megatron_rlspec.kernels import keyed_draw
 BLOCK = 2048  # columns of a tile
 STAIRS = 32  # in a list
 PARTS = 16  # of a row, at most
+WARPS_OF_CHOICE = 8  # of `choose`: with the usual four it spills registers
 PROGRAMS = 512  # that fill a GPU: four on each of 132 multiprocessors
 
 
@@ -81,7 +82,7 @@ class _Rows:
         self._of_scan = limits | read | noise | part
         self._of_merge = limits
         self._of_sums = limits | read | part
-        self._of_choice = limits | read | noise | {"BLOCK": BLOCK // 4}  # its registers hold more
+        self._of_choice = limits | read | noise | {"num_warps": WARPS_OF_CHOICE}
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

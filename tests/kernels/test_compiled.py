@@ -35,9 +35,9 @@ def test_no_register_is_spilled(capability: int, logits: str, name: str, tmp_pat
     from megatron_rlspec.kernels import keyed_draw, sampling
 
     kernel = getattr(keyed_draw, name)
+    warps = sampling.WARPS_OF_CHOICE if name == "choose" else 4
     for parts in (1, 16):
-        block = sampling.BLOCK // 4 if name == "choose" else sampling.BLOCK
-        constants = {"BLOCK": block, "STAIRS": sampling.STAIRS, "PARTS": parts, "MAPPED": False, "WHOLE": True}
+        constants = {"BLOCK": sampling.BLOCK, "STAIRS": sampling.STAIRS, "PARTS": parts, "MAPPED": False, "WHOLE": True}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         pointers = POINTERS | {"logits": logits}
         kinds = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
@@ -47,7 +47,7 @@ def test_no_register_is_spilled(capability: int, logits: str, name: str, tmp_pat
             (i,): aligned for i, name in enumerate(kernel.arg_names) if name in pointers or name in ("stride", "width")
         }
         source = ASTSource(fn=kernel, signature=kinds, constexprs=values, attrs=attributes)
-        compiled = triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 4})
+        compiled = triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": warps})
         assert f".target sm_{capability}" in compiled.asm["ptx"]
         path = tmp_path / f"{name}.cubin"
         path.write_bytes(compiled.asm["cubin"])

@@ -67,7 +67,7 @@ def scaled(row: np.ndarray, temperature: float) -> np.ndarray:
     return (row.astype(np.float32) / np.float32(temperature)).astype(np.float32)
 
 
-def oracle(z: np.ndarray, score: np.ndarray, k: int, p: float, least: float) -> set[int]:
+def oracle(z: np.ndarray, score: np.ndarray, k: float, p: float, least: float) -> set[int]:
     """Return the tokens that may be drawn: one, or two if a limit cuts within rounding of a token's edge."""
     order = np.lexsort((np.arange(len(z)), -z.astype(np.float64)))
     weights = np.exp(z[order].astype(np.float64) - z.max())
@@ -94,12 +94,12 @@ def check(kernel: Interpreter, sizes: dict[str, int], given: dict[str, np.ndarra
         z = scaled(full["logits"][row], full["temperatures"][i])
         y = z * full["sharpness"][i]
         score = y.astype(np.float64) + noise(int(full["seeds"][i]), int(full["positions"][row]), full["words"])
-        limits = [float(full[name][i]) for name in ("top_ks", "top_ps", "min_ps")]
+        k, p, least = (float(full[name][i]) for name in ("top_ks", "top_ps", "min_ps"))
         token = int(found.tokens[row])
-        assert token in oracle(z, score, *limits)
+        assert token in oracle(z, score, k, p, least)
         exact = z[token] - z.max() - np.log(np.exp(z.astype(np.float64) - z.max()).sum())
         assert abs(found.logprobs[row] - exact) < 2e-6 * max(1, abs(exact))
-        limited = limits != [width, 1, 0]
+        limited = k < width or p < 1 or least > 0
         assert (found.reads[row] == 1 + limited).all() or sizes["STAIRS"] < 32
 
 
