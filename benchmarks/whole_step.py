@@ -2,7 +2,7 @@
 
     bash examples/quickstart.sh && python benchmarks/whole_step.py [--run runs/quickstart] [--steps 20] [--repeats 3]
         [--ranks 2] [--json FILE] [--plot FILE]
-    python benchmarks/whole_step.py --kinds "argmax drafts,co-trained" --engine embedded --ranks 1
+    python benchmarks/whole_step.py --kinds "argmax drafts,co-trained" --engine embedded --ranks 1 --drafts 3
 
 Every kind is an `rlspec train` from the warm start in RUN/warm/hf on the task in RUN/task, with the quickstart's
 configuration. Kinds run in turn, --repeats times. The policy learns the same in all: neither its
@@ -48,6 +48,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--kinds", default="plain,frozen,co-trained", help="default: plain,frozen,co-trained")
     parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang", help="default: sglang")
+    parser.add_argument(
+        "--drafts", type=int, default=0, help="drafts of every round; 0: as the rule chooses; default: 0"
+    )
     parser.add_argument("--json", type=Path, help="write what every step took to this file")
     parser.add_argument("--plot", type=Path, help="draw accept length and seconds of a step over RL steps")
     options = parser.parse_args()
@@ -98,6 +101,8 @@ def seconds(kind: str, model: Path, options: argparse.Namespace, run_dir: Path) 
         "train.save_every": 0,
         "rollout.engine": options.engine,
     }
+    if options.drafts and kind != "plain":
+        settings |= {"spec.mode": "fixed", "spec.num_steps": options.drafts}
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     config = ROOT / "examples/quickstart/quickstart.toml"
