@@ -9,8 +9,8 @@ configuration. Kinds run in turn, --repeats times. The policy learns the same in
 updates nor its texts depend on drafts. `plain` is the same model without its drafter; `argmax drafts` is `co-trained`
 whose drafts are the likeliest tokens. Ratios are to the first kind.
 
-Seconds are medians over the steps after the first two, then over repeats; a ratio is one of steps in the same turn,
-with its range over turns. CPU seconds are those of all processes of a run, per step, start included.
+Seconds are means over the steps after the first two, and a row has their medians over turns. A ratio is one of means
+in the same turn, with its range over turns. CPU seconds are those of all processes of a run in these steps.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
+import psutil
 import torch
 
 from megatron_rlspec.records.recorder import read_records
@@ -64,13 +68,15 @@ def main() -> None:
     found: dict[str, list[dict[str, list[float]]]] = {kind: [] for kind in options.kinds.split(",")}
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder, "plain")
-        rlspec("convert", warm, plain, "--to", "hf", "--drop-mtp")
+        with Path(folder, "convert.log").open("w+") as output:
+            ended(rlspec("convert", warm, plain, "--to", "hf", "--drop-mtp", output=output), output)
         for turn in range(options.repeats):
             for kind in found:
                 model = plain if kind == "plain" else warm
                 found[kind].append(seconds(kind, model, options, Path(folder, f"{kind}-{turn}")))
-                now = statistics.median(found[kind][-1]["step"])
-                print(f"turn {turn + 1} of {options.repeats}, {kind}: {now:.2f} s a step", flush=True)
+                now, cpu = (statistics.fmean(found[kind][-1][name]) for name in ("step", "cpu"))
+                told = f"{now:.2f} s a step, {cpu:.2f} s of CPU"
+                print(f"turn {turn + 1} of {options.repeats}, {kind}: {told}", flush=True)
     print(f"\nconditions: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__},", end=" ")
     print(f"{options.ranks} ranks, {options.engine}, {options.steps} steps, {options.repeats} turns, {warm}")
     table(found)
@@ -80,14 +86,19 @@ def main() -> None:
         plot(found, options.plot)
 
 
-def rlspec(*words: object) -> None:
-    """Run a command to its end. Raises CalledProcessError, after its output was shown."""
+def rlspec(*words: object, output: IO[str]) -> subprocess.Popen:
+    """Start a command. Its output goes to a file."""
     command = [sys.executable, "-m", "megatron_rlspec.cli", *map(str, words)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if ended.returncode:
-        print(ended.stdout[-4000:], ended.stderr[-4000:], sep="\n", file=sys.stderr)
-    ended.check_returncode()
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=output, stderr=output)
+
+
+def ended(process: subprocess.Popen, output: IO[str]) -> None:
+    """Wait for the end of a command. Raises CalledProcessError, after its output was shown."""
+    if process.wait():
+        output.seek(0)
+        print(output.read()[-8000:], file=sys.stderr)
+        raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 def seconds(kind: str, model: Path, options: argparse.Namespace, run_dir: Path) -> dict[str, list[float]]:
@@ -104,19 +115,43 @@ def seconds(kind: str, model: Path, options: argparse.Namespace, run_dir: Path) 
     if options.drafts and kind != "plain":
         settings |= {"spec.mode": "fixed", "spec.num_steps": options.drafts}
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     config = ROOT / "examples/quickstart/quickstart.toml"
-    rlspec("train", "--ranks", options.ranks, "--config", config, *words)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    with tempfile.TemporaryFile("w+") as output:
+        process = rlspec("train", "--ranks", options.ranks, "--config", config, *words, output=output)
+        cpu = cpu_seconds(process, run_dir / "metrics.jsonl", (LEFT_OUT, options.steps))
+        ended(process, output)
     records = read_records(run_dir / "metrics.jsonl")
     steps: dict[str, list[float]] = {part: [r[f"seconds_{part}"] for r in records[LEFT_OUT:]] for part in PARTS}
     steps["accept length"] = [1.0 if kind == "plain" else r["rollout/accept_length"] for r in records[LEFT_OUT:]]
     steps["tokens/s"] = [r["rollout/tokens_per_second"] for r in records[LEFT_OUT:]]
     times = [record["time"] for record in records]
     steps["step"] = [after - before for before, after in zip(times[LEFT_OUT - 1 :], times[LEFT_OUT:], strict=False)]
-    steps["cpu"] = [used / options.steps]
+    steps["cpu"] = [(cpu[1] - cpu[0]) / (options.steps - LEFT_OUT)]
     return steps
+
+
+def cpu_seconds(process: subprocess.Popen, records: Path, steps: Sequence[int]) -> list[float]:
+    """Wait for the end of a run. Returns the CPU seconds of all its processes when so many steps were recorded."""
+    found: list[float] = []
+    while process.poll() is None:
+        done = records.read_text().count("\n") if records.exists() else 0
+        if len(found) < len(steps) and done >= steps[len(found)]:
+            found.append(sum(map(cpu_of, of_run(process.pid))))
+        time.sleep(0.02)
+    return found
+
+
+def of_run(pid: int) -> list[psutil.Process]:
+    run = psutil.Process(pid)
+    return [run, *run.children(recursive=True)]
+
+
+def cpu_of(process: psutil.Process) -> float:
+    """Return the seconds that a process has used, with those of its children that have ended."""
+    with suppress(psutil.Error):
+        used = process.cpu_times()
+        return used.user + used.system + used.children_user + used.children_system
+    return 0.0
 
 
 def table(found: dict[str, list[dict[str, list[float]]]]) -> None:
@@ -126,7 +161,7 @@ def table(found: dict[str, list[dict[str, list[float]]]]) -> None:
     head = " ".join(f"{name:>{max(9, len(name))}}" for name in columns)
     print(f"{'':>13} {head}   {first} / this: a step, CPU, generating a token")
     for kind, turns in found.items():
-        medians = [statistics.median(statistics.median(turn[name]) for turn in turns) for name in columns]
+        medians = [statistics.median(statistics.fmean(turn[name]) for turn in turns) for name in columns]
         row = " ".join(f"{value:{max(9, len(name))}.2f}" for name, value in zip(columns, medians, strict=True))
         print(f"{kind:>13} {row}   {ratios(found[first], turns)}")
 
@@ -135,8 +170,7 @@ def ratios(first: list[dict[str, list[float]]], turns: list[dict[str, list[float
     shown = []
     for name in ("step", "cpu", "tokens/s"):
         each = [
-            statistics.median(one[name]) / statistics.median(other[name])
-            for one, other in zip(first, turns, strict=True)
+            statistics.fmean(one[name]) / statistics.fmean(other[name]) for one, other in zip(first, turns, strict=True)
         ]
         each = [1 / ratio for ratio in each] if name == "tokens/s" else each
         shown.append(f"{statistics.median(each):.2f} [{min(each):.2f}, {max(each):.2f}]")

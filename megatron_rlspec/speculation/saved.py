@@ -35,6 +35,7 @@ def saved(rounds: Sequence[RoundStats], cost: Cost) -> Saved:
     A round in which every request of the batch got L tokens on average stands for L plain rounds of that batch. The
     ratio of costs is the cost's, and the level is that of the measured durations. Rounds without drafts, and drafting
     rounds whose acceptance is not known, count alike on both sides.
+    Drafts past the end of a sample count as tokens (`RoundStats.accepted`): on short samples the estimate is too high.
     """
     ms = plain_ms = 0.0
     for stats in rounds:
