@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state as ps
 from test_experts import GROUPED, data_of, unpadded
 from test_experts import build as build_experts
-from test_model_parity import drafter_logits
+from test_model_parity import YARN, drafter_logits
 from test_parallel_equality import PLAIN, build, own_batches
 from train_ranks import HF_CONFIG, batches, on_ranks, samples
 
@@ -22,6 +22,7 @@ CELLS = {
     "data": {},
     "zero": {"distributed": True, "dtype": "float32"},
     "sequence": {"tensor": 2, "sequence": True},
+    "yarn": {"hf": {"rope_scaling": YARN}},
 }
 SLOW_CELLS = {
     "tensor": {"tensor": 2},
@@ -68,7 +69,8 @@ def in_both(cells):
                     trainer = build_experts(**cell["experts"])
                     data = data_of
                 else:
-                    trainer = build(PLAIN | {"dtype": "float64"} | cell, clip=0.5)
+                    with mock.patch.dict(HF_CONFIG, cell.get("hf", {})):
+                        trainer = build(PLAIN | {"dtype": "float64"} | cell, clip=0.5)
                     data = own_batches
                 weights = weights or everywhere(dict(trainer.export()))
                 trainer.load_hf(weights)
