@@ -11,6 +11,8 @@ From these texts the program counts:
     tokens a   by (a) the run's own drafter, MTP or EAGLE-3; (b) a suffix index over the siblings of the group and all
     round      answers of earlier steps; (c) the prompt's old answer under the same seed; (d) history where its match
                is long, else the drafter
+    redraw     rounds after a push, those of each sample, and tokens that the target verifies: with answers generated
+               from nothing, and with those of one step before checked as drafts (`rollout.redraw`)
     value      tokens a second over those of (a), by the roofline behind examples/cost_tables/h100-simulated.json, at
                1, 8 and 64 running samples. Each way has the number of drafts that is best for it at that batch
 
@@ -215,7 +217,7 @@ def survived(old: Sample, new: Sample) -> int:
 class Recorded:
     """A recorded run: the groups that are measured, and texts of policies under their seeds."""
 
-    def __init__(self, name: str, run_dir: Path, prompts: int, samples: int) -> None:
+    def __init__(self, name: str, run_dir: Path, prompts: int, samples: int, dtype: str) -> None:
         self.name = name
         self.config = Config.model_validate_json((run_dir / "config.json").read_text())
         self.trajectory = Trajectory(run_dir)
@@ -236,10 +238,11 @@ class Recorded:
                 seen.setdefault(group.prompt.id, step)
         self.distances = sorted({min(d, self.steps) for d in (1, 5, self.epoch or self.steps, self.steps)})
         rollout = self.config.rollout
+        self.dtype = dtype or self.config.model.dtype
         self.engine = EmbeddedEngine(
             self.hf_config,
             weights_of(self.tensors),
-            dtype=getattr(torch, self.config.model.dtype),
+            dtype=getattr(torch, self.dtype),
             max_length=self.config.model.max_length,
             max_running_requests=min(rollout.max_running_requests, 64),
             max_total_tokens=max(rollout.max_total_tokens, self.config.model.max_length + 64),
@@ -255,8 +258,11 @@ class Recorded:
             return f"{distance} steps, an epoch"
         return "1 step" if distance == 1 else f"{distance} steps"
 
-    def answers(self, step: int, config: SpecConfig) -> list[Sample]:
-        """Return one answer for each sample of `groups`, in their order, by the policy before `step`."""
+    def answers(self, step: int, config: SpecConfig, drafts: Sequence[Sample] | None = None) -> list[Sample]:
+        """Return one answer for each sample of `groups`, in their order, by the policy before `step`.
+
+        drafts  earlier answers, which are checked
+        """
         self.version += 1
         self.engine.update_weights(self.version, self.trajectory.policy(step).items(), "target")
         self.engine.set_schedule(SpecSchedule.fixed(config))
@@ -264,7 +270,8 @@ class Recorded:
         for i, group in enumerate(self.groups):
             for j, sample in enumerate(group.samples):
                 name = f"v{self.version:04d}-g{i:05d}-s{j:05d}"
-                requests.append(Request(name, group.prompt, sample.seed or 0))
+                draft = None if drafts is None else drafts[len(requests)].response
+                requests.append(Request(name, group.prompt, sample.seed or 0, draft=draft))
         how = sampling(self.config)
         if not self.config.rollout.function:
             return self.engine.generate(requests, how)
@@ -482,6 +489,21 @@ def survival(run: Recorded, texts: Texts) -> list[dict]:
     return rows
 
 
+def redraw(run: Recorded, texts: Texts) -> list[dict]:
+    """Return what the engine computes after a push, without and with the answers of one step before."""
+    rows = []
+    for way, drafts in (("from nothing", None), ("redrawn", texts.old[1])):
+        run.engine.stats()
+        before = run.engine.rounds.verified
+        samples = run.answers(run.steps, SpecConfig(SHOWN), drafts)
+        same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(samples, texts.new, strict=True)]
+        stats = run.engine.stats()
+        counts = {"rounds": sum(one.rounds for one in stats), "samples": sum(sum(one.accepted) for one in stats)}
+        verified = run.engine.rounds.verified - before
+        rows.append({"way": way, **counts, "verified": verified, "same": float(np.mean(same))})
+    return rows
+
+
 def shifted(samples: Sequence[Sample], group: Sequence[int]) -> list[Sample]:
     """Return for each answer that of a sibling: the same prompt and policy under another seed."""
     members: dict[int, list[int]] = defaultdict(list)
@@ -494,8 +516,8 @@ def shifted(samples: Sequence[Sample], group: Sequence[int]) -> list[Sample]:
     return other
 
 
-def measure(name: str, run_dir: Path, prompts: int, samples: int) -> dict:
-    run = Recorded(name, run_dir, prompts, samples)
+def measure(name: str, run_dir: Path, prompts: int, samples: int, dtype: str) -> dict:
+    run = Recorded(name, run_dir, prompts, samples, dtype)
     texts = collect(run)
     lengths = [int(sample.loss_mask.sum()) for sample in texts.new]
     return {
@@ -506,9 +528,10 @@ def measure(name: str, run_dir: Path, prompts: int, samples: int) -> dict:
         "samples": len(texts.new),
         "tokens": float(np.mean(lengths)),
         "longest": max(lengths),
-        "dtype": run.config.model.dtype,
+        "dtype": run.dtype,
         "ways": table(run, texts),
         "survival": survival(run, texts),
+        "redraw": [] if run.config.rollout.function else redraw(run, texts),
     }
 
 
@@ -530,6 +553,9 @@ def show(found: Mapping) -> None:
         value, low, high = age["share"]
         shown = f"{value:.3f} [{low:.3f}, {high:.3f}]"
         print(f"  {age['age']:42} {shown:24} {age['whole']:13.3f}  {age['tokens']:6.1f}")
+    for way in found["redraw"]:
+        counts = f"{way['rounds']} rounds, {way['samples']} rounds of samples, {way['verified']} tokens verified"
+        print(f"  after a push, {way['way']}: {counts}; {way['same']:.0%} are the newest policy's texts")
 
 
 def plot(results: Sequence[Mapping], path: Path) -> None:
@@ -560,6 +586,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("runs", nargs="+", metavar="NAME=RUN_DIR", help="runs with --train.record true")
     p.add_argument("--prompts", type=int, default=32, help="of the last steps; default: 32")
     p.add_argument("--samples", type=int, default=4, help="of each prompt, its siblings among them; default: 4")
+    dtypes = ("bfloat16", "float32")
+    p.add_argument("--dtype", choices=dtypes, default="", help="of the engine; default: the run's")
     p.add_argument("--quick", action="store_true", help="4 prompts with 2 samples each: shows that it runs")
     p.add_argument("--out", type=Path, help="also write the figures to this file, as JSON")
     p.add_argument("--plot", type=Path, help="draw the survival curves into this file")
@@ -569,9 +597,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = []
     for named in options.runs:
         name, equals, run_dir = named.partition("=")
+        lacks = [part for part in ("trajectory", "hf") if not (Path(run_dir) / part).is_dir()]
+        if equals and lacks:
+            p.error(f"{run_dir}: no {lacks[0]}/; expected a finished run with --train.record true")
         if not equals:
             p.error(f"{named}: expected NAME=RUN_DIR, for example quickstart=runs/quickstart/rl")
-        results.append(measure(name, Path(run_dir), prompts, samples))
+        results.append(measure(name, Path(run_dir), prompts, samples, options.dtype))
         show(results[-1])
         if options.out is not None:
             files.write(options.out, json.dumps(results, indent=1) + "\n")

@@ -43,6 +43,7 @@ COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of whi
         1,
         PARTIAL | AHEAD | {"drafter__replay": "reward", "rollout__partial_staleness": 3},
     ),
+    "partial, staleness, redraw": (1, PARTIAL | AHEAD | {"rollout__redraw": "true"}),
     "overlap, buffer, reward weight, record": (1, BUFFER | RECORD | {"drafter__overlap": "true"}),
     "staleness, every third update, top-k": (
         1,
@@ -51,6 +52,7 @@ COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of whi
     "EAGLE-3, record": (1, RECORD | {"drafter__kind": "eagle3", "drafter__loss": "forward_kl"}),
     "two engines, moves, record": (2, MOVES | RECORD),
     "two engines, partial, staleness": (2, PARTIAL | AHEAD),
+    "two engines, staleness, redraw": (2, AHEAD | {"rollout__redraw": "true"}),
     "two SGLang engines, record": (1, SGLANG | RECORD),
     "two SGLang engines, partial": (1, SGLANG | PARTIAL | RECORD | SAME_POLICY),
 }
