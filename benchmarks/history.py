@@ -35,10 +35,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from megatron_rlspec import custom, files
 from megatron_rlspec.commands.compare import Estimate, estimate
 from megatron_rlspec.config import Config
+from megatron_rlspec.config.base import first_mistake
 from megatron_rlspec.conversion.drafter_files import read_model, weights_of, words
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.records.recorder import read_records
@@ -219,7 +221,10 @@ class Recorded:
 
     def __init__(self, name: str, run_dir: Path, prompts: int, samples: int, dtype: str) -> None:
         self.name = name
-        self.config = Config.model_validate_json((run_dir / "config.json").read_text())
+        try:
+            self.config = Config.model_validate_json((run_dir / "config.json").read_text())
+        except ValidationError as error:
+            raise SystemExit(f"{run_dir}/config.json: another version wrote it: {first_mistake(error)}") from None
         self.trajectory = Trajectory(run_dir)
         self.steps = self.trajectory.steps
         self.hf_config, self.tensors = read_model(str(run_dir / "hf"), "")
