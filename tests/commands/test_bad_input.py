@@ -5,7 +5,6 @@
 
 import argparse
 import json
-import os
 import runpy
 import socket
 import subprocess
@@ -445,19 +444,9 @@ COMMANDS = [
 ]
 
 
-def command(arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megatron_rlspec.cli", *arguments.split()],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize(("arguments", "part"), COMMANDS, ids=[arguments for arguments, _ in COMMANDS])
 def test_a_command_line_ends_in_one_line_and_2(arguments, part, tmp_path):
-    ended = command(arguments, tmp_path)
+    ended = forked.run_module("megatron_rlspec.cli", arguments.split(), folder=tmp_path)
     assert ended.returncode == 2 and ended.stderr.startswith("rlspec"), ended.stderr
     assert part in ended.stderr and ended.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
