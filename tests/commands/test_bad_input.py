@@ -328,7 +328,7 @@ ROWS += [
     ),
     ("drawn rollout cut", CheckpointError, pending(b"\x92\x82"), ("step-000002.groups: its checksum differs",)),
     ("drawn rollout of another kind", CheckpointError, pending(b"\x81\x01\x02"), ("step-000002.groups",)),
-    ("scaled rotary", ConfigError, session(rope_scaling={"type": "yarn"}), ("config.json of", 'of type "yarn"')),
+    ("scaled rotary", ConfigError, session(rope_scaling={"type": "dynamic"}), ("config.json of", '"dynamic"')),
     ("window", ConfigError, session(use_sliding_window=True), ("config.json of", "use_sliding_window=true")),
     ("activation", ConfigError, session(hidden_act="gelu"), ("config.json of", 'hidden_act="gelu"', "expected 'silu'")),
     ("no MLP width", ConfigError, session(intermediate_size=None), ("config.json of", "no intermediate_size")),
