@@ -56,6 +56,20 @@ def write_tokenizer(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"unk_token": "<unk>"}))
 
 
+def write_drafter(folder):
+    """Make the model a Qwen2, which has no MTP layer, and write a fresh EAGLE-3 drafter beside it."""
+    from megatron_rlspec.conversion.drafter_files import make_drafter
+    from megatron_rlspec.models.hf_files import read_hf, write_hf
+
+    config, tensors = read_hf(folder)
+    config |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 0}
+    del config["auto_map"]
+    kept = {name: tensors[name] for name in tensors if ".mtp_layers." not in name}
+    shutil.rmtree(folder)
+    write_hf(folder, config, kept, tokenizer_from=folder.parent / "tokenizer")
+    make_drafter(folder, folder.parent / "drafter")
+
+
 def write_model(folder):
     """Write a model of MiMo's shape, with its configuration class in the checkpoint, as MiMo has it.
 
@@ -204,6 +218,7 @@ def main():
     parser.add_argument("--context", type=int, default=1, help="context-parallel size")
     parser.add_argument("--rollouts", type=int, default=4)
     parser.add_argument("--verifier", choices=("target_only", "position_keyed"), default="target_only")
+    parser.add_argument("--kind", choices=("mtp", "eagle3"), default="mtp", help="of the drafter")
     parser.add_argument("--free", type=int, default=40, help="tokens that a round verifies for nothing")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--sglang", choices=sorted(versions.KNOWN), default="0.5.23")
@@ -213,6 +228,8 @@ def main():
     folder.mkdir(parents=True)
     write_task(folder)
     write_model(folder / "model")
+    if options.kind == "eagle3":
+        write_drafter(folder / "model")
     write_cost_table(folder / "cost.json", options.free)
     (folder / "user.yaml").write_text(f"bf16: {str(options.dtype == 'bfloat16').lower()}\n")
     slime = checkout(folder, options.sglang)
@@ -223,6 +240,8 @@ def main():
     ours = ["--folder", str(folder / "rlspec"), "--drafter.depth", "3", "--drafter.lr", "1e-2"]
     ours += ["--drafter.warmup_steps", "0"]  # four steps would all be warm-up
     ours += ["--verifier", options.verifier]
+    if options.kind == "eagle3":
+        ours += ["--drafter.kind", "eagle3", "--drafter.path", str(folder / "drafter")]
     ours += ["--candidate-steps", "0,1,2,3", "--cost-table", str(folder / "cost.json")]
     prefix = [sys.executable, "-m", "megatron_rlspec.cli", "slime", *ours, "--"]
     env = environment(folder, slime, options.sglang)

@@ -209,3 +209,27 @@ def test_training_predicts_the_acceptance_of_coupled_drafts(run):
     _, rollouts, logged = run(*KEYED)
     assert all("train/drafter_tokens_k3" in step for step in steps(logged))
     assert all("predict/next_tokens_k3" in logged["rollout", row["rollout"]] for row in rollouts[1:])
+
+
+def test_an_eagle3_drafter_learns_is_pushed_and_saved(run):
+    """Its tensors are in each full update through the disk, beside those of slime's model."""
+    folder, rollouts, logged = run("--kind=eagle3", "--rollouts=3")
+    assert [row["rollout"] for row in rollouts] == [0, 1, 2]
+    for row in rollouts:
+        _, tensors = exported(folder, row["rollout"] + 1)
+        expected = {name: fingerprint(tensors[name]) for name in tensors}
+        assert sum(name.startswith("eagle3.") for name in expected) == 13
+        for engine in row["engines"]:
+            assert engine["fingerprints"]["fingerprints"] == expected
+        found = logged["rollout", row["rollout"]]
+        assert (
+            found["health/incidents"] == found["health/unchecked_engines"] == found["health/unreachable_engines"] == 0
+        )
+    loss = [step["train/drafter_loss_1"] for step in steps(logged)]
+    assert loss[-1] < 0.8 * loss[0]
+    assert rollouts[-1]["accept_length"] > rollouts[0]["accept_length"]
+    _, last = exported(folder, len(rollouts) + 1)
+    _, saved = read_hf(folder / "save/iter_0000002/rlspec-drafter/hf_drafter")
+    assert all(
+        torch.equal(saved[name.removeprefix("eagle3.")], last[name]) for name in last if name.startswith("eagle3.")
+    )

@@ -56,14 +56,19 @@ def _fused_name(name):
     return name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
 
 
+def _with_fused_names(convert):
+    return lambda args, name, parameter: convert(args, _fused_name(name), parameter)
+
+
 def _export_names(module):
-    convert = module.convert_mimo_to_hf
-    module.convert_mimo_to_hf = lambda args, name, parameter: convert(args, _fused_name(name), parameter)
+    for function in ("convert_mimo_to_hf", "convert_qwen2_to_hf"):
+        setattr(module, function, _with_fused_names(getattr(module, function)))
 
 
 def _import_names(module):
-    load = module._LOADERS["mimo"]
-    module._LOADERS["mimo"] = lambda name, reader, config: load(_fused_name(name), reader, config)
+    for family in ("mimo", "qwen2"):
+        load = module._LOADERS[family]
+        module._LOADERS[family] = lambda name, reader, config, load=load: load(_fused_name(name), reader, config)
 
 
 def _engine(module):
