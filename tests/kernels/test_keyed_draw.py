@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from interpreted import Interpreter, interpreter
 
 from megatron_rlspec.noise import draw
@@ -20,6 +20,7 @@ from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
 pytest.importorskip("triton", reason="Triton is not installed; the kernels were not run")
 SIZES = {"BLOCK": 32, "STAIRS": 32, "PARTS": 2}
 MASK = 0xFFFFFFFF
+PHASES = (Phase.reuse, Phase.generate)  # the interpreter is slow: a smaller example would take minutes
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +139,14 @@ def rows(draw: st.DrawFn) -> dict[str, np.ndarray]:
     return given
 
 
-@settings(deadline=None, max_examples=6, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=6, derandomize=True, phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(given=rows())
 def test_tokens_are_those_of_the_oracle(kernel: Interpreter, given: dict[str, np.ndarray]) -> None:
     check(kernel, SIZES, given)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=150, phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(given=rows(), block=st.sampled_from((16, 64)), parts=st.sampled_from((1, 4)), stairs=st.sampled_from((2, 4, 32)))
 def test_tokens_do_not_depend_on_tiles_parts_and_lists(
     kernel: Interpreter, given: dict[str, np.ndarray], block: int, parts: int, stairs: int
