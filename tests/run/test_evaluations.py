@@ -48,12 +48,13 @@ def test_an_evaluation_draws_several_responses(start, tmp_path):
     run(start, tmp_path / "several", **OPTIONS, **kind, train__eval_prompts=4)
     sets = {"data__eval_sets": f"first-8={start / 'task/rl.jsonl'},own={start / 'task/eval.jsonl'}"}
     sets |= {"train__save_best": "true", "train__best_set": "first-8", "train__eval_every": 1}
-    run(start, tmp_path / "greedy", **OPTIONS, **kind, train__eval_prompts=4, train__eval_temperature=0, **sets)
+    greedy = OPTIONS | {"train__eval_samples": 1, "train__eval_temperature": 0}
+    run(start, tmp_path / "greedy", **greedy, **kind, train__eval_prompts=4, **sets)
     several, greedy = (evaluations(tmp_path / name)[0] for name in ("several", "greedy"))
     assert several["samples"] == 16 and several["prompts"] == 4
     assert several["reward"] < several["pass_2"] < several["pass_4"]
     assert f"pass@4 {several['pass_4']:.3f} on 4 held-out prompts" in several["message"]
-    assert greedy["reward"] == greedy["pass_2"] == greedy["pass_4"]  # the same response four times
+    assert greedy["samples"] == 4 and "pass_2" not in greedy
     records = [json.loads(line) for line in (tmp_path / "greedy/metrics.jsonl").read_text().splitlines()]
     assert records[0]["rollout/reward_std"] > 0  # rollouts keep their temperature
     of_sets(tmp_path / "greedy", greedy)
