@@ -255,7 +255,7 @@ class Recorded:
         )
         # Drafts of the run's last step were argmax(s · log q + noise) with this s.
         records = read_records(run_dir / "metrics.jsonl")
-        self.engine.rounds.sharpness = records[-1].get("spec/sharpness", SHARPNESS[0])
+        self.engine.rounds.sharpness.fix(records[-1].get("spec/sharpness", SHARPNESS[0]))
         self.version = 1
 
     def distance_name(self, distance: int) -> str:
