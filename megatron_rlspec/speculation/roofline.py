@@ -24,6 +24,7 @@ HARDWARE = {
 
 RIDGES = 2.0 ** np.arange(-6, 13)  # tokens, tried by `fit`
 LEAST_WEIGHTS = 1e-12  # ms, where the drafter's passes cost something and the target's nothing
+MOST_MS = 1e15
 CONTEXTS = np.concatenate([[0.0], 4.0 ** np.arange(-12, -1)])  # ms of a context token over those of all weights
 
 
@@ -91,8 +92,10 @@ class Roofline:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not (np.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value} must be finite and not negative")
+            if not 0 <= value <= MOST_MS:
+                raise ValueError(f"{name}={value}: expected a number from 0 to {MOST_MS:g}")
+        if self.weights_ms + self.token_ms + self.host_ms < LEAST_WEIGHTS:  # tokens are divided by it
+            raise ValueError("weights_ms, token_ms and host_ms are 0: expected a round that takes time")
 
     @classmethod
     def of_layers(cls, target_layers: int, drafter_layers: int = 1, ridge_tokens: float = 128.0) -> Roofline:

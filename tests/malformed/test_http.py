@@ -251,6 +251,8 @@ ATTACKS += [
     rule("roofline empty", "spec_rule.roofline.weights_ms is missing", roofline={}),
     rule("roofline of a list", "spec_rule.roofline.token_ms is [1]; expected a valid number",
          roofline={"weights_ms": 1, "token_ms": [1]}),
+    rule("roofline of nothing", "weights_ms, token_ms and host_ms are 0: expected a round that takes time",
+         roofline={"weights_ms": 0, "token_ms": 0, "context_ms": 0, "drafter": 0}),
     rule("learnt empty", "spec_rule.learnt.roofline is missing", learnt={}),
     rule("acceptance empty", "spec_rule.acceptance.depth is missing", acceptance={}),
     rule("unknown field", "spec_rule.polcy is not known", polcy=1),
