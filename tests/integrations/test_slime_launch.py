@@ -317,6 +317,7 @@ def test_what_samples_without_seeds_is_refused_with_a_keyed_verifier(command, me
 @pytest.mark.parametrize(
     ("own", "command", "message"),
     [
+        ("--candidate-steps 1,1,3", "train.py", "--candidate-steps 1,1,3: expected different numbers"),
         ("--num-steps -1", "train.py", "-1 draft steps: expected a number from 0 to 64"),
         ("--num-steps 99999", "train.py", "99999 draft steps: expected"),
         ("--candidate-steps 0", "train.py", "never drafts"),

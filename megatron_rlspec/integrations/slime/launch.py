@@ -408,7 +408,10 @@ def _numbers(text: str) -> list[int]:
     """Read `--candidate-steps`. Raises ConfigError."""
     if not all(part.isascii() and part.isdigit() for part in text.split(",")):
         raise ConfigError(f"--candidate-steps {text}: expected whole numbers and commas")
-    return [int(part) for part in text.split(",")]
+    steps = [int(part) for part in text.split(",")]
+    if len(set(steps)) < len(steps):
+        raise ConfigError(f"--candidate-steps {text}: expected different numbers")
+    return steps
 
 
 def _number(text: str) -> int | str:
