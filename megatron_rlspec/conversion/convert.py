@@ -27,7 +27,7 @@ from megatron_rlspec.conversion.gguf_header import read_header
 from megatron_rlspec.conversion.torch_dist import TRACKER, TorchDistReader, TorchDistWriter, checkpoint_directory
 from megatron_rlspec.models import hf_files as checkpoint
 from megatron_rlspec.models import tensor_file
-from megatron_rlspec.models.config import DRAFTER, refusal
+from megatron_rlspec.models.config import DRAFTER, STATED, refusal
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.families import FAMILIES, names_where, record_of
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, read_json, write_json
@@ -152,6 +152,7 @@ def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
 def config_without_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the same model without MTP layers. A MiMo that was a Qwen2 or Llama becomes that."""
     counts = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    config = {key: value for key, value in config.items() if key != STATED}
     if config["architectures"] != ["MiMoForCausalLM"] or config.get("model_type") != "qwen2":
         return {**config, "num_nextn_predict_layers": 0, **{key: 0 for key in counts if key in config}}
     llama = config.get("attention_bias") is False
@@ -243,7 +244,8 @@ def plan(
     config, eagle3 = stated, None
     if kind == "run":
         layout = run_checkpoint.layout_of(source)
-        config = {**stated, "num_nextn_predict_layers": layout["drafter_layers"] if layout["drafter"] == "mtp" else 0}
+        layers = layout["drafter_layers"] if layout["drafter"] == "mtp" else 0
+        config = {**stated, "num_nextn_predict_layers": layers, **(layout["chosen"] if layers else {})}
         own = name_table(config, spec)
         if layout["drafter"] == "eagle3" and not drop_mtp:
             eagle3 = _eagle3(source, target, drafter_dir)
@@ -318,7 +320,7 @@ def _eagle3(source: Path, target: Path, drafter: Path | None) -> Eagle3 | None:
     run_checkpoint.check_words(source, ids)
     beside = target.with_name(f"{target.name}_drafter")
     files.check_new_directory(beside)
-    return Eagle3(beside, config, drafter, ids)
+    return Eagle3(beside, {**config, **run_checkpoint.layout_of(source)["chosen"]}, drafter, ids)
 
 
 def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label, size: None) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rlspec.models.config import STATED
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
 from megatron_rlspec.models.names import NameTable, canonical
 from megatron_rlspec.models.tensor_file import TensorFile
@@ -63,10 +64,15 @@ def model_of(path: Path) -> tuple[Path, Path | None]:
 
 
 def layout_of(path: Path) -> dict[str, Any]:
-    """Return `drafter` ("mtp", "eagle3" or "") and `drafter_layers` of a checkpoint. Raises CheckpointError."""
+    """Return `drafter` ("mtp", "eagle3" or ""), `drafter_layers`, `tensor` and `chosen` of a checkpoint.
+
+    chosen  what config.json states beside the drafter: the sharpness of drafts. Raises CheckpointError.
+    """
     layout = read_json(path / LAYOUT)
     stated = layout.get("drafter")
+    sharpness = layout.get("sharpness")
     return {
+        "chosen": {} if sharpness is None else {STATED: sharpness},
         "drafter": "mtp" if stated is True else stated or "",
         "drafter_layers": layout.get("drafter_layers", 1),
         "tensor": layout.get("tensor", 1),

@@ -56,7 +56,6 @@ class Saver:
             )
         self._checkpoints.check(path, state, drawn, self._trainer.hf_config["vocab_size"])
         self._trainer.load(path)
-        self._trainer.sharpness = state.get("trained_sharpness")
         self.saved = state["step"]
         return state, drawn
 
@@ -75,11 +74,7 @@ class Saver:
 
         def write_state() -> None:
             content, drawn = state()
-            content |= {
-                "identity": self._identity,
-                "version": __version__,
-                "trained_sharpness": self._trainer.sharpness,
-            }
+            content |= {"identity": self._identity, "version": __version__}
             self._checkpoints.write_state(done, content, drawn)
 
         try:

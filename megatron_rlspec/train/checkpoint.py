@@ -145,6 +145,14 @@ def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
             )
 
 
+def sharpness_in(directory: Path) -> float | None:
+    """Return the sharpness of drafts that the trainer had chosen; None before a choice. Raises CheckpointError."""
+    value = read_json(directory / LAYOUT).get("sharpness")
+    if value is None or (isinstance(value, float | int) and 0 < value <= 100):
+        return value
+    raise CheckpointError(f"{directory / LAYOUT}: sharpness={value!r}; expected a number above 0, or null")
+
+
 def _load_part(path: Path, learner: Learner, part: Part) -> None:
     with TensorFile(path) as file, torch.no_grad():
         _check_place(file)

@@ -138,11 +138,12 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         """Write all that a later `load` needs to continue bit for bit; the directory appears whole or not at all."""
-        checkpoint.save(directory, self._learners(), self._layout())
+        checkpoint.save(directory, self._learners(), self._layout() | {"sharpness": self.sharpness})
 
     def load(self, directory: Path) -> None:
         """Continue from `save`, by as many ranks in the same layout. Raises ValueError if anything differs."""
         checkpoint.load(directory, self._learners(), self._layout())
+        self.sharpness = checkpoint.sharpness_in(directory)
         self.refresh_embedding()
 
     def train_step(

@@ -256,8 +256,8 @@ def test_a_warm_start_learns_from_them_and_stops_on_a_plateau(start, tmp_path):
     assert [event["tokens"] for event in found] == sorted({event["tokens"] for event in found})
     assert all(1 <= event[f"accept_length_{k}"] <= k + 1 for event in found for k in DRAFTS)
     chosen = read_hf(run_dir / "hf")[0]["rlspec_sharpness"]  # with which engines begin
-    states = sorted((run_dir / "checkpoints").glob("*.json"))
-    assert chosen in SHARPNESS and chosen == json.loads(states[-1].read_text())["trained_sharpness"]
+    layouts = sorted((run_dir / "checkpoints").glob("step-*/layout.json"))
+    assert chosen in SHARPNESS and chosen == json.loads(layouts[-1].read_text())["sharpness"]
     policy = [dict(read_hf(path)[1]) for path in (start / "model", run_dir / "hf")]
     assert all(torch.equal(policy[1][name], tensor) == ("mtp" not in name) for name, tensor in policy[0].items())
 
