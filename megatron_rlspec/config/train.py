@@ -42,9 +42,7 @@ class TrainConfig(Section):
         20,
         description="steps between evaluations on data.eval_path; 0: only before the first and after the last",
     )
-    eval_prompts: Annotated[int, Field(gt=0, le=2**20), Needs("data.eval_path")] = Field(
-        128, description="held-out prompts of one evaluation"
-    )
+    eval_prompts: int = Field(128, gt=0, le=2**20, description="held-out prompts of one evaluation")
     eval_samples: Annotated[int, Field(gt=0, le=2**20), Needs("data.eval_path")] = Field(
         1, description="responses to each of them; with n, evaluations report pass_k, the best reward of k, up to k = n"
     )

@@ -24,6 +24,7 @@ from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.extensions.simulator.hardware import ModelSizes, hardware_table
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.train import runtime
 
 CLUSTER = """
 [cluster]
@@ -69,6 +70,9 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         "--vllm": ("t.json --tp 1", "--vllm o.json"),
     },
     "slime": {
+        "--drafter.kind": ("--dry-run --drafter.path hf", "--drafter.kind eagle3"),
+        "--drafter.path": ("--dry-run --drafter.kind eagle3", "--drafter.path hf"),
+        "--drafter.train": ("--dry-run", "--drafter.train false"),
         "--drafter.depth": ("--dry-run", "--drafter.depth 2"),
         "--drafter.loss": ("--dry-run", "--drafter.loss ce"),
         "--drafter.depth_decay": ("--dry-run", "--drafter.depth_decay 0.5"),
@@ -214,6 +218,7 @@ def outcome(command: str, words: str, files: Path, here: Path, capfd: pytest.Cap
                 code = ended.code
             finally:
                 os.chdir("..")
+                runtime.shut_down()  # --check starts one rank in this process
         server.shutdown()
         port = str(server.server_port)
     out, err = capfd.readouterr()
@@ -268,7 +273,7 @@ def known() -> dict[tuple[str, str], dict[str, object]]:
     return {}
 
 
-@pytest.mark.parametrize(("command", "before", "words"), cases())
+@pytest.mark.parametrize(("command", "before", "words"), list(cases()))
 def test_an_option_changes_what_its_command_does(command, before, words, files, known, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     here = Path("here")

@@ -62,7 +62,9 @@ REWARDS = [
     reward("that exits with 3", "import os; os._exit(3)", "ended the process with exit code 3"),
     reward("that kills itself", "import os; os.kill(os.getpid(), 9)", "ended the process with exit code -9"),
     reward("that prints and has no function", "print('hello')", "has no attribute 'f'"),
-    reward("that closes every file", "import os; os.closerange(3, 64)\ndef f(**given): return 1", "ended the process"),
+    reward(
+        "that closes every file", "import os; os.closerange(3, 4096)\ndef f(**given): return 1", "ended the process"
+    ),
     reward("that imports what is missing", "import no_such_library", "No module named 'no_such_library'"),
     reward("that imports itself", "from mine import g", "cannot import name 'g'"),
     reward("of no function, for a warm start", "", "has no attribute 'f'", act=SFT),

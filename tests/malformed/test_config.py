@@ -55,7 +55,6 @@ REWARDS = [
         "--reward.kind math --data.label_key=", "reward.kind=math compares with the label, but data.label_key is empty"
     ),
     option("--reward.workers 2", "reward.workers=2 has no effect while reward.kind=exact"),
-    option("--train.eval_prompts 5", "train.eval_prompts=5 has no effect while data.eval_path="),
     option("--reward.kind exactly", "reward.kind=exactly", "module:function"),
     option("--reward.kind a:b:c", "reward.kind=a:b:c", "module:function"),
     option("--reward.kind rewards/mine.py:f", "reward.kind=rewards/mine.py:f", "module:function"),

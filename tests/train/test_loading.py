@@ -58,7 +58,7 @@ def test_the_drafters_initialisation_draws_from_a_stream_of_its_own():
 
 
 REFUSED = {
-    "rotary": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, {}, "yarn"),
+    "rotary": ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, {}, "dynamic"),
     "window": ({"use_sliding_window": True}, {}, "use_sliding_window"),
     "experts": ({"num_experts": 8}, {}, "num_experts=8: unknown to MiMoForCausalLM"),
     "expert parallel": ({}, {"expert": 2}, "parallel.expert=2"),
