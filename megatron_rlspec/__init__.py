@@ -3,4 +3,4 @@
 The import of the package is light: torch, Megatron-core and SGLang are imported by the modules that need them.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

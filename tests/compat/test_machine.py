@@ -17,7 +17,7 @@ COMPLETE = Machine(
     torch_cuda=(13, 0),
     modules=frozenset(machine.MODULES),
     versions={
-        "megatron-rlspec": "0.2.0",
+        "megatron-rlspec": "0.3.0",
         "torch": "2.14.1+cu130",
         "megatron-core": "0.19.2",
         "transformers": "5.19.0",
