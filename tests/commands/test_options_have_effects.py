@@ -198,7 +198,7 @@ def outcome(command: str, words: str, files: Path, here: Path, capfd: pytest.Cap
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         server.keys = set()
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         given = words.replace("HERE", f"127.0.0.1:{server.server_port}").split()
         given += "-- python train.py".split() if command == "slime" else []
         became: list[object] = []

@@ -735,7 +735,7 @@ def test_an_engine_without_the_plugin_is_unchecked() -> None:
             return None
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Bare) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         found = after_push([url], {}, 1, bool)
         server.shutdown()
@@ -1138,7 +1138,7 @@ def test_columns_that_do_not_come_whole_are_refused(engines: dict[str, Migratabl
     (piece,) = source.export(grants[:1])
     Sender.content = Path(f"{piece.path}.0").read_bytes()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Sender)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     senders = f"http://127.0.0.1:{server.server_port}"
 
     def refused(url: str, key: str = "right-key") -> str:

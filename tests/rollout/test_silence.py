@@ -36,7 +36,7 @@ def test_a_silent_engine_is_distinguished_from_one_that_has_ended(said, stays, t
                 ended.wait(60)
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         engine = SGLangEngine(f"http://127.0.0.1:{server.server_address[1]}", timeout=3.0)
         try:
             with pytest.raises(EngineError, match=told):
@@ -77,7 +77,7 @@ def test_a_page_that_is_no_engine_is_refused(body, status, told, tmp_path):
             self.wfile.write(head.encode() + body)
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
             _told(lambda: SGLangEngine(url).describe(), told)

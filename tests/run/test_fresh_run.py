@@ -62,6 +62,7 @@ def test_the_policy_is_that_of_a_run_without_a_drafter(plain, ended, tmp_path):
     assert texts[0] == texts[1] and len(texts[0]) > 8
 
 
+@pytest.mark.slow
 def test_the_start_holds_links_and_a_resumed_run_finds_it(plain, ended, tmp_path):
     (made,) = ended.glob("start-mtp-*")
     config, tensors = read_hf(made)

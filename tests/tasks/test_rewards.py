@@ -282,7 +282,7 @@ class Elsewhere(BaseHTTPRequestHandler):
 def test_a_reward_server_that_did_not_judge_the_sample_fails_it(path, told):
     """A redirect makes a GET of the POST, so the sample would not reach the server that answers."""
     server = HTTPServer(("127.0.0.1", 0), Elsewhere)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     rewards, failures = score(f"http://127.0.0.1:{server.server_port}/{path}", [sample("a")], workers=1)
     server.shutdown()
     server.server_close()
@@ -292,7 +292,7 @@ def test_a_reward_server_that_did_not_judge_the_sample_fails_it(path, told):
 def test_http():
     server = HTTPServer(("127.0.0.1", 0), Service)
     server.judged = threading.Event()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/reward"
     samples = [sample("a"), sample("b", label="four", number=1, any=1), sample("broken", number=2)]
     samples += [sample("nonsense", number=3), sample("slow", number=4)]

@@ -403,7 +403,8 @@ def balanced(engines: Sequence[Engine], lengths: Lengths, modes: Sequence[How] =
         for module in ("balancer", "moves"):
             virtual_time = SimpleNamespace(perf_counter=virtual)
             patched.enter_context(mock.patch(f"megatron_rlspec.extensions.migration.{module}.time", virtual_time))
-        patched.enter_context(mock.patch("megatron_rlspec.extensions.migration.balancer.PERIOD", 0.01))
+        for name, value in {"PERIOD": 0.001, "SHARE": 1e3}.items():  # a look holds a tick, which is no work
+            patched.enter_context(mock.patch(f"megatron_rlspec.extensions.migration.balancer.{name}", value))
         samples = pool.generate(asked, SAMPLING)
     for request, sample in zip(asked, samples, strict=True):
         assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
