@@ -270,7 +270,7 @@ def sweep(config: SimulationConfig, change: str) -> dict[str, SimulationConfig]:
         raise ConfigError(f"--sweep {change}: expected SECTION.OPTION=VALUE,VALUE such as cluster.engines=4,8")
     if getattr(config, section) is None:
         raise ConfigError(f"--sweep {change}: the file has no [{section}] section")
-    found = {}
+    found: dict[str, SimulationConfig] = {}
     for value in values.split(","):
         tree = config.model_dump(exclude_unset=True)
         tree.setdefault(section, {})
