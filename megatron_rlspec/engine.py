@@ -38,7 +38,7 @@ class EngineError(RuntimeError):
 
 
 class RequestError(EngineError):
-    """The engine takes no such request: a mistake of whoever made it. The engine itself goes on."""
+    """Says that an engine refuses a request because of what is in it. The engine itself goes on."""
 
 
 class EngineDescription(TypedDict):

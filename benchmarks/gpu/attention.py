@@ -11,6 +11,7 @@ import torch
 
 from gpu.figures import Figures, forget_peak, median, peak_gib
 from gpu.plan import Plan
+from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.train.attention import PackedAttention, packed_sequences, rotary_factors
 
 
@@ -23,7 +24,7 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     for heads, groups, tokens in plan.attention:
         name = f"one sequence of {tokens:,}"
         packed = packed_sequences(torch.tensor([0, tokens]), groups, 1, 0, device)
-        cos, sin = rotary_factors(torch.arange(tokens, device=device), plan.head_dim, 10000.0, dtype)
+        cos, sin = rotary_factors(torch.arange(tokens, device=device), plan.head_dim, Rope(10000.0), dtype)
         packed = replace(packed, cos=cos, sin=sin)
         inputs = [
             torch.randn(tokens, count, plan.head_dim, device=device, dtype=dtype, requires_grad=True)

@@ -252,7 +252,7 @@ class Service(BaseHTTPRequestHandler):
 
 
 class Elsewhere(BaseHTTPRequestHandler):
-    """Redirects samples, and answers 1 to whoever asks without one; or answers an object of its own."""
+    """Redirects samples, and answers 1 to a request without one; or answers an object of its own."""
 
     def do_GET(self):
         self.answer(200, b"1")
