@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import cast
 
 import torch
@@ -71,6 +71,7 @@ class DrafterTargets:
     counts: Sequence[float]
     cu_seqlens_padded: Tensor
     layout: Layout = "zigzag"
+    _: KW_ONLY
     rows: Tensor | None = None
     seeds: Tensor | None = None
     positions: Tensor | None = None

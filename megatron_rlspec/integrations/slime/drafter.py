@@ -236,8 +236,8 @@ class SlimeDrafter:
             self.denominators,
             here.cu_seqlens_padded,
             here.layout,
-            here.seeds,
-            here.noise_positions,
+            seeds=here.seeds,
+            positions=here.noise_positions,
         )
         layer = OutputLayer(self._head_weight(), training_temperature(self.options.temperature))
         learns = self.learner is not None
