@@ -97,7 +97,7 @@ def drawn_again(args, engines, samples):
             sampling = {"temperature": 1.0, "max_new_tokens": args.rollout_max_response_len, "sampling_seed": number}
             drawn.append(ask(url, "generate", input_ids=prompt, sampling_params=sampling))
         texts = [answer["output_ids"] for answer in drawn]
-        rounds = [answer["meta_info"]["spec_verify_ct"] for answer in drawn[:2]]
+        rounds = [answer["meta_info"].get("spec_verify_ct", 0) for answer in drawn[:2]]
         found.append((sample.tokens[len(prompt) :], *texts, *rounds))
     return found
 
