@@ -398,9 +398,16 @@ GEMMA3 = " (megatron-core's layer has no norms behind attention and MLP, and its
 
 
 def sharpness_of(config: Mapping[str, Any]) -> float:
-    """Return the sharpness of coupled drafts that the config.json of a model or drafter states, else the first one."""
+    """Return the sharpness of coupled drafts that the config.json of a model or drafter states, else the first one.
+
+    Raises ModelConfigError for a value that is none.
+    """
     stated = config.get(DRAFTER, config).get(STATED)
-    return SHARPNESS[0] if stated is None else float(stated)
+    if stated is None:
+        return SHARPNESS[0]
+    if isinstance(stated, bool) or not isinstance(stated, int | float) or not 0 < stated <= 100:
+        raise ModelConfigError(f"config.json: {STATED}={stated!r}; expected a number above 0 and at most 100")
+    return float(stated)
 
 
 def refusal(architecture: str, column: str, known: Iterable[str]) -> str:

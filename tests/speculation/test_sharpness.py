@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_rlspec.models.config import ModelConfigError, sharpness_of
 from megatron_rlspec.speculation.sharpness import REST, SharpnessChoice
 from megatron_rlspec.types import OFF, SHARPNESS, SpecConfig
 
@@ -89,3 +90,10 @@ def test_rounds_without_drafts_do_not_count():
 
 def test_a_value_of_a_users_own_takes_part():
     assert serve(SharpnessChoice(3.0), CLOSE | {3.0: 0.2}, 64, 1000)[0] == 1.0
+
+
+@pytest.mark.parametrize("stated", ["2", [2], True, -1, 0, float("nan"), 101])
+def test_a_sharpness_that_is_none_is_refused(stated):
+    assert sharpness_of({}) == SHARPNESS[0] and sharpness_of({"rlspec_sharpness": 1}) == 1.0
+    with pytest.raises(ModelConfigError, match="rlspec_sharpness=.*expected a number above 0"):
+        sharpness_of({"rlspec_sharpness": stated})
