@@ -413,6 +413,7 @@ def test_bodies_of_strange_lengths(server: Server) -> None:
     server.check_alive()
 
 
+@pytest.mark.slow
 def test_a_pipe_and_a_silent_trainer_do_not_block(server: Server, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     session = server.begin()
@@ -557,7 +558,7 @@ def attack_once(server: Server, path: str, body: object) -> None:
         assert all("error" not in line for line in lines), lines
 
 
-@settings(fuzz, max_examples=40)
+@settings(fuzz, max_examples=20)
 @given(SENT)
 def test_any_request_is_answered(server: Server, sent: tuple[str, object]) -> None:
     attack_once(server, *sent)

@@ -193,6 +193,19 @@ def test_nothing_remains_after_a_kill(model: Path, tmp_path: Path, victim: str, 
         assert not ended(engine.directory)
 
 
+def test_ended_processes_that_nobody_waited_for_do_not_delay_the_close(tmp_path: Path) -> None:
+    """PID 1 of a container may never wait for them, so the group exists for ever."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    engine = EngineProcess(child, "", tmp_path / "log", tmp_path / "none", "")
+    assert engine._group_runs()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    os.killpg(child.pid, 0)  # it is there
+    assert not engine._group_runs()
+    engine.close()
+
+
+@pytest.mark.slow
 def test_an_engine_that_is_closed_while_it_starts_leaves_nothing(model: Path, tmp_path: Path) -> None:
     process: EngineProcess = launch(model, tmp_path / "log", arguments=SERVE, environment=ENVIRONMENT)
     time.sleep(3)

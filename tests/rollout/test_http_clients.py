@@ -37,6 +37,7 @@ from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
 from megatron_rlspec.types import Prompt, Request, Sampling
 
+pytestmark = pytest.mark.slow
 CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=160)
 WEIGHTS = tiny_mimo.weights(CONFIG)
 SERVE = "--device cpu --dtype float32 --candidate-steps 0,1,2,3 --max-total-tokens 4096 --max-running-requests 16"
@@ -277,7 +278,6 @@ def version(server: Server) -> str:
     return str(server.engine.progress().version)
 
 
-@pytest.mark.slow
 def test_reservations_leave_room_and_end(server: Server) -> None:
     total = server.free()
     sampling = Sampling(max_new_tokens=800, ignore_eos=True)
@@ -372,7 +372,7 @@ def hostile(server: Server, seed: int) -> None:
         paths[chance.choice(list(paths))]()
 
 
-@pytest.mark.parametrize("clients", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("clients", [30, 1000])
 def test_a_run_goes_on_beside_hostile_clients(server: Server, clients: int) -> None:
     asked = [Request(f"run-{i}", Prompt(i, np.arange(3, 9 + i)), 100 + i) for i in range(4)]
     sampling = Sampling(max_new_tokens=150, ignore_eos=True)

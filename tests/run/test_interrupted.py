@@ -212,13 +212,9 @@ def leftovers(run_dir: Path) -> list[str]:
     return [str(p.relative_to(run_dir)) for p in run_dir.rglob("*") if "partial" in p.name or p.name.endswith(".old")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("most", "name"),
-    [
-        pytest.param(100_000, "policy-tensor0", marks=pytest.mark.slow),
-        (120, "process.jsonl"),
-        pytest.param(8000, "checkpoints", marks=pytest.mark.slow),
-    ],
+    ("most", "name"), [(100_000, "policy-tensor0"), (120, "process.jsonl"), (8000, "checkpoints")]
 )
 def test_a_file_that_cannot_grow_is_reported_in_one_line_and_leaves_nothing(start, tmp_path, most, name):
     code, line = limited(start, tmp_path, most)

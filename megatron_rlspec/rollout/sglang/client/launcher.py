@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import requests
 
 from megatron_rlspec.engine import EngineError
@@ -77,17 +79,19 @@ class EngineProcess:
         self.process.wait()
         # Its children end with it, and their resource trackers then clean up. The rest of the group is killed below.
         deadline = time.monotonic() + 3
-        while self._group(0) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        self._group(signal.SIGKILL)
+        while self._group_runs() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         scratch.remove(self.directory)
 
-    def _group(self, sig: int) -> bool:
-        try:
-            os.killpg(self.process.pid, sig)
-        except ProcessLookupError:
-            return False
-        return True
+    def _group_runs(self) -> bool:
+        """Return whether a process of the group runs. In a container nobody may wait for those that have ended."""
+        for pid in psutil.pids():
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getpgid(pid) == self.process.pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                    return True
+        return False
 
     def __enter__(self) -> EngineProcess:
         return self
