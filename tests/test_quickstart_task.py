@@ -11,8 +11,7 @@ import short_run
 import torch
 import transformers
 
-from megatron_rlspec.models.hf_files import check, read_hf
-from megatron_rlspec.models.names import name_table
+from megatron_rlspec.models.directory import check_model
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 SIZES = ("--task", "slips", "--train", 800, "--rl", 400, "--eval", 100, "--slip", 0.1)
@@ -114,8 +113,7 @@ def test_model_is_a_whole_mimo_that_transformers_reads(task, tmp_path, capsys):
     options = ("--task", task, "--out", tmp_path / "model", "--layers", 3, "--hidden", 64)
     short_run.script(QUICKSTART / "make_model.py", *options)
     told = capsys.readouterr().out
-    config, tensors = read_hf(tmp_path / "model")
-    check(name_table(config), tensors)
+    check_model(tmp_path / "model", "train")
     decoder = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     parameters = sum(p.numel() for p in decoder.parameters())
     assert f"{parameters:,} parameters" in told

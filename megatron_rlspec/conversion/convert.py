@@ -258,9 +258,7 @@ def plan(
     elif kind == "hf":
         changed = add_mtp or drop_mtp
         check_model(source, "convert", drafter=not changed, tokenizer=False)
-        lazy = read_hf(source)[1]
-        checkpoint.check(own, lazy, drafter=bool(own.drafter_names) and not changed)
-        tensors = HfSource(own, lazy)
+        tensors = HfSource(own, read_hf(source)[1])
     else:
         tensors = _megatron_tensors(source, own if drop_mtp else family, family, fresh_drafter=add_mtp)
     if add_mtp:

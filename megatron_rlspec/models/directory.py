@@ -24,6 +24,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _MTP_LAYER = re.compile(r"^(?:model\.mtp_layers|mtp\.layers)\.(\d+)\.")
+_OF_WORDS = ("model.embed_tokens.weight", "lm_head.weight")  # in every family
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|^model\.visual\.|^visual\.")  # buffers, and towers that are not used
 
 Use = Literal["train", "convert", "serve"]
@@ -187,8 +188,8 @@ def _check_weights(directory: Path, config: Mapping[str, Any], typed: Shared, *,
                 f"{directory / header.file}: {name} has type {header.dtype}, expected {', '.join(FLOATS)}"
             )
     known = typed.architectures[0] in SCHEMAS
-    if known:
-        _check_shapes(directory, headers, typed)
+    shaped = headers if known else {name: headers[name] for name in _OF_WORDS if name in headers}
+    _check_shapes(directory, shaped, typed)
     _check_names(directory, config, headers, drafter=drafter, extra=known)
 
 

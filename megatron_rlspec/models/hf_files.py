@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints on disk: read tensor by tensor, check before use, write completely or not at all."""
+"""Hugging Face checkpoints on disk: read tensor by tensor, write completely or not at all."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.models import tensor_file
-from megatron_rlspec.models.directory import INDEX, SINGLE, no_checkpoint
-from megatron_rlspec.models.names import NameTable
+from megatron_rlspec.models.config import ModelConfigError
+from megatron_rlspec.models.directory import INDEX, SINGLE, no_checkpoint, read_headers
 from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
 
 SHARD_BYTES = 5_000_000_000  # of a file of tensors, about: Transformers' own habit
@@ -83,76 +83,11 @@ def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
     if wrong := no_checkpoint(directory):
         raise CheckpointError(wrong)
     config = read_json(directory / "config.json")
-    if (directory / INDEX).exists():
-        index = read_json(directory / INDEX)
-        file_of = _weight_map(directory, index)
-    elif (directory / SINGLE).exists():
-        with TensorFile(directory / SINGLE) as file:
-            file_of = dict.fromkeys(file, SINGLE)
-    else:
-        raise CheckpointError(f"{directory}: neither {SINGLE} nor {INDEX}; other formats are not read")
-    return config, LazyTensors(directory, file_of)
-
-
-def _weight_map(directory: Path, index: Mapping[str, Any]) -> dict[str, str]:
-    """Return tensor -> file of an index, after checking that every file holds what the index places there."""
-    file_of = index.get("weight_map")
-    if not isinstance(file_of, dict) or not file_of:
-        raise CheckpointError(f"{directory / INDEX}: expected weight_map, an object of tensor name and file name")
-    names_in: dict[str, set[str]] = {}
-    for name, file in file_of.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{directory / INDEX}: weight_map places {name} in {file!r}, expected a file name")
-        names_in.setdefault(file, set()).add(name)
-    for file, names in sorted(names_in.items()):
-        if not (directory / file).exists():
-            raise CheckpointError(f"{directory / file}: no such file, though {INDEX} names it")
-        with TensorFile(directory / file) as opened:
-            lost = names - set(opened)
-        if lost:
-            raise CheckpointError(f"{directory / file}: lacks {_some(lost)}, which {INDEX} places there")
-    return file_of
-
-
-class Opened(Protocol):
-    """The opened tensors of a model directory."""
-
-    directory: Path
-
-    def __contains__(self, name: object, /) -> bool: ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, without reading it."""
-
-
-def check(family: NameTable, tensors: Opened, *, drafter: bool = True) -> None:
-    """Raise CheckpointError unless `tensors` holds the whole model, with the vocabulary that config.json states.
-
-    `drafter=False`: the drafter's tensors may be missing, since a fresh one will be made.
-    """
-    where = tensors.directory
-    if drafter and not family.drafter_names:
-        raise CheckpointError(
-            f"{where}: no MTP layer: num_nextn_predict_layers is 0 or missing in config.json; "
-            "`rlspec convert --add-mtp` adds one"
-        )
-    lost = [name for name in family.drafter_names if name not in tensors]
-    if drafter and lost:
-        known = len(family.drafter_names)
-        raise CheckpointError(
-            f"{where}: lacks {len(lost)} of the drafter's {known} tensors, such as {lost[0]}; "
-            "`rlspec convert --add-mtp` makes a fresh drafter"
-        )
-    lost = [name for name in family.target_names if name not in tensors]
-    if lost:
-        raise CheckpointError(f"{where}: lacks {_some(lost)}, which {family.name} needs")
-    for row in family.rows.values():
-        if row.vocabulary:
-            rows = tensors.shape(row.hf[0])[0]
-            if rows != family.geometry.vocab:
-                raise CheckpointError(
-                    f"{where}: {row.hf[0]} has {rows} rows, but config.json says vocab_size={family.geometry.vocab}"
-                )
+    try:
+        headers = read_headers(directory)
+    except ModelConfigError as error:
+        raise CheckpointError(str(error)) from None
+    return config, LazyTensors(directory, {name: header.file for name, header in headers.items()})
 
 
 def write_hf(
@@ -323,12 +258,6 @@ def read_json(file: Path) -> dict[str, Any]:
 def write_json(file: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON file, whole or not at all. Raises OSError."""
     files.write(file, json.dumps(data, indent=2) + "\n")
-
-
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - 3} more tensors" if len(ordered) > 3 else ""
-    return ", ".join(ordered[:3]) + more
 
 
 def _bytes(tensor: Tensor) -> int:

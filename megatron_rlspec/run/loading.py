@@ -18,8 +18,6 @@ from megatron_rlspec import custom
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import Tensors, read_model, words
 from megatron_rlspec.models.config import DRAFTER
-from megatron_rlspec.models.hf_files import CheckpointError, check
-from megatron_rlspec.models.names import name_table
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.run import identity
 from megatron_rlspec.run.replay import Replay
@@ -74,19 +72,8 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
     check_machine(config)
     custom.check(config)
     hf_config, tensors = read_model(config.model.path, config.drafter.path)
-    try:
-        family = name_table(hf_config)
-    except ValueError as error:
-        raise CheckpointError(f"{config.model.path}: {error}") from None
-    check(family, tensors, drafter=config.drafter.train and config.drafter.kind == "mtp")
     model.check(hf_config, config)
     layout = place(config, hf_config, tensors) if generates else placement.GpuLayout()
-    context = hf_config.get("max_position_embeddings")
-    longest = config.model.max_length
-    if context and context < longest:
-        raise ConfigError(
-            f"model.max_length={longest}, but config.json of {config.model.path} says max_position_embeddings={context}"
-        )
     if os.environ.get("RANK", "0") == "0":
         print(_announcement(config, hf_config, supervised, generates), flush=True)
     tokenizer = load_tokenizer(config.model.path)

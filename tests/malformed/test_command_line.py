@@ -46,58 +46,37 @@ def table(name: str, text: str, *expects: str) -> Case:
 
 REWARDS = [
     reward("of no module", "", "No module named 'no_such'", kind="no_such:f"),
-    reward("of no submodule", "", "No module named", kind="mine.inner:f"),
     reward("of no function", "", "has no attribute 'f'"),
     reward("of a number", "f = 3", "not a function"),
     reward("of an async function", "async def f(**given): ...", "async"),
     reward("with another signature", "def f(sample): return 1", "f(sample)", "prompt"),
     reward("with one argument more", "def f(prompt, response, label, metadata, more): return 1", "more"),
-    reward("with one argument less", "def f(prompt, response, label): return 1", "metadata"),
-    reward("by position", "def f(prompt, response, /, label, metadata): return 1", "prompt"),
     reward("that cannot be parsed", "def f(:", "SyntaxError"),
     reward("that raises", "raise OSError('no such thing')", "OSError: no such thing"),
-    reward("that raises two lines", "raise ValueError('a\\nb')", "ValueError: a b"),
-    reward("that raises nothing", "raise ValueError", "ValueError"),
     reward("that exits", "raise SystemExit", "ended the process with exit code 0"),
     reward("that exits with 3", "import os; os._exit(3)", "ended the process with exit code 3"),
-    reward("that kills itself", "import os; os.kill(os.getpid(), 9)", "ended the process with exit code -9"),
-    reward("that prints and has no function", "print('hello')", "has no attribute 'f'"),
     reward(
         "that closes every file", "import os; os.closerange(3, 4096)\ndef f(**given): return 1", "ended the process"
     ),
-    reward("that imports what is missing", "import no_such_library", "No module named 'no_such_library'"),
-    reward("that imports itself", "from mine import g", "cannot import name 'g'"),
     reward("of no function, for a warm start", "", "has no attribute 'f'", act=SFT),
-    reward("of a class with another signature", "class f:\n    def __init__(self, x): ...", "x"),
 ]
 
 TABLES = [
     Case("cost table missing", TRAIN + "--spec.cost_table no.json", ("no.json", "No such file"), run_with()),
     Case("cost table a directory", TRAIN + "--spec.cost_table model", ("model", "directory"), run_with()),
     table("empty", "", "not valid JSON"),
-    table("a list", "[]", "c.json"),
     table("{}", "{}", "not a cost table"),
     table("of another schema", json.dumps({"schema": "x", "version": 1}), "not a cost table"),
-    table("nested", "[" * 100000, "nested too deeply"),
-    table("of NaN", '{"schema": NaN}', "not a cost table"),
 ]
 
 COMMANDS = [
     Case("unknown command", "trian", ("unknown command 'trian'", "train")),
-    Case("unknown command of symbols", ["--", "train"], ("unknown command '--'",)),
-    Case("an empty command", [""], ("unknown command ''",)),
-    Case("an option as command", "--train", ("unknown command '--train'",)),
     Case("train of nothing", "train", ("model.path is empty", "Hugging Face directory")),
-    Case("sft of nothing", "sft", ("model.path is empty", "Hugging Face directory")),
     Case("sft of a model", "sft --model.path m", ("sft.path is empty", ".jsonl")),
-    Case("dry run of nothing", "train --dry-run", ("model.path is empty",)),
     Case("dry run of no model", "train --dry-run --model.path no --data.path d", ("no: no such directory",)),
     Case("ranks of text", "train --dry-run --ranks two", ("--ranks", "'two'")),
     Case("ranks of nothing", "train --dry-run --ranks", ("--ranks", "expected one argument")),
-    Case("ranks of a fraction", "train --dry-run --ranks 2.5", ("--ranks", "'2.5'")),
-    Case("ranks below zero", "train --dry-run --ranks -3", ("--ranks",)),
     Case("ranks 1e9", "train --dry-run --ranks 1000000000", ("--ranks 1000000000", "16384")),
-    Case("ranks of a run without a model", "train --ranks 4", ("model.path is empty",)),
     Case("ranks of torchrun", "train --ranks 4", ("--ranks 4", "torchrun started 1"), environment=TORCHRUN),
     Case("ranks of answers", "answer --ranks 2", ("unknown option ranks",)),
     Case(
@@ -105,8 +84,6 @@ COMMANDS = [
         "train --dry-run --ranks 3 --model.path m --data.path d --parallel.tensor 2",
         ("parallel.tensor=2", "multiple of 2 ranks", "--ranks is 3"),
     ),
-    Case("a misspelt dry run", "train --dryrun", ("unknown option dryrun",)),
-    Case("a second word", "train now", ("unknown option now",)),
     Case("an abbreviation", "train --optimizer.l 1", ("unknown option optimizer.l", "optimizer.lr")),
     Case(
         "one rank of two",

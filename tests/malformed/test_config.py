@@ -1,6 +1,5 @@
 """Configurations: a TOML file, and options on the command line."""
 
-import json
 import os
 
 import pytest
@@ -22,18 +21,12 @@ NUMBERS = [
     for name, value, expected in (
         ("optimizer.lr", "inf", "a finite number"),
         ("optimizer.lr", "2", "less than or equal to 1"),
-        ("optimizer.lr", "0", "greater than 0"),
-        ("optimizer.lr", "1,5", "a valid number"),
-        ("optimizer.distributed", "2", "true or false"),
         ("algorithm.dual_clip", "1", "must be above 1"),
         ("rollout.temperature", "1e-300", "0 (greedy)"),
         ("rollout.top_k", "0", "leaves no token"),
-        ("rollout.min_p", "1.5", "less than or equal to 1"),
         ("rollout.prompts_per_step", "200000", "at most 1048576 samples a step"),
         ("rollout.staleness", "0.5", "a valid integer"),
         ("train.seed", "9" * 5000, "a valid integer"),
-        ("train.steps", "ten", "a valid integer"),
-        ("spec.candidate_steps", "1,x", "a valid integer"),
         ("spec.candidate_steps", "1,999", "less than or equal to 64"),
         ("spec.candidate_steps", "3,3", "different numbers"),
     )
@@ -56,18 +49,11 @@ REWARDS = [
     ),
     option("--reward.workers 2", "reward.workers=2 has no effect while reward.kind=exact"),
     option("--reward.kind exactly", "reward.kind=exactly", "module:function"),
-    option("--reward.kind a:b:c", "reward.kind=a:b:c", "module:function"),
-    option("--reward.kind rewards/mine.py:f", "reward.kind=rewards/mine.py:f", "module:function"),
-    option("--reward.kind=", "reward.kind", "at least 1 character"),
 ]
 
 PATHS = [
-    option("--train.run_dir=", "train.run_dir", "at least 1 character"),
-    option("--data.prompt_key=", "data.prompt_key", "at least 1 character"),
     Case("run_dir in /proc", NAMED + "--train.run_dir /proc/x", ("train.run_dir=/proc/x", "a directory that the run")),
-    Case("run_dir is a file", NAMED + "--train.run_dir f", ("train.run_dir=f", "a directory that the run"), {"f": ""}),
     Case("run_dir below a file", NAMED + "--train.run_dir f/x/y", ("train.run_dir=f/x/y", "Not a dir"), {"f": ""}),
-    Case("run_dir of a long name", NAMED + "--train.run_dir " + "x" * 300, ("train.run_dir=xxx", "too long")),
     Case(
         "run_dir in a loop",
         NAMED + "--train.run_dir loop/x",
@@ -82,7 +68,6 @@ PATHS = [
     Case("a long path", ["train", "--model.path", "m" * 5000], ("model.path", "at most 4096 characters")),
     option("--rollout.urls localhost:30000", "rollout.urls=localhost:30000", "http://HOST:PORT"),
     option("--rollout.urls http://:30000", "rollout.urls=http://:30000", "no host name"),
-    option("--rollout.urls http://a:x", "rollout.urls=http://a:x", "not an address"),
     option("--rollout.urls http://[::1", "rollout.urls=http://[::1", "not an address"),
     option("--rollout.urls http://a:1,http://a:1", "rollout.urls=http://a:1,http://a:1", "each once"),
     option("--rollout.urls http://a:1,,ftp://b:1", "rollout.urls=ftp://b:1", "http://HOST:PORT"),
@@ -92,25 +77,15 @@ UNKNOWN = [
     option("--lr 8", "unknown option lr", "did you mean optimizer.lr or drafter.lr?"),
     option("--rollout.n_samples_per_prompt 8", "did you mean rollout.samples_per_prompt?"),
     toml("[rollout]\nn_samples_per_prompt = 8", "did you mean rollout.samples_per_prompt?"),
-    option("--optimizer.lrr 1", "unknown option optimizer.lrr", "did you mean optimizer.lr?"),
-    option("--optimiser.lr 1", "unknown option optimiser.lr", "did you mean optimizer.lr?"),
     option("--zzzzqqqq 1", "unknown option zzzzqqqq", "--help"),
     option("--model.parth m", "unknown option model.parth", "did you mean model.path?"),
-    option("-x 1", "unknown option -x"),
-    option("quickly", "unknown option quickly"),
     option("--optimizer.lr", "--optimizer.lr", "expected one argument"),
-    option("--config", "--config", "expected one argument"),
     option("--=3", "unknown"),
-    option("--model m", "unknown option model;", "model.path"),
     option("--reward exact", "unknown option reward;", "reward.kind"),
-    option("--", "unknown"),
-    option("--optimizer. 3", "unknown option optimizer."),
-    option("--.lr 3", "unknown option"),
 ]
 
 FILES = [
     toml("x = = 1", "not valid TOML"),
-    toml("[model", "not valid TOML", "Expected ']'"),
     toml(b"\xff\xfe[\x00m\x00", "not UTF-8", name="toml in UTF-16"),
     toml(b"[model]\npath = '\xff'", "not UTF-8 text (byte 16"),
     toml("\ufeff\ufeff[model]", "not valid TOML", name="toml with two byte order marks"),
@@ -120,28 +95,15 @@ FILES = [
     toml("#" * (2 << 20), "expected at most 1048576", name="toml of 2 MB"),
     toml("[train]\nseed = " + "9" * 5000, "not valid TOML", "4300 digits", name="toml with a huge integer"),
     toml("[train]\nsteps = true", "train.steps: expected a valid integer", "got true"),
-    toml("[train]\nsteps = '5'", "train.steps: expected a valid integer", 'got "5"'),
-    toml("[train]\nsteps = 1.0", "train.steps: expected a valid integer", "got 1.0"),
-    toml("[train]\nsteps = 2024-01-01", "train.steps: expected a valid integer"),
     toml("[train]\nsteps = {a = 1}", "train.steps: expected a valid integer", 'got {"a": 1}'),
     toml("[optimizer]\nlr = inf", "optimizer.lr: expected a finite number"),
-    toml("[optimizer]\nlr = nan", "optimizer.lr: expected a finite number"),
-    toml("[optimizer]\nlr = false", "optimizer.lr: expected a valid number", "got false"),
-    toml("[optimizer]\nlr = '1e-5'", "optimizer.lr: expected a valid number", 'got "1e-5"'),
     toml("[data]\nshuffle = 1", "data.shuffle: expected true or false", "got 1"),
-    toml("[data]\nshuffle = 'true'", "data.shuffle: expected true or false", 'got "true"'),
     toml("[model]\npath = 3", "model.path: expected a valid string", "got 3"),
     toml('[model]\npath = "a\\u0000b"', "model.path: expected text without control characters"),
-    toml('[train]\nrun_dir = "a\\nb"', "train.run_dir: expected text without control characters"),
-    toml('[train]\nrun_dir = ""', "train.run_dir", "at least 1 character"),
     toml("[spec]\ncandidate_steps = 3", "spec.candidate_steps: expected a valid list", "got 3"),
-    toml("[spec]\ncandidate_steps = [1, true]", "spec.candidate_steps: expected a valid integer", "got true"),
     toml("[spec]\ncandidate_steps = []", "spec.candidate_steps=[]"),
     toml("[rollout]\nurls = 'http://a:1'", "rollout.urls: expected a valid list"),
-    toml("[rollout]\nurls = [1]", "rollout.urls: expected a valid string", "got 1"),
     toml("model = 'a'", "model: expected a table [model]", 'got "a"'),
-    toml("[[model]]\npath = 'a'", "model: expected a table [model]", "got ["),
-    toml("[drafter]\nloss = ['ce']", "drafter.loss: expected a valid string", "got ["),
     toml("[rollout]\nmax_new_tokens = 9999", "rollout.max_new_tokens=9999", "model.max_length=4096"),
     Case("toml missing", "train --config no.toml", ("no.toml: No such file", "expected a TOML file")),
     Case("toml is a directory", "train --config {here}", ("Is a directory", "expected a TOML file")),
@@ -155,7 +117,6 @@ FILES = [
         "toml is a device", "train --config /dev/zero", ("/dev/zero: expected a regular file", "expected a TOML file")
     ),
     Case("toml is empty", "train --config e.toml", ("model.path is empty",), {"e.toml": ""}),
-    Case("toml and JSON", "train --config c.json", ("c.json: not valid TOML",), {"c.json": json.dumps({"a": {}})}),
 ]
 
 CONTRADICTIONS = [

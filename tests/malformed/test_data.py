@@ -53,7 +53,6 @@ CHAT = " --data.apply_chat_template true"
 STRING = "expected a valid string"
 ROWS = [
     row('{"prompt": "a1", "label": "1"', "not valid JSON"),
-    row('{"prompt": "a1", "label": "1"} {}', "not valid JSON: Extra data"),
     row("[1]", "expected an object (got [1])"),
     row("{}", "no prompt; the row has nothing", "data.prompt_key"),
     row(
@@ -61,11 +60,9 @@ ROWS = [
     ),
     row('{"prompt": null, "label": "1"}', f"prompt: {STRING} (got null)"),
     row('{"prompt": "", "label": "1"}', "prompt: String should have at least 1 character"),
-    row('{"prompt": 3, "label": "1"}', f"prompt: {STRING} (got 3)"),
     row('{"prompt": [{"role": "user", "content": "x"}], "label": "1"}', "data.apply_chat_template=true"),
     row('{"prompt": "a1"}', "no label; the row has prompt", "data.label_key names the column"),
     row('{"prompt": "a1", "label": [1]}', f"label: {STRING} (got [1])"),
-    row('{"prompt": "a1", "label": true}', "label: expected a valid number (got true)"),
     row('{"prompt": "a1", "label": NaN}', "NaN is no JSON number"),
     row('{"prompt": "a1", "label": 1e999}', "label: expected a finite number"),
     row('{"prompt": "a1", "label": ' + "9" * 5000 + "}", "too many digits"),
@@ -73,48 +70,33 @@ ROWS = [
     row('{"prompt": "a1", "label": "1", "metadata": {"x": 1e999}}', "metadata holds NaN or infinity"),
     row('{"prompt": "a1", "label": "1", "label": "2"}', "'label' appears twice"),
     row('{"prompt": "a\\ud800b", "label": "1"}', "prompt: expected a valid string, unable to parse raw data"),
-    row('{"prompt": "a1", "label": "\\udc00"}', "label: expected a valid string, unable to parse raw data"),
     row('{"prompt": "a1", "label": "1", "metadata": {"x": "\\udfff"}}', "metadata holds a lone surrogate"),
     row("[" * 100000, "nested too deeply"),
     row('{"prompt": [], "label": "1"}', "prompt: List should have at least 1 item", options=CHAT),
     row('{"prompt": ["x"], "label": "1"}', "prompt[0]: expected a valid dictionary or instance of Mess", options=CHAT),
     row('{"prompt": [{"role": "user"}], "label": "1"}', "prompt[0].content: Field required", options=CHAT),
-    row('{"prompt": [{"role": null, "content": "x"}], "label": "1"}', f"prompt[0].role: {STRING}", options=CHAT),
     row('{"prompt": [{"role": "user", "content": "\\ud800"}], "label": "1"}', f"content: {STRING}, un", options=CHAT),
     row('{"prompt": "a1"}', "no response; the row has prompt", "sft.response_key", act=SFT),
-    row('{"prompt": "a1", "response": 3}', f"response: {STRING} (got 3)", act=SFT),
-    row('{"prompt": "a1", "response": "\\ud800"}', f"response: {STRING}, unable to parse raw data", act=SFT),
-    row('{"prompt": 7, "response": "x"}', f"prompt: {STRING} (got 7)", act=SFT),
 ]
 
 FILES = [
     file("missing", "no.jsonl", lambda here: None, "no.jsonl: No such file"),
-    file("missing parquet", "no.parquet", lambda here: None, "no.parquet: No such file"),
     file("of another format", "x.csv", lambda here: (here / "x.csv").write_text("a,b"), "x.csv", ".jsonl or .parquet"),
-    file("without a suffix", "rows", lambda here: None, "rows", ".jsonl or .parquet"),
     file("a directory", "d.jsonl", lambda here: (here / "d.jsonl").mkdir(), "d.jsonl", "found a directory"),
     file("a pipe", "p.jsonl", lambda here: os.mkfifo(here / "p.jsonl"), "p.jsonl", "found a pipe"),
-    file("a parquet pipe", "p.parquet", lambda here: os.mkfifo(here / "p.parquet"), "p.parquet", "found a pipe"),
     file("a device", "z.jsonl", lambda here: os.symlink("/dev/zero", here / "z.jsonl"), "z.jsonl", "found a device"),
     file("a loop", "l.jsonl", lambda here: os.symlink("l.jsonl", here / "l.jsonl"), "l.jsonl", "symbolic links"),
     file("empty", "x.jsonl", lambda here: (here / "x.jsonl").write_text(""), "x.jsonl: no prompts", "no rows"),
     file("of empty lines", "x.jsonl", lambda here: (here / "x.jsonl").write_text("\n \n\n"), "the file has no rows"),
-    file("not UTF-8", "x.jsonl", lambda here: (here / "x.jsonl").write_bytes(b'{"prompt": "\xff"}'), "x.jsonl:1: not"),
-    file("UTF-16", "x.jsonl", lambda here: (here / "x.jsonl").write_text(GOOD, "utf-16"), "x.jsonl:1: not valid JSON"),
     file(
         "binary",
         "x.jsonl",
         lambda here: (here / "x.jsonl").write_bytes(b"\x80\xfe" * 2048),
         "x.jsonl:1: not valid",
     ),
-    file("gzip", "x.jsonl", lambda here: (here / "x.jsonl").write_bytes(b"\x1f\x8b\x08" + b"x" * 99), "x.jsonl:1: not"),
-    file("one JSON list", "x.jsonl", lambda here: (here / "x.jsonl").write_text(f"[{GOOD}]"), "x.jsonl:1: not valid"),
-    file("pretty JSON", "x.jsonl", lambda here: (here / "x.jsonl").write_text("{\n}"), "x.jsonl:1: not valid JSON"),
     file("10 MB of junk", "x.jsonl", lambda here: (here / "x.jsonl").write_text("x" * 10**7), "x.jsonl:1: not valid"),
     file("parquet of text", "x.parquet", lambda here: (here / "x.parquet").write_text("PAR1 but"), "not Parquet"),
-    file("parquet empty", "x.parquet", lambda here: (here / "x.parquet").write_text(""), "not Parquet"),
     file("parquet cut", "x.parquet", lambda here: cut(here), "x.parquet: truncated or not Parquet"),
-    file("parquet damaged", "x.parquet", lambda here: damaged(here), "x.parquet: truncated or not Parquet"),
     file("parquet of no rows", "x.parquet", parquet([], pyarrow.schema([("prompt", "string")])), "no rows"),
     file(
         "parquet null", "x.parquet", parquet([{"prompt": None, "label": "1"}]), "row 1: prompt: expected a valid string"
@@ -147,8 +129,6 @@ FILES = [
         parquet([{"prompt": "a", "label": "1", "metadata": "x"}]),
         "metadata: expected a valid dictionary",
     ),
-    file("missing", "no.jsonl", lambda here: None, "no.jsonl: No such file", act=SFT),
-    file("empty", "x.jsonl", lambda here: (here / "x.jsonl").write_text(""), "no samples", act=SFT),
     file(
         "held-out file missing",
         "x.jsonl --data.eval_path no.jsonl",
@@ -221,8 +201,6 @@ LATER = [
     Case("order of another seed", resumed(seed=2), ("seed was 2, but is 1 now",)),
     Case("order beyond its end", resumed(position=10**9), ("not below size=5",)),
     Case("order at text", resumed(position="two"), ('position: expected a valid integer (got "two")',)),
-    Case("order before its start", resumed(epoch=-1), ("epoch: expected greater than or equal to 0",)),
-    Case("order at true", resumed(epoch=True), ("epoch: expected a valid integer",)),
     Case("order of nothing", lambda here: Order(5, 1).restore({}), ("size: Field required",)),
 ]
 

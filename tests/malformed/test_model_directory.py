@@ -76,21 +76,14 @@ Q, LAYER = "model.layers.0.self_attn.q_proj.weight", "model.layers.0."
 
 VALUES = [  # one for each type and rule
     value("rope_theta", 0, "greater than 0"),
-    value("rope_theta", "10000", "a valid number"),
     value("rope_theta", DROP, "no rope_theta"),
-    value("rms_norm_eps", DROP, "no rms_norm_eps"),
     value("eos_token_id", DROP, "no eos_token_id"),
-    value("eos_token_id", [], "a valid integer"),
     value("eos_token_id", 10**6, "below vocab_size"),
     value("num_key_value_heads", 3, "a divisor of num_attention_heads=2"),
-    value("num_key_value_heads", 2, "k_proj"),
     value("num_attention_heads", 4, "num_attention_heads x head_dim=32"),
     value("head_dim", 7, "an even number"),
-    value("head_dim", 10, "num_key_value_heads x head_dim=10"),
     value("hidden_size", 24, "hidden_size=24, but lm_head.weight has 16"),
     value("hidden_size", DROP, "no hidden_size"),
-    value("intermediate_size", 17, "intermediate_size=17, but model.layers.0.mlp.down_proj"),
-    value("num_hidden_layers", 0, "greater than 0"),
     value("num_hidden_layers", 11, "the weights hold 1 layers"),
     value("vocab_size", 3, "expected [3, 16]"),
     value("max_position_embeddings", 32, "model.max_length=64"),
@@ -98,33 +91,27 @@ VALUES = [  # one for each type and rule
     value("torch_dtype", "bogus", "'bfloat16'"),
     value("dtype", "bfloat16", "torch_dtype=float32"),
     value("architectures", [], "one architecture"),
-    value("architectures", ["MiMoForCausalLM", "Qwen2ForCausalLM"], "one architecture"),
     setting("architecture GPT2LMHeadModel", "not trained", architectures=["GPT2LMHeadModel"]),
     setting("architecture Gemma3ForCausalLM", "one rotary base for all layers", architectures=["Gemma3ForCausalLM"]),
     setting("attention_bias=true", "biases of Llama's attention", architectures=["LlamaForCausalLM"]),
     setting("model_type=qwen2", "expected qwen3", architectures=["Qwen3ForCausalLM"]),
     value("model_type", "llama", "mimo or qwen2"),
     value("num_nextn_predict_layers", 0, "drafter"),
-    value("num_nextn_predict_layers", DROP, "drafter"),
 ]
 
 IGNORED_TODAY = [  # settings that change what a model computes
     value("hidden_act", "gelu", "'silu'"),
-    value("hidden_act", None, "'silu'"),
     value("rope_scaling", {"type": "dynamic", "factor": 4.0}, 'type "dynamic"; expected default, llama3 or yarn'),
     value("rope_scaling", {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings"),
     value("rope_scaling", YARN | {"attention_factor": 1.0}, "rope_scaling.attention_factor=1.0: not implemented"),
     value("rope_scaling", YARN | {"beta_fast": 1}, "beta_slow=1: expected less than beta_fast=1"),
-    value("rope_scaling", {"factor": 2.0}, "not implemented"),
     value("rope_scaling", {"type": "default", "mrope_section": [16, 24, 24]}, "mrope_section"),
     value("rope_parameters", {"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
     value("rope_parameters", {"rope_theta": -1}, "rope_parameters.rope_theta=-1"),
     value("rope_parameters", {"rope_theta": 5}, "rope_theta=640000"),
     value("rope_parameters", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    value("rope_parameters", {"full_attention": {"rope_theta": 1e4}}, "full_attention"),
     setting("rope_scaling.factor=8.0", "rope_parameters.factor=2.0", rope_scaling=LLAMA3, rope_parameters=HALVED),
     setting("rope_scaling.rope_type", "one of the two", rope_scaling=LLAMA3, rope_parameters={"rope_type": "default"}),
-    setting("partial_rotary_factor=0.5", **QWEN3_MOE, partial_rotary_factor=0.5),
     setting("partial_rotary_factor=0.5", **QWEN3_MOE, rope_parameters={"partial_rotary_factor": 0.5}),
     value("partial_rotary_factor", 0.5, "equal to 1"),
     value("use_sliding_window", True, "only full attention"),
@@ -132,10 +119,7 @@ IGNORED_TODAY = [  # settings that change what a model computes
     value("layer_types", ["full_attention"] * 3, "num_hidden_layers=1"),
     value("attention_dropout", 0.1, "equal to 0"),
     value("quantization_config", {"quant_method": "fp8"}, "quantised"),
-    value("compression_config", {"format": "int"}, "quantised"),
     value("mlp_bias", True, "unknown"),
-    value("logit_scale", 0.5, "unknown"),
-    value("use_mrope", True, "unknown"),
     value("num_experts", 8, "num_experts"),
     value("n_routed_experts", 8, "no experts"),
     value("kv_lora_rank", 8, "kv_lora_rank"),
@@ -149,15 +133,12 @@ WEIGHTS = [
     weights("without drafter", lambda t: [t.pop(n) for n in list(t) if "mtp" in n], "of the drafter's", "--add-mtp"),
     weights("of half a drafter", lambda t: t.pop("model.mtp_layers.0.input_proj.weight"), "input_proj", "drafter"),
     weights("of another layer", lambda t: t.update({"model.layers.99.x": np.ones(1, "f4")}), "hold 100 layers"),
-    weights("of another part", lambda t: t.update({"model.extra.weight": np.ones(1, "f4")}), "model.extra.weight"),
     weights("of a second drafter", lambda t: t.update({"model.mtp_layers.1.x": np.ones(1, "f4")}), "2 drafter layers"),
     weights("flattened", lambda t: t.update({Q: t[Q].reshape(-1)}), Q, "[256]", "[16, 16]"),
     weights("of integers", lambda t: t.update({Q: t[Q].astype("i4")}), Q, "I32", "BF16"),
     weights(
         "with o_proj bias", lambda t: t.update({LAYER + "self_attn.o_proj.bias": np.ones(16, "f4")}), "o_proj.bias"
     ),
-    weights("with a narrow norm", lambda t: t.update({"model.norm.weight": np.ones(8, "f4")}), "norm.weight", "[16]"),
-    weights("empty", lambda t: t.clear(), "lacks"),
 ]
 
 
@@ -218,11 +199,8 @@ FILES = [
     files("config.json nested", replaced(CONFIG, "[" * 10**5), "nested too deeply"),
     files("config.json with a byte order mark", replaced(CONFIG, "\ufeff{}"), "byte order mark"),
     files("config.json not UTF-8", replaced(CONFIG, b'{"a": "\xff"}'), "not UTF-8"),
-    files("config.json {}", replaced(CONFIG, "{}"), "architectures"),
-    files("config.json a pipe", as_pipe(CONFIG), "config.json: expected a regular file, found a pipe"),
     files("without weights", without("model.safetensors"), "neither model.safetensors nor"),
     files("weights cut", cut, "model.safetensors: truncated or not safetensors"),
-    files("weights of a huge header", replaced("model.safetensors", b"\xff" * 64), "truncated or not safetensors"),
     files("weights a pipe", as_pipe("model.safetensors"), "model.safetensors", "expected safetensors"),
     files("index without map", indexed(lambda i: i.pop("weight_map")), "index.json: expected weight_map"),
     files("index of numbers", indexed(lambda i: i["weight_map"].update({Q: 3})), f"weight_map places {Q} in 3"),
@@ -232,36 +210,21 @@ FILES = [
     ),
     files("index of a lost tensor", indexed(lambda i: i["weight_map"].update({"x": "a.safetensors"})), "lacks x"),
     files("without tokenizer", without_tokenizer, "no tokenizer", "tokenizer.json"),
-    files("without tokenizer.json", without("tokenizer.json"), "no tokenizer", "tokenizer.json"),
     files("tokenizer.json cut", replaced("tokenizer.json", "{"), "tokenizer.json: not valid JSON"),
     files("tokenizer_config.json cut", replaced("tokenizer_config.json", "{"), "tokenizer_config.json: not valid JSON"),
     files("stop token", replaced("generation_config.json", '{"eos_token_id": 99999}'), "eos_token_id=99999"),
     files("stop tokens", replaced("generation_config.json", '{"eos_token_id": ["</s>"]}'), "eos_token_id='</s>'"),
 ]
 
-COMMANDS = [
-    case
-    for act in (SFT, DRY, SERVE, CONVERT, PROFILE)
-    for case in (
-        setting("rope_theta", act=act, rope_theta=-1),
-        setting("num_key_value_heads", act=act, num_key_value_heads=0),
-        setting("eos_token_id", act=act, eos_token_id="x"),
-        setting("torch_dtype", act=act, torch_dtype="bogus"),
-    )
-]
+COMMANDS = [setting("rope_theta", act=act, rope_theta=-1) for act in (SFT, DRY, SERVE, CONVERT, PROFILE)]
 COMMANDS += [
     setting("tie_word_embeddings", act=act, tie_word_embeddings=True) for act in (SFT, SERVE, CONVERT, PROFILE)
 ]
 COMMANDS += [
     setting("quantization_config", act=CONVERT, quantization_config={"quant_method": "fp8"}),
     setting("quantization_config", act=DRY, quantization_config={"quant_method": "fp8"}),
-    setting("hidden_act", act=DRY, hidden_act="gelu"),
-    files("of two layers", configured(num_hidden_layers=2), "num_hidden_layers=2", act=CONVERT),
     files("of two layers", configured(num_hidden_layers=2), "num_hidden_layers=2", act=SERVE),
     files("without tokenizer", without_tokenizer, "no tokenizer", act=SFT),
-    Case("ranks 0", DRY + " --ranks 0", ("--ranks 0", "from 1 to 16384"), directory(lambda model: None)),
-    Case("ranks 1e9", DRY + " --ranks 1000000000", ("--ranks 1000000000", "16384"), directory(lambda model: None)),
-    Case("ranks x", DRY + " --ranks x", ("--ranks", "'x'"), directory(lambda model: None)),
 ]
 
 CASES = VALUES + IGNORED_TODAY + WEIGHTS + FILES + COMMANDS

@@ -7,8 +7,7 @@ import torch
 import transformers
 from weight_oracles import mimo_checkpoint
 
-from megatron_rlspec.models.hf_files import CheckpointError, check, read_hf, write_hf
-from megatron_rlspec.models.names import name_table
+from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_hf
 
 
 @pytest.fixture
@@ -24,7 +23,6 @@ def test_round_trip_single_and_sharded(tmp_path, checkpoint, shard_bytes):
     assert again == config and set(lazy) == set(tensors)
     assert all(torch.equal(lazy[name], tensor) for name, tensor in tensors.items())
     assert lazy.shape("lm_head.weight") == (128, 64)
-    check(name_table(config), lazy)
     shards = list((tmp_path / "out").glob("model-*.safetensors"))
     assert (len(shards) > 1) == (shard_bytes == 100_000)
 
@@ -74,7 +72,7 @@ def test_defects_on_disk(tmp_path, checkpoint):
     with pytest.raises(CheckpointError, match="model-00002-of-00008.safetensors: truncated or not safetensors"):
         read_hf(tmp_path / "a")
     shard.unlink()
-    with pytest.raises(CheckpointError, match="no such file, though model.safetensors.index.json names it"):
+    with pytest.raises(CheckpointError, match="model-00002-of-00008.safetensors: no such file"):
         read_hf(tmp_path / "a")
     (tmp_path / "a" / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="config.json: not valid JSON"):
@@ -97,20 +95,3 @@ def test_an_index_with_more_tensors_than_the_files_is_refused(tmp_path, checkpoi
     index.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="lacks model.ghost.weight, which model.safetensors.index.json places"):
         read_hf(tmp_path / "a")
-
-
-def test_models_that_cannot_be_trained(tmp_path, checkpoint):
-    config, tensors = checkpoint
-    family = name_table(config)
-    plain = {name: t for name, t in tensors.items() if "mtp" not in name}
-    write_hf(tmp_path / "plain", config, plain)
-    lazy = read_hf(tmp_path / "plain")[1]
-    with pytest.raises(CheckpointError, match="lacks 16 of the drafter's 16 tensors, such as model.mtp_layers.0"):
-        check(family, lazy)
-    check(family, lazy, drafter=False)
-    with pytest.raises(CheckpointError, match="no MTP layer: num_nextn_predict_layers is 0 or missing"):
-        check(name_table({**config, "num_nextn_predict_layers": 0}), lazy)
-    with pytest.raises(CheckpointError, match=r"embed_tokens.weight has 128 rows, but config.json says vocab_size=130"):
-        check(name_table({**config, "vocab_size": 130}), lazy, drafter=False)
-    with pytest.raises(CheckpointError, match="lacks model.layers.4.input_layernorm.weight, .* and 9 more tensors"):
-        check(name_table({**config, "num_hidden_layers": 5}), lazy, drafter=False)

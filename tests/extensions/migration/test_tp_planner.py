@@ -43,9 +43,8 @@ def loads(*groups: list[int], prompt=100, waiting=0) -> list[Load]:
     ]
 
 
-@pytest.mark.parametrize("remaining", ["cap", "survival"])
-def test_few_samples_get_a_larger_size_and_many_do_not(remaining):
-    plan = planner(remaining=remaining)
+def test_few_samples_get_a_larger_size_and_many_do_not():
+    plan = planner()
     few = plan.decide(loads([4000], [], [], []), 2, Lengths(), 16384)
     assert few is not None and few.tp == 8 and few.groups == (("0-000",),)
     assert few.stay_ms == pytest.approx(12384 * 15.37, rel=0.02)
@@ -66,10 +65,8 @@ def test_contexts_grow_until_the_end():
 
 def test_what_dealing_would_save_is_no_reason_to_change():
     gathered, dealt = loads([4000] * 8, [], [], []), loads(*[[4000] * 2] * 4)
-    for remaining in ("cap", "survival"):
-        plan = planner(remaining=remaining)
-        one, other = (plan.decide(situation, 2, Lengths(), 16384).stay_ms for situation in (gathered, dealt))
-        assert one == pytest.approx(other) if remaining == "survival" else one > other * 1.1
+    one, other = (planner().decide(situation, 2, Lengths(), 16384).stay_ms for situation in (gathered, dealt))
+    assert one == pytest.approx(other)
 
 
 def test_many_samples_at_a_large_size_go_back():
@@ -82,13 +79,12 @@ def test_the_last_few_tokens_do_not_pay_for_a_change():
     assert planner().decide(loads([16000], [], [], []), 2, Lengths(), 16384) is None
 
 
-def test_lengths_that_end_soon_do_not_pay_where_the_cap_says_they_do():
-    """PAT's bound overstates the benefit: all its samples run to the cap."""
+def test_lengths_that_end_soon_do_not_pay_where_others_do():
     lengths = Lengths()
     lengths.observe(list(range(300, 500, 2)), [False] * 100)
     situation = loads([290], [250], [260], [270])
-    assert planner(remaining="cap").decide(situation, 2, lengths, 16384) is not None
-    assert planner(remaining="survival").decide(situation, 2, lengths, 16384) is None
+    assert planner().decide(situation, 2, Lengths(), 16384) is not None
+    assert planner().decide(situation, 2, lengths, 16384) is None
 
 
 def test_the_cheaper_way_brings_the_samples_over():

@@ -18,7 +18,6 @@ from megatron_rlspec.extensions.migration.plans.rebalance import How, Rebalancer
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.types import Held, Load, Move, SpecConfig
 
-Remaining = Literal["cap", "survival"]
 POINTS = 65  # of the time axis on which a drain is summed
 
 
@@ -106,10 +105,11 @@ class TPPlanner:
     candidates  speculative configurations; the fastest one counts in every situation
     rates       acceptance by depth, as in `expected_tokens`
     ranks       that the engines have together; a size t makes ranks / t engines
-    remaining   "cap" is PAT's algorithm 1: all samples run to the cap, and any predicted saving counts. "survival"
-                takes the time from the lengths seen so far, and asks for a saving of `gain` of it against engines of
-                today's size with evenly dealt samples: a saving by dealing belongs to the rebalancer. So a change is
-                not followed by its reverse before the situation changes
+    gain        least share of the remaining time that a change must save, against engines of today's size with evenly
+                dealt samples: a saving by dealing belongs to the rebalancer. So a change is not followed by its
+                reverse before the situation changes
+
+    The time comes from the lengths seen so far. (PAT's algorithm 1 has all samples run to the cap, and changes more.)
 
     Raises CostTableError for a table without two sizes that divide the ranks.
     """
@@ -122,7 +122,6 @@ class TPPlanner:
         costs: SwitchCosts,
         ranks: int,
         *,
-        remaining: Remaining = "survival",
         gain: float = 0.05,
     ) -> None:
         self.sizes = tuple(tp for tp in table.tps if ranks % tp == 0)
@@ -133,7 +132,6 @@ class TPPlanner:
             )
         self.costs = costs
         self.ranks = ranks
-        self.remaining = remaining
         self.gain = gain
         self._known = {tp: [c for c in candidates if c in table.configs(tp)] for tp in self.sizes}
         for tp, configs in self._known.items():
@@ -161,7 +159,7 @@ class TPPlanner:
             return None  # with requests waiting it is not the tail
         seen = lengths.beside([held.context - held.prompt for held in everybody])
         drains = {held.id: self._drain(held, seen, cap) for held in everybody}
-        stay = self.finish(now if self.remaining == "cap" else deal(everybody, len(loads)), tp, drains)
+        stay = self.finish(deal(everybody, len(loads)), tp, drains)
         best: Change | None = None
         for other in self.sizes:
             if other == tp:
@@ -172,8 +170,7 @@ class TPPlanner:
             if best is None or finish < best.finish_ms:
                 ids = tuple(tuple(held.id for held in group) for group in groups)
                 best = Change(other, ids, how, stay, finish, cost)
-        margin = 0.0 if self.remaining == "cap" else self.gain
-        return best if best is not None and best.finish_ms < stay * (1 - margin) else None
+        return best if best is not None and best.finish_ms < stay * (1 - self.gain) else None
 
     def finish(self, groups: Sequence[Sequence[Held]], tp: int, drains: Mapping[str, Drain]) -> float:
         """Return the expected ms until the last sample of all groups has ended."""
@@ -211,7 +208,7 @@ class TPPlanner:
         most = max(cap - done, 0)
         times = np.linspace(0, cap, POINTS)
         runs = times < most
-        alive = runs.astype(float) if self.remaining == "cap" else np.where(runs, lengths.survival(done, times), 0.0)
+        alive = np.where(runs, lengths.survival(done, times), 0.0)
         return Drain(times, alive[None], held.context + np.minimum(times, most)[None])
 
 
