@@ -173,10 +173,7 @@ def with_tensor(content: bytes, name: str, **changes: int) -> bytes:
 PLACES = {
     "half of the bytes": {"kind": Kind.F16},
     "another width": {"kind": Kind.Q4_0},
-    "unaligned": {"offset": 1},
-    "the place of another": {"offset": 0},
     "wrapped": {"offset": 2**64 - 64},
-    "beyond the end": {"offset": 2**40},
     "no type": {"kind": 999},
 }
 
@@ -220,13 +217,8 @@ def test_a_file_that_goes_on_after_its_tensors_is_refused(small, tmp_path, capsy
         ({"rope": 0.0}, "rope_theta=0"),
         ({"words": [*WORDS, "more"]}, "31 tokens, but token_embd.weight has 30 rows"),
         ({"keys": [("add_float32", "llama.rope.scaling.factor", 4.0)]}, "llama.rope.scaling.factor is 4.0"),
-        ({"keys": [("add_rope_dimension_count", 4)]}, "llama.rope.dimension_count is 4; expected 16"),
-        ({"keys": [("add_value_length", 4)]}, "llama.attention.value_length is 4; expected 16"),
         ({"keys": [("add_sliding_window", 64)]}, "llama.attention.sliding_window is 64; expected 0"),
-        ({"keys": [("add_expert_count", 8)]}, "llama.expert_count is 8; expected 0"),
         ({"keys": [("add_causal_attention", False)]}, "llama.attention.causal is False; expected True"),
-        ({"keys": [("add_logit_scale", 0.25)]}, "llama.logit_scale is 0.25; expected 0 or 1"),
-        ({"keys": [("add_embedding_scale", 12.0)]}, "llama.embedding_scale is 12.0; expected 0 or 1"),
         ({"keys": [("add_uint16", "split.count", 2)]}, "split.count is 2; expected 0 or 1"),
         ({"keys": [("add_string", "general.type", "adapter")]}, "general.type is adapter; expected model"),
         ({"keys": [("add_float32", "llama.swing", 1.0)]}, "llama.swing is 1.0; this key is not read from GGUF"),
@@ -263,7 +255,7 @@ def test_values_that_are_not_finite_are_refused(small, tmp_path, capsys):
     assert "output_norm.weight holds NaN or infinite values" in refused(path, capsys)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_header_with_random_bytes_is_one_line_or_read(small, seed, tmp_path):
     """No length in the header makes the reader read beyond the file, or for ever."""
     path = write(tmp_path / "m.gguf", *small)

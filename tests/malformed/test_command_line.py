@@ -1,6 +1,5 @@
 """Commands themselves: names, arguments, ranks, rewards and cost tables, before anything starts."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,14 +45,10 @@ def table(name: str, text: str, *expects: str) -> Case:
 
 REWARDS = [
     reward("of no module", "", "No module named 'no_such'", kind="no_such:f"),
-    reward("of no function", "", "has no attribute 'f'"),
-    reward("of a number", "f = 3", "not a function"),
     reward("of an async function", "async def f(**given): ...", "async"),
     reward("with another signature", "def f(sample): return 1", "f(sample)", "prompt"),
-    reward("with one argument more", "def f(prompt, response, label, metadata, more): return 1", "more"),
     reward("that cannot be parsed", "def f(:", "SyntaxError"),
     reward("that raises", "raise OSError('no such thing')", "OSError: no such thing"),
-    reward("that exits", "raise SystemExit", "ended the process with exit code 0"),
     reward("that exits with 3", "import os; os._exit(3)", "ended the process with exit code 3"),
     reward(
         "that closes every file", "import os; os.closerange(3, 4096)\ndef f(**given): return 1", "ended the process"
@@ -63,10 +58,8 @@ REWARDS = [
 
 TABLES = [
     Case("cost table missing", TRAIN + "--spec.cost_table no.json", ("no.json", "No such file"), run_with()),
-    Case("cost table a directory", TRAIN + "--spec.cost_table model", ("model", "directory"), run_with()),
     table("empty", "", "not valid JSON"),
     table("{}", "{}", "not a cost table"),
-    table("of another schema", json.dumps({"schema": "x", "version": 1}), "not a cost table"),
 ]
 
 COMMANDS = [
@@ -75,7 +68,6 @@ COMMANDS = [
     Case("sft of a model", "sft --model.path m", ("sft.path is empty", ".jsonl")),
     Case("dry run of no model", "train --dry-run --model.path no --data.path d", ("no: no such directory",)),
     Case("ranks of text", "train --dry-run --ranks two", ("--ranks", "'two'")),
-    Case("ranks of nothing", "train --dry-run --ranks", ("--ranks", "expected one argument")),
     Case("ranks 1e9", "train --dry-run --ranks 1000000000", ("--ranks 1000000000", "16384")),
     Case("ranks of torchrun", "train --ranks 4", ("--ranks 4", "torchrun started 1"), environment=TORCHRUN),
     Case("ranks of answers", "answer --ranks 2", ("unknown option ranks",)),

