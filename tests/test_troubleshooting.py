@@ -78,7 +78,3 @@ def test_the_page_has_every_kind_of_event():
     text = (DOCS / PAGE).read_text()
     assert len(kinds()) >= 9
     assert not [kind for kind in kinds() if f"\n[{kind}] " not in text]
-
-
-def test_the_page_has_25_symptoms():
-    assert len(EXAMPLES) + len(blocks(PAGE, "text")) >= 25

@@ -1,4 +1,4 @@
-"""Names and parameters of Megatron and slime that this package uses, and a check that a source tree has them.
+"""Names and parameters of slime that this package uses, and a check that a source tree has them.
 
 Signatures are read from the source without importing it, so that several versions can be compared.
 """
@@ -14,73 +14,6 @@ from pathlib import Path
 
 Read = Callable[[str], str | None]  # dotted module name -> its source; None where there is no such module
 
-SCHEDULE = (
-    "forward_step_func",
-    "data_iterator",
-    "model",
-    "num_microbatches",
-    "seq_length",
-    "micro_batch_size",
-    "forward_only",
-)
-# What train/ uses of Megatron besides the functions that it calls by name: methods that it overrides or calls on
-# objects, and the fields of layer specs. Listed parameters are those passed by name.
-MEGATRON: dict[str, tuple[str, ...]] = {
-    "megatron.core.models.gpt.gpt_model.GPTModel": ("transformer_layer_spec", "pre_process", "post_process"),
-    "megatron.core.models.gpt.gpt_model.GPTModel.forward": ("packed_seq_params",),
-    "megatron.core.models.gpt.gpt_model.GPTModel._postprocess": ("hidden_states",),
-    "megatron.core.models.gpt.gpt_model.GPTModel.shared_embedding_or_output_weight": (),
-    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionBlock": ("config", "spec"),
-    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionBlockSubmodules": ("layer_specs",),
-    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayerSubmodules": (
-        "enorm",
-        "hnorm",
-        "layer_norm",
-    ),
-    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer._proj_and_transformer_layer": (
-        "hidden_states",
-        "decoder_input",
-        "packed_seq_params",
-    ),
-    "megatron.core.transformer.multi_token_prediction.get_mtp_layer_spec": ("use_transformer_engine",),
-    "megatron.core.transformer.transformer_block.TransformerBlockSubmodules": ("layer_specs", "layer_norm"),
-    "megatron.core.transformer.transformer_layer.TransformerLayerSubmodules": (
-        "input_layernorm",
-        "self_attention",
-        "pre_mlp_layernorm",
-        "mlp",
-    ),
-    "megatron.core.transformer.attention.SelfAttentionSubmodules": ("core_attention", "q_layernorm", "k_layernorm"),
-    "megatron.core.transformer.mlp.MLPSubmodules": ("activation_func",),
-    "megatron.core.transformer.moe.moe_layer.MoESubmodules": ("experts", "shared_experts"),
-    "megatron.core.transformer.moe.router.TopKRouter._apply_expert_bias": (),
-    "megatron.core.transformer.moe.router.TopKRouter.attach_and_log_load_balancing_loss": (),
-    "megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining": SCHEDULE,
-    "megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving": SCHEDULE,
-    "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.get_states": (),
-    "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.set_states": ("states",),
-    "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.reset": (),
-    "megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups": (
-        "param_groups",
-        "per_model_buffers",
-        "model_parallel_group",
-        "data_parallel_group",
-        "intra_dist_opt_group",
-    ),
-    "megatron.core.parallel_state.get_expert_data_parallel_group": ("partial_expert_data_parallel",),
-    "megatron.core.parallel_state.get_expert_data_parallel_group_gloo": ("partial_expert_data_parallel",),
-    "megatron.core.parallel_state.get_expert_tensor_and_model_parallel_group": (),
-    "megatron.core.parallel_state.get_expert_tensor_model_pipeline_parallel_group": (),
-    "megatron.core.optimizer.optimizer.MegatronOptimizer.get_grad_norm": (),
-    "megatron.core.optimizer.optimizer.MegatronOptimizer.get_parameters": (),
-    "megatron.core.optimizer.optimizer.MegatronOptimizer.prepare_grads": (),
-    "megatron.core.optimizer.optimizer.MegatronOptimizer.reload_model_params": (),
-    "megatron.core.optimizer.optimizer.MegatronOptimizer.step_with_ready_grads": (),
-    "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.finish_grad_sync": (),
-    "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.zero_grad_buffer": (),
-    "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads": ("model", "config"),
-    "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32": ("parameters", "max_norm", "total_norm"),
-}
 # What the hooks of integrations/slime replace and call.
 _SLIMES_UPDATES = "slime.backends.megatron_utils.update_weight.update_weight"
 SLIME: dict[str, tuple[str, ...]] = {

@@ -90,9 +90,8 @@ def test_broken_lists_missing_names():
     assert broken == "not found: top.a.maybe(y); top.a.gone (no gone in top.a)"
 
 
-@pytest.mark.parametrize("contract", [contracts.MEGATRON, CONTRACTS["0.5.23"]], ids=["megatron", "sglang"])
-def test_what_is_installed_keeps_its_contract(contract):
-    assert contracts.broken(contract) is None
+def test_what_is_installed_keeps_its_contract():
+    assert contracts.broken(CONTRACTS["0.5.23"]) is None
 
 
 @pytest.mark.slime
@@ -101,7 +100,15 @@ def test_slime_keeps_its_contract():
     assert contracts.broken(contracts.SLIME, contracts.installed([os.environ["RLSPEC_SLIME"]])) is None
 
 
-@pytest.mark.parametrize("dotted", sorted(contracts.MEGATRON))
+@pytest.mark.parametrize(
+    "dotted",
+    [
+        "megatron.core.models.gpt.gpt_model.GPTModel",
+        "megatron.core.transformer.attention.SelfAttentionSubmodules",
+        "megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups",
+        "megatron.core.optimizer.optimizer.MegatronOptimizer.get_grad_norm",
+    ],
+)
 def test_reading_sees_what_importing_sees(dotted):
     found = inspect.signature(pkgutil.resolve_name(dotted)).parameters
     wanted = [(p.name, p.kind, p.default is p.empty) for p in found.values() if p.name != "self"]

@@ -10,13 +10,15 @@ does not have are recorded as null, what is no function or class as "".
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import contracts
 import sglang_names
-from megatron_calls import Call, calls_within, show
 
 from megatron_rlspec.extensions.migration.sglang import kv_tree
 from megatron_rlspec.rollout.sglang.scheduler import versions
@@ -25,6 +27,16 @@ RECORD = Path(__file__).with_name("sglang_signatures.json")
 ROOM = Path(versions.__file__).parents[1]
 MIGRATION = Path(kv_tree.__file__).parent
 SOURCES = [file for room in (ROOM, MIGRATION) for file in sorted(room.rglob("*.py")) if file.name != "versions.py"]
+
+
+class Call(NamedTuple):
+    """`partial` where arguments are unpacked, so that only those seen can be checked."""
+
+    dotted: str
+    positional: int
+    keywords: tuple[str, ...]
+    partial: bool
+    where: str
 
 
 def calls(version: str) -> list[Call]:
@@ -42,6 +54,55 @@ def calls(version: str) -> list[Call]:
 def recorded_names() -> list[str]:
     named = {call.dotted for version in versions.KNOWN for call in calls(version)}
     return sorted(named.union(sglang_names.contract(sglang_names.MIGRATION), *sglang_names.CONTRACTS.values()))
+
+
+def calls_within(tree: ast.AST, source: Path, package: str) -> Iterator[Call]:
+    """Yield the calls of names that the tree imports from `package`, such as "sglang."."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package):
+            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    added: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and any(isinstance(b, ast.Name) and b.id in known for b in node.bases):
+            base = next(known[b.id] for b in node.bases if isinstance(b, ast.Name) and b.id in known)
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "super().__init__":
+                    yield _call(base, inner, source, set())
+            if not any(isinstance(s, ast.FunctionDef) and s.name == "__init__" for s in node.body):
+                known[node.name] = base
+                added[node.name] = {s.target.id for s in node.body if isinstance(s, ast.AnnAssign)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            first, *rest = ast.unparse(node.func).split(".")
+            if first in known and "(" not in "".join(rest):  # methods of results stand in sglang_names
+                yield _call(".".join([known[first], *rest]), node, source, added.get(first, set()))
+
+
+def _call(dotted: str, node: ast.Call, source: Path, ours: set[str]) -> Call:
+    unpacked = any(isinstance(a, ast.Starred) for a in node.args) or any(k.arg is None for k in node.keywords)
+    positional = sum(not isinstance(a, ast.Starred) for a in node.args)
+    keywords = tuple(k.arg for k in node.keywords if k.arg and k.arg not in ours)
+    return Call(dotted, positional, keywords, unpacked, f"{source.name}:{node.lineno}")
+
+
+def binds(call: Call, found: inspect.Signature) -> str | None:
+    """Return why the call does not fit; None if it does."""
+    try:
+        (found.bind_partial if call.partial else found.bind)(*[...] * call.positional, **dict.fromkeys(call.keywords))
+    except TypeError as error:
+        return f"{call.where}: {call.dotted}: {error}"
+    return None
+
+
+def parse(text: str) -> inspect.Signature:
+    """Parse a recorded signature."""
+    (function,) = ast.parse(f"def f{text}: ...").body
+    return contracts.signature("m.f", {"m": ast.unparse(function)}.get)
+
+
+def show(found: inspect.Signature) -> str:
+    return str(found).replace("Ellipsis", "...")
 
 
 def record(folders: dict[str, str]) -> dict[str, dict[str, str | None]]:

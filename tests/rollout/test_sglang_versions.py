@@ -7,8 +7,7 @@ import re
 import contracts
 import pytest
 import sglang_calls
-from megatron_calls import binds, parse, show
-from sglang_calls import calls, recorded_names
+from sglang_calls import Call, binds, calls, parse, recorded_names, show
 from sglang_names import CONTRACTS
 
 from megatron_rlspec.rollout.sglang.scheduler import versions
@@ -107,3 +106,17 @@ def test_a_version_that_no_test_has_seen_is_taken_with_a_warning(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "rlspec: SGLang 0.6.1 is later than 0.5.23, the latest version with which this was tested"
     ]
+
+
+CANNOT = [
+    (Call("m.f", 2, (), False, "x.py:1"), "too many positional"),
+    (Call("m.f", 1, ("gone",), False, "x.py:1"), "unexpected keyword argument 'gone'"),
+    (Call("m.f", 0, ("b",), False, "x.py:1"), "missing a required argument: 'a'"),
+    (Call("m.f", 0, ("gone",), True, "x.py:1"), "unexpected keyword argument 'gone'"),
+]
+
+
+@pytest.mark.parametrize(("call", "part"), CANNOT)
+def test_a_call_that_does_not_bind_is_detected(call, part):
+    assert part in binds(call, parse("(a, *, b=...)"))
+    assert binds(call._replace(positional=1, keywords=("b",)), parse("(a, *, b=...)")) is None
