@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
+from megatron_rlspec.texts import first_line
+
 PREFIX = "reasoning_gym:"
 KEY = "reasoning_gym"  # in a prompt's metadata
 
@@ -48,7 +50,7 @@ def rows(path: str, level: int | None = None) -> Iterator[tuple[str, dict[str, A
             entry = dataset[index]
             reward = dataset.score_answer(entry["answer"], dataset[index]) if index == 0 else 1.0
         except Exception as error:  # a task's own code can raise any error
-            raise TaskError(f"{where}: {type(error).__name__}: {_line(error)}") from None
+            raise TaskError(f"{where}: {type(error).__name__}: {first_line(error)}") from None
         if entry["answer"] is None or reward != 1.0:
             raise TaskError(
                 f"{where}: the task has no answer of its own that its score accepts (reward {reward:g}); "
@@ -143,7 +145,7 @@ def _dataset(path: str, task: str, options: Mapping[str, Any]) -> Any:
         raise
     except (TypeError, ValueError, AssertionError) as error:
         known = ", ".join(["level", *config.__dataclass_fields__])
-        raise TaskError(f"{path}: {_line(error)}; the options of {task} are {known}") from None
+        raise TaskError(f"{path}: {first_line(error)}; the options of {task} are {known}") from None
 
 
 def _curriculum(path: str, task: str) -> Any:
@@ -163,7 +165,3 @@ def _registered(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{path}: the package {error.name} is not installed; `pip install megatron_rlspec[tasks]` installs it"
         ) from None
     return DATASETS, CURRICULA
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

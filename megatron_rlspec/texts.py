@@ -27,6 +27,11 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {shown(error, str)}".removesuffix(": ")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's error, at most 200 characters; the name of its type if it has no text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 class StopStrings:
     """Finds where a stop string ends a response: at the first token after which its text contains one of the strings.
 

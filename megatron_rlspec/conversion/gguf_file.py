@@ -21,6 +21,7 @@ from megatron_rlspec.models.directory import expected_shape
 from megatron_rlspec.models.hf_files import write_json
 from megatron_rlspec.models.names import NameTable
 from megatron_rlspec.models.tensor_file import CheckpointError
+from megatron_rlspec.texts import first_line
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,7 +84,7 @@ def write_small_files(path: Path, header: Header, directory: Path, dtype: str) -
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
         tokenizer.save_pretrained(directory)
     except Exception as error:  # a file with other metadata than expected raises errors of any kind there
-        raise CheckpointError(f"{path}: Transformers cannot read its tokenizer ({_first_line(error)})") from None
+        raise CheckpointError(f"{path}: Transformers cannot read its tokenizer ({first_line(error)})") from None
 
 
 def config_of(path: Path, header: Header) -> dict[str, Any]:
@@ -196,8 +197,3 @@ class GgufTensors(Mapping[str, Tensor]):
 def _unpermuted(tensor: Tensor, heads: int) -> Tensor:
     """Undo the order of a head's channels (0, D/2, 1, D/2 + 1, ...) in rows `[heads * D, ...]`."""
     return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]

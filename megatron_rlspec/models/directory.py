@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_rlspec import files
 from megatron_rlspec.models.config import SCHEMAS, ModelConfigError, Shared, check_config
+from megatron_rlspec.texts import shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -170,7 +171,7 @@ def _headers_of(file: Path) -> Iterator[tuple[str, Header]]:
                 about = opened.get_slice(name)
                 yield name, Header(file.name, tuple(about.get_shape()), about.get_dtype())
     except (SafetensorError, OSError, ValueError) as error:
-        raise ModelConfigError(f"{file}: truncated or not safetensors ({' '.join(str(error).split())[:200]})") from None
+        raise ModelConfigError(f"{file}: truncated or not safetensors ({shown(error, str)})") from None
 
 
 def _check_weights(directory: Path, config: Mapping[str, Any], typed: Shared, *, drafter: bool) -> None:

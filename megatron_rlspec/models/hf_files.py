@@ -17,6 +17,7 @@ from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import ModelConfigError
 from megatron_rlspec.models.directory import INDEX, SINGLE, no_checkpoint, read_headers
 from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
+from megatron_rlspec.texts import shown
 
 SHARD_BYTES = 5_000_000_000  # of a file of tensors, about: Transformers' own habit
 # Everything but weights that a reader of the new checkpoint needs from the old one.
@@ -219,7 +220,7 @@ def check_companions(source: Path) -> None:
             try:
                 Tokenizer.from_file(str(file))
             except Exception as error:  # the library raises nothing narrower
-                raise CheckpointError(f"{file}: no tokenizer: {' '.join(str(error).split())[:200]}") from None
+                raise CheckpointError(f"{file}: no tokenizer: {shown(error, str)}") from None
 
 
 def _check_text(file: Path) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.push.fingerprint import fingerprint
+from megatron_rlspec.texts import shown
 
 CHECKSUMS = "rlspec.checksums"  # key in a file's metadata
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -113,7 +114,7 @@ class TensorFile(Mapping[str, Tensor]):
         try:
             tensor = self._file.get_tensor(name)
         except (SafetensorError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{self.path}: {name} cannot be read: {_line(error)}") from None
+            raise CheckpointError(f"{self.path}: {name} cannot be read: {shown(error, str)}") from None
         return verify(tensor, self._checksums.get(name), f"{self.path}: {name}")
 
     def __contains__(self, name: object) -> bool:
@@ -143,7 +144,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: truncated or not safetensors ({_line(error)})") from None
+        raise CheckpointError(f"{path}: truncated or not safetensors ({shown(error, str)})") from None
 
 
 def _checksums(path: Path, text: str | None) -> dict[str, str]:
@@ -156,7 +157,3 @@ def _checksums(path: Path, text: str | None) -> dict[str, str]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: its checksums are not a JSON object: the file is damaged")
     return found
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

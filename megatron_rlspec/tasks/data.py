@@ -24,6 +24,7 @@ from megatron_rlspec import reasoning_gym as environments
 from megatron_rlspec.config import Config, DataConfig
 from megatron_rlspec.config.base import first_mistake, shown
 from megatron_rlspec.tasks.order import DataError, Order
+from megatron_rlspec.texts import first_line
 from megatron_rlspec.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # the tokenizers library raises plain Exception for a file it cannot read
-        raise DataError(f"{path}: no tokenizer that Transformers can load ({_first_line(error)})") from None
+        raise DataError(f"{path}: no tokenizer that Transformers can load ({first_line(error)})") from None
     if not tokenizer("1 + 1 =", add_special_tokens=False)["input_ids"]:
         raise DataError(f"{path}: the tokenizer returns no tokens for '1 + 1 ='; expected all files of the tokenizer")
     return tokenizer
@@ -181,7 +182,7 @@ def read_rows(path: str | Path, level: int | None = None) -> Iterator[tuple[str,
             raise DataError(f"{path}: expected a regular file, found a {files.kind(mode)}")
         yield from readers[path.suffix](path)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or _first_line(error)}") from None
+        raise DataError(f"{path}: {error.strerror or first_line(error)}") from None
 
 
 def check_prompts(path: str | Path, options: DataConfig) -> None:
@@ -342,7 +343,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except DataError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path}: truncated or not Parquet ({_first_line(error)})") from None
+        raise DataError(f"{path}: truncated or not Parquet ({first_line(error)})") from None
 
 
 Utf8 = Annotated[
@@ -412,7 +413,7 @@ def _render_chat(
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program, and can raise any error
-        raise DataError(f"{where}: the chat template refuses the messages: {_first_line(error)}") from None
+        raise DataError(f"{where}: the chat template refuses the messages: {first_line(error)}") from None
 
 
 def _ids(where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
@@ -468,7 +469,3 @@ def _require(path: str | Path, kept: Sequence[Any], dropped: int, what: str) -> 
     if not kept:
         reason = f"all {dropped} rows are longer" if dropped else "the file has no rows"
         raise DataError(f"{path}: no {what}; {reason}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_rlspec import noise
 from megatron_rlspec.rollout.sglang.cpu.attention import decode_attention_cpu, extend_attention_cpu
 
 
@@ -172,44 +173,9 @@ def copy_all_layer_kv_cache_cpu(
             ctypes.memmove(address + to * stride, row, stride)
 
 
-def _rotate(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x << bits) | _shift(x, 32 - bits)
-
-
-def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift int32 to the right and fill with zeros."""
-    return (x >> bits) & ((1 << (32 - bits)) - 1)
-
-
-def _int32(value: int) -> int:
-    return value - (1 << 32) if value >= 1 << 31 else value
-
-
-def _scramble(key: torch.Tensor) -> torch.Tensor:
-    return _rotate(key * _int32(0xCC9E2D51), 15) * _int32(0x1B873593)
-
-
-def _absorb(state: torch.Tensor, scrambled: torch.Tensor) -> torch.Tensor:
-    return _rotate(state ^ scrambled, 13) * 5 + _int32(0xE6546B64)
-
-
 def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Hash (seed, position, column) by MurmurHash3: seed [N] int64, positions [N], columns [V] -> [N, V] uint32.
-
-    The algorithm multiplies modulo 2^32, as int32 does. The seed counts as two blocks, low half first.
-    """
-    seed = seed.view(torch.int64)
-    state = torch.zeros(len(seed), dtype=torch.int32)
-    for block in (seed, seed >> 32, positions.view(torch.int64)):
-        state = _absorb(state, _scramble(block.to(torch.int32)))
-    state = _absorb(state[:, None], _scramble(columns.to(torch.int32))[None])
-    state ^= 16
-    state ^= _shift(state, 16)
-    state *= _int32(0x85EBCA6B)
-    state ^= _shift(state, 13)
-    state *= _int32(0xC2B2AE35)
-    state ^= _shift(state, 16)
-    return state.view(torch.uint32)
+    """Hash (seed, position, column): seed [N] int64, positions [N], columns [V] -> [N, V] uint32; see `noise`."""
+    return noise.murmur3(seed.view(torch.int64), positions.view(torch.int64), columns).view(torch.uint32)
 
 
 # What SGLang imports from `sgl_kernel`, and what it calls through `torch.ops.sgl_kernel`.
