@@ -26,7 +26,6 @@ from rich.progress import track
 from megatron_rlspec import arguments, files
 from megatron_rlspec.config.base import ConfigError, Count, Positive, Section, Text, Tokens
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts
-from megatron_rlspec.extensions.simulator import ablation
 from megatron_rlspec.extensions.simulator.cluster import Cluster, Policies, Simulation, Workload
 from megatron_rlspec.extensions.simulator.hardware import ModelSizes, hardware_table
 from megatron_rlspec.extensions.simulator.run_engines import Trace
@@ -55,6 +54,7 @@ example, cluster.toml:
   rlspec simulate cluster.toml --policies off,k3,adaptive,adaptive+in_flight,adaptive+kv
 """
 Share = Annotated[float, Field(ge=0, le=1)]
+RESAMPLES = 2000  # of the bootstrap
 Duration = Annotated[float, Field(ge=0, le=1e6)]
 Rates = Annotated[tuple[Share, ...], Field(min_length=1, max_length=64)]
 
@@ -209,20 +209,36 @@ class Outcome:
         return float(np.mean([len(trace.moves) for trace in self.traces]))
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """A mean over seeds, with the bounds of its 95 % bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Ratio:
+        drawn = np.random.default_rng(0).choice(np.asarray(values), (RESAMPLES, len(values))).mean(1)
+        low, high = np.quantile(drawn, (0.025, 0.975))
+        return cls(float(np.mean(values)), float(low), float(high))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print. Raises ConfigError, CostTableError and FileError, which `rlspec` prints as one line."""
     args = parser().parse_args(argv)
     config = read(args.config)
     reads = {"the configuration": args.config, "its cost table": config.cluster.table or None}
     files.check_outputs({"--json": args.json}, reads)
-    names = args.policies.split(",") if not args.ablation else ablation.policies()
+    names = args.policies.split(",")
     if len(set(names)) < len(names):
         raise ConfigError(f"--policies {args.policies}: expected each policy once")
     policies = {name: policy(name, config) for name in names}
     found = {label: compare(changed, policies, args.seeds) for label, changed in sweep(config, args.sweep).items()}
     print(report(config, found))
-    if args.ablation:
-        print(ablation.table({name: [run.seconds for run in runs] for name, runs in found[""].items()}))
     if args.json:
         files.write_output(args.json, json.dumps(summary(config, found), indent=1) + "\n")
         print(f"wrote {args.json}")
@@ -389,7 +405,7 @@ def table(label: str, found: Mapping[str, Sequence[Outcome]]) -> list[str]:
     first, baseline = next(iter(found.items()))
     rows = [(label, "seconds", "tokens/s", f"times {first}", "generating", "busy", "moves", "tp")]
     for name, runs in found.items():
-        ratio = ablation.Ratio.of([base.seconds / run.seconds for base, run in zip(baseline, runs, strict=True)])
+        ratio = Ratio.of([base.seconds / run.seconds for base, run in zip(baseline, runs, strict=True)])
         seconds, rate, share, busy, moves = (
             float(np.mean([getattr(run, field) for run in runs]))
             for field in ("seconds", "tokens_per_second", "share", "busy", "moves")
@@ -456,9 +472,7 @@ def parser() -> arguments.Parser:
     )
     add("--seeds", type=arguments.integer(1, 1000), default=5, help="rollouts of each policy (default 5)")
     add("--sweep", default="", metavar="SECTION.OPTION=A,B", help="what if: repeat it with these values of an option")
-    add("--ablation", action="store_true", help="what each paper's parts are worth, alone and once the others are on")
     add("--json", type=Path, metavar="FILE", help="write the result here")
-    p.excludes("--ablation", "--policies --sweep")
     return p
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_rlspec.commands import simulate
-from megatron_rlspec.commands.simulate import SimulationConfig
-from megatron_rlspec.extensions.simulator.ablation import Ratio
+from megatron_rlspec.commands.simulate import Ratio, SimulationConfig
 from megatron_rlspec.extensions.simulator.cluster import Policies
 from megatron_rlspec.speculation.cost_table import CostTable
 

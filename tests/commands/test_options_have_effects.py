@@ -48,7 +48,6 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         "--policies": ("c.toml --seeds 1 --policies off", "--policies k3"),
         "--seeds": ("c.toml --policies off,k3 --seeds 2", "--seeds 3"),
         "--sweep": ("c.toml --policies off --seeds 1", "--sweep cluster.max_running=4,8"),
-        "--ablation": ("trained.toml --seeds 1", "--ablation"),
         "--json": ("c.toml --policies off --seeds 1", "--json o.json"),
     },
     "plan": {
@@ -148,7 +147,7 @@ SLOW: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 ELSEWHERE = {"--tolerance": "tests/commands/test_sweep.py: it depends on what is measured"}
-SECONDS = "simulate --ablation", "plan --train-seconds", "plan --wake-seconds", "plan --seeds", "doctor --gpu"
+SECONDS = "plan --train-seconds", "plan --wake-seconds", "plan --seeds", "doctor --gpu"
 TIMES = re.compile(r"\d+(\.\d+)?(e-?\d+)? ?(ms|s|%)|\d{4}-\d\d-\d\d|0x[0-9a-f]+")
 
 
@@ -157,7 +156,6 @@ def files(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write what the commands read: a cluster, cost tables, models, a run and prompts."""
     here = tmp_path_factory.mktemp("files")
     (here / "c.toml").write_text(CLUSTER)
-    (here / "trained.toml").write_text(CLUSTER + "[training]\nsteps = 1\n")
     hardware_table("H100", ModelSizes(7e9, 131_072.0, 32, 4096, 0.1), (1, 2)).save(here / "t.json")
     shutil.copytree(start / "model", here / "hf")
     config, tensors = mimo_checkpoint(num_nextn_predict_layers=0)

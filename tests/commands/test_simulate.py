@@ -89,7 +89,6 @@ def test_steps_are_compared_and_swept(cluster, capsys):
         (["--sweep", "cluster.engines=0"], "cluster.engines: Input should be greater than 0"),
         (["--sweep", "cluster.motors=3"], "cluster.motors: Extra inputs"),
         (["--sweep", "training.steps=3"], "no [training] section"),
-        (["--ablation"], "expected a [training] section"),
         (["--policies", "off,k2t2n4"], "k2t2n4: acceptance.sibling is missing, which chains do not record"),
         (["--policies", "k2t2n40"], "k2t2n40: num_draft_tokens=40, but"),
         (["--policies", "k3+batch"], "+batch is for trees"),

@@ -60,8 +60,6 @@ CASES = [
     ),
     option("--policies k99999999999", "expected off, k3, a tree"),
     option("--policies off,off", "expected each policy once"),
-    option("--ablation", "--policies has no effect with --ablation"),
-    Case("ablation and sweep", "simulate c.toml --ablation --sweep a.b=1", ("--sweep has no effect",), GOOD),
     Case("nested arrays", "simulate c.toml", ("c.toml: not TOML",), {"c.toml": "a = " + "[" * 100_000}),
     changed("engines = 3", "engines = 3\nsizes = [7]", "sizes holds 7, but engines=3 of tp=1 are 3 GPUs"),
     changed("engines = 3", "engines = 3\nmax_tokens = 10", "max_tokens=10 cannot hold one sample", "512"),

@@ -1,36 +1,21 @@
-"""What each part of three papers is worth: in its own paper's order, and as the last one, once all others are on.
+"""Simulate what each part of three papers is worth: in its own paper's order, and as the last one, with all others on.
+
+    python benchmarks/ablation.py examples/simulate/ablation.toml [--seeds N]
 
 RLHFSpec, figure 13: speculation, selection, reallocation. ReSpec, figure 14: distillation, adaptive server, overlap.
-PAT, figure 10: changes of the tensor-parallel size.
+PAT, figure 10: changes of the tensor-parallel size. docs/papers.md has the table.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
+from megatron_rlspec.commands.simulate import Ratio, compare, policy, read
 
-RESAMPLES = 2000  # of the bootstrap
 ALL = "adaptive+kd+overlap+auto+tp"
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A mean over seeds, with the bounds of its 95 % bootstrap interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Ratio:
-        drawn = np.random.default_rng(0).choice(np.asarray(values), (RESAMPLES, len(values))).mean(1)
-        low, high = np.quantile(drawn, (0.025, 0.975))
-        return cls(float(np.mean(values)), float(low), float(high))
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 @dataclass(frozen=True)
@@ -74,3 +59,17 @@ def table(seconds: Mapping[str, Sequence[float]]) -> str:
         lines.append(f"| {part.name} | {alone} x | {last} x | {so_far} x |")
     lines.append(f"| all together | | | {ratio('off', ALL)} x |")
     return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--seeds", type=int, default=4)
+    args = parser.parse_args()
+    config = read(args.config)
+    runs = compare(config, {name: policy(name, config) for name in policies()}, args.seeds)
+    print(table({name: [run.seconds for run in found] for name, found in runs.items()}))
+
+
+if __name__ == "__main__":
+    main()
