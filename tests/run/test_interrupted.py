@@ -213,9 +213,7 @@ def leftovers(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("most", "name"), [(100_000, "policy-tensor0"), (120, "process.jsonl"), (8000, "checkpoints")]
-)
+@pytest.mark.parametrize(("most", "name"), [(100_000, "policy-tensor0"), (120, "process.jsonl"), (8000, "checkpoints")])
 def test_a_file_that_cannot_grow_is_reported_in_one_line_and_leaves_nothing(start, tmp_path, most, name):
     code, line = limited(start, tmp_path, most)
     assert code == 1 and "File too large" in line and name in line, line
