@@ -32,8 +32,9 @@ Limits of the table:
 - Rotary embeddings are plain, scaled as Llama 3.1's, or YaRN's, as Qwen2.5 and Qwen3 have it for long contexts
   (`rope_scaling` of type yarn, with `max_position_embeddings` as long as the context: neither trainer nor engine goes
   beyond it). `models/config.py` refuses what else changes a model's function.
-- DeepSeek-V3 is not trained. The logits of its policy and drafter were compared with
-  Transformers' in megatron-core's own classes.
+- DeepSeek-V3's latent attention is trained with any depth of the drafter, and compared with Transformers' layer at
+  depths 1 to 3. No engine runs it on a CPU, so no RL run with it took place here. Weights must not be quantised:
+  DeepSeek publishes FP8, Moonlight bfloat16.
 - Qwen3-Next and Qwen3.5 (text) are names and bytes. Only the projections of the delta net and of the gated attention
   were compared with Transformers' modules. megatron-core 0.16.1 has no delta net for packed sequences.
 - `LlamaForCausalLMEagle3` is the drafter of EAGLE-3, which has a directory of its own. Its targets in SGLang are the
@@ -63,7 +64,7 @@ FACTS = {
     "trained": Fact(
         lambda name, record: name in SCHEMAS,
         "the trainer's policy computes Transformers' log-probabilities after two steps, under exported names",
-        "`tests/train/test_model_parity.py`, `test_experts.py`",
+        "`tests/train/test_model_parity.py`, `test_experts.py`, `test_latent.py`",
     ),
     "pushed": Fact(
         lambda name, record: record.pushed,

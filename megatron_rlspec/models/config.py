@@ -153,6 +153,7 @@ class Trained(Shared):
     """Families that are trained: every setting is either implemented, or refused."""
 
     model_types: ClassVar[tuple[str, ...]] = ()
+    scalings: ClassVar[dict[Any, type[BaseModel]]] = SCALINGS
 
     intermediate_size: Size  # type: ignore[assignment]  # required in these families
     hidden_act: Literal["silu"] = Field("silu", description="other activations are not implemented")
@@ -201,7 +202,7 @@ class Trained(Shared):
 
     def _check_rope(self, key: str, rope: Mapping[str, Any]) -> None:
         stated = rope.get("rope_type", rope.get("type"))
-        scaling = SCALINGS.get(stated) if isinstance(stated, str) else None
+        scaling = self.scalings.get(stated) if isinstance(stated, str) else None
         if scaling is not None:
             try:
                 scaling.model_validate(dict(rope))
@@ -212,8 +213,9 @@ class Trained(Shared):
                 continue
             if name in ("rope_type", "type"):
                 if value != "default":
+                    *some, last = ("default", *self.scalings)
                     raise ValueError(
-                        f"{key}: rotary embedding of type {shown(value)}; expected default, llama3 or yarn"
+                        f"{key}: rotary embedding of type {shown(value)}; expected {', '.join(some)} or {last}"
                     )
             elif name == "rope_theta":
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e12:
@@ -347,8 +349,8 @@ class Qwen3Moe(WhollyRotated):
         return self
 
 
-class Glm4Moe(Trained):
-    model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
+class SigmoidExperts(Trained):
+    """GLM4-MoE and DeepSeek-V3: experts that a sigmoid and a bias choose."""
 
     num_experts_per_tok: Size | None = None
     first_k_dense_replace: Annotated[int, Field(ge=0, le=10_000)] = 0
@@ -356,13 +358,12 @@ class Glm4Moe(Trained):
     topk_group: Size = 1
     routed_scaling_factor: Number = 1.0
     norm_topk_prob: bool = True
-    use_qk_norm: bool = False
     scoring_func: Literal["sigmoid"] = "sigmoid"
     topk_method: Literal["noaux_tc"] = "noaux_tc"
     moe_layer_freq: Literal[1] = 1
 
     @model_validator(mode="after")
-    def _experts_fit(self) -> Glm4Moe:
+    def _experts_fit(self) -> SigmoidExperts:
         experts = self.n_routed_experts or 0
         chosen = self.num_experts_per_tok or 0
         if chosen > experts:
@@ -379,6 +380,61 @@ class Glm4Moe(Trained):
         return self
 
 
+class Glm4Moe(SigmoidExperts):
+    model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
+
+    use_qk_norm: bool = False
+
+
+class LatentYarnScaling(YarnScaling):
+    """`rope_scaling` of DeepSeek-V3."""
+
+    mscale: Annotated[float, Field(gt=0, le=100)]
+    mscale_all_dim: Annotated[float, Field(gt=0, le=100)]
+
+    @model_validator(mode="after")
+    def _no_magnitude(self) -> LatentYarnScaling:
+        if self.mscale != self.mscale_all_dim:
+            raise ValueError(
+                f"rope_scaling.mscale={self.mscale:g}: expected the same as mscale_all_dim={self.mscale_all_dim:g}"
+            )
+        return self
+
+
+class DeepseekV3(SigmoidExperts):
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) and experts."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
+    scalings: ClassVar[dict[Any, type[BaseModel]]] = {"yarn": LatentYarnScaling}
+
+    n_routed_experts: Size  # type: ignore[assignment]  # required here
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
+    qk_head_dim: Size | None = None
+    rope_interleave: Literal[True] = True
+    attention_bias: Literal[False] | None = Field(None, description="biases of latent attention are not implemented")
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> DeepseekV3:
+        whole = self.qk_nope_head_dim + self.qk_rope_head_dim
+        wanted = (
+            (self.groups, self.num_attention_heads, "num_key_value_heads", "num_attention_heads"),
+            (self.qk_head_dim or whole, whole, "qk_head_dim", "qk_nope_head_dim + qk_rope_head_dim"),
+            (self.head_dim or self.qk_rope_head_dim, self.qk_rope_head_dim, "head_dim", "qk_rope_head_dim"),
+        )
+        for found, size, key, other in wanted:
+            if found != size:
+                raise ValueError(f"{key}={found}: expected {other}, {size}")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim={self.qk_rope_head_dim}: expected an even number")
+        if self.v_head_dim > whole:
+            raise ValueError(f"v_head_dim={self.v_head_dim}: expected at most qk_nope_head_dim + qk_rope_head_dim")
+        return self
+
+
 SCHEMAS: dict[str, type[Shared]] = {
     "LlamaForCausalLM": Llama,
     "MiMoForCausalLM": MiMo,
@@ -386,6 +442,7 @@ SCHEMAS: dict[str, type[Shared]] = {
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
     "Glm4MoeForCausalLM": Glm4Moe,
+    "DeepseekV3ForCausalLM": DeepseekV3,
 }
 EAGLE3 = "LlamaForCausalLMEagle3"
 # config.json of a target with an EAGLE-3 drafter, in memory: the drafter's under this key, which no file has.
@@ -427,8 +484,6 @@ def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True)
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     schema = SCHEMAS.get(name)
-    if trained and "kv_lora_rank" in config:
-        raise ModelConfigError(f"config.json of {where}: kv_lora_rank: latent attention is converted, but not trained")
     if trained and name and schema is None:
         raise ModelConfigError(f"config.json of {where}: {refusal(name, 'trained', SCHEMAS)}")
     schema = (schema or Trained) if trained else Converted

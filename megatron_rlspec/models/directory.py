@@ -15,7 +15,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from megatron_rlspec import files
-from megatron_rlspec.models.config import SCHEMAS, ModelConfigError, Shared, check_config
+from megatron_rlspec.models.config import SCHEMAS, DeepseekV3, ModelConfigError, Shared, check_config
 from megatron_rlspec.texts import shown
 
 SINGLE = "model.safetensors"
@@ -285,12 +285,34 @@ def expected_shape(name: str, config: Shared) -> dict[str, int] | None:
         "input_proj": hidden | {"2 x hidden_size": 2 * config.hidden_size},
         "eh_proj": hidden | {"2 x hidden_size": 2 * config.hidden_size},
     }
+    if isinstance(config, DeepseekV3):
+        shapes |= _latent_attention(config)
     shape = shapes.get(part, hidden if part.endswith("norm") else None)
     if shape is None:
         return None
     if name.endswith((".bias", ".e_score_correction_bias")):
         return dict(list(shape.items())[:1])
     return shape
+
+
+def _latent_attention(config: DeepseekV3) -> dict[str, dict[str, int]]:
+    """Return the shapes of latent attention's tensors, by the last part of their names."""
+    heads, content, turned = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+    hidden = {"hidden_size": config.hidden_size}
+    low = {"q_lora_rank": config.q_lora_rank or 0}
+    latent = {"kv_lora_rank": config.kv_lora_rank}
+    queries = {"num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)": heads * (content + turned)}
+    up = {"num_attention_heads x (qk_nope_head_dim + v_head_dim)": heads * (content + config.v_head_dim)}
+    return {
+        "q_proj": queries | hidden,
+        "q_a_proj": low | hidden,
+        "q_a_layernorm": low,
+        "q_b_proj": queries | low,
+        "kv_a_proj_with_mqa": {"kv_lora_rank + qk_rope_head_dim": config.kv_lora_rank + turned} | hidden,
+        "kv_a_layernorm": latent,
+        "kv_b_proj": up | latent,
+        "o_proj": hidden | {"num_attention_heads x v_head_dim": heads * config.v_head_dim},
+    }
 
 
 def _mlp_width(name: str, config: Shared) -> dict[str, int]:

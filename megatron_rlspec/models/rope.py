@@ -21,6 +21,8 @@ class Rope:
     high      waves shorter than original / high tokens stay; those between are interpolated
     original  context length before the scaling, in tokens
     yarn      interpolate as YaRN does, by the index of the frequency; as Llama 3.1 does, by its wave length
+    mscale    YaRN of latent attention: the scores are multiplied by (0.1 · mscale · ln factor + 1)², cosine and sine by
+              nothing; 0: not stated
     """
 
     base: float = 10000.0
@@ -29,6 +31,7 @@ class Rope:
     high: float = 4.0
     original: int = 8192
     yarn: bool = False
+    mscale: float = 0.0
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> Rope:
@@ -40,7 +43,8 @@ class Rope:
         if kind(stated) == "yarn":
             slow, fast = float(stated.get("beta_slow") or 1), float(stated.get("beta_fast") or 32)
             original = int(stated["original_max_position_embeddings"])
-            return cls(base, float(stated["factor"]), slow, fast, original, yarn=True)
+            mscale = float(stated.get("mscale_all_dim") or 0)
+            return cls(base, float(stated["factor"]), slow, fast, original, yarn=True, mscale=mscale)
         return cls(
             base,
             float(stated["factor"]),
@@ -73,7 +77,7 @@ class Rope:
     @property
     def magnitude(self) -> float:
         """Return the factor on cosine and sine. YaRN thereby makes attention sharper, as its contexts are longer."""
-        return 0.1 * math.log(self.factor) + 1 if self.yarn and self.factor > 1 else 1.0
+        return 0.1 * math.log(self.factor) + 1 if self.yarn and self.factor > 1 and not self.mscale else 1.0
 
     def _unscaled(self, dims: int) -> Tensor:
         """Return, for each of YaRN's frequencies, the share that is not divided by `factor`, `[dims / 2]` float32."""

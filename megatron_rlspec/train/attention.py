@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -96,10 +97,15 @@ def rotary_factors(positions: Tensor, dims: int, rope: Rope, dtype: torch.dtype)
     return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
 
+def rotated(x: Tensor, packed: PackedSequences) -> Tensor:
+    """Rotate the first r channels of `x [t, heads, d]`, half-split, by the angles of `packed`."""
+    return _Rotate.apply(x, packed.cos, packed.sin)
+
+
 class PackedAttention(MegatronModule):
     """Causal softmax attention, `query [t, n, d]`, `key` and `value` `[t, g, d]` -> `[t, n · d]`.
 
-    `packed_seq_params` must be a `PackedSequences`. No dropout, window, sink or additive bias.
+    `packed_seq_params` must be a `PackedSequences`. No dropout, window, sink or additive bias. Values may be narrower.
     """
 
     def __init__(
@@ -119,6 +125,7 @@ class PackedAttention(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.rotates = not config.multi_latent_attention  # whose own class rotates a part of the channels
 
     def forward(
         self,
@@ -135,8 +142,12 @@ class PackedAttention(MegatronModule):
         packed = packed_seq_params
         if not isinstance(packed, PackedSequences) or packed.plan is None:
             raise TypeError("PackedAttention needs packed_seq_params from attention.packed_sequences()")
-        query = _Rotate.apply(query, packed.cos, packed.sin)
-        key = _Rotate.apply(key, packed.cos, packed.sin)
+        if self.rotates:
+            query = rotated(query, packed)
+            key = rotated(key, packed)
+        width = value.shape[-1]
+        if width < key.shape[-1]:  # of latent attention; the kernels take one width
+            value = F.pad(value, (0, key.shape[-1] - width))
         chain = packed.chain
         if chain.base is None:
             if packed.plan.order is not None:
@@ -148,7 +159,7 @@ class PackedAttention(MegatronModule):
             chain.made = (key, value)
             links = [tensor for pair in (*chain.links, chain.made) for tensor in pair]
             out = _Attend.apply(query, *chain.base, packed.plan, self.scale, *links)
-        return out.flatten(1)
+        return out[..., :width].flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict:
         return {}

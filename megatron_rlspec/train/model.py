@@ -25,7 +25,7 @@ from megatron_rlspec.models.config import DRAFTER, check_config, check_drafter_c
 from megatron_rlspec.models.families import record_of
 from megatron_rlspec.models.rope import Rope, settings
 from megatron_rlspec.packing.transfer import to_device
-from megatron_rlspec.train import experts, runtime
+from megatron_rlspec.train import experts, latent, runtime
 from megatron_rlspec.train.attention import PackedSequences, packed_sequences, rotary_factors
 from megatron_rlspec.types import PackedBatch
 
@@ -45,8 +45,8 @@ class DecoderConfig(TransformerConfig):
     yarn_rotary_scaling_factor: float = 1.0
 
 
-def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderConfig:
-    """Describe a Llama-shaped decoder (Llama, Qwen2, Qwen3, MiMo, GLM4-MoE) to Megatron. Call after `init_distributed`.
+def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderConfig | latent.LatentConfig:
+    """Describe the decoder of a family that is trained to Megatron. Call after `init_distributed`.
 
     Raises ConfigError for a setting that is not implemented, such as a sliding window, and for a size that the
     parallel layout does not divide.
@@ -60,7 +60,7 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderC
     # Transformer Engine's kernel of the rotary embedding knows no factor on cosine and sine.
     devices = runtime.device_options() | ({"apply_rope_fusion": False} if rope.magnitude != 1 else {})
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return DecoderConfig(
+    fields: dict[str, Any] = dict(
         num_layers=hf_config["num_hidden_layers"],
         hidden_size=hf_config["hidden_size"],
         ffn_hidden_size=hf_config["intermediate_size"],
@@ -70,8 +70,6 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderC
         layernorm_epsilon=hf_config.get("rms_norm_eps", 1e-6),
         normalization="RMSNorm",
         qk_layernorm=facts.has_qk_norm(hf_config),
-        rotary_percent=rotary_percent(hf_config),
-        yarn_rotary_scaling_factor=rope.factor if rope.yarn else 1.0,
         add_bias_linear=False,
         add_qkv_bias=facts.has_qkv_bias(hf_config),
         gated_linear_unit=True,
@@ -96,6 +94,10 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderC
         **experts.options(hf_config, config),
         **devices,
     )
+    if "kv_lora_rank" in hf_config:
+        return latent.LatentConfig(**fields | latent.options(hf_config))
+    yarn = rope.factor if rope.yarn else 1.0
+    return DecoderConfig(**fields, rotary_percent=rotary_percent(hf_config), yarn_rotary_scaling_factor=yarn)
 
 
 def check(hf_config: Mapping[str, Any], config: Config) -> None:
@@ -159,7 +161,7 @@ class Policy(GPTModel):
 
     def __init__(self, config: TransformerConfig, hf_config: Mapping[str, Any], max_length: int) -> None:
         # Our core attention computes the angles from each token's position; Transformer Engine's takes Megatron's.
-        angles = runtime.has_transformer_engine()
+        angles = runtime.has_transformer_engine() and not config.multi_latent_attention
         rope = Rope.of(hf_config)
         super().__init__(
             config=config,
@@ -216,6 +218,9 @@ def describe(batch: PackedBatch, config: TransformerConfig, rope: Rope, device: 
 
 def at_positions(packed: PackedSequences, positions: Tensor, config: TransformerConfig, rope: Rope) -> PackedSequences:
     """Return the same sequences with rotary angles for `positions [T]`."""
-    dims = int(config.kv_channels * getattr(config, "rotary_percent", 1.0))
+    if config.multi_latent_attention:
+        dims = config.qk_pos_emb_head_dim
+    else:
+        dims = int(config.kv_channels * getattr(config, "rotary_percent", 1.0))
     cos, sin = rotary_factors(positions, dims, rope, config.params_dtype)
     return replace(packed, cos=cos, sin=sin)

@@ -43,6 +43,7 @@ from megatron_rlspec.config import ParallelConfig
 from megatron_rlspec.host import loopback, ranks
 from megatron_rlspec.host.ports import JOBS, free_port
 from megatron_rlspec.train.attention import PackedAttention
+from megatron_rlspec.train.latent import LatentAttention
 from megatron_rlspec.train.layers import DoubleInput, NormBesideEmbedding, RMSNorm, SwiGLU
 
 _CPU = torch.device("cpu")
@@ -192,13 +193,19 @@ def drafter_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodul
 def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec, type]:
     """Return the spec of one transformer layer, with experts or a plain MLP, and the class of its norm."""
     shared: dict[str, Any] = {"qk_layernorm": config.qk_layernorm}
+    shared["multi_latent_attention"] = config.multi_latent_attention
     shared["num_experts"] = config.num_moe_experts if experts else None
+    norm: type = RMSNorm
     if has_transformer_engine():
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_spec(**shared, moe_grouped_gemm=experts)
-        return copy.deepcopy(layer), TENorm
-    return _local_layer_spec(config, shared), RMSNorm
+        norm = TENorm
+        layer = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(**shared, moe_grouped_gemm=experts))
+    else:
+        layer = _local_layer_spec(config, shared)
+    if config.multi_latent_attention:
+        layer.submodules.self_attention.module = LatentAttention
+    return layer, norm
 
 
 def eagle3_spec(config: TransformerConfig) -> ModuleSpec:
@@ -222,7 +229,9 @@ def _local_layer_spec(config: TransformerConfig, shared: Mapping[str, Any]) -> M
         part.activation_func = SwiGLU
     if shared["qk_layernorm"]:
         attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        other = "kv_layernorm" if shared.get("multi_latent_attention") else "k_layernorm"
+        for name in ("q_layernorm", other):
+            setattr(attention, name, RMSNorm)
     return layer
 
 

@@ -48,6 +48,7 @@ DEEPSEEK_V3 = {
     **SHARED,
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
+    "rms_norm_eps": 1e-6,
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
@@ -122,15 +123,9 @@ def logits(config: dict[str, Any], tensors: dict[str, Tensor], ids: Tensor, dire
     prefix = f"model.layers.{config['num_hidden_layers']}."
     target = _load(config, {n: t for n, t in tensors.items() if not n.startswith(prefix)}, directory / "target")
     hidden = target.model(ids).last_hidden_state
-
-    mtp = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    alone = {f"model.layers.0.{n}": t for n, t in mtp.items() if n.startswith(("self_attn", "mlp", "input_", "post_"))}
-    alone["model.norm.weight"] = mtp["shared_head.norm.weight"]
-    alone["model.embed_tokens.weight"], alone["lm_head.weight"] = mtp["embed_tokens.weight"], tensors["lm_head.weight"]
-    draft = _load({**config, "num_hidden_layers": 1, "first_k_dense_replace": 0}, alone, directory / "drafter")
+    mtp, draft = _drafter(config, tensors, directory / "drafter")
     embedding = torch.nn.functional.embedding(ids[:, 1:], mtp["embed_tokens.weight"])
-    pair = torch.cat((rms(embedding, mtp["enorm.weight"]), rms(hidden[:, :-1], mtp["hnorm.weight"])), dim=-1)
-    drafted = draft.model(inputs_embeds=pair @ mtp["eh_proj.weight"].T).last_hidden_state
+    drafted = draft.model(inputs_embeds=_joined(config, mtp, embedding, hidden[:, :-1])).last_hidden_state
     return target.lm_head(hidden), target.lm_head(drafted)
 
 
@@ -139,3 +134,45 @@ def _load(config: dict[str, Any], tensors: dict[str, Tensor], directory: Path) -
     model, told = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"], told
     return model.eval()
+
+
+@torch.no_grad()
+def chains(config: dict[str, Any], tensors: dict[str, Tensor], ids: Tensor, hidden: Tensor, directory: Path) -> Tensor:
+    """Draft depths 1 to 3 from every position of `ids [L]`, as an engine does; return the logits `[3, L - 3, V]`.
+
+    hidden  `[L, H]`, the target's. Each depth reads the text's next token and the last depth's output, behind the
+            drafter's own inputs of all positions before.
+    """
+    mtp, draft = _drafter(config, tensors, directory)
+    embedded = torch.nn.functional.embedding(ids, mtp["embed_tokens.weight"])
+    first = _joined(config, mtp, embedded[1:], hidden[:-1])
+    out = []
+    for t in range(len(ids) - 3):
+        inputs = first[: t + 1]
+        states = []
+        for depth in (1, 2, 3):
+            state = draft.model(inputs_embeds=inputs[None]).last_hidden_state[0, -1]
+            states.append(state)
+            if depth < 3:
+                more = _joined(config, mtp, embedded[t + 1 + depth], state)
+                inputs = torch.cat([inputs, more[None]])
+        out.append(draft.lm_head(torch.stack(states)))
+    return torch.stack(out, 1)
+
+
+def _drafter(
+    config: dict[str, Any], tensors: dict[str, Tensor], directory: Path
+) -> tuple[dict[str, Tensor], torch.nn.Module]:
+    """Return the drafter's tensors, and a model of its layer alone whose final norm is the drafter's."""
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    mtp = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    alone = {f"model.layers.0.{n}": t for n, t in mtp.items() if n.startswith(("self_attn", "mlp", "input_", "post_"))}
+    alone["model.norm.weight"] = mtp["shared_head.norm.weight"]
+    alone["model.embed_tokens.weight"], alone["lm_head.weight"] = mtp["embed_tokens.weight"], tensors["lm_head.weight"]
+    return mtp, _load({**config, "num_hidden_layers": 1, "first_k_dense_replace": 0}, alone, directory)
+
+
+def _joined(config: dict[str, Any], mtp: dict[str, Tensor], embedding: Tensor, hidden: Tensor) -> Tensor:
+    eps = config["rms_norm_eps"]
+    pair = torch.cat((rms(embedding, mtp["enorm.weight"], eps), rms(hidden, mtp["hnorm.weight"], eps)), dim=-1)
+    return pair @ mtp["eh_proj.weight"].T

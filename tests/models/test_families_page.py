@@ -29,6 +29,7 @@ SHOWN_BY = {
     "trained": (
         "train/test_model_parity.py::test_policy_equals_transformers",
         "train/test_experts.py::test_policy_and_drafter_equal_transformers",
+        "train/test_latent.py::test_policy_and_drafter_equal_transformers",
     ),
     "pushed": ("rollout/test_pushed_families.py::test_every_pushed_byte_is_in_the_right_place",),
     "served": ("rollout/test_served_families.py::test_a_push_changes_what_the_engine_computes",),

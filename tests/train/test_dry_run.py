@@ -305,7 +305,6 @@ REFUSED = [
     ({"--parallel.expert": "8"}, GLM | {"n_routed_experts": 12}, "12 experts are no multiple of"),
     ({"--parallel.expert": "2"}, MIMO, "parallel.expert=2, but this model is dense"),
     ({"--parallel.pipeline": "8"}, MIMO, "num_hidden_layers=36 is no multiple of parallel.pipeline=8"),
-    ({}, MIMO | {"kv_lora_rank": 512}, "latent attention is converted, but not trained"),
     ({"--ranks": "0"}, MIMO, "--ranks 0: expected a number from 1 to 16384"),
 ]
 

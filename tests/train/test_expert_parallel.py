@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from test_experts import BALANCED, build, data_of, made
+from test_experts import BALANCED, SMALL, build, data_of, made
 from train_ranks import digest, moments, on_ranks
 
 from megatron_rlspec.config import ParallelConfig
@@ -32,9 +32,9 @@ SPLIT = {
 }
 
 
-def trained(weights, parallel, **sections):
+def trained(weights, parallel, hf=SMALL, **sections):
     """Train three GRPO steps from these weights; return each step's metrics, the export, and digests of the shards."""
-    trainer = build(parallel=parallel, **{"model": EXACT} | {k: dict(v) for k, v in CLIPPED.items()} | sections)
+    trainer = build(hf, parallel=parallel, **{"model": EXACT} | {k: dict(v) for k, v in CLIPPED.items()} | sections)
     trainer.load_hf(weights)
     loaded = {name: tensor.clone() for name, tensor in trainer.export()}
     metrics = [trainer.train_step(data_of(trainer, seed, budget=160), objective="grpo") for seed in range(3)]

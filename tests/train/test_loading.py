@@ -62,7 +62,6 @@ REFUSED = {
     "window": ({"use_sliding_window": True}, {}, "use_sliding_window"),
     "experts": ({"num_experts": 8}, {}, "num_experts=8: unknown to MiMoForCausalLM"),
     "expert parallel": ({}, {"expert": 2}, "parallel.expert=2"),
-    "latent": ({"kv_lora_rank": 16}, {}, "latent attention"),
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, {}, "GPT2LMHeadModel is not trained"),
     "width": (GLM4_MOE | {"moe_intermediate_size": None}, {}, "no moe_intermediate_size"),
     "one expert": (GLM4_MOE | {"num_experts_per_tok": 1}, {}, "num_experts_per_tok=1"),

@@ -1,0 +1,116 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) of packed sequences, in policy and drafter.
+
+Megatron's `MLASelfAttention` computes the angles of the rotary embedding from the length of a sequence. The drafter's
+depths need those of given positions, so this class makes queries, keys and values itself, with the angles that
+`PackedSequences` holds. It also sums, over tensor-parallel ranks, the gradient of the keys' rotated part, which all
+heads share: Megatron 0.16.1 leaves that out where the down projections are column-parallel.
+
+The norms of the latent vectors take `rms_norm_eps`, as in SGLang. Transformers takes 1e-6 there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from megatron_rlspec.models.rope import Rope
+from megatron_rlspec.train.attention import PackedSequences, rotated
+
+if not isinstance(multi_latent_attention.TELinear, type):  # 0.16.1 takes a stand-in for Transformer Engine
+    multi_latent_attention.HAVE_TE = False
+
+
+@dataclass
+class LatentConfig(MLATransformerConfig):
+    """Megatron's configuration of a model with latent attention."""
+
+
+def options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `LatentConfig` beyond those of other models."""
+    rope = Rope.of(hf_config)
+    return {
+        "num_query_groups": hf_config["num_attention_heads"],  # every head has keys of its own, up to the rotated part
+        "kv_channels": hf_config["qk_nope_head_dim"] + hf_config["qk_rope_head_dim"],
+        "q_lora_rank": hf_config.get("q_lora_rank"),
+        "kv_lora_rank": hf_config["kv_lora_rank"],
+        "qk_head_dim": hf_config["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": hf_config["qk_rope_head_dim"],
+        "v_head_dim": hf_config["v_head_dim"],
+        "qk_layernorm": True,
+        "rope_type": "rope",
+        "apply_rope_fusion": False,
+        # Of these two Megatron makes the factor on the scores.
+        "rotary_scaling_factor": rope.factor,
+        "mscale_all_dim": rope.mscale,
+    }
+
+
+class LatentAttention(multi_latent_attention.MLASelfAttention):
+    """Give core attention queries and keys `[t, n, c + r]` and values `[t, n, v]`, rotated.
+
+    t tokens of this rank, n heads of this tensor-parallel rank, c channels of a head, r rotated channels, which come
+    last, v channels of a value.
+    """
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        inference_context: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        assert isinstance(packed_seq_params, PackedSequences)
+        config = self.config
+        if config.q_lora_rank is None:
+            queries, _bias = self.linear_q_proj(hidden_states)
+        else:
+            low = self._whole(self.linear_q_down_proj(hidden_states)[0], config.q_lora_rank)
+            queries, _bias = self.linear_q_up_proj(self.q_layernorm(self._own_rows(low, len(hidden_states))))
+        plain, turned = self._heads(queries).split([config.qk_head_dim, config.qk_pos_emb_head_dim], -1)
+        query = torch.cat([plain, rotated(_halves(turned), packed_seq_params)], -1)
+
+        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        low = self._whole(self.linear_kv_down_proj(hidden_states)[0], width)
+        latent, shared = low.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
+        up, _bias = self.linear_kv_up_proj(self.kv_layernorm(self._own_rows(latent, len(hidden_states))))
+        plain, value = self._heads(up).split([config.qk_head_dim, config.v_head_dim], -1)
+        turned = rotated(_halves(self._for_all_heads(shared, len(plain))), packed_seq_params)
+        key = torch.cat([plain, turned.expand(-1, plain.shape[1], -1)], -1)
+        return query, key, value, None, None
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Split `[t, 1, n · d]` into heads, `[t, n, d]`."""
+        return x[:, 0].unflatten(-1, (self.num_attention_heads_per_partition, -1))
+
+    def _whole(self, x: Tensor, width: int) -> Tensor:
+        """Return all channels of a down projection, which local specs cut over the tensor-parallel ranks."""
+        return x if x.shape[-1] == width else gather_from_tensor_model_parallel_region(x)
+
+    def _own_rows(self, x: Tensor, rows: int) -> Tensor:
+        """Return the rows that sequence parallelism gives to this rank."""
+        return x if len(x) == rows else scatter_to_sequence_parallel_region(x)
+
+    def _for_all_heads(self, x: Tensor, rows: int) -> Tensor:
+        """Return all rows `[t, 1, r]` of what the heads of all tensor-parallel ranks read."""
+        if len(x) != rows:
+            return gather_from_sequence_parallel_region(x)  # its backward sums over the ranks
+        return copy_to_tensor_model_parallel_region(x)
+
+
+def _halves(x: Tensor) -> Tensor:
+    """Reorder channels: DeepSeek rotates each pair of neighbours, the rest of this package the halves of a head."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
