@@ -255,6 +255,7 @@ def session(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
     return {f"{row['part']}: {row['what']}": row for row in rows if row["kind"] == "figure"}
 
 
+@pytest.mark.slow
 def test_one_part_on_a_cpu(tmp_path):
     found = session(tmp_path, "--parts", "head")
     measured = {name: row["value"] for name, row in found.items() if row["state"] == "measured"}

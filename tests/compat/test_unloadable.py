@@ -40,7 +40,8 @@ def lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if "Transformer Engine" in line or "transformer_engine" in line]
 
 
-@pytest.mark.parametrize("error", ["a library", *(pytest.param(n, marks=pytest.mark.slow) for n in [*ERRORS][1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("error", ERRORS)
 def test_the_trainer_is_imported_without_it(tmp_path, error):
     code = "from megatron_rlspec.train import optimizer, runtime; print(runtime.has_transformer_engine())"
     done = run(tmp_path, ERRORS[error], "-c", code)

@@ -427,7 +427,7 @@ def marked(mark: str) -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
 
 
-@pytest.mark.parametrize("ending", ["hang", "die", "exit"])
+@pytest.mark.parametrize("ending", [pytest.param("hang", marks=pytest.mark.slow), "die", "exit"])
 def test_a_reward_is_ended_with_everything_that_it_started(processes, ending):
     mark = f"mark-{ending}-{time.monotonic_ns()}"
     samples = [sample(text, number=i, mark=mark) for i, text in enumerate([ending, "fine"])]

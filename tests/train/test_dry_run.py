@@ -104,12 +104,8 @@ def printed(*argv):
     return lines
 
 
-FAST = "mimo-7b-rl"  # the smallest
-
-
-@pytest.mark.parametrize(
-    "recipe", [name if name == FAST else pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", SCRIPTS)
 def test_recipe_launches_and_its_dry_run_is_plausible(recipe, tmp_path):
     ranks = RANKS[recipe]
     launched = arguments(recipe, tmp_path, "--train.steps", "2")

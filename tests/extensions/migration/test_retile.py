@@ -48,8 +48,9 @@ def undisturbed():
     return without_changes()
 
 
+@pytest.mark.slow
 @pytest.mark.lossless
-@pytest.mark.parametrize("kind", ["mtp", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
 def test_texts_rounds_and_accepted_drafts_are_those_without_changes(tmp_path, kind):
     """Also where the drafter has tokens to catch up with. Only the order of sums differs, in float64."""
     whole = without_changes(kind, phases=True)
