@@ -44,7 +44,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,7 @@ from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.rollout.embedded import engine as embedded
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
+from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, Parameter
 from megatron_rlspec.rollout.embedded.parallel import Groups, Solo
 from megatron_rlspec.rollout.embedded.rounds import RoundRunner
 from megatron_rlspec.speculation.cost_rows import Provenance, RoundCost
@@ -205,6 +205,16 @@ def reload(member: Member, trainer: Any) -> None:
     receiving.join()
 
 
+def gather(switch: retile.Switch, changes: Sequence[tuple[Parameter, Parameter]]) -> None:
+    """Fill this rank's part of new parameters: gather each whole one in the old group, and slice."""
+    for old, new in changes:
+        assert old.split is not None
+        targets = new.blocks()
+        for name, block in old.blocks().items():
+            full = switch.before.concat(block, old.split)
+            targets[name].copy_(full.chunk(switch.new, old.split)[switch.after.rank])
+
+
 def weights(groups: Groups, path: Path, repeats: int) -> dict[str, dict[str, list[Pair]]]:
     """Measure all ways of having weights at another size: from half the job to all of it, and back."""
     big = groups.world
@@ -218,7 +228,7 @@ def weights(groups: Groups, path: Path, repeats: int) -> dict[str, dict[str, lis
     for repeat in range(2 * repeats):
         old, new = (small, big) if repeat % 2 == 0 else (big, small)
         there, back = retile.Switch(groups, old, new), retile.Switch(groups, new, old)
-        ways: list[tuple[str, Callable[..., None]]] = [("exchange", retile.exchange), ("gather", retile.gather)]
+        ways: list[tuple[str, Callable[..., None]]] = [("exchange", retile.exchange), ("gather", gather)]
         times: dict[str, list[Pair]] = found.setdefault(f"TP {old} to {new}", {})
 
         def measure(name: str, work: Callable[[], Any], into: dict[str, list[Pair]] = times) -> None:

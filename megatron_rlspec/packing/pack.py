@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron_rlspec.packing.context_parallel import Layout, slice_for_cp
 from megatron_rlspec.packing.shift import drafter_targets, shift_packed
@@ -130,30 +129,6 @@ def partition(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list
             loads = {i: load for load, i in heap}
             return [sorted(bins[i]) for i in sorted(loads, key=lambda i: (-loads[i], i))]
         bins_needed += multiple_of
-
-
-def unpack(
-    values: Sequence[torch.Tensor],
-    batches: Sequence[PackedBatch],
-    lengths: Sequence[int],
-    group: dist.ProcessGroup | None = None,
-) -> list[torch.Tensor]:
-    """Turn shifted `[T]` values of this rank's batches into token-aligned `[L]` per sample of the step, on the CPU.
-
-    Token 0 of a sample is never predicted and gets 0. `group` holds the data- and context-parallel ranks. Without it,
-    tokens on other ranks are 0.
-    """
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    flat = torch.zeros(int(starts[-1]), dtype=values[0].dtype if values else torch.float32)
-    for value, batch in zip(values, batches, strict=True):
-        # The last token of a sample has no label in the sample, and padding belongs to no sample.
-        token = batch.position_ids + 1
-        length = torch.tensor([*lengths, 0])[batch.sequence_ids]
-        keep = (batch.sequence_ids >= 0) & (token < length)
-        flat[starts[batch.sequence_ids[keep]] + token[keep]] = value.detach().cpu()[keep]
-    if group is not None:
-        dist.all_reduce(flat, group=group)
-    return list(flat.split(list(lengths)))
 
 
 def _columns(

@@ -24,8 +24,6 @@ from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import RoundStats, Sampling, SpecConfig
 
-STALE = "model.mtp_layers.0.input_proj.weight"
-
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):

@@ -8,10 +8,21 @@ import torch
 
 from megatron_rlspec.config import AlgorithmConfig, ConfigError, load
 from megatron_rlspec.losses.grpo import advantages, has_signal, kl_estimate, overlong_penalty, policy_loss
-from megatron_rlspec.packing.pack import pack, unpack
+from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.types import Prompt, Sample
 
 PLAIN = {"tis_clip": 0.0}
+
+
+def unpack(values, batches, lengths):
+    """Turn shifted `[T]` values of batches into token-aligned `[L]` per sample; token 0 is never predicted: 0."""
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    flat = torch.zeros(int(starts[-1]), dtype=values[0].dtype)
+    for value, batch in zip(values, batches, strict=True):
+        token = batch.position_ids + 1
+        keep = (batch.sequence_ids >= 0) & (token < torch.tensor([*lengths, 0])[batch.sequence_ids])
+        flat[starts[batch.sequence_ids[keep]] + token[keep]] = value.detach()[keep]
+    return list(flat.split(list(lengths)))
 
 
 def make_step(seed=0, lengths=((3, 9), (2, 4), (4, 20), (1, 1), (2, 6)), holes=True):

@@ -173,12 +173,6 @@ def flip_in_a_name(root: Path) -> None:
     (root / INDEX).write_bytes(content.replace(b"_extra_state", b"_extra_stat_", 1))
 
 
-def directory_for_data(root: Path) -> None:
-    file = biggest(root)
-    file.unlink()
-    file.mkdir()
-
-
 def linked(here: Path) -> None:
     write_model(here / "hf")
     (here / "out").symlink_to(here / "nowhere")
@@ -194,7 +188,6 @@ CHECKSUMS = torch_dist.CHECKSUMS
 WEIGHTS = model_files()["model.safetensors"]
 INDEX = "release/.metadata"
 HEADER = int.from_bytes(WEIGHTS[:8], "little")
-TOKENIZER = model_files()["tokenizer.json"].decode()
 
 CASES = [
     Case("no arguments", "convert", ("required: source, target",)),

@@ -31,11 +31,6 @@ def output(option: str, name: str, *expects: str, writes=GOOD) -> Case:
     return Case(f"{option} {name[:40]}", ["plan", "t.json", option, name], (*expects, "cannot be written"), writes)
 
 
-def with_loop(here: Path) -> None:
-    (here / "t.json").write_text(table())
-    (here / "loop").symlink_to("loop")
-
-
 def with_pipe(here: Path) -> None:
     (here / "t.json").write_text(table())
     os.mkfifo(here / "pipe")

@@ -11,7 +11,6 @@ from megatron_rlspec.commands import report
 
 STEPS = "".join(json.dumps({"step": step, "rollout/reward": 0.5, "policy/loss": 0.1}) + "\n" for step in range(3))
 SAMPLE = {"step": 1, "prompt": "p", "response": "r", "label": "1", "reward": 1.0, "accepted": [0, 2]}
-EVENT = {"time": 1.0, "kind": "health", "message": "all good"}
 
 
 def run(**files: str | bytes) -> dict[str, str | bytes]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_rlspec.losses.drafter import drafter_loss
 from megatron_rlspec.losses.logprobs import policy_logprobs
-from megatron_rlspec.packing.pack import pack, partition, unpack
+from megatron_rlspec.packing.pack import pack, partition
 from megatron_rlspec.types import Prompt, Sample
 
 VOCABULARY, HIDDEN, DEPTH = 13, 5, 3
@@ -272,22 +272,6 @@ def test_partition_is_complete_within_budget_and_balanced(lengths, budget, multi
 def test_partition_names_the_sample_that_does_not_fit():
     with pytest.raises(ValueError, match="sample 1 takes 70 tokens, but a micro-batch holds 64"):
         partition([3, 70], 64)
-
-
-# --- back to samples -----------------------------------------------------------------------------------------------
-
-
-def test_unpack_returns_label_side_values_to_their_tokens():
-    samples = make_samples([(3, 9, 0), (1, 1, 0), (4, 11, 0.3), (2, 0, 0), (1, 14, 0)])
-    lengths = [len(sample.tokens) for sample in samples]
-    whole = [torch.zeros(length) for length in lengths]
-    for row in pack_all(samples, 2, 2, tokens_per_micro_batch=24):
-        for batches in row:
-            values = [batch.labels.float() + 0.5 for batch in batches]
-            for total, part in zip(whole, unpack(values, batches, lengths), strict=True):
-                total += part
-    for sample, got in zip(samples, whole, strict=True):
-        assert got.tolist() == [0, *(sample.tokens[1:] + 0.5).tolist()]
 
 
 def test_bad_input_is_named():

@@ -66,14 +66,14 @@ def model_at(groups: Groups, tp: int, kind: str = "untied") -> Decoder:
     return model
 
 
-def weights(meeting: str, gather: bool, kind: str) -> list[str]:
+def weights(meeting: str, kind: str) -> list[str]:
     """Names of tensors that differ, after each switch along PATH, from a model that was loaded at that size."""
     _, groups = meet(meeting)
     model = model_at(groups, 1, kind)
     _forward(model, torch.arange(5))
     different = []
     for old, new in zip(PATH, PATH[1:], strict=False):
-        retile.retile_weights(model, retile.Switch(groups, old, new), retile.gather if gather else retile.exchange)
+        retile.retile_weights(model, retile.Switch(groups, old, new))
         loaded = model_at(groups, new, kind)
         for name, shard in model.tensors.items():
             if not torch.equal(shard.view, loaded.tensors[name].view):

@@ -68,7 +68,6 @@ def test_running_samples_count_as_censored():
 
 def test_without_samples_all_run_to_the_cap():
     assert Lengths().remaining(30, 100) == 70
-    assert Lengths().quantile(30, 100, 0.5) == 70
     assert Lengths().remaining(100, 100) == 0
 
 
@@ -77,13 +76,6 @@ def test_beyond_the_longest_sample_the_expectation_grows_with_the_length():
     found = [lengths.remaining(n, 1000) for n in (10, 20, 40, 80)]
     assert found == sorted(found)
     assert 10 < found[0] < 100
-
-
-def test_quantiles():
-    lengths = seen([(n, False) for n in range(1, 101)])
-    assert [lengths.quantile(0, 1000, q) for q in (0.1, 0.5, 1.0)] == [10, 50, 100]
-    assert lengths.quantile(50, 1000, 0.5) == 25
-    assert lengths.quantile(50, 60, 0.9) == 10
 
 
 def test_a_negative_length_is_refused():

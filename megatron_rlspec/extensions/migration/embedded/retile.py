@@ -2,8 +2,8 @@
 
 Source: PAT, section 4.3. Weights and caches move layer by layer, so that peak memory grows by 1.5 layers at most. PAT
 gathers every tensor on every rank and slices it; here each rank receives exactly the heads and columns of its new
-shard (`exchange`). `gather` is PAT's way, kept as the oracle of the tests and the other side of `benchmarks/retile.py`.
-Both keep PAT's canonical map: at size t, rank r holds shard r mod t, in the order of heads.
+shard (`exchange`). `benchmarks/retile.py` compares the two. Both keep PAT's canonical map: at size t, rank r holds
+shard r mod t, in the order of heads.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def retile(
 
 
 def retile_weights(model: Decoder, switch: Switch, how: Callable[..., None] | None = None) -> None:
-    """Give every rank its part of the weights at the new size. `how`: `exchange` (default) or `gather`."""
+    """Give every rank its part of the weights at the new size. `how`: `exchange` by default."""
     move = how or exchange
     with torch.no_grad():
         model.retile(switch.after, lambda changes: move(switch, changes))
@@ -127,16 +127,6 @@ def _units(shard: torch.Tensor, split: int | None, count: int, first: int, held:
     assert split is not None
     unit = shard.shape[split] // held
     return shard.narrow(split, first * unit, count * unit)
-
-
-def gather(switch: Switch, changes: Sequence[tuple[Parameter, Parameter]]) -> None:
-    """Fill this rank's part of new parameters: gather each whole one in the old group, and slice."""
-    for old, new in changes:
-        assert old.split is not None
-        targets = new.blocks()
-        for name, block in old.blocks().items():
-            full = switch.before.concat(block, old.split)
-            targets[name].copy_(full.chunk(switch.new, old.split)[switch.after.rank])
 
 
 class CacheRow(NamedTuple):

@@ -85,9 +85,3 @@ class Lengths:
             beyond = (cap - inside) * known[-1]
             return float((self._below[inside] - self._below[length] + beyond) / known[length])
         return float(self.survival(length, np.arange(cap - length)).sum())
-
-    def quantile(self, length: int, cap: int, q: float) -> int:
-        """Return the least n for which a sample of `length` tokens draws at most n more with probability `q`."""
-        most = max(cap - length, 0)
-        ended = 1 - self.survival(length, np.arange(most))
-        return min(int(np.searchsorted(ended, q - 1e-12)), most)
