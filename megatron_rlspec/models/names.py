@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from megatron_rlspec.models.config import DRAFTER
@@ -57,7 +56,7 @@ def name_table(
 ) -> NameTable:
     """Return the names of the model that a config.json describes.
 
-    `spec` and `mtp_block` choose the Megatron names that `spell` and `to_megatron` return. Raises ValueError for an
+    `spec` and `mtp_block` choose the Megatron names that `spell` returns. Raises ValueError for an
     unknown architecture and for missing sizes.
     """
     record = record_of(hf_config)
@@ -115,19 +114,6 @@ class NameTable:
             full = full[: self.geometry.vocab]
         yield from zip(row.hf, row.layout.split(full), strict=True)
 
-    def to_megatron(
-        self, tensors: Mapping[str, Tensor], padded_vocab: int | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every Megatron tensor of the model in table order, and read `tensors` one row at a time.
-
-        `padded_vocab`: pad embedding and head with zeros to so many rows. A tied model's `output_layer.weight` comes
-        last, for the pipeline stage that keeps a copy. Raises KeyError if `tensors` lacks a name.
-        """
-        for name, row in self.rows.items():
-            yield self.spell(name), self._fuse(row, tensors, padded_vocab)
-        if self.geometry.tied:
-            yield "output_layer.weight", self._fuse(self.row("output_layer.weight"), tensors, padded_vocab)
-
     def shard(self, megatron_name: str, full: Tensor, rank: int, size: int) -> Tensor:
         """Cut a tensor-parallel rank's part out of a full Megatron tensor. Raises ValueError if `size` does not fit."""
         try:
@@ -178,11 +164,3 @@ class NameTable:
     def _cut(self, megatron_name: str) -> Cut:
         row = self.row(megatron_name)
         return row.te_cut if self.spec == "te" and row.te_cut else row.cut
-
-    def _fuse(self, row: Row, tensors: Mapping[str, Tensor], padded_vocab: int | None) -> Tensor:
-        full = row.layout.fuse([tensors[hf] for hf in row.hf])
-        if row.vocabulary and padded_vocab is not None and padded_vocab != full.shape[0]:
-            if padded_vocab < full.shape[0]:
-                raise ValueError(f"padded_vocab={padded_vocab} is smaller than the {full.shape[0]} rows of {row.hf[0]}")
-            full = torch.cat((full, full.new_zeros(padded_vocab - full.shape[0], *full.shape[1:])))
-        return full

@@ -7,6 +7,7 @@ from moe_oracles import DEEPSEEK_V3, GLM4_MOE, OPTIONS, checkpoint, logits, save
 from test_pushed_families import PUSHED, config_of
 from test_pushed_families import checkpoint as pushed_checkpoint
 from weight_oracles import megatron_logits, megatron_model, mtp_block, one_rank, spelling
+from whole_tensors import to_megatron
 
 from megatron_rlspec.models.names import canonical, name_table
 
@@ -61,7 +62,7 @@ def test_target_names_and_shapes_are_those_that_transformers_writes(model, tmp_p
 
 def logits_in_megatron(config, tensors):
     megatron = megatron_model(config, **OPTIONS[config["architectures"][0]])
-    full = dict(name_table(config, spec=spelling(), mtp_block=mtp_block()).to_megatron(tensors))
+    full = dict(to_megatron(name_table(config, spec=spelling(), mtp_block=mtp_block()), tensors))
     unread = ("_extra_state", "local_tokens_per_expert")
     held = {n: t for n, t in megatron.state_dict().items() if not n.endswith(unread)}
     assert set(full) == set(held)
@@ -103,7 +104,7 @@ def test_round_trip_is_exact(model, spec, tmp_path):
     tensors = with_drafter(config, tmp_path)
     family = name_table(config, spec=spec)
     assert set(family.target_names + family.drafter_names) | copies(family) == set(tensors)
-    back = [pair for name, full in family.to_megatron(tensors) for pair in family.to_hf(name, full)]
+    back = [pair for name, full in to_megatron(family, tensors) for pair in family.to_hf(name, full)]
     assert len(back) == len(tensors) - len(copies(family))
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in back)
     names = {family.spell(name) for name in family.rows}
@@ -118,7 +119,7 @@ def copies(family):
 def test_shards_join_again(model, tmp_path):
     config = {**FAMILIES[model], "mtp_num_hidden_layers": 1}
     family = name_table(config)
-    for name, full in family.to_megatron(with_drafter(config, tmp_path)):
+    for name, full in to_megatron(family, with_drafter(config, tmp_path)):
         assert torch.equal(family.unshard(name, [family.shard(name, full, rank, 2) for rank in range(2)]), full)
 
 
@@ -209,7 +210,7 @@ def test_an_external_drafters_round_trip_is_exact(config):
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     tensors |= {"d2t": torch.arange(32) * 3, "t2d": torch.arange(128) % 4 == 0}
     family = name_table(config)
-    back = dict(pair for name, full in family.to_megatron(tensors) for pair in family.to_hf(name, full))
+    back = dict(pair for name, full in to_megatron(family, tensors) for pair in family.to_hf(name, full))
     assert back.keys() == tensors.keys() and all(torch.equal(back[name], tensors[name]) for name in tensors)
     assert set(family.drafter_names) == set(tensors) and not family.target_names
 

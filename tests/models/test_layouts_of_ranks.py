@@ -8,6 +8,7 @@ import torch.distributed as dist
 from moe_oracles import DEEPSEEK_V3, GLM4_MOE, OPTIONS, checkpoint, logits
 from train_ranks import on_ranks
 from weight_oracles import megatron_logits, megatron_model, mimo_checkpoint, mimo_logits, spelling
+from whole_tensors import to_megatron
 
 from megatron_rlspec.config import ParallelConfig
 from megatron_rlspec.conversion.convert import convert, plan
@@ -49,7 +50,7 @@ def in_layout(config, tensors, expected, source: Path, target: Path | None, tens
     network.load_state_dict(state["model"], strict=False)
 
     family = name_table(config, spec=spelling())
-    full = {canonical(name): tensor for name, tensor in family.to_megatron(tensors)}
+    full = {canonical(name): tensor for name, tensor in to_megatron(family, tensors)}
     first_layer = get_transformer_layer_offset(network.config)
     experts = (network.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -93,7 +94,7 @@ def prove(model: str, directory: Path, layouts, save: bool) -> None:
     family = name_table(config)
     for layout in layouts if save else ():
         reader = TorchDistReader(directory / f"saved-{layout}", family)
-        for name, full in family.to_megatron(tensors):
+        for name, full in to_megatron(family, tensors):
             if name in family.rows:
                 assert torch.equal(reader[name], full), (layout, name)
 

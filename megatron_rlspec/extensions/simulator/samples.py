@@ -1,8 +1,8 @@
 """What a simulated rollout draws: lengths of responses, and which drafts are accepted.
 
-Both are fitted to recorded samples, or made from published figures. Independent draws of acceptance would be wrong:
-rounds start more often where drafts fail, so that a mean over positions promises too much (2.41 instead of 1.71 tokens
-a round in an example of two regimes).
+Acceptance is fitted to recorded samples; lengths go through published figures. Independent draws of acceptance would be
+wrong: rounds start more often where drafts fail, so that a mean over positions promises too much (2.41 instead of 1.71
+tokens a round in an example of two regimes).
 """
 
 from __future__ import annotations
@@ -271,25 +271,6 @@ class LengthModel:
         a, b = NORMAL.inv_cdf(p), NORMAL.inv_cdf(q)
         sigma = (math.log(high) - math.log(low)) / (b - a)
         return cls(math.log(low) - a * sigma, sigma, group)
-
-    @classmethod
-    def fit(cls, lengths: Sequence[int], cut: Sequence[bool], group: float = 0.0) -> LengthModel:
-        """Return the most likely model of lengths; those that were cut are larger. Raises ValueError without one."""
-        logs = np.log(np.maximum(lengths, 1))
-        if not len(logs):
-            raise ValueError("no response length to fit")
-        censored = np.asarray(cut, bool)
-        mu, sigma = float(logs.mean()), max(float(logs.std()), 0.05)
-        for _ in range(
-            100 if censored.any() else 0
-        ):  # a cut length counts with its expectation, given that it is larger
-            z = (logs - mu) / sigma
-            hazard = np.array([NORMAL.pdf(x) / max(NORMAL.cdf(-x), 1e-300) for x in z])
-            first = np.where(censored, mu + sigma * hazard, logs)
-            square = np.where(censored, mu**2 + sigma**2 + sigma * hazard * (logs + mu), logs**2)
-            mu = float(first.mean())
-            sigma = max(math.sqrt(max(float(square.mean()) - mu**2, 0.0)), 0.05)
-        return cls(mu, sigma, group)
 
     def draw(self, prompts: int, samples: int, cap: int, rng: np.random.Generator) -> np.ndarray:
         """Draw lengths [prompts, samples], from 1 to `cap`."""
