@@ -5,8 +5,8 @@
 huggingface  the same weights, prompts and machine, sampling at temperature 1: plain generation at batch 1, 8 and 64,
              and assisted generation at batch 1, with an assistant of the drafter's acceptance
 sglang       SGLang's own engine on the CPU (float32, over HTTP), without and with the drafter
-trees        one budget for the batch against one n per round (RLHFSpec) and the best fixed n, over acceptance and
-             batch: tokens per verified token, tokens per second
+trees        one n per round (RLHFSpec) against the best fixed n, over acceptance and batch: tokens per verified token,
+             tokens per second
 selection    RLHFSpec's table 1: the throughput of its selection as a share of the best fixed n in 2 to 48, by samples
 
 The models are random. Each target is nearly a bigram model, and its drafter computes the bigram part exactly, so the
@@ -255,12 +255,11 @@ def profile(model: tuple[dict, dict], options: argparse.Namespace) -> tuple[Veri
 
 
 def scored(model: tuple[dict, dict], batch: int, fixed: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
-    """Measure times and verified tokens of every fixed n, of one n per round and of one budget per round."""
+    """Measure times and verified tokens of every fixed n, and of one n per round."""
     cost, acceptance = model_profile(model, options)
     contestants = {f"n = {n}": Contestant(model, TREE, options.tree_tokens, FixedTree(n)) for n in fixed}
-    for name, share in (("one n per round", "sample"), ("one budget per round", "batch")):
-        budget = TreeBudget(cost, AcceptanceMap.from_json(acceptance.to_json()), share=share)
-        contestants[name] = Contestant(model, TREE, options.tree_tokens, budget)
+    budget = TreeBudget(cost, AcceptanceMap.from_json(acceptance.to_json()))
+    contestants["one n per round"] = Contestant(model, TREE, options.tree_tokens, budget)
     contestants["off"] = Contestant(model, OFF, options.tree_tokens)
     calls = {n: lambda r, c=c: c(requests(batch, 10 * batch + r)) for n, c in contestants.items()}
     times = in_turn(calls, options.tree_repetitions, tuple(contestants))
@@ -287,7 +286,7 @@ def trees(options: argparse.Namespace) -> list[dict[str, Any]]:
         model = checkpoint(sharpness, options.layers, options.hidden)
         for batch in (8, 32) if options.quick else (1, 8, 64):
             found = scored(model, batch, FIXED[::3] if options.quick else FIXED, options)
-            for name in (found["best"], "one n per round", "one budget per round", "off"):
+            for name in (found["best"], "one n per round", "off"):
                 taken = found["times"][name]
                 contestant = found["contestants"][name]
                 row = {"part": "trees", "acceptance": level, "batch": batch, "contestant": name}
@@ -310,16 +309,14 @@ def selection(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     model = checkpoint(SHARPNESS["middling"], options.layers, options.hidden)
     print("\nSelection as a share of the best fixed n (RLHFSpec's table 1: 95.5 % to 99.9 % on their GPUs)")
-    print("samples  best fixed n  one n per round         one budget per round")
+    print("samples  best fixed n  one n per round")
     for samples in (8, 32, 64) if options.quick else (8, 16, 32, 48, 64):
         found = scored(model, samples, FIXED[::3] if options.quick else FIXED, options)
         times = found["times"]
         row = {"part": "selection", "samples": samples, "best": found["best"]}
-        for name in ("one n per round", "one budget per round"):
-            row[name] = ratio(times[found["best"]], times[name])
+        row["one n per round"] = ratio(times[found["best"]], times["one n per round"])
         rows.append(row)
-        both = "  ".join(f"{shown(row[name]):22s}" for name in ("one n per round", "one budget per round"))
-        print(f"{samples:7d}  {found['best']:12s}  {both}")
+        print(f"{samples:7d}  {found['best']:12s}  {shown(row['one n per round'])}")
     return rows
 
 

@@ -27,10 +27,10 @@ class SpecSection(Section):
     num_draft_tokens: Annotated[int, Field(ge=0, le=4096), Needs("spec.mode=fixed")] = Field(
         0, description="most tokens that a round verifies for one sample; 0: all that were drafted"
     )
-    tree_budget: Literal["none", "sample", "batch"] = Field(
+    tree_budget: Literal["none", "sample"] = Field(
         "none",
-        description="verify the number of drafts that maximises tokens per second: one number for every sample "
-        "(sample), or one sum for the whole batch (batch); needs mode=fixed and the embedded engine",
+        description="sample: verify the number of drafts for every sample that maximises tokens per second; needs "
+        "mode=fixed and the embedded engine",
     )
     candidate_steps: Annotated[tuple[DraftSteps, ...], Needs("spec.mode=adaptive")] = Field(
         (0, 1, 2, 3, 5), description="values of num_steps that mode=adaptive chooses from; 0: no drafts"

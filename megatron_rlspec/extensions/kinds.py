@@ -3,4 +3,4 @@
 from megatron_rlspec.extensions.migration import builders
 from megatron_rlspec.extensions.trees.tree import TreeBudget
 
-KINDS = builders.engines(lambda share: TreeBudget(share="sample" if share == "sample" else "batch"))
+KINDS = builders.engines(TreeBudget)

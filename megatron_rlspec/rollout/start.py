@@ -30,7 +30,7 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 UNPLACED = 0.7  # share of a GPU's memory for an engine that no layout of GPUs has, as those of `rlspec answer`
 Engine = TypeVar("Engine", bound=EmbeddedEngine)
-MakeBudget = Callable[[str], Budget]  # from a value of `spec.tree_budget`
+MakeBudget = Callable[[], Budget]
 
 
 class StartingEngines(Protocol):
@@ -261,14 +261,14 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
     """Build an embedded engine in this process.
 
     kind    its class
-    budget  makes a tree budget from `spec.tree_budget`, unless that is none
+    budget  makes a tree budget, unless `spec.tree_budget` is none
 
     Raises ConfigError for a model that the engine does not run, and for a tree budget without `budget`.
     """
     hf_config, tensors = read_model(config.model.path, config.drafter.path)
-    share = config.spec.tree_budget
-    if share != "none" and budget is None:
-        raise ConfigError(f"spec.tree_budget={share}: this command drafts chains only; expected none")
+    budgeted = config.spec.tree_budget != "none"
+    if budgeted and budget is None:
+        raise ConfigError(f"spec.tree_budget={config.spec.tree_budget}: this command drafts chains only; expected none")
     spec = config.spec.config()
     try:
         engine = kind(
@@ -279,7 +279,7 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
             verifier=config.spec.verifier,
             drafts=config.spec.drafts,
             schedule=SpecSchedule.fixed(spec),
-            budget=budget(share) if budget is not None and share != "none" else None,
+            budget=budget() if budget is not None and budgeted else None,
             candidates=[SpecConfig(k) if k else OFF for k in config.spec.candidate_steps],
             max_running_requests=config.rollout.max_running_requests,
             max_total_tokens=config.rollout.max_total_tokens or 65536,

@@ -60,7 +60,7 @@ OPTIONS = [  # command-line text of options, and what the line must hold: one co
     ("rollout.urls=http://a:1 rollout.engines=2", "rollout", "engines=2", "urls=http://a:1"),
     ("rollout.engine=embedded spec.mode=off rollout.urls=http://a:1", "engine=embedded", "urls=http://a:1"),
     ("spec.mode=fixed spec.topk=2", "spec.topk=2", "rollout.engine=sglang"),
-    ("spec.mode=fixed spec.tree_budget=batch", "spec.tree_budget=batch", "rollout.engine=sglang"),
+    ("spec.mode=fixed spec.tree_budget=sample", "spec.tree_budget=sample", "rollout.engine=sglang"),
     ("rollout.engine=embedded spec.mode=fixed spec.topk=2 spec.verifier=rejection", "topk=2", "verifier=rejection"),
     ("spec.mode=fixed spec.num_draft_tokens=9", "spec", "num_draft_tokens=9", "num_steps=3"),
     ("algorithm.dual_clip=3 algorithm.ratio=cispo", "dual_clip=3.0", "ratio=cispo"),

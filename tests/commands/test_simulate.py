@@ -91,7 +91,7 @@ def test_steps_are_compared_and_swept(cluster, capsys):
         (["--sweep", "training.steps=3"], "no [training] section"),
         (["--policies", "off,k2t2n4"], "k2t2n4: acceptance.sibling is missing, which chains do not record"),
         (["--policies", "k2t2n40"], "k2t2n40: num_draft_tokens=40, but"),
-        (["--policies", "k3+batch"], "+batch is for trees"),
+        (["--policies", "k3+sample"], "+sample is for trees"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(cluster, capsys, options, message):

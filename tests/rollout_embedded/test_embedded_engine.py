@@ -501,7 +501,7 @@ def test_callers_share_rounds(model):
 
 
 def test_a_budget_verifies_what_pays_and_learns_from_it(model):
-    """Ragged trees: where tokens are dear from 24 on, a round verifies no more; F moves to what is accepted."""
+    """Where tokens are dear from 24 on, a round verifies no more; F moves to what is accepted."""
     budget, widths = TreeBudget(lambda b, c, v: 1.0 + 0.001 * v + 1.0 * (v > 24)), []
     before = budget.acceptance(np.linspace(-4, 0, 20))
     engine = oracle.engine_of(*model, SpecConfig(4, 3), budget=budget)

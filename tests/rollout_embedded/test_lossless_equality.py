@@ -36,9 +36,8 @@ VARIATIONS = {
     "tree": SpecConfig(3, 3, 8),
     "wide tree": SpecConfig(4, 4, 20),
     "switching": SWITCHING,
-    "one n per round": (SpecConfig(3, 3), {"budget": "sample"}),
-    "one budget per round": (SpecConfig(3, 3), {"budget": "batch"}),
-    "chains of any length": (SpecConfig(5), {"budget": "batch"}),
+    "trees of any size": (SpecConfig(3, 3), {"budget": True}),
+    "chains of any length": (SpecConfig(5), {"budget": True}),
     "no shared prefix": (SpecConfig(3), {"share_prefix": False}),
     "few rows": (SpecConfig(2, 2), {"max_running_requests": 3}),
     "put back": (SpecConfig(3), {"max_total_tokens": 400}),
@@ -78,7 +77,7 @@ def vary(model, name, requests, sampling):
     spec = VARIATIONS[name]
     spec, options = spec if isinstance(spec, tuple) else (spec, {})
     if "budget" in options:
-        options = {"budget": TreeBudget(lambda b, c, v: 1 + 0.01 * v + 0.02 * max(0, v - 150), share=options["budget"])}
+        options = {"budget": TreeBudget(lambda b, c, v: 1 + 0.01 * v + 0.02 * max(0, v - 150))}
     engine = oracle.engine_of(*model, spec, **options)
     got = texts(engine, requests, sampling)
     accepted = np.zeros(8)

@@ -108,10 +108,9 @@ def test_a_top_k_that_keeps_one_token_more_is_seen(model, monkeypatch, verifier,
         check(model, first_blocks(engine, Enumeration(monkeypatch), sampling), sampling, 3)
 
 
-@pytest.mark.parametrize("share", ["sample", "batch"])
-def test_trees_cut_by_a_budget(model, monkeypatch, share):
+def test_trees_cut_by_a_budget(model, monkeypatch):
     """Chosen by the drafter's scores, and differently in every round; F learns from round to round."""
-    budget = TreeBudget(lambda samples, context, verified: 1.0 + 0.12 * verified, share=share)
+    budget = TreeBudget(lambda samples, context, verified: 1.0 + 0.12 * verified)
     engine = oracle.engine_of(*model, SpecConfig(3, 2), verifier="target_only", budget=budget)
     blocks = first_blocks(engine, Enumeration(monkeypatch), PLAIN)
     assert 2 <= max(len(b) for b in blocks) <= 4

@@ -25,7 +25,10 @@ def imported(start, run_dir, options):
     [
         ({}, set()),
         pytest.param({"drafter__update_every": 2}, {"drafter_schedules"}, marks=pytest.mark.slow),
-        ({"spec__tree_budget": "batch", "spec__topk": 2, "spec__num_draft_tokens": 4}, {"kinds", "migration", "trees"}),
+        (
+            {"spec__tree_budget": "sample", "spec__topk": 2, "spec__num_draft_tokens": 4},
+            {"kinds", "migration", "trees"},
+        ),
     ],
     ids=["default", "drafter", "trees"],
 )

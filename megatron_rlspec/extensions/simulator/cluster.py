@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -106,8 +106,7 @@ class Policies:
 
     speculation  "off", "k3" (or another chain), "k5t4n24" (a tree: steps, branches, verified tokens) or "adaptive", the
                  live `SpecRule`
-    budget       how the live `TreeBudget` says what is verified of trees: one number for every "sample", or one sum for
-                 the "batch"; empty: as many as the configuration says
+    budget       whether the live `TreeBudget` says how much is verified of trees, and not the configuration
     in_flight    engines take requests as samples end, instead of an even deal at the start
     ways         in which the live `Rebalancer` may move samples; empty: none moves
     resize       whether the live `TPPlanner` may change the tensor-parallel size
@@ -117,7 +116,7 @@ class Policies:
     """
 
     speculation: str = "adaptive"
-    budget: Literal["", "sample", "batch"] = ""
+    budget: bool = False
     in_flight: bool = False
     ways: tuple[How, ...] = ()
     resize: bool = False
@@ -130,24 +129,23 @@ class Policies:
         """Read a name such as adaptive+in_flight+kv+tp+kd+overlap. Raises ValueError."""
         speculation, *extras = name.split("+")
         known = speculation in ("off", "adaptive") or CONFIG.fullmatch(speculation)
-        budgets = [extra for extra in extras if extra in ("sample", "batch")]
         moves = [extra for extra in extras if extra in WAYS]
-        rest = set(extras) - {*budgets, *moves, "in_flight", "tp", "kd", "overlap"}
-        several = max(len(budgets), len(moves)) > 1 or len(set(extras)) < len(extras)
+        rest = set(extras) - {*moves, "sample", "in_flight", "tp", "kd", "overlap"}
+        several = len(moves) > 1 or len(set(extras)) < len(extras)
         if not known or rest or several or ("overlap" in extras and "kd" not in extras):
             raise ValueError(
                 f"{name}: expected off, k3, a tree such as k5t4n24 or adaptive, perhaps with +in_flight, +tp, one of "
-                "+kv, +recompute, +auto, one of +sample, +batch after a tree, and +kd, perhaps with +overlap"
+                "+kv, +recompute, +auto, +sample after a tree, and +kd, perhaps with +overlap"
             )
         try:
             config = cls(speculation).config
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        if budgets and (config is None or config.topk <= 1):
-            raise ValueError(f"{name}: +{budgets[0]} is for trees such as k5t4n24")
+        if "sample" in extras and (config is None or config.topk <= 1):
+            raise ValueError(f"{name}: +sample is for trees such as k5t4n24")
         return cls(
             speculation,
-            next(iter(budgets), ""),  # type: ignore[arg-type]
+            "sample" in extras,
             "in_flight" in extras,
             WAYS[moves[0]] if moves else (),
             "tp" in extras,
@@ -273,7 +271,7 @@ class Simulation:
                 max_running=cluster.max_running,
                 max_tokens=room,
                 ranks=tp,
-                budget=TreeBudget(share=self.policies.budget) if self.policies.budget else None,
+                budget=TreeBudget() if self.policies.budget else None,
             )
             for i, name in enumerate(names)
         ]

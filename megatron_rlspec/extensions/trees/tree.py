@@ -1,4 +1,4 @@
-"""Choose how many drafted tokens a round verifies, and which (RLHFSpec, section 5; also one budget for the batch).
+"""Choose how many drafted tokens a round verifies, and which (RLHFSpec, section 5).
 
 Standard library, numpy and scipy only.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -150,30 +150,17 @@ class LearnedCost:
 
 
 class TreeBudget:
-    """Chooses the candidates that the target verifies.
+    """Chooses the candidates that the target verifies: the n best ones of each sample, with the same n for all samples.
 
     In every round an engine calls `keep`, then `observe`, then `timed`.
 
     cost      None: it is learned from the rounds given to `timed`
-    share     "sample": RLHFSpec's rule, the n best candidates of each sample, with the same n for all samples
-              "batch": the best candidates of all samples together
     patience  how many larger n in a row may lower the tokens per ms before the search for n stops
-
-    Raises ValueError for another `share`.
     """
 
-    def __init__(
-        self,
-        cost: Cost | None = None,
-        acceptance: AcceptanceMap | None = None,
-        share: Literal["sample", "batch"] = "batch",
-        patience: int = 3,
-    ) -> None:
-        if share not in ("sample", "batch"):
-            raise ValueError(f"share={share!r}, expected sample or batch")
+    def __init__(self, cost: Cost | None = None, acceptance: AcceptanceMap | None = None, patience: int = 3) -> None:
         self.cost = cost
         self.acceptance = acceptance or AcceptanceMap()
-        self.share = share
         self.patience = patience
         self._learned = LearnedCost() if cost is None else None
 
@@ -188,15 +175,7 @@ class TreeBudget:
             assert self._learned is not None  # __init__ made it, because no cost was given
             return top(scores, self._learned.trial(limit))
         weights = self.acceptance(scores)
-        if self.share == "sample":
-            n = self._search_layers(cost, weights, depth, context_tokens, limit)
-            return top(scores, n)
-        allowed = top(scores, limit)
-        order = np.argsort(np.where(allowed, -scores, np.inf), axis=None, kind="stable")[: int(allowed.sum())]
-        count = self._search_batch(cost, weights.ravel()[order], len(scores), context_tokens)
-        keep = np.zeros(scores.size, bool)
-        keep[order[:count]] = True
-        return keep.reshape(scores.shape)
+        return top(scores, self._search(cost, weights, depth, context_tokens, limit))
 
     def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
         self.acceptance.observe(scores, accepted)
@@ -207,7 +186,7 @@ class TreeBudget:
             self._learned.observe(samples, context_tokens, verified, ms)
             self.cost = self._learned.cost
 
-    def _search_layers(self, cost: Cost, weights: np.ndarray, depth: np.ndarray, context: int, limit: int) -> int:
+    def _search(self, cost: Cost, weights: np.ndarray, depth: np.ndarray, context: int, limit: int) -> int:
         """Find n (RLHFSpec, section 5.3). It grows layer by layer until tokens per ms have fallen `patience` times.
 
         With the candidates of layers 1..l, the n best of a sample cannot change any more if each weighs at least as
@@ -237,28 +216,6 @@ class TreeBudget:
                     if falling == self.patience:
                         return best_n
         return best_n
-
-    def _search_batch(self, cost: Cost, weights: np.ndarray, samples: int, context: int) -> int:
-        """Return how many of the batch's candidates to verify; `weights` are sorted, best first.
-
-        The cost is constant within a bucket of verified tokens, so only the last count of each bucket is tried.
-        """
-        al = np.concatenate([[0.0], np.cumsum(weights)]) + samples
-        best = 0.0
-        best_count = 0
-        falling = 0
-        count = 0
-        while True:
-            value = al[count] / cost(samples, context, samples + count)
-            if value > best:
-                best = value
-                best_count = count
-                falling = 0
-            else:
-                falling += 1
-            if count == len(weights) or falling == self.patience:
-                return best_count
-            count = min(len(weights), bucket(samples + count + 1) - samples)
 
 
 def bucket(tokens: int) -> int:

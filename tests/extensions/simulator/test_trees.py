@@ -111,6 +111,6 @@ def test_larger_trees_need_fewer_rounds_of_the_same_samples():
 def test_trees_without_the_acceptance_of_siblings_are_refused():
     with pytest.raises(ValueError, match="acceptance.sibling is missing, which chains do not record"):
         Simulation(CLUSTER, replace(WORKLOAD, acceptance=CHAINS), TREE, 0)
-    for name in ("k3+sample", "adaptive+batch", "k3t3n900", "k3t3"):
+    for name in ("k3+sample", "adaptive+sample", "k3t3n900", "k3t3"):
         with pytest.raises(ValueError, match=name.replace("+", ".")):
             Policies.of(name)

@@ -121,7 +121,7 @@ def test_one_n_for_all_is_the_best_n(seed):
     """Layer-level search with early stop finds what trying every n finds (the cost here has no buckets)."""
     rng = np.random.default_rng(seed)
     scores, parents, depth = forest(rng, samples=int(rng.integers(1, 9)), spread=rng.uniform(0.1, 1.5))
-    budget = TreeBudget(rising, share="sample")
+    budget = TreeBudget(rising)
     keep = budget.keep(scores, depth, 1000, 14)
     counts = keep.sum(1)
     assert closed(keep, parents) and len(set(counts)) == 1
@@ -131,43 +131,20 @@ def test_one_n_for_all_is_the_best_n(seed):
     assert counts[0] == int(np.argmax(values))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_one_budget_for_the_batch_is_the_best_budget_and_beats_one_n(seed):
-    rng = np.random.default_rng(100 + seed)
-    scores, parents, depth = forest(rng, samples=int(rng.integers(2, 24)), spread=rng.uniform(0.3, 2))
-    bucketed = lambda samples, context, verified: rising(samples, context, bucket(verified))  # noqa: E731
-    budget, uniform = TreeBudget(bucketed), TreeBudget(bucketed, share="sample")
-    keep = budget.keep(scores, depth, 1000, 20)
-    assert closed(keep, parents) and keep.sum(1).max() <= 20
-    b, f = len(scores), budget.acceptance(scores)
-
-    def value(mask):
-        return (b + f[mask].sum()) / bucketed(b, 1000, b + int(mask.sum()))
-
-    allowed = np.sort(f[top(scores, 20)])[::-1]
-    best = max((b + allowed[:m].sum()) / bucketed(b, 1000, b + m) for m in range(len(allowed) + 1))
-    assert value(keep) == pytest.approx(best, rel=1e-12)
-    assert value(keep) >= value(uniform.keep(scores, depth, 1000, 20)) - 1e-12
-
-
 def test_dear_tokens_stop_the_budget_and_free_ones_do_not():
     scores, _, depth = forest(np.random.default_rng(3))
-    for share in ("sample", "batch"):
-        asked = []
-        dear = TreeBudget(lambda s, c, v: asked.append(v) or 1.0 + 10.0 * v, share=share, patience=3)  # noqa: B023
-        assert dear.keep(scores, depth, 10, 30).sum() == 0
-        assert len(asked) == 1 + 3  # no further than three in a row that fall
-        free = TreeBudget(lambda s, c, v: 1.0, share=share)
-        assert (free.keep(scores, depth, 10, 7).sum(1) == 7).all()
-    with pytest.raises(ValueError, match="share='tree', expected sample or batch"):
-        TreeBudget(rising, share="tree")
+    asked = []
+    dear = TreeBudget(lambda s, c, v: asked.append(v) or 1.0 + 10.0 * v, patience=3)
+    assert dear.keep(scores, depth, 10, 30).sum() == 0
+    assert len(asked) == 1 + 3  # no further than three in a row that fall
+    free = TreeBudget(lambda s, c, v: 1.0)
+    assert (free.keep(scores, depth, 10, 7).sum(1) == 7).all()
 
 
-@pytest.mark.parametrize("share", ["sample", "batch"])
-def test_a_budget_without_a_cost_learns_it_from_its_rounds(share):
+def test_a_budget_without_a_cost_learns_it_from_its_rounds():
     """It tries every size, then chooses as a budget with the true cost; it follows a changed cost."""
     rng = np.random.default_rng(5)
-    learning, told, sizes = TreeBudget(share=share), TreeBudget(rising, share=share), []
+    learning, told, sizes = TreeBudget(), TreeBudget(rising), []
     for _ in range(60):
         scores, _, depth = forest(rng, samples=int(rng.integers(2, 9)))
         verified = len(scores) + int(learning.keep(scores, depth, 1000, 12).sum())
