@@ -104,7 +104,6 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 FLIPPED = torch.isin(torch.arange(128), torch.tensor([*range(15), 50, 100]))
 REFUSED = {
     "a layer that the target lacks": ({"eagle_config": {IDS: [0, 1, 3]}}, {}, "the target has 4 layers"),
-    "a layer twice": ({"eagle_config": {IDS: [0, 1, 1]}}, {}, "ascending numbers from -1"),
     "layers in another order": ({"eagle_config": {IDS: [2, 1, 0]}}, {}, "ascending"),
     "SGLang's default of a small target": ({"eagle_config": None}, {}, "SGLang default [1, 1, 0]"),
     "another number of layers": ({"eagle_config": {IDS: [0, 1]}}, {}, "fc.weight has shape"),
@@ -117,17 +116,9 @@ REFUSED = {
     "a map out of order": ({}, {"d2t": torch.arange(16).flip(0) * 3}, "must ascend"),
     "a map beyond the vocabulary": ({}, {"d2t": torch.full((16,), 10_000)}, "must ascend within 0 to"),
     "a map whose ids wrap": ({}, {"d2t": torch.full((16,), 2**63 - 1)}, "must ascend within 0 to 127"),
-    "a map of half floats": ({}, {"d2t": torch.zeros(16, dtype=torch.bfloat16)}, "d2t is BF16 [16], expected I64 or"),
-    "a map back of half floats": (
-        {},
-        {"t2d": torch.zeros(128, dtype=torch.bfloat16)},
-        "t2d is BF16 [128], expected BOOL",
-    ),
     "a map of another size": ({}, {"d2t": torch.arange(15)}, "d2t is I64 [15]"),
-    "another map back": ({}, {"t2d": torch.arange(128) == 5}, "t2d says that token 0 is not a word of drafts, and d2t"),
     "a flipped bit in the map back": ({}, {"t2d": FLIPPED}, "t2d says that token 50 is a word of drafts, and d2t"),
     "a short map back": ({}, {"t2d": torch.ones(100, dtype=torch.bool)}, "t2d is BOOL [100], expected BOOL, [128]"),
-    "a float map back": ({}, {"t2d": torch.ones(128)}, "t2d is F32 [128], expected BOOL"),
     "no fc": ({}, {"fc.weight": None}, "lacks fc.weight"),
     "a second layer's tensor": ({}, {"layers.1.fc": torch.zeros(1)}, "layers.1.fc is not part"),
 }

@@ -53,10 +53,8 @@ def test_the_users_own_hooks_are_kept_and_called():
     ("command", "drafter", "message"),
     [
         ("--sglang-speculative-accept-threshold-single 0.9", {}, "accepts tokens the policy would not draw"),
-        ("--sglang-speculative-accept-threshold-acc x", {}, "accepts tokens the policy would not draw"),
         ("--sglang-speculative-eagle-topk 4", {}, "chains only"),
         ("--sglang-enable-dp-attention", {}, "under --sglang-enable-dp-attention SGLang does not adapt it; give one"),
-        ("--sglang-attn-dp-size 8", {}, "under --sglang-attn-dp-size SGLang does not adapt it; give one number"),
         ("--sglang-speculative-num-steps 2", {}, "--num-steps 3, but --sglang-speculative-num-steps 2; give one"),
         ("--prefill-num-servers 2", {}, "never run with a drafter that is trained"),
         ("--sglang-enable-mixed-chunk", {}, "mix prefill and decode are not supported"),
