@@ -2,7 +2,8 @@
 
 A drafter is a Hugging Face directory of its own, as SGLang and SpecForge read and write it: `LlamaForCausalLMEagle3`,
 with `fc.weight`, `midlayer.*`, `norm.weight`, `lm_head.weight` over the words of drafts, and the map `d2t`, `t2d`.
-The embedding is the target's: SGLang replaces the drafter's own, if there is one.
+It may have further layers, `layers.N.*`, and norms before `fc`: `input_norm.weight` and `fc_norm.N.weight`. The
+embedding is the target's: SGLang replaces the drafter's own, if there is one.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from safetensors import safe_open
 
 from megatron_rlspec.models.config import MAPS, Eagle3, ModelConfigError, check_config, check_drafter_config
 from megatron_rlspec.models.directory import FLOATS, Header, read_headers, read_object
+from megatron_rlspec.models.families import layer_of_drafter
 
-_IGNORED = {"embed_tokens.weight"}
-_OF_VLLM = "layers.0."  # in place of SpecForge's "midlayer."; SGLang reads both
+_OTHER_NAMES = {  # which SGLang reads, too
+    "layers.0.": "midlayer.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
 
 
 def check_drafter(path: str | Path, target: Mapping[str, Any], target_path: str, *, weights: bool = True) -> Eagle3:
@@ -49,14 +55,17 @@ def check_drafter(path: str | Path, target: Mapping[str, Any], target_path: str,
         raise ModelConfigError(f"config.json of {directory}: {error}") from None
     if weights:
         headers = {own_name(name): header for name, header in read_headers(directory).items()}
-        _check_tensors(directory, headers, shapes(typed, len(taps)))
+        _check_tensors(directory, headers, shapes(typed, len(taps)), typed.num_hidden_layers)
         _check_words(directory, headers, typed)
     return typed
 
 
 def own_name(name: str) -> str:
     """Return the name that this package has for a drafter's tensor: that of SGLang and SpecForge."""
-    return f"midlayer.{name.removeprefix(_OF_VLLM)}" if name.startswith(_OF_VLLM) else name
+    for other, own in _OTHER_NAMES.items():
+        if name.startswith(other):
+            return own + name.removeprefix(other)
+    return name
 
 
 def shapes(config: Eagle3, taps: int) -> dict[str, tuple[int, ...]]:
@@ -64,27 +73,33 @@ def shapes(config: Eagle3, taps: int) -> dict[str, tuple[int, ...]]:
     hidden = config.hidden_size
     queries = config.num_attention_heads * config.head_size
     keys = config.groups * config.head_size
-    layer = {
-        "input_layernorm": (hidden,),
-        "hidden_norm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (queries, 2 * hidden),
-        "self_attn.k_proj": (keys, 2 * hidden),
-        "self_attn.v_proj": (keys, 2 * hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (config.intermediate_size, hidden),
-        "mlp.up_proj": (config.intermediate_size, hidden),
-        "mlp.down_proj": (hidden, config.intermediate_size),
-    }
-    return {
-        "fc.weight": (hidden, taps * hidden),
-        **{f"midlayer.{name}.weight": shape for name, shape in layer.items()},
-        "norm.weight": (hidden,),
-        "lm_head.weight": (config.draft_vocab_size, hidden),
-    }
+    found: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, taps * hidden)}
+    if config.norms_joined:
+        found["input_norm.weight"] = (taps * hidden,)
+    if config.norms_each:
+        found |= {f"fc_norm.{tap}.weight": (hidden,) for tap in range(taps)}
+    for index in range(config.num_hidden_layers):
+        read = hidden if index else 2 * hidden  # the first layer's attention reads embedding and hidden state
+        layer = {
+            "hidden_norm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (queries, read),
+            "self_attn.k_proj": (keys, read),
+            "self_attn.v_proj": (keys, read),
+            "self_attn.o_proj": (hidden, queries),
+            "mlp.gate_proj": (config.intermediate_size, hidden),
+            "mlp.up_proj": (config.intermediate_size, hidden),
+            "mlp.down_proj": (hidden, config.intermediate_size),
+        }
+        if not index:
+            layer["input_layernorm"] = (hidden,)
+        found |= {f"{layer_of_drafter(index)}{name}.weight": shape for name, shape in layer.items()}
+    return found | {"norm.weight": (hidden,), "lm_head.weight": (config.draft_vocab_size, hidden)}
 
 
-def _check_tensors(directory: Path, headers: Mapping[str, Header], wanted: Mapping[str, tuple[int, ...]]) -> None:
+def _check_tensors(
+    directory: Path, headers: Mapping[str, Header], wanted: Mapping[str, tuple[int, ...]], layers: int
+) -> None:
     for name, shape in wanted.items():
         if name not in headers:
             raise ModelConfigError(f"{directory}: lacks {name}, which an EAGLE-3 drafter needs")
@@ -95,9 +110,13 @@ def _check_tensors(directory: Path, headers: Mapping[str, Header], wanted: Mappi
             )
         if headers[name].dtype not in FLOATS:
             raise ModelConfigError(f"{directory}: {name} has type {headers[name].dtype}, expected {', '.join(FLOATS)}")
-    unknown = sorted(headers.keys() - wanted.keys() - _IGNORED - set(MAPS))
+    unused = {"embed_tokens.weight"} | {f"layers.{index}.input_layernorm.weight" for index in range(1, layers)}
+    unknown = sorted(headers.keys() - wanted.keys() - unused - set(MAPS))
     if unknown:
-        raise ModelConfigError(f"{directory}: {unknown[0]} is not part of an EAGLE-3 drafter of one layer")
+        raise ModelConfigError(
+            f"{directory}: {unknown[0]} is not part of an EAGLE-3 drafter with this config.json "
+            f"(num_hidden_layers={layers})"
+        )
 
 
 def _check_words(directory: Path, headers: Mapping[str, Header], config: Eagle3) -> None:

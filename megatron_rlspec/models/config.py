@@ -39,6 +39,7 @@ HARMLESS = frozenset(
 
 
 _TAPPED = "eagle_aux_hidden_state_layer_ids"
+_JOINED_NORM = "norm_before_fc"
 STATED = "rlspec_sharpness"  # key of config.json beside the drafter: the sharpness that its training chose
 
 
@@ -279,23 +280,22 @@ class Qwen3(Dense):
 class Eagle3(Llama):
     """The config.json of an EAGLE-3 drafter, as SGLang's `models/llama_eagle3.py` and SpecForge write and read it."""
 
-    num_hidden_layers: Literal[1] = Field(description="SGLang runs more layers, the trainer does not")  # type: ignore[assignment]
     draft_vocab_size: Size
     tie_word_embeddings: Literal[False] = Field(False, description="the drafter has a head of its own")  # type: ignore[assignment]
     target_hidden_size: Size | None = None
     num_aux_hidden_states: Size | None = None
     eagle_config: dict[str, Any] | None = None
     bias: Literal[False] | None = Field(None, description="biases are not implemented")
-    fc_norm: Literal[False] | None = Field(None, description="SGLang runs norms before fc, the trainer does not")
-    use_aux_norm: Literal[False] | None = Field(None, description="SGLang runs norms before fc, the trainer does not")
-    norm_before_fc: Literal[False] | None = Field(None, description="SGLang runs norms before fc, the trainer does not")
-    norm_output: Literal[False] | None = Field(None, description="SGLang hands on normed states, the trainer does not")
+    fc_norm: bool | None = None  # norm the hidden states of each layer that it reads
+    use_aux_norm: bool | None = None  # an older name of fc_norm
+    norm_before_fc: bool | None = None  # norm all of them together; eagle_config may state it
+    norm_output: bool | None = None  # the next draft reads the state after the final norm
 
     @model_validator(mode="after")
     def _aux_hidden_states(self) -> Eagle3:
         stated = self.eagle_config or {}
         for key, value in stated.items():
-            if key not in ("use_aux_hidden_state", _TAPPED) and value:
+            if key not in ("use_aux_hidden_state", _JOINED_NORM, _TAPPED) and value:
                 raise ValueError(f"eagle_config.{key}={shown(value)}: not implemented; expected no such key")
         if stated.get("use_aux_hidden_state", True) is not True:
             raise ValueError("eagle_config.use_aux_hidden_state: only true is implemented")
@@ -303,6 +303,21 @@ class Eagle3(Llama):
         if ids is not None and (not isinstance(ids, list) or any(type(i) is not int for i in ids)):
             raise ValueError(f"eagle_config.{_TAPPED}={shown(ids)}: expected a list of layer numbers")
         return self
+
+    @property
+    def norms_each(self) -> bool:
+        """Return whether the hidden states of each layer that it reads are normed before `fc`."""
+        return bool(self.fc_norm or self.use_aux_norm)
+
+    @property
+    def norms_joined(self) -> bool:
+        """Return whether the hidden states are normed together before `fc`, and before the norms of each."""
+        return bool((self.eagle_config or {}).get(_JOINED_NORM, self.norm_before_fc))
+
+    @property
+    def tapped(self) -> int:
+        """Return how many layers of the target it reads."""
+        return len((self.eagle_config or {}).get(_TAPPED) or (0, 0, 0))
 
     def taps(self, layers: int) -> tuple[int, ...]:
         """Return the layers of a target of `layers` layers whose inputs the drafter reads, counted from 0.

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron_rlspec.models.config import MAPS, PREFIX, refusal
+from megatron_rlspec.models.config import MAPS, PREFIX, check_drafter_config, refusal
 from megatron_rlspec.models.layouts import (
     COLUMN,
     ROW,
@@ -188,21 +188,32 @@ def delta_net(megatron: str, hf: str, config: Mapping[str, Any]) -> Iterator[Row
     yield Row(f"{to}out_proj.weight", (f"{frm}out_proj.weight",), cut=ROW)
 
 
+def layer_of_drafter(index: int) -> str:
+    """Return what the names of an EAGLE-3 drafter's layer begin with, as SGLang and SpecForge name them."""
+    return f"layers.{index}." if index else "midlayer."
+
+
 def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of an EAGLE-3 drafter, which has a checkpoint of its own. Megatron names are ModelOpt's.
 
-    Its attention reads embedding and hidden state side by side, so q, k and v have 2H columns. `d2t` and `t2d` map
-    between the drafter's vocabulary and the target's. The embedding is the target's.
+    The first layer's attention reads embedding and hidden state side by side, so its q, k and v have 2H columns. `d2t`
+    and `t2d` map between the drafter's vocabulary and the target's. The embedding is the target's.
     """
     g = Geometry.of(config)
     to = "eagle_module."
-    layer = f"{to}decoder.layers.0."
+    own = check_drafter_config(config, "the drafter")
+    if own.norms_joined:
+        yield Row(f"{to}input_norm.weight", ("input_norm.weight",))
+    for tap in range(own.tapped if own.norms_each else 0):
+        yield Row(f"{to}fc_norm.{tap}.weight", (f"fc_norm.{tap}.weight",))
     yield Row(f"{to}fc.weight", ("fc.weight",))
     yield Row(f"{to}enorm.weight", ("midlayer.input_layernorm.weight",))
-    yield Row(f"{layer}input_layernorm.weight", ("midlayer.hidden_norm.weight",))
-    yield Row(f"{layer}pre_mlp_layernorm.weight", ("midlayer.post_attention_layernorm.weight",))
-    yield from attention(layer, "midlayer.", g, bias=bool(config.get("attention_bias", False)), qk_norm=False)
-    yield from mlp(f"{layer}mlp.", "midlayer.mlp.")
+    for index in range(own.num_hidden_layers):
+        layer, frm = f"{to}decoder.layers.{index}.", layer_of_drafter(index)
+        yield Row(f"{layer}input_layernorm.weight", (f"{frm}hidden_norm.weight",))
+        yield Row(f"{layer}pre_mlp_layernorm.weight", (f"{frm}post_attention_layernorm.weight",))
+        yield from attention(layer, frm, g, bias=bool(config.get("attention_bias", False)), qk_norm=False)
+        yield from mlp(f"{layer}mlp.", f"{frm}mlp.")
     yield Row(f"{to}decoder.final_layernorm.weight", ("norm.weight",))
     # Whole on every rank: the words of one rank's share of the target's vocabulary are no even share of its rows.
     yield Row(f"{to}eagle_output_layer.weight", ("lm_head.weight",))

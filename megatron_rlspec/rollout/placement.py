@@ -13,6 +13,7 @@ import torch
 
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.host.rank_memory import kept
+from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.speculation import graphs
 
 GIB = 1 << 30
@@ -277,7 +278,9 @@ def token_bytes(config: Config, hf_config: Mapping[str, Any], tensor: int = 1) -
 
     Latents are on every GPU, and so is a key and value head if there are more GPUs than heads.
     """
-    layers = int(hf_config["num_hidden_layers"]) + (config.spec.mode != "off")
+    layers = int(hf_config["num_hidden_layers"])
+    if config.spec.mode != "off":
+        layers += int(hf_config.get(DRAFTER, {}).get("num_hidden_layers", 1))
     itemsize: int = getattr(torch, config.model.dtype).itemsize
     if rank := hf_config.get("kv_lora_rank"):
         return layers * (int(rank) + int(hf_config.get("qk_rope_head_dim", 0))) * itemsize * tensor

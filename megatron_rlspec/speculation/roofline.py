@@ -117,15 +117,17 @@ class Roofline:
 
         `config` is the model's config.json. A pass costs what its parameters cost, layers and output head; looking up
         an embedding is free. Of experts those are computed that a token uses, and those are read that a pass's tokens
-        use, if each chooses for itself. The drafter is one layer, the projection before it, and a head over
-        `draft_vocabulary` words; 0: all, or those of the EAGLE-3 drafter in `config`. `ridge_tokens` as in `of_layers`.
+        use, if each chooses for itself. The drafter is one layer, or those of the EAGLE-3 drafter in `config`, the
+        projection before it, and a head over `draft_vocabulary` words; 0: all, or that drafter's. `ridge_tokens` as in
+        `of_layers`.
         Raises ValueError.
         """
         hidden = config["hidden_size"]
         layer = _attention(config) + _mlp(config)
         head = hidden * config["vocab_size"]
-        draft_layer = layer + 2 * hidden * hidden
-        words = draft_vocabulary or config.get("eagle3", config).get("draft_vocab_size") or config["vocab_size"]
+        own = config.get("eagle3", {})
+        draft_layer = own.get("num_hidden_layers", 1) * layer + 2 * hidden * hidden
+        words = draft_vocabulary or own.get("draft_vocab_size") or config["vocab_size"]
         draft_head = hidden * words
         target = config["num_hidden_layers"] * layer + head
         if ridge_tokens <= 0:

@@ -16,6 +16,7 @@ of positions s <= t, at unshifted positions.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
-from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.config import DRAFTER, check_drafter_config
 from megatron_rlspec.models.families import record_of
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.train import runtime
@@ -50,10 +51,12 @@ class Drafter(MegatronModule):
     repeated_layer        one layer for all depths, chain-exact; else D layers
     zero_first_embedding  the family's rule for position 0 (MiMo: the embedding there is 0)
     recompute             compute the layers again in the backward pass
+    layers                of one depth
     """
 
     depth: int
     repeated_layer: bool
+    layers = 1
     rope: Rope
     recompute: bool
     zero_first_embedding = False
@@ -75,7 +78,7 @@ class Drafter(MegatronModule):
         position_ids  `[T]`, of t
         """
         state = self._scatter(self.enter(hidden)[:, None])
-        chain = Chain()
+        chains = [Chain() for _ in range(self.layers)]
         out = []
         for step in range(self.depth):
             positions = position_ids + step if self.repeated_layer else position_ids
@@ -83,12 +86,9 @@ class Drafter(MegatronModule):
             if self.zero_first_embedding:
                 embedded = embedded.masked_fill((positions == 0)[:, None], 0)
             here = at_positions(packed, positions, self.config, self.rope)
-            here.chain = chain
-            state = self._layer(0 if self.repeated_layer else step, state, self._scatter(embedded[:, None]), here)
-            if self.repeated_layer:
-                chain = chain.next()
-            else:
-                chain = Chain()
+            index = 0 if self.repeated_layer else step
+            state = self._depth(index, state, self._scatter(embedded[:, None]), here, chains)
+            chains = [chain.next() if self.repeated_layer else Chain() for chain in chains]
             out.append(self._gather(self.leave(state))[:, 0])
         return out
 
@@ -96,20 +96,25 @@ class Drafter(MegatronModule):
         """Return the first layer's hidden state `[T, H]`."""
         return hidden
 
-    def run(self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
-        """Run a layer; return what the next depth reads, `[T, 1, H]`."""
+    def run(
+        self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
+    ) -> Tensor:
+        """Run the layers of one depth, each with its chain; return what the next depth reads, `[T, 1, H]`."""
         raise NotImplementedError
 
     def leave(self, state: Tensor) -> Tensor:
         """Return the input of the output layer."""
         return state
 
-    def _layer(self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
+    def _depth(
+        self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
+    ) -> Tensor:
+        inputs = (index, state, embedded, packed, chains)
         if self.recompute and torch.is_grad_enabled():
-            # Nothing inside is random, so no generator is restored. The layer stores the chain's keys as a side effect;
+            # Nothing inside is random, so no generator is restored. A layer stores its chain's keys as a side effect;
             # recomputation overwrites them with the same values.
-            return checkpoint(self.run, index, state, embedded, packed, use_reentrant=False, preserve_rng_state=False)
-        return self.run(index, state, embedded, packed)
+            return checkpoint(self.run, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self.run(*inputs)
 
     def _scatter(self, x: Tensor) -> Tensor:
         return scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
@@ -157,17 +162,21 @@ class MTPDrafter(Drafter):
             groups = ProcessGroupCollection.use_mpu_process_groups()
             self.mtp = MultiTokenPredictionBlock(own, runtime.drafter_spec(own), pg_collection=groups)
 
-    def run(self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
+    def run(
+        self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
+    ) -> Tensor:
         layer = self.mtp.layers[index]
-        return layer._proj_and_transformer_layer(state, embedded, packed_seq_params=packed)
+        return layer._proj_and_transformer_layer(state, embedded, packed_seq_params=_chained(packed, chains[0]))
 
 
 class Eagle3Drafter(Drafter):
     """An EAGLE-3 drafter (Li et al. 2025, arXiv 2503.01840) as SGLang's `models/llama_eagle3.py` computes it.
 
-    One layer for all depths. Its residual stream begins with `fc` of the hidden states of n layers of the policy. Its
-    attention reads the norms of embedding and hidden state side by side. The next depth reads its output before the
-    final norm. Its output layer is its own, over the words of drafts, and whole on every tensor-parallel rank.
+    All depths have the same layers, mostly one. Their residual stream begins with `fc` of the hidden states of n layers
+    of the policy, which may be normed, each or all together. The attention of the first layer reads the norms of
+    embedding and hidden state side by side. The next depth reads the output before the final norm, or behind it with
+    `norm_output`.
+    The output layer is the drafter's own, over the words of drafts, and whole on every tensor-parallel rank.
 
     config   the policy's
     drafter  the drafter's config.json
@@ -187,17 +196,26 @@ class Eagle3Drafter(Drafter):
         width = own.hidden_size
         std = drafter.get("initializer_range", 0.02)
         plain: dict[str, Any] = {"bias": False, "dtype": own.params_dtype}
-        block = nn.Module()
+        stated = check_drafter_config(drafter, "the drafter")
+        self.layers = own.num_layers
+        self.norm_output = bool(stated.norm_output)
+        block: Any = nn.Module()
         with runtime.own_random_stream(seed):
             block.fc = nn.Linear(taps * width, width, **plain)
             block.enorm = RMSNorm(own, width, own.layernorm_epsilon)
             block.decoder = nn.Module()
-            block.decoder.layers = nn.ModuleList([build_module(runtime.eagle3_spec(own), config=own, layer_number=1)])
+            specs = [runtime.eagle3_spec(own, first=not index) for index in range(own.num_layers)]
+            layers = [build_module(spec, config=own, layer_number=number) for number, spec in enumerate(specs, 1)]
+            block.decoder.layers = nn.ModuleList(layers)
             block.decoder.final_layernorm = RMSNorm(own, width, own.layernorm_epsilon)
+            block.input_norm = _norm_before_fc(own, taps * width) if stated.norms_joined else None
+            block.fc_norm = None
+            if stated.norms_each:
+                block.fc_norm = nn.ModuleList([_norm_before_fc(own, width) for _ in range(taps)])
             block.eagle_output_layer = nn.Linear(width, drafter["draft_vocab_size"], **plain)
             for linear in (block.fc, block.eagle_output_layer):
                 nn.init.normal_(linear.weight, std=std)
-        self.eagle_module: Any = block
+        self.eagle_module = block
 
     @property
     def head(self) -> Tensor:
@@ -205,16 +223,39 @@ class Eagle3Drafter(Drafter):
         return self.eagle_module.eagle_output_layer.weight
 
     def enter(self, hidden: Tensor) -> Tensor:
-        return self.eagle_module.fc(hidden)
+        block = self.eagle_module
+        if block.input_norm is not None:
+            hidden = block.input_norm(hidden)
+        if block.fc_norm is not None:
+            parts = hidden.chunk(len(block.fc_norm), -1)
+            hidden = torch.cat([norm(part) for norm, part in zip(block.fc_norm, parts, strict=True)], -1)
+        return block.fc(hidden)
 
-    def run(self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
-        layer = self.eagle_module.decoder.layers[index]
-        layer.input_layernorm.embedded = self.eagle_module.enorm(embedded)
-        state, _ = layer(hidden_states=state, attention_mask=None, packed_seq_params=packed)
-        return state
+    def run(
+        self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
+    ) -> Tensor:
+        decoder = self.eagle_module.decoder
+        decoder.layers[0].input_layernorm.embedded = self.eagle_module.enorm(embedded)
+        for layer, chain in zip(decoder.layers, chains, strict=True):
+            state, _ = layer(hidden_states=state, attention_mask=None, packed_seq_params=_chained(packed, chain))
+        return decoder.final_layernorm(state) if self.norm_output else state
 
     def leave(self, state: Tensor) -> Tensor:
-        return self.eagle_module.decoder.final_layernorm(state)
+        return state if self.norm_output else self.eagle_module.decoder.final_layernorm(state)
+
+
+def _norm_before_fc(config: TransformerConfig, width: int) -> RMSNorm:
+    """Build a norm whose rows are whole on every rank, also under sequence parallelism: so are its gradients."""
+    norm = RMSNorm(config, width, config.layernorm_epsilon)
+    norm.weight.sequence_parallel = False  # type: ignore[attr-defined]
+    return norm
+
+
+def _chained(packed: PackedSequences, chain: Chain) -> PackedSequences:
+    """Return `packed` for the layer whose keys `chain` holds."""
+    here = copy.copy(packed)
+    here.chain = chain
+    return here
 
 
 def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> TransformerConfig:
@@ -228,7 +269,7 @@ def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> Tra
         )
     own = replace(
         config,
-        num_layers=1,
+        num_layers=drafter.get("num_hidden_layers", 1),
         ffn_hidden_size=drafter["intermediate_size"],
         num_attention_heads=heads,
         num_query_groups=groups,

@@ -208,14 +208,15 @@ def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec
     return layer, norm
 
 
-def eagle3_spec(config: TransformerConfig) -> ModuleSpec:
-    """Return the spec of an EAGLE-3 drafter's layer, whose attention reads embedding and hidden state side by side.
+def eagle3_spec(config: TransformerConfig, *, first: bool) -> ModuleSpec:
+    """Return the spec of an EAGLE-3 drafter's layer. The first one's attention reads embedding and state side by side.
 
     It is the local one on every device: Transformer Engine's joined norm and projection read one vector.
     """
     layer = _local_layer_spec(config, {"qk_layernorm": False, "num_experts": None})
-    layer.submodules.input_layernorm = NormBesideEmbedding
-    layer.submodules.self_attention.submodules.linear_qkv = DoubleInput
+    if first:
+        layer.submodules.input_layernorm = NormBesideEmbedding
+        layer.submodules.self_attention.submodules.linear_qkv = DoubleInput
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     return layer
 

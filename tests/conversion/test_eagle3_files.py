@@ -108,8 +108,11 @@ REFUSED = {
     "SGLang's default of a small target": ({"eagle_config": None}, {}, "SGLang default [1, 1, 0]"),
     "another number of layers": ({"eagle_config": {IDS: [0, 1]}}, {}, "fc.weight has shape"),
     "another hidden size": ({"hidden_size": 32}, {}, "hidden_size=32"),
-    "two layers": ({"num_hidden_layers": 2}, {}, "num_hidden_layers=2: expected 1"),
-    "a norm before fc": ({"fc_norm": True}, {}, "fc_norm=true"),
+    "a layer that is not there": ({"num_hidden_layers": 2}, {}, "lacks layers.1.hidden_norm.weight"),
+    "a norm that is not there": ({"fc_norm": True}, {}, "lacks fc_norm.0.weight"),
+    "a joined norm that is not there": ({"norm_before_fc": True}, {}, "lacks input_norm.weight"),
+    "a norm that config.json does not state": ({}, {"input_norm.weight": torch.zeros(1)}, "input_norm.weight is not"),
+    "a norm of another kind": ({"norm_output": 3}, {}, "norm_output=3"),
     "an architecture": ({"architectures": ["LlamaForCausalLM"]}, {}, "expected [LlamaForCausalLMEagle3]"),
     "an unknown key": ({"parallel_drafts": 3}, {}, "parallel_drafts=3: unknown"),
     "no map": ({}, {"d2t": None}, "lacks d2t"),
@@ -210,6 +213,31 @@ def test_a_drafter_of_another_project_is_read_as_it_comes(saved, model, drafter,
     assert set(table.drafter_names) <= set(joined)
     for name in ("eagle3.midlayer.mlp.up_proj.weight", "eagle3.fc.weight"):
         assert torch.equal(joined[name].float(), made[name.removeprefix("eagle3.")].to(joined[name].dtype).float())
+
+
+@pytest.mark.parametrize("where", ["config.json", "eagle_config"])
+def test_further_layers_and_norms_are_read(where, model, drafter):
+    """The norms' older names, and a norm of the second layer that SGLang stores and does not use."""
+    config, held = json.loads((drafter / "config.json").read_text()), load_file(drafter / "model.safetensors")
+    config |= {"num_hidden_layers": 2, "use_aux_norm": True, "norm_output": True}
+    (config if where == "config.json" else config["eagle_config"])["norm_before_fc"] = True
+    second = {
+        name.replace("midlayer.", "layers.1."): x.clone() for name, x in held.items() if name.startswith("midlayer.")
+    }
+    for name in "qkv":
+        second[f"layers.1.self_attn.{name}_proj.weight"] = held[f"midlayer.self_attn.{name}_proj.weight"].chunk(2, 1)[0]
+    hidden = model[1]["hidden_size"]
+    older = {"aux_norm_low.weight": 2.0, "aux_norm_mid.weight": 3.0, "aux_norm_high.weight": 4.0}
+    norms = {name: torch.full((hidden,), value) for name, value in older.items()}
+    held |= second | norms | {"input_norm.weight": torch.ones(3 * hidden)}
+    (drafter / "config.json").write_text(json.dumps(config))
+    save_file({name: x.contiguous() for name, x in held.items()}, drafter / "model.safetensors")
+    check_drafter(drafter, model[1], str(model[0]))
+    described, joined = read_model(model[0], drafter)
+    names = set(name_table(described).drafter_names)
+    assert names <= set(joined) and {"eagle3.input_norm.weight", "eagle3.layers.1.hidden_norm.weight"} <= names
+    assert [float(joined[f"eagle3.fc_norm.{i}.weight"][0]) for i in range(3)] == [2, 3, 4]
+    assert "eagle3.layers.1.input_layernorm.weight" not in names
 
 
 def test_eagles_own_pickle_is_refused_in_one_line(model, drafter):

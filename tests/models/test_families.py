@@ -44,12 +44,17 @@ OWN = {config["architectures"][0]: config for config in (GLM4_MOE, DEEPSEEK_V3, 
 FAMILIES = {name: config_of(name) for name in PUSHED} | OWN
 EAGLE3 = {
     "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
     "hidden_size": 64,
+    "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "vocab_size": 128,
     "draft_vocab_size": 32,
+    "rms_norm_eps": 1e-6,
+    "fc_norm": True,
+    "norm_before_fc": True,
 }
 
 
@@ -207,6 +212,10 @@ def test_an_external_drafters_round_trip_is_exact(config):
         "midlayer.mlp.up_proj.weight": (96, 64),
         "midlayer.mlp.down_proj.weight": (64, 96),
     }
+    shapes |= {name.replace("midlayer.", "layers.1."): shape for name, shape in shapes.items() if "midlayer." in name}
+    shapes |= {f"layers.1.self_attn.{name}_proj.weight": (rows, 64) for name, rows in (("q", 64), ("k", 32), ("v", 32))}
+    del shapes["layers.1.input_layernorm.weight"]
+    shapes |= {"input_norm.weight": (192,)} | {f"fc_norm.{tap}.weight": (64,) for tap in range(3)}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     tensors |= {"d2t": torch.arange(32) * 3, "t2d": torch.arange(128) % 4 == 0}
     family = name_table(config)

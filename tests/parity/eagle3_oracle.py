@@ -32,10 +32,10 @@ class Eagle3Oracle:
         recursion  the state that the next draft reads: "before norm" (EAGLE-3), or "after norm"
         """
         embedded = list(self.embedding[tokens[1 : t + 2]])
-        states = list(taps[: t + 1] @ self.tensors["fc.weight"].T)
+        states = list(self._normed(taps[: t + 1]) @ self.tensors["fc.weight"].T)
         found = []
         for token in [*chain, None]:
-            out = self._layer(torch.stack(embedded), torch.stack(states))
+            out = self._layers(torch.stack(embedded), torch.stack(states))
             normed = self._norm(out, "norm.weight")
             found.append(normed @ self.tensors["lm_head.weight"].T)
             if token is not None:
@@ -43,27 +43,40 @@ class Eagle3Oracle:
                 states.append(out if recursion == "before norm" else normed)
         return torch.stack(found)
 
-    def _layer(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """Return the layer's output at the last position, `[H]`; inputs `[T, H]`."""
-        both = torch.cat(
-            (
-                self._norm(embedded, "midlayer.input_layernorm.weight"),
-                self._norm(states, "midlayer.hidden_norm.weight"),
-            ),
-            dim=-1,
-        )
+    def _normed(self, taps: Tensor) -> Tensor:
+        """Apply the norms before `fc` that the drafter has: one over all inputs, then one for each layer's."""
+        if "input_norm.weight" in self.tensors:
+            taps = self._norm(taps, "input_norm.weight")
+        if "fc_norm.0.weight" in self.tensors:
+            parts = taps.split(self.config["hidden_size"], -1)
+            taps = torch.cat([self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)], -1)
+        return taps
+
+    def _layers(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """Return the last layer's output at the last position, `[H]`; inputs `[T, H]`."""
+        embedded = self._norm(embedded, "midlayer.input_layernorm.weight")
+        both = torch.cat((embedded, self._norm(states, "midlayer.hidden_norm.weight")), dim=-1)
+        states = self._layer("midlayer.", both, states)
+        for index in range(1, self.config["num_hidden_layers"]):
+            prefix = f"layers.{index}."
+            states = self._layer(prefix, self._norm(states, f"{prefix}hidden_norm.weight"), states)
+        return states[-1]
+
+    def _layer(self, prefix: str, read: Tensor, states: Tensor) -> Tensor:
+        """Return a layer's output `[T, H]`, whose attention reads `read`."""
         size = self.config["head_dim"]
         q, k, v = (
-            (both @ self.tensors[f"midlayer.self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, size))
-            for name in "qkv"
+            (read @ self.tensors[f"{prefix}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, size)) for name in "qkv"
         )
         repeat = q.shape[1] // k.shape[1]
         k = self._rotated(k).repeat_interleave(repeat, dim=1)
-        scores = torch.einsum("hd,shd->hs", self._rotated(q)[-1], k) / size**0.5
-        mixed = torch.einsum("hs,shd->hd", scores.softmax(-1), v.repeat_interleave(repeat, dim=1))
-        residual = states[-1] + mixed.flatten() @ self.tensors["midlayer.self_attn.o_proj.weight"].T
-        inner = self._norm(residual, "midlayer.post_attention_layernorm.weight")
-        gate, up, down = (self.tensors[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
+        scores = torch.einsum("thd,shd->hts", self._rotated(q), k) / size**0.5
+        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+        mixed = torch.einsum("hts,shd->thd", weights, v.repeat_interleave(repeat, dim=1))
+        residual = states + mixed.flatten(1) @ self.tensors[f"{prefix}self_attn.o_proj.weight"].T
+        inner = self._norm(residual, f"{prefix}post_attention_layernorm.weight")
+        gate, up, down = (self.tensors[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
         return residual + (F.silu(inner @ gate) * (inner @ up)) @ down
 
     def _norm(self, x: Tensor, name: str) -> Tensor:

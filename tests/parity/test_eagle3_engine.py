@@ -29,10 +29,13 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.start import ServedEngines
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
-TARGETS = {
-    "LlamaForCausalLM": {},
-    "Qwen2ForCausalLM": {"model_type": "qwen2"},
-    "Qwen3ForCausalLM": {"model_type": "qwen3"},
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what differs of the target, and of the drafter
+    "Llama": ({}, {}),
+    "Qwen2": ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, {}),
+    "Qwen3": ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, {}),
+    "three layers": ({}, {"num_hidden_layers": 3}),
+    "norms": ({}, {"norm_before_fc": True, "fc_norm": True, "norm_output": True}),
+    "two layers and norms": ({}, {"num_hidden_layers": 2, "fc_norm": True, "norm_output": True}),
 }
 DRAFTER = tiny_eagle3.drafter_config(max_position_embeddings=64)  # fewer than the target's, as published ones have
 OWN = tiny_eagle3.drafter_weights(DRAFTER)
@@ -64,11 +67,13 @@ class Served:
     folder: Path
     config: dict[str, Any]
     weights: dict[str, torch.Tensor]
+    drafter: dict[str, Any]
+    own: dict[str, torch.Tensor]
     drafted: Drafted
 
     @property
     def pushed(self) -> dict[str, torch.Tensor]:
-        return self.weights | tiny_eagle3.pushed(OWN)
+        return self.weights | tiny_eagle3.pushed(self.own)
 
     @cached_property
     def transformers(self) -> Any:
@@ -82,7 +87,8 @@ class Served:
     @torch.no_grad()
     def gaps(self, layers: tuple[int, ...] = (2, 4, 5), **options: Any) -> np.ndarray:
         """Return the largest difference per depth between the engine's draft logits and the oracle's."""
-        oracle = Eagle3Oracle(DRAFTER, OWN, self.weights["model.embed_tokens.weight"])
+        oracle = Eagle3Oracle(self.drafter, self.own, self.weights["model.embed_tokens.weight"])
+        options = {"recursion": "after norm" if self.drafter.get("norm_output") else "before norm"} | options
         worst = np.zeros(captured.DEPTH)
         for sample, found in self.drafted:
             tokens = torch.from_numpy(sample.tokens)
@@ -95,23 +101,26 @@ class Served:
         return worst
 
 
-def target(name: str) -> Any:
-    return pytest.param(name, marks=[] if name == "LlamaForCausalLM" else [pytest.mark.slow])
+def case(name: str) -> Any:
+    return pytest.param(name, marks=[] if name == "Llama" else [pytest.mark.slow])
 
 
-@pytest.fixture(scope="module", params=[target(name) for name in TARGETS])
+@pytest.fixture(scope="module", params=[case(name) for name in CASES])
 def served(request, tmp_path_factory) -> Iterator[Served]:
-    config = tiny_eagle3.target_config(architectures=[request.param], **TARGETS[request.param])
+    of_target, of_drafter = CASES[request.param]
+    config = tiny_eagle3.target_config(**of_target)
     weights = tiny_eagle3.target_weights(config)
+    described = DRAFTER | of_drafter
+    own = tiny_eagle3.drafter_weights(described)
     folder = tmp_path_factory.mktemp("eagle3")
     model = tiny_eagle3.write(folder / "target", config, weights)
-    drafter = tiny_eagle3.write(folder / "drafter", DRAFTER, OWN)
+    drafter = tiny_eagle3.write(folder / "drafter", described, own)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OMP_NUM_THREADS", "1")
         with captured.engine(folder, model, [*SERVE, "--draft-model", str(drafter)]) as engine:
             drafted = captured.draw(engine, folder, (1, 9), IDS.numpy())
             (folder / "passes").rename(folder / "kept")
-            yield Served(engine, folder, config, weights, drafted)
+            yield Served(engine, folder, config, weights, described, own, drafted)
 
 
 @pytest.fixture
@@ -148,7 +157,8 @@ def test_draft_logits_are_those_of_the_oracle(served):
 def test_the_trainers_drafter_computes_the_engines_drafts(served):
     import train_ranks
 
-    (worst,) = train_ranks.on_ranks(1, of_trainer, served.config, served.weights, served.drafted)
+    described = served.config | {"eagle3": served.drafter}
+    (worst,) = train_ranks.on_ranks(1, of_trainer, described, served.pushed, served.drafted)
     assert worst.max() < TOLERANCE
 
 
@@ -160,9 +170,9 @@ def of_trainer(config: dict[str, Any], weights: dict[str, torch.Tensor], drafted
     from megatron_rlspec.train.step import Trainer
 
     options = {"model.dtype": "float32", "drafter.depth": "3", "drafter.kind": "eagle3", "drafter.path": "drafter"}
-    trainer = Trainer(load(None, options), {**config, "eagle3": DRAFTER})
+    trainer = Trainer(load(None, options), config)
     trainer.set_draft_vocabulary(IDS.numpy())
-    trainer.load_hf(weights | tiny_eagle3.pushed(OWN))
+    trainer.load_hf(weights)
     cpu = torch.device("cpu")
     worst = np.zeros(captured.DEPTH)
     for sample, found in drafted:
@@ -184,7 +194,8 @@ def of_trainer(config: dict[str, Any], weights: dict[str, torch.Tensor], drafted
 
 
 def test_the_comparison_sees_other_layers_and_another_recursion(served):
-    first, *deeper = served.gaps(recursion="after norm")
+    other = "before norm" if served.drafter.get("norm_output") else "after norm"
+    first, *deeper = served.gaps(recursion=other)
     assert first < TOLERANCE and min(deeper) > 100 * TOLERANCE
     assert served.gaps(layers=(1, 4, 5)).min() > 100 * TOLERANCE
 
@@ -200,7 +211,7 @@ def test_the_engine_describes_its_drafter(engine):
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_text_does_not_depend_on_speculation(served, engine, temperature):
     """The drafter drafts well enough that rounds of every length are verified."""
-    target, own = tiny_eagle3.agreeing(served.weights, OWN)
+    target, own = tiny_eagle3.agreeing(served.weights, served.own)
     mixed = {name: (tensor + target[name]) / 2 for name, tensor in served.weights.items()}
     engine.update_weights(1, (mixed | tiny_eagle3.pushed(own)).items())
     sampling = Sampling(temperature=temperature, max_new_tokens=48, ignore_eos=True)
@@ -230,10 +241,10 @@ def test_log_probs_are_those_of_transformers(served, engine):
 
 def test_drafting_after_off_equals_drafting_after_step_0(served, engine):
     """The states that the drafter missed while off are those of three layers; a catch-up gives it all of them."""
-    target, own = tiny_eagle3.agreeing(served.weights, OWN)
-    own["midlayer.self_attn.o_proj.weight"] += 0.5 * OWN["midlayer.self_attn.o_proj.weight"]
-    own["fc.weight"] = 0.5 * OWN["fc.weight"]
-    own["midlayer.mlp.down_proj.weight"] = OWN["midlayer.mlp.down_proj.weight"]
+    target, own = tiny_eagle3.agreeing(served.weights, served.own)
+    own["midlayer.self_attn.o_proj.weight"] += 0.5 * served.own["midlayer.self_attn.o_proj.weight"]
+    own["fc.weight"] = 0.5 * served.own["fc.weight"]
+    own["midlayer.mlp.down_proj.weight"] = served.own["midlayer.mlp.down_proj.weight"]
     engine.update_weights(1, (target | tiny_eagle3.pushed(own)).items())
     sampling = Sampling(temperature=0.3, max_new_tokens=220, ignore_eos=True)
     accepted = {}
@@ -254,7 +265,7 @@ def test_each_model_takes_its_own_part_of_a_push(served, engine):
     assert not pusher.push(1, lambda scope: new.items()).failed
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in new.items()}
 
-    target, own = tiny_eagle3.agreeing(served.weights, OWN)
+    target, own = tiny_eagle3.agreeing(served.weights, served.own)
     sampling = Sampling(temperature=0.3, max_new_tokens=48, ignore_eos=True)
     assert not pusher.push(2, lambda scope: target.items(), "target").failed
     assert {s.policy_versions for s in engine.generate(asked(2), sampling)} == {((2, 0, 48),)}
@@ -267,7 +278,7 @@ def test_each_model_takes_its_own_part_of_a_push(served, engine):
     engine.update_weights(4, served.weights.items())  # a push that knows of no drafter does not touch it
     held = served.weights | tiny_eagle3.pushed(own)
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in held.items()}
-    wrong = {**held, "eagle3.fc.weight": OWN["fc.weight"]}
+    wrong = {**held, "eagle3.fc.weight": served.own["fc.weight"]}
     engine.update_weights(5, wrong.items())
     assert not pusher.push(6, lambda scope: held.items()).failed
     engine.update_weights(7, wrong.items())
@@ -314,7 +325,7 @@ OTHERS = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_a_run_refuses_an_engine_with_another_drafter(served, case, tmp_path):
     """It would not fail: no draft, or few, would be accepted."""
-    config = DRAFTER | OTHERS[case]
+    config = served.drafter | OTHERS[case]
     other = tiny_eagle3.write(tmp_path / "drafter", config, tiny_eagle3.drafter_weights(config, seed=3))
     of_run = {"drafter.kind": "eagle3", "drafter.path": str(other)} if OTHERS[case] else {}
     with pytest.raises(

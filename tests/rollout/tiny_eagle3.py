@@ -82,6 +82,14 @@ def drafter_weights(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
     tensors["fc.weight"] = draw(HIDDEN, 3 * HIDDEN)
     tensors["norm.weight"] = 1 + draw(HIDDEN, std=0.02)
     tensors["lm_head.weight"] = draw(words, HIDDEN, std=0.3)
+    for index in range(1, config["num_hidden_layers"]):
+        prefix = f"layers.{index}."
+        tensors |= _block(draw, config, prefix, HIDDEN)
+        tensors[f"{prefix}hidden_norm.weight"] = tensors.pop(f"{prefix}input_layernorm.weight")
+    if config.get("norm_before_fc"):
+        tensors["input_norm.weight"] = 1 + draw(3 * HIDDEN, std=0.3)
+    if config.get("fc_norm"):
+        tensors |= {f"fc_norm.{tap}.weight": 1 + draw(HIDDEN, std=0.3) for tap in range(3)}
     return tensors | maps(ids, config["vocab_size"])
 
 
@@ -144,6 +152,9 @@ def agreeing(target: dict[str, Tensor], drafter: dict[str, Tensor]) -> tuple[dic
     drafter["midlayer.self_attn.v_proj.weight"] = torch.cat((torch.eye(HIDDEN), -torch.eye(HIDDEN)), dim=1)
     drafter["midlayer.self_attn.o_proj.weight"] = torch.eye(HIDDEN)
     drafter["midlayer.mlp.down_proj.weight"].zero_()
+    for name in drafter:
+        if name.startswith("layers.") and name.endswith(("o_proj.weight", "down_proj.weight")):
+            drafter[name].zero_()
     drafter["norm.weight"] = target["model.norm.weight"].clone()
     ids = drafter["d2t"] + torch.arange(len(drafter["d2t"]))
     drafter["lm_head.weight"] = target["lm_head.weight"][ids].clone()

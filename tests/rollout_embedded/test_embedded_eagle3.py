@@ -30,6 +30,8 @@ DRAFTER = {name: HF_CONFIG[name] for name in (*SAME, "vocab_size")} | {
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]},
 }
 HF = {**HF_CONFIG, "num_nextn_predict_layers": 0, "eagle3": DRAFTER}
+MORE = {"num_hidden_layers": 3, "fc_norm": True, "norm_before_fc": True, "norm_output": True}
+DEEP = HF | {"eagle3": DRAFTER | MORE}
 H = HF["hidden_size"]
 SHAPES = {
     "fc": (H, 3 * H), "norm": (H,), "lm_head": (len(WORDS), H), "midlayer.input_layernorm": (H,),
@@ -40,7 +42,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-def weights():
+def weights(hf=HF):
     """Return random weights of target and drafter."""
     generator = torch.Generator().manual_seed(5)
 
@@ -48,16 +50,17 @@ def weights():
         x = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.3
         return x + 1 if len(shape) == 1 else x
 
-    model = Decoder(Architecture.from_hf(HF), torch.float64, "cpu", Solo(), 8)
+    model = Decoder(Architecture.from_hf(hf), torch.float64, "cpu", Solo(), 8)
     names = {name: tuple(view.shape) for name, (view, _) in model.tensors.items()}
-    assert {n for n in names if n.startswith("eagle3.")} == {f"eagle3.{n}.weight" for n in SHAPES}
+    if hf is HF:
+        assert {n for n in names if n.startswith("eagle3.")} == {f"eagle3.{n}.weight" for n in SHAPES}
     assert all(names[f"eagle3.{n}.weight"] == shape for n, shape in SHAPES.items())
     return {name: normal(shape) for name, shape in names.items()}
 
 
-def engine(tensors, **options):
+def engine(tensors, hf=HF, **options):
     return EmbeddedEngine(
-        HF, tensors.items(), dtype=torch.float64, draft_words=WORDS, max_length=64, max_total_tokens=2048, **options
+        hf, tensors.items(), dtype=torch.float64, draft_words=WORDS, max_length=64, max_total_tokens=2048, **options
     )
 
 
@@ -75,11 +78,12 @@ def tensors():
 
 
 CONFIGS = {"k1": SpecConfig(1), "k3": SpecConfig(3), "tree": SpecConfig(2, 2, 5)}
+TEXTS = [pytest.param(name, HF, id=name) for name in CONFIGS] + [pytest.param("tree", DEEP, id="layers and norms")]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_text_is_that_of_plain_decoding(name, tensors):
-    running = engine(tensors)
+@pytest.mark.parametrize("name, hf", TEXTS)
+def test_the_text_is_that_of_plain_decoding(name, hf):
+    running = engine(weights(hf), hf)
     plain = drawn(running, SpecSchedule.fixed(OFF), temperature=1.0)
     drafting = drawn(running, SpecSchedule.fixed(CONFIGS[name]), temperature=1.0)
     assert [s.tokens.tolist() for s in plain] == [s.tokens.tolist() for s in drafting]
@@ -96,7 +100,7 @@ def test_catching_up_after_rounds_without_drafts(tensors, monkeypatch):
     assert sum(sum(s.accepted[1:]) for s in drafting) > 0
 
 
-def recorded(tensors):
+def recorded(hf):
     """Draw greedily, and compare every chain of drafts with the trainer's logits at its position. Returns the gap."""
     found = []
     grow = draft.grow
@@ -106,10 +110,11 @@ def recorded(tensors):
         found.append((running.cache.length.copy(), out.tokens.clone(), out.scores.clone()))
         return out
 
-    running = engine(tensors)
+    tensors = weights(hf)
+    running = engine(tensors, hf)
     draft.grow = recording
     options = config(drafter={"kind": "eagle3", "path": "d", "depth": 3})
-    trainer = Trainer(options, HF)
+    trainer = Trainer(options, hf)
     trainer.load_hf(tensors)
     worst = 0.0
     for prompt in (Prompt(0, np.arange(5, 6)), Prompt(1, np.arange(7, 19))):
@@ -144,8 +149,9 @@ def recorded(tensors):
     return worst
 
 
-def test_the_drafts_are_the_trainers(tensors):
-    (worst,) = on_ranks(1, recorded, tensors)
+@pytest.mark.parametrize("hf", [HF, DEEP], ids=["one layer", "layers and norms"])
+def test_the_drafts_are_the_trainers(hf):
+    (worst,) = on_ranks(1, recorded, hf)
     assert worst < 1e-9
 
 

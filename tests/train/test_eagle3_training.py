@@ -33,10 +33,14 @@ DRAFTER = {
     "eagle_config": {IDS: [tap - 1 for tap in TAPS]},
 }
 HF = {**HF_CONFIG, "num_nextn_predict_layers": 0, "eagle3": DRAFTER}
+MORE = {"num_hidden_layers": 2, "fc_norm": True, "norm_before_fc": True, "norm_output": True}
+DEEP = HF | {"eagle3": DRAFTER | MORE}
 PLAIN = {"tensor": 1, "context": 1, "sequence": False, "recompute": False}
 
 
-def build(drafter=True, weights=None, *, dtype="float64", kind="forward_kl", distributed=False, clip=0.0, **layout):
+def build(
+    drafter=True, weights=None, *, hf=HF, dtype="float64", kind="forward_kl", distributed=False, clip=0.0, **layout
+):
     """Build a trainer of a layout in the running job."""
     parallel = PLAIN | layout
     if ps.model_parallel_is_initialized():
@@ -47,7 +51,7 @@ def build(drafter=True, weights=None, *, dtype="float64", kind="forward_kl", dis
         optimizer={"distributed": distributed, "clip_grad": clip},
         drafter={"train": drafter, "kind": "eagle3", "path": "drafter", "loss": kind},
     )
-    trainer = Trainer(options, HF)
+    trainer = Trainer(options, hf)
     trainer.set_draft_vocabulary(WORDS)
     if weights is not None:
         trainer.load_hf(weights)
@@ -158,9 +162,9 @@ def test_unrolling_equals_an_engines_drafting_on_the_same_layers_only():
     assert min(wrong) > 1e-2
 
 
-def directional(kind):
+def directional(kind, hf):
     """Return the derivative of the drafter's loss in a random direction: by its gradient, and by central difference."""
-    trainer = build(kind=kind)
+    trainer = build(kind=kind, hf=hf, recompute=hf is DEEP)
     data = own_batches(trainer)
     kept = {}
     trainer.drafter_learner.step = lambda: (
@@ -182,9 +186,16 @@ def directional(kind):
     return slope, (values[0] - values[1]) / 2e-6, all(bool(g.abs().max() > 0) for g in kept.values())
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", pytest.param("ce", marks=pytest.mark.slow)])
-def test_gradient_equals_the_central_difference_of_the_loss(kind):
-    ((slope, difference, everywhere),) = on_ranks(1, directional, kind)
+GRADIENTS = [
+    pytest.param("forward_kl", HF, id="forward_kl"),
+    pytest.param("ce", HF, id="ce", marks=pytest.mark.slow),
+    pytest.param("forward_kl", DEEP, id="layers and norms", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("kind, hf", GRADIENTS)
+def test_gradient_equals_the_central_difference_of_the_loss(kind, hf):
+    ((slope, difference, everywhere),) = on_ranks(1, directional, kind, hf)
     assert everywhere
     assert slope == pytest.approx(difference, rel=1e-5)
 
@@ -198,27 +209,28 @@ LAYOUTS = {
 }
 
 
-def in_layouts(weights):
+def in_layouts(weights, hf):
     """Return each layout's metrics and drafter, after two steps from the same weights."""
     found = {}
     for name, layout in LAYOUTS.items():
-        trainer = build(weights=weights, **layout)
+        trainer = build(weights=weights, hf=hf, **layout)
         metrics = [trainer.train_step(own_batches(trainer), objective="sft") for _ in range(2)]
         found[name] = metrics, dict(trainer.export("drafter"))
     return found
 
 
-def alone():
-    trainer = build()
+def alone(hf):
+    trainer = build(hf=hf)
     weights = dict(trainer.export())
     metrics = [trainer.train_step(own_batches(trainer), objective="sft") for _ in range(2)]
     return weights, metrics, dict(trainer.export("drafter"))
 
 
 @pytest.mark.slow
-def test_every_layout_trains_the_same_drafter():
-    ((weights, expected, drafter),) = on_ranks(1, alone)
-    first, _ = on_ranks(2, in_layouts, weights)
+@pytest.mark.parametrize("hf", [HF, DEEP], ids=["one layer", "layers and norms"])
+def test_every_layout_trains_the_same_drafter(hf):
+    ((weights, expected, drafter),) = on_ranks(1, alone, hf)
+    first, _ = on_ranks(2, in_layouts, weights, hf)
     for name, (metrics, trained) in first.items():
         for ours, theirs in zip(metrics, expected, strict=True):
             for key in ("drafter/objective", "drafter/grad_norm", "drafter/overlap_2", "drafter/covered_1"):

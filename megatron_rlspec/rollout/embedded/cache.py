@@ -56,8 +56,9 @@ class Cache:
         self.reset(slots)
         arch = model.arch
         device = model.device
-        shape = (slots, 2 * model.kv_heads, arch.head_dim)  # keys, then values; the drafter's layer comes last
-        self.kv = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(arch.layers + arch.drafter)]
+        shape = (slots, 2 * model.kv_heads, arch.head_dim)  # keys, then values; the drafter's layers come last
+        layers = arch.layers + arch.draft_layers
+        self.kv = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(layers)]
         self.hidden = torch.zeros((slots, arch.drafted_from), dtype=model.dtype, device=device)
 
     def reset(self, slots: int) -> None:

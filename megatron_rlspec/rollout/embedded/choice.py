@@ -87,7 +87,7 @@ class ConfigChoice:
             if config.topk > words:
                 raise EngineError(f"embedded engine: {config} drafts {config.topk} words at once, from only {words}")
             nodes = scratch(config)
-            if not config.off and not arch.drafter:
+            if not config.off and not arch.draft_layers:
                 raise EngineError(f"embedded engine: {config} needs a drafter, and the model has none")
             if config.topk > 1 and self.verifier == "rejection":
                 raise EngineError(f"embedded engine: {config} is a tree; verifier=rejection takes chains only")

@@ -244,7 +244,7 @@ class EmbeddedEngine:
             "drafts": "coupled" if self.rounds.coupled else "argmax",
             "sharpness": self.rounds.sharpness.best,
             "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.choice.candidates],
-            "speculative": self.arch.drafter,
+            "speculative": bool(self.arch.draft_layers),
             "tensor_parallel": self.model.comm.size,
             "max_total_tokens": self.cache.total,
             "max_running_requests": self.max_running_requests,

@@ -41,13 +41,17 @@ class Architecture:
     mtp: bool
     eos: tuple[int, ...]
     taps: tuple[int, ...] = ()  # layers whose inputs an EAGLE-3 drafter reads; (): there is none
-    draft_intermediate: int = 0  # of that drafter
+    eagle3_layers: int = 0  # of that drafter
+    draft_intermediate: int = 0
     draft_words: int = 0
+    norms_joined: bool = False
+    norms_each: bool = False
+    norm_output: bool = False
 
     @property
-    def drafter(self) -> bool:
-        """Return whether there is a drafter."""
-        return self.mtp or bool(self.taps)
+    def draft_layers(self) -> int:
+        """Return the layers of the drafter; 0: there is none."""
+        return self.eagle3_layers if self.taps else int(self.mtp)
 
     @property
     def drafted_from(self) -> int:
@@ -68,12 +72,9 @@ class Architecture:
             )
         if config.get("use_sliding_window"):
             raise ValueError("the embedded engine has no sliding window; config.json has use_sliding_window = true")
-        taps: tuple[int, ...] = ()
-        own: Mapping[str, Any] = {}
+        own: dict[str, Any] = {}
         if DRAFTER in config:
-            own = config[DRAFTER]
-            taps = check_drafter_config(own, "the EAGLE-3 drafter").taps(config["num_hidden_layers"])
-            _check_same(config, own)
+            own = _of_eagle3(config)
         eos = config.get("eos_token_id")
         if eos is None:
             eos_ids: tuple[int, ...] = ()
@@ -92,11 +93,9 @@ class Architecture:
             qk_norm=facts.has_qk_norm(config),
             qkv_bias=facts.stores_qkv_bias(config),
             tied=bool(config.get("tie_word_embeddings", False)),
-            mtp=not taps and facts.embedded_drafter and config.get("num_nextn_predict_layers", 0) > 0,
+            mtp=not own and facts.embedded_drafter and config.get("num_nextn_predict_layers", 0) > 0,
             eos=eos_ids,
-            taps=taps,
-            draft_intermediate=own.get("intermediate_size", 0),
-            draft_words=own.get("draft_vocab_size", 0),
+            **own,
         )
 
     def check_size(self, tp: int) -> None:
@@ -104,6 +103,21 @@ class Architecture:
         for what in ("heads", "kv_heads", "intermediate", "vocab", "draft_intermediate", "draft_words"):
             if (size := getattr(self, what)) % tp:
                 raise ValueError(f"tensor parallel size {tp} does not divide {what}={size}")
+
+
+def _of_eagle3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an `Architecture` that the EAGLE-3 drafter in `config` states. Raises ValueError."""
+    stated = check_drafter_config(config[DRAFTER], "the EAGLE-3 drafter")
+    _check_same(config, config[DRAFTER])
+    return {
+        "taps": stated.taps(config["num_hidden_layers"]),
+        "eagle3_layers": stated.num_hidden_layers,
+        "draft_intermediate": stated.intermediate_size,
+        "draft_words": stated.draft_vocab_size,
+        "norms_joined": stated.norms_joined,
+        "norms_each": stated.norms_each,
+        "norm_output": bool(stated.norm_output),
+    }
 
 
 def _check_same(target: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
@@ -236,10 +250,17 @@ class Decoder:
 
     def _add_eagle3(self) -> None:
         h = self.arch.hidden
-        self.mtp = self._layer(EAGLE3 + "midlayer.", width=2 * h, intermediate=self.arch.draft_intermediate)
+        width = self.arch.drafted_from
+        inner = self.arch.draft_intermediate
+        self.mtp = self._layer(EAGLE3 + "midlayer.", width=2 * h, intermediate=inner)
+        prefixes = [f"{EAGLE3}layers.{index}." for index in range(1, self.arch.eagle3_layers)]
+        self.further = [self._layer(prefix, intermediate=inner, norm="hidden_norm") for prefix in prefixes]
         self.hidden_norm = self._new({EAGLE3 + "midlayer.hidden_norm.weight": h})
+        self.joined_norm = self._new({EAGLE3 + "input_norm.weight": width}) if self.arch.norms_joined else None
+        names = [f"{EAGLE3}fc_norm.{tap}.weight" for tap in range(len(self.arch.taps) if self.arch.norms_each else 0)]
+        self.each_norm = [self._new({name: h}) for name in names]
         self.token_norm = self.mtp.norm1
-        self.input_proj = self._new({EAGLE3 + "fc.weight": h}, self.arch.drafted_from)
+        self.input_proj = self._new({EAGLE3 + "fc.weight": h}, width)
         self.final_norm = self._new({EAGLE3 + "norm.weight": h})
         self.draft_head = self._new({EAGLE3 + "lm_head.weight": self.arch.draft_words // self.comm.size}, h, 0)
 
@@ -259,21 +280,36 @@ class Decoder:
         x = self._rms(x, self.norm)
         return x, torch.cat(kept, -1) if kept else x
 
-    def draft(self, hidden: torch.Tensor, tokens: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
+    def draft(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, plan: Placement, cache: list[torch.Tensor]
+    ) -> torch.Tensor:
         """Run the drafter on pairs (hidden [N, H] of the position before, tokens [N]). Returns [N, H] of the pairs.
 
         As in MiMo, the hidden state comes first in the concatenation, and the embedding is 0 at rotary position 0. The
         result is after the drafter's norm. EAGLE-3 takes [N, n · H] for the target's hidden states, and its result is
-        before its norm.
+        before its norm, unless it hands on normed states. `cache` is that of target and drafter.
         """
         embedded = F.embedding(tokens, self.embedding)
+        kv = cache[self.arch.layers]
         if self.arch.taps:
-            state = hidden if hidden.shape[-1] == self.arch.hidden else self.packed.linear(hidden, self.input_proj)
+            state = hidden if hidden.shape[-1] == self.arch.hidden else self._projected(hidden)
             pair = torch.cat([self._rms(embedded, self.token_norm), self._rms(state, self.hidden_norm)], -1)
-            return self._block(self.mtp, state, plan, kv, pair)
+            state = self._block(self.mtp, state, plan, kv, pair)
+            for index, layer in enumerate(self.further, self.arch.layers + 1):
+                state = self._block(layer, state, plan, cache[index])
+            return self._rms(state, self.final_norm) if self.arch.norm_output else state
         embedded = embedded.masked_fill_(plan.first[:, None], 0)
         pair = torch.cat([self._rms(hidden, self.hidden_norm), self._rms(embedded, self.token_norm)], -1)
         return self._rms(self._block(self.mtp, self.packed.linear(pair, self.input_proj), plan, kv), self.final_norm)
+
+    def _projected(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `fc` of the target's hidden states [N, n · H], normed before as the drafter says, [N, H]."""
+        if self.joined_norm is not None:
+            hidden = self._rms(hidden, self.joined_norm)
+        if self.each_norm:
+            parts = hidden.split(self.arch.hidden, -1)
+            hidden = torch.cat([self._rms(part, norm) for part, norm in zip(parts, self.each_norm, strict=True)], -1)
+        return self.packed.linear(hidden, self.input_proj)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of hidden states [N, H], in float32 or float64."""
@@ -282,7 +318,8 @@ class Decoder:
     def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [N, S] of the words that drafts are chosen from; column i is the word `draft_ids[i]`."""
         if self.arch.taps:
-            return self._logits(self._rms(hidden, self.final_norm), self.draft_head)
+            normed = hidden if self.arch.norm_output else self._rms(hidden, self.final_norm)
+            return self._logits(normed, self.draft_head)
         if self.draft_ids is None:
             return self.logits(hidden)
         return self._logits(hidden, self.draft_head).masked_fill_(self.draft_ids < 0, float("-inf"))
@@ -376,20 +413,24 @@ class Decoder:
             return F.rms_norm(x.float(), (x.shape[-1],), None, self.arch.eps).to(x.dtype) * weight
         return F.rms_norm(x, (x.shape[-1],), weight, self.arch.eps)
 
-    def _layer(self, prefix: str, width: int = 0, intermediate: int = 0) -> Layer:
-        """Make a layer. Unless given, `width`, of what its attention reads, and `intermediate` are the target's."""
+    def _layer(self, prefix: str, width: int = 0, intermediate: int = 0, norm: str = "input_layernorm") -> Layer:
+        """Make a layer. Unless given, `width`, of what its attention reads, and `intermediate` are the target's.
+
+        With `intermediate` it is one of an EAGLE-3 drafter, which has neither biases nor norms of q and k.
+        """
         h = self.arch.hidden
         i = (intermediate or self.arch.intermediate) // self.comm.size
         d = self.arch.head_dim
+        biased, normed = (fact and not intermediate for fact in (self.arch.qkv_bias, self.arch.qk_norm))
         rows = {"q": self.heads * d, "k": self.kv_heads * d, "v": self.kv_heads * d}
         qkv = {f"{prefix}self_attn.{x}_proj.weight": size for x, size in rows.items()}
         bias = {f"{prefix}self_attn.{x}_proj.bias": size for x, size in rows.items()}
         return Layer(
-            norm1=self._new({prefix + "input_layernorm.weight": h}),
+            norm1=self._new({f"{prefix}{norm}.weight": h}),
             qkv=self._new(qkv, width or h, 0),
-            qkv_bias=self._new(bias, split=0) if self.arch.qkv_bias and not width else None,
-            q_norm=self._new({prefix + "self_attn.q_norm.weight": d}) if self.arch.qk_norm and not width else None,
-            k_norm=self._new({prefix + "self_attn.k_norm.weight": d}) if self.arch.qk_norm and not width else None,
+            qkv_bias=self._new(bias, split=0) if biased else None,
+            q_norm=self._new({prefix + "self_attn.q_norm.weight": d}) if normed else None,
+            k_norm=self._new({prefix + "self_attn.k_norm.weight": d}) if normed else None,
             out=self._new({prefix + "self_attn.o_proj.weight": h}, self.heads * d, 1),
             norm2=self._new({prefix + "post_attention_layernorm.weight": h}),
             gate_up=self._new({prefix + "mlp.gate_proj.weight": i, prefix + "mlp.up_proj.weight": i}, h, 0),

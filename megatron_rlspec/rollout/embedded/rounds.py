@@ -270,7 +270,7 @@ class RoundRunner:
             depth = torch.full_like(columns, level - 2)
             tree = None if chain else TreeColumns(start, ancestors, depth)
             plan = cache.plan(read, columns, drafter=True, tree=tree)
-            out = model.draft(parents.reshape(batch * expanded, -1), tokens.reshape(-1), plan, cache.kv[-1])
+            out = model.draft(parents.reshape(batch * expanded, -1), tokens.reshape(-1), plan, cache.kv)
             return out.view(batch, expanded, -1), model.draft_logits(out).view(batch, expanded, -1)
 
         def sampled(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -336,7 +336,7 @@ class RoundRunner:
         plan = cache.plan(read, self._to(columns), drafter=True, valid=valid)
         tokens = self._to(cache.tokens[rows[:, None], columns][valid])
         before = self._to(cache.slots[rows[:, None], columns - 1][valid])
-        return self.model.draft(cache.hidden.index_select(0, before), tokens, plan, cache.kv[-1])
+        return self.model.draft(cache.hidden.index_select(0, before), tokens, plan, cache.kv)
 
     def _verify(
         self, rows: np.ndarray, read: torch.Tensor, tree: draft.Tree, q: torch.Tensor | None, chain: bool

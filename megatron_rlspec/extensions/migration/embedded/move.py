@@ -48,7 +48,7 @@ class CacheFormat(msgspec.Struct, frozen=True):
     pairs: str
     dtype: str
     layers: int
-    drafter: bool
+    drafter: int  # layers
     heads: tuple[int, int]
     head_dim: int
     hidden: int
@@ -142,7 +142,8 @@ class TransferEndpoint:
         heads = (model.comm.rank * model.kv_heads, model.kv_heads)
         dtype = str(model.dtype).removeprefix("torch.")
         arch = model.arch
-        return CacheFormat(PAIRS, dtype, arch.layers, arch.drafter, heads, arch.head_dim, self.cache.hidden.shape[1])
+        width = self.cache.hidden.shape[1]
+        return CacheFormat(PAIRS, dtype, arch.layers, arch.draft_layers, heads, arch.head_dim, width)
 
     # ---- source -----------------------------------------------------------------------------------------------------
 

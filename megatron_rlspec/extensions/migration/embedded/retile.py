@@ -198,7 +198,7 @@ def retile_cache(cache: Cache, rows: Sequence[CacheRow], mine: Mapping[str, int]
     width = cache.model.arch.head_dim
     for layer in range(len(cache.kv)):
         cache.kv[layer] = cache.kv[layer].view(len(cache.kv[layer]), 2, -1, width)  # keys and values apart
-        moving = drafted if layer == cache.model.arch.layers else stretches
+        moving = drafted if layer >= cache.model.arch.layers else stretches
         _move(cache.kv, layer, cache.total, moving, switch, split=True)
         cache.kv[layer] = cache.kv[layer].flatten(1, 2)
     hidden = [cache.hidden[:, None, None]]

@@ -41,6 +41,8 @@ def separate_loaders(target: Any, drafter: Any) -> None:
 
     _choose(target, targets)
     _choose(drafter, drafters)
+    for layer in drafter.model.layers[1:]:  # SGLang makes this norm for every layer, and only the first one's is read
+        layer.input_layernorm = None
 
 
 def _choose(model: Any, chosen: Callable[[Tensors], Tensors]) -> None:
