@@ -57,7 +57,11 @@ SCHEDULES: dict[str, dict[str, str]] = {
     "every step": {},
     "every 5 steps": {"update_every": "5"},
     "before RL": {},  # trained on answers of the first policy, then left alone
+    "replay": {"replay": "uniform"},
+    "reward": {"reward_weight": "reward"},
+    "after the step": {"replay": "newest"},
     "overlap": {"overlap": "true"},
+    "disagreement": {"replay": "disagreement"},
 }
 SHARES: dict[str, dict[str, str]] = {
     "share 0.5": {"share": "0.5"},
@@ -121,7 +125,7 @@ class Variant:
     @property
     def options(self) -> dict[str, str]:
         own = (SCHEDULES | SHARES)[self.schedule]
-        whole = {} if "overlap" in own else {"share": "1"}
+        whole = {} if {"replay", "overlap"} & own.keys() else {"share": "1"}
         chosen = whole | own | {"loss": self.loss, "lr": self.rate}
         return {f"drafter.{key}": value for key, value in chosen.items()}
 

@@ -144,7 +144,7 @@ def extensions(config: Config) -> Extensions:
 
     drafter = None
     options = config.drafter
-    if options.train and (options.overlap or options.update_every > 1):
+    if options.train and (options.separate or options.update_every > 1 or options.reward_weight != "none"):
         from megatron_rlspec.extensions.drafter_schedules.online import OnlineLearner
 
         drafter = partial(OnlineLearner, config)

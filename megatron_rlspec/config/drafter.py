@@ -8,12 +8,14 @@ from pydantic import Field, model_validator
 
 from megatron_rlspec.config.base import (
     FUNCTION,
+    Count,
     LearningRate,
     Name,
     Needs,
     Positive,
     Section,
     Text,
+    Tokens,
     Weight,
 )
 
@@ -57,10 +59,19 @@ class DrafterConfig(Section):
     depth_decay: Annotated[float, Needs("drafter.train")] = Field(
         0.8, gt=0, le=1, description="weight of depth d is depth_decay ** (d - 1)"
     )
+    reward_weight: Annotated[Literal["none", "reward", "rank"], Needs("drafter.train")] = Field(
+        "none",
+        description="weight of a sample: 1 (none), its reward over the mean reward, less the least one if that is "
+        "negative (reward), or its rank over the mean rank (rank)",
+    )
+    reward_clip: Annotated[float, Needs("drafter.reward_weight")] = Field(
+        4.0, ge=1, le=1e6, description="that weight is clipped to [1 / reward_clip, reward_clip]"
+    )
     share: Annotated[
         float,
         Needs("drafter.train"),
         Needs("drafter.mtp_detach_heads"),
+        Needs("drafter.replay=none"),
         Needs("drafter.overlap=False"),
     ] = Field(
         0.25,
@@ -74,8 +85,22 @@ class DrafterConfig(Section):
     )
     overlap: Annotated[bool, Needs("drafter.train")] = Field(
         False,
-        description="train the drafter on the last step's rollouts while engines draw the next ones; the push after "
-        "the next step publishes it",
+        description="train the drafter on earlier rollouts while engines draw the next one; the push after the next "
+        "step publishes it",
+    )
+    replay: Annotated[Literal["none", "newest", "uniform", "reward", "disagreement"], Needs("drafter.train")] = Field(
+        "none",
+        description="none: an update learns from the step's rollouts; else from a buffer of earlier ones, in a pass "
+        "of its own: the newest samples, or drawn alike, by reward, or by the share of tokens that were no drafts",
+    )
+    replay_tokens: Annotated[Tokens, Needs("drafter.replay", "drafter.overlap")] = Field(
+        262144, description="most tokens of the buffer; 9 bytes a token, and 2 KB a sample"
+    )
+    replay_bytes: Annotated[Tokens, Needs("drafter.replay", "drafter.overlap")] = Field(
+        2**28, description="most bytes of memory of the buffer"
+    )
+    update_tokens: Annotated[Count, Needs("drafter.replay", "drafter.overlap")] = Field(
+        0, description="most tokens of one update from the buffer; 0: as many as the newest rollout has"
     )
     lr: Annotated[LearningRate, Needs("drafter.train")] = Field(
         1e-3,
@@ -106,7 +131,7 @@ class DrafterConfig(Section):
     def _joined_unless_detached(self) -> DrafterConfig:
         if self.mtp_detach_heads or not self.train:
             return self
-        for name in ("update_every", "overlap"):
+        for name in ("update_every", "overlap", "replay"):
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 raise ValueError(
                     f"mtp_detach_heads=false trains the policy through the drafter, in every step alike; "
@@ -133,6 +158,11 @@ class DrafterConfig(Section):
         return self
 
     @property
+    def separate(self) -> bool:
+        """Return whether updates are passes of their own over stored rollouts, not part of the policy's step."""
+        return self.overlap or self.replay != "none"
+
+    @property
     def learnt_share(self) -> float:
         """Return the part of a step's samples that the drafter learns from in the policy's step."""
-        return self.share if self.mtp_detach_heads and not self.overlap else 1.0
+        return self.share if self.mtp_detach_heads and not self.separate else 1.0

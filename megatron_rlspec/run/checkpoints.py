@@ -2,8 +2,8 @@
 
 `checkpoints/step-000012/` is the trainer's (`train/checkpoint.py`), and is renamed into place last: where it exists,
 the checkpoint is whole. `step-000012.json` holds the data order and what speculation has learnt; `step-000012.groups`
-holds the rollout that was drawn ahead, if there is one, `step-000012.replay` those that the drafter learns from next,
-and `step-000012.begun` the groups of partial rollouts. All are covered by checksums in the JSON file.
+holds the rollout that was drawn ahead, if there is one, `step-000012.replay` the drafter's buffer of rollouts, and
+`step-000012.begun` the groups of partial rollouts. All are covered by checksums in the JSON file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FORMATS: dict[str, tuple[Callable[[list[Any]], bytes], Callable[[bytes], list[A
 
 
 class Drawn(NamedTuple):
-    """What the next steps train on: the rollout that was drawn ahead, the drafter's, and begun groups."""
+    """What the next steps train on: the rollout that was drawn ahead, the drafter's buffer, and begun groups."""
 
     ahead: Sequence[Group] = ()
     replay: Sequence[Group] = ()

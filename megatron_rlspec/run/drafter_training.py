@@ -53,12 +53,15 @@ class Drafting:
 
     def weights(self, step: int, samples: Sequence[Sample]) -> list[np.ndarray] | None:
         """Return the drafter's weight of every position, `[L]` for each sample of a step; None if all are 1."""
+        weights = None if self.schedule is None else self.schedule.weights(samples)
         config = self._trainer.config
         share = config.drafter.learnt_share
         if share == 1 or not self._records:
-            return None
+            return weights
+        if weights is None:
+            weights = [np.ones(len(sample.tokens), np.float32) for sample in samples]
         chosen = chosen_samples(len(samples), share, (config.train.seed, step))
-        return [np.full(len(sample.tokens), learnt) for sample, learnt in zip(samples, chosen, strict=True)]
+        return [weight * learnt for weight, learnt in zip(weights, chosen, strict=True)]
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Take the rollouts, or demonstrations, of the next step."""

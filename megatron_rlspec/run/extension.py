@@ -17,7 +17,7 @@ from megatron_rlspec.push.health import Health
 from megatron_rlspec.push.push import Source
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.start import Kind, StartingEngines, engines
-from megatron_rlspec.types import Group, RoundStats
+from megatron_rlspec.types import Group, RoundStats, Sample
 
 if TYPE_CHECKING:
     from megatron_rlspec.train.step import Trainer
@@ -27,11 +27,14 @@ Reports = list[dict[str, Any]]  # of engines' rules
 
 
 class DrafterSchedule(Protocol):
-    """Decides from which rollouts the drafter learns, and in which steps.
+    """Decides from which rollouts the drafter learns, with which weights, and in which steps.
 
     Every rank holds one. All of them see the same rollouts, so all of them pack the same updates. Without a schedule
     the drafter learns in every step, as a part of the policy's step, from the step's rollouts (`Drafting.train_step`).
     """
+
+    def weights(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
+        """Return the drafter's weight of every position, `[L]` for each sample; None if all are 1."""
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Take the rollouts that the next `train_step` trains the policy on."""
@@ -55,9 +58,16 @@ class DrafterSchedule(Protocol):
 
 
 class DrafterScheduleBuilder(Protocol):
-    def __call__(self, trainer: Trainer, state: Mapping[str, Any], groups: Sequence[Group]) -> DrafterSchedule:
+    def __call__(
+        self,
+        trainer: Trainer,
+        load_policy: Callable[[int], None] | None,
+        state: Mapping[str, Any],
+        groups: Sequence[Group],
+    ) -> DrafterSchedule:
         """Build the schedule of a run.
 
+        load_policy    loads the policy that a recorded run had before a step; None: the run trains its own policy
         state, groups  what `DrafterSchedule.state` returned at the checkpoint of a resumed run, else empty
         """
 

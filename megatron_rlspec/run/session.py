@@ -167,13 +167,16 @@ class Session:
         state, drawn = (config.train.resume and self.saver.load_newest(steps)) or ({}, Drawn())
         self.done = state.get("step", 0)
         self.results.best = state.get("best_reward", self.results.best)
+        replay = loaded.replay
+        follows = replay if replay is not None and replay.follows else None
         schedule = None
         learns = config.drafter.train and not self.supervised  # a warm start learns from every batch alike
         with self.saver.taking_up():
             if state and loaded.data is not None:
                 loaded.data.restore(state["data"])
             if learns and extensions.drafter is not None:
-                schedule = extensions.drafter(self.trainer, state.get("online", {}), drawn.replay)
+                load_policy = partial(follows.load, self.trainer) if follows is not None else None
+                schedule = extensions.drafter(self.trainer, load_policy, state.get("online", {}), drawn.replay)
             fresh = config.drafter.fresh and learns and not config.replay.run
             self.drafting = Drafting(self.trainer, loaded.vocabulary, schedule, records=learns, fresh=fresh)
             self.drafting.restore(state, drawn.replay)

@@ -1,8 +1,19 @@
-"""Which steps train the drafter: `extensions/drafter_schedules` and `integrations/slime/drafter.py` follow it."""
+"""Which steps train the drafter, and how much the samples of a step weigh by their rewards. Numpy only.
+
+Our loop uses both through `extensions/drafter_schedules`, slime through `integrations/slime/drafter.py`.
+The denominator of the drafter's loss is the sum of the weights (`packing/pack.py`), so only their ratios matter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from megatron_rlspec.types import Sample
+
+RewardWeight = Literal["none", "reward", "rank"]
 
 
 class EverySteps:
@@ -33,3 +44,48 @@ class EverySteps:
     def restore(self, state: Mapping[str, int]) -> None:
         """Restore what `state` returned."""
         self.since, self.updates = int(state["since"]), int(state["updates"])
+
+
+def reward_weights(
+    rewards: Sequence[float] | np.ndarray,
+    kind: RewardWeight,
+    *,
+    clip: float = 4.0,
+    known: Sequence[bool] | None = None,
+) -> np.ndarray:
+    """Return w(r) of each sample, `[n]` float64, all positive (ReSpec, section 5.3.1: normalised and clipped).
+
+    none    1
+    reward  r divided by the mean; if some reward is negative, r minus the least one takes the place of r
+    rank    the rank from 1 to n, equal rewards sharing the mean of theirs, divided by the mean rank
+
+    Weights are clipped to [1 / clip, clip]. A sample that is not `known` (its reward failed) weighs 1 and does not
+    enter the mean. All weights are 1 if the known rewards are all equal. Raises ValueError if `clip` is below 1.
+    """
+    if clip < 1:
+        raise ValueError(f"clip={clip} leaves no weight between 1 / clip and clip; expected 1 or more")
+    rated = np.ones(len(rewards), bool) if known is None else np.asarray(known, bool)
+    weights = np.ones(len(rewards))
+    r = np.asarray(rewards, np.float64)[rated]
+    if kind == "none" or not len(r) or r.min() == r.max():
+        return weights
+    if kind == "rank":
+        _, which, counts = np.unique(r, return_inverse=True, return_counts=True)
+        last = counts.cumsum()
+        value = (last - (counts - 1) / 2)[which]
+    else:
+        value = r - min(0.0, r.min())
+    weights[rated] = np.clip(value / value.mean(), 1 / clip, clip)
+    return weights
+
+
+def drafter_weights(
+    samples: Sequence[Sample],
+    known: Sequence[bool],
+    *,
+    kind: RewardWeight,
+    clip: float,
+) -> list[np.ndarray]:
+    """Return the weight of every position, `[L]` float32 per sample, for `pack`: `reward_weights` of the sample."""
+    of_samples = reward_weights([sample.reward for sample in samples], kind, clip=clip, known=known)
+    return [np.full(len(sample.tokens), weight, np.float32) for sample, weight in zip(samples, of_samples, strict=True)]

@@ -78,6 +78,8 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         "--drafter.lr": ("--dry-run", "--drafter.lr 0.01"),
         "--drafter.warmup_steps": ("--dry-run", "--drafter.warmup_steps 7"),
         "--drafter.clip_grad": ("--dry-run", "--drafter.clip_grad 0.3"),
+        "--drafter.reward_weight": ("--dry-run", "--drafter.reward_weight rank"),
+        "--drafter.reward_clip": ("--dry-run --drafter.reward_weight rank", "--drafter.reward_clip 2"),
         "--drafter.update_every": ("--dry-run", "--drafter.update_every 3"),
         "--candidate-steps": ("--dry-run", "--candidate-steps 0,3"),
         "--num-steps": ("--dry-run", "--num-steps 1"),

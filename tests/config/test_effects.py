@@ -93,6 +93,7 @@ def test_an_option_with_what_it_needs_is_taken(name, needs):
         ({"rollout.samples_per_prompt": "4"}, "rollout.samples_per_prompt"),
         ({"train.seed": "9", "drafter.share": "1"}, "train.seed"),
         ({"train.seed": "9"}, ""),  # it draws the samples that the drafter learns from
+        ({"train.seed": "9", "drafter.replay": "uniform"}, ""),
         ({"train.seed": "9", "replay.fresh_drafter": "true"}, ""),
         ({"reward.kind": "math", "replay.policy_step": "3"}, ""),
         ({"reward.kind": "exact", "drafter.lr": "1e-3"}, ""),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rlspec.integrations.slime.batch import drafter_fields, trained_tokens
+from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weights, trained_tokens
 
 LENGTHS = (23, 14, 17, 9)
 RESPONSES = (15, 6, 3, 9)
@@ -103,3 +103,29 @@ def test_another_layout_is_refused():
     batch = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": SimpleNamespace(cu_seqlens_q=cu)}
     with pytest.raises(ValueError, match="sample 0 has 23 tokens, but slime laid out \\[31\\]"):
         drafter_fields(batch, 1, 0, 1)
+
+
+def test_weights_of_samples_follow_the_rewards_of_the_whole_rollout():
+    """Each data-parallel rank holds a part of the samples, in its own order, and the rewards of all."""
+    data = {"raw_reward": [0.0, 1.0, 3.0, 4.0], "partition": [3, 0], "total_lengths": [5, 5]}
+    assert sample_weights(data, "reward", 1.8) == pytest.approx([1.8, 1 / 1.8])
+    assert sample_weights(data, "rank", 4.0) == pytest.approx([1.6, 0.4])
+    assert sample_weights({"total_lengths": [5, 5]}, "none", 4.0) == [1.0, 1.0]
+
+
+def test_weights_scale_masks_and_counts():
+    tokens, masks = samples()
+    batch = {
+        "unconcat_tokens": tokens,
+        "loss_masks": masks,
+        "packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.tensor([0, *LENGTHS]).cumsum(0).int()),
+    }
+    weights = [0.5, 2.0, 1.0, 0.25]
+    plain = drafter_fields(batch, DEPTH, 0, 1)
+    fields = drafter_fields(batch, DEPTH, 0, 1, weights=weights)
+    factor = torch.tensor(weights).repeat_interleave(torch.tensor(LENGTHS))
+    for ours, mask in zip(fields.weight, plain.weight, strict=True):
+        assert torch.equal(ours, mask * factor)
+    data = {"total_lengths": list(LENGTHS), "loss_masks": masks}
+    counts = trained_tokens(data, range(len(LENGTHS)), DEPTH, weights)
+    assert counts == pytest.approx([float(w.sum()) for w in fields.weight])

@@ -62,7 +62,8 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
         replace(s, loss_mask=(torch.arange(len(s.tokens)) >= len(s.prompt.tokens)).float().numpy()) for s in samples(6)
     ]
     chosen = [s for s in chosen if len(s.prompt.tokens) < len(s.tokens)]
-    batches = pack(chosen, depth=3, tokens_per_micro_batch=400, advantages=[0.0] * len(chosen))
+    shares = [0.5 + i / 4 for i in range(len(chosen))]
+    batches = pack(chosen, depth=3, tokens_per_micro_batch=400, advantages=[0.0] * len(chosen), drafter_weights=shares)
     assert len(batches) == 1
     with torch.no_grad():
         packed = describe(batches[0], trainer.model_config, trainer.rope, trainer.device)
@@ -110,10 +111,11 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
     masks = [torch.as_tensor(s.loss_mask)[len(s.prompt.tokens) :] for s in laid_out]
     data = {"total_lengths": [len(t) for t in tokens], "loss_masks": masks}
     boundaries = SimpleNamespace(cu_seqlens_q=batches[0].cu_seqlens_padded)
-    counts = trained_tokens(data, range(len(tokens)), 3)
+    shares = [shares[i] for i in order]
+    counts = trained_tokens(data, range(len(tokens)), 3, shares)
     slimes.begin(counts)
     fields = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": boundaries}
-    slimes.fields = drafter_fields(fields, 3, 0, 1)
+    slimes.fields = drafter_fields(fields, 3, 0, 1, weights=shares)
     if folder:  # it learns within the policy's forward, in which it takes the states of several layers
         model(batches[0].tokens[None], batches[0].position_ids[None], None, packed_seq_params=packed)
         assert not [n for n, p in model.named_parameters() if p.grad is not None]

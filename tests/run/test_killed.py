@@ -26,6 +26,7 @@ AHEAD = {"rollout__staleness": 1, "algorithm__kl_coef": 0.1}
 PARTIAL = {"rollout__partial": "true", "rollout__over_sampling": 7, "rollout__max_new_tokens": 48}
 ADAPTIVE = {"spec__mode": "adaptive", "algorithm__tis_clip": 0}
 RECORD = {"train__record": "true"}
+BUFFER = {"drafter__replay": "uniform", "drafter__reward_weight": "rank"}
 # SGLang's log-probs depend in their last bits on what is decoded together, and so on time.
 SGLANG = {"rollout__engine": "sglang", "rollout__engines": 2, "algorithm__tis_clip": 0}
 SAME_POLICY = {
@@ -38,9 +39,12 @@ COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of whi
     "staleness, KL, record": (1, AHEAD | RECORD),
     "adaptive, dynamic sampling": (1, ADAPTIVE | {"algorithm__dynamic_sampling": "true"}),
     "partial, more than run at once": (1, PARTIAL),
-    "partial for three steps, staleness": (1, PARTIAL | AHEAD | {"rollout__partial_staleness": 3}),
+    "partial, staleness, buffer by reward": (
+        1,
+        PARTIAL | AHEAD | {"drafter__replay": "reward", "rollout__partial_staleness": 3},
+    ),
     "partial, staleness, redraw": (1, PARTIAL | AHEAD | {"rollout__redraw": "true"}),
-    "overlap, record": (1, RECORD | {"drafter__overlap": "true"}),
+    "overlap, buffer, reward weight, record": (1, BUFFER | RECORD | {"drafter__overlap": "true"}),
     "staleness, every third update, top-k": (
         1,
         AHEAD | {"drafter__update_every": 3, "rollout__temperature": 0.7, "rollout__top_k": 20},

@@ -24,7 +24,7 @@ STEPS = 3
 
 CASES = [
     pytest.param({"drafter__loss": "ce", "model__dtype": "float32"}, id="joined", marks=pytest.mark.slow),
-    pytest.param({"drafter__loss": "tv", "model__dtype": "bfloat16"}, id="joined-bfloat16"),
+    pytest.param({"drafter__loss": "tv", "model__dtype": "bfloat16", "drafter__replay": "uniform"}, id="buffer"),
     pytest.param({"drafter__loss": "tv", "model__dtype": "float32"}, id="joined-tv", marks=pytest.mark.slow),
     pytest.param({"drafter__overlap": "true", "drafter__update_every": 2}, id="overlap", marks=pytest.mark.slow),
 ]

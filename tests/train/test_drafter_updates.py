@@ -1,10 +1,54 @@
-"""Which steps train the drafter."""
+"""Which steps train the drafter, and the weights of its rows by reward."""
 
 import json
 
+import numpy as np
 import pytest
 
-from megatron_rlspec.train.drafter_updates import EverySteps
+from megatron_rlspec.train.drafter_updates import EverySteps, drafter_weights, reward_weights
+from megatron_rlspec.types import Prompt, Sample
+
+
+def sample(response, prompt=4, reward=0.0):
+    tokens = np.arange(prompt + response)
+    mask = (tokens >= prompt).astype(np.float32)
+    return Sample("s", Prompt(0, tokens[:prompt]), tokens, mask, 0 * mask, reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rewards", "expected"),
+    [
+        ("none", [0, 1, 5], [1, 1, 1]),
+        ("reward", [1, 3], [0.5, 1.5]),
+        ("reward", [0, 0, 3], [0.5, 0.5, 2]),  # 0 and 3, clipped to [1/2, 2]
+        ("reward", [-1, 1], [0.5, 2]),  # 0 and 2 above the least, over their mean
+        ("reward", [-3, -3], [1, 1]),
+        ("reward", [0, 0, 0], [1, 1, 1]),
+        ("rank", [5, -2, 100], [1, 0.5, 1.5]),
+        ("rank", [7, 7, 9, 1], [1, 1, 1.6, 0.5]),
+        ("reward", [], []),
+        ("rank", [2], [1]),
+    ],
+)
+def test_weights_of_rewards(kind, rewards, expected):
+    assert reward_weights(rewards, kind, clip=2).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["reward", "rank"])
+def test_a_failed_reward_weighs_one_and_enters_no_mean(kind):
+    weights = reward_weights([1, 99, 3], kind, known=[True, False, True])
+    assert weights.tolist() == [*reward_weights([1, 3], kind)[:1], 1, *reward_weights([1, 3], kind)[1:]]
+
+
+def test_a_clip_below_one_is_refused():
+    with pytest.raises(ValueError, match="clip=0.5"):
+        reward_weights([1, 2], "reward", clip=0.5)
+
+
+def test_a_sample_weighs_the_same_at_every_position():
+    rows = drafter_weights([sample(2, reward=1.0), sample(2, reward=3.0)], [True, True], kind="reward", clip=4)
+    assert [row.tolist() for row in rows] == [[0.5] * 6, [1.5] * 6]
+    assert rows[0].dtype == np.float32
 
 
 def played(rule, steps):

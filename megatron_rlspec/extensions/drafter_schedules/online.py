@@ -1,10 +1,9 @@
-"""Update the drafter not in every step, or while engines draw (ReSpec, section 5.3).
+"""Update the drafter from chosen rollouts, with weights by reward, and not in every step (ReSpec, section 5.3).
 
-An update is either part of the policy's step, on the same rollouts and hidden states, or with `drafter.overlap` a pass
-of its own over the last step's rollouts, whose hidden states the present policy computes, while engines draw the next
-ones. In both cases only the drafter's own parameters change, so the policy and its texts are the same.
-
-A buffer of earlier rollouts and weights by reward ended behind this (docs/staleness.md).
+An update is either part of the policy's step, on the same rollouts and hidden states (`drafter.replay=none`), or a pass
+of its own over stored rollouts (`separate`), whose hidden states the present policy computes. Such a pass runs after
+the policy's step, or with `drafter.overlap` while engines draw the next rollout. In every case only the drafter's own
+parameters change, so the policy and its texts are the same.
 """
 
 from __future__ import annotations
@@ -13,12 +12,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_rlspec.config import Config
+from megatron_rlspec.extensions.drafter_schedules.replay import Replay
 from megatron_rlspec.packing.pack import pack
+from megatron_rlspec.tasks.rewards import failed
 from megatron_rlspec.train import runtime
-from megatron_rlspec.train.drafter_updates import EverySteps
+from megatron_rlspec.train.drafter_updates import EverySteps, drafter_weights
 from megatron_rlspec.train.step import Trainer
-from megatron_rlspec.types import Group
+from megatron_rlspec.types import Group, Sample
 
 
 class OnlineLearner:
@@ -27,70 +30,123 @@ class OnlineLearner:
     last_update  the step that updated the drafter last; -1: none
     """
 
-    def __init__(self, config: Config, trainer: Trainer, state: Mapping[str, Any], groups: Sequence[Group]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        trainer: Trainer,
+        load_policy: Callable[[int], None] | None,
+        state: Mapping[str, Any],
+        groups: Sequence[Group],
+    ) -> None:
         """Take up `state` and `groups`, which a checkpoint has of `state()`; see `DrafterScheduleBuilder`."""
+        options = config.drafter
         self.config = config
         self.trainer = trainer
-        self.rule = EverySteps(config.drafter.update_every)
+        self.load_policy = load_policy
+        self.rule = EverySteps(options.update_every)
+        self.buffer = Replay(options.replay_tokens, options.replay_bytes)
         self.last_update = -1
-        self.seconds = 0.0  # of the newest update beside a rollout
-        self._groups = list(groups)  # of the last step
+        self.seconds = 0.0  # of the newest separate update
+        self.updates = 0  # separate ones: the seed of the next draw
         self._learned: dict[str, float] = {}  # metrics of an update beside a rollout, for the record of its step
         if state:
             self.rule.restore(state["rule"])
+            self.updates = int(state["updates"])
             self.last_update = int(state["last_update"])
-            if min(self.rule.since, self.rule.updates, self.last_update + 1) < 0:
+            if min(self.rule.since, self.rule.updates, self.updates, self.last_update + 1) < 0:
                 raise ValueError("the drafter's updates are counted by a negative number")
+        self.buffer.restore(groups)
+
+    def weights(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
+        """Return the drafter's weight of every position, for `pack`; None if all are 1."""
+        options = self.config.drafter
+        if options.reward_weight == "none":
+            return None
+        return drafter_weights(
+            samples,
+            [not failed(sample) for sample in samples],
+            kind=options.reward_weight,
+            clip=options.reward_clip,
+        )
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Keep the rollouts of a step, if the next update learns from them."""
-        if self.config.drafter.overlap:
-            self._groups = list(groups)
+        """Store the rollouts of a step, if updates learn from stored ones."""
+        options = self.config.drafter
+        if options.separate:
+            if options.replay == "none":
+                self.buffer.clear()
+            self.buffer.add([sample for group in groups for sample in group.samples])
 
     def during_rollout(self, step: int, begin: Callable[[], object]) -> None:
-        """Update the drafter from the last rollouts, unless a resumed run has done so before it stopped. Collective."""
+        """Update the drafter from earlier rollouts, unless a resumed run has done so before it stopped. Collective."""
         if not self.config.drafter.overlap:
             return
         begin()
-        if self._groups and self.rule.due and self.last_update < step:
+        if self.rule.due and self.last_update < step:
             self._learned = self._update(step)
 
     def train_step(
         self, step: int, train: Callable[[bool], dict[str, float]], rollout_seconds: float | None
     ) -> dict[str, float]:
         """Take a step in which the drafter learns when, and from what, the options say. Collective."""
-        overlap = self.config.drafter.overlap
+        options = self.config.drafter
         due = self.rule.due
-        metrics = train(due and not overlap)
-        if overlap:
+        metrics = train(due and not options.separate)
+        if options.overlap:
             metrics |= self._learned
             self._learned = {}
             if rollout_seconds is not None:
                 spent = self.seconds if self.last_update == step else 0.0
                 hidden = min(spent, rollout_seconds)
                 metrics |= {"drafter/seconds_hidden": hidden, "drafter/seconds_added": spent - hidden}
-        elif due:
+        elif due and not options.separate:
             self.last_update = step
+        elif due:
+            metrics |= self._update_after(step)
         updated = self.last_update == step
         self.rule.observe(updated)
         return metrics | {"drafter/updated": float(updated)}
 
+    def _update_after(self, step: int) -> dict[str, float]:
+        """Update the drafter after the policy's step, with hidden states of the policy as it is then."""
+        predicted = self.trainer.prediction
+        if self.load_policy is not None:
+            self.load_policy(step + 1)
+        metrics = self._update(step)
+        metrics["drafter/seconds_added"] = self.seconds
+        # The policy's own pass predicts by the newest rollouts; the update does so only if it learns from them.
+        if predicted is None and self.config.drafter.replay == "newest":
+            predicted = self.trainer.prediction
+        self.trainer.prediction = predicted
+        return metrics
+
     def _update(self, step: int) -> dict[str, float]:
-        """Update the drafter from the last step's rollouts. Returns the drafter's metrics."""
+        """Update the drafter from stored rollouts. Returns the drafter's metrics, {} without rollouts."""
+        options = self.config.drafter
+        by = "newest" if options.replay == "none" else options.replay
+        samples = self.buffer.draw(options.update_tokens, by, (self.config.train.seed, self.updates))
+        if not samples:
+            return {}
         began = time.perf_counter()
         parallel = self.config.parallel
         batches = pack(
-            [sample for group in self._groups for sample in group.samples],
-            depth=self.config.drafter.depth,
+            samples,
+            drafter_weights=self.weights(samples),
+            depth=options.depth,
             tokens_per_micro_batch=self.config.train.tokens_per_micro_batch,
             **runtime.placement(),
             multiple=parallel.tensor if parallel.sequence else 1,
         )
         metrics = self.trainer.train_step(batches, objective="grpo", train_policy=False)
         self.seconds = time.perf_counter() - began
+        self.updates += 1
         self.last_update = step
+        metrics["drafter/update_tokens"] = float(sum(len(sample.tokens) for sample in samples))
+        metrics["drafter/replay_tokens"] = float(self.buffer.tokens)
+        metrics["drafter/replay_bytes"] = float(self.buffer.bytes)
         return metrics
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
-        """Return the state for a checkpoint: a JSON object, and the last step's rollouts."""
-        return {"rule": self.rule.state(), "last_update": self.last_update}, self._groups
+        """Return the state for a checkpoint: a JSON object, and the buffer's rollouts."""
+        state = {"rule": self.rule.state(), "updates": self.updates, "last_update": self.last_update}
+        return state, self.buffer.groups()

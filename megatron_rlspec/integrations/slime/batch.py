@@ -16,13 +16,14 @@ import torch
 from megatron_rlspec.packing.context_parallel import Layout, slice_for_cp
 from megatron_rlspec.packing.pack import predicted
 from megatron_rlspec.packing.shift import drafter_targets
+from megatron_rlspec.train.drafter_updates import RewardWeight, reward_weights
 
 
 @dataclass(frozen=True)
 class DrafterFields:
     """This rank's share of one micro-batch, `[t]` each; the lists run over depths 1..D as in `PackedBatch`.
 
-    `weight` is the mask. `cu_seqlens_padded [n + 1]` counts all ranks' positions. `seeds` are
+    `weight` is the mask times the sample's weight. `cu_seqlens_padded [n + 1]` counts all ranks' positions. `seeds` are
     those of `DrafterTargets`, with their `noise_positions`; None: the samples have none.
     """
 
@@ -36,17 +37,30 @@ class DrafterFields:
     noise_positions: torch.Tensor | None = None
 
 
+def sample_weights(rollout_data: Mapping[str, Any], kind: RewardWeight, clip: float) -> list[float]:
+    """Return the drafter's weight of each sample of this data-parallel rank, by its reward.
+
+    slime hands every rank the rewards of the whole rollout (`raw_reward`), so all ranks divide by one mean.
+    """
+    if kind == "none":
+        return [1.0] * len(rollout_data["total_lengths"])
+    weights = reward_weights(rollout_data["raw_reward"], kind, clip=clip)
+    return [float(weights[i]) for i in rollout_data["partition"]]
+
+
 def drafter_fields(
     batch: Mapping[str, Any],
     depth: int,
     cp_rank: int,
     cp_size: int,
     layout: Layout = "zigzag",
+    weights: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
     step_tokens: float = 0.0,
 ) -> DrafterFields:
     """Build the fields from slime's `get_batch`: its `unconcat_tokens`, response masks, lengths and boundaries.
 
+    weights      of the samples of the micro-batch; 1 if omitted
     seeds        of the samples' noise, where drafts are coupled
     step_tokens  that the step trains, on all ranks
 
@@ -60,11 +74,14 @@ def drafter_fields(
     widths = (cu[1:] - cu[:-1]).tolist()
     tokens = torch.zeros(total, dtype=torch.int64, device=device)
     mask = torch.zeros(total, dtype=torch.float32, device=device)
+    weight = torch.ones(total, dtype=torch.float32, device=device)
     for i, (sample, trained) in enumerate(zip(samples, batch["loss_masks"], strict=True)):
         if i >= len(widths) or not len(sample) <= widths[i] < len(sample) + 2 * cp_size:
             raise ValueError(f"sample {i} has {len(sample)} tokens, but slime laid out {widths[i : i + 1]} for it")
         tokens[starts[i] : starts[i] + len(sample)] = sample
         mask[starts[i] : starts[i] + len(sample)] = token_mask(len(sample), trained)
+        if weights is not None:
+            weight[starts[i] : starts[i] + len(sample)] = weights[i]
     noise = {} if seeds is None else _noise(samples, seeds, cu, step_tokens)
     noise = {name: slice_for_cp(x, cu, cp_rank, cp_size, layout) for name, x in noise.items()}
     cu = cu.to(device)
@@ -77,7 +94,7 @@ def drafter_fields(
     return DrafterFields(
         tokens=[share(x) for x in inputs],
         labels=[share(x) for x in labels],
-        weight=[share(x) for x in masks],
+        weight=[share(x * weight) for x in masks],
         position_ids=share(positions),
         cu_seqlens_padded=cu,
         layout=layout,
@@ -97,15 +114,22 @@ def _noise(
     return {"seeds": laid.masked_fill(~predicted(total, step_tokens), -1), "noise_positions": positions}
 
 
-def trained_tokens(rollout_data: Mapping[str, Any], samples: Sequence[int], depth: int) -> list[float]:
-    """Count the predictions of each depth that these samples of slime's rollout data train: `[depth]`."""
+def trained_tokens(
+    rollout_data: Mapping[str, Any], samples: Sequence[int], depth: int, weights: Sequence[float] | None = None
+) -> list[float]:
+    """Sum the weights of the predictions of each depth that these samples of slime's rollout data train: `[depth]`.
+
+    `weights` of all samples of this rank's rollout data; 1 if omitted.
+    """
     if not samples:
         return [0.0] * depth
     masks = [token_mask(rollout_data["total_lengths"][i], rollout_data["loss_masks"][i].cpu()) for i in samples]
     cu = torch.tensor([0, *map(len, masks)]).cumsum(0)
     mask = torch.cat(masks)
+    given = [1.0 if weights is None else weights[i] for i in samples]
+    weight = torch.tensor(given).repeat_interleave(torch.tensor([len(row) for row in masks]))
     trained = drafter_targets(torch.zeros_like(mask, dtype=torch.int64), mask, cu, depth)[2]
-    return [float(m.sum()) for m in trained]
+    return [float((m * weight).sum()) for m in trained]
 
 
 def token_mask(length: int, response_mask: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ from megatron_rlspec.train.drafter_step import (
     training_temperature,
     unfiltered,
 )
-from megatron_rlspec.train.drafter_updates import EverySteps
+from megatron_rlspec.train.drafter_updates import EverySteps, RewardWeight
 from megatron_rlspec.train.objectives import OutputLayer, Sums, means, sum_over_replicas
 from megatron_rlspec.train.optimizer import AdamW, Learner
 from megatron_rlspec.types import Verifier
@@ -60,6 +60,8 @@ class Options:
     lr: float = 1e-3
     warmup_steps: int = 20
     clip_grad: float = 1.0
+    reward_weight: RewardWeight = "none"
+    reward_clip: float = 4.0
     update_every: int = 1
     zero_first_embedding: bool = False
     candidate_steps: tuple[int, ...] = ()  # step counts the engines may run; acceptance is predicted for all above 0

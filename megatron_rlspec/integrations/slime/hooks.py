@@ -27,7 +27,7 @@ from slime.utils.misc import load_function
 from megatron_rlspec.conversion import torch_dist
 from megatron_rlspec.conversion.drafter_files import SLIME_FOLDER as FOLDER
 from megatron_rlspec.integrations.slime import state as slime_state
-from megatron_rlspec.integrations.slime.batch import drafter_fields, trained_tokens
+from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weights, trained_tokens
 from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter, SlimeMTP
 from megatron_rlspec.integrations.slime.eagle3 import SlimeEagle3
 from megatron_rlspec.integrations.slime.refusals import outside, split_experts
@@ -172,6 +172,7 @@ def _with_fields(get_batch: Callable) -> Callable:
         samples = data_iterator.micro_batch_indices[data_iterator.offset] if learns else []
         batch = get_batch(data_iterator, keys, pad_multiplier, allgather_cp)
         if _drafter is not None and learns:
+            weights = _weights(data_iterator.rollout_data)
             seeds = _seeds(data_iterator.rollout_data)
             _drafter.fields = drafter_fields(
                 batch,
@@ -179,6 +180,7 @@ def _with_fields(get_batch: Callable) -> Callable:
                 ps.get_context_parallel_rank(),
                 ps.get_context_parallel_world_size(),
                 "contiguous" if allgather_cp else "zigzag",
+                [weights[i] for i in samples],
                 seeds and [seeds[i] for i in samples],
                 _drafter.denominators[0],
             )
@@ -199,7 +201,8 @@ def _around_step(train_one_step: Callable) -> Callable:
         micro_batches = given["num_microbatches"]
         ahead = iterator.micro_batch_indices[iterator.offset : iterator.offset + micro_batches]
         samples = [i for indices in ahead for i in indices]
-        _drafter.begin(trained_tokens(iterator.rollout_data, samples, _drafter.options.depth))
+        weights = _weights(iterator.rollout_data)
+        _drafter.begin(trained_tokens(iterator.rollout_data, samples, _drafter.options.depth, weights))
         losses, grad_norm = train_one_step(*args, **kwargs)
         metrics = _drafter.step()
         if _args().enable_mtp_training:
@@ -210,6 +213,11 @@ def _around_step(train_one_step: Callable) -> Callable:
         return {**losses, **metrics}, grad_norm
 
     return wrapped
+
+
+def _weights(rollout_data: Mapping[str, Any]) -> list[float]:
+    assert _drafter is not None
+    return sample_weights(rollout_data, _drafter.options.reward_weight, _drafter.options.reward_clip)
 
 
 def _seeds(rollout_data: Mapping[str, Any]) -> list[int] | None:

@@ -44,7 +44,7 @@ CHAINED = {
 DRAFTER = (
     *("kind", "path", "train"),
     *("depth", "loss", "depth_decay", "lr", "warmup_steps", "clip_grad"),
-    "update_every",
+    *("reward_weight", "reward_clip", "update_every"),
 )
 # Under these flags SGLang keeps the number of steps it starts with (`adaptive_unsupported_reason`). It only warns.
 FIXED = (

@@ -15,12 +15,13 @@ from megatron_rlspec.commands import training
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.records.recorder import read_records
+from megatron_rlspec.train.drafter_updates import drafter_weights
 
 # With tis_clip the engines' log-probs weigh the policy's loss. Their last bits depend on how many tokens a round
 # verified, and so on the drafts.
 COMMON = {"rollout__engine": "embedded", "spec__mode": "fixed", "algorithm__tis_clip": 0, "train__save_every": 0}
 COMMON |= {"train__steps": 3, "spec__num_steps": 3, "drafter__lr": 0.02, "drafter__warmup_steps": 0}
-RESUMED = {"drafter__overlap": "true", "drafter__loss": "tv"}
+RESUMED = {"drafter__overlap": "true", "drafter__replay": "disagreement", "drafter__replay_tokens": 400}
 LEARNERS = {
     "every": {},
     "none": {"drafter__train": "false"},
@@ -28,9 +29,12 @@ LEARNERS = {
     "share": {"drafter__share": 0.5},
     "all": {"drafter__share": 1},
     "forward-kl": {"drafter__loss": "forward_kl"},
-    "reverse-kl": {"drafter__loss": "reverse_kl"},
+    "by-reward": {"drafter__loss": "reverse_kl", "drafter__reward_weight": "reward"},
+    "by-rank": {"drafter__loss": "tv", "drafter__reward_weight": "rank"},
+    "newest": {"drafter__replay": "newest"},
+    "disagreement": {"drafter__replay": "disagreement", "drafter__update_tokens": 200, "drafter__loss": "forward_kl"},
     "overlap": {"drafter__overlap": "true"},
-    "overlap-2": {"drafter__overlap": "true", "drafter__update_every": 2},
+    "overlap-2": {"drafter__overlap": "true", "drafter__replay": "uniform", "drafter__update_every": 2},
     # One run of three steps, and one that stops after the second and continues.
     "whole": RESUMED,
     "resumed": RESUMED | {"train__steps": 2},
@@ -116,7 +120,10 @@ def test_records_say_when_the_drafter_was_updated(runs):
     ):
         assert hidden >= 0 and added >= 0
     assert column(runs / "overlap", "drafter/seconds_hidden")[1] > 0
+    assert all(x == 0 for x in column(runs / "newest", "drafter/seconds_hidden") if x is not None)
+    assert column(runs / "newest", "drafter/seconds_added")[0] > 0
     assert column(runs / "overlap-2", "drafter/updated") == [0, 1, 0]
+    assert column(runs / "disagreement", "drafter/update_tokens")[2] <= 200
 
 
 def test_a_resumed_run_draws_the_same_updates(runs):
@@ -126,6 +133,7 @@ def test_a_resumed_run_draws_the_same_updates(runs):
         next((runs / name / "checkpoints").glob("step-000003.replay")).read_bytes() for name in ("whole", "resumed")
     ]
     assert files[0] == files[1]
+    assert column(runs / "whole", "drafter/replay_tokens")[2] <= 400
 
 
 def step_and_oracle(loss, temperature):
@@ -136,7 +144,9 @@ def step_and_oracle(loss, temperature):
     trainer = build(PLAIN | {"loss": loss, "dtype": "float64"})
     trainer.temperature = temperature  # of the rollouts, which the drafter learns
     chosen = samples(5)
-    weights = [1.5, 0.7, 1.0, 0.3, 0.5]
+    for i, sample in enumerate(chosen):
+        sample.reward = float(i)
+    weights = drafter_weights(chosen, [True] * 5, kind="reward", clip=1.5)
     (batch,) = pack(chosen, depth=3, tokens_per_micro_batch=400, drafter_weights=weights)
     outputs, found = [], []
     own_student = trainer.drafter_step.student
@@ -167,7 +177,8 @@ def step_and_oracle(loss, temperature):
         weight = torch.zeros(len(rows), dtype=torch.float64)
         for i in range(len(chosen)):
             (at,) = (batch.sequence_ids == i).nonzero(as_tuple=True)
-            weight[at] = weights[i]
+            of_sample = min(max(i / 2.0, 1 / 1.5), 1.5)  # the mean reward is 2
+            weight[at] = of_sample
         weight = weight * batch.drafter_mask[d]
         total = total + 0.8**d * (weight * rows).sum() / weight.sum()
     total.backward()

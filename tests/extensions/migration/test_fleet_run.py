@@ -50,7 +50,9 @@ def test_two_ranks_draw_together_and_resume_with_the_same_bytes(start, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [{"rollout__staleness": 1}, {"drafter__overlap": "true"}])
+@pytest.mark.parametrize(
+    "option", [{"rollout__staleness": 1}, {"drafter__overlap": "true", "drafter__replay": "newest"}]
+)
 def test_ranks_train_while_they_draw(start, tmp_path, option):
     """Main threads train while the threads of the fleet draw; texts are those of one rank."""
     option = option | {"train__steps": 2}

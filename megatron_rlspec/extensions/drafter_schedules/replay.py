@@ -1,0 +1,139 @@
+"""A bounded buffer of rollouts, from which the drafter learns again. Numpy only.
+
+It keeps tokens, mask and log-probabilities (9 bytes a token), the reward, the versions of the policy and the accepted
+drafts. It keeps no hidden states: today's policy computes them again when the drafter learns. Stored ones would be of
+an older policy than today's output layer, and take 2 bytes times the hidden size for every token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from megatron_rlspec.tasks.rewards import failed
+from megatron_rlspec.train.drafter_updates import reward_weights
+from megatron_rlspec.types import Group, Prompt, Sample
+
+Draw = Literal["newest", "uniform", "reward", "disagreement"]
+SAMPLE_BYTES = 2048  # of Python objects around the arrays of a sample; measured at about 1.6 KB
+SPAN_BYTES = 128  # of one accepted span
+
+
+class Replay:
+    """Samples of past rollouts, the oldest first; `add` drops the oldest ones beyond either bound.
+
+    max_tokens, max_bytes  bounds; the newest sample stays in any case
+    tokens, bytes          now held
+    """
+
+    def __init__(self, max_tokens: int, max_bytes: int) -> None:
+        self.max_tokens = max_tokens
+        self.max_bytes = max_bytes
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self.tokens = 0
+        self.bytes = 0
+        self.newest = 0  # samples of the last `add` that are still held
+        self._samples: deque[Sample] = deque()
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Append the samples of one rollout."""
+        for sample in samples:
+            self._append(_compact(sample))
+        self.newest = min(len(samples), len(self._samples))
+
+    def _append(self, sample: Sample) -> None:
+        self._samples.append(sample)
+        self.tokens += len(sample.tokens)
+        self.bytes += size_of(sample)
+        while len(self._samples) > 1 and (self.tokens > self.max_tokens or self.bytes > self.max_bytes):
+            gone = self._samples.popleft()
+            self.tokens -= len(gone.tokens)
+            self.bytes -= size_of(gone)
+
+    def draw(self, tokens: int, by: Draw, seed: Sequence[int]) -> list[Sample]:
+        """Return different samples of together at most `tokens` tokens, but at least one; none if the buffer is empty.
+
+        newest        the newest ones, the newest first
+        uniform       every sample is as likely
+        reward        as likely as `reward_weights` of kind reward
+        disagreement  as likely as the share of its tokens that engines drafted wrongly or not at all, at least 0.05
+
+        `tokens` = 0: as many as the last `add` holds. The draw depends on the buffer and the seed only, so all ranks
+        and a resumed run draw alike. Without replacement in proportion to weights: Efraimidis and Spirakis, 2006.
+        """
+        held = list(self._samples)
+        if not held:
+            return []
+        tokens = tokens or sum(len(sample.tokens) for sample in held[len(held) - self.newest :])
+        order = np.arange(len(held))[::-1]
+        if by != "newest":
+            noise = np.random.default_rng(list(seed)).gumbel(size=len(held))
+            order = np.argsort(-(np.log(_likelihood(held, by)) + noise), kind="stable")
+        chosen: list[Sample] = []
+        for index in order.tolist():
+            if chosen and len(held[index].tokens) > tokens:
+                break
+            tokens -= len(held[index].tokens)
+            chosen.append(held[index])
+        return chosen
+
+    def groups(self) -> list[Group]:
+        """Return the content for a checkpoint: one group of the older samples, one of the last `add`; [] if empty."""
+        held = list(self._samples)
+        if not held:
+            return []
+        older = held[: len(held) - self.newest]
+        newest = held[len(older) :]
+        return [Group(part[0].prompt if part else Prompt(0, np.zeros(0, np.int32)), part) for part in (older, newest)]
+
+    def restore(self, groups: Sequence[Group]) -> None:
+        """Restore what `groups` returned, within this buffer's bounds."""
+        self.clear()
+        for group in groups:
+            self.add(group.samples)
+
+
+def size_of(sample: Sample) -> int:
+    """Estimate the bytes of memory of a stored sample."""
+    arrays = (sample.tokens, sample.loss_mask, sample.behaviour_logprobs)
+    return SAMPLE_BYTES + SPAN_BYTES * len(sample.accepted_spans) + sum(array.nbytes for array in arrays)
+
+
+def _compact(sample: Sample) -> Sample:
+    """Copy a sample with small types, and without texts."""
+    tokens = sample.tokens.astype(np.int32)
+    prompt = Prompt(sample.prompt.id, tokens[: sample.prompt_len])
+    kept = {name: sample.metadata[name] for name in ("reward_error",) if name in sample.metadata}
+    return replace(
+        sample,
+        prompt=prompt,
+        tokens=tokens,
+        loss_mask=sample.loss_mask != 0,
+        behaviour_logprobs=sample.behaviour_logprobs.astype(np.float32),
+        text="",
+        metadata=kept,
+    )
+
+
+def _likelihood(samples: Sequence[Sample], by: Draw) -> np.ndarray:
+    """Return positive weights of the samples, `[n]`."""
+    if by == "reward":
+        known = [not failed(sample) for sample in samples]
+        return reward_weights([sample.reward for sample in samples], "reward", known=known)
+    if by == "disagreement":
+        shares = []
+        for sample in samples:
+            accepted = sum(last - first for first, last in sample.accepted_spans)
+            shares.append(1 - accepted / max(len(sample.response), 1))
+        return np.maximum(shares, 0.05)
+    return np.ones(len(samples))
