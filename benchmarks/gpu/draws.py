@@ -109,7 +109,7 @@ def _ours(plan: Plan, logits: torch.Tensor, kernel: bool = False) -> dict[str, C
             max_top_k=plan.shape.vocab,
         )
         positions = torch.arange(requests * nodes, device=device)
-        return verifier._VerifyPass(info, logits, positions, nodes)
+        return verifier.VerifyPass(info, logits, positions, nodes)
 
     def sample(top_p: float) -> Callable[[], Any]:
         given = verified(top_p)

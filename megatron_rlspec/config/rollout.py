@@ -90,7 +90,7 @@ class RolloutConfig(Section):
         False, description="do not train the tokens that a sample had before it was continued by a later policy"
     )
 
-    redraw: Annotated[bool, Needs("rollout.staleness", "rollout.partial"), Needs("rollout.engine=embedded")] = Field(
+    redraw: Annotated[bool, Needs("rollout.staleness", "rollout.partial")] = Field(
         False,
         description="check samples of an older policy under the newest one, and generate anew from the first token on "
         "that it would not say: all trained tokens are the newest policy's own",

@@ -88,7 +88,7 @@ def test_a_verify_round(sampler: ModuleType, kernel: Interpreter, limited: bool)
     found = []
     for used in (None, kernel.sampling):
         output = SimpleNamespace(next_token_logits=logits(rows))
-        verified = verifier._VerifyPass(info, output.next_token_logits, torch.arange(rows), NODES)
+        verified = verifier.VerifyPass(info, output.next_token_logits, torch.arange(rows), NODES)
         with mock.patch.object(chosen, "sampling", lambda logits, used=used: used):
             tokens = verifier.sample_targets(verified)
         output.rlspec_logprobs = verified.logprobs

@@ -178,7 +178,7 @@ def test_a_round_makes_no_large_buffers_on_a_gpu(sampler, limits):
             max_top_k=50 if limits == "top-k" else None,
         )  # fmt: skip
         logits = empty(NODES, VOCABULARY)
-        verified = verifier._VerifyPass(info, logits, empty(NODES, dtype=torch.int64), 4)
+        verified = verifier.VerifyPass(info, logits, empty(NODES, dtype=torch.int64), 4)
         with Buffers() as buffers:
             tokens = verifier.sample_targets(verified)
     assert tokens.shape == (NODES,) and sum(rows for rows, _ in drawn) == NODES

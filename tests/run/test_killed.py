@@ -54,6 +54,7 @@ COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of whi
     "two engines, partial, staleness": (2, PARTIAL | AHEAD),
     "two engines, staleness, redraw": (2, AHEAD | {"rollout__redraw": "true"}),
     "two SGLang engines, record": (1, SGLANG | RECORD),
+    "two SGLang engines, staleness, redraw": (1, SGLANG | AHEAD | {"rollout__redraw": "true"}),
     "two SGLang engines, partial": (1, SGLANG | PARTIAL | RECORD | SAME_POLICY),
 }
 STEPS = 40

@@ -10,6 +10,7 @@ from megatron_rlspec.records.recorder import read_records
 
 # Without tis_clip the engine's log-probs, whose rounding follows the batch, do not reach the policy.
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "algorithm__tis_clip": 0, "optimizer__lr": 1e-2}
+ENGINES = ("embedded", "sglang")
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +23,13 @@ def policy(run_dir) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_one_step_ahead_with_redraw_trains_the_bits_of_a_run_that_waits(start, tmp_path):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_step_ahead_with_redraw_trains_the_bits_of_a_run_that_waits(start, tmp_path, engine):
     waiting, ahead, redrawn = (tmp_path / name for name in ("waiting", "ahead", "redrawn"))
-    run(start, waiting, **OPTIONS, train__steps=3)
-    run(start, ahead, **OPTIONS, train__steps=3, rollout__staleness=1)
-    run(start, redrawn, **OPTIONS, train__steps=3, rollout__staleness=1, rollout__redraw="true")
+    options = OPTIONS | {"rollout__engine": engine, "train__steps": 3}
+    run(start, waiting, **options)
+    run(start, ahead, **options, rollout__staleness=1)
+    run(start, redrawn, **options, rollout__staleness=1, rollout__redraw="true")
     expected = policy(waiting)
     differ = [name for name, tensor in policy(redrawn).items() if not torch.equal(tensor, expected[name])]
     assert differ == []
@@ -40,8 +43,10 @@ def test_one_step_ahead_with_redraw_trains_the_bits_of_a_run_that_waits(start, t
 
 
 @pytest.mark.slow
-def test_samples_that_go_on_are_the_newest_policys(start, tmp_path):
-    run(start, tmp_path / "run", **OPTIONS, train__steps=3, rollout__partial="true", rollout__redraw="true")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_samples_that_go_on_are_the_newest_policys(start, tmp_path, engine):
+    options = OPTIONS | {"rollout__engine": engine, "train__steps": 3}
+    run(start, tmp_path / "run", **options, rollout__partial="true", rollout__redraw="true")
     records = read_records(tmp_path / "run/metrics.jsonl")
     assert [record.get("policy/staleness", 0) for record in records] == [0] * 3
     assert sum(record["rollout/kept_tokens"] for record in records) > 0

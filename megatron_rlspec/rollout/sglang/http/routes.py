@@ -33,7 +33,7 @@ from sglang.srt.managers.io_struct import (
 
 from megatron_rlspec.rollout.sglang import ids, schemas
 from megatron_rlspec.rollout.sglang.extensions import Route, loaded
-from megatron_rlspec.rollout.sglang.http import guard, weight_routes
+from megatron_rlspec.rollout.sglang.http import guard, redraw, weight_routes
 from megatron_rlspec.rollout.sglang.http.bodies import (
     Handler,
     answering,
@@ -85,22 +85,20 @@ def _finish(asked: schemas.RequestBody) -> dict[str, Any] | None:
     """Return SGLang's reason if a sample has ended before. Raises Refusal if it cannot go on here."""
     if not _position_keyed():
         raise Refusal(400, f"request {asked.id}: a sample goes on only in an engine with --verifier position_keyed")
-    sampling = asked.sampling
+    ends = _ends(asked.sampling)
+    try:
+        ended(asked.begun, ends.stops, ends.limit)
+    except ValueError as error:
+        raise Refusal(400, f"request {asked.id}: {error}") from None
+    return ends.of(asked.begun, len(asked.begun) - 1)[1]
+
+
+def _ends(sampling: schemas.SamplingBody) -> redraw.Ends:
     stops: set[int] = set()
     if not sampling.ignore_eos:  # SGLang then ignores stop_token_ids, too
         stops = set(sampling.stop_token_ids) | set(manager().model_config.hf_eos_token_id or ())
-    try:
-        status = ended(asked.begun, stops, sampling.max_new_tokens)
-    except ValueError as error:
-        raise Refusal(400, f"request {asked.id}: {error}") from None
-    if status == "finished" or (sampling.stop and _stopped(asked.begun, sampling.stop)):
-        return {"type": "stop"}
-    return None if status is None else {"type": "length"}
-
-
-def _stopped(response: list[int], strings: list[str]) -> bool:
-    """Return whether the last token of a response ends it for a stop string."""
-    return StopStrings(strings, manager().tokenizer.decode).end(response, len(response) - 1) is not None
+    strings = StopStrings(sampling.stop, manager().tokenizer.decode) if sampling.stop else None
+    return redraw.Ends(stops, strings, sampling.max_new_tokens)
 
 
 async def _lines(
@@ -157,13 +155,21 @@ async def _one(
 
 async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> AsyncIterator[dict[str, Any]]:
     """Yield the lines of a sample: with `progress` its new tokens now and then, and at the end all of it."""
+    redrawn = redraw.Redrawn()
+    if asked.draft and _sglang.redraws and _position_keyed():
+        redrawn = await redraw.check(manager(), _sglang.weight_version, asked, _ends(asked.sampling), GenerateReqInput)
+        if redrawn.finish is not None:
+            nothing: dict[str, Any] = {"output_ids": [], "logprobs": [], "weight_versions": [], "drafted": []}
+            yield redrawn.before(nothing | {"finish": redrawn.finish, "accepted": []})
+            return
+    begun = asked.begun + redrawn.tokens
     sampling = asked.sampling.model_dump()
-    sampling["max_new_tokens"] -= len(asked.begun)
-    if asked.sampling.stop and asked.begun:
-        sampling["custom_params"] = {BEGUN: len(asked.begun)}
+    sampling["max_new_tokens"] -= len(begun)
+    if asked.sampling.stop and begun:
+        sampling["custom_params"] = {BEGUN: len(begun)}
     message = GenerateReqInput(
         rid=rid,
-        input_ids=asked.input_ids + asked.begun,
+        input_ids=asked.input_ids + begun,
         sampling_params=sampling | ({"stream_interval": PROGRESS_TOKENS} if progress else {}),
         stream=progress,  # otherwise the one answer comes when the sample is finished
         return_logprob=True,
@@ -171,20 +177,23 @@ async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> As
     )
     began = _sglang.weight_version(manager())
     sent = Progress()
+    if progress and redrawn.tokens and redrawn.version == began:
+        drawn = {"output_ids": redrawn.tokens, "logprobs": redrawn.logprobs, "drafted": [0] * len(redrawn.tokens)}
+        yield {"drawn": drawn, "rounds": 0, "version": began}
     async for answer in manager().generate_request(message, None):
         meta = answer["meta_info"]
         finish = meta["finish_reason"]
         tokens, entries, marks = answer["output_ids"], meta["output_token_logprobs"], meta.get(DRAFTED, [])
         if finish is None:
             # SGLang names the weights of a token when its sample ends. Until then they are known only before a push.
-            if _sglang.weight_version(manager()) == began:
+            if _sglang.weight_version(manager()) == began == (redrawn.version or began):
                 line = sent.line(tokens, entries, marks, 1 + meta["num_retractions"])
                 if line is not None:
                     yield line | {"version": began}
             continue
         if finish["type"] == "abort" and finish.get("status_code"):  # not by us; SGLang raises it without `stream`
             raise HTTPException(finish["status_code"], finish["message"])
-        yield {
+        line = {
             "output_ids": tokens,
             "logprobs": logprobs(entries),
             "finish": finish,
@@ -195,6 +204,7 @@ async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> As
             "accepted": meta.get("spec_correct_drafts_histogram", []),
             "drafted": marks,
         }
+        yield redrawn.before(line)
 
 
 async def abort(request: Request) -> JSONResponse:

@@ -25,7 +25,7 @@ import torch
 from megatron_rlspec.kernels import chosen
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
-from megatron_rlspec.rollout.sglang.settings import Settings
+from megatron_rlspec.rollout.sglang.settings import DRAW_ALL, Settings
 
 Hook = tuple[str, Callable, str]
 ELEMENTS = 1 << 25  # of the logits that are sampled from at a time: 128 MiB in float32
@@ -84,8 +84,8 @@ def _draws(kernel: Any, info: Any, positions: torch.Tensor) -> Any:
 
 
 def _only_tokens(top_logprobs_nums: Any, token_ids_logprobs: Any) -> bool:
-    """Whether no request asks for log-probs of other tokens than its own."""
-    return not any(top_logprobs_nums or ()) and not any(ids is not None for ids in token_ids_logprobs or ())
+    """Whether no request asks for log-probs of other tokens than its own, or than those that are drawn."""
+    return not any(top_logprobs_nums or ()) and all(ids in (None, DRAW_ALL) for ids in token_ids_logprobs or ())
 
 
 def sample_plain(
@@ -137,8 +137,8 @@ def known_logprobs(
 
 
 @dataclass
-class _VerifyPass:
-    """The verification in progress: what sampling the target's tokens needs.
+class VerifyPass:
+    """A verification in progress: what sampling the target's tokens needs.
 
     logits [B * width, V] and positions [B * width] of all nodes; `width` nodes per request. logprobs [B * width] of
     the sampled tokens, if they are known.
@@ -156,7 +156,7 @@ class _SampledVerification:
     """Hooks around SGLang's verification, which have it walk sampled tokens."""
 
     def __init__(self) -> None:
-        self._pass: _VerifyPass | None = None  # the one in progress, if its tokens are sampled
+        self._pass: VerifyPass | None = None  # the one in progress, if its tokens are sampled
 
     def sample(
         self, original: Callable, verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
@@ -164,7 +164,7 @@ class _SampledVerification:
         info = batch.sampling_info
         if not (batch.forward_mode.is_idle() or info.is_all_greedy):
             logits, positions = logits_output.next_token_logits, verify_input.positions
-            self._pass = _VerifyPass(info, logits, positions, verify_input.draft_token_num, logits_output)
+            self._pass = VerifyPass(info, logits, positions, verify_input.draft_token_num, logits_output)
             info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
         try:
             return original(verify_input, batch, logits_output, *args, **kwargs)
@@ -180,7 +180,7 @@ class _SampledVerification:
         return original(**walk)
 
 
-def sample_targets(verified: _VerifyPass) -> torch.Tensor:
+def sample_targets(verified: VerifyPass) -> torch.Tensor:
     """Draw the target's token after every node, [B * width], by the functions that plain decoding uses.
 
     Without the kernel, a few rows are sampled at a time: SGLang's functions copy the logits, some of them in float64.
@@ -199,7 +199,7 @@ def sample_targets(verified: _VerifyPass) -> torch.Tensor:
     return tokens.long()
 
 
-def _sample_rows(verified: _VerifyPass, rows: slice) -> torch.Tensor:
+def _sample_rows(verified: VerifyPass, rows: slice) -> torch.Tensor:
     from sglang.srt.layers import sampler
 
     info = verified.info
