@@ -187,9 +187,11 @@ def test_a_sample_that_a_push_cut_off_is_redrawn(updated: dict[str, SGLangEngine
     served, how, asked = updated["drafting"], replace(SAMPLINGS["long"], max_new_tokens=300), requests(4)
     cut: list[Sample] = []
     rounds(served)
+    ran = 0
     thread = Thread(target=lambda: cut.extend(served.generate(asked, how)))
     thread.start()
-    while thread.is_alive() and not rounds(served):
+    while thread.is_alive() and ran < 100:  # of some 600
+        ran += rounds(served)
         time.sleep(0.02)
     served.update_weights(4, WEIGHTS.items())
     thread.join()
