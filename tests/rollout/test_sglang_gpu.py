@@ -14,6 +14,7 @@ import requests
 import test_sglang_engine as same
 import test_sglang_moves as moves
 import test_sglang_overlap as overlap
+import test_sglang_redraw as redraw
 import tiny_mimo
 import torch
 from test_sglang_engine import CONFIG, WEIGHTS, texts
@@ -98,6 +99,12 @@ def test_text_does_not_depend_on_speculation(engines: Engines, name: str) -> Non
 )
 def test_results_are_those_of_the_cpu(engines: Engines, check: Callable[[Engines], None]) -> None:
     check(engines)
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("name", ["adaptive", "plain"])
+def test_no_wrong_draft_shows(engines: Engines, name: str) -> None:
+    redraw.check_drafts(engines[name])
 
 
 def test_logprobs_are_those_of_an_independent_model(engines: Engines, checkpoint: Path) -> None:

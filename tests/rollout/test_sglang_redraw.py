@@ -121,8 +121,12 @@ def test_an_older_policys_text_is_redrawn_as_the_newest_would_have_drawn_it(upda
 
 @pytest.mark.parametrize("engine", LAUNCHES)
 def test_no_wrong_draft_shows(updated: dict[str, SGLangEngine], engine: str) -> None:
-    """Of another seed, of another prompt, with one token changed, too long, with tokens after its end."""
-    served, how, asked = updated[engine], SAMPLINGS["ends"], requests(12)
+    check_drafts(updated[engine])
+
+
+def check_drafts(served: SGLangEngine) -> None:
+    """Give drafts of another seed, of another prompt, with one token changed, too long, with tokens after their end."""
+    how, asked = SAMPLINGS["ends"], requests(12)
     expected = served.generate(asked, how)
     right = texts(expected)
     changed = [list(text) for text in right]
