@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rlspec.config import load
 from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.noise import draw, uniform
 from megatron_rlspec.rollout.embedded import draft, verify
+from megatron_rlspec.run.speculating import Speculation
+from megatron_rlspec.speculation.acceptance import Prediction
+from megatron_rlspec.speculation.learning import Learning
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import SHARPNESS, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
 torch.set_num_threads(1)
@@ -26,19 +31,27 @@ def acceptance(p, q) -> float:
     return total
 
 
-FILTERS = {"whole": (1.0, -1, 0.0), "top_p": (0.8, -1, 0.0), "top_k": (1.0, 6, 0.0), "min_p": (1.0, -1, 0.15)}
+PAIRS = 10  # of (p, q) for each filter and sharpness: 50 with s = 1
+FILTERS = {
+    "whole": (1.0, -1, 0.0),
+    "top_p": (0.8, -1, 0.0),
+    "top_k": (1.0, 6, 0.0),
+    "min_p": (1.0, -1, 0.15),
+    "all": (0.9, 8, 0.05),
+}
 
 
-@pytest.mark.parametrize(("top_p", "top_k", "min_p"), FILTERS.values(), ids=FILTERS)
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("sharpness", [1.0, 2.0])
-def test_acceptance_equals_the_formula(temperature, top_p, top_k, min_p, sharpness):
-    g = torch.Generator().manual_seed(int(10 * temperature) + top_k)
+def test_acceptance_equals_the_formula(name, sharpness):
+    """At temperatures from 0.3 to 2, for drafters from close to poor; other pairs in every case."""
+    g = torch.Generator().manual_seed(10 * list(FILTERS).index(name) + int(sharpness))
     keys = torch.arange(DRAWS)
-    for pair in range(6):
+    for pair, temperature in enumerate(np.linspace(0.3, 2, PAIRS)):
         logits = 2 * torch.randn(2, 40, generator=g, dtype=torch.float64)
-        logits[1] = logits[0] + 0.3 * (pair + 1) * torch.randn(40, generator=g, dtype=torch.float64)
-        settings = [torch.tensor([x]).expand(DRAWS) for x in (temperature, top_p, top_k, min_p)]
+        distance = 0.2 * (1 + 7 * pair % PAIRS)
+        logits[1] = logits[0] + distance * torch.randn(40, generator=g, dtype=torch.float64)
+        settings = [torch.tensor([x]).expand(DRAWS) for x in (float(temperature), *FILTERS[name])]
         logp = verify.filtered(verify.logprobs(logits, settings[0][:2]), *(x[:2] for x in settings[1:]))
         logp = (logp * torch.tensor([[1.0], [sharpness]])).log_softmax(-1)
         seeds = torch.full((DRAWS,), 977 * pair + 5)
@@ -138,6 +151,19 @@ def test_an_engine_learns_the_sharpness_from_its_rounds(model):
         assert engine.describe()["sharpness"] == best
 
 
+@pytest.mark.parametrize("mode", ["fixed", "adaptive"])
+def test_a_run_tells_its_engines_the_sharpness_that_the_trainer_predicts(model, tmp_path, mode):
+    learning = Learning((0, 1, 5), "", Roofline.of_layers(2), 0.01, 0.01, adaptive=mode == "adaptive")
+    told = Speculation(load(None, {"spec.mode": mode}).spec, learning, tmp_path / "spec_rule.json")
+    engine = oracle.engine_of(*model, CHAIN)
+    accepted = [1.0, 2.0, 3.0]  # of ten drafts, by sharpness
+    for best in (SHARPNESS[2], SHARPNESS[0]):
+        told.learn([], [], Prediction.of_sums((1,), [10.0] * 3, accepted))
+        told.set(engine)
+        assert engine.describe()["sharpness"] == best
+        accepted.reverse()
+
+
 @pytest.mark.parametrize("words", [None, np.arange(47, 7, -1)], ids=["all words", "40 of 48 words"])
 @pytest.mark.parametrize("wrong", ["position", "seed", "words"])
 def test_other_noise_costs_acceptance_and_no_text(model, monkeypatch, wrong, words):
@@ -199,3 +225,23 @@ def test_training_knows_which_coupled_drafts_are_the_label(words):
     student.finish()
     expected = (drafts == labels[:, None]) & (seeds >= 0)[:, None]
     assert student.kept_rows()["coupled"].tolist() == expected.double().tolist()
+
+
+def test_training_predicts_the_acceptance_of_the_formula():
+    """On 8,000 tokens that a policy of 24 words sampled after four prefixes, with each sharpness."""
+    g = torch.Generator().manual_seed(6)
+    vocabulary, prefixes, n = 24, 4, 8000
+    weight = torch.randn(vocabulary, 12, generator=g)
+    teacher = torch.randn(prefixes, 12, generator=g)
+    hidden = teacher + 0.3 * torch.randn(prefixes, 12, generator=g)
+    logp, logq = (torch.log_softmax(h.double() @ weight.double().t() / 2, -1) for h in (teacher, hidden))
+    at = torch.arange(n) % prefixes
+    seeds, keys = torch.full((n,), 41), torch.arange(n)
+    labels = draw(logp[at], seeds, keys)
+    student = Student(hidden[at], weight, labels, torch.ones(n), temperature=2.0, keep_rows=True, noise=(seeds, keys))
+    student.learn_labels()
+    predicted = student.kept_rows()["coupled"].mean(0).tolist()
+    for seen, s in zip(predicted, SHARPNESS, strict=True):
+        q = (s * logq).softmax(-1).numpy()
+        expected = np.mean([acceptance(*pair) for pair in zip(logp.exp().numpy(), q, strict=True)])
+        assert abs(seen - expected) < 4.5 * (0.25 / n) ** 0.5

@@ -10,6 +10,7 @@ from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records import metric_names
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.speculation.acceptance import Acceptance
+from megatron_rlspec.types import SHARPNESS
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,9 @@ def test_a_run_leaves_the_files_that_the_readme_lists(whole, start):
         assert 1 <= record["predict/next_tokens_k1"] <= record["predict/next_tokens_k3"] < 2.2  # an untrained drafter
     told = Acceptance.from_json(json.loads((whole / "spec_rule.json").read_text())["acceptance"])
     assert told.rates[0] == pytest.approx(records[-1]["spec/accept_1"], abs=0.05)
+    # Engines, records and the written drafter have the sharpness that the last step's prediction chose.
+    rule, stated = json.loads((whole / "spec_rule.json").read_text()), read_hf(whole / "hf")[0]["rlspec_sharpness"]
+    assert records[-1]["spec/sharpness"] == rule["sharpness"] == stated and stated in SHARPNESS
     evaluations = [event for event in read_records(whole / "events.jsonl") if event["kind"] == "evaluation"]
     assert [event["name"] for event in evaluations] == ["first", "last"]
     assert json.loads((whole / "config.json").read_text())["train"]["steps"] == 3
