@@ -27,7 +27,7 @@ from megatron_rlspec.tasks import data
 if TYPE_CHECKING:
     from megatron_rlspec.run.extension import Extensions
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+TORCHRUN = ("-m", "megatron_rlspec.host.launch", "--standalone", "--nproc-per-node")
 MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
 TRAIN_NOTES = """\
 --ranks N starts N training processes on this machine, one for each GPU that trains. On several machines, start
@@ -58,9 +58,9 @@ docs/replay.md has the variants."""
 # Of each command: what it does, an example, and the options that `--help` shows; `--help-all` shows the rest.
 FIRST: dict[Command | Literal["answer"], tuple[str, str, str]] = {
     "train": (
-        "GRPO with a co-trained drafter. With --dry-run it prints what each of N ranks would hold.",
-        "rlspec train --ranks 2 --train.run_dir runs/mine \\\n    --config examples/quickstart/quickstart.toml",
-        "model.path data.path reward.kind rollout.max_new_tokens train.steps train.run_dir",
+        "GRPO with a drafter that learns in the same step. With --dry-run it only prints the memory of each rank.",
+        "rlspec train --config run.toml --model.path MODEL --drafter.fresh true",
+        "model.path data.path data.eval_path reward.kind drafter.fresh train.steps train.run_dir",
     ),
     "sft": (
         "Supervised warm start of policy and drafter, or of the drafter alone.",
@@ -258,7 +258,7 @@ def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
         parser.add_argument("run", metavar="RUN", help="run directory of `rlspec train --train.record true`")
     parser.add_argument("--config", metavar="FILE", help="TOML file, one table per section")
     if command != "answer":
-        help = "training processes on this machine (default 1)"
+        help = "training processes, one a GPU (default 1)"
         parser.add_argument("--ranks", metavar="N", default=argparse.SUPPRESS, help=help)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for known in options():

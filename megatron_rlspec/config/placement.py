@@ -15,7 +15,7 @@ class PlacementConfig(Section):
     mode: Annotated[Mode, Needs("rollout.engine=sglang"), Needs("rollout.urls=")] = Field(
         "auto",
         description="apart: trainer ranks have the first GPUs, engines the rest; together: engines share the ranks' "
-        "GPUs and release their memory while training; auto: apart if torchrun started fewer ranks than GPUs. "
+        "GPUs and release their memory while training; auto: apart if there are fewer ranks than GPUs. "
         "Without a GPU, and with rollout.urls, nothing is placed",
     )
     tensor: Annotated[int, Field(gt=0, le=64), Needs("rollout.engine=sglang")] = Field(

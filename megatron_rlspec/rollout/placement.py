@@ -154,7 +154,7 @@ def place(
     sizes = f"rollout.engines={engines} x placement.tensor={tensor}" + (f" + tail.lane={lane}" if lane else "")
     if ranks > len(gpus):
         raise ConfigError(
-            f"torchrun started {ranks} ranks on this node, but it has {len(gpus)} GPUs, one for each rank"
+            f"{ranks} trainer ranks on a node of {len(gpus)} GPUs, one for each rank; expected fewer --ranks"
         )
     if mode == "apart":
         left = len(gpus) - ranks
@@ -162,7 +162,7 @@ def place(
             more = "more than there are" if wanted > left else f"and {left - wanted} would stay idle"
             ways = _filling(left - lane, engines, tensor)
             if wanted < len(gpus):
-                ways.append(f"torchrun --nproc-per-node {len(gpus) - wanted}")
+                ways.append(f"--ranks {len(gpus) - wanted}")
             if wanted < left:
                 ways.append(f"CUDA_VISIBLE_DEVICES={','.join(gpus[: ranks + wanted])}, which leaves the others free")
             raise ConfigError(
@@ -183,7 +183,7 @@ def place(
                 free_others = f"; CUDA_VISIBLE_DEVICES={','.join(gpus[:ranks])} leaves the other GPUs free"
             raise ConfigError(
                 f"placement.mode=together: expected as many trainer ranks and GPUs of engines as there are GPUs, "
-                f"{len(gpus)}; torchrun started {ranks} ranks, and {sizes} needs {wanted}{free_others}"
+                f"{len(gpus)}; there are {ranks} ranks, and {sizes} needs {wanted}{free_others}"
             )
         free = iter(gpus)
     ranks_of = [tensor] * engines + ([lane] if lane else [])

@@ -108,7 +108,7 @@ def check_machine(config: Config) -> None:
         )
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if gpus and ranks > gpus:
-        raise ConfigError(f"torchrun --nproc-per-node {ranks}, but this machine has {gpus} GPUs, one for each rank")
+        raise ConfigError(f"--ranks {ranks}, but this machine has {gpus} GPUs, one for each rank")
 
 
 def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> placement.GpuLayout:

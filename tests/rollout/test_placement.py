@@ -254,13 +254,13 @@ def test_a_second_fleet_that_cannot_be_is_refused(options, line):
     [
         (8, 4, 5, 1, "apart", "leave 4, but rollout.engines=5 x placement.tensor=1 needs 5, more than there are"),
         (8, 4, 1, 2, "apart", "needs 2, and 2 would stay idle; expected rollout.engines=2 or placement.tensor=4 or "
-         "torchrun --nproc-per-node 6 or CUDA_VISIBLE_DEVICES=0,1,2,3,4,5, which leaves the others free"),
+         "--ranks 6 or CUDA_VISIBLE_DEVICES=0,1,2,3,4,5, which leaves the others free"),
         (8, 8, 1, 1, "apart", "8 GPUs less 8 trainer ranks leave 0, but rollout.engines=1 x placement.tensor=1 needs "
-         "1, more than there are; expected torchrun --nproc-per-node 7"),
+         "1, more than there are; expected --ranks 7"),
         (8, 4, 1, 1, "together", "CUDA_VISIBLE_DEVICES=0,1,2,3 leaves the other GPUs free"),
-        (8, 8, 3, 2, "together", "8; torchrun started 8 ranks, and rollout.engines=3 x placement.tensor=2 needs 6"),
-        (8, 4, 8, 1, "together", "torchrun started 4 ranks"),
-        (2, 3, 1, 1, "auto", "torchrun started 3 ranks on this node, but it has 2 GPUs"),
+        (8, 8, 3, 2, "together", "8; there are 8 ranks, and rollout.engines=3 x placement.tensor=2 needs 6"),
+        (8, 4, 8, 1, "together", "there are 4 ranks"),
+        (2, 3, 1, 1, "auto", "3 trainer ranks on a node of 2 GPUs, one for each rank; expected fewer"),
     ],
 )  # fmt: skip
 def test_a_layout_that_does_not_come_out_even_is_refused(count, ranks, engines, tensor, mode, line):
