@@ -22,6 +22,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, example: str = "", first: Sequence[str] = (), add_help: bool = True, **settings: Any) -> None:
+        text = settings.get("description") or ""
+        settings["description"] = text[:1].upper() + text[1:]
         super().__init__(**{"allow_abbrev": False, **settings, "add_help": False})
         self.example = example
         self.first = first
@@ -59,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         options = [a for a in self._actions if a.help != argparse.SUPPRESS and not {*a.option_strings} & HELP]
         shown = [copy.copy(action) for action in options if not self.first or self._is_first(action)]
         for action in shown:
-            action.help = textwrap.shorten(action.help or "", 120, placeholder=" ...")
+            action.help = textwrap.shorten(action.help or "", 100, placeholder=" ...")
         formatter = argparse.HelpFormatter(self.prog, max_help_position=28, width=WIDTH)
         formatter.add_usage(self.usage or f"{self.prog} {' '.join(self._words())}".rstrip(), [], [])
         formatter.add_text(self.description)

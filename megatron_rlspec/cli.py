@@ -34,28 +34,36 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "doctor": Command(
-        "commands.doctor:main", "whether what is installed fits; what a GPU machine lacks", "rlspec doctor"
-    ),
-    "convert": Command(
-        "commands.convert:main",
-        "Hugging Face <-> Megatron checkpoints, MTP layer included",
-        "rlspec convert MODEL DIR --add-mtp --to hf",
-    ),
-    "answer": Command(
-        "commands.training:answer",
-        "let a model write answers, for the warm start of a drafter",
-        "rlspec answer --config a.toml --answer.path answers.jsonl",
-        "commands.training:answer_parser",
-    ),
     "train": Command(
         "commands.training:train",
-        "GRPO with a co-trained drafter",
-        "rlspec train --ranks 2 --config a.toml",
+        "GRPO with a drafter that learns in the same step",
+        "rlspec train --config run.toml --model.path MODEL --drafter.fresh true",
         "commands.training:train_parser",
     ),
     "report": Command(
         "commands.report:main", "one HTML page of a run, or of several side by side", "rlspec report runs/mine"
+    ),
+    "convert": Command(
+        "commands.convert:main",
+        "Hugging Face <-> Megatron checkpoints; gives a model a drafter",
+        "rlspec convert MODEL DIR --add-mtp --to hf",
+    ),
+    "answer": Command(
+        "commands.training:answer",
+        "let a model write answers, from which a drafter learns before RL",
+        "rlspec answer --config run.toml --answer.path answers.jsonl",
+        "commands.training:answer_parser",
+    ),
+    "sft": Command(
+        "commands.training:sft",
+        "train a drafter on such answers, or a policy on demonstrations",
+        "rlspec sft --config run.toml --sft.path answers.jsonl",
+        "commands.training:sft_parser",
+    ),
+    "compare": Command(
+        "commands.compare:main",
+        "accept lengths of several drafters on one policy",
+        "rlspec compare POLICY old=DIR new=DIR --prompts held-out.jsonl",
     ),
     "serve": Command(
         "rollout.sglang.http.foreground:main",
@@ -63,21 +71,15 @@ COMMANDS = {
         "rlspec serve --model DIR",
         "rollout.sglang.http.serve:parser",
     ),
-    "plan": Command(
-        "commands.plan:main",
-        "how many drafts at which batch; engines, TP and caps of a cluster",
-        "rlspec plan cost.json --acceptance 0.8,0.7,0.6",
-    ),
     "slime": Command(
         "integrations.slime.launch:main",
         "run a slime command line with a drafter that is trained",
         "rlspec slime -- python train.py --sglang-speculative-algorithm NEXTN",
     ),
-    "sft": Command(
-        "commands.training:sft",
-        "supervised warm start of policy and drafter",
-        parser="commands.training:sft_parser",
+    "doctor": Command(
+        "commands.doctor:main", "whether what is installed fits; what a GPU machine lacks", "rlspec doctor"
     ),
+    "plan": Command("commands.plan:main", "how many drafts at which batch; engines, TP and caps of a cluster"),
     "replay": Command(
         "commands.training:replay",
         "train a drafter again along a recorded run",
@@ -85,7 +87,6 @@ COMMANDS = {
     ),
     "profile": Command("commands.profile:main", "measure how long an engine's decode rounds take: a cost table"),
     "simulate": Command("commands.simulate:main", "what a rollout would take on a cluster, under several policies"),
-    "compare": Command("commands.compare:main", "accept lengths of several drafters on one policy, paired"),
     "completion": Command("commands.completion:main", "completion of commands and options by the Tab key"),
 }
 # Errors that are printed as one line -> exit code: 2 for a mistake of the user, 1 for a failure of the run. The modules

@@ -12,7 +12,7 @@ LONGEST = 2**24  # tokens of one sample
 
 
 class ModelConfig(Section):
-    path: Text = Field("", description="Hugging Face directory of the model, with tokenizer and MTP layer")
+    path: Text = Field("", description="Hugging Face directory: model and tokenizer")
     dtype: Literal["float32", "bfloat16", "float64"] = Field("bfloat16", description="type of parameters, activations")
     max_length: Annotated[int, Field(gt=0, le=LONGEST)] = Field(
         4096, description="longest sample in tokens: prompt and response together"

@@ -18,10 +18,10 @@ SIGNATURE = "f(*, prompt: str, response: str, label: str, metadata: dict) -> flo
 class RewardConfig(Section):
     kind: Name = Field(
         "exact",
-        description="exact: response (or what follows its last #) equals the label; math: equal as mathematics; "
-        "reasoning_gym: the task's own score of what stands in <answer></answer>, else of the whole response; "
-        f"module:function, called as {SIGNATURE}; or an http(s) address that gets the four as JSON by POST and "
-        'answers a number or {"reward": number}',
+        description="module:function, a function of yours; exact: response (or what follows its last #) equals the "
+        f"label; math: equal as mathematics; the function is called as {SIGNATURE}; reasoning_gym: the task's own "
+        "score of what stands in <answer></answer>, else of the whole response; an http(s) address gets the four as "
+        'JSON by POST and answers a number or {"reward": number}',
     )
     timeout_seconds: Annotated[Seconds, Needs("reward.kind!=exact")] = Field(
         10.0, description="time limit for one sample; past it the reward has failed"

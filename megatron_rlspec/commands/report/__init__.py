@@ -27,8 +27,10 @@ LAST_SHARE, LAST_LEAST = 0.1, 5  # of the steps, over which the summary takes it
 
 
 def parser() -> arguments.Parser:
-    p = arguments.Parser(prog="rlspec report", description=__doc__, example="rlspec report runs/mine")
-    p.add_argument("run_dir", type=Path, nargs="+", metavar="RUN_DIR")
+    p = arguments.Parser(
+        prog="rlspec report", description=__doc__.partition(": ")[2], example="rlspec report runs/mine"
+    )
+    p.add_argument("run_dir", type=Path, nargs="+", metavar="RUN_DIR", help="train.run_dir of a run")
     p.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in RUN_DIR; of several: runs.html")
     return p
 

@@ -66,7 +66,7 @@ _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 def parser() -> Parser:
     p = Parser(
         prog="rlspec serve",
-        description=__doc__.split("\n")[0],
+        description=__doc__.split("\n")[0].partition(": ")[2],
         epilog="Any other option is SGLang's own, for example --tp 2 or --log-level info.",
         example="rlspec serve --model DIR --port 30000 --cost-table cost.json",
         first=("--port", "--host", "--spec", "--cost-table", "--draft-model"),
