@@ -22,6 +22,7 @@ SHOWN = {
     "seconds_train": ("train", "{:.2f} s"),
     "seconds_push": ("push", "{:.2f} s"),
 }
+CLEAR = 0.05  # of the decoding time: costs of rounds are not known better
 Numbers = Mapping[str, float]
 
 
@@ -33,15 +34,19 @@ def line(step: int, total: int, values: Numbers) -> str:
 
 def saved_line(records: Sequence[Numbers]) -> str:
     """Return what speculation saved in a run, from the records of its steps; "" if no step says."""
-    known = [values for values in records if "spec/saved_seconds" in values]
+    drafted = [values for values in records if "spec/accept_length" in values]
+    known = [values for values in drafted if "spec/saved_seconds" in values]
     if not known:
         return ""
     seconds = sum(values["spec/saved_seconds"] for values in known)
     spent = sum(values["spec/rounds"] * values["spec/ms_per_round"] for values in known) / 1e3
-    did = "saved" if seconds >= 0 else "cost"
+    did = f"{'saved' if seconds >= 0 else 'cost'} about {abs(seconds):.1f} s of the engines' decoding"
+    if abs(seconds) < CLEAR * spent:
+        did = "neither saved nor cost a clear part of the engines' decoding"
+    steps = f"in {len(known)} of the {len(drafted)} steps with drafts, " if len(known) < len(drafted) else ""
     return (
-        f"speculation {did} about {abs(seconds):.1f} s of the engines' decoding: {spent + seconds:.1f} s without "
-        f"drafts, {spent:.1f} s with them, by the costs of rounds; training and pushing the drafter is not counted"
+        f"{steps}speculation {did}: {spent:.1f} s with drafts, about {spent + seconds:.1f} s without. This is "
+        "an estimate from its rounds and their costs; prefill, and training and pushing the drafter, are not counted"
     )
 
 

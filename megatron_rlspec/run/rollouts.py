@@ -34,7 +34,7 @@ from megatron_rlspec.run.extension import Extensions, Migration
 from megatron_rlspec.run.generation import Generation
 from megatron_rlspec.run.speculating import Speculation
 from megatron_rlspec.run.summaries import rollout_metrics
-from megatron_rlspec.speculation.acceptance import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.tasks import data, rewards
 from megatron_rlspec.types import Group, OpenGroup, Sample, Scope
 
@@ -297,8 +297,9 @@ class Rollouts:
         """
         rounds, reports = self.engines.rounds()
         seen = [stats for _, of_engine in rounds for stats in of_engine]
-        found = self.speculation.learn(seen, reports, prediction)
-        if self._awaits_drafts and (told := self.speculation.began(seen)):
+        delivered = accept_length(pooled(sample.accepted for group in self.newest.groups for sample in group.samples))
+        found = self.speculation.learn(seen, reports, prediction, delivered)
+        if self._awaits_drafts and (told := self.speculation.began(seen, delivered)):
             self._recorder.event("drafting", f"step {self._rolling}: {told}")
             self._awaits_drafts = False
         return found

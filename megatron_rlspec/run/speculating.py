@@ -32,17 +32,16 @@ class Speculation:
         self._fixed = SpecSchedule.fixed(options.config())
         self._rule_file = rule_file
 
-    def began(self, rounds: Sequence[RoundStats]) -> str:
-        """Return a line if most rounds of a rollout drafted, "" otherwise."""
+    def began(self, rounds: Sequence[RoundStats], delivered: float) -> str:
+        """Return a line if most rounds of a rollout drafted, "" otherwise. `delivered` as for `learn`."""
         drafting = [stats for stats in rounds if stats.config.num_steps]
         share = sum(stats.rounds for stats in drafting) / max(sum(stats.rounds for stats in rounds), 1)
         if share <= 0.5:
             return ""
         length = accept_length(pooled(stats.accepted for stats in drafting))
-        return (
-            f"the engines draft now, in {share:.0%} of the rounds: accept length {length:.2f}, "
-            f"{self.learning.gain(rounds):.2f} times as fast as without drafts, by the costs of rounds"
-        )
+        found = self.learning.saved(rounds, delivered)
+        faster = f", {found.gain:.2f} times as fast as without drafts, by the costs of rounds" if found else ""
+        return f"the engines draft now, in {share:.0%} of the rounds: accept length {length:.2f}{faster}"
 
     def set(self, engine: RolloutEngine) -> None:
         """Set the run's rule or schedule on an engine. Raises EngineError."""
@@ -58,12 +57,17 @@ class Speculation:
         return self.learning.accept_length(SpecConfig(self.chain))
 
     def learn(
-        self, rounds: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]], prediction: Prediction | None
+        self,
+        rounds: Sequence[RoundStats],
+        reports: Sequence[Mapping[str, Any]],
+        prediction: Prediction | None,
+        delivered: float,
     ) -> dict[str, float]:
         """Learn from the rounds and rule reports of a rollout, and take the trainer's `prediction` of the next one.
 
-        The rounds also score the prediction of the step before. Returns metrics.
+        The rounds also score the prediction of the step before. `delivered` is the tokens that a round delivered to a
+        sample, on average. Returns metrics.
         """
-        found = self.learning.observe(rounds, reports) | self.learning.expect(prediction)
+        found = self.learning.observe(rounds, reports, delivered) | self.learning.expect(prediction)
         files.write(self._rule_file, json.dumps(self.learning.rule()))
         return found

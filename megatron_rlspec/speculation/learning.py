@@ -25,11 +25,12 @@ from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.saved import Saved, saved
-from megatron_rlspec.types import RoundStats, SpecConfig
+from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 WEIGHT = 4  # timings that the mean of a rollout's rounds counts for, at most
 LEAST_DRAWS = 100  # drafts of a depth that must be observed before its rate is used as an expectation
 START_DRAWS = 50.0  # drafts of a depth that count at most when a rollout begins: its texts and weights are new
+TIMED = 0.9  # of the time of drafting rounds: a plain round was timed near their batch sizes
 _ADDED = ("predicted_ms", "predicted_tokens", "emitted_tokens", "switches", "probes")
 
 
@@ -64,7 +65,6 @@ class Learning:
         self.cost: dict[str, Any] = {"roofline": cost.to_json()}
         if self.table is not None:
             self.cost = {"table": cost_table, "tp": self.table.tps[0]}
-        self._roofline = cost
         self.learnt = LearntCost(cost) if learn and self.table is None else None
         self.settings = {"margin": margin, "probe_share": probe_share}
         self.adaptive = adaptive
@@ -79,12 +79,20 @@ class Learning:
         """Expect that a drafter that has not learnt yet is never right, until drafts or a prediction say otherwise."""
         self.acceptance.predict([0.0] * self.acceptance.depth, START_DRAWS)
 
-    def gain(self, rounds: Sequence[RoundStats]) -> float:
-        """Return how many times as fast as plain decoding the drafting rounds were, by the costs of rounds."""
-        return self._saved([stats for stats in rounds if stats.config.num_steps]).gain
+    def saved(self, rounds: Sequence[RoundStats], delivered: float = math.nan) -> Saved | None:
+        """Return the estimate of `saved`; None where nothing drafted, or too few plain rounds were timed for it.
 
-    def _saved(self, rounds: Sequence[RoundStats]) -> Saved:
-        return saved(rounds, self.learnt or self.table or self._roofline)
+        The costs are those of the table, or learnt from rounds. A roofline of the model's sizes is no measurement.
+        """
+        drafting = [stats for stats in rounds if stats.config.num_steps and any(stats.accepted)]
+        cost = self.table or self.learnt
+        if cost is None or not drafting:
+            return None
+        if isinstance(cost, LearntCost):
+            timed = sum(stats.ms for stats in drafting if cost.near(OFF, stats.batch))
+            if timed < TIMED * sum(stats.ms for stats in drafting):
+                return None
+        return saved(rounds, cost, delivered)
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
         """Take the trainer's prediction of the next rollout's acceptance, or None. Returns metrics."""
@@ -96,8 +104,13 @@ class Learning:
             self.sharpness = values["spec/sharpness"] = prediction.sharpness
         return values
 
-    def observe(self, rounds: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Learn from one rollout: the rounds and `spec_rule_report`s of all engines. Returns metrics."""
+    def observe(
+        self, rounds: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]], delivered: float = math.nan
+    ) -> dict[str, float]:
+        """Learn from one rollout: the rounds and `spec_rule_report`s of all engines. Returns metrics.
+
+        delivered  tokens that a round delivered to a sample, on average; NaN: not known
+        """
         metrics = self._errors(rounds)
         self.prediction = None
         if self.scaled is not None:
@@ -120,7 +133,7 @@ class Learning:
                     for _ in range(min(stats.rounds, WEIGHT)):
                         self.learnt.add(stats.config, stats.batch, stats.context_tokens, stats.ms / stats.rounds)
             self.learnt.fit()
-        return metrics | self._metrics(rounds, reports)
+        return metrics | self._metrics(rounds, reports, delivered)
 
     def rule(self) -> dict[str, Any]:
         """Return the data of `SpecRule.from_json` without candidates; every engine adds its own."""
@@ -228,7 +241,9 @@ class Learning:
             metrics["predict/last_value_error"] = _mean(again, requests) - seen
         return metrics
 
-    def _metrics(self, rounds: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def _metrics(
+        self, rounds: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]], delivered: float
+    ) -> dict[str, float]:
         """Return `spec/…` metrics of one rollout."""
         counts: dict[SpecConfig, int] = {}
         for stats in rounds:
@@ -242,7 +257,7 @@ class Learning:
         drafting = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
         if any(drafting):  # `rollout/accept_length` counts rounds that drafted nothing, too, as 1
             values["spec/accept_length"] = accept_length(drafting)
-            found = self._saved(rounds)
+        if (found := self.saved(rounds, delivered)) is not None:
             values["spec/saved_seconds"] = (found.plain_ms - found.ms) / 1e3
         decided = [report for report in reports if report.get("predicted_ms")]
         if not decided:

@@ -71,6 +71,11 @@ class LearntCost:
         """Return how many timings of `config` are kept near this batch size."""
         return len(self._timings.get((config, octave(batch)), ()))
 
+    def near(self, config: SpecConfig, batch: int) -> bool:
+        """Return whether `config` was timed at a batch size within a factor of about two of this one."""
+        at = octave(batch)
+        return any(known == config and abs(other - at) <= 1 for known, other in self._timings)
+
     def fit(self) -> None:
         """Fit ridge, drafter pass and corrections to the timings. Takes about two milliseconds."""
         self._residuals = {}

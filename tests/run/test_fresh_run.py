@@ -47,8 +47,8 @@ def test_a_run_starts_plain_and_drafts_when_that_pays(ended):
     assert plain_steps[0] and not plain_steps[-1]
     (told,) = events(ended, "drafting")
     began = plain_steps.index(False)
-    assert told.startswith(f"step {began}: the engines draft now, in ") and "times as fast as without drafts" in told
-    assert float(told.split(" times as fast")[0].split()[-1]) > 1
+    assert told.startswith(f"step {began}: the engines draft now, in ")
+    assert "times as fast" not in told  # no round's cost is learnt in this run
 
 
 def test_the_policy_is_that_of_a_run_without_a_drafter(plain, ended, tmp_path):
