@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the whole RL loop on a machine without a GPU: warm start, GRPO with a co-trained drafter, and a closing table.
 #   [SEED=2] bash examples/quickstart.sh [RUN_DIR]
-# It takes 6 to 8 minutes on 2 cores after installation. Finished parts are not repeated.
+# It takes about 5 minutes on 2 quiet cores after installation. Finished parts are not repeated.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/setup_cpu.sh

@@ -92,7 +92,7 @@ class Generation:
         self._lengths = {row: (tokens, number) for row, tokens, number in lengths}
         self.begun = list(begun)
         if self.begun and not self._config.rollout.partial:
-            message = f"rollout.partial=false: {len(self.begun)} begun groups are not gone on with"
+            message = f"rollout.partial=false: {len(self.begun)} begun groups are not continued"
             self._recorder.event("resume", message)
             self.begun = []
 
