@@ -27,7 +27,8 @@ HF_DRAFTER = "hf_drafter"  # within that, an EAGLE-3 drafter
 MOST_WORDS = 32_000  # of a fresh drafter, unless asked for more; the size that published drafters have
 _SAME = (
     "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps rope_theta "
-    "rope_parameters max_position_embeddings initializer_range hidden_act torch_dtype dtype eos_token_id bos_token_id"
+    "rope_scaling rope_parameters max_position_embeddings initializer_range hidden_act torch_dtype dtype eos_token_id "
+    "bos_token_id"
 )
 
 

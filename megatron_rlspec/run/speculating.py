@@ -33,13 +33,17 @@ class Speculation:
         self._rule_file = rule_file
 
     def began(self, rounds: Sequence[RoundStats], delivered: float) -> str:
-        """Return a line if most rounds of a rollout drafted, "" otherwise. `delivered` as for `learn`."""
+        """Return a line if most rounds of a rollout drafted and it is not known that they lost time, "" otherwise.
+
+        Before drafts were timed the rule knows their cost from the model's sizes only, so a first rollout can draft in
+        vain. Its rounds correct the costs. `delivered` as for `learn`.
+        """
         drafting = [stats for stats in rounds if stats.config.num_steps]
         share = sum(stats.rounds for stats in drafting) / max(sum(stats.rounds for stats in rounds), 1)
-        if share <= 0.5:
+        found = self.learning.saved(rounds, delivered)
+        if share <= 0.5 or found and found.gain <= 1:
             return ""
         length = accept_length(pooled(stats.accepted for stats in drafting))
-        found = self.learning.saved(rounds, delivered)
         faster = f", {found.gain:.2f} times as fast as without drafts, by the costs of rounds" if found else ""
         return f"the engines draft now, in {share:.0%} of the rounds: accept length {length:.2f}{faster}"
 

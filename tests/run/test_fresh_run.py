@@ -9,8 +9,13 @@ import torch
 from short_run import run
 
 from megatron_rlspec.commands.convert import main
+from megatron_rlspec.config import load
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
+from megatron_rlspec.run.speculating import Speculation
+from megatron_rlspec.speculation.learning import Learning
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 # Without tis_clip, rounding of the engine's log-probs, which drafts change, does not reach the policy.
 OPTIONS = {"rollout__engine": "embedded", "algorithm__tis_clip": 0, "train__eval_prompts": 1, "train__steps": 8}
@@ -95,3 +100,15 @@ def test_a_model_with_a_drafter_is_refused(start, plain, tmp_path):
     assert not (tmp_path / "run").exists()
     output = run(plain, tmp_path / "run", code=2, **OPTIONS, drafter__fresh="true", data__path="missing.jsonl")
     assert "missing.jsonl" in output and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("drafts", "told"), [(0, False), (3, True)])
+def test_the_engines_are_said_to_draft_unless_their_rounds_lost_time(drafts, told, tmp_path):
+    learning = Learning([0, 3], "", Roofline.of_layers(8), 0.01, 0.01)
+    speculation = Speculation(load(None, {"spec.candidate_steps": "0,3"}).spec, learning, tmp_path / "rule.json")
+    accepted = [0] * 4
+    accepted[drafts] = 20
+    rounds = [RoundStats(SpecConfig(3), 1, 40, 20, 40.0, tuple(accepted)), RoundStats(OFF, 1, 40, 12, 12.0)]
+    learning.observe(rounds, [])
+    assert bool(line := speculation.began(rounds, 1.0 + drafts)) == told and ("times as fast" in line) == told
+    assert speculation.began(rounds[1:], 1.0) == ""
