@@ -168,6 +168,9 @@ def report(config: Config, hf_config: Mapping[str, Any], world: int, gpu_gib: fl
         cells += [f"{here.policy.here:,}", f"{here.drafter.here:,}"]
         cells += [f"{getattr(needs, part) / _GIB:.2f}" for part in parts]
         yield " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    if gpu_gib is not None:
+        most = max(needs.total for needs in needed) / _GIB
+        yield f"fits: a rank needs at most {most:.2f} of {gpu_gib:g} GiB, without an engine on the same GPU"
 
 
 def _refuse(needed: list[Bytes], gpu_gib: float) -> None:

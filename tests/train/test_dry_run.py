@@ -311,11 +311,13 @@ def refused(folder):
         Path(folder, "config.json").write_text(json.dumps(model))
         words = {"--ranks": "8", "--model.path": str(folder), "--data.path": "x.jsonl"} | options
         out.append(printed("--dry-run", *(word for pair in words.items() for word in pair)))
-    return out
+    Path(folder, "config.json").write_text(json.dumps(HF_CONFIG))
+    return out, printed("--dry-run", "--gpu-gib", "1", "--model.path", str(folder), "--data.path", "x.jsonl")
 
 
 def test_bad_layouts_are_refused_in_one_line(tmp_path):
-    (messages,) = on_ranks(1, refused, tmp_path)
+    ((messages, fits),) = on_ranks(1, refused, tmp_path)
+    assert fits[-1].startswith("fits: a rank needs at most 0.") and "of 1 GiB" in fits[-1]
     for message, (*_, expected) in zip(messages, REFUSED, strict=True):
         assert isinstance(message, str) and expected in message and "\n" not in message
 
