@@ -28,6 +28,7 @@ _ATOMICS = "flash attention's backward adds with atomics; a drafter adds nothing
 _ONE_READ = "0.6 GB read once: 0.22 ms; 71 instructions a word, counted in what Triton compiles: 0.38 ms at full rate"
 _TWO_READS = "0.6 GB read twice: 0.44 ms; 71 and about 50 instructions a word"
 _TIES = "they differ where scores are within 1e-6, or a limit within 1e-6 of a token's edge"
+_KERNELS = "products at 700 TFLOP/s; 2 bytes a word for each pass over the logits, counted on meta tensors, at 2.8 TB/s"
 # Of the default plan on an H100 or H200. (part, what) -> estimate
 ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("decode", "speculating: the engine answers after"): Estimate(
@@ -68,6 +69,16 @@ ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("head", "drafter, forward_kl, chunks of 1,024"): Estimate(115, 135, _CHUNK),
     ("head", "policy with entropy, chunks of 1,024"): Estimate(150, 180, _CHUNK),
     ("head", "policy with entropy, chunks of 4,096"): Estimate(130, 165, "a quarter of the additions to the gradient"),
+    ("head", "drafter, ce, kernels"): Estimate(31, 38, _KERNELS),
+    ("head", "drafter, forward_kl, kernels"): Estimate(49, 58, _KERNELS),
+    ("head", "policy with entropy, kernels"): Estimate(
+        66, 78, f"{_KERNELS}; two chunks add to the gradient of the output layer"
+    ),
+    ("head", "a chunk: the first pass"): Estimate(0.11, 0.25, "0.31 GB read once; about 30 instructions a word"),
+    ("head", "a chunk: the second pass"): Estimate(0.22, 0.35, "0.31 GB read and written"),
+    ("head", "drafter, ce, kernels: the gradient's distance from plain torch's"): Estimate(
+        0, 0.01, "rounding of bfloat16; 0.004 in Triton's interpreter"
+    ),
     ("head", "drafter, ce, compiled"): Estimate(33, 50, "one pass in place of about ten"),
     ("sleep", "accept length after / before"): Estimate(0.9, 1.1, "the same weights, other seeds"),
     ("moves", "prefill"): Estimate(

@@ -1,4 +1,4 @@
-"""Time the output layer: the losses of policy and drafter, their passes, chunk sizes, torch.compile."""
+"""Time the output layer: losses of policy and drafter by kernels and by plain torch, passes, chunks, torch.compile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 
 from gpu.figures import Figures, forget_peak, median, peak_gib
 from gpu.plan import Plan
+from megatron_rlspec.kernels import chosen
 from megatron_rlspec.losses.drafter import Student, drafter_loss
+from megatron_rlspec.losses.fused import FusedRows
 from megatron_rlspec.losses.head import VocabParallelHead
 from megatron_rlspec.losses.logprobs import policy_logprobs
 
@@ -23,8 +25,44 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     weight = (torch.randn(shape.vocab, shape.hidden, device=plan.device) * std).to(dtype).requires_grad_()
     hidden = torch.randn(rows, shape.hidden, device=plan.device).to(dtype).requires_grad_()
     labels = torch.randint(0, shape.vocab, (rows,))
-    _passes(plan, figures, VocabParallelHead.of(weight, 1.0, None, None, True), hidden.detach()[: chunks[0]])
     losses = _losses(hidden, weight, labels)
+    if plan.on_gpu:
+        with figures.attempt("kernels"):
+            _by_kernels(plan, figures, losses, hidden, weight)
+    with mock.patch.object(chosen, "head", lambda *_: None):
+        _by_torch(plan, figures, losses, hidden, weight)
+
+
+def _by_kernels(
+    plan: Plan, figures: Figures, losses: dict[str, Callable[[int | None], None]], hidden: Any, weight: Any
+) -> None:
+    """Time the losses, and one chunk's passes; compare the gradient with that of plain torch."""
+    rows, chunks = plan.head
+    head = VocabParallelHead.of(weight, 1.0, None, None, True)
+    if head.kernel is None:
+        raise RuntimeError("the kernels do not run here; the log says why")
+    for name, loss in losses.items():
+        _say(plan, figures, f"{name}, kernels", lambda: loss(None), rows)  # noqa: B023
+    losses["drafter, ce"](None)
+    found = hidden.grad
+    with mock.patch.object(chosen, "head", lambda *_: None):
+        losses["drafter, ce"](chunks[0])
+    apart = float((found - hidden.grad).float().norm() / hidden.grad.float().norm())
+    figures.say("drafter, ce, kernels: the gradient's distance from plain torch's", apart, "", "relative norm")
+    logits = head.logits(hidden.detach()[: chunks[0]])
+    labels = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    note = f"{len(logits):,} rows of {plan.shape.vocab:,} words"
+    first = median(plan.repeats, lambda: FusedRows(head, logits, labels, "entropy"))
+    figures.say("a chunk: the first pass", first, "ms", note)
+    read = FusedRows(head, logits, labels)
+    figures.say("a chunk: the second pass", median(plan.repeats, lambda: read.write_label(read.logprob)), "ms", note)
+
+
+def _by_torch(
+    plan: Plan, figures: Figures, losses: dict[str, Callable[[int | None], None]], hidden: Any, weight: Any
+) -> None:
+    rows, chunks = plan.head
+    _passes(plan, figures, VocabParallelHead.of(weight, 1.0, None, None, True), hidden.detach()[: chunks[0]])
     for chunk in chunks:
         for name, loss in losses.items():
             _say(plan, figures, f"{name}, chunks of {chunk:,}", lambda: loss(chunk), rows)  # noqa: B023
@@ -41,21 +79,23 @@ def _say(plan: Plan, figures: Figures, name: str, work: Callable[[], Any], rows:
         figures.peak(name, peak_gib())
 
 
-def _losses(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> dict[str, Callable[[int], None]]:
-    """Return the losses by name; each takes the rows of a chunk, and runs forward and backward."""
+def _losses(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> dict[str, Callable[[int | None], None]]:
+    """Return the losses by name; each takes the rows of a chunk, None: the default, and runs forward and backward."""
     ones = torch.ones(len(labels))
 
-    def drafter(kind: Any) -> Callable[[int], None]:
+    def drafter(kind: Any) -> Callable[[int | None], None]:
         teacher = None if kind == "ce" else hidden.detach().flip(0)
 
-        def work(chunk: int) -> None:
+        def work(chunk: int | None) -> None:
             hidden.grad = None
             loss, _ = drafter_loss(hidden, weight, labels, ones, kind, teacher_hidden=teacher, chunk=chunk)
             loss.backward()
 
         return work
 
-    def policy(chunk: int) -> None:
+    def policy(chunk: int | None) -> None:
         hidden.grad = weight.grad = None
         logprobs, entropy = policy_logprobs(hidden, weight, labels, with_entropy=True, chunk=chunk)
         assert entropy is not None

@@ -35,7 +35,9 @@ PARTS: dict[str, Part] = {
     "fit": Part("memory: graphs, a round of 256 x 4, a long prefill, with the share that placement computes", 100, 300),
     "push": Part("GB/s of each transport that works with one card", 120, 300),
     "draws": Part("sampling after a round: ours and SGLang's, with peaked and with flat logits; log-probs", 40, 120),
-    "head": Part("the output layer: policy and drafter's losses by part, chunk sizes, torch.compile", 60, 180),
+    "head": Part(
+        "the output layer: losses of policy and drafter by kernels and plain torch, chunks, compiled", 70, 180
+    ),
     "sleep": Part("an engine beside a trainer: sleep, wake, push, canary; memory that comes free", 90, 240),
     "moves": Part("a running sample with a long context changes engines, with its KV cache and without", 90, 240),
     "catchup": Part("rounds without drafts, and the first rounds that draft again", 110, 300),

@@ -8,7 +8,7 @@ the first tokens of the row's *order*: larger z first, of equal z the lower colu
 **One read without limits.** A score needs two float64 logarithms, which few tokens get. Let u be a token's uniform
 number. Its noise is -log(-log u), and -log u >= 1 - u, so exp(-score) >= (1 - u) / exp(s · z). The right side is a hash
 and one exponential in float32. A token whose right side is more than the exp(-score) of another one cannot win;
-`_SLACK` covers the rounding of float32. About five tokens of a row of 151,680 are left, and scored exactly.
+`SLACK` covers the rounding of float32. About five tokens of a row of 151,680 are left, and scored exactly.
 
 **Two reads with limits.** The limits cut the order somewhere. Whichever place that is, the winner is a token whose
 score beats those of all tokens before it in the order: a *stair*. A row has about ln V of them at most (12 of 151,680
@@ -31,55 +31,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_SLACK = tl.constexpr(2.0**32 * (1 + 1e-4))
+from megatron_rlspec.kernels.keyed_noise import SLACK, beats, hash_of, hash_of_row, score_of
+
 _ONE = tl.constexpr(2.0**44)  # the mass of the likeliest token
 _INF = tl.constexpr(float("inf"))
 _LAST = tl.constexpr(2**31 - 1)  # behind every column
 
 
 @triton.jit
-def _mix(h, k):
-    k = k * 0xCC9E2D51
-    k = (k << 15) | (k >> 17)
-    h = h ^ (k * 0x1B873593)
-    h = (h << 13) | (h >> 19)
-    return h * 5 + 0xE6546B64
-
-
-@triton.jit
-def _hash_of_row(seeds, positions, row, request):
-    """Return MurmurHash3's state after seed and position."""
-    seed = tl.load(seeds + request)
-    h = _mix(seed.to(tl.uint32) * 0, seed.to(tl.uint32))
-    h = _mix(h, (seed >> 32).to(tl.uint32))
-    return _mix(h, tl.load(positions + row).to(tl.uint32))
-
-
-@triton.jit
-def _hash(state, words):
-    h = _mix(state, words.to(tl.uint32)) ^ 16
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    return h ^ (h >> 16)
-
-
-@triton.jit
-def _score(y, hashed):
-    """Return y + noise in float64, by the formula of `noise.py`."""
-    x = tl.log(hashed.to(tl.float64) / tl.full((), 4294967295, tl.float64))
-    x = tl.minimum(tl.maximum(x, -1.7976931348623157e308), -(2.0**-32))
-    return y.to(tl.float64) - tl.log(-x)
-
-
-@triton.jit
 def _before(z, column, other_z, other_column):
     """Return whether a token comes before another one in the row's order."""
     return (z > other_z) | ((z == other_z) & (column < other_column))
-
-
-@triton.jit
-def _beats(score, column, other_score, other_column):
-    return (score > other_score) | ((score == other_score) & (column < other_column))
 
 
 @triton.jit
@@ -110,7 +72,7 @@ def _tile(logits, row, stride, start, end, temperature, BLOCK: tl.constexpr):
 @triton.jit
 def _limit(peak, score):
     """Return the largest (1 - u) / exp(s · z - peak) · 2^32 with which a token may still beat this score."""
-    return tl.exp((peak.to(tl.float64) - score).to(tl.float32)) * _SLACK
+    return tl.exp((peak.to(tl.float64) - score).to(tl.float32)) * SLACK
 
 
 @triton.jit
@@ -120,7 +82,7 @@ def _insert(z, column, score, slots, held_z, held_column, held, floor_z, floor_c
     In a full list the last stair of the order gives way, and the floor moves up to it.
     """
     ruled = _before(z, column, held_z, held_column) | (ranked == 0)
-    held = tl.where(ruled & _beats(score, column, held, held_column), -_INF, held)
+    held = tl.where(ruled & beats(score, column, held, held_column), -_INF, held)
     slot = tl.argmax((held == -_INF).to(tl.int32), 0)
     if tl.min(held, 0) > -_INF:
         last_z, last_column = _last(held_z, held_column)
@@ -177,7 +139,7 @@ def _stairs(
             noisy = tl.load(words + here, mask=here < end, other=0)
         else:
             noisy = columns
-        rest = (_hash(state, noisy) ^ 0xFFFFFFFF).to(tl.float32)  # (1 - u) · 2^32
+        rest = (hash_of(state, noisy) ^ 0xFFFFFFFF).to(tl.float32)  # (1 - u) · 2^32
         bound = tl.where(weights > 0, rest / weights, _INF)
         if ranked:
             bound = tl.where(_before(after_z, after_column, z, columns), bound, _INF)
@@ -191,9 +153,9 @@ def _stairs(
                 word = tl.load(words + tile + i)
             else:
                 word = column
-            score = _score(new_z * sharpness, _hash(state, word))
+            score = score_of(new_z * sharpness, hash_of(state, word))
             rules = (_before(held_z, held_column, new_z, column) | (ranked == 0)) & (held > -_INF)
-            rules = rules & _beats(held, held_column, score, column)
+            rules = rules & beats(held, held_column, score, column)
             ruler_z = tl.max(tl.where(rules, held_z, -_INF), 0)  # the first in the order of those that rule it out
             ruler_column = tl.min(tl.where(rules & (held_z == ruler_z), held_column, _LAST), 0)
             ruler = tl.max(tl.where(rules & (held_column == ruler_column), held, -_INF), 0)
@@ -266,7 +228,7 @@ def scan(
     start = part * columns_of_part
     z, column, score, lowest_z, lowest_column, peak, total = _stairs(
         logits, row, stride, start, tl.minimum(start + columns_of_part, width), offset, words,
-        _hash_of_row(seeds, positions, row, request), tl.load(temperatures + request), tl.load(sharpnesses + request),
+        hash_of_row(seeds, positions, row, request), tl.load(temperatures + request), tl.load(sharpnesses + request),
         ranked, tl.full((), _INF, tl.float32), tl.full((), -1, tl.int32), tl.full((), -_INF, tl.float64),
         MAPPED, BLOCK, STAIRS,
     )  # fmt: skip
@@ -386,7 +348,7 @@ def choose(
     tl.store(unsettled + row, going_on.to(tl.int32))
     if WHOLE:
         temperature = tl.load(temperatures + request)
-        state = _hash_of_row(seeds, positions, row, request)
+        state = hash_of_row(seeds, positions, row, request)
         while going_on:
             z, column, score, lowest_z, lowest_column, _, _ = _stairs(
                 logits, row, stride, 0, width, 0, words, state, temperature, tl.load(sharpnesses + request), ranked,

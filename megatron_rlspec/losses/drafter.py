@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_rlspec.custom import DrafterLoss, DrafterRows, FunctionError, checked, named
+from megatron_rlspec.losses.fused import FusedRows, Taught
 from megatron_rlspec.losses.head import DraftHead, VocabParallelHead, accumulate_in
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import SHARPNESS
@@ -137,6 +138,7 @@ class Student:
         self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size, finite)
         self._chunk = chunk or self._head.chunk
         self._reduced = None if words is None else DraftHead.of_words(self._head, words, own, own_finite)
+        self._fused = self._head.kernel is not None and not callable(kind)  # a function sees whole distributions
         rows = self._head.rows_of(token_weight, labels)
         # Sorting by teacher row makes the students of consecutive teacher rows one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
@@ -179,18 +181,27 @@ class Student:
         needed = self._teacher[(self._teacher >= first) & (self._teacher < last)].unique()
         for rows in needed.split(self._chunk):
             if len(rows):
-                scores = self._head.scores(teacher_hidden.index_select(0, to_device(rows - first, self._rows.device)))
-                self.observe(rows, scores, self._head.log_sum_exp(scores))
+                hidden = teacher_hidden.index_select(0, to_device(rows - first, self._rows.device))
+                if self._head.kernel is None:
+                    scores = self._head.scores(hidden)
+                    lse = self._head.log_sum_exp(scores)
+                else:
+                    scores = self._head.logits(hidden)
+                    lse = FusedRows(self._head, scores, to_device(torch.zeros_like(rows), scores.device)).lse
+                self.observe(rows, scores, lse)
 
     @torch.no_grad()
     def observe(self, rows: torch.Tensor, scores: torch.Tensor, lse: torch.Tensor) -> None:
         """Learn from the teacher's ascending `rows [C]`, their scores `[C, V/tp]`, which are overwritten, and `lse
-        [C]`.
+        [C]`, as `policy_logprobs` gives them.
 
         Raises ValueError if a student between the first and the last row has a teacher that is not among `rows`.
         """
         self._taught = True
-        logp = scores.sub_(lse[:, None])
+        if self._head.kernel is None:
+            scores.sub_(lse[:, None])
+        elif not self._fused:
+            scores = self._head.normalised(scores, lse)
         rows = rows.to(self._teacher.device)
         begin = torch.searchsorted(self._teacher, rows[0])
         end = torch.searchsorted(self._teacher, rows[-1] + 1)
@@ -200,7 +211,11 @@ class Student:
             at = torch.searchsorted(rows, self._teacher[part])
             if not torch.equal(rows[at], self._teacher[part]):
                 raise ValueError("the teacher of a drafter row is not among the rows with computed logits")
-            self._learn(part, logp=logp.index_select(0, to_device(at, logp.device)))
+            at = to_device(at, scores.device)
+            if self._fused:
+                self._learn(part, taught=Taught(self._head, scores, lse, at))
+            else:
+                self._learn(part, logp=scores.index_select(0, at))
 
     def finish(self) -> tuple[torch.Tensor, Metrics]:
         """Return (Σ token_weight · loss, metrics). Raises ValueError if some row had no teacher."""
@@ -228,8 +243,29 @@ class Student:
         return rows
 
     @torch.no_grad()
-    def _learn(self, part: slice, logp: torch.Tensor | None = None) -> None:
+    def _learn(self, part: slice, logp: torch.Tensor | None = None, taught: Taught | None = None) -> None:
         """Add loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
+        head = self._reduced or self._head
+        weight = self._weight[part]
+        scale = weight / head.temperature
+        if self._fused:
+            sums, loss, grad = self._of_kernels(part, taught, scale)
+        else:
+            sums, loss, grad = self._of_torch(part, logp)
+        self._total += (weight * loss).sum()
+        if self._grad is not None:
+            back = head.back(grad)
+            self._grad[part] = back if self._fused else back * scale[:, None]
+        if self._own_grad is not None and self._reduced is not None:
+            hidden = self._hidden[part]
+            product = grad.t() @ hidden if self._fused else (grad * scale[:, None]).t() @ hidden.to(scale.dtype)
+            self._own_grad[self._reduced.own] += product
+        for name, x in (sums | {"loss": loss}).items():
+            self._metrics[name].index_add_(0, self._groups[part], x)
+        self._learned += len(weight)
+
+    def _of_torch(self, part: slice, logp: torch.Tensor | None) -> tuple[Metrics, torch.Tensor, torch.Tensor]:
+        """Return metrics and loss `[C]`, and the loss's gradient in the scores, `[C, width]`; keep results of rows."""
         full = self._head
         head = self._reduced or full
         labels = self._labels[part]
@@ -263,16 +299,42 @@ class Student:
             loss = divergence
         if self.rows is not None and logp is not None:
             self._keep(part, overlap=sums["overlap"], argmax_prob=sums["argmax_prob"])
-        weight = self._weight[part]
-        self._total += (weight * loss).sum()
-        if self._grad is not None:
-            self._grad[part] = head.back(grad) * (weight / head.temperature)[:, None]
-        if self._own_grad is not None and self._reduced is not None:
-            scaled = grad * (weight / head.temperature)[:, None]
-            self._own_grad[self._reduced.own] += scaled.t() @ self._hidden[part].to(scaled.dtype)
-        for name, x in (sums | {"loss": loss}).items():
-            self._metrics[name].index_add_(0, self._groups[part], x)
-        self._learned += len(labels)
+        return sums, loss, grad
+
+    def _of_kernels(
+        self, part: slice, taught: Taught | None, scale: torch.Tensor
+    ) -> tuple[Metrics, torch.Tensor, torch.Tensor]:
+        """Return the same as `_of_torch`; the gradient is multiplied by `scale [C]`, and in the type of the logits."""
+        head = self._reduced or self._head
+        labels, kind = self._labels[part], str(self._kind)
+        logits = head.logits(self._hidden[part])
+        noise = None
+        if self._noise is not None and self.rows is not None:
+            noise = to_device(self._noise[0][part], logits.device), to_device(self._noise[1][part], logits.device)
+        moment = kind if kind in ("forward_kl", "reverse_kl") else "none"
+        rows = FusedRows(head, logits, labels, moment, taught, noise)
+        best = rows.best()
+        sums = {"tokens": torch.ones_like(scale), "ce": -rows.logprob, "match": (best == labels).to(scale.dtype)}
+        if self._reduced is not None:
+            sums["covered"] = self._reduced.holds(labels)
+            sums["ce"] = sums["ce"] * sums["covered"]
+        covered = sums.get("covered", torch.ones_like(scale))
+        loss = sums["ce"]
+        kept = {"match": sums["match"]}
+        if noise is not None:
+            kept["coupled"] = rows.coupled() * covered[:, None]
+        learns = self._grad is not None or self._own_grad is not None
+        if taught is not None:
+            sums["argmax_prob"] = taught.logprob(best).exp()
+            sums["overlap"], divergence = rows.against(kind, scale if learns and kind != "ce" else None)
+            kept |= {name: sums[name] for name in ("argmax_prob", "overlap")}
+            kept["label_ratio"] = (-loss - taught.logprob(labels)).exp() * covered
+            loss = loss if kind == "ce" else divergence
+        if kind == "ce" and learns:
+            rows.write_label(-scale * covered)
+        if self.rows is not None:
+            self._keep(part, **kept)
+        return sums, loss, logits
 
     def _coupled(self, part: slice, logq: torch.Tensor, labels: torch.Tensor, head: VocabParallelHead) -> torch.Tensor:
         """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""

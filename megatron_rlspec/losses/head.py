@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
 from megatron_rlspec.host import memory
+from megatron_rlspec.kernels import chosen
 from megatron_rlspec.noise import draw_each, noisy
 from megatron_rlspec.packing.transfer import to_device
 
 LOGITS_ON_CPU = memory.LARGEST // 4 - 1024  # of one chunk, in float32
+BYTES_ON_GPU = 5 * 2**28  # of one chunk's logits where kernels write the gradient in their place
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,21 @@ class VocabParallelHead:
 
     @property
     def chunk(self) -> int:
-        """Return how many rows to compute logits of at once: on a CPU so few that `memory.keep_freed` works on them."""
+        """Return how many rows to compute logits of at once: on a CPU so few that `memory.keep_freed` works on them.
+
+        With kernels there are only the logits themselves, so there are more: the sums of gradients of the output layer
+        are read and written once a chunk.
+        """
+        if self.kernel is not None:
+            widest = -(-self.total // (1 if self.group is None else dist.get_world_size(self.group)))
+            rows = BYTES_ON_GPU // (widest * self.weight.element_size())
+            return min(max(rows // 256 * 256, 1024), 8192)
         return 1024 if self.weight.is_cuda else min(max(LOGITS_ON_CPU // self.width, 32), 1024)
+
+    @cached_property
+    def kernel(self) -> ModuleType | None:
+        """Return `kernels.head` where it computes the losses, None for plain torch."""
+        return chosen.head(self.weight, self.group)
 
     def rows_of(self, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the indices of rows with a non-zero `mask [N]`. Raises ValueError if a label of one is no token id.
@@ -104,7 +120,16 @@ class VocabParallelHead:
         return scores.sub_(largest[:, None])
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return (hidden @ self.weight.t()).to(accumulate_in(hidden)).div_(self.temperature)
+        return self.logits(hidden).to(accumulate_in(hidden)).div_(self.temperature)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits `[C, width]` as the product gives them, in the type of `hidden`."""
+        return hidden @ self.weight.t()
+
+    def normalised(self, logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """Return log-probabilities `[C, width]` from `logits` and `lse [C]`, log Σ exp(logits / temperature)."""
+        z = logits.to(accumulate_in(logits)).div_(self.temperature).clamp_(min=lowest(accumulate_in(logits)))
+        return z.sub_(lse[:, None])
 
     def back(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the hidden states' gradient `[C, H]` from the scores' `[C, width]`; the caller sums it over ranks."""
@@ -114,6 +139,13 @@ class VocabParallelHead:
         """Sum over the ranks, in place."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
+        return x
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the largest over the ranks."""
+        if self.group is not None:
+            x = x.clone()
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
     def log_sum_exp(self, scores: torch.Tensor) -> torch.Tensor:
@@ -132,7 +164,7 @@ class VocabParallelHead:
     def argmax(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the ids `[C]` of the largest scores; of equal scores the lowest id over all ranks."""
         value, column = scores.max(-1)
-        return self._best(value, self.ids_of(column))
+        return self.best(value, self.ids_of(column))
 
     def sample(
         self, logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor, factors: Sequence[float]
@@ -147,9 +179,9 @@ class VocabParallelHead:
         if self.group is None:
             return best
         value = noisy(logprobs.gather(1, columns) * logprobs.new_tensor(factors), seeds, keys, best)
-        return self._best(value, best)
+        return self.best(value, best)
 
-    def _best(self, value: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    def best(self, value: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
         """Return the ids of the largest values over all ranks, elementwise; of equal values the lowest id."""
         if self.group is not None:
             top = value.clone()
@@ -162,6 +194,11 @@ class VocabParallelHead:
         """Return `x [C, width]` at `ids [C]` or `[C, k]`, and 0 where another rank holds the id. Apply `sum` to it."""
         local, mine = self._local(ids)
         return x.gather(1, local).masked_fill_(~mine, 0).view(ids.shape)
+
+    def places(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the columns of `ids [C]`, -1 where another rank holds the id."""
+        local, mine = self._local(ids)
+        return local.masked_fill_(~mine, -1)[:, 0]
 
     def add_at(self, x: torch.Tensor, ids: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
         """Add `value` to `x [C, width]`, in place, at the `ids` that this rank holds."""

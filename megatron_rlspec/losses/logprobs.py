@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_rlspec.losses.fused import FusedRows
 from megatron_rlspec.losses.head import VocabParallelHead, accumulate_in
 from megatron_rlspec.packing.transfer import to_device
 
@@ -36,8 +37,9 @@ def policy_logprobs(
 
     Rows where `mask [N]` is 0 give 0, and no logits are computed for them. The backward recomputes logits chunk by
     chunk. `observe(rows, scores, lse)` is called after each chunk of the forward, with row numbers `[C]`,
-    `VocabParallelHead.scores` `[C, V/tp]` and their log-sum-exp `[C]`; it may overwrite the scores. `Student.observe`
-    is such a function. `labels` and `mask` are best on the CPU: the rows are then chosen without waiting for a GPU; so
+    `VocabParallelHead.scores` `[C, V/tp]` and their log-sum-exp `[C]`; it may overwrite the scores. Where kernels
+    compute the losses, the scores are the raw logits, and `lse` that of logits / temperature. `Student.observe` is such
+    a function. `labels` and `mask` are best on the CPU: the rows are then chosen without waiting for a GPU; so
     are the row numbers that `observe` gets. `finite`: as in `VocabParallelHead`. Raises ValueError for a label that is
     no token id.
     """
@@ -61,10 +63,17 @@ class _LogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, labels, options):
         head, chunk, with_entropy, observe, rows = options
         picked = hidden.new_zeros(len(labels), dtype=accumulate_in(hidden))
-        lses = torch.zeros_like(picked)
+        lses = torch.zeros_like(picked, dtype=picked.dtype if head.kernel is None else torch.float64)
         entropy = torch.zeros_like(picked)
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
+            if head.kernel is not None:
+                logits = head.logits(hidden[part])
+                found = FusedRows(head, logits, labels[part], "entropy" if with_entropy else "none")
+                lses[part], picked[part], entropy[part] = found.lse, found.logprob, found.value
+                if observe is not None:
+                    observe(rows[part], logits, found.lse)
+                continue
             scores = head.scores(hidden[part])
             lse = lses[part] = head.log_sum_exp(scores)
             picked[part] = head.sum(head.pick(scores, labels[part])) - lse
@@ -85,16 +94,24 @@ class _LogProbs(torch.autograd.Function):
         head, chunk, with_entropy, *_ = ctx.options
         grad_hidden = torch.zeros_like(hidden)
         # Chunks are summed in float32 or float64, because bfloat16 would lose small contributions.
-        grad_weight = torch.zeros_like(weight, dtype=lses.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(weight, dtype=entropy.dtype) if ctx.needs_input_grad[1] else None
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
-            logp = head.scores(hidden[part]).sub_(lses[part, None])
-            p = logp.exp()
-            if with_entropy:
-                grad = p.mul_(logp.add_(entropy[part, None]).mul_(-grad_entropy[part, None]) - grad_picked[part, None])
+            if head.kernel is not None:
+                grad = head.logits(hidden[part])
+                above = grad_picked[part] / head.temperature
+                spread = (grad_entropy[part] / head.temperature, entropy[part]) if with_entropy else None
+                row = head.width, head.temperature, lses[part], head.places(labels[part])
+                head.kernel.write_label(grad, *row, above, spread)
             else:
-                grad = p.mul_(-grad_picked[part, None])
-            grad = head.add_at(grad, labels[part], grad_picked[part]).div_(head.temperature).to(hidden.dtype)
+                logp = head.scores(hidden[part]).sub_(lses[part, None])
+                p = logp.exp()
+                if with_entropy:
+                    spread = logp.add_(entropy[part, None]).mul_(-grad_entropy[part, None])
+                    grad = p.mul_(spread - grad_picked[part, None])
+                else:
+                    grad = p.mul_(-grad_picked[part, None])
+                grad = head.add_at(grad, labels[part], grad_picked[part]).div_(head.temperature).to(hidden.dtype)
             grad_hidden[part] = head.back(grad)
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part]

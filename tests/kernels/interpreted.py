@@ -1,4 +1,4 @@
-"""Run the sampling kernels in Triton's interpreter, which is chosen when Triton is imported: from a second import."""
+"""Run the kernels in Triton's interpreter, which is chosen when Triton is imported: from a second import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,16 +16,17 @@ import torch
 
 def _again(name: str) -> bool:
     """Whether a module is imported a second time. What is compiled cannot be."""
-    ours = ("megatron_rlspec.kernels.keyed_draw", "megatron_rlspec.kernels.sampling")
-    return name in ours or (f"{name}.".startswith("triton.") and "._C" not in name)
+    ours = name.startswith("megatron_rlspec.kernels.") and not name.endswith(".chosen")
+    return ours or (f"{name}.".startswith("triton.") and "._C" not in name)
 
 
 class Interpreter:
     """The kernels in Triton's interpreter. Arrays go in and out as numpy's."""
 
-    def __init__(self, sampling: ModuleType, reads: list[np.ndarray]) -> None:
-        self.sampling = sampling
-        self._reads = reads
+    def __init__(self, reads: list[np.ndarray], writes: list[np.ndarray]) -> None:
+        self.sampling = importlib.import_module("megatron_rlspec.kernels.sampling")
+        self.head = importlib.import_module("megatron_rlspec.kernels.head")
+        self._reads, self._writes = reads, writes
 
     def given(self, sizes: dict[str, int], arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, Any]:
         """Set BLOCK, STAIRS and PARTS, and return logits and `Draws`."""
@@ -37,13 +38,25 @@ class Interpreter:
     def sample(self, sizes: dict[str, int], **arrays: np.ndarray) -> SimpleNamespace:
         """Return tokens, logprobs, and reads [N, V]: how often each logit was read."""
         logits, draws = self.given(sizes, arrays)
-        self._reads.clear()
+        self.forget()
         with np.errstate(all="ignore"):
             tokens, logprobs = self.sampling.sample(logits, draws)
-        places = (np.concatenate(self._reads).astype(np.int64) - logits.data_ptr()) // logits.element_size()
-        inside = places[(places >= 0) & (places < logits.numel())]
-        counts = np.bincount(inside, minlength=logits.numel()).reshape(logits.shape)
-        return SimpleNamespace(tokens=tokens.numpy(), logprobs=logprobs.numpy(), reads=counts)
+        return SimpleNamespace(tokens=tokens.numpy(), logprobs=logprobs.numpy(), reads=self.traffic(logits)[0])
+
+    def forget(self) -> None:
+        """Count from here on."""
+        self._reads.clear()
+        self._writes.clear()
+
+    def traffic(self, tensor: torch.Tensor) -> list[np.ndarray]:
+        """Return how often each element of a tensor was read, and how often it was written."""
+        found = []
+        for addresses in (self._reads, self._writes):
+            places = np.concatenate([*addresses, np.zeros(0, np.uint64)]).astype(np.int64) - tensor.data_ptr()
+            places //= tensor.element_size()
+            inside = places[(places >= 0) & (places < tensor.numel())]
+            found.append(np.bincount(inside, minlength=tensor.numel()).reshape(tensor.shape))
+        return found
 
 
 @contextmanager
@@ -53,16 +66,15 @@ def interpreter() -> Iterator[Interpreter]:
         del sys.modules[name]
     try:
         with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
-            reads = _prepare()
-            yield Interpreter(importlib.import_module("megatron_rlspec.kernels.sampling"), reads)
+            yield Interpreter(*_prepare())
     finally:
         for name in [name for name in sys.modules if _again(name)]:
             del sys.modules[name]
         sys.modules.update(kept)
 
 
-def _prepare() -> list[np.ndarray]:
-    """Replace the functions of Triton's language once instead of in every call, and note the addresses of loads."""
+def _prepare() -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Replace the functions of Triton's language once instead of in every call, and note what is read and written."""
     tl = importlib.import_module("triton.language")
     runtime = importlib.import_module("triton.runtime.interpreter")
     patch = runtime._patch_lang
@@ -77,14 +89,19 @@ def _prepare() -> list[np.ndarray]:
         return forever
 
     reads: list[np.ndarray] = []
+    writes: list[np.ndarray] = []
     builder = runtime.interpreter_builder
-    load = builder.create_masked_load
+    load, store = builder.create_masked_load, builder.create_masked_store
 
-    def noted(pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+    def loaded(pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         reads.append(np.ravel(pointers.data)[np.ravel(mask.data)])
         return load(pointers, mask, *rest, **named)
 
-    builder.create_masked_load = noted
+    def stored(pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        writes.append(np.ravel(pointers.data)[np.ravel(mask.data)])
+        return store(pointers, value, mask, *rest, **named)
+
+    builder.create_masked_load, builder.create_masked_store = loaded, stored
     builder.options = runtime.InterpreterOptions(sanitize_overflow=False)
     runtime._patch_lang = once
-    return reads
+    return reads, writes

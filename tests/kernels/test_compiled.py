@@ -1,10 +1,11 @@
-"""The sampling kernels compile for an H100 and a B200, by the assembler that Triton brings, and spill no registers."""
+"""The kernels compile for an H100 and a B200, by the assembler that Triton brings, and spill no registers."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,14 @@ triton = pytest.importorskip("triton", reason="Triton is not installed; the kern
 pytestmark = pytest.mark.slow
 KERNELS = ("scan", "merge", "add_up", "choose")
 FLOATS = (
-    "logits temperatures sharpnesses top_ps min_ps part_z part_floor_z part_peak row_z row_floor_z row_peak logprobs"
+    "logits temperatures sharpnesses top_ps min_ps part_z part_floor_z part_peak row_z row_floor_z row_peak logprobs "
+    "label_scores factors peaks totals seconds on_logprob on_entropy entropies scales overlaps losers"
 )
-DOUBLES = "part_score part_total row_score row_total"
-LONGS = "seeds positions words masses wholes tokens"
-INTEGERS = "top_ks part_column part_floor_column row_column row_floor_column counts numbers unsettled"
+DOUBLES = "part_score part_total row_score row_total lses teacher_lses"
+LONGS = "seeds positions words masses wholes tokens teacher_rows keys labels places"
+INTEGERS = (
+    "top_ks part_column part_floor_column row_column row_floor_column counts numbers unsettled columns bests beaten"
+)
 POINTERS = {
     name: pointer
     for names, pointer in ((FLOATS, "*fp32"), (DOUBLES, "*fp64"), (LONGS, "*i64"), (INTEGERS, "*i32"))
@@ -24,35 +28,71 @@ POINTERS = {
 }
 
 
+# Of the losses: what is asked of the first pass, and of the second one.
+PASSES = [
+    ("statistics", {"KIND": kind, "MAPPED": mapped, "FACTORS": factors, "SLOTS": 4})
+    for kind in ("none", "entropy", "forward_kl", "reverse_kl")
+    for mapped, factors in ((False, 0), (False, 3), (True, 3))
+]
+PASSES += [("gradient", {"KIND": "label", "TEACHER": False, "WRITE": True, "MAPPED": False})]
+PASSES += [
+    ("gradient", {"KIND": kind, "TEACHER": True, "WRITE": write, "MAPPED": mapped})
+    for kind in ("forward_kl", "reverse_kl", "tv")
+    for write in (False, True)
+    for mapped in (False, True)
+]
+
+
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_no_register_is_spilled(capability: int, logits: str, name: str, tmp_path: Path) -> None:
+def test_drawing_spills_no_register(capability: int, logits: str, name: str, tmp_path: Path) -> None:
     """For 1,024 rows of 151,680 words in one part each, and for few rows in 16 parts."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from megatron_rlspec.kernels import keyed_draw, sampling
 
     kernel = getattr(keyed_draw, name)
     warps = sampling.WARPS_OF_CHOICE if name == "choose" else 4
     for parts in (1, 16):
         constants = {"BLOCK": sampling.BLOCK, "STAIRS": sampling.STAIRS, "PARTS": parts, "MAPPED": False, "WHOLE": True}
-        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        pointers = POINTERS | {"logits": logits}
-        kinds = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
-        values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        aligned = [["tt.divisibility", 16]]  # as pointers, strides and the vocabulary are
-        attributes = {
-            (i,): aligned for i, name in enumerate(kernel.arg_names) if name in pointers or name in ("stride", "width")
-        }
-        source = ASTSource(fn=kernel, signature=kinds, constexprs=values, attrs=attributes)
-        compiled = triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": warps})
-        assert f".target sm_{capability}" in compiled.asm["ptx"]
-        path = tmp_path / f"{name}.cubin"
-        path.write_bytes(compiled.asm["cubin"])
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-        used = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+        used = compiled(kernel, {"logits": logits}, constants, capability, warps, tmp_path)
         print(f"{name}, sm_{capability}, {logits}, {parts} parts: {used}")
-        assert used["STACK"] == used["LOCAL"] == 0 and used["SHARED"] <= 48 << 10
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
+def test_losses_spill_no_register(capability: int, logits: str, tmp_path: Path) -> None:
+    from megatron_rlspec.kernels import head, loss_passes
+
+    for name, constants in PASSES:
+        pointers = {"logits": logits, "teacher": logits, "masses": "*fp32", "words": "*i32"}
+        constants = constants | {"BLOCK": head.BLOCK}
+        used = compiled(getattr(loss_passes, name), pointers, constants, capability, 4, tmp_path)
+        print(f"{name} {constants}, sm_{capability}, {logits}: {used}")
+
+
+def compiled(
+    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], capability: int, warps: int, folder: Path
+) -> dict[str, int]:
+    """Compile and return registers and bytes of memory. Fails if a register is spilled."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = POINTERS | {"temperature": "fp32"} | pointers
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    kinds = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = [["tt.divisibility", 16]]  # as pointers, strides and the vocabulary are
+    attributes = {}
+    for i, name in enumerate(kernel.arg_names):
+        if kinds[name].startswith("*") or name in ("stride", "teacher_stride", "width"):
+            attributes[(i,)] = aligned
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=values, attrs=attributes)
+    made = triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": warps})
+    assert f".target sm_{capability}" in made.asm["ptx"]
+    path = folder / "kernel.cubin"
+    path.write_bytes(made.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+    assert used["STACK"] == used["LOCAL"] == 0 and used["SHARED"] <= 48 << 10, (constants, used)
+    return used

@@ -1,0 +1,153 @@
+"""Run the kernels of `loss_passes.py` over a chunk of logits [C, W]: of whole rows, or of this rank's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from megatron_rlspec.kernels import loss_passes
+
+BLOCK = 1024  # words of a tile
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher of each row: logits [M, W] at the same temperature, and log Σ exp of them [M], float64.
+
+    rows [C] int64 says which of the M it is; columns [width] int32, which of the W words are the student's; None: all.
+    """
+
+    logits: torch.Tensor
+    lse: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise that labels [C] int64 were sampled with: seeds [C] int64, negative for none; keys [C] int64.
+
+    scores [C]   the labels' logits over the temperature, in float32
+    factors [F]  sharpnesses of a coupled draft, float32
+    offset       id of the first word; words [width] int32: their ids, if they are not consecutive
+    """
+
+    seeds: torch.Tensor
+    keys: torch.Tensor
+    labels: torch.Tensor
+    scores: torch.Tensor
+    factors: torch.Tensor
+    offset: int = 0
+    words: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What `statistics` finds: [C] each, beaten [C, F]; undefined where it was not asked for."""
+
+    peak: torch.Tensor
+    total: torch.Tensor
+    second: torch.Tensor
+    mass: torch.Tensor
+    best: torch.Tensor
+    beaten: torch.Tensor
+
+
+def read(
+    logits: torch.Tensor,
+    width: int,
+    temperature: float,
+    kind: str = "none",
+    teacher: Teacher | None = None,
+    noise: Noise | None = None,
+) -> Statistics:
+    """Read the first `width` columns of each row once; `kind` is a KIND of `statistics`, or none."""
+    rows = len(logits)
+    peak, total, second, mass = logits.new_empty(4, rows, dtype=torch.float32)
+    best = logits.new_empty(rows, dtype=torch.int32)
+    factors = 0 if noise is None else len(noise.factors)
+    slots = triton.next_power_of_2(max(factors, 1))
+    beaten = best.new_empty(rows, slots)
+    draws = noise or Noise(logits, logits, logits, logits, logits)  # not read without factors
+    if rows:
+        loss_passes.statistics[(rows,)](
+            logits, logits.stride(0), width, temperature, *_given(teacher, logits),
+            draws.seeds, draws.keys, draws.labels, draws.scores, logits if draws.words is None else draws.words,
+            draws.offset, draws.factors, peak, total, second, mass, best, beaten,
+            KIND=kind, MAPPED=_mapped(teacher) or draws.words is not None, FACTORS=factors, SLOTS=slots, BLOCK=BLOCK,
+        )  # fmt: skip
+    return Statistics(peak, total, second, mass, best.long(), beaten[:, :factors] != 0)
+
+
+def write_label(
+    logits: torch.Tensor,
+    width: int,
+    temperature: float,
+    lse: torch.Tensor,
+    places: torch.Tensor,
+    on_logprob: torch.Tensor,
+    entropy: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Replace logits by `on_logprob` times the gradient of log q(label) in z, plus that of the entropy.
+
+    places   [C] int64, the labels' columns, -1 where another rank has them
+    entropy  ([C] factor of its gradient, [C] entropy)
+    """
+    spread, entropies = entropy or (None, None)
+    _second_pass(logits, width, temperature, lse, "label", places, on_logprob, spread, entropies)
+
+
+def write_against(
+    logits: torch.Tensor,
+    width: int,
+    temperature: float,
+    lse: torch.Tensor,
+    kind: str,
+    teacher: Teacher,
+    scales: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return Σ min(p, q) [C] and Σ of q where q < p [C], over these words; with `scales [C]`, replace the logits.
+
+    They become `scales` times the gradient of `kind` in z. second [C]: over all words, Σ p for forward_kl,
+    Σ q log(q / p) for reverse_kl, Σ of q where q < p for tv.
+    """
+    overlap, loser = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
+    rest = {"scales": scales, "seconds": second, "masses": second, "overlaps": overlap, "losers": loser}
+    _second_pass(logits, width, temperature, lse, kind, teacher=teacher, write=scales is not None, **rest)
+    return overlap, loser
+
+
+def _second_pass(
+    logits: torch.Tensor,
+    width: int,
+    temperature: float,
+    lse: torch.Tensor,
+    kind: str,
+    places: torch.Tensor | None = None,
+    on_logprob: torch.Tensor | None = None,
+    on_entropy: torch.Tensor | None = None,
+    entropies: torch.Tensor | None = None,
+    teacher: Teacher | None = None,
+    write: bool = True,
+    **rest: torch.Tensor | None,
+) -> None:
+    if len(logits):
+        names = ("scales", "seconds", "masses", "overlaps", "losers")
+        loss_passes.gradient[(len(logits),)](
+            logits, logits.stride(0), width, temperature, lse, *_given(teacher, logits),
+            places, on_logprob, on_entropy, entropies, *[rest.get(name) for name in names],
+            KIND=kind, TEACHER=teacher is not None, WRITE=write, MAPPED=_mapped(teacher), BLOCK=BLOCK,
+        )  # fmt: skip
+
+
+def _mapped(teacher: Teacher | None) -> bool:
+    return teacher is not None and teacher.columns is not None
+
+
+def _given(teacher: Teacher | None, logits: torch.Tensor) -> list[torch.Tensor | int | None]:
+    if teacher is None:
+        return [logits, 0, None, None, None]
+    return [teacher.logits, teacher.logits.stride(0), teacher.rows, teacher.lse, teacher.columns]

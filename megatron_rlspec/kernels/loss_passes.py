@@ -1,0 +1,210 @@
+"""Read the logits of a row for its loss, and once more to write the gradient in their place, in Triton.
+
+A row has logits x over this rank's words, and z = x / T in float32. q = softmax(z) over the words of all ranks. p is a
+teacher's distribution, by its logits and its log Σ exp. A logit of minus infinity has q = 0. With a NaN sums are NaN.
+
+`statistics` is the first pass. Every lane keeps a maximum m of its own, and sums relative to it: Σ exp(z - m), and what
+`KIND` asks for. The lanes are joined once, at the end of the row:
+
+entropy      Σ exp(z - m) · (z - m)
+reverse_kl   Σ exp(z - m) · (z - m - log p)
+forward_kl   Σ p · (log p - (z - m)), and Σ p
+
+It also finds whether a coupled draft is the label: the word with the largest s · z + noise, for several s. The label is
+beaten if one word scores more. The noise of a word costs two float64 logarithms. By the bound of `keyed_draw.py` only a
+few words of a row need them.
+
+`gradient` is the second pass. It needs log Σ exp over all ranks, and sums up Σ min(p, q), the acceptance of rejection
+sampling. `tv` has a gradient that depends on a sum of that pass, so it takes the pass twice, first without `WRITE`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_rlspec.kernels.keyed_noise import SLACK, beats, hash_of, hash_of_row, score_of
+
+LOWEST = tl.constexpr(-8.5e37)  # in place of minus infinity: differences do not overflow
+_INF = tl.constexpr(float("inf"))
+_LAST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _scaled(x, inside, temperature):
+    """Return z = x / temperature [BLOCK], LOWEST where there is no word or its logit is minus infinity."""
+    z = x.to(tl.float32)
+    if temperature != 1.0:
+        z = tl.div_rn(z, tl.zeros_like(z) + temperature)
+    return tl.where((inside == 0) | (z < LOWEST), LOWEST, z)
+
+
+@triton.jit
+def _split(lses, row):
+    """Return a float64 number as a sum of two in float32."""
+    lse = tl.load(lses + row)
+    high = lse.to(tl.float32)
+    return high, (lse - high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _teacher(logits, start, columns, at, inside, temperature, high, low, MAPPED: tl.constexpr):
+    """Return log p [BLOCK] of a tile of the student's words."""
+    place = at
+    if MAPPED:
+        place = tl.load(columns + at, mask=inside, other=0)
+    return _scaled(tl.load(logits + start + place, mask=inside, other=0.0), inside, temperature) - high - low
+
+
+@triton.jit
+def statistics(
+    logits, stride, width, temperature,
+    teacher, teacher_stride, teacher_rows, teacher_lses, columns,
+    seeds, keys, labels, label_scores, words, offset, factors,
+    peaks, totals, seconds, masses, bests, beaten,
+    KIND: tl.constexpr, MAPPED: tl.constexpr, FACTORS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write of one row, over this rank's words: peak, total, second and mass (see above), and the best column.
+
+    labels, label_scores  of FACTORS factors: the label's id and its z, of the rank that has it
+    beaten                [N, SLOTS]: 1 where a word of this rank beats the label, or the row has no seed
+    """
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * stride
+    lanes = tl.arange(0, BLOCK)
+    peak = tl.full((BLOCK,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    second = tl.zeros((BLOCK,), tl.float32)
+    mass = tl.zeros((BLOCK,), tl.float32)
+    best = tl.full((BLOCK,), _LAST, tl.int32)
+    if KIND == "forward_kl" or KIND == "reverse_kl":
+        teacher_row = tl.load(teacher_rows + row)
+        teacher_start = teacher_row * teacher_stride
+        high, low = _split(teacher_lses, teacher_row)
+    if FACTORS > 0:
+        slots = tl.arange(0, SLOTS)
+        factor = tl.load(factors + slots, mask=slots < FACTORS, other=1.0)
+        state = hash_of_row(seeds, keys, row, row)
+        label = tl.load(labels + row).to(tl.int32)
+        label_score = tl.load(label_scores + row)
+        own = score_of(label_score * factor, hash_of(state, label))
+        limit = tl.exp(-score_of(label_score * 0, hash_of(state, label)).to(tl.float32)) * SLACK
+        lost = (slots * 0 + (tl.load(seeds + row) < 0).to(tl.int32)) | (slots >= FACTORS).to(tl.int32)
+    for tile in range(0, width, BLOCK):
+        at = tile + lanes
+        inside = at < width
+        z = _scaled(tl.load(logits + start + at, mask=inside, other=0.0), inside, temperature)
+        best = tl.where(z > peak, at, best)
+        higher = tl.maximum(peak, z)
+        decay = tl.exp(peak - higher)
+        weight = tl.where(z == LOWEST, 0.0, tl.exp(z - higher))
+        if KIND == "entropy":
+            second = decay * (second + (peak - higher) * total) + weight * (z - higher)
+        if KIND == "forward_kl" or KIND == "reverse_kl":
+            logp = _teacher(teacher, teacher_start, columns, at, inside, temperature, high, low, MAPPED)
+            if KIND == "reverse_kl":
+                second = decay * (second + (peak - higher) * total) + weight * (z - higher - logp)
+            else:
+                p = tl.exp(logp)
+                second += (higher - peak) * mass + p * (logp - (z - higher))
+                mass += p
+        total = total * decay + weight
+        peak = higher
+        if FACTORS > 0:
+            if tl.min(lost, 0) == 0:
+                if MAPPED:
+                    word = tl.load(words + at, mask=inside, other=0)
+                else:
+                    word = at + offset
+                rest = (hash_of(state, word) ^ 0xFFFFFFFF).to(tl.float32)  # (1 - u) · 2^32
+                ahead = z - label_score
+                most = tl.max(tl.where(lost == 0, factor, -_INF), 0)
+                least = tl.min(tl.where(lost == 0, factor, _INF), 0)
+                left = inside & (word != label)
+                left = left & (rest <= tl.exp(tl.maximum(ahead * most, ahead * least)) * limit)
+                while tl.max(left.to(tl.int32), 0) > 0:
+                    i = tl.argmax(left.to(tl.int32), 0)
+                    it = lanes == i
+                    rival = tl.max(tl.where(it, word, -1), 0)
+                    score = score_of(tl.sum(tl.where(it, z, 0.0), 0) * factor, hash_of(state, rival))
+                    lost = lost | beats(score, rival, own, label).to(tl.int32)
+                    left = left & (it == 0) & (tl.min(lost, 0) == 0)
+    top = tl.max(peak, 0)
+    scale = tl.exp(peak - top)
+    if KIND == "forward_kl":
+        tl.store(seconds + row, tl.sum(second + (top - peak) * mass, 0))
+        tl.store(masses + row, tl.sum(mass, 0))
+    elif KIND != "none":
+        tl.store(seconds + row, tl.sum(scale * (second + (peak - top) * total), 0))
+    tl.store(peaks + row, top)
+    tl.store(totals + row, tl.sum(total * scale, 0))
+    tl.store(bests + row, tl.minimum(tl.min(tl.where(peak == top, best, _LAST), 0), tl.maximum(width - 1, 0)))
+    if FACTORS > 0:
+        tl.store(beaten + row * SLOTS + slots, lost)
+
+
+@triton.jit
+def gradient(
+    logits, stride, width, temperature, lses,
+    teacher, teacher_stride, teacher_rows, teacher_lses, columns,
+    places, on_logprob, on_entropy, entropies, scales, seconds, masses,
+    overlaps, losers,
+    KIND: tl.constexpr, TEACHER: tl.constexpr, WRITE: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write one row's gradient in z in place of its logits, and add up over this rank's words.
+
+    KIND label   on_logprob · ∂ log q(label) + on_entropy · ∂ entropy; places: the label's column, -1 on other ranks
+    other kinds  scales · ∂ loss; seconds: Σ q log(q / p), or `losers` of all ranks for tv; masses: Σ p over the words
+    TEACHER      write overlaps, Σ min(p, q), and losers, Σ of q where q < p
+    """
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * stride
+    lanes = tl.arange(0, BLOCK)
+    high, low = _split(lses, row)
+    overlap = tl.zeros((BLOCK,), tl.float32)
+    loser = tl.zeros((BLOCK,), tl.float32)
+    if TEACHER:
+        teacher_row = tl.load(teacher_rows + row)
+        teacher_start = teacher_row * teacher_stride
+        teacher_high, teacher_low = _split(teacher_lses, teacher_row)
+    if WRITE:
+        if KIND == "label":
+            place = tl.load(places + row)
+            up = tl.load(on_logprob + row)
+            if on_entropy is not None:
+                spread = tl.load(on_entropy + row)
+                entropy = tl.load(entropies + row)
+        else:
+            scale = tl.load(scales + row)
+            if KIND == "forward_kl":
+                mass = tl.load(masses + row)
+            else:
+                second = tl.load(seconds + row)
+    for tile in range(0, width, BLOCK):
+        at = tile + lanes
+        inside = at < width
+        z = _scaled(tl.load(logits + start + at, mask=inside, other=0.0), inside, temperature)
+        logq = z - high - low
+        q = tl.exp(logq)
+        if TEACHER:
+            logp = _teacher(
+                teacher, teacher_start, columns, at, inside, temperature, teacher_high, teacher_low, MAPPED
+            )  # fmt: skip
+            p = tl.exp(logp)
+            overlap += tl.minimum(p, q)
+            loser += tl.where(q < p, q, 0.0)
+        if WRITE:
+            if KIND == "label":
+                value = -up * q + tl.where(at == place, up, 0.0)
+                if on_entropy is not None:
+                    value -= spread * q * (logq + entropy)
+            elif KIND == "forward_kl":
+                value = scale * (q * mass - p)
+            elif KIND == "reverse_kl":
+                value = scale * q * (logq - logp - second)
+            else:
+                value = scale * q * (second - tl.where(q < p, 1.0, 0.0))
+            tl.store(logits + start + at, value.to(logits.dtype.element_ty), mask=inside)
+    if TEACHER:
+        tl.store(overlaps + row, tl.sum(overlap, 0))
+        tl.store(losers + row, tl.sum(loser, 0))

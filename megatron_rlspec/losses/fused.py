@@ -1,0 +1,121 @@
+"""Losses of a chunk of rows from raw logits, vocabulary-parallel, by `kernels/head.py`: in two reads, without a copy.
+
+The first read gives all but the gradient, which the second one writes in place of the logits. Shapes as in
+`losses/drafter.py`. Results are float32, and the same on every rank. Log Σ exp is float64, because the logits here
+are not relative to the largest one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rlspec.losses.head import DraftHead, VocabParallelHead, lowest
+from megatron_rlspec.types import SHARPNESS
+
+
+@dataclass(frozen=True)
+class Taught:
+    """The policy's logits `[M, V/tp]`, log Σ exp of them `[M]`, and the row of them `[C]` that each student learns."""
+
+    head: VocabParallelHead
+    logits: Tensor
+    lse: Tensor
+    rows: Tensor
+
+    def logprob(self, ids: Tensor) -> Tensor:
+        """Return log p `[C]` of `ids [C]`."""
+        place = self.head.places(ids)
+        x = _scaled(self.logits[self.rows, place.clamp(min=0)], self.head).masked_fill_(place < 0, 0)
+        return (self.head.sum(x).double() - self.lse[self.rows]).float()
+
+
+class FusedRows:
+    """Students, or rows of the policy, that have been read once.
+
+    logits  `[C, width]`, of `head.logits`
+    moment  what to find in addition: entropy; forward_kl or reverse_kl, with the teacher; none
+    noise   seeds and keys `[C]`, as for `Student`; for `coupled`
+
+    lse `[C]` float64, logprob `[C]`, log q(label), and value `[C]`, the moment
+    """
+
+    def __init__(
+        self,
+        head: VocabParallelHead,
+        logits: Tensor,
+        labels: Tensor,
+        moment: str = "none",
+        teacher: Taught | None = None,
+        noise: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self._head, self._labels = head, labels
+        kernel: Any = head.kernel
+        self._kernel = kernel
+        words = head if isinstance(head, DraftHead) else None
+        width = head.width
+        if words is not None and not words.some:
+            width = 0
+            logits.zero_()  # of a word that this rank does not have: its gradient is 0
+        self._chunk = logits, width, head.temperature
+        columns = None if words is None else words.columns.to(torch.int32)
+        self._teacher = teacher and kernel.Teacher(teacher.logits, teacher.lse, teacher.rows, columns)
+        label = head.sum(_scaled(head.pick(logits, labels), head))
+        draws = None
+        if noise is not None:
+            factors = torch.tensor(SHARPNESS, device=logits.device)
+            ids = None if words is None else words.ids.to(torch.int32)
+            draws = kernel.Noise(*noise, labels, label, factors, head.start, ids)
+        found = self._found = kernel.read(*self._chunk, moment, self._teacher, draws)
+        peak = head.max(found.peak)
+        behind = found.peak - peak
+        scale = behind.exp()
+        parts = [found.total * scale]
+        if moment == "forward_kl":
+            parts += [found.second - behind * found.mass, found.mass]
+        elif moment != "none":
+            parts.append(scale * (found.second + behind * found.total))
+        total, *second = head.sum(torch.stack(parts)).double()
+        self.lse = peak.double() + total.log()
+        self.logprob = (label.double() - self.lse).float()
+        self.value = torch.zeros_like(label)
+        if moment == "forward_kl":
+            # Over a part of the vocabulary: p(S) · KL(p / p(S) ‖ q), as in `losses/drafter.py`.
+            self._mass = torch.ones_like(label) if words is None else second[1].float()
+            self.value = (second[0] + second[1] * total.log()).float() - torch.xlogy(self._mass, self._mass)
+        elif moment != "none":
+            self.value = (second[0] / total - total.log()).float() * (-1 if moment == "entropy" else 1)
+
+    def best(self) -> Tensor:
+        """Return the ids `[C]` of the largest logits; of equal ones the lowest id."""
+        return self._head.best(self._found.peak, self._head.ids_of(self._found.best))
+
+    def coupled(self) -> Tensor:
+        """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
+        return 1 - self._head.max(self._found.beaten.float())
+
+    def write_label(self, on_logprob: Tensor) -> None:
+        """Replace the logits by `on_logprob [C]` times the gradient of log q(label) in q's scores."""
+        self._kernel.write_label(*self._chunk, self.lse, self._head.places(self._labels), on_logprob)
+
+    def against(self, kind: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return Σ min(p, q) and the loss of `kind`, `[C]`, and replace the logits by `scales [C]` times its gradient.
+
+        Without `scales` the logits stay.
+        """
+        run = self._kernel.write_against
+        if kind in ("forward_kl", "reverse_kl"):
+            second = self._mass if kind == "forward_kl" else self.value
+            overlap, _ = run(*self._chunk, self.lse, kind, self._teacher, scales, second)
+            return self._head.sum(overlap), self.value
+        overlap, losers = self._head.sum(torch.stack(run(*self._chunk, self.lse, "tv", self._teacher)))
+        if scales is not None:
+            run(*self._chunk, self.lse, "tv", self._teacher, scales, losers)
+        return overlap, 1 - overlap
+
+
+def _scaled(x: Tensor, head: VocabParallelHead) -> Tensor:
+    return x.float().div_(head.temperature).clamp_(min=lowest(torch.float32))
