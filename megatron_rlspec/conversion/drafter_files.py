@@ -16,8 +16,9 @@ from torch import Tensor
 from megatron_rlspec import files
 from megatron_rlspec.conversion import torch_dist
 from megatron_rlspec.conversion.eagle3 import check_drafter, own_name, shapes
-from megatron_rlspec.models.config import DRAFTER, EAGLE3, MAPS, PREFIX, check_drafter_config
+from megatron_rlspec.models.config import DRAFTER, EAGLE3, MAPS, PREFIX
 from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.hf_files import CheckpointError, LazyTensors, build_hf, publish, read_hf
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from megatron_rlspec.models.config import MAPS, Eagle3, ModelConfigError, check_config, check_drafter_config
+from megatron_rlspec.models.config import MAPS, ModelConfigError, check_config
 from megatron_rlspec.models.directory import FLOATS, Header, read_headers, read_object
+from megatron_rlspec.models.drafter_config import Eagle3, check_drafter_config
 from megatron_rlspec.models.families import layer_of_drafter
 
 _OTHER_NAMES = {  # which SGLang reads, too

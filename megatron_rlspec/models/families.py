@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron_rlspec.models.config import MAPS, PREFIX, check_drafter_config, refusal
+from megatron_rlspec.models.config import MAPS, PREFIX, refusal
+from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.layouts import (
     COLUMN,
     ROW,

@@ -15,7 +15,8 @@ import torch
 from megatron_rlspec.config import Config, ConfigError, PushConfig
 from megatron_rlspec.conversion.drafter_files import read_model, weights_of, words
 from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.models.config import DRAFTER, check_drafter_config, sharpness_of
+from megatron_rlspec.models.config import DRAFTER, sharpness_of
+from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.rounds import Budget, scratch

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
-from megatron_rlspec.models.config import DRAFTER, check_drafter_config
+from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.families import record_of
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.train import runtime

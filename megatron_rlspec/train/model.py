@@ -21,7 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rlspec.config import Config, ConfigError
-from megatron_rlspec.models.config import DRAFTER, check_config, check_drafter_config
+from megatron_rlspec.models.config import DRAFTER, check_config
+from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.families import record_of
 from megatron_rlspec.models.rope import Rope, settings
 from megatron_rlspec.packing.transfer import to_device

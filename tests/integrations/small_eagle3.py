@@ -6,7 +6,7 @@ import torch
 
 from megatron_rlspec.conversion.drafter_files import config_of_drafter
 from megatron_rlspec.conversion.eagle3 import shapes
-from megatron_rlspec.models.config import check_drafter_config
+from megatron_rlspec.models.drafter_config import check_drafter_config
 
 SHAPE = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=64)
 WORDS = torch.arange(1, 61, 3)

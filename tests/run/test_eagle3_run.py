@@ -13,7 +13,7 @@ from test_trajectory import replay
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.conversion.drafter_files import build_drafter, eagle3_ids, make_drafter
 from megatron_rlspec.conversion.eagle3 import shapes
-from megatron_rlspec.models.config import check_drafter_config
+from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.hf_files import publish, read_hf
 from megatron_rlspec.records.recorder import read_records
 

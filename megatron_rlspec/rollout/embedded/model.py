@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatron_rlspec.models.config import DRAFTER, check_drafter_config, refusal
+from megatron_rlspec.models.config import DRAFTER, refusal
 from megatron_rlspec.models.config import PREFIX as EAGLE3
+from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.families import FAMILIES, names_where
 from megatron_rlspec.models.rope import Rope, kind, settings
 from megatron_rlspec.rollout.embedded.packed import PackedWeights
