@@ -18,6 +18,10 @@ that rounds reached, and the s that accepts most is taken. Without --choose it i
 --sharpness 2,1,1.5,3 adds a row for each s: how often such a draft is the text's token, where the drafts before it in
 its round were right. The tokens a round that follow from these rates are 1 + a_1 + a_1 a_2 + ...; intervals of their
 differences to argmax drafts, s = inf, are over prompts.
+
+--places computes rows of one draft a round from the logits at all places of the texts, for each s of --sharpness: the
+probability that noise which samples the text's token makes it the draft, too. Rounds begin at a text's second token, as
+in SGLang, which samples the first one without drafts.
 """
 
 from __future__ import annotations
@@ -35,13 +39,14 @@ import torch
 from megatron_rlspec.commands.compare import Estimate, draw, estimate, rounds_of
 from megatron_rlspec.config import Config
 from megatron_rlspec.conversion.drafter_files import read_model, weights_of
-from megatron_rlspec.rollout.embedded import draft
+from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import is_drafter
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import OFF, SHARPNESS, Drafts, Prompt, Sample, Sampling, SpecConfig, SpecSchedule
 
 CHOOSING = 128  # prompts on which the factor is chosen
+NO_WORD = 0  # drafted where no draft is to be right; no text has it but as its end
 
 
 def main() -> None:
@@ -57,7 +62,10 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=1, help="draws of each kind, in turn, for the speeds; default: 1")
     p.add_argument("--sharpness", default="", help="factors on log q to compare; none by default")
     p.add_argument("--choose", type=Path, help="prompts on which the factor of coupled drafts is chosen")
+    p.add_argument("--places", action="store_true", help="compute accepted drafts at all places of the texts instead")
     options = p.parse_args()
+    if options.places and not options.sharpness:
+        p.error("--places needs --sharpness: the factors to compare")
     torch.set_num_threads(1)
 
     bench = Bench(options)
@@ -77,7 +85,10 @@ def main() -> None:
             f"\nT = {temperature}: {count / len(tokens):.1f} tokens a text, {nats:.2f} nats a token; plain decoding "
             f"{count / seconds:.0f} tokens per CPU second; load {os.getloadavg()[0]:.1f}"
         )
-        bench.table(steps, factors)
+        if options.places:
+            bench.by_place(factors)
+        else:
+            bench.table(steps, factors)
         print(f"T = {temperature}: {'all texts equal' if len(bench.texts) == 1 else 'TEXTS DIFFER'}", flush=True)
 
 
@@ -162,6 +173,18 @@ class Bench:
             shown = " ".join(f"{rate:.3f}" for rate in rates[0, number])
             tokens = f"{lengths[0, number]:.3f} {signed(Estimate(gain[0], low, high)):>24}"
             print(f"{f'(s = {factor:g})':>12} {steps:7}         {tokens}  by depth {shown}", flush=True)
+
+    def by_place(self, factors: Sequence[float]) -> None:
+        """Print how many drafts rounds of one draft accept with each factor, computed at all places of the texts."""
+        for name in self.drafters:
+            with every_place(factors) as found:
+                samples, _ = self.drawn(self.tensors_of(name), 1)
+            tables = [expected_rounds(sample, found) for sample in samples if len(sample.response) > 1]
+            by_factor = np.stack(tables, 1)  # [factors + 1, samples, (rounds, accepted drafts)]
+            for number, factor in enumerate((*factors, float("inf"))):
+                more = relative(by_factor[number], by_factor[-1])
+                change = f"{more.value:+.1%} [{more.low:+.1%}, {more.high:+.1%}]"
+                print(f"{name:>12} {factor:4g}  1 {estimate(by_factor[number]).value:7.3f} {change:>24}", flush=True)
 
     def rounds(
         self, tensors: Mapping[str, torch.Tensor], steps: int, drafts: Drafts, aside: Drafted | None = None
@@ -255,6 +278,66 @@ def beside(factors: Sequence[float]) -> Iterator[Drafted]:
         yield found
     finally:
         draft.coupled = original
+
+
+Place = tuple[int, int]  # seed of a sample, position whose logits predict the place's token
+
+
+@contextmanager
+def every_place(factors: Sequence[float]) -> Iterator[dict[Place, list[float]]]:
+    """Let no draft be right, so that rounds of one draft start everywhere. Yields, by place, the probability that a
+    draft with each factor is the text's token, given the text, and whether the likeliest word is it."""
+    original, original_sample = draft.coupled, verify.sample
+    drafted: dict[Place, torch.Tensor] = {}
+    found: dict[Place, list[float]] = {}
+
+    def coupled(topk: int, coupling: draft.Coupling) -> draft.Pick:
+        real = original(topk, coupling)
+
+        def picked(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+            logq = verify.logprobs(logits[:, 0], coupling.temperature)
+            drafted.update(zip(zip(coupling.seeds.tolist(), coupling.keys.tolist(), strict=True), logq, strict=True))
+            scores, tokens = real(logits, level)
+            return scores, torch.full_like(tokens, NO_WORD)
+
+        return picked
+
+    def sample(logp: torch.Tensor, *sampling: torch.Tensor) -> torch.Tensor:
+        tokens = original_sample(logp, *sampling)
+        for row, place in enumerate(zip(sampling[-2].tolist(), sampling[-1].tolist(), strict=True)):
+            if place in drafted:
+                found[place] = _right_at(logp[row].double(), drafted.pop(place).double(), int(tokens[row]), factors)
+        return tokens
+
+    draft.coupled, verify.sample = coupled, sample
+    try:
+        yield found
+    finally:
+        draft.coupled, verify.sample = original, original_sample
+
+
+def _right_at(logp: torch.Tensor, logq: torch.Tensor, token: int, factors: Sequence[float]) -> list[float]:
+    """Return P(draft = token | the target samples token) for each factor: with x the token, q raised to the factor and
+    normalised, and the same noise, 1 / Σ_y max(p_y, q_y · p_x / q_x). Last: 1.0 if argmax q is the token."""
+    chances = []
+    for factor in factors:
+        sharp = (factor * logq).log_softmax(-1)
+        chances.append(1 / torch.maximum(logp, sharp + logp[token] - sharp[token]).exp().sum().item())
+    return [*chances, float(logq.argmax() == token)]
+
+
+def expected_rounds(sample: Sample, found: Mapping[Place, list[float]]) -> np.ndarray:
+    """Return `[factors + 1, 2]`: the rounds of one draft that a text takes from its second token on, and the drafts
+    that they accept."""
+    length = len(sample.response)
+    chances = np.array([found[sample.seed, sample.prompt_len + i] for i in range(length - 1)]).T
+    starts = np.zeros((len(chances), length + 1))
+    starts[:, 0] = 1
+    for place in range(length - 1):
+        starts[:, place + 1] += starts[:, place] * (1 - chances[:, place])
+        starts[:, place + 2] += starts[:, place] * chances[:, place]
+    rounds = starts[:, : length - 1].sum(1)
+    return np.stack([rounds, length - 1 - rounds], 1)
 
 
 def right(drafted: Drafted, samples: Sequence[Sample], steps: int, columns: int) -> np.ndarray:
