@@ -70,7 +70,7 @@ FIRST: dict[Command | Literal["answer"], tuple[str, str, str]] = {
     "answer": (
         "Let a model write answers to prompts, as token ids: what a drafter is warmed up on.",
         "rlspec answer --model.path MODEL --data.path prompts.jsonl \\\n    --answer.path answers.jsonl",
-        "model.path data.path answer.path answer.prompts rollout.max_new_tokens rollout.temperature",
+        "model.path data.path answer.path answer.prompts rollout.samples_per_prompt rollout.temperature",
     ),
     "replay": (
         "Train a drafter again along a recorded run.",
