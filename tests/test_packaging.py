@@ -57,6 +57,12 @@ def test_a_missing_package_is_named_in_one_line(hidden, argv, expects, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_help_and_doctor_need_no_torch():
+    """The doctor says what is missing, so it must run where torch is not."""
+    code = "import sys; from megatron_rlspec.commands import doctor, training; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 @pytest.mark.slow
 def test_megatron_s_fallback_is_warned_of_on_machines_with_a_gpu_only(tmp_path):
     """Megatron warns once, at its import. Here its warnings are repeated under the filters of both machines."""

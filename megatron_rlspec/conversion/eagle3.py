@@ -17,8 +17,7 @@ from safetensors import safe_open
 
 from megatron_rlspec.models.config import MAPS, ModelConfigError, check_config
 from megatron_rlspec.models.directory import FLOATS, Header, read_headers, read_object
-from megatron_rlspec.models.drafter_config import Eagle3, check_drafter_config
-from megatron_rlspec.models.families import layer_of_drafter
+from megatron_rlspec.models.drafter_config import Eagle3, check_drafter_config, layer_of_drafter
 
 _OTHER_NAMES = {  # which SGLang reads, too
     "layers.0.": "midlayer.",

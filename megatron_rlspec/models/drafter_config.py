@@ -74,6 +74,11 @@ class Eagle3(Llama):
         return found
 
 
+def layer_of_drafter(index: int) -> str:
+    """Return what the names of an EAGLE-3 drafter's layer begin with, as SGLang and SpecForge name them."""
+    return f"layers.{index}." if index else "midlayer."
+
+
 def check_drafter_config(config: Mapping[str, Any], where: str) -> Eagle3:
     """Check the config.json of an EAGLE-3 drafter and return it typed. Raises ModelConfigError."""
     names = config.get("architectures")

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_rlspec.models.config import MAPS, PREFIX, refusal
-from megatron_rlspec.models.drafter_config import check_drafter_config
+from megatron_rlspec.models.drafter_config import check_drafter_config, layer_of_drafter
 from megatron_rlspec.models.layouts import (
     COLUMN,
     ROW,
@@ -187,11 +187,6 @@ def delta_net(megatron: str, hf: str, config: Mapping[str, Any]) -> Iterator[Row
     yield Row(f"{to}dt_bias", (f"{frm}dt_bias",), cut=COLUMN)
     yield Row(f"{to}out_norm.weight", (f"{frm}norm.weight",), ZERO_CENTERED)
     yield Row(f"{to}out_proj.weight", (f"{frm}out_proj.weight",), cut=ROW)
-
-
-def layer_of_drafter(index: int) -> str:
-    """Return what the names of an EAGLE-3 drafter's layer begin with, as SGLang and SpecForge name them."""
-    return f"layers.{index}." if index else "midlayer."
 
 
 def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
