@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.losses.head import DraftHead, VocabParallelHead, lowest
+from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import SHARPNESS
 
 
@@ -66,7 +67,7 @@ class FusedRows:
         label = head.sum(_scaled(head.pick(logits, labels), head))
         draws = None
         if noise is not None:
-            factors = torch.tensor(SHARPNESS, device=logits.device)
+            factors = to_device(torch.tensor(SHARPNESS), logits.device)
             ids = None if words is None else words.ids.to(torch.int32)
             draws = kernel.Noise(*noise, labels, label, factors, head.start, ids)
         found = self._found = kernel.read(*self._chunk, moment, self._teacher, draws)
