@@ -167,5 +167,6 @@ def test_sdist_and_wheel_install_in_a_clean_environment_and_run(tmp_path):
             [python.with_name("rlspec"), *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0 and "Traceback" not in done.stderr, (words, done.stdout, done.stderr)
+    assert "megatron-core: not installed; pip install 'megatron_rlspec[train]'" in done.stdout  # the doctor's
     missing = subprocess.run([python.with_name("rlspec"), "convert", "a", "b"], capture_output=True, text=True)
     assert missing.returncode == 2 and "megatron_rlspec[train]" in missing.stderr

@@ -51,7 +51,9 @@ UPSTREAM = {
         'install sglang 0.5.23 or 0.5.15.post1, or set rollout.engine="embedded" with spec.mode="fixed"',
         "pip install 'megatron_rlspec[sglang]', or set rollout.engine=\"embedded\" or rollout.urls",
     ),
-    "slime": Upstream("slime", (">=0",), "use slime 624b824a8, or adapt integrations/ to this version"),
+    "slime": Upstream(
+        "slime", (">=0",), "use slime 624b824a8, or adapt integrations/ to this version", "only `rlspec slime` needs it"
+    ),
 }
 
 
@@ -146,7 +148,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         lacks = machine.lacks(machine.gather(options.path))
         findings += [Finding(lack.name, "stops" if lack.stops else "lacks", lack.text) for lack in lacks]
 
-    lines = [f"{f.name} {version(f.name) or '(no wheel)'}: {f.text}" for f in findings if f.name in UPSTREAM]
+    lines = []
+    for f in findings:
+        if f.state == "missing":
+            lines.append(f"{f.name}: {f.text}; {UPSTREAM[f.name].install}")
+        elif f.name in UPSTREAM:
+            lines.append(f"{f.name} {version(f.name) or '(no wheel)'}: {f.text}")
     lines += [f"patches/{name}: {now}" for name, now in patches.found(options.path).items()]
     lines += [f"GPU machine: {f.text}" for f in findings if f.name not in UPSTREAM]
     if lacks == []:
