@@ -66,6 +66,26 @@ def test_acceptance_equals_the_formula(name, sharpness):
         assert expected >= (1 - variation) / (1 + variation) - 1e-12
 
 
+@pytest.mark.parametrize("topk", [1, 3], ids=["chain", "tree"])
+def test_every_request_drafts_with_its_own_temperature_and_filters(topk):
+    g = torch.Generator().manual_seed(8)
+    logits = 2 * torch.randn(5, 1, 40, generator=g, dtype=torch.float64)
+    rows = draft.Coupling(
+        seeds=torch.arange(5) * 977,
+        keys=torch.tensor([7, 7, 30, 2, 9]),
+        temperature=torch.tensor([0.0, 0.4, 1.0, 1.0, 2.5]),
+        top_p=torch.tensor([1.0, 0.7, 1.0, 1.0, 1.0]),
+        top_k=torch.tensor([-1, -1, 5, -1, -1]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.2, 0.0]),
+    )
+    together = draft.coupled(topk, rows)(logits, 1)[1]
+    for i in range(5):
+        alone = draft.Coupling(*(x[i : i + 1] if isinstance(x, torch.Tensor) else x for x in rows))
+        assert draft.coupled(topk, alone)(logits[i : i + 1], 1)[1].tolist() == together[i : i + 1].tolist()
+    assert together[0, 0].tolist() == logits[0, 0].topk(topk).indices.tolist()
+    assert (together[1:, 0, 0] != logits[1:, 0].argmax(-1)).any()
+
+
 @pytest.fixture(scope="module")
 def model():
     config, tensors = oracle.tiny(vocab=48, hidden=32, drafter="close", sharpness=1.0, seed=9)
