@@ -73,10 +73,11 @@ def test_every_request_drafts_with_its_own_temperature_and_filters(topk):
     rows = draft.Coupling(
         seeds=torch.arange(5) * 977,
         keys=torch.tensor([7, 7, 30, 2, 9]),
-        temperature=torch.tensor([0.0, 0.4, 1.0, 1.0, 2.5]),
-        top_p=torch.tensor([1.0, 0.7, 1.0, 1.0, 1.0]),
-        top_k=torch.tensor([-1, -1, 5, -1, -1]),
-        min_p=torch.tensor([0.0, 0.0, 0.0, 0.2, 0.0]),
+        temperature=torch.tensor([0.0, 2.0, 3.0, 2.0, 2.5]),
+        top_p=torch.tensor([1.0, 0.3, 1.0, 1.0, 1.0]),
+        top_k=torch.tensor([-1, -1, 3, -1, -1]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.6, 0.0]),
+        sharpness=1.0,
     )
     together = draft.coupled(topk, rows)(logits, 1)[1]
     for i in range(5):
