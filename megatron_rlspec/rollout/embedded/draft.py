@@ -90,7 +90,7 @@ def coupled(topk: int, coupling: Coupling) -> Pick:
         def spread(values: torch.Tensor) -> torch.Tensor:
             return values.repeat_interleave(branches)
 
-        temperature = spread(coupling.temperature[:1].expand_as(coupling.temperature))
+        temperature = spread(coupling.temperature)
         logq = verify.logprobs(logits.reshape(-1, width), temperature)
         filters = (spread(coupling.top_p), spread(coupling.top_k), spread(coupling.min_p))
         seeds, keys = spread(coupling.seeds), spread(coupling.keys) + level - 1
