@@ -190,11 +190,7 @@ class Config(Section):
                 f"train.tokens_per_micro_batch={self.train.tokens_per_micro_batch} cannot hold one sample of "
                 f"model.max_length={longest}",
             ),
-            (
-                0 < self.rollout.max_total_tokens < longest,
-                f"rollout.max_total_tokens={self.rollout.max_total_tokens} cannot hold one sample of "
-                f"model.max_length={longest}",
-            ),
+            self._small_cache(),
         )
         for wrong, message in problems:
             if wrong:
@@ -203,9 +199,13 @@ class Config(Section):
         if taken := taken_by(run_dir, self.train.resume):
             raise ConfigError(f"train.run_dir={run_dir}: {taken}")
 
+    def _small_cache(self) -> tuple[bool, str]:
+        longest, room = self.model.max_length, self.rollout.max_total_tokens
+        wrong = f"rollout.max_total_tokens={room} cannot hold one sample of model.max_length={longest}"
+        return 0 < room < longest, wrong
+
     def check_answer(self) -> None:
         """Raise ConfigError if `rlspec answer` cannot be started so."""
-        longest = self.model.max_length
         for wrong, message in (
             (
                 not self.model.path,
@@ -216,11 +216,7 @@ class Config(Section):
                 not self.answer.path.endswith(".jsonl"),
                 f"answer.path={self.answer.path}: expected a .jsonl file to write",
             ),
-            (
-                0 < self.rollout.max_total_tokens < longest,
-                f"rollout.max_total_tokens={self.rollout.max_total_tokens} cannot hold one sample of "
-                f"model.max_length={longest}",
-            ),
+            self._small_cache(),
         ):
             if wrong:
                 raise ConfigError(message)
