@@ -63,6 +63,7 @@ CASES = [
     case("ms text", row(ms="1"), "rounds[0]: ms='1', expected a number"),
     case("ms zero", row(ms=0), "ms=0"),
     case("batch 0", row(batch=0), "batch=0"),
+    case("batch fraction", row(batch=1.5), "batch=1.5, expected an integer"),
     case("context below batch", lambda t: t["rounds"][-1].update(context_tokens=7), "at least one token each"),
     case("no steps", lambda t: t["rounds"][0].pop("num_steps"), "rounds[0]: no field 'num_steps'"),
     case("draft tokens of a chain", lambda t: t["rounds"][-1].update(num_draft_tokens=9), "num_draft_tokens=9"),
