@@ -50,8 +50,8 @@ class SpecSection(Section):
     )
     learn_costs: Annotated[bool, Needs("spec.mode=adaptive")] = Field(
         True,
-        description="without a cost table: learn the costs of rounds from their durations; false: choices depend on "
-        "ridge_tokens, the model's sizes and the drafts accepted, and not on a clock",
+        description="learn the costs of rounds from their durations, and correct those of a cost table; false: choices "
+        "depend on the table, or on ridge_tokens and the model's sizes, and on the drafts accepted, and not on a clock",
     )
     ridge_tokens: Annotated[float, Needs("spec.mode=adaptive", "tail.rebalance")] = Field(
         128.0,

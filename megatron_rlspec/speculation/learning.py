@@ -40,7 +40,7 @@ class Learning:
     candidate_steps  of the engines' rule
     cost_table       path; empty: use `cost`
     cost             of the model, before rounds were measured
-    learn            without a table: learn costs from the engines' rounds
+    learn            learn costs from the engines' rounds: without a table between rollouts, with one in the engines
     tp               tensor-parallel size of the engines, for a table of several
     adaptive         whether engines use `rule()`
     scale_table      whether observed round times scale the cost table in `rule()`
@@ -68,6 +68,7 @@ class Learning:
         self.learnt = LearntCost(cost) if learn and self.table is None else None
         self.settings = {"margin": margin, "probe_share": probe_share}
         self.adaptive = adaptive
+        self.correct = learn and self.table is not None
         self.scaled = self.table if scale_table else None
         self.acceptance = Acceptance(max(*candidate_steps, 1))  # as observed
         self.last: Acceptance | None = None  # as observed in the last rollout alone
@@ -145,6 +146,8 @@ class Learning:
             rule["probing"] = self.probing
         if self.scaled is not None:
             rule["table"] = self.scaled.to_json()
+        if self.correct:
+            rule["correct"] = True
         if self.sharpness is not None:
             rule["sharpness"] = self.sharpness
         return rule

@@ -19,6 +19,7 @@ import numpy as np
 from megatron_rlspec.speculation.acceptance import Acceptance, histogram_of
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learnt_cost import LearntCost, PlainRounds
+from megatron_rlspec.speculation.own_rounds import OwnRounds, TimingPlan, place
 from megatron_rlspec.speculation.probing import CatchUp, ProbeBudget, Prober
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
@@ -119,6 +120,7 @@ class SpecRule:
 
     Learning costs. With a `LearntCost` the engine passes durations of rounds to `timed`. So that the cost of plain
     decoding is known, the rule runs a few `OFF` rounds at the start, near every new batch size, and from time to time.
+    With a table and `correct` the durations correct the table (`own_rounds`).
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class SpecRule:
         margin: float = 0.01,
         probe_share: float = 0.01,
         forecast: Sequence[float] | None = None,
+        correct: bool = False,
     ) -> None:
         self.candidates = tuple(sorted(set(candidates)))
         if forecast is not None and not (forecast and all(0 <= rate <= 1 for rate in forecast)):
@@ -155,6 +158,10 @@ class SpecRule:
         self._next_fit = 2  # timings
         self._timed: SpecConfig | None = None  # the configuration of the last timing
         self._most_batch: Mapping[SpecConfig, int] = {}
+        self.correct = correct  # a table, by the durations of own rounds
+        self._own: OwnRounds | None = None
+        self._at = (0, 0)  # `place` of the present round
+        self._plan = TimingPlan()
         self.cost: Cost | None = None
         self.schedule: SpecSchedule | None = None
         self._tally = _Tally()
@@ -179,6 +186,7 @@ class SpecRule:
             self.probe_budget.set_unit("ms" if isinstance(cost, CostTable) else "passes")
             self._costs = _round_costs(self.candidates, cost, self._most_batch)
             self._plain = PlainRounds.of(cost, self._rounds)
+            self._own = OwnRounds(cost, self.candidates) if self.correct and isinstance(cost, CostTable) else None
         elif schedule is not None:
             self.cost = None
             self.schedule = schedule
@@ -204,6 +212,9 @@ class SpecRule:
         Acceptance is not taken over.
         """
         self.probe_budget.take_up(former.probe_budget, foretold=self._prober.forecast is not None)
+        if self._own is not None and former._own is not None:
+            self._own.take_up(former._own, former._costs.at, self._costs.at)
+            self._plan = former._plan
         if isinstance(self.cost, LearntCost) and isinstance(former.cost, LearntCost) and former._timings:
             self.cost.take_up(former.cost)
             self._plain = former._plain
@@ -212,11 +223,19 @@ class SpecRule:
             self._next_fit = former._next_fit
             self._costs = _round_costs(self.candidates, self.cost, self._most_batch)
 
-    def timed(self, config: SpecConfig, batch: int, context_tokens: int, ms: float) -> None:
-        """Learn the duration of a round, if the cost is a `LearntCost`. All tensor-parallel ranks must pass the same.
+    @property
+    def times(self) -> bool:
+        """Return whether `timed` has an effect."""
+        return self._own is not None or isinstance(self.cost, LearntCost)
 
-        The first drafting round after `OFF` counts only if no other is known, because the drafter catches up in it.
+    def timed(self, config: SpecConfig, batch: int, context_tokens: int, ms: float) -> None:
+        """Learn the duration of a round, if `times`. All tensor-parallel ranks must pass the same.
+
+        With a `LearntCost` the first drafting round after `OFF` counts only if no other is known: the drafter catches
+        up in it. With a table no round counts that follows another configuration.
         """
+        if self._own is not None:
+            self._own.timed(config, place(batch, context_tokens), ms, self._costs.at(batch, context_tokens))
         if not isinstance(self.cost, LearntCost):
             return
         former = self._timed
@@ -256,13 +275,16 @@ class SpecRule:
             self.catch_up = 0 if config.off else batch
             return config
         assert self.cost is not None
-        ms_per_token = self.cost.catch_up_ms
-        gap = self._gap
+        ms_per_token, gap = self.cost.catch_up_ms, self._gap
 
         def catch_up_ms(n: int) -> float:
             return ms_per_token * (n * gap if missed is None else missed(n))
 
-        return self._decide(batch, self._costs.at(batch, context_tokens), catch_up_ms, apart and missed is not None)
+        ms = self._costs.at(batch, context_tokens)
+        if self._own is not None:
+            self._at = place(batch, context_tokens)
+            ms = [x * factor for x, factor in zip(ms, self._own.doubt(self._at).factors, strict=True)]
+        return self._decide(batch, ms, catch_up_ms, apart and missed is not None)
 
     def _decide(self, batch: int, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> SpecConfig:
         """Choose by costs. `apart`: the engine can let a part of the requests catch up."""
@@ -273,14 +295,16 @@ class SpecRule:
         self._follow(rates, ms, best, batch, catch_up_ms)
         self.probe_budget.earn(ms[self._current])
         tally = self._tally
-        chosen = self._to_time(batch, rates)
+        chosen = self._to_time(batch, rates, ms, catch_up_ms, apart)
+        requests = self._plan.requests
         if chosen < 0:
             chosen, charged = self._prober.next(self._current, batch, rates[self._current], ms, catch_up_ms, apart)
+            requests = self._prober.requests
             tally.probe_ms += charged
             tally.probes += chosen != self._current
         config = self.candidates[chosen]
         probes_after_off = chosen != self._current and self.candidates[self._current].off
-        drafting = min(self._prober.requests, batch) if probes_after_off else batch
+        drafting = min(requests, batch) if probes_after_off else batch
         if config.off:
             self._gap += 1
             self.catch_up = 0
@@ -349,6 +373,7 @@ class SpecRule:
             "acceptance": self.acceptance.to_json(),
             "probing": self.probe_budget.to_json(),
             "forecast": self._prober.forecast,
+            "correct": self.correct,
         }
         if self.schedule is not None:
             return data | {"schedule": self.schedule.to_json()}
@@ -363,7 +388,7 @@ class SpecRule:
         Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and one of `table`, `roofline`, `learnt`
         (a `LearntCost`) and `schedule`. `table` is a path or a table's own JSON; `tp` selects one TP of it. Optional:
         `start`, `margin`, `probe_share`, `acceptance`, `forecast` (rates a_1.. of the next rollout),
-        `probing` (as in `report`), `version`.
+        `probing` (as in `report`), `correct` (the table, by the durations of own rounds), `version`.
         """
         unknown = set(data) - _KEYS
         if unknown:
@@ -372,7 +397,7 @@ class SpecRule:
             raise ValueError(f"speculation rule: version {data['version']!r}, but this release reads version {VERSION}")
         if "candidates" not in data:
             raise ValueError("speculation rule: no field 'candidates'")
-        names = ("margin", "probe_share", "forecast")
+        names = ("margin", "probe_share", "forecast", "correct")
         optional: dict[str, Any] = {name: data[name] for name in names if name in data}
         if data.get("start") is not None:
             optional["start"] = SpecConfig(*data["start"])
@@ -413,8 +438,14 @@ class SpecRule:
             self.probe_budget.restart()
             self._tally.switches += 1
 
-    def _to_time(self, batch: int, rates: Sequence[float]) -> int:
-        """Return the index of `OFF` if a plain round must be timed now, with a learnt cost; else -1."""
+    def _to_time(self, batch: int, rates: Sequence[float], ms: list[float], catch_up_ms: CatchUp, apart: bool) -> int:
+        """Return the index of the candidate of which a round must be timed now; -1: none."""
+        if self._own is not None and self.cost is not None and not self._prober.running:
+            now = ms[self._current]
+            reads = self.candidates[self._current].off
+            behind = {n: reads * catch_up_ms(n) / now for n in ((1, batch) if apart and reads else (batch,))}
+            switches = 2 * self.cost.switch_ms / now
+            return self._plan.next(self._own, self._at, self._current, rates, self._tokens, switches, behind)
         if not isinstance(self.cost, LearntCost) or OFF not in self.candidates:
             return -1
         off = self.candidates.index(OFF)
@@ -425,7 +456,7 @@ class SpecRule:
 
 _KEYS = {
     "version", "candidates", "start", "margin", "probe_share", "acceptance",
-    "table", "tp", "roofline", "learnt", "schedule", "forecast", "probing",
+    "table", "tp", "roofline", "learnt", "schedule", "forecast", "probing", "correct",
 }  # fmt: skip
 _COSTS = {"table": CostTable, "roofline": Roofline, "learnt": LearntCost}
 

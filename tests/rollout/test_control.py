@@ -1,6 +1,7 @@
 """Commands to a scheduler process: hold speculation, and the rule that runs after the release."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,20 @@ def test_hold_twice_needs_one_release(decider):
     assert chosen(decider) == OFF and control._held["reason"] == "push"
     control._release(SETTINGS, None)
     assert chosen(decider) == SpecConfig(3) and not control._held
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_an_engine_of_one_rank_learns_from_its_durations(decider, ranks):
+    """Clocks of several ranks differ, and each rank decides for itself."""
+    decider.start([0, 1, 3], 3, ranks)
+    table = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
+    for correct in (True, False):
+        decider.replace({"table": str(table), "correct": correct})
+        before = decider.rule.times
+        told = []
+        decider.rule.timed = lambda *args, told=told: told.append(args)
+        decider.timed(decisions.DecodeRound(SpecConfig(3), 400, None), 4, 7.5)
+        assert told == [(SpecConfig(3), 4, 400, 7.5)] * (correct and ranks == 1) and before is correct
 
 
 def test_a_rule_set_during_a_hold_is_stored(decider):

@@ -435,7 +435,7 @@ def test_a_table_without_step_0_never_chooses_step_0(engines: dict[str, SGLangEn
     engine = engines["adaptive"]
     table = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
     try:
-        engine.set_spec_rule({"table": str(table)})
+        engine.set_spec_rule({"table": str(table), "correct": True})
         engine.stats()
         list(engine.generate(requests(4, "priced"), SAMPLINGS["greedy"]))
         assert SpecConfig(0) not in {s.config for s in engine.stats()} and engine.spec_rule_report()["predicted_ms"] > 0

@@ -30,7 +30,6 @@ from megatron_rlspec.rollout.embedded.round_log import RoundLog
 from megatron_rlspec.rollout.embedded.rounds import Ahead, Budget, RoundRunner
 from megatron_rlspec.rollout.embedded.scheduler import Scheduler
 from megatron_rlspec.speculation.acceptance import histogram_of
-from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import (
     OFF,
@@ -368,7 +367,7 @@ class EmbeddedEngine:
         accepted = [new.accepted for new, drafted in zip(committed, drafting, strict=True) if drafted]
         if isinstance(chooser, SpecRule):
             chooser.observe(config, accepted, len(rows) - len(accepted))
-            if isinstance(chooser.cost, LearntCost) and len(accepted) == len(rows) and timed:
+            if chooser.times and len(accepted) == len(rows) and timed:
                 chooser.timed(config, len(rows), context, self.model.comm.mean(took, self.model.device))
         counts = histogram_of(config.num_steps, accepted)
         for run, new in zip(runs, committed, strict=True):

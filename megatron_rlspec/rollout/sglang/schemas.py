@@ -166,6 +166,7 @@ class SpecRuleBody(Strict):
     learnt: LearntBody | None = None
     schedule: ScheduleBody | None = None
     tp: int = Field(1, ge=1, le=4096)
+    correct: bool = False
     stock: bool = False
 
 

@@ -335,7 +335,9 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
         decisions.decider.rule.observe(ran.config, counted, sum(going_on) - len(counted))
     decisions.decider.sharpness.observe(ran.sharpness, ran.config, counted)
     last = all(request.finished() for request in batch.reqs)
-    _rounds.observe(ran.config, ran.context_tokens, counted, last, len(accepted) - len(counted))
+    ms = _rounds.observe(ran.config, ran.context_tokens, counted, last, len(accepted) - len(counted))
+    if ms is not None:
+        decisions.decider.timed(ran, len(accepted), ms)
     return returned
 
 

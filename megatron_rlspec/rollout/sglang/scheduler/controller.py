@@ -43,7 +43,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
 
     def __init__(self, worker: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(worker, *args, **kwargs)  # `args`: SGLang's rule or its file, by version
-        decisions.decider.start(self.candidate_steps, worker.speculative_num_steps)
+        decisions.decider.start(self.candidate_steps, worker.speculative_num_steps, worker.server_args.tp_size)
         self._config = SpecConfig(worker.speculative_num_steps)
         settings = Settings.from_environment()
         self._extensions = extensions.loaded(settings.extensions if settings else ())

@@ -1,7 +1,7 @@
 """What each decode round in SGLang's scheduler process runs, and why.
 
 Every tensor-parallel rank decides for itself, so a decision may depend only on what all ranks share: batch, context
-lengths and accepted counts, never on a local clock.
+lengths and accepted counts, never on a local clock. An engine of one rank also learns from durations (`Decider.timed`).
 """
 
 from __future__ import annotations
@@ -48,10 +48,15 @@ class Decider:
         self._stock: Any = None  # the same, with what it has learnt
         coupled = settings.verifier == "position_keyed" and settings.drafts == "coupled"
         self.sharpness = SharpnessChoice(settings.sharpness, learns=coupled and settings.learns_sharpness)
+        self.alone = False  # whether the engine has one tensor-parallel rank
         self._most: dict[SpecConfig, int] = {}  # the largest batch with captured graphs, where graphs are limited
 
-    def start(self, candidate_steps: Sequence[int], start: int) -> None:
-        """Set the candidates. Step 0 stands for two: the drafter reads along and drafts nothing, or it is off."""
+    def start(self, candidate_steps: Sequence[int], start: int, ranks: int = 0) -> None:
+        """Set the candidates; `ranks` is the tensor-parallel size.
+
+        Step 0 stands for two: the drafter reads along and drafts nothing, or it is off.
+        """
+        self.alone = ranks == 1
         self.candidates = [OFF] * (0 in candidate_steps) + [SpecConfig(n) for n in candidate_steps]
         if self._settings:
             self.replace(self._settings)
@@ -103,6 +108,12 @@ class Decider:
             catch_up = self.rule.catch_up
         self.sharpness.begin(config)
         return config, catch_up
+
+    def timed(self, ran: DecodeRound, batch: int, ms: float) -> None:
+        """Let a rule with a cost table learn the duration of a round, if this engine has one rank: clocks differ."""
+        rule = self.rule
+        if self.alone and rule is not None and rule.correct and not self.stock and ran.config in rule.candidates:
+            rule.timed(ran.config, batch, ran.context_tokens, ms)
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         """Decide by `schedule` until the next rule. Raises ValueError."""

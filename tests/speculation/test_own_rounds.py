@@ -1,0 +1,152 @@
+"""A cost table that is wrong is corrected by the engine's own rounds, and a good one costs next to nothing."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
+from megatron_rlspec.speculation.own_rounds import AT_ONCE, CHECKS, FREE, OwnRounds, place
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.types import OFF, SpecConfig
+
+CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))
+MACHINE = Roofline(4.0, 4.0 / 300, 1e-5, 0.1, host_ms=1.0, pass_ms=0.2)
+
+
+def table(batches=(1, 4, 16, 64), lengths=(128, 1024), ms=lambda config, ms: ms, spread=0.01):
+    """Profile MACHINE; `ms` makes the table wrong."""
+    rounds = []
+    for config in CANDIDATES:
+        for batch in batches:
+            for length in lengths:
+                true = float(MACHINE.grid([config], np.array(batch), np.array(batch * length))[0])
+                told = ms(config, true)
+                rounds.append(RoundCost(1, batch, batch * length, config, told, spread * told, 12))
+    return CostTable(Provenance("m", "h", "d", "e", "v", "-"), rounds)
+
+
+def run(rule, rounds, batch=32, rate=0.7, seed=0, slow=1.0, interrupted=0.02):
+    """Run rounds on MACHINE; return the choices, and tokens and ms of each round."""
+    rng = np.random.default_rng(seed)
+    chosen, tokens, took = [], [], []
+    for t in range(rounds):
+        context = batch * (200 + t)
+        config = rule.choose(batch, context)
+        ms = float(MACHINE.grid([config], np.array(batch), np.array(context))[0])
+        rule.observe(config, np.cumprod(rng.random((batch, config.num_steps)) < rate, axis=1).sum(axis=1).tolist())
+        noise = rng.lognormal(0, 0.05) * (5.0 if rng.random() < interrupted else 1.0)
+        rule.timed(config, batch, context, slow * ms * noise)
+        chosen.append(config)
+        tokens.append(sum(rate**d for d in range(config.num_steps + 1)))
+        took.append(ms)
+    return chosen, np.array(tokens), np.array(took)
+
+
+def speed(rule, rounds=600, **options):
+    _, tokens, took = run(rule, rounds, **options)
+    return tokens.sum() / took.sum()
+
+
+WRONG = {
+    "drafts a third": (lambda c, ms: ms * (1.0 if c.off else 0.33), 0.02),
+    "drafts three times": (lambda c, ms: ms * (1.0 if c.off else 3.0), 0.8),
+    "k2 free": (lambda c, ms: ms * (0.4 if c == SpecConfig(2) else 1.0), 0.05),
+    "only k5 right": (lambda c, ms: ms * (1.6 if c.num_steps != 5 else 1.0), 0.2),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_table_is_corrected_within_fifty_rounds(wrong):
+    """Against the rule with the right table; `rate` is one at which the wrong table chooses wrongly."""
+    ms, rate = WRONG[wrong]
+    found = {}
+    for name, costs, correct in (("right", table(), False), ("left", table(ms=ms), False), ("own", table(ms=ms), True)):
+        _, tokens, took = run(SpecRule(CANDIDATES, costs, correct=correct), 450, rate=rate)
+        found[name] = tokens[50:].sum() / took[50:].sum()
+    assert found["left"] < 0.93 * found["right"], found  # what this replaces
+    assert found["own"] > 0.98 * found["right"], found
+
+
+@pytest.mark.parametrize(("rate", "slow"), [(0.02, 2.0), (0.9, 1.0)])
+def test_a_good_table_loses_little_and_a_slower_clock_nothing(rate, slow):
+    """Of 1,000 rounds timing may lose FREE, which is about one percent."""
+    left, own = (speed(SpecRule(CANDIDATES, table(), correct=c), 1000, rate=rate, slow=slow) for c in (False, True))
+    assert own > 0.99 * left
+
+
+def test_without_durations_nothing_changes():
+    """As in an engine of several ranks, whose clocks differ."""
+    choices = []
+    for correct in (False, True):
+        rule = SpecRule(CANDIDATES, table(), correct=correct)
+        rng = np.random.default_rng(0)
+        for t in range(300):
+            choices.append(rule.choose(8, 8 * (100 + t)))
+            rule.observe(choices[-1], rng.binomial(choices[-1].num_steps, 0.5, 8).tolist())
+    assert choices[:300] == choices[300:]
+
+
+def test_equal_durations_give_equal_choices():
+    one, other = (run(SpecRule(CANDIDATES, table(), correct=True), 200, rate=0.5)[0] for _ in range(2))
+    assert one == other
+
+
+def test_a_rule_after_a_push_goes_on_with_the_timings_of_the_one_before():
+    ms, rate = WRONG["only k5 right"]
+    first = SpecRule(CANDIDATES, table(ms=ms), correct=True)
+    run(first, 300, rate=rate)
+    data = json.loads(json.dumps(first.to_json()))
+    assert data["correct"] is True
+    scaled = CostTable.from_json(data["table"])
+    scaled = CostTable(scaled.provenance, [replace(c, ms=3 * c.ms) for c in scaled.rounds])
+    for costs in (data["table"], scaled.to_json()):
+        after = SpecRule.from_json(data | {"table": costs})
+        after.inherit(first)
+        assert len(set(run(after, 40, rate=rate)[0])) <= 2  # nothing is timed anew
+        told, known = (rule._costs.at(32, 32 * 512) for rule in (after, first))
+        at = place(32, 32 * 512)
+        now, then = (np.array(rule._own.doubt(at).factors) for rule in (after, first))
+        assert now * np.array(told) == pytest.approx(then * np.array(known), rel=0.1)
+
+
+def test_a_configuration_without_graphs_is_not_timed():
+    rule = SpecRule(CANDIDATES, table(), correct=True)
+    rule.limit({SpecConfig(5): 8, SpecConfig(3): 8})
+    chosen, _, _ = run(rule, 300, batch=32, rate=0.5)
+    assert not {SpecConfig(5), SpecConfig(3)} & set(chosen)
+
+
+def test_what_timing_loses_is_bounded():
+    """Durations that contradict one another at random never let the plan spend more than its rounds."""
+    rule = SpecRule(CANDIDATES, table(), correct=True)
+    rng = np.random.default_rng(0)
+    for t in range(1000):
+        config = rule.choose(32, 32 * (200 + t))
+        rule.observe(config, [0] * 32 if config.num_steps else [])
+        rule.timed(config, 32, 32 * (200 + t), float(rng.lognormal(2, 1.0)))
+    assert 0 <= rule._plan.left < FREE + 1000 * 0.005
+
+
+def test_the_width_of_few_points_and_of_wide_spreads_is_stated():
+    at = np.array([place(b, b * n) for b, n in ((4, 128), (64, 128), (64, 4096))], float)
+    good, narrow, noisy = (
+        OwnRounds(costs, CANDIDATES).width(at)
+        for costs in (table(), table(batches=(1, 4), lengths=(128,)), table(spread=0.3))
+    )
+    assert good[0] < 0.02 and good[1] == good[0] < good[2]
+    assert narrow[0] == good[0] and narrow[1] > 0.4 < narrow[2]
+    assert noisy[0] > 0.1
+
+
+def test_one_interrupted_round_changes_no_choice():
+    own = OwnRounds(table(), CANDIDATES)
+    at = place(32, 3200)
+    for i, config in enumerate(CANDIDATES[:2]):
+        own.timed(config, at, 1.0, [1.0] * 5)
+        for n in range(AT_ONCE):
+            own.timed(config, at, 100.0 if i == n == 1 else 10.0, [10.0] * 5)
+    own.fit()
+    assert own.doubt(at).factors == pytest.approx([1.0] * 5, rel=0.02) and CHECKS >= 1
