@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_rlspec.noise import draw, draw_each
 from megatron_rlspec.types import SHARPNESS
 
+Agrees = Callable[[ModuleType, torch.device], bool]
 logger = logging.getLogger(__name__)
 
 
@@ -41,6 +42,13 @@ def head(weight: torch.Tensor, group: dist.ProcessGroup | None = None) -> Module
     return found
 
 
+def fingerprints(device: torch.device, agrees: Agrees) -> ModuleType | None:
+    """Return `kernels.fingerprints` if it sums tensors of this device, and `agrees`; None for plain torch."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return _choose("fingerprints", agrees, "tensors are compared", device)
+
+
 @cache
 def on_all(here: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether all ranks of `group` have kernels. The first call of a rank waits for the others."""
@@ -58,9 +66,7 @@ def prepare() -> None:
 
 
 @cache
-def _choose(
-    name: str, agrees: Callable[[ModuleType, torch.device], bool], what: str, device: torch.device
-) -> ModuleType | None:
+def _choose(name: str, agrees: Agrees, what: str, device: torch.device) -> ModuleType | None:
     reason = "Triton is not installed"
     try:
         found = import_module(f"megatron_rlspec.kernels.{name}")

@@ -15,15 +15,19 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rlspec.kernels import chosen
+
 _ROW = 1 << 16  # words: half a megabyte, which stays in a core's cache through all passes
 _WORD = 8  # bytes
 _ROWS_AT_ONCE = 256  # on a GPU, where few launches matter more
 _TOGETHER = _ROWS_AT_ONCE * _ROW * _WORD  # bytes of GPU tensors of one size whose sums share their launches
+_AT_ONCE = 1 << 30  # bytes of GPU tensors that one launch of the kernel sums, or one larger tensor
 _HALF = np.uint64(32)  # bits
 _THREAD = threading.local()
 
@@ -43,32 +47,55 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
-    """Compute the fingerprint of each (tensor, start). On a GPU: one wait, and few launches for parts of one size.
+    """Compute the fingerprint of each (tensor, start). On a GPU: one wait, and with Triton one launch for each GiB.
 
-    Of the parts that are not summed yet, at most `_TOGETHER` bytes of each size are kept.
+    Without Triton parts of one size share their launches. Of the parts not summed yet, at most `_AT_ONCE` bytes are
+    kept, or `_TOGETHER` bytes of each size.
     """
     found: list[int | Tensor] = []
-    alike: dict[tuple[torch.device, int, int], dict[int, Tensor]] = {}
+    waiting: dict[tuple[torch.device, int, int], dict[int, tuple[Tensor, int]]] = {}
+    held: dict[tuple[torch.device, int, int], int] = {}  # bytes
 
     def add(key: tuple[torch.device, int, int]) -> None:
-        group = alike.pop(key)
-        sums = _sums_on_device(torch.stack(list(group.values())), key[2])
+        group = waiting.pop(key)
+        del held[key]
+        kernel = chosen.fingerprints(key[0], agrees)
+        if kernel is not None:
+            sums = kernel.sums(list(group.values()))
+        else:
+            sums = _sums_on_device(torch.stack([data for data, _ in group.values()]), key[2])
         for i, one in zip(group, sums.unbind(), strict=True):
             found[i] = one
 
     for tensor, start in parts:
-        if tensor.device.type == "cpu" or tensor.nbytes > _TOGETHER // 2:
+        if tensor.device.type == "cpu":
             found.append(unread(tensor, start))
             continue
-        key = (tensor.device, tensor.nbytes, _first_word(tensor, start))
-        group = alike.setdefault(key, {})
-        group[len(found)] = _bytes(tensor)
+        launched = chosen.fingerprints(tensor.device, agrees) is not None
+        if not launched and tensor.nbytes > _TOGETHER // 2:
+            found.append(unread(tensor, start))
+            continue
+        first = _first_word(tensor, start)
+        key = (tensor.device, 0, 0) if launched else (tensor.device, tensor.nbytes, first)
+        group = waiting.setdefault(key, {})
+        group[len(found)] = (_bytes(tensor), first)
         found.append(0)
-        if (len(group) + 1) * tensor.nbytes > _TOGETHER:
+        held[key] = held.get(key, 0) + tensor.nbytes
+        if held[key] + tensor.nbytes > (_AT_ONCE if launched else _TOGETHER):
             add(key)
-    for key in list(alike):
+    for key in list(waiting):
         add(key)
     return read(found)
+
+
+def agrees(kernel: ModuleType, device: torch.device) -> bool:
+    """Return whether the kernel computes the sums of numpy: of a whole row and more, of a part of a word, and of bytes
+    that do not begin at a multiple of 8."""
+    data = torch.arange(1 << 18, dtype=torch.int64).mul_(0x9E3779B97F4A7C1).view(torch.uint8)
+    there = data.to(device)
+    places = [(0, 9 << 16, 5), (0, 13, 0), (3, 5 << 16, 70_000)]
+    found = kernel.sums([(there[begin:end], first) for begin, end, first in places]).tolist()
+    return [one % (1 << 64) for one in found] == [_sum_on_cpu(data[a:b].numpy(), first) for a, b, first in places]
 
 
 def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
