@@ -25,7 +25,7 @@ from synthetic import conditions
 
 from megatron_rlspec.extensions.migration.sglang import kv_moves
 from megatron_rlspec.rollout.sglang.cpu import stand_ins
-from megatron_rlspec.rollout.sglang.scheduler import control, decisions
+from megatron_rlspec.rollout.sglang.scheduler import aborts, control, decisions
 from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap, Pass
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig
@@ -97,7 +97,7 @@ def of_every_round(requests: int) -> dict[str, float]:
 
     def end() -> None:
         for request in reqs:
-            kv_moves._end_first(lambda *_: None, request)
+            aborts.end_first(lambda *_: None, request)
 
     def choose() -> None:
         decider.choose(requests, sum(request.seqlen for request in reqs), lambda n: gap.missed(reqs, n))
@@ -105,7 +105,7 @@ def of_every_round(requests: int) -> dict[str, float]:
     gap = Gap(None)
     record(gap, running, 1)
     return {
-        "decision: lengths, rule, requests that leave": microseconds(lambda: (choose(), kv_moves.movers(reqs))),
+        "decision: lengths, rule, requests that leave": microseconds(lambda: (choose(), kv_moves.before_round(reqs))),
         "marks of drafts, drafting": microseconds(mark, lambda: running.round(1)),
         "ends of samples": microseconds(end),
         "observation, drafting": microseconds(lambda: observe(STEPS)),
