@@ -3,6 +3,9 @@
 All of it runs in the scheduler's one thread. `python benchmarks/round_python.py` prints it in microseconds.
 """
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -90,3 +93,12 @@ def test_a_round_costs_no_more_python_than_is_allowed(hook, monkeypatch):
     a_request = (most[1] - most[0]) / 192
     of_a_request, of_a_round, _ = ALLOWED[hook]
     assert 0 < a_request <= of_a_request and most[1] - 256 * a_request <= of_a_round, (a_request, most)
+
+
+@pytest.mark.slow
+def test_the_benchmark_calls_hooks_that_exist():
+    program = Path(__file__).parents[2] / "benchmarks" / "round_python.py"
+    command = [sys.executable, str(program), "--requests", "4", "--off", "64"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "observation, drafting" in ended.stdout
