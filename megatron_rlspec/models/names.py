@@ -51,16 +51,12 @@ def canonical(name: str) -> str:
     return _EXPERT_TE.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
 
 
-def name_table(
-    hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "local", mtp_block: str = "transformer_layer"
-) -> NameTable:
-    """Return the names of the model that a config.json describes.
+def name_table(hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "local") -> NameTable:
+    """Return the names of the model that a config.json describes. `spec` chooses how tensors are cut.
 
-    `spec` and `mtp_block` choose the Megatron names that `spell` returns. Raises ValueError for an
-    unknown architecture and for missing sizes.
+    Raises ValueError for an unknown architecture and for missing sizes.
     """
-    record = record_of(hf_config)
-    return NameTable(hf_config["architectures"][0], record, hf_config, spec, mtp_block)
+    return NameTable(hf_config["architectures"][0], record_of(hf_config), hf_config, spec)
 
 
 class NameTable:
@@ -76,11 +72,10 @@ class NameTable:
     `output_layer.weight`, reads the embedding's row and writes nothing.
     """
 
-    def __init__(self, name: str, record: Family, hf_config: Mapping[str, Any], spec: str, mtp_block: str) -> None:
+    def __init__(self, name: str, record: Family, hf_config: Mapping[str, Any], spec: str) -> None:
         self.name = name
         self.record = record
         self.spec = spec
-        self.mtp_block = mtp_block
         self.geometry = Geometry.of(hf_config)
         self.rows: dict[str, Row] = {row.megatron: row for row in record.rows(hf_config)}
         if DRAFTER in hf_config:
@@ -124,13 +119,6 @@ class NameTable:
     def unshard(self, megatron_name: str, shards: Sequence[Tensor]) -> Tensor:
         """Join all tensor-parallel ranks' parts, given in rank order, to the full Megatron tensor."""
         return self._cut(megatron_name).unshard(shards)
-
-    def spell(self, canonical_name: str) -> str:
-        """Return a canonical name as this model's layer specs have it."""
-        name = canonical_name
-        if self.mtp_block != "transformer_layer":
-            name = _MTP_BLOCK.sub(rf"\1.{self.mtp_block}.", name)
-        return _EXPERT_LOCAL.sub(r".mlp.experts.\2.weight\1", self.fused(name)) if self.spec == "te" else name
 
     def fused(self, name: str) -> str:
         """Return the name of a norm as part of the layer behind it, if the block has such a layer."""

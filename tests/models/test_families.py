@@ -7,7 +7,7 @@ from moe_oracles import DEEPSEEK_V3, GLM4_MOE, OPTIONS, checkpoint, logits, save
 from test_pushed_families import PUSHED, config_of
 from test_pushed_families import checkpoint as pushed_checkpoint
 from weight_oracles import megatron_logits, megatron_model, mtp_block, one_rank, spelling
-from whole_tensors import to_megatron
+from whole_tensors import spell, to_megatron
 
 from megatron_rlspec.models.names import canonical, name_table
 
@@ -67,7 +67,7 @@ def test_target_names_and_shapes_are_those_that_transformers_writes(model, tmp_p
 
 def logits_in_megatron(config, tensors):
     megatron = megatron_model(config, **OPTIONS[config["architectures"][0]])
-    full = dict(to_megatron(name_table(config, spec=spelling(), mtp_block=mtp_block()), tensors))
+    full = dict(to_megatron(name_table(config, spec=spelling()), tensors, mtp_block=mtp_block()))
     unread = ("_extra_state", "local_tokens_per_expert")
     held = {n: t for n, t in megatron.state_dict().items() if not n.endswith(unread)}
     assert set(full) == set(held)
@@ -112,7 +112,7 @@ def test_round_trip_is_exact(model, spec, tmp_path):
     back = [pair for name, full in to_megatron(family, tensors) for pair in family.to_hf(name, full)]
     assert len(back) == len(tensors) - len(copies(family))
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in back)
-    names = {family.spell(name) for name in family.rows}
+    names = {spell(family, name) for name in family.rows}
     assert {canonical(name) for name in names} == set(family.rows)
 
 
@@ -129,16 +129,17 @@ def test_shards_join_again(model, tmp_path):
 
 
 def test_transformer_engine_keeps_some_norms_apart():
-    names = {name: name_table(GLM4_MOE, spec="te").spell(name) for name in name_table(GLM4_MOE).rows}
+    family = name_table(GLM4_MOE, spec="te")
+    names = {name: spell(family, name) for name in family.rows}
     assert names["decoder.layers.0.pre_mlp_layernorm.weight"].endswith("0.mlp.linear_fc1.layer_norm_weight")
     assert names["decoder.layers.1.pre_mlp_layernorm.weight"] == "decoder.layers.1.pre_mlp_layernorm.weight"
     expert = "mtp.layers.0.transformer_layer.mlp.experts.local_experts.3.linear_fc2.weight"
     assert names[expert] == "mtp.layers.0.transformer_layer.mlp.experts.linear_fc2.weight3"
     family = name_table(DEEPSEEK_V3, spec="te")
     latent = "decoder.layers.2.self_attention."
-    assert family.spell(f"{latent}q_layernorm.weight") == f"{latent}linear_q_up_proj.layer_norm_weight"
-    assert family.spell(f"{latent}kv_layernorm.weight") == f"{latent}linear_kv_up_proj.layer_norm_weight"
-    assert family.spell("decoder.layers.2.input_layernorm.weight") == "decoder.layers.2.input_layernorm.weight"
+    assert spell(family, f"{latent}q_layernorm.weight") == f"{latent}linear_q_up_proj.layer_norm_weight"
+    assert spell(family, f"{latent}kv_layernorm.weight") == f"{latent}linear_kv_up_proj.layer_norm_weight"
+    assert spell(family, "decoder.layers.2.input_layernorm.weight") == "decoder.layers.2.input_layernorm.weight"
     down = torch.randn(24, 64)
     assert family.shard(f"{latent}linear_q_down_proj.weight", down, 0, 2) is down
     assert name_table(DEEPSEEK_V3).shard(f"{latent}linear_q_down_proj.weight", down, 0, 2).shape == (12, 64)
@@ -240,7 +241,7 @@ def test_mbridge_gives_the_same_names(model):
     bridge.hf_config = type("Config", (), {"num_hidden_layers": 4, "num_nextn_predict_layers": 1})()
     family = name_table(config, spec="te")
     for name, row in family.rows.items():
-        spelled = family.spell(name)
+        spelled = spell(family, name)
         if model == "deepseek_v3" and spelled.startswith("mtp."):
             continue  # written for the 61 layers of the released model
         theirs = bridge._weight_name_mapping_mcore_to_hf(spelled)

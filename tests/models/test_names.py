@@ -12,7 +12,7 @@ from weight_oracles import (
     one_rank,
     spelling,
 )
-from whole_tensors import to_megatron
+from whole_tensors import spell, to_megatron
 
 from megatron_rlspec.models.names import canonical, name_table
 
@@ -21,7 +21,7 @@ IDS = torch.randint(0, MIMO["vocab_size"], (2, 12), generator=torch.Generator().
 
 def logits_in_megatron(config, tensors):
     model = megatron_model(config)
-    full = dict(to_megatron(name_table(config, spec=spelling(), mtp_block=mtp_block()), tensors))
+    full = dict(to_megatron(name_table(config, spec=spelling()), tensors, mtp_block=mtp_block()))
     parameters = dict(model.named_parameters())
     assert set(full) - {"output_layer.weight"} == set(parameters) - {"output_layer.weight"}
     with torch.no_grad():
@@ -55,16 +55,16 @@ def test_a_wrong_half_swap_changes_the_draft_logits_only():
 @pytest.mark.parametrize("tied", [False, True])
 def test_round_trip_is_exact(spec, mtp_block, tied):
     config, tensors = mimo_checkpoint(tie_word_embeddings=tied)
-    family = name_table(config, spec=spec, mtp_block=mtp_block)
-    back = [pair for name, full in to_megatron(family, tensors, padded_vocab=160) for pair in family.to_hf(name, full)]
+    family = name_table(config, spec=spec)
+    back = [pair for name, full in to_megatron(family, tensors, 160, mtp_block) for pair in family.to_hf(name, full)]
     assert len(back) == len(tensors)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in back)
 
 
 def test_transformer_engine_spelling():
     config, _ = mimo_checkpoint()
-    family = name_table(config, spec="te", mtp_block="mtp_model_layer")
-    names = {family.spell(name) for name in family.rows}
+    family = name_table(config, spec="te")
+    names = {spell(family, name, "mtp_model_layer") for name in family.rows}
     assert "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight" in names
     assert "mtp.layers.0.mtp_model_layer.mlp.linear_fc1.layer_norm_weight" in names
     assert not any("input_layernorm" in name or "pre_mlp_layernorm" in name for name in names)
