@@ -179,7 +179,7 @@ def test_a_run_tells_its_engines_the_sharpness_that_the_trainer_predicts(model, 
     engine = oracle.engine_of(*model, CHAIN)
     accepted = [1.0, 2.0, 3.0]  # of ten drafts, by sharpness
     for best in (SHARPNESS[2], SHARPNESS[0]):
-        told.learn([], [], Prediction.of_sums((1,), [10.0] * 3, accepted))
+        learning.expect(Prediction.of_sums((1,), [10.0] * 3, accepted))
         told.set(engine)
         assert engine.describe()["sharpness"] == best
         accepted.reverse()
