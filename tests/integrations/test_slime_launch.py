@@ -54,7 +54,7 @@ def test_the_users_own_hooks_are_kept_and_called():
     [
         ("--sglang-speculative-accept-threshold-single 0.9", {}, "accepts tokens the policy would not draw"),
         ("--sglang-speculative-eagle-topk 4", {}, "chains only"),
-        ("--sglang-enable-dp-attention", {}, "under --sglang-enable-dp-attention SGLang does not adapt it; give one"),
+        ("--sglang-enable-dp-attention", {}, "under --sglang-enable-dp-attention SGLang before 0.5.23 does not"),
         ("--sglang-speculative-num-steps 2", {}, "--num-steps 3, but --sglang-speculative-num-steps 2; give one"),
         ("--prefill-num-servers 2", {}, "never run with a drafter that is trained"),
         ("--sglang-enable-mixed-chunk", {}, "mix prefill and decode are not supported"),
@@ -90,8 +90,9 @@ def test_the_verifier_reaches_engines_and_hooks():
     assert settings["drafts"] == "coupled" and planned().settings["rlspec_verifier"] == "target_only"
     for flag in ("--sglang-enable-dp-attention", "--sglang-attn-dp-size 8"):
         slime.plan(flag.split(), DRAFTER, None, None)
-        with pytest.raises(ConfigError, match="with --verifier position_keyed was never run"):
-            slime.plan(flag.split(), DRAFTER, None, None, verifier="position_keyed")
+        with pytest.raises(ConfigError, match="with --verifier position_keyed was never run in SGLang 0.5.15"):
+            slime.plan(flag.split(), DRAFTER, None, None, verifier="position_keyed", sglang="0.5.15.post1")
+        slime.plan(flag.split(), DRAFTER, None, None, verifier="position_keyed", sglang="0.5.23")
 
 
 def test_harmless_values_are_not_refused():
@@ -110,12 +111,21 @@ def test_harmless_values_are_not_refused():
 @pytest.mark.parametrize("given", [None, [2]])
 def test_the_number_of_steps_is_fixed_if_sglang_cannot_adapt_it(flag, given):
     """The drafter is trained and pushed as usual, and one line reports that the number is fixed."""
-    added = slime.plan(f"{flag} --sglang-speculative-num-steps 2".split(), DRAFTER, given, None)
+    added = slime.plan(f"{flag} --sglang-speculative-num-steps 2".split(), DRAFTER, given, None, sglang="0.5.15")
     assert "--sglang-speculative-adaptive" not in added.flags and not added.adaptive
     assert set(slime.CHAINED) <= set(added.flags)
     assert added.settings["rlspec_candidate_steps"] == [2]
     name = flag.split()[0]
-    assert added.notes == [f"the number of draft steps is fixed at 2: under {name} SGLang does not adapt it"]
+    sglang = "SGLang" if "pdmux" in flag else "SGLang 0.5.15"
+    assert added.notes == [f"the number of draft steps is fixed at 2: under {name} {sglang} does not adapt it"]
+
+
+@pytest.mark.parametrize("flag", ["--sglang-enable-dp-attention --sglang-dp-size 8", "--sglang-attn-dp-size 8"])
+def test_ranks_under_attention_data_parallelism_decide_together_from_0523_on(flag):
+    added = slime.plan(flag.split(), DRAFTER, (0, 1, 3), 3, sglang="0.5.23")
+    assert "--sglang-speculative-adaptive" in added.flags
+    assert added.settings["rlspec_candidate_steps"] == [0, 1, 3]
+    assert "the ranks of an engine decide together" in added.notes[0]
 
 
 def test_the_recipes_number_of_steps_is_used_at_the_start():
@@ -275,10 +285,10 @@ def test_bad_cost_tables_are_reported_before_anything_starts(tmp_path):
 
 
 def test_notes_are_printed(tmp_path, capsys):
-    command = ["python", "train.py", "--sglang-enable-dp-attention", "--multi-latent-attention"]
+    command = ["python", "train.py", "--sglang-enable-pdmux", "--multi-latent-attention"]
     assert slime.main(["--dry-run", "--folder", str(tmp_path), "--", *command]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("rlspec slime: the number of draft steps is fixed at 3: under --sglang-enable-dp")
+    assert told[0].startswith("rlspec slime: the number of draft steps is fixed at 3: under --sglang-enable-pdmux")
     assert told[1] == "rlspec slime: the drafter is trained to depth 1: --multi-latent-attention supports no other"
 
 

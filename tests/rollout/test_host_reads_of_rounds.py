@@ -28,12 +28,12 @@ FILTER_TWICE = {
     place: (2, f"{why}; again for the drafts that the catching up gives") for place, (_, why) in FILTER.items()
 }
 CATCHING_UP = {
-    "drafter_gap.py:DrafterGap._feed: tolist": (1, "lengths of the requests, which SGLang has on the device only"),
+    "drafter_gap.py:DrafterGap._passes: tolist": (1, "lengths of the requests, which SGLang has on the device only"),
     "drafter_gap.py:DrafterGap._missed_by: tolist": (1, "how many drafts were accepted in recent probes, all at once"),
     "stash.py:Missed.read: waiting copy to the GPU": (2, "which rows of recent rounds a pass reads, and their order"),
     "stash.py:_joined: waiting copy to the GPU": (2, "a pass's rows from the stash: hidden states, tokens"),
-    "drafter_gap.py:DrafterGap._feed: waiting copy to the GPU": (1, "which token follows each request's part"),
-    "drafter_gap.py:DrafterGap._extend: waiting copy to the GPU": (1, "places and lengths of the drafter's pass"),
+    "drafter_gap.py:DrafterGap._passes: waiting copy to the GPU": (1, "which token follows each request's part"),
+    "drafter_gap.py:DrafterGap._part: waiting copy to the GPU": (1, "places and lengths of the drafter's pass"),
 }
 STORING = {
     "stash.py:Stash._stage: copy without waiting": (2, "hidden states and numbers of 64 rounds, on a stream of its own")

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from megatron_rlspec import arguments
+from megatron_rlspec.compat.installed import version
 from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.host import environment
@@ -48,8 +49,6 @@ DRAFTER = (
 )
 # Under these flags SGLang keeps the number of steps it starts with (`adaptive_unsupported_reason`). It only warns.
 FIXED = (
-    "--sglang-enable-dp-attention",
-    "--sglang-attn-dp-size",
     "--sglang-enable-two-batch-overlap",
     "--sglang-enable-multi-layer-eagle",
     "--sglang-enable-pdmux",
@@ -83,6 +82,7 @@ def plan(
     start: int | None,
     cost_table: str = "",
     verifier: Verifier = "target_only",
+    sglang: str = "",
 ) -> Additions:
     """Decide what to add to `command` (slime's arguments, the driver excluded). Pure.
 
@@ -91,6 +91,7 @@ def plan(
     start       num_steps until the first rollout has ended; None: the command's own, or the default
     cost_table  file by which our rule chooses in the engines; "": SGLang's own rule chooses
     verifier    of the engines; position_keyed gives each sample a seed
+    sglang      its version; "" if it is not known here
 
     Raises ConfigError if slime's own flags contradict it.
     """
@@ -98,10 +99,11 @@ def plan(
     refusals.refuse(given, drafter)
     out = Additions()
     if verifier == "position_keyed":
-        refusals.refuse_keyed(given)
+        refusals.refuse_keyed(given, sglang)
         if SAMPLER not in given:
             out.flags += [SAMPLER, "pytorch"]
-    steps, start = _steps(given, steps, start, out.notes)
+    fixed = _fixed_by(given, sglang)
+    steps, start = _steps(given, steps, start, fixed, out.notes)
     depth = _depth(given, drafter["depth"], out.notes)
     eagle3 = drafter["kind"] == "eagle3"
     inside = {} if eagle3 else {"--enable-mtp-training": None, "--mtp-num-layers": "1"}
@@ -112,13 +114,13 @@ def plan(
         if theirs := given.get(flag):
             out.settings[inner] = theirs
         out.flags += [flag, ours]
-    sglang = {
+    engines = {
         "--sglang-speculative-algorithm": EAGLE3 if eagle3 else "EAGLE",
         "--sglang-speculative-num-steps": str(start),
         "--sglang-speculative-eagle-topk": "1",
         "--sglang-speculative-num-draft-tokens": str(start + 1),
     } | ({DRAFT_MODEL: drafter["path"]} if eagle3 else {})
-    for flag, value in sglang.items():
+    for flag, value in engines.items():
         if flag not in given:
             out.flags += [flag, value]
     if len(steps) > 1 and "--sglang-speculative-adaptive" not in given:
@@ -129,7 +131,7 @@ def plan(
     out.settings |= {"rlspec_candidate_steps": sorted(steps), "rlspec_cost_table": cost_table}
     out.settings["rlspec_verifier"] = verifier
     if cost_table and len(steps) == 1:
-        remedy = f"{fixed}; leave it out" if (fixed := _fixed_by(given)) else "give --candidate-steps more than one"
+        remedy = f"{fixed}; leave it out" if fixed else "give --candidate-steps more than one"
         raise ConfigError(f"--cost-table {cost_table}: nothing to choose from: {remedy}")
     # Without a table the engines keep `num_steps` until the first rollout has been observed.
     chosen = rule(cost_table, steps) if cost_table else None
@@ -138,7 +140,7 @@ def plan(
 
 
 def _steps(
-    given: Mapping[str, str | None], steps: Sequence[int] | None, start: int | None, notes: list[str]
+    given: Mapping[str, str | None], steps: Sequence[int] | None, start: int | None, fixed: str, notes: list[str]
 ) -> tuple[list[int], int]:
     """Return the step counts that the engines may choose from, and the one at the start. Raises ConfigError."""
     theirs = whole_number(given.get("--sglang-speculative-num-steps"))
@@ -147,7 +149,6 @@ def _steps(
     if start is None:
         alone = steps[0] if steps is not None and len(steps) == 1 else None
         start = next(n for n in (theirs, alone, SpecSection().num_steps) if n is not None)
-    fixed = _fixed_by(given)
     if steps is None:
         steps = [start] if fixed else sorted({*SpecSection().candidate_steps, start})
     elif fixed and len(steps) > 1:
@@ -160,11 +161,15 @@ def _steps(
         raise ConfigError(f"num_steps={start} is not among candidate_steps={list(steps)}")
     if fixed:
         notes.append(f"the number of draft steps is fixed at {start}: {fixed}")
+    elif len(steps) > 1 and (flag := refusals.flag_of_attention_ranks(given)):
+        notes.append(f"under {flag} the ranks of an engine decide together, which ran on CPUs, and not on GPUs yet")
     return list(steps), start
 
 
-def _fixed_by(given: Mapping[str, str | None]) -> str:
+def _fixed_by(given: Mapping[str, str | None], sglang: str) -> str:
     """Return why the number of steps cannot change while the engines run; "" if it can."""
+    if (flag := refusals.flag_of_attention_ranks(given)) and not refusals.ranks_decide(sglang):
+        return f"under {flag} SGLang {sglang or 'before 0.5.23'} does not adapt it"
     for flag in FIXED:
         if flag in given and given[flag] != "1":
             return f"under {flag} SGLang does not adapt it"
@@ -362,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drafter["path"] = str(Path(drafter["path"]).absolute())
     steps = _numbers(options.candidate_steps) if options.candidate_steps else None
     table = str(Path(options.cost_table).absolute()) if options.cost_table else ""
-    added = plan(arguments, drafter, steps, options.num_steps, table, options.verifier)
+    added = plan(arguments, drafter, steps, options.num_steps, table, options.verifier, version("sglang"))
     if table:
         refusals.check_table(table, added.settings["rlspec_candidate_steps"])
     if drafter["kind"] == "eagle3":

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.models.config import ModelConfigError
@@ -71,17 +73,23 @@ def refuse_relative(driver: str) -> None:
             )
 
 
-def refuse_keyed(given: Mapping[str, str | None]) -> None:
+def refuse_keyed(given: Mapping[str, str | None], sglang: str) -> None:
     """Raise ConfigError for flags of slime with which engines do not sample by the seed of a sample."""
-    if flag := _flag_of_attention_ranks(given):
-        raise ConfigError(f"{flag} with --verifier position_keyed was never run; expected --verifier target_only")
+    if (flag := flag_of_attention_ranks(given)) and not ranks_decide(sglang):
+        never = f"{flag} with --verifier position_keyed was never run in SGLang {sglang or 'before 0.5.23'}"
+        raise ConfigError(f"{never}; expected --verifier target_only")
     if (sampler := given.get(SAMPLER, "pytorch")) != "pytorch":  # others end an engine at a seed beside top-p or top-k
         raise ConfigError(f"{SAMPLER} {sampler} samples without seeds; --verifier position_keyed expects pytorch")
     if (seed := given.get("--rollout-seed") or "0").startswith("-"):
         raise ConfigError(f"--rollout-seed {seed}: --verifier position_keyed expects 0 or more")
 
 
-def _flag_of_attention_ranks(given: Mapping[str, str | None]) -> str:
+def ranks_decide(sglang: str) -> bool:
+    """Return whether the ranks of an engine of this version can decide together under attention data parallelism."""
+    return bool(sglang) and Version(sglang).release >= (0, 5, 23)
+
+
+def flag_of_attention_ranks(given: Mapping[str, str | None]) -> str:
     """Return the flag under which the ranks of an engine draw for requests of their own; "" if there is none."""
     flags = ("--sglang-enable-dp-attention", "--sglang-attn-dp-size")
     return next((flag for flag in flags if flag in given and given[flag] != "1"), "")

@@ -168,7 +168,8 @@ def extend_attention_cpu(
     """Attend with the last `extend_lens[i]` tokens of request i: prefill, verify and draft-extend. Causal.
 
     query, output [sum of extend_lens, h, d], request after request from `extend_start`. `seq_lens` includes the new
-    tokens, whose keys and values are in the buffers already. Raises NotImplementedError as `decode_attention_cpu` does.
+    tokens, whose keys and values are in the buffers already. Under attention data parallelism a batch may be padded:
+    `query` and `seq_lens` are then longer than `extend_lens` says. Raises as `decode_attention_cpu`.
     """
     _refuse(
         "extend_attention_cpu",
@@ -179,14 +180,15 @@ def extend_attention_cpu(
         tree_mask=tree_mask is not None,
         non_causal=not is_causal,
     )
-    batch = len(seq_lens)
+    batch = len(extend_lens)
     total = query.shape[0]
     uniform = batch * max_extend_len == total
 
     def make() -> tuple:
-        longest = int(seq_lens.max())
-        rows = req_to_token[req_pool_indices, :longest].long()
-        last_seen = (seq_lens - extend_lens)[:, None] + torch.arange(max_extend_len)
+        ends = seq_lens[:batch]
+        longest = int(ends.max())
+        rows = req_to_token[req_pool_indices[:batch], :longest].long()
+        last_seen = (ends - extend_lens)[:, None] + torch.arange(max_extend_len)
         mask = _additive(torch.arange(longest) <= last_seen[:, :, None], query, key_buffer)
         query_rows = None
         if not uniform:
@@ -196,7 +198,7 @@ def extend_attention_cpu(
 
     if not uniform and batch * max_extend_len * int(seq_lens.max()) > _MAX_PADDED_PAIRS:
         for i, (first, length, end) in enumerate(
-            zip(extend_start.tolist(), extend_lens.tolist(), seq_lens.tolist(), strict=True)
+            zip(extend_start.tolist(), extend_lens.tolist(), seq_lens[:batch].tolist(), strict=True)
         ):
             rows = req_to_token[req_pool_indices[i], :end].long()
             visible = torch.arange(end) <= (torch.arange(length) + end - length)[:, None]
@@ -218,4 +220,5 @@ def extend_attention_cpu(
     padded = torch.cat((query, query.new_zeros(1, *query.shape[1:])))[plan.query_rows]
     out = _attend(padded, keys, values, plan.mask, scaling)
     real = plan.query_rows < total
+    output.zero_()
     output[plan.query_rows[real]] = out[real]

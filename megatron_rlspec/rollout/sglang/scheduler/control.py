@@ -331,11 +331,10 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
     drafting = range(len(accepted)) if ran.drafting is None else ran.drafting
     counted = [accepted[i] for i in drafting if going_on[i]]
-    if decisions.decider.rule is not None:
-        decisions.decider.rule.observe(ran.config, counted, sum(going_on) - len(counted))
-    decisions.decider.sharpness.observe(ran.sharpness, ran.config, counted)
+    decisions.decider.observe(ran, counted, sum(going_on) - len(counted))
     last = all(request.finished() for request in batch.reqs)
-    ms = _rounds.observe(ran.config, ran.context_tokens, counted, last, len(accepted) - len(counted))
+    others = (ran.requests or len(accepted)) - len(counted)
+    ms = _rounds.observe(ran.config, ran.context_tokens, counted, last, others)
     if ms is not None:
         decisions.decider.timed(ran, len(accepted), ms)
     return returned

@@ -26,6 +26,7 @@ from sglang.srt.speculative import adaptive_runtime_state
 
 from megatron_rlspec.rollout.sglang import extensions
 from megatron_rlspec.rollout.sglang.scheduler import decisions, plain_round, versions
+from megatron_rlspec.rollout.sglang.scheduler.attention_ranks import AttentionRanks, Share
 from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
 from megatron_rlspec.rollout.sglang.settings import Settings
@@ -47,10 +48,14 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         self._config = SpecConfig(worker.speculative_num_steps)
         settings = Settings.from_environment()
         self._extensions = extensions.loaded(settings.extensions if settings else ())
-        self.gap = DrafterGap(worker)
+        parallel = versions.installed().attention_parallel()
+        self._ranks = None if parallel is None else AttentionRanks(parallel, max(self.candidate_steps))
+        self.gap = DrafterGap(worker, self._ranks)
         self._drafting: list[int] | None = None  # indices of the requests whose drafter has caught up; None: all
         self._batch: Any = None
         self._context = 0  # tokens
+        self._together: tuple[int, int] = (0, 0)  # number of the round and its requests, where ranks decide together
+        self._plain = False  # whether no request of the round needs the verify path
         self._decided = False  # whether this round was decided before SGLang asked
         self._stub: tuple[torch.Tensor, ...] | None = None
         self._forward = worker.forward_batch_generation
@@ -73,8 +78,11 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
     def _decide(self, batch_size: int) -> None:
         reqs = self._batch.reqs
         gap = self.gap
-        if reqs:
+        if self._ranks is not None:
+            self._decide_together(self._ranks)
+        elif reqs:
             self._context = sum(r.seqlen for r in reqs)
+            self._plain = plain_round.asks_no_more(self._batch)
             missed = partial(gap.missed, reqs) if gap.open else _nothing
             self._config, n = decisions.decider.choose(batch_size, self._context, missed)
             needed = [i for extension in self._extensions for i in extension.before_round(reqs)]
@@ -84,33 +92,53 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         if self._config.num_steps != self.worker.speculative_num_steps:
             self._activate(self._config.num_steps)
 
+    def _decide_together(self, ranks: AttentionRanks) -> None:
+        """Decide with the other ranks, which call this before the same round. This one may have no requests."""
+        reqs, gap, decider = self._batch.reqs, self.gap, decisions.decider
+        needed = [i for extension in self._extensions for i in extension.before_round(reqs)] if reqs else []
+        context, plain = sum(r.seqlen for r in reqs), plain_round.asks_no_more(self._batch)
+        ran, accepted, others = decider.late.due()
+        joint = ranks.join(Share(context, plain, gap.open, bool(needed), gap.lags(reqs), accepted, others))
+        if ran is not None:
+            decider.learn(ran, joint.accepted, joint.others)
+        self._context, self._plain = joint.context, joint.plain
+        self._config, n = decider.choose(joint.batch, joint.context, joint.missed if joint.open else _nothing)
+        self._together = decider.late.begin(self._config), joint.batch
+        drafting = None
+        if joint.open and (joint.needed or not self._config.off):
+            drafting = gap.close(self._batch, 0 if self._config.off else joint.own(n), needed)
+        self._drafting = None if self._config.off else drafting
+
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
         """Pass the counts to SGLang's rule if that decides.
 
         Our rule observes rounds in `control.py`, with the configuration that each of them ran: under the overlap
         scheduler the present one may be another.
         """
-        if decisions.decider.stock:
+        if decisions.decider.stock and self._ranks is None:
             decisions.decider.stock.on_verify_complete(num_correct_drafts_per_req, batch_size)
 
     def _round(self, batch: Any, on_publish: Any = None, *args: Any, **kwargs: Any) -> Any:
         self._batch = batch
-        if batch.forward_mode.is_extend() or batch.is_extend_in_batch or not batch.reqs:
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch or not (batch.reqs or self._ranks):
             if self.gap.open:
                 self.gap.forget(batch.reqs)
             return self._forward(batch, on_publish, *args, **kwargs)
         self._decide(len(batch.reqs))
-        if self._config.off and plain_round.possible(self.worker, batch):
+        if self._config.off and self._plain and plain_round.possible(self.worker):
             result, hidden, tokens = plain_round.run(self.worker, batch, on_publish)
             self._leave_out(batch, result, hidden, tokens)
         else:
             self._decided = True
             result = self._forward(batch, on_publish, *args, **kwargs)
         counted = decisions.decider.sharpness.counted
-        result.rlspec_round = DecodeRound(self._config, self._context, self._drafting, counted)
+        result.rlspec_round = DecodeRound(self._config, self._context, self._drafting, counted, *self._together)
         return result
 
     def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:
+        if self._config.off and not batch.reqs:
+            self._stub_out(batch, result)
+            return
         if batch.reqs and (self._config.off or self._drafting is not None):
             # CUDA graphs write their outputs into the same buffers in every round.
             hidden = result.logits_output.hidden_states.clone()
@@ -123,7 +151,11 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
 
     def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
         """Skip the drafter in this round, and keep its inputs."""
-        self.gap.record(batch.reqs, hidden, tokens)
+        if batch.reqs:
+            self.gap.record(batch.reqs, hidden, tokens)
+        self._stub_out(batch, result)
+
+    def _stub_out(self, batch: Any, result: Any) -> None:
         if self._stub is None or len(self._stub[0]) != len(batch.reqs):
             self.worker._stub_skipped_draft_extend(batch, result)
             self._stub = tuple(getattr(result.next_draft_input, name) for name in _STUBBED)

@@ -1,7 +1,8 @@
 """What each decode round in SGLang's scheduler process runs, and why.
 
 Every tensor-parallel rank decides for itself, so a decision may depend only on what all ranks share: batch, context
-lengths and accepted counts, never on a local clock. An engine of one rank also learns from durations (`Decider.timed`).
+lengths and accepted counts, never on a local clock. Ranks with requests of their own first share these
+(`attention_ranks.py`). An engine of one rank also learns from durations (`Decider.timed`).
 """
 
 from __future__ import annotations
@@ -23,18 +24,50 @@ class DecodeRound:
 
     drafting   indices of the requests whose drafter had caught up; None: all of them
     sharpness  `SharpnessChoice.counted`
+    number     the round's number from 1, by which all ranks know it; 0 where ranks do not share their rounds, and
+    requests   those of all ranks
     """
 
     config: SpecConfig
     context_tokens: int
     drafting: list[int] | None
     sharpness: float | None = None
+    number: int = 0
+    requests: int = 0
 
     def behind(self, batch: int) -> set[int]:
         """Return the indices of the requests, of `batch` many, whose drafter has not read this round's tokens."""
         if self.config.off:
             return set(range(batch))
         return set() if self.drafting is None else set(range(batch)) - set(self.drafting)
+
+
+class LateRounds:
+    """Keeps what the rounds of this rank accepted, until all ranks have processed them.
+
+    The overlap scheduler launches a round before it processes the one before. So round n is due before round n + 2.
+    """
+
+    def __init__(self) -> None:
+        self._ran: dict[int, SpecConfig] = {}
+        self._seen: dict[int, tuple[Sequence[int], int]] = {}
+        self._number = 0  # of the latest round
+
+    def begin(self, config: SpecConfig) -> int:
+        """Return the number of a round that begins."""
+        self._number += 1
+        self._ran[self._number] = config
+        return self._number
+
+    def keep(self, number: int, accepted: Sequence[int], others: int) -> None:
+        """Take what the requests of this rank accepted; the arguments are those of `SpecRule.observe`."""
+        if number in self._ran:
+            self._seen[number] = (accepted, others)
+
+    def due(self) -> tuple[SpecConfig | None, Sequence[int], int]:
+        """Return the round that is due before the next one: its configuration, or None, and what was kept."""
+        number = self._number - 1
+        return self._ran.pop(number, None), *self._seen.pop(number, ((), 0))
 
 
 class Decider:
@@ -49,6 +82,7 @@ class Decider:
         coupled = settings.verifier == "position_keyed" and settings.drafts == "coupled"
         self.sharpness = SharpnessChoice(settings.sharpness, learns=coupled and settings.learns_sharpness)
         self.alone = False  # whether the engine has one tensor-parallel rank
+        self.late = LateRounds()
         self._most: dict[SpecConfig, int] = {}  # the largest batch with captured graphs, where graphs are limited
 
     def start(self, candidate_steps: Sequence[int], start: int, ranks: int = 0) -> None:
@@ -114,6 +148,21 @@ class Decider:
         rule = self.rule
         if self.alone and rule is not None and rule.correct and not self.stock and ran.config in rule.candidates:
             rule.timed(ran.config, batch, ran.context_tokens, ms)
+
+    def observe(self, ran: DecodeRound, accepted: Sequence[int], others: int) -> None:
+        """Take what requests of this rank accepted in a round. The last arguments are those of `SpecRule.observe`."""
+        self.sharpness.observe(ran.sharpness, ran.config, accepted)
+        if ran.number:
+            self.late.keep(ran.number, accepted, others)
+        elif self.rule is not None:
+            self.rule.observe(ran.config, accepted, others)
+
+    def learn(self, config: SpecConfig, accepted: list[int], others: int) -> None:
+        """Learn from a round of all ranks."""
+        if self.rule is not None:
+            self.rule.observe(config, accepted, others)
+        if self.stock and accepted:
+            self.stock.on_verify_complete(accepted, len(accepted) + others)
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         """Decide by `schedule` until the next rule. Raises ValueError."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from megatron_rlspec.rollout.sglang.scheduler import versions
+from megatron_rlspec.rollout.sglang.scheduler.attention_ranks import AttentionRanks
 from megatron_rlspec.rollout.sglang.scheduler.stash import Missed, Rows, SkippedRound, Stash, find, sort
 
 
@@ -49,10 +50,12 @@ class DrafterGap:
     """The inputs that the drafter of one `EAGLEWorkerV2` has not read, by request.
 
     Every `every` rounds their rows move to host memory (`Stash`). One pass of the drafter reads at most `most` tokens.
+    ranks  those with requests of their own, which all run every pass; None: this one's is the only batch
     """
 
-    def __init__(self, worker: Any, every: int = 64, most: int = 8192) -> None:
+    def __init__(self, worker: Any, ranks: AttentionRanks | None = None, every: int = 64, most: int = 8192) -> None:
         self.worker = worker
+        self.ranks = ranks
         self.every = every
         self.most = most
         self._stash = Stash()
@@ -102,9 +105,13 @@ class DrafterGap:
         for req in reqs:
             self._since[req.rid] = self._total
 
+    def lags(self, reqs: Sequence[Any]) -> list[int]:
+        """Return how many tokens each request has missed. Refused drafts count as well."""
+        return [self._total - self._since.get(req.rid, 0) for req in reqs]
+
     def missed(self, reqs: Sequence[Any], n: int) -> int:
-        """Return how many tokens the n least behind requests have missed in all. Refused drafts count as well."""
-        behind = [self._total - self._since.get(req.rid, 0) for req in reqs]
+        """Return how many tokens the n least behind requests have missed in all."""
+        behind = self.lags(reqs)
         return sum(behind) if n >= len(behind) else sum(sorted(behind)[:n])
 
     def close(self, batch: Any, n: int, also: Collection[int] = ()) -> list[int] | None:
@@ -115,15 +122,17 @@ class DrafterGap:
         Changes `batch.spec_info` in place; SGLang restores its own state of the batch after the round. Returns the
         requests' indices, or None if no request is behind any more.
         """
+        if not self.open:  # other ranks' requests are behind
+            self._run(batch, iter(()))
+            return None
         reqs = batch.reqs
-        lags = [self._total - self._since.get(req.rid, 0) for req in reqs]
+        lags = self.lags(reqs)
         order = sorted(range(len(reqs)), key=lags.__getitem__)
         chosen = sorted({*order[:n], *also})
         behind = [i for i in chosen if lags[i] > 0]
         if self._samples_drafts():
             _one_hot_draft_probs(batch, sorted(set(chosen) - set(behind)))
-        if behind:
-            self._feed(batch, behind)
+        self._run(batch, self._passes(batch, behind) if behind else iter(()))
         if len(chosen) == len(reqs):
             self._reset()
             return None
@@ -154,8 +163,21 @@ class DrafterGap:
             found.append(Rows(order[places], counts, torch.cat(hidden), torch.cat([part.long() for part in tokens])))
         return Missed(found, len(rids))
 
-    def _feed(self, batch: Any, behind: Sequence[int]) -> None:
-        """Run as few drafter passes as `most` allows over what these requests missed, indices into the batch."""
+    def _run(self, batch: Any, passes: Iterator[Pass]) -> None:
+        """Run these passes. Other ranks may run more: this one then takes part without tokens."""
+        if self.ranks is None:
+            for read in passes:
+                self._extend(batch, read)
+            return
+        while True:
+            own = next(passes, None)
+            sizes = self.ranks.gather([0, 0] if own is None else [len(own.tokens), len(own.behind)])
+            if not sizes.any():
+                return
+            self._extend(batch, own, sizes)
+
+    def _passes(self, batch: Any, behind: Sequence[int]) -> Iterator[Pass]:
+        """Yield as few drafter passes as `most` allows over what these requests missed, indices into the batch."""
         missed = self._missed_by([batch.reqs[i].rid for i in behind])
         lengths = (batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).tolist()
         shift = np.array([lengths[i] for i in behind]) - missed.ends  # from rows to positions
@@ -171,12 +193,11 @@ class DrafterGap:
             following = torch.cat([tokens, bonus])[torch.from_numpy(after).to(bonus.device)]
             starts, sizes = (begins + shift[here]).tolist(), (ends - begins).tolist()
             n = last - first
-            self._extend(batch, Pass(own.tolist(), starts, sizes, hidden[:n], tokens[:n], following))
+            yield Pass(own.tolist(), starts, sizes, hidden[:n], tokens[:n], following)
 
-    def _extend(self, batch: Any, read: Pass) -> None:
-        """Run one prefill of the drafter."""
+    def _part(self, batch: Any, read: Pass) -> tuple[Any, torch.Tensor]:
+        """Return the batch of one prefill of the drafter, and the indices of its requests in `batch`."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
-        from sglang.srt.speculative import eagle_worker_v2 as eagle
 
         behind, starts, sizes = read.behind, read.starts, read.sizes
         device = batch.seq_lens.device
@@ -184,7 +205,6 @@ class DrafterGap:
         owner = torch.arange(len(behind), device=device).repeat_interleave(counts, output_size=len(read.tokens))
         positions = torch.arange(len(read.tokens), device=device) + (first + counts - counts.cumsum(0))[owner]
         slots = batch.req_pool_indices[index]
-        spec = batch.spec_info
 
         part = copy.copy(batch)  # A shallow copy: the forward pass must not change the scheduler's batch.
         part.forward_mode = ForwardMode.EXTEND
@@ -192,6 +212,8 @@ class DrafterGap:
         part.input_ids = read.tokens
         part.out_cache_loc = batch.req_to_token_pool.req_to_token[slots[owner], positions].to(torch.int64)
         part.req_pool_indices = slots
+        if getattr(batch, "req_pool_indices_cpu", None) is not None:  # SGLang 0.5.23; padded with the others
+            part.req_pool_indices_cpu = batch.req_pool_indices_cpu[behind]
         part.seq_lens_cpu = torch.tensor(starts) + torch.tensor(sizes)
         part.seq_lens = (first + counts).to(batch.seq_lens)
         part.seq_lens_sum = int(part.seq_lens_cpu.sum())
@@ -203,19 +225,70 @@ class DrafterGap:
         part.return_logprob = False
         part.multimodal_inputs = batch.multimodal_inputs and [batch.multimodal_inputs[i] for i in behind]
         part.sampling_info = _rows_of(batch.sampling_info, index, len(batch.reqs))
+        return part, index
 
+    def _extend(self, batch: Any, read: Pass | None, sizes: np.ndarray | None = None) -> None:
+        """Run one prefill of the drafter, without tokens if there is nothing to read.
+
+        `sizes`: tokens and requests of all ranks, [ranks, 2]; None if there is one.
+        """
+        from sglang.srt.speculative import eagle_worker_v2 as eagle
+
+        part, index = (_idle(batch), None) if read is None else self._part(batch, read)
+        if sizes is not None and self.ranks is not None:
+            _announce(part, sizes[:, 0].tolist(), sizes[:, 1].tolist(), self.ranks.rank)
         drafter = self.worker.draft_worker
+        if read is None:
+            width, dtype = eagle.get_draft_recurrent_hidden_state_spec(drafter.draft_runner)
+            hidden = torch.empty(0, width, dtype=dtype, device=part.seq_lens.device)
+            following = torch.empty_like(part.seq_lens)
+        else:
+            hidden, following = read.hidden, read.following
         with (
             versions.installed().drafting(drafter),
             eagle.speculative_moe_backend_context(),
             eagle.speculative_moe_a2a_backend_context(),
         ):
-            caught_up = drafter._draft_extend_for_prefill(part, read.hidden, read.following)
+            caught_up = drafter._draft_extend_for_prefill(part, hidden, following)
+        if read is None:
+            return
+        spec = batch.spec_info
         for name in ("topk_p", "topk_index", "hidden_states", "draft_probs"):
             if getattr(caught_up, name) is not None:
                 values = getattr(spec, name).clone()
                 values[index] = getattr(caught_up, name).to(values.dtype)
                 setattr(spec, name, values)
+
+
+def _idle(batch: Any) -> Any:
+    """Return a batch without requests."""
+    idle = type(batch).init_new(
+        [],
+        batch.req_to_token_pool,
+        batch.token_to_kv_pool_allocator,
+        batch.tree_cache,
+        batch.model_config,
+        batch.enable_overlap,
+        batch.spec_algorithm,
+    )
+    idle.prepare_for_idle()
+    if batch.draft_global_num_tokens is not None:
+        idle.draft_global_num_tokens = batch.draft_global_num_tokens
+    idle.global_num_tokens = batch.global_num_tokens
+    return idle
+
+
+def _announce(part: Any, tokens: list[int], requests: list[int], rank: int) -> None:
+    """Tell a prefill of the drafter what every rank reads in it, as SGLang's own exchange before a prefill does."""
+    for name in ("global_num_tokens", "draft_global_num_tokens"):
+        known = getattr(part, name)
+        if known is not None:
+            alone = len(known) == 1  # ranks that do not gather know their own numbers only
+            setattr(part, name, [tokens[rank]] if alone else tokens)
+            setattr(part, f"{name}_for_logprob", [requests[rank]] if alone else requests)
+    part.is_extend_in_batch = True
+    part.can_run_decode_cuda_graph = part.can_run_dp_draft_cuda_graph = part.can_run_dp_prefill_cuda_graph = False
+    part.tbo_split_seq_index = None
 
 
 def _one_hot_draft_probs(batch: Any, current: Sequence[int]) -> None:

@@ -14,16 +14,18 @@ import torch
 from megatron_rlspec.rollout.sglang.scheduler import versions
 
 
-def possible(worker: Any, batch: Any) -> bool:
-    """Return whether `run` can take the place of the verify path in this decode round of an `EAGLEWorkerV2`.
+def possible(worker: Any) -> bool:
+    """Return whether `run` can take the place of the verify path in a decode round of an `EAGLEWorkerV2`.
 
-    Without graphs, whose output buffers the next pass overwrites; without grammars and top logprobs, which the verify
-    path computes.
+    That is without graphs, whose output buffers the next pass overwrites.
     """
-    runner = worker.target_worker.model_runner
-    return (
-        runner.decode_cuda_graph_runner is None
-        and not batch.has_grammar
+    return worker.target_worker.model_runner.decode_cuda_graph_runner is None
+
+
+def asks_no_more(batch: Any) -> bool:
+    """Return whether a batch has nothing that the verify path alone computes, as grammars and top logprobs."""
+    return not batch.reqs or (
+        not batch.has_grammar
         and batch.hisparse_coordinator is None
         and batch.mamba_track_indices is None
         and not any(batch.top_logprobs_nums or ())
@@ -37,14 +39,15 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
     """Run the round. Returns the verify path's result, and hidden [B, H] and token [B] of the position computed.
 
     `on_publish` is SGLang's callback under the overlap scheduler: it gets the new sequence lengths [B].
+    B is 0 on a rank without requests, which takes part for the others.
     """
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-    tokens = batch.spec_info.bonus_tokens
+    tokens = batch.spec_info.bonus_tokens if batch.reqs else torch.empty_like(batch.seq_lens, dtype=torch.int32)
     part = object.__new__(type(batch))  # A shallow copy: the scheduler's batch must not change.
     vars(part).update(vars(batch))
-    part.forward_mode = ForwardMode.DECODE
+    part.forward_mode = ForwardMode.DECODE if batch.reqs else ForwardMode.IDLE
     part.spec_info = None
     part.input_ids = tokens.to(torch.int64)
     part.out_cache_loc = worker.req_to_token_pool.req_to_token[batch.req_pool_indices, batch.seq_lens].to(torch.int64)
