@@ -59,18 +59,29 @@ class Interpreter:
         return found
 
 
+_second: dict[str, Any] = {}  # the modules of the second import, which serves all files: a third one counts nothing
+_made: list[Interpreter] = []
+
+
 @contextmanager
 def interpreter() -> Iterator[Interpreter]:
-    kept = {name: module for name, module in sys.modules.items() if _again(name)}
-    for name in kept:
-        del sys.modules[name]
+    kept = _exchanged(_second)
     try:
         with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
-            yield Interpreter(*_prepare())
+            if not _made:
+                _made.append(Interpreter(*_prepare()))
+            yield _made[0]
     finally:
-        for name in [name for name in sys.modules if _again(name)]:
-            del sys.modules[name]
-        sys.modules.update(kept)
+        _second.update(_exchanged(kept))
+
+
+def _exchanged(others: dict[str, Any]) -> dict[str, Any]:
+    """Put modules in the place of those that are imported twice, and return those."""
+    found = {name: module for name, module in sys.modules.items() if _again(name)}
+    for name in found:
+        del sys.modules[name]
+    sys.modules.update(others)
+    return found
 
 
 def _prepare() -> tuple[list[np.ndarray], list[np.ndarray]]:
