@@ -19,19 +19,21 @@ LONGEST = (
     "malformed/test_http.py",
     "run/test_checkpoints.py",
     "rollout_embedded/test_lossless_statistical.py",
-    "parity/test_eagle3_engine.py",
     "run/test_trajectory.py",
     "extensions/drafter_schedules/test_online.py",
     "rollout_embedded/test_lossless_equality.py",
     "run/test_killed.py",
+    "train/test_resume.py",
+    "parity/test_draft_logits.py",
+    "train/test_parallel_equality.py",
+    "run/test_fresh_run.py",
+    # the slow tier
+    "parity/test_eagle3_engine.py",
+    "run/test_lost_engines.py",
     "run/test_interrupted.py",
     "rollout/test_engine_ends.py",
-    "train/test_resume.py",
-    "run/test_lost_engines.py",
-    "parity/test_draft_logits.py",
-    # the slow tier
+    "rollout/test_http_clients.py",
     "rollout/test_sglang_overlap.py",
-    "train/test_parallel_equality.py",
     "run/test_parallel_run.py",
 )
 

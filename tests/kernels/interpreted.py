@@ -81,6 +81,10 @@ def _exchanged(others: dict[str, Any]) -> dict[str, Any]:
     for name in found:
         del sys.modules[name]
     sys.modules.update(others)
+    for name, module in others.items():  # what `from package import module` finds
+        package, _, last = name.rpartition(".")
+        if package in sys.modules:
+            setattr(sys.modules[package], last, module)
     return found
 
 

@@ -29,6 +29,7 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.start import ServedEngines
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
+pytestmark = pytest.mark.slow
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what differs of the target, and of the drafter
     "Llama": ({}, {}),
     "Qwen2": ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, {}),
@@ -101,11 +102,7 @@ class Served:
         return worst
 
 
-def case(name: str) -> Any:
-    return pytest.param(name, marks=[] if name == "Llama" else [pytest.mark.slow])
-
-
-@pytest.fixture(scope="module", params=[case(name) for name in CASES])
+@pytest.fixture(scope="module", params=CASES)
 def served(request, tmp_path_factory) -> Iterator[Served]:
     of_target, of_drafter = CASES[request.param]
     config = tiny_eagle3.target_config(**of_target)

@@ -105,6 +105,7 @@ def started(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     engine.launcher.wait()
 
 
+@pytest.mark.slow
 def test_an_engine_listens_on_loopback_only_and_shows_its_key_nowhere(started: Started) -> None:
     places = {
         c.laddr.ip
@@ -136,6 +137,7 @@ def imported(log: Path) -> set[str]:
 ROUTES = [*(f"control/{name}" for name in schemas.COMMANDS), "columns/send", "columns/fetch"]
 
 
+@pytest.mark.slow
 def test_an_engine_has_no_extension_that_it_was_not_asked_for(started: Started, tmp_path: Path, monkeypatch) -> None:
     request = {"id": "a", "input_ids": [1, 2, 3], "sampling": {"max_new_tokens": 8}}
     assert started.post("generate", {"requests": [request]}).status_code == 200

@@ -567,11 +567,11 @@ def test_a_sample_goes_on_on_another_engine(engines: dict[str, SGLangEngine], fi
 
 
 def test_an_idle_engine_takes_what_another_has_not_begun(engines: dict[str, SGLangEngine]) -> None:
-    """One engine gets 44 samples of one prompt and runs 32 at once; the other gets two that end soon."""
-    sampling = Sampling(max_new_tokens=60, ignore_eos=True)
+    """One engine gets 160 samples of a prompt and runs 32 at once; the other gets two, which end long before."""
+    sampling = Sampling(max_new_tokens=24, ignore_eos=True)
     first, second = requests(2, "steal")
-    asked = [Request(f"steal-{i:03d}.", first.prompt, seed=i) for i in range(44)]
-    asked += [Request(f"steal-{i:03d}.", second.prompt, seed=i) for i in range(44, 46)]
+    asked = [Request(f"steal-{i:03d}.", first.prompt, seed=i) for i in range(160)]
+    asked += [Request(f"steal-{i:03d}.", second.prompt, seed=i) for i in range(160, 162)]
     engines["adaptive"].set_schedule(k(1))
     whole = engines["adaptive"].generate(asked, sampling)
     pool = EnginePool({name: engines[name] for name in ("adaptive", "plain")})

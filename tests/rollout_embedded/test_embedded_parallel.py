@@ -12,6 +12,7 @@ from train_ranks import on_ranks
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.types import Sampling, SpecConfig
 
+pytestmark = pytest.mark.slow
 SIZE = 2
 
 

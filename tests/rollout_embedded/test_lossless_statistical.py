@@ -239,11 +239,8 @@ def test_every_control_is_wrong_and_one_only_just(model):
     assert min(sizes.values()) < 2 * DETECTABLE
 
 
-@pytest.mark.parametrize(
-    "control",
-    [c if c is top_k_keeps_one_more else pytest.param(c, marks=pytest.mark.slow) for c in CONTROLS],
-    ids=lambda control: control.__name__,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
 def test_the_statistical_test_rejects_the_controls(model, monkeypatch, control):
     control(monkeypatch)
     p, tv = p_value(model, CONTROLS[control], SpecConfig(1), 2, TOP_K.get(control, -1))

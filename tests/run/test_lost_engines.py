@@ -53,7 +53,8 @@ def test_without_any_engine_the_run_stops_with_a_checkpoint(start, tmp_path, ran
     assert ["push/seconds" in record for record in records] == [True, not staleness, True, True]
 
 
-@pytest.mark.parametrize(("ranks", "staleness"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "staleness"), [(1, 1), (2, 0)])
 def test_the_only_engine_is_restarted_and_the_run_continues(start, tmp_path, monkeypatch, ranks, staleness):
     """A restarted engine has the weights of model.path, so its samples show that it received a push before."""
     options = EMBEDDED | {"rollout__staleness": staleness, "ranks": ranks}
