@@ -93,10 +93,6 @@ def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-def slow(*parameters: object) -> object:
-    return pytest.param(*parameters, marks=pytest.mark.slow)
-
-
 def requests(n: int, tag: str = "r") -> list[Request]:
     lengths = np.random.default_rng(0).integers(1, 40, n)
     prompts = [Prompt(i, np.random.default_rng(i).integers(3, 160, lengths[i])) for i in range(n)]
@@ -534,10 +530,9 @@ def begun(engine: SGLangEngine, asked: list[Request], sampling: Sampling) -> lis
     return [replace(r, partial=Partial.of(s)) for r, s in zip(asked, drawn, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.lossless
-@pytest.mark.parametrize(
-    ("first", "second"), [("adaptive", "plain"), slow("plain", "adaptive"), slow("adaptive", "embedded")]
-)
+@pytest.mark.parametrize(("first", "second"), [("adaptive", "plain"), ("plain", "adaptive"), ("adaptive", "embedded")])
 def test_a_sample_goes_on_on_another_engine(engines: dict[str, SGLangEngine], first: str, second: str) -> None:
     sampling = Sampling(max_new_tokens=500, ignore_eos=True)
     asked = requests(6, f"go-{second}")
@@ -969,8 +964,9 @@ def fresh(n: int, tag: str, first: int) -> list[Request]:
     return [Request(f"{tag}-{i:03d}.", prompt, seed=first + i) for i, prompt in enumerate(prompts)]
 
 
+@pytest.mark.slow
 @pytest.mark.lossless
-@pytest.mark.parametrize("temperature", [slow(0.0), 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_running_samples_move_with_their_kv_cache(
     engines: dict[str, MigratableSGLangEngine], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
