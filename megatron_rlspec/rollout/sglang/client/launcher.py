@@ -86,7 +86,7 @@ class EngineProcess:
         scratch.remove(self.directory)
 
     def _group_runs(self) -> bool:
-        """Return whether a process of the group runs. In a container nobody may wait for those that have ended."""
+        """Return whether a process of the group runs; ended ones, which a container may never reap, do not count."""
         for pid in psutil.pids():
             with suppress(ProcessLookupError, psutil.NoSuchProcess):
                 if os.getpgid(pid) == self.process.pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
