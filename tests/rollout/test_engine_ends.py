@@ -33,8 +33,9 @@ from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 
 CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
 SERVE = "--device cpu --dtype float32 --max-total-tokens 1024 --max-running-requests 4".split()
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Every process of the engine writes a line for each module that it imports.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPROFILEIMPORTTIME": "1"}
+ENVIRONMENT = ONE_THREAD | {"PYTHONPROFILEIMPORTTIME": "1"}
 LAUNCHER = f"""
 import json, sys, time
 from megatron_rlspec.rollout.sglang.client.launcher import launch
@@ -209,7 +210,7 @@ def test_ended_processes_that_nobody_waited_for_do_not_delay_the_close(tmp_path:
 
 @pytest.mark.slow
 def test_an_engine_that_is_closed_while_it_starts_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    process: EngineProcess = launch(model, tmp_path / "log", arguments=SERVE, environment=ENVIRONMENT)
+    process: EngineProcess = launch(model, tmp_path / "log", arguments=SERVE, environment=ONE_THREAD)
     time.sleep(3)
     process.close()
     assert not ended(process.directory)
@@ -232,7 +233,7 @@ def test_a_server_started_by_hand_is_quiet_and_cleans_up(model: Path, number: si
     """A terminal shows our own lines until the engine is ready. What packages print is in the log."""
     with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited
         command = [sys.executable, "-m", "megatron_rlspec.cli", "serve", "--model", str(model)]
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONUNBUFFERED": "1", "TMPDIR": folder}
+        environment = {**os.environ, **ONE_THREAD, "PYTHONUNBUFFERED": "1", "TMPDIR": folder}
         server = subprocess.Popen(
             [*command, "--port", "32101", *SERVE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
         )
@@ -259,11 +260,12 @@ def test_a_server_started_by_hand_is_quiet_and_cleans_up(model: Path, number: si
 
 
 @pytest.mark.slow
-def test_a_server_that_sglang_refuses_says_why_at_the_terminal(model: Path, tmp_path: Path) -> None:
+def test_a_server_that_sglang_refuses_says_why_at_the_terminal(model: Path) -> None:
     command = [sys.executable, "-m", "megatron_rlspec.cli", "serve", "--model", str(model), "--port", "32102"]
-    environment = {**os.environ, **ENVIRONMENT, "TMPDIR": str(tmp_path)}
-    ended = subprocess.run([*command, *SERVE, "--nonsense", "3"], env=environment, capture_output=True, text=True)
-    [log] = tmp_path.glob("rlspec-serve-32102-*.log")
+    with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited
+        environment = {**os.environ, **ONE_THREAD, "TMPDIR": folder}
+        ended = subprocess.run([*command, *SERVE, "--nonsense", "3"], env=environment, capture_output=True, text=True)
+        [log] = Path(folder).glob("rlspec-serve-32102-*.log")
     last = ended.stderr.splitlines()[-1]
     assert ended.returncode == 2 and "unrecognized arguments: --nonsense 3" in last and str(log) in last, ended.stderr
 

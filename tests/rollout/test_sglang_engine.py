@@ -336,7 +336,7 @@ def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(
     engine = engines["adaptive"]
     asked = requests(12, "some")
     sampling = Sampling(temperature=0.3, max_new_tokens=260, ignore_eos=True)
-    computing = Roofline(0.0, token_ms=1 / 32, context_ms=1 / 1000, drafter=0.1)
+    computing = Roofline(0.0, token_ms=1 / 32, context_ms=1 / 500, drafter=0.1)
     rule = {"candidates": [[0, 0, 0], [3, 1, 4]], "start": [0, 0, 0], "roofline": computing.to_json()}
     try:
         engine.update_weights(1, half_wrong_drafter().items())
@@ -1210,8 +1210,8 @@ def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:
     engines["adaptive"].generate = lambda asked, *rest: sent.extend(asked) or survivor(asked, *rest)
     stream = engines["plain"].stream
 
-    def closes(path: str, body: dict) -> Iterator[dict]:
-        for i, line in enumerate(stream(path, body)):
+    def closes(path: str, **options: object) -> Iterator[dict]:
+        for i, line in enumerate(stream(path, **options)):
             if i == 8:  # of four samples, each of which has sent two lines
                 threading.Thread(target=engines["plain"].close).start()
             yield line
