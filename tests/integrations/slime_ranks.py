@@ -180,7 +180,7 @@ def packed_for_cpu(get_batch):
         here = drafter_fields(batch, 1, rank, size)
         groups = GROUPS // ps.get_tensor_model_parallel_world_size()
         packed = packed_sequences(here.cu_seqlens_padded, groups, size, rank, torch.device("cpu"))
-        config = SimpleNamespace(kv_channels=HIDDEN // HEADS, params_dtype=torch.float32)
+        config = SimpleNamespace(kv_channels=HIDDEN // HEADS, params_dtype=torch.float32, multi_latent_attention=False)
         batch["packed_seq_params"] = at_positions(packed, here.position_ids, config, Rope())
         return batch
 
