@@ -65,6 +65,7 @@ _made: list[Interpreter] = []
 
 @contextmanager
 def interpreter() -> Iterator[Interpreter]:
+    importlib.import_module("megatron_rlspec.kernels.head")  # compiled, as another test may have left it
     kept = _exchanged(_second)
     try:
         with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
@@ -80,12 +81,21 @@ def _exchanged(others: dict[str, Any]) -> dict[str, Any]:
     found = {name: module for name, module in sys.modules.items() if _again(name)}
     for name in found:
         del sys.modules[name]
+        package, last = _place(name)
+        if hasattr(package, last):  # `from package import module` would find it there
+            delattr(package, last)
     sys.modules.update(others)
-    for name, module in others.items():  # what `from package import module` finds
-        package, _, last = name.rpartition(".")
-        if package in sys.modules:
-            setattr(sys.modules[package], last, module)
+    for name, module in others.items():
+        package, last = _place(name)
+        if package is not None:
+            setattr(package, last, module)
     return found
+
+
+def _place(name: str) -> tuple[Any, str]:
+    """Return the package of a module, if it is imported, and the module's name there."""
+    package, _, last = name.rpartition(".")
+    return sys.modules.get(package), last
 
 
 def _prepare() -> tuple[list[np.ndarray], list[np.ndarray]]:
