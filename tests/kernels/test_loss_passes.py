@@ -171,11 +171,11 @@ WORDS["own"] = WORDS["some"]
 class Step:
     """One step of policy and drafter from hidden states; with `rank`, where two ranks have half the words each."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, rank: int | None = None) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, rank: int | None = None, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+            return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
 
         self.hidden, self.policy, self.weight, self.own = normal(12, H), normal(6, H), normal(V, H), normal(7, H)
         self.labels = torch.randint(0, V, (12,), generator=generator)
