@@ -12,7 +12,7 @@ import torch
 from gpu.figures import Figures, forget_peak, median, peak_gib
 from gpu.plan import Plan
 from megatron_rlspec.kernels import chosen
-from megatron_rlspec.losses.drafter import Student, drafter_loss
+from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.losses.fused import FusedRows
 from megatron_rlspec.losses.head import VocabParallelHead
 from megatron_rlspec.losses.logprobs import policy_logprobs
@@ -90,8 +90,12 @@ def _losses(
 
         def work(chunk: int | None) -> None:
             hidden.grad = None
-            loss, _ = drafter_loss(hidden, weight, labels, ones, kind, teacher_hidden=teacher, chunk=chunk)
-            loss.backward()
+            student = Student(hidden, weight, labels, ones, kind, chunk=chunk)
+            if teacher is None:
+                student.learn_labels()
+            else:
+                student.learn_from(teacher)
+            student.finish()[0].backward()
 
         return work
 

@@ -28,24 +28,8 @@ KINDS = ("ce", "forward_kl", "reverse_kl", "tv")
 Metrics = dict[str, torch.Tensor]
 
 
-def drafter_loss(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    token_weight: torch.Tensor,
-    kind: Kind | DrafterLoss = "ce",
-    *,
-    teacher_hidden: torch.Tensor | None = None,
-    teacher_index: torch.Tensor | None = None,
-    groups: torch.Tensor | None = None,
-    num_groups: int = 1,
-    temperature: float = 1.0,
-    chunk: int | None = None,
-    tp_group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    words: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Metrics]:
-    """Return Σ token_weight · loss over rows, differentiable in `hidden [N, H]` only, and metrics.
+class Student:
+    """Σ token_weight · loss over rows, and metrics, learnt in parts. It is differentiable in `hidden [N, H]` only.
 
     With student q and teacher p, `kind` selects the loss of a row:
 
@@ -55,56 +39,27 @@ def drafter_loss(
     tv          1 - Σ min(p, q), the rejection rate under rejection sampling
     a function  the user's (`custom.DrafterLoss`)
 
-    The forward computes the gradient, chunk by chunk. The output layer's `weight [V/tp, H]` and the teacher get none.
+    Call `learn_labels`, or `learn_from` for all teacher rows, then `finish`. `policy_logprobs` calls `observe` for each
+    chunk that it computes: the policy's loss and the teacher then share one pass over the output layer. Gradients are
+    computed while learning, chunk by chunk. The output layer's `weight [V/tp, H]` and the teacher get none.
 
-    teacher_hidden [M, H]  the policy's hidden states; the teacher of row i is row `teacher_index[i]` of them, row i if
-                           omitted. Rows of several depths in one call share each teacher chunk
-    groups [N] int64       the entry of the metrics that a row adds to, below `num_groups`; for example depth - 1
-    vocab_size             tokens without padding; rows of `weight` beyond it are ignored
-    words [S]              the ids that drafts are chosen from; the student's softmax is over them only. Rows whose
-                           label is another word add 0 under ce; `docs/design.md`, Draft vocabulary
+    teacher_index [N]  the teacher's row of each row, row i if omitted. Rows of several depths share a teacher's chunk
+    groups [N] int64   the entry of the metrics that a row adds to, below `num_groups`; for example depth - 1
+    vocab_size         tokens without padding; rows of `weight` beyond it are ignored
+    words [S]          the ids that drafts are chosen from; the student's softmax is over them only. Rows whose label is
+                       another word add 0 under ce; `docs/design.md`, Draft vocabulary
+    own [S, H]         an output layer of the student's own over `words`, whole on every rank of `tp_group`; it gets a
+                       gradient
+    finite, own_finite as in `VocabParallelHead`, for `weight` and `own`
+    keep_rows          keeps results of single rows for `kept_rows`
+    noise              (seeds [N], keys [N]) int64 of the noise that the labels were sampled with, on the CPU, for
+                       `keep_rows`: "coupled" [N, F] then says whether a coupled draft is the label, for each of the F
+                       factors of `types.SHARPNESS`, in rows whose seed is not negative
 
     Metrics are unweighted sums over rows of non-zero weight, `[num_groups]`, or scalars without `groups`: `tokens`,
     `loss`, `ce` and `match` (label = argmax q; of equal logits the lower id). With a teacher also `overlap` (Σ min(p,
     q), the acceptance under rejection sampling) and `argmax_prob` (p(argmax q), the acceptance under the other
-    verifiers). With `words` also `covered` (labels among them); `ce` then sums over these rows only. Raises ValueError
-    for arguments that contradict each other.
-    """
-    student = Student(
-        hidden,
-        weight,
-        labels,
-        token_weight,
-        kind,
-        teacher_index=teacher_index,
-        groups=groups,
-        num_groups=num_groups,
-        temperature=temperature,
-        chunk=chunk,
-        tp_group=tp_group,
-        vocab_size=vocab_size,
-        words=words,
-    )
-    if teacher_hidden is not None:
-        student.learn_from(teacher_hidden)
-    elif kind == "ce":
-        student.learn_labels()
-    else:
-        raise ValueError(f"kind={kind!r} needs teacher_hidden; only 'ce' learns from labels alone")
-    return student.finish()
-
-
-class Student:
-    """`drafter_loss` in steps, for a caller that computes the teacher's logits.
-
-    Pass `student.observe` to `policy_logprobs`: the policy's loss and the teacher then share one pass over the output
-    layer. Then call `learn_from` for the teacher rows without a policy loss, and `finish`. Arguments are those of
-    `drafter_loss`; `keep_rows` keeps results of single rows for `kept_rows`; `finite`: as in `VocabParallelHead`.
-    `noise` is (seeds [N], keys [N]) int64 of the noise that the labels were sampled with, on the CPU, for `keep_rows`:
-    "coupled" [N, F] then says whether a coupled draft is the label, for each of the F factors of `types.SHARPNESS`, in
-    rows whose seed is not negative.
-    `own [S, H]` is an output layer of the student's own over `words`, whole on every rank of `tp_group`; it gets a
-    gradient, and `own_finite` is its `finite`.
+    verifiers). With `words` also `covered` (labels among them); `ce` then sums over these rows only.
     Labels, weights, teacher_index and groups are best on the CPU: the rows are then sorted without waiting for a GPU.
     """
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from mtp_ranks import group_of
 from test_loss import Case, H, V, assert_close
+from whole_loss import drafter_loss
 
-from megatron_rlspec.losses.drafter import KINDS, Student, drafter_loss
+from megatron_rlspec.losses.drafter import KINDS, Student
 
 MIXED = [30, 2, 3, 7, 11, 12, 19, 25]
 LOW = [0, 1, 2, 3, 4]  # all on the first of two ranks

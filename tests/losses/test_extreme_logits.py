@@ -3,8 +3,9 @@
 import pytest
 import torch
 from mtp_ranks import Ranks, group_of
+from whole_loss import drafter_loss
 
-from megatron_rlspec.losses.drafter import KINDS, drafter_loss
+from megatron_rlspec.losses.drafter import KINDS
 from megatron_rlspec.losses.logprobs import policy_logprobs
 
 N, H, V = 12, 6, 20

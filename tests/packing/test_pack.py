@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rlspec.losses.drafter import drafter_loss
+from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.losses.logprobs import policy_logprobs
 from megatron_rlspec.packing.pack import pack, partition
 from megatron_rlspec.types import Prompt, Sample
@@ -135,7 +135,9 @@ def losses_of(batches, aggregation_count, tables):
         for d in range(DEPTH):
             draft = hidden_table[batch.sequence_ids, batch.position_ids, ...] * (d + 2)
             weight = batch.drafter_mask[d] * batch.drafter_weight.double() / batch.counts["drafter"][d]
-            drafter = drafter + drafter_loss(draft, head, batch.drafter_labels[d], weight, chunk=7)[0]
+            student = Student(draft, head, batch.drafter_labels[d], weight, chunk=7)
+            student.learn_labels()
+            drafter = drafter + student.finish()[0]
     return policy, drafter
 
 
