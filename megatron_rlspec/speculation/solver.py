@@ -52,13 +52,6 @@ def choices(
     return sorted(found, key=lambda o: (-o.rate, o.config))
 
 
-def solve(
-    cost: RoundCosts, rates: Sequence[float], batch: int, context: int, candidates: Sequence[SpecConfig]
-) -> Choice:
-    """Return the best candidate at this batch and total context."""
-    return choices(cost, rates, batch, context, candidates)[0]
-
-
 def compile_schedule(
     cost: RoundCosts,
     rates: Sequence[float],
@@ -173,7 +166,7 @@ def vllm_batch_schedule(
 def _best_steps(
     cost: RoundCosts, rates: Sequence[float], candidates: Sequence[SpecConfig], max_batch: int, length: int
 ) -> list[int]:
-    """Return num_steps of `solve` at every batch 1..max_batch of `length` tokens each."""
+    """Return num_steps of the best candidate at every batch 1..max_batch of `length` tokens each."""
     ordered = sorted(candidates)
     batch = np.arange(1, max_batch + 1)
     tokens = np.array([expected_tokens(c, rates) for c in ordered])

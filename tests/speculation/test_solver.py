@@ -13,7 +13,6 @@ from megatron_rlspec.speculation.solver import (
     compile_schedule,
     explain,
     sglang_adaptive_config,
-    solve,
     vllm_batch_schedule,
 )
 from megatron_rlspec.types import OFF, SpecConfig
@@ -41,28 +40,28 @@ def brute_force(cost, rates, batch, context, candidates):
 @pytest.mark.parametrize("rate", [0.0, 0.4, 0.7, 0.95])
 def test_the_choice_is_the_argmax(batch, rate):
     rates = [rate * 0.95**d for d in range(5)]
-    best = solve(H100, rates, batch, 1000 * batch, CANDIDATES)
+    best = choices(H100, rates, batch, 1000 * batch, CANDIDATES)[0]
     assert best.rate == pytest.approx(brute_force(H100, rates, batch, 1000 * batch, CANDIDATES))
 
 
 def test_off_when_nothing_is_accepted_and_deep_when_everything_is():
-    assert solve(H100, [0.0] * 5, 4, 4096, CANDIDATES).config == OFF
-    assert solve(H100, [0.99] * 5, 4, 4096, CANDIDATES).config == SpecConfig(5)
+    assert choices(H100, [0.0] * 5, 4, 4096, CANDIDATES)[0].config == OFF
+    assert choices(H100, [0.99] * 5, 4, 4096, CANDIDATES)[0].config == SpecConfig(5)
 
 
 def test_a_machine_with_little_arithmetic_turns_speculation_off_at_large_batches():
     """H20: as much bandwidth as an H200, a seventh of its arithmetic."""
     h20, h200 = (Roofline.of_hardware(*HARDWARE[name]) for name in ("H20", "H200"))
     rates = [0.8, 0.75, 0.7, 0.65, 0.6]
-    assert solve(h20, rates, 64, 64 * 1000, CANDIDATES).config == OFF
-    assert solve(h200, rates, 64, 64 * 1000, CANDIDATES).config != OFF
+    assert choices(h20, rates, 64, 64 * 1000, CANDIDATES)[0].config == OFF
+    assert choices(h200, rates, 64, 64 * 1000, CANDIDATES)[0].config != OFF
 
 
 def test_trees_are_weighed_too():
     ranked = choices(H100, [0.5] * 5, 1, 1000, TREES)
     assert {o.config for o in ranked} == set(TREES)
     assert ranked[0].config.topk > 1  # verification is free at batch 1, so branches pay
-    assert solve(H100, [0.5] * 5, 256, 256_000, TREES).config.topk <= 1
+    assert choices(H100, [0.5] * 5, 256, 256_000, TREES)[0].config.topk <= 1
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.7, 0.9])
@@ -118,7 +117,7 @@ def test_vllm_ranges_cover_every_batch_once():
     assert found["num_speculative_tokens"] == 5
     assert all(r[2] != s[2] for r, s in itertools.pairwise(ranges))
     for lo, _, steps in ranges:
-        assert solve(H100, [0.6] * 5, lo, lo * 2048, CANDIDATES).config.num_steps == steps
+        assert choices(H100, [0.6] * 5, lo, lo * 2048, CANDIDATES)[0].config.num_steps == steps
 
 
 def test_a_simulated_profile_is_marked_and_differs_by_its_seed():
@@ -139,8 +138,8 @@ def test_the_rule_without_a_table_depends_on_depth_and_batch():
     rates = [0.6, 0.5, 0.4, 0.3, 0.2]
     deep = Roofline.of_layers(target_layers=36)
     shallow = Roofline.of_layers(target_layers=2)
-    assert solve(deep, rates, 1, 1000, CANDIDATES).config.num_steps >= 2
-    assert solve(shallow, rates, 1, 1000, CANDIDATES).config.num_steps <= 1
-    assert solve(deep, rates, 256, 256_000, CANDIDATES).config == OFF
+    assert choices(deep, rates, 1, 1000, CANDIDATES)[0].config.num_steps >= 2
+    assert choices(shallow, rates, 1, 1000, CANDIDATES)[0].config.num_steps <= 1
+    assert choices(deep, rates, 256, 256_000, CANDIDATES)[0].config == OFF
     with pytest.raises(ValueError, match="must be > 0"):
         Roofline.of_layers(0)
