@@ -19,6 +19,7 @@ embedded engine must be identical in every row. These are CPU figures: on a CPU 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -258,7 +259,7 @@ def scored(model: tuple[dict, dict], batch: int, fixed: Sequence[int], options: 
     """Measure times and verified tokens of every fixed n, and of one n per round."""
     cost, acceptance = model_profile(model, options)
     contestants = {f"n = {n}": Contestant(model, TREE, options.tree_tokens, FixedTree(n)) for n in fixed}
-    budget = TreeBudget(cost, AcceptanceMap.from_json(acceptance.to_json()))
+    budget = TreeBudget(cost, copy.deepcopy(acceptance))
     contestants["one n per round"] = Contestant(model, TREE, options.tree_tokens, budget)
     contestants["off"] = Contestant(model, OFF, options.tree_tokens)
     calls = {n: lambda r, c=c: c(requests(batch, 10 * batch + r)) for n, c in contestants.items()}

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -58,18 +57,6 @@ class AcceptanceMap:
         self.counts *= min(1.0, self.window / max(self.counts[0].sum(), 1.0))
         self._refit()
 
-    def to_json(self) -> dict[str, Any]:
-        return {k: np.asarray(getattr(self, k)).tolist() for k in ("window", "edges", "prior", "counts")}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> AcceptanceMap:
-        made = cls(window=data["window"])
-        made.edges = np.array(data["edges"])
-        made.prior = np.array(data["prior"])
-        made.counts = np.array(data["counts"])
-        made._refit()
-        return made
-
     def _refit(self) -> None:
         seen, accepted, score_sums = self.counts + self.prior
         rate = isotonic_regression(accepted / seen, weights=seen).x
@@ -108,13 +95,6 @@ class VerifyCost:
             at = _features(samples_at, context_at, verified_at, self.knees)
             self._known[key] = float((at @ self.weights)[0])
         return self._known[key]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"knees": self.knees.tolist(), "weights": self.weights.tolist()}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> VerifyCost:
-        return cls(data["knees"], data["weights"])
 
 
 class LearnedCost:
