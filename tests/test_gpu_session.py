@@ -271,7 +271,7 @@ def test_all_parts_on_a_cpu(gpu, tmp_path):
     assert {name.partition(":")[0] for name in found} == gpu.plan.PARTS.keys()
     assert not [row for row in found.values() if row["state"] in ("failed", "out of memory")]
     values = {name: row["value"] for name, row in found.items() if row["state"] == "measured"}
-    contestants = ("plain", "off", "k1", "k3", "adaptive")
+    contestants = ("plain", "off", "k1", "k3", "likeliest tokens as drafts", "adaptive")
     assert all(values[f"decode: {name}, batch 4"] > 0 for name in contestants)
     assert all(values[f"decode: {name} / plain, batch 4"] > 0 for name in contestants[1:])
     assert values["decode: texts equal to plain's, batch 4"] == 1

@@ -49,6 +49,7 @@ They are not accepted. The most used ones:
 | `loss_agg_mode`, `calculate_per_token_loss` | `algorithm.aggregation` |
 | `tensor_model_parallel_size` and the like | `parallel.tensor` and the like |
 | `gpu_memory_utilization`, `mem_fraction_static` | `rollout.mem_fraction` |
+| `engine_kwargs`, `sglang_*` | `rollout.engine_options` |
 | `num_layers`, `hidden_size` and the like | `config.json` of `model.path` |
 | `n_gpus_per_node`, `actor_num_nodes` | torchrun's `--nproc-per-node` and `--nnodes` |
 

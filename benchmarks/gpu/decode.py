@@ -1,4 +1,4 @@
-"""Compare contestants on one speculating engine with a second engine that was launched without speculation."""
+"""Compare contestants on one speculating engine with engines that draft the likeliest tokens, and that do not draft."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
+LIKELIEST = "likeliest tokens as drafts"
 RIDGE = 256.0  # tokens in a pass from which an H100 computes longer than it reads weights; only without a cost table
 
 
@@ -26,30 +27,41 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     share_a_key()
     steps = ",".join(map(str, plan.steps))
     adaptive = ["--spec", "adaptive", "--candidate-steps", steps, "--num-steps", str(max(plan.fixed))]
+    likeliest = ["--spec", "fixed", "--num-steps", str(max(plan.fixed)), "--drafts", "argmax"]
     most = max(plan.batches)
     tokens = most * (serving.PROMPT + plan.tokens + 64)
-    speculating = [*serving.options(plan, most, tokens, 0.45, serving.UNCACHED), *adaptive]
-    with serving.launched(plan, folder, figures, "speculating", speculating) as first:
+    share = 0.85  # of the memory that is free when all start; `tokens` bounds their caches
+    starts = {
+        "speculating": [*serving.options(plan, most, tokens, share, serving.UNCACHED), *adaptive],
+        "plain": [*serving.options(plan, most, tokens, share, serving.UNCACHED), "--spec", "off"],
+        LIKELIEST: [*serving.options(plan, most, tokens, share, serving.UNCACHED), *likeliest],
+    }
+    with serving.launched_together(plan, folder, figures, starts) as processes:
         serving.say_captures(figures, "speculating", f"candidates {steps}; up to batch {most}")
-        without = [*serving.options(plan, most, tokens, 0.75, serving.UNCACHED), "--spec", "off"]
-        with serving.launched(plan, folder, figures, "plain", without) as second:
-            engines = [SGLangEngine.of(process, timeout=300) for process in (first, second)]
-            cost = Roofline.of_layers(plan.shape.layers, ridge_tokens=RIDGE)
-            table = ""
-            with figures.attempt("cost table"):
-                table = _cost_table(plan, folder, figures, engines[0])
-            learning = Learning(plan.steps, table, cost, 0.01, 0.01, learn=False)
-            for batch in plan.batches:
-                with figures.attempt(f"contestants at batch {batch}"):
-                    _compete(plan, figures, *engines, learning, batch)
+        engines = [SGLangEngine.of(process, timeout=300) for process in processes]
+        cost = Roofline.of_layers(plan.shape.layers, ridge_tokens=RIDGE)
+        table = ""
+        with figures.attempt("cost table"):
+            table = _cost_table(plan, folder, figures, engines[0])
+        learning = Learning(plan.steps, table, cost, 0.01, 0.01, learn=False)
+        for batch in plan.batches:
+            with figures.attempt(f"contestants at batch {batch}"):
+                _compete(plan, figures, *engines, learning, batch)
 
 
 def _compete(
-    plan: Plan, figures: Figures, spec: SGLangEngine, plain: SGLangEngine, learning: Learning, batch: int
+    plan: Plan,
+    figures: Figures,
+    spec: SGLangEngine,
+    plain: SGLangEngine,
+    likeliest: SGLangEngine,
+    learning: Learning,
+    batch: int,
 ) -> None:
     """Run all contestants in turn, and write tokens/s and ratios to plain within the same repetition."""
     fixed = {"off": OFF} | {f"k{k}": SpecConfig(k) for k in plan.fixed}
-    names = ("plain", *fixed, "adaptive")
+    others = {"plain": plain, LIKELIEST: likeliest}
+    names = ("plain", *fixed, LIKELIEST, "adaptive")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     rounds: dict[str, list[Any]] = {name: [] for name in names}
     equal = []
@@ -61,7 +73,7 @@ def _compete(
                 spec.set_spec_rule(learning.rule())
             elif name in fixed:
                 spec.set_schedule(SpecSchedule.fixed(fixed[name]))
-            engine = plain if name == "plain" else spec
+            engine = others.get(name, spec)
             engine.stats()
             spec.spec_rule_report()
             wanted = serving.asked(plan, batch, seed=1000 * batch + repetition + 1)

@@ -84,6 +84,12 @@ def _kernels(plan: Plan, logits: torch.Tensor, figures: Figures, kind: str) -> d
         works[named] = work
         equal = int((work() == plain[name]()).sum())
         figures.say(f"{kind}, {named}: tokens equal to plain torch's", equal, "", f"of {len(logits)}")
+    requests, _ = plan.draws
+    rows = torch.arange(requests, device=logits.device)
+    ones = torch.ones(requests, device=logits.device)
+    draws = chosen.sampling(logits).Draws(rows, rows, ones, sharpness=ones)  # type: ignore[union-attr]
+    works["coupled drafts of one pass"] = lambda: chosen.sampling(logits).sample(logits[:requests], draws)  # type: ignore[union-attr]
+    works["likeliest tokens of one pass"] = lambda: logits[:requests].argmax(-1)
     return works
 
 
@@ -118,7 +124,7 @@ def _ours(plan: Plan, logits: torch.Tensor, kernel: bool = False) -> dict[str, C
             alone = SimpleNamespace(world_size=1)  # this process has no tensor-parallel group
             used = chosen.sampling(logits) if kernel else None
             with (
-                mock.patch.object(type(installed), "tensor_group", lambda _: alone),
+                mock.patch.object(type(installed), "sampling_group", lambda _: alone),
                 mock.patch.object(chosen, "sampling", lambda _: used),
             ):
                 if top_p == 1:

@@ -9,8 +9,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +54,24 @@ def launched(
         process.wait()
         figures.say(f"{name}: the engine answers after", time.perf_counter() - began, "s")
         yield process
+
+
+@contextmanager
+def launched_together(
+    plan: Plan, folder: Path, figures: Figures, engines: Mapping[str, Sequence[str]]
+) -> Iterator[list[EngineProcess]]:
+    """Start engines at the same time, by name with their arguments, and wait until all answer."""
+    with ExitStack() as stack:
+        began = time.perf_counter()
+        processes = [
+            stack.enter_context(launch(directory(plan, folder), figures.log(name), arguments=arguments))
+            for name, arguments in engines.items()
+        ]
+        for name, process in zip(engines, processes, strict=True):
+            process.wait()
+            taken = time.perf_counter() - began
+            figures.say(f"{name}: the engine answers after", taken, "s", f"{len(engines)} start together")
+        yield processes
 
 
 def asked(plan: Plan, count: int, prompt: int = PROMPT, seed: int = 0) -> list[Request]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -60,6 +61,9 @@ class RolloutConfig(Section):
         0.0,
         description="share of a GPU's free memory for an engine's weights and KV cache; 0: what CUDA graphs, logits "
         "and prefills leave",
+    )
+    engine_options: Annotated[Text, Needs("rollout.engine=sglang"), Needs("rollout.urls=")] = Field(
+        "", description="SGLang's own options for engines that the run launches, as '--attention-backend triton'"
     )
     timeout_seconds: Annotated[Seconds, Needs("rollout.engine=sglang")] = Field(
         1800.0, description="an engine that sends nothing for so long has failed"
@@ -123,6 +127,10 @@ class RolloutConfig(Section):
         if self.function and not FUNCTION.fullmatch(self.function):
             raise ValueError(f"function={self.function}: expected module:function")
         self._check_partial()
+        try:
+            shlex.split(self.engine_options)
+        except ValueError as error:
+            raise ValueError(f"engine_options={self.engine_options}: {error}; expected options as in a shell") from None
         if self.top_k == 0:
             raise ValueError("top_k=0 leaves no token to sample; expected 1 or more, or -1 for all")
         if 0 < self.temperature < 0.001:

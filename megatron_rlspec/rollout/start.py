@@ -6,6 +6,7 @@ The commands add what `extensions/` has, under the same names.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -327,4 +328,4 @@ def engine_arguments(config: Config, layout: GpuLayout, index: int = 0, sleeps: 
         arguments.append("--enable-memory-saver")
         if config.spec.mode != "off":
             arguments.append("--enable-draft-weights-cpu-backup")
-    return arguments
+    return [*arguments, *shlex.split(config.rollout.engine_options)]
