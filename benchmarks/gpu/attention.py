@@ -18,7 +18,11 @@ from megatron_rlspec.train.attention import PackedAttention, packed_sequences, r
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
     dtype, device = getattr(torch, plan.dtype), torch.device(plan.device)
     options = SimpleNamespace(
-        attention_dropout=0.0, window_size=None, softmax_type="vanilla", kv_channels=plan.head_dim
+        attention_dropout=0.0,
+        window_size=None,
+        softmax_type="vanilla",
+        kv_channels=plan.head_dim,
+        multi_latent_attention=False,
     )
     core = PackedAttention(options, 1, None, "self", pg_collection=SimpleNamespace(cp=None))
     for heads, groups, tokens in plan.attention:
