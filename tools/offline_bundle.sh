@@ -11,6 +11,7 @@
 #   sglang-kernel  FlashAttention 3 (1.1 GB unpacked), libraries of other architectures
 #   xgrammar       structured output: stubs for the names that SGLang imports. Use --grammar-backend none
 #   flashinfer     its filters of probabilities are those of sglang-kernel
+#   flash_mla      attention of DeepSeek's models: stubs for the names that every speculating engine imports
 #   cutlass        SGLang imports it on every GPU for a fused product that only Blackwell has; on others it no longer does
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -87,6 +88,9 @@ def __getattr__(name):
         raise AttributeError(name)
     return type(name, (BaseModel,), {})
 END
+mkdir "$site/flash_mla"
+echo 'fused_norm_rope_attn_rope_cast = None' > "$site/flash_mla/__init__.py"
+echo 'class FlashMLASchedMeta: ...' > "$site/flash_mla/flash_mla_interface.py"
 touch "$site/flashinfer/__init__.py"
 cat > "$site/flashinfer/sampling.py" <<'END'
 from sgl_kernel import top_k_renorm_prob as top_k_renorm_probs

@@ -178,8 +178,9 @@ class Step:
             return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
 
         self.hidden, self.policy, self.weight, self.own = normal(12, H), normal(6, H), normal(V, H), normal(7, H)
-        self.labels = torch.randint(0, V, (12,), generator=generator)
-        self.token_weight = torch.rand(12, generator=generator).mul_(torch.arange(12) % 3)
+        self.labels = torch.randint(0, V, (12,), generator=generator).to(device)
+        self.token_weight = torch.rand(12, generator=generator).mul_(torch.arange(12) % 3).to(device)
+        self.rows = torch.arange(12, device=device)
         self.shared: dict[str, Any] = {"tp_group": None if rank is None else group_of(2), "chunk": 5}
         if rank is not None:
             self.weight = self.weight.detach()[rank * V // 2 :][: V // 2].clone().requires_grad_()
@@ -187,16 +188,17 @@ class Step:
     def run(self, kind: Any, words: str = "all", drafter: bool = True) -> dict[str, torch.Tensor]:
         """Return everything that a step leaves. words: all; some, or few, of the policy's head; a head of its own."""
         own = self.own if words == "own" else None
+        chosen_words = None if WORDS[words] is None else WORDS[words].to(self.rows.device)
         student = Student(
-            self.hidden, self.weight, self.labels, self.token_weight, kind, teacher_index=torch.arange(12) // 2,
-            groups=torch.arange(12) % 2, num_groups=2, temperature=0.7, keep_rows=True, words=WORDS[words], own=own,
-            noise=(torch.arange(12) - 1, torch.arange(12)), **self.shared,
+            self.hidden, self.weight, self.labels, self.token_weight, kind, teacher_index=self.rows // 2,
+            groups=self.rows % 2, num_groups=2, temperature=0.7, keep_rows=True, words=chosen_words, own=own,
+            noise=(self.rows - 1, self.rows), **self.shared,
         )  # fmt: skip
         logprobs, entropy = policy_logprobs(
             self.policy, self.weight, self.labels[:6], 0.7, with_entropy=True, **self.shared,
             observe=student.observe if drafter else None,
         )  # fmt: skip
-        loss = (logprobs * torch.linspace(-1, 1, 6) + 0.1 * entropy).sum()
+        loss = (logprobs * torch.linspace(-1, 1, 6, device=logprobs.device) + 0.1 * entropy).sum()
         kept = {"logprobs": logprobs, "entropy": entropy}
         if drafter:
             total, metrics = student.finish()
