@@ -27,7 +27,7 @@ PRELOADED += ["transformers.models.auto.tokenization_auto", "tokenizers"]
 
 def context() -> Any:
     """Return multiprocessing's fork server, which imports PRELOADED when it starts."""
-    # Megatron asks torch for a GPU when it is imported. Unless torch asks NVML, CUDA begins there, and no fork can use it.
+    # Importing Megatron asks torch for a GPU. Unless torch asks NVML, that starts CUDA, and a forked process has none.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(PRELOADED)
