@@ -1,7 +1,7 @@
 """Print the quickstart's closing table: what RL, co-training and speculation gained.
 
 `python examples/quickstart/proof.py --run RUN_DIR` reads RUN_DIR/{warm,rl,control,upper}, starts two engines on the
-final policy, one that speculates and one launched without speculation. It writes RUN_DIR/summary.json and report.png.
+final policy, one that speculates and one launched without speculation. It writes RUN_DIR/summary.json.
 All comparisons use the same weights, prompts and seeds. Accept lengths are compared in pairs (`rlspec compare`), and
 the engines run in turn.
 """
@@ -14,10 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import psutil
 from rich.console import Console
@@ -39,7 +35,6 @@ DRAFTERS = {"co-trained": "rl", "frozen": "warm", "control": "control", "upper b
 STEPS = (3, 5)
 FEW = 4  # requests of the long tail
 LIKELIEST = 100.0  # sharpness at which coupled drafts are the likeliest tokens
-MINUENDS = ("frozen", "control", "upper bound")  # what is taken from the co-trained drafter's accept length
 
 
 def main() -> None:
@@ -78,19 +73,12 @@ def main() -> None:
         with CONSOLE.status("tokens per second, engines and drafters in turn"):
             three = {name: drafters[name] for name in ("co-trained", "frozen", "control")}
             summary["long_tail"] = speeds(engines, three, longest, sampling, args.repeats)
-            spec.set_spec_rule(json.loads(rule_file(run / "rl").read_text()))
+            spec.set_spec_rule(json.loads((run / "rl/spec_rule.json").read_text()))
             summary["rollout"] = speeds(engines, trained, prompts[:96], sampling, args.repeats, fixed=False)
     files.write(run / "summary.json", json.dumps(summary, indent=1) + "\n")
     files.write(run / "rl/comparison.json", json.dumps(summary["comparison"], indent=1) + "\n")  # for `rlspec report`
     show(summary)
-    plot(run, summary)
-    CONSOLE.print(f"written: {run / 'summary.json'}, {run / 'report.png'}")
-
-
-def rule_file(run: Path) -> Path:
-    """Return the path of `spec_rule.json` in a run. Before 0.2.0 the file was called `policy.json`."""
-    path = run / "spec_rule.json"
-    return path if path.exists() else run / "policy.json"
+    CONSOLE.print(f"written: {run / 'summary.json'}. The run's page: .venv/bin/rlspec report {run / 'rl'}")
 
 
 def rewards(run: Path) -> dict:
@@ -238,47 +226,6 @@ def show(summary: dict) -> None:
         f"\nRL raised the held-out reward from {summary['reward_first']:.2f} to {summary['reward_last']:.2f}. With the "
         f"co-trained drafter {FEW} long samples were generated {gain:.2f} times as fast as without drafts."
     )
-
-
-def plot(run: Path, summary: dict) -> None:
-    """Draw report.png: curves of the run, and the closing comparisons."""
-    records = read_records(run / "rl/metrics.jsonl")
-    steps = [record["step"] + 1 for record in records]
-    figure, ((a, b, c), (d, e, f)) = plt.subplots(2, 3, figsize=(14, 7.5), layout="constrained")
-    a.plot(steps, [r["rollout/reward"] for r in records], color="tab:green")
-    a.set(title="reward of the rollouts", xlabel="step", ylim=(0, 1))
-    b.plot(steps, [r["rollout/accept_length"] for r in records], color="tab:blue")
-    b.set(title="accept length, as scheduled", xlabel="step", ylabel="tokens per round")
-    parts = ("generate", "train", "push")
-    c.stackplot(steps, [[r[f"seconds_{part}"] for r in records] for part in parts], labels=parts)
-    c.set(title="seconds of a step", xlabel="step")
-    c.legend(loc="upper right")
-    bars(d, summary, {"warm start": "reward_first", "after RL": "reward_last"}, "held-out reward, 95 %")
-    for place, name in enumerate(MINUENDS):
-        for steps, offset, color in zip(STEPS, (-0.1, 0.1), ("tab:blue", "tab:orange"), strict=True):
-            pairs = summary["comparison"]["differences"]
-            (pair,) = (p for p in pairs if (p["steps"], p["drafter"], p["minus"]) == (steps, "co-trained", name))
-            spread = [[pair["value"] - pair["low"]], [pair["high"] - pair["value"]]]
-            label = f"{steps} drafts" if place == 0 else None
-            e.errorbar(place + offset, pair["value"], yerr=spread, fmt="o", capsize=5, color=color, label=label)
-    e.axhline(0, color="black", linewidth=0.8)
-    e.set(title="accept length: co-trained minus …, 95 %", xticks=range(len(MINUENDS)), xticklabels=MINUENDS)
-    e.legend()
-    tail = summary["long_tail"]
-    names = ["plain", *tail["drafters"]]
-    f.bar(names, [tail["plain"], *(own["tokens_per_s"] for own in tail["drafters"].values())], alpha=0.8)
-    f.set(title=f"tokens per second, batch {tail['batch']} (median)")
-    partial = run / ".report.png"
-    figure.savefig(partial, dpi=110, format="png")
-    partial.replace(run / "report.png")
-
-
-def bars(axes: plt.Axes, summary: dict, labels: dict[str, str], title: str) -> None:
-    """Draw one bar per label, with its 95 % interval."""
-    values = np.array([summary[key] for key in labels.values()])
-    intervals = np.array([summary[f"{key}_interval"] for key in labels.values()]).T
-    axes.bar(list(labels), values, yerr=np.abs(intervals - values), capsize=5, color="tab:blue", alpha=0.8)
-    axes.set_title(title)
 
 
 if __name__ == "__main__":
