@@ -38,7 +38,7 @@ def _by_kernels(
 ) -> None:
     """Time the losses, and one chunk's passes; compare the gradient with that of plain torch."""
     rows, chunks = plan.head
-    head = VocabParallelHead.of(weight, 1.0, None, None, True)
+    head = VocabParallelHead.of(weight, 1.0, None, True)
     if head.kernel is None:
         raise RuntimeError("the kernels do not run here; the log says why")
     for name, loss in losses.items():
@@ -62,7 +62,7 @@ def _by_torch(
     plan: Plan, figures: Figures, losses: dict[str, Callable[[int | None], None]], hidden: Any, weight: Any
 ) -> None:
     rows, chunks = plan.head
-    _passes(plan, figures, VocabParallelHead.of(weight, 1.0, None, None, True), hidden.detach()[: chunks[0]])
+    _passes(plan, figures, VocabParallelHead.of(weight, 1.0, None, True), hidden.detach()[: chunks[0]])
     for chunk in chunks:
         for name, loss in losses.items():
             _say(plan, figures, f"{name}, chunks of {chunk:,}", lambda: loss(chunk), rows)  # noqa: B023

@@ -45,7 +45,6 @@ class Student:
 
     teacher_index [N]  the teacher's row of each row, row i if omitted. Rows of several depths share a teacher's chunk
     groups [N] int64   the entry of the metrics that a row adds to, below `num_groups`; for example depth - 1
-    vocab_size         tokens without padding; rows of `weight` beyond it are ignored
     words [S]          the ids that drafts are chosen from; the student's softmax is over them only. Rows whose label is
                        another word add 0 under ce; `docs/design.md`, Draft vocabulary
     own [S, H]         an output layer of the student's own over `words`, whole on every rank of `tp_group`; it gets a
@@ -77,7 +76,6 @@ class Student:
         temperature: float = 1.0,
         chunk: int | None = None,
         tp_group: dist.ProcessGroup | None = None,
-        vocab_size: int | None = None,
         keep_rows: bool = False,
         finite: bool | None = None,
         words: torch.Tensor | None = None,
@@ -90,7 +88,7 @@ class Student:
         if callable(kind) and words is not None:
             raise ValueError(f"a function as drafter loss sees the full vocabulary; expected one of {', '.join(KINDS)}")
         self._kind = kind
-        self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size, finite)
+        self._head = VocabParallelHead.of(weight, temperature, tp_group, finite)
         self._chunk = chunk or self._head.chunk
         self._reduced = None if words is None else DraftHead.of_words(self._head, words, own, own_finite)
         self._fused = self._head.kernel is not None and not callable(kind)  # a function sees whole distributions

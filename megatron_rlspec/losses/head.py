@@ -46,24 +46,15 @@ class VocabParallelHead:
         weight: torch.Tensor,
         temperature: float,
         group: dist.ProcessGroup | None,
-        vocab_size: int | None,
         finite: bool | None = None,
     ) -> VocabParallelHead:
-        """Make a head from this rank's `weight [V/tp, H]`. Rows of ids from `vocab_size` on are padding and are
-        dropped.
-
-        Raises ValueError for a temperature of 0 or less, and for a `vocab_size` that leaves this rank without a row.
-        """
+        """Make a head from this rank's `weight [V/tp, H]`. Raises ValueError for a temperature of 0 or less."""
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}, expected above 0")
         rank = 0 if group is None else dist.get_rank(group)
         size = 1 if group is None else dist.get_world_size(group)
         held = weight.shape[0]
-        total = held * size if vocab_size is None else vocab_size
-        if not rank * held < total <= size * held:
-            raise ValueError(f"vocab_size={total}, but rank {rank} of {size} holds {held} rows from {rank * held}")
-        real = weight.detach()[: total - rank * held]
-        return cls(real, temperature, rank * held, total, group if size > 1 else None, finite)
+        return cls(weight.detach(), temperature, rank * held, size * held, group if size > 1 else None, finite)
 
     @property
     def width(self) -> int:

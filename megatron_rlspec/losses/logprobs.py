@@ -29,7 +29,6 @@ def policy_logprobs(
     *,
     mask: torch.Tensor | None = None,
     chunk: int | None = None,
-    vocab_size: int | None = None,
     observe: Observer | None = None,
     finite: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -43,12 +42,12 @@ def policy_logprobs(
     are the row numbers that `observe` gets. `finite`: as in `VocabParallelHead`. Raises ValueError for a label that is
     no token id.
     """
-    head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size, finite)
+    head = VocabParallelHead.of(weight, temperature, tp_group, finite)
     chosen = head.rows_of(torch.ones_like(labels) if mask is None else mask, labels)
     rows = to_device(chosen, hidden.device)
     picked, entropy = _LogProbs.apply(
         hidden.index_select(0, rows),
-        weight if head.width == len(weight) else weight[: head.width],
+        weight,
         to_device(labels.index_select(0, chosen), hidden.device),
         (head, chunk or head.chunk, with_entropy, observe, chosen),
     )

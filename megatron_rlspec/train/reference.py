@@ -99,7 +99,7 @@ class Reference:
     def _distribution(self, batch: PackedBatch, hidden: Tensor) -> tuple[VocabParallelHead, Tensor]:
         """Return the head and log-probabilities `[n, V / tensor]` of at most `ROWS` of the trained tokens."""
         layer = self._layer()
-        head = VocabParallelHead.of(layer.weight, layer.temperature, layer.tensor_group, None)
+        head = VocabParallelHead.of(layer.weight, layer.temperature, layer.tensor_group)
         rows = batch.loss_mask.nonzero()[:, 0]
         rows = to_device(rows[:: max(1, -(-len(rows) // ROWS))], hidden.device)
         scores = head.scores(hidden[:, 0].index_select(0, rows))

@@ -137,6 +137,6 @@ def test_the_policy(counted: Callable[..., Bytes]) -> None:
 def test_chunks_are_as_large_as_the_memory_for_their_logits(words: int, bytes_: int, chunk: int) -> None:
     weight = torch.empty(words, 8, dtype=torch.bfloat16 if bytes_ == 2 else torch.float32, device="meta")
     with mock.patch.object(chosen, "head", lambda *_: chosen):
-        assert VocabParallelHead.of(weight, 1.0, None, None).chunk == chunk
+        assert VocabParallelHead.of(weight, 1.0, None).chunk == chunk
     with mock.patch.object(chosen, "head", lambda *_: None):
-        assert VocabParallelHead.of(weight, 1.0, None, None).chunk < 1024
+        assert VocabParallelHead.of(weight, 1.0, None).chunk < 1024

@@ -111,7 +111,7 @@ def near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
 def check(kernel: Interpreter, case: dict[str, Any]) -> None:
     width = case["student"].shape[1]
     weight = torch.empty(width, 1, dtype=case["student"].dtype)
-    full = VocabParallelHead.of(weight, case["temperature"], None, None)
+    full = VocabParallelHead.of(weight, case["temperature"], None)
     head = full if case["words"] is None else DraftHead.of_words(full, case["words"])
     student = case["student"] if case["words"] is None else case["student"].index_select(1, case["words"])
     labels, scales = case["labels"], case["scales"]

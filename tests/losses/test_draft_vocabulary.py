@@ -15,7 +15,7 @@ LOW = [0, 1, 2, 3, 4]  # all on the first of two ranks
 def oracle(case, kind, words, temperature):
     """(Σ w · loss, its gradient in hidden, metrics), from q over the full vocabulary that is 0 outside `words`."""
     hidden = case.hidden.detach().requires_grad_()
-    outside = torch.ones(V, dtype=torch.bool)
+    outside = torch.ones(len(case.weight), dtype=torch.bool)
     outside[words] = False
     rows = torch.arange(len(case.labels))
     logits = hidden @ case.weight.detach().t() / temperature
@@ -98,11 +98,11 @@ def test_rows_kept_for_the_prediction(kind):
 
 
 def in_worker(rank, kind, words):
-    case, held = Case(), V // 2 + 1
-    shard = torch.cat([case.weight.detach(), torch.zeros(1, H, dtype=torch.float64)])[rank * held : (rank + 1) * held]
+    case = Case(vocabulary=V + 1)
+    shard = case.weight.detach().chunk(2)[rank]
     total, metrics = drafter_loss(
         case.hidden, shard, case.labels, case.token_weight, kind, teacher_hidden=case.teacher,
-        teacher_index=case.index, temperature=0.7, chunk=5, tp_group=group_of(2), vocab_size=V,
+        teacher_index=case.index, temperature=0.7, chunk=5, tp_group=group_of(2),
         words=torch.tensor(words),
     )  # fmt: skip
     total.backward()
@@ -113,7 +113,7 @@ def in_worker(rank, kind, words):
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_equal_one(ranks, kind, words):
     """One rank may hold none of the words."""
-    expected, gradient, sums = oracle(Case(), kind, words, 0.7)
+    expected, gradient, sums = oracle(Case(vocabulary=V + 1), kind, words, 0.7)
     for total, found, metrics in ranks.run(in_worker, kind, words):
         assert_close(total, expected, 1e-9)
         assert_close(found, gradient, 1e-9)
