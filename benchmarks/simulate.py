@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fit_acceptance import fit, independent
 from synthetic import conditions
 from timed_rollouts import (
     BY_BATCH,
@@ -90,7 +91,7 @@ class Calibration:
         assert table is not None
         steady = [RoundStats(config, n, context, 1, ms, ()) for o in seen for config, n, context, ms in o.steady]
         table = table.calibrated(steady)
-        acceptance = AcceptanceModel.fit(seen[0].accepted, K3.num_steps)
+        acceptance = fit(seen[0].accepted, K3.num_steps)
         own: dict[int, list[float]] = {}
         for work, share in zip(scenario.work, acceptance.shares, strict=True):
             own.setdefault(work.prompt, []).append(float(share))
@@ -111,7 +112,7 @@ def mean_acceptance(known: Calibration, accepted: Sequence[Sequence[int]]) -> Ca
     """Return the control: every draft of every sample is accepted independently, with the mean rates."""
     drafts = np.concatenate([np.asarray(rounds, int) for rounds in accepted])
     rates = [float((drafts > d).sum() / (drafts >= d).sum()) for d in range(K3.num_steps)]
-    return replace(known, acceptance=AcceptanceModel.independent(rates), shares={0: [1.0]})
+    return replace(known, acceptance=independent(rates), shares={0: [1.0]})
 
 
 def predict(known: Calibration, scenario: Scenario, seeds: int) -> list[Outcome]:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bigram_model import VOCAB, checkpoint
+from fit_acceptance import fit, rounds_of
 from synthetic import conditions
 
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
@@ -37,7 +38,7 @@ from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, SwitchCosts, TPPlanner, deal
 from megatron_rlspec.extensions.simulator.run_engines import Resizing
 from megatron_rlspec.extensions.simulator.run_engines import run_engines as simulated
-from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, rounds_of
+from megatron_rlspec.extensions.simulator.samples import AcceptanceModel
 from megatron_rlspec.extensions.simulator.sim_engine import Durations, SimEngine, SimSample
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.rollout.embedded.parallel import Groups
@@ -231,7 +232,7 @@ def measure(lab: Lab, folder: Path, passes: int) -> tuple[Known, dict[str, list[
             reals.setdefault(name, []).append(lab.rollout(planner, samples, turn, tokens))
         print(f"pass {turn + 1} of {passes}", flush=True)
     change = float(np.median([took for runs in reals.values() for run in runs for took, _ in run.changes]))
-    acceptance = AcceptanceModel.fit([rounds_of(s) for s in reals["calibration, size 1"][0].samples], K.num_steps)
+    acceptance = fit([rounds_of(s) for s in reals["calibration, size 1"][0].samples], K.num_steps)
     known = Known(table, acceptance, SwitchCosts(change, gigabytes_per_second=1.0))
     for tp, planner in ((1, "0"), (2, "99")):
         runs = reals.pop(f"calibration, size {tp}")

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from bigram_model import VOCAB, checkpoint, worse_drafter
+from fit_acceptance import rounds_of
 
 from megatron_rlspec.commands import sweep as sweeping
 from megatron_rlspec.commands.sweep import Bench, Sweep
@@ -34,7 +35,6 @@ from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbed
 from megatron_rlspec.extensions.migration.embedded.move import Arrivals, KVMessage, TransferEndpoint
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
-from megatron_rlspec.extensions.simulator.samples import rounds_of
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.rollout.embedded import engine as embedded
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from fit_acceptance import independent
 
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, SwitchCosts
 from megatron_rlspec.extensions.simulator.events import Clock
 from megatron_rlspec.extensions.simulator.links import Links
 from megatron_rlspec.extensions.simulator.run_engines import MoveCost, Resizing, run_engines
-from megatron_rlspec.extensions.simulator.samples import AcceptanceModel
 from megatron_rlspec.extensions.simulator.sim_engine import Durations, SimEngine, SimSample
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
@@ -18,7 +18,7 @@ K1 = SpecConfig(1)
 
 
 def engine(name="e", policy=None, cost=FLAT, accept=0.0, **options) -> SimEngine:
-    model = AcceptanceModel.independent([accept])
+    model = independent([accept])
     policy = policy or SpecSchedule.fixed(OFF)
     return SimEngine(name, Durations(cost, [OFF, K1]), policy, model, np.random.default_rng(0), **options)
 

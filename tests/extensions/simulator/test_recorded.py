@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fit_acceptance import fit
 
 from megatron_rlspec.extensions.simulator.run_engines import run_engines
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel
@@ -27,7 +28,7 @@ def table() -> CostTable:
 
 @pytest.fixture(scope="module")
 def acceptance() -> AcceptanceModel:
-    return AcceptanceModel.fit(KNOWN["accepted"], STEPS)
+    return fit(KNOWN["accepted"], STEPS)
 
 
 def shares_of(acceptance: AcceptanceModel) -> dict[int, np.ndarray]:

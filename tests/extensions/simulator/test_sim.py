@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fit_acceptance import fit, independent, rounds_of
 
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
 from megatron_rlspec.extensions.simulator.events import Clock
 from megatron_rlspec.extensions.simulator.run_engines import MoveCost, run_engines
-from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel, rounds_of
+from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel
 from megatron_rlspec.extensions.simulator.sim_engine import Durations, SimEngine, SimSample
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
 from megatron_rlspec.speculation.roofline import Roofline
@@ -19,7 +20,7 @@ from megatron_rlspec.types import OFF, Prompt, Sample, SpecConfig, SpecSchedule
 FLAT = Roofline(weights_ms=10.0, token_ms=0.0, context_ms=0.0, drafter=0.1)
 REAL = Roofline.of_hardware(3.35, 989.0, parameters=8e9, host_ms=1.0)
 STEEP = Roofline(1.0, 0.3, 1e-4, 0.1, host_ms=0.1)  # batch matters from the third sample on
-PLAIN = AcceptanceModel.independent([0.0])
+PLAIN = independent([0.0])
 GOOD = AcceptanceModel(np.array([[0.9, 0.85, 0.8], [0.4, 0.3, 0.2]]), 0.8, np.array([0.3, 0.6, 0.8]))
 
 
@@ -166,7 +167,7 @@ def test_an_acceptance_model_is_recovered_from_its_own_rounds():
             rounds.append(GOOD.accept(regime, 3, rng.random()))
             regime = GOOD.advance(regime, share, rounds[-1] + 1, rng.random())
         recorded.append(rounds)
-    fitted = AcceptanceModel.fit(recorded, 3)
+    fitted = fit(recorded, 3)
     assert np.abs(fitted.rates - GOOD.rates).max() < 0.08
     assert abs(fitted.persistence - GOOD.persistence) < 0.05
     assert abs(fitted.shares.mean() - GOOD.shares.mean()) < 0.08 and fitted.shares.std() > 0.08
