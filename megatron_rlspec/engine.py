@@ -72,7 +72,7 @@ class EngineDescription(TypedDict):
 
 
 class BucketMemory(Protocol):
-    """Pieces of memory in which a push lays out tensors that travel together (`sync.bucket.Memory`)."""
+    """Pieces of memory in which a push lays out tensors that travel together (`push.bucket.Memory`)."""
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +96,7 @@ class RolloutEngine(Protocol):
 
     @property
     def bucket_memory(self) -> BucketMemory | None:
-        """Return the memory of the buckets that `update_weights` takes (`sync.push.in_buckets`); None: tensors."""
+        """Return the memory of the buckets that `update_weights` takes (`push.push.in_buckets`); None: tensors."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
@@ -160,7 +160,7 @@ class RolloutEngine(Protocol):
         """Return and reset the counts and times of decode rounds, summed by (config, batch)."""
 
     def fingerprints(self) -> dict[str, int]:
-        """Compute `sync.fingerprint` of every tensor that the engine holds, under Hugging Face names."""
+        """Compute `push.fingerprint.fingerprint` of every tensor that the engine holds, under Hugging Face names."""
 
     def describe(self) -> EngineDescription:
         """Return what the engine can run, and its sizes."""

@@ -97,7 +97,7 @@ class AcceptanceModel:
 
 
 class SimTree:
-    """A drafted tree of one sample. `scores [M]` are the drafter's, as in `speculation.tree`; `depth [M]`."""
+    """A drafted tree of one sample. `scores [M]` are the drafter's, as in `trees.tree`; `depth [M]`."""
 
     def __init__(self, grown: Grown) -> None:
         self.scores = np.log(np.maximum(grown.chance, 1e-30))
