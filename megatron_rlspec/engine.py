@@ -160,7 +160,7 @@ class RolloutEngine(Protocol):
         """Return and reset the counts and times of decode rounds, summed by (config, batch)."""
 
     def fingerprints(self) -> dict[str, int]:
-        """Compute `push.fingerprint.fingerprint` of every tensor that the engine holds, under Hugging Face names."""
+        """Compute `push.fingerprint` of every tensor that the engine holds, under Hugging Face names."""
 
     def describe(self) -> EngineDescription:
         """Return what the engine can run, and its sizes."""

@@ -136,7 +136,7 @@ class AcceptanceConfig(Section):
 
 
 class TrainingConfig(Section):
-    """What a step takes besides its rollout: `simulator.step.Training`. The seconds of a token are those of all GPUs."""
+    """What a step takes besides its rollout: `simulator.step.Training`. A token takes the seconds of all GPUs."""
 
     steps: Annotated[int, Field(gt=0, le=10_000)] = Field(8, description="steps of a run")
     colocated: bool = Field(False, description="the trainer has the engines' GPUs: nothing runs beside a rollout")

@@ -4,6 +4,7 @@
                                             │                                                           │
                                       what is expected  ◄───────────── compare ──────────────  engine.fingerprints
 
+`source` is `Trainer.export`: full tensors of policy and drafter under Hugging Face names (`train/shards.py`).
 Fingerprints and finite checks run where the tensors are, and are read once per bucket. A bucket is copied once, into
 one of two pieces of memory, and serves every engine: one piece is filled while the other one travels.
 

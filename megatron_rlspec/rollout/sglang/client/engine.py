@@ -279,7 +279,7 @@ class SGLangEngine(Connection):
         return self.held_fingerprints()
 
     def held_fingerprints(self) -> dict[str, int]:
-        """Return `push.fingerprint.fingerprint` of every tensor held. Raises RefusedError if their names are not known."""
+        """Return `push.fingerprint` of every tensor held. Raises RefusedError if their names are not known."""
         return self.field("control/fingerprints", "fingerprints", dict)
 
     def delivered(self) -> dict[str, dict[str, int]]:
