@@ -60,7 +60,7 @@ def replay(config: Config, interruption: Interruption | None = None, extensions:
 
     Only the drafter learns, so the policy runs forward only. Raises RunStopped if the run ends early.
     """
-    draws = config.replay.policy_step >= 0  # one policy stays, and engines draw from it
+    draws = config.replay.policy_step >= 0  # one policy stays, and engines generate from it
     with Session(config, config.data.path, interruption=interruption, extensions=extensions) as run:
         if draws:
             run.push()

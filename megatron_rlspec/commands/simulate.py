@@ -191,7 +191,7 @@ class SimulationConfig(Section):
 class Outcome:
     """One run: a rollout, or RL steps.
 
-    seconds  of the rollout, or of a step; `share`: the part of them in which engines draw
+    seconds  of the rollout, or of a step; `share`: the part of them in which engines generate
     """
 
     seconds: float

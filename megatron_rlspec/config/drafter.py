@@ -85,8 +85,8 @@ class DrafterConfig(Section):
     )
     overlap: Annotated[bool, Needs("drafter.train")] = Field(
         False,
-        description="train the drafter on earlier rollouts while engines draw the next one; the push after the next "
-        "step publishes it",
+        description="train the drafter on earlier rollouts while engines generate the next one; the push after the "
+        "next step publishes it",
     )
     replay: Annotated[Literal["none", "newest", "uniform", "reward", "disagreement"], Needs("drafter.train")] = Field(
         "none",

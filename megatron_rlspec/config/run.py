@@ -113,7 +113,7 @@ class Config(Section):
             )
         if self.drafter.overlap and self.rollout.staleness:
             raise ValueError(
-                "drafter.overlap=true trains while engines draw, and so does the policy under rollout.staleness=1; "
+                "drafter.overlap=true trains while engines generate, and so does the policy under rollout.staleness=1; "
                 "expected one of the two"
             )
         return self

@@ -295,7 +295,7 @@ def check_together(config: Config) -> None:
         raise ConfigError("rollout.staleness=1 draws samples while training, but engines on the ranks' GPUs sleep then")
     if config.drafter.overlap:
         raise ConfigError(
-            "drafter.overlap=true trains while engines draw, but engines on the ranks' GPUs need the memory"
+            "drafter.overlap=true trains while engines generate, but engines on the ranks' GPUs need the memory"
         )
     if config.push.transport == "group":
         raise ConfigError(

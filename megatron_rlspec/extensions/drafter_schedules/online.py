@@ -2,8 +2,8 @@
 
 An update is either part of the policy's step, on the same rollouts and hidden states (`drafter.replay=none`), or a pass
 of its own over stored rollouts (`separate`), whose hidden states the present policy computes. Such a pass runs after
-the policy's step, or with `drafter.overlap` while engines draw the next rollout. In every case only the drafter's own
-parameters change, so the policy and its texts are the same.
+the policy's step, or with `drafter.overlap` while engines generate the next rollout. In every case only the drafter's
+own parameters change, so the policy and its texts are the same.
 """
 
 from __future__ import annotations
