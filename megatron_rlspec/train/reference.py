@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,29 @@ from megatron_rlspec.train.objectives import OutputLayer, Sums, reduce_sums
 from megatron_rlspec.types import PackedBatch
 
 ROWS = 512  # tokens of a micro-batch whose distributions `drift` compares
+
+
+class Held:
+    """Copies of tensors on the CPU, made at construction, which take the tensors' place for a while."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._pairs = [(tensor, tensor.detach().cpu().clone()) for tensor in tensors]
+
+    def exchange(self) -> None:
+        """Exchange the tensors' values and the copies' values, bit for bit."""
+        for tensor, held in self._pairs:
+            present = tensor.detach().to("cpu", copy=True)
+            tensor.data.copy_(held)
+            held.copy_(present)
+
+    @contextmanager
+    def exchanged(self) -> Iterator[None]:
+        """Exchange during the block."""
+        self.exchange()
+        try:
+            yield
+        finally:
+            self.exchange()
 
 
 class Reference:
@@ -38,12 +61,12 @@ class Reference:
         self._run = run
         self._logprobs = logprobs
         self._layer = layer
-        self._weights = [parameter.detach().cpu().clone() for parameter in policy.parameters()]
+        self._held = Held(policy.parameters())
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Compute `Trainer.logprobs` with the reference; then restore the current weights bit for bit."""
-        with self._exchanged():
+        with self._held.exchanged():
             return self._logprobs(batches)
 
     @torch.no_grad()
@@ -56,28 +79,11 @@ class Reference:
         The sample is at most `ROWS` tokens of a micro-batch, evenly spaced.
         """
         self._policy.eval()
-        with self._exchanged():
+        with self._held.exchanged():
             rows = self._run(batches, self._report_distribution, forward_only=True)
         reference = iter(rows)
         sums = self._run(batches, partial(self._report_drift, reference), forward_only=True)
-        totals = reduce_sums(sums)
-        (tokens,) = totals["drift/tokens"]
-        return {name: totals[name][0] / max(tokens, 1.0) for name in ("drift/kl", "drift/changed")}
-
-    @contextmanager
-    def _exchanged(self) -> Iterator[None]:
-        """Exchange the policy's weights and the reference's during the block. The exchange is exact."""
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        for parameter, held in zip(self._policy.parameters(), self._weights, strict=True):
-            present = parameter.detach().to("cpu", copy=True)
-            parameter.data.copy_(held)
-            held.copy_(present)
+        return drift_of(reduce_sums(sums))
 
     def _report_distribution(
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
@@ -88,13 +94,7 @@ class Reference:
         self, reference: Iterator[Tensor], batch: PackedBatch, packed: PackedSequences, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Sums]:
         head, logp = self._distribution(batch, hidden)
-        logq = next(reference)
-        sums = {
-            "drift/tokens": torch.tensor(len(logp), device=logp.device),
-            "drift/kl": head.sum((logp.exp() * (logp - logq)).sum(-1)).sum(),
-            "drift/changed": (head.argmax(logp) != head.argmax(logq)).sum(),
-        }
-        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), sums
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), drift_sums(head, logp, next(reference))
 
     def _distribution(self, batch: PackedBatch, hidden: Tensor) -> tuple[VocabParallelHead, Tensor]:
         """Return the head and log-probabilities `[n, V / tensor]` of at most `ROWS` of the trained tokens."""
@@ -104,3 +104,18 @@ class Reference:
         rows = to_device(rows[:: max(1, -(-len(rows) // ROWS))], hidden.device)
         scores = head.scores(hidden[:, 0].index_select(0, rows))
         return head, scores - head.log_sum_exp(scores)[:, None]
+
+
+def drift_sums(head: VocabParallelHead, logp: Tensor, logq: Tensor) -> Sums:
+    """Return the sums for `drift_of`, from rows of log-probabilities `[n, V / tensor]` of policy and reference."""
+    return {
+        "drift/tokens": torch.tensor(len(logp), device=logp.device),
+        "drift/kl": head.sum((logp.exp() * (logp - logq)).sum(-1)).sum(),
+        "drift/changed": (head.argmax(logp) != head.argmax(logq)).sum(),
+    }
+
+
+def drift_of(totals: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return `Reference.drift` from the sums over all ranks."""
+    (tokens,) = totals["drift/tokens"]
+    return {name: totals[name][0] / max(tokens, 1.0) for name in ("drift/kl", "drift/changed")}

@@ -5,6 +5,7 @@ With it and `train.runtime.install`, slime's `get_batch`, loss and `train_one_st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,3 +67,25 @@ def install() -> None:
     accelerator.set_accelerator(CpuAccelerator())
     # Megatron's argument checks ask for the architecture.
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0)
+
+
+def with_new_moments(load: Callable) -> Callable:
+    """Wrap slime's `load_checkpoint`: the policy's moments start anew, everything else of a checkpoint is loaded.
+
+    Without Transformer Engine this Megatron asks for moments before it loads, and cannot take torch's AdamW's back.
+    """
+
+    def loading(model: Any, optimizer: Any, *rest: Any, **kwargs: Any) -> Any:
+        inners = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part is not None]
+        for inner in inners:
+            for parameter in (p for group in inner.param_groups for p in group["params"]):
+                zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                inner.state[parameter] = {"step": torch.tensor(1.0), **zeros}
+        if optimizer is not None:
+            optimizer.load_state_dict = lambda _: None
+        found = load(model, optimizer, *rest, **kwargs)
+        for inner in inners:
+            inner.state.clear()
+        return found
+
+    return loading

@@ -267,19 +267,11 @@ def load_if_saved(saved):
     """Return what stands in for `load_checkpoint`: slime's own once there is a checkpoint, `seeded` before."""
     from slime.backends.megatron_utils import model as slime_model
 
-    load = slime_model.load_checkpoint
+    load = slime_cpu.with_new_moments(slime_model.load_checkpoint)
 
     def loading(model, optimizer, *rest, **kwargs):
         if not (saved / "latest_checkpointed_iteration.txt").exists():
             return seeded(model, optimizer)
-        # Without Transformer Engine this Megatron asks for moments before it loads, and cannot take torch's AdamW's
-        # back: the policy's start anew. Its weights, and everything else of the checkpoint, are loaded.
-        inners = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-        for inner in inners:
-            for parameter in (p for group in inner.param_groups for p in group["params"]):
-                zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-                inner.state[parameter] = {"step": torch.tensor(1.0), **zeros}
-        optimizer.load_state_dict = lambda _: [inner.state.clear() for inner in inners]
         return load(model, optimizer, *rest, **kwargs)
 
     return loading
@@ -315,6 +307,51 @@ def resumed(folder, cp, *extra):
         train_step(resume, *built)
         found[name] = parameters(built[0])
     torch.save(found, Path(folder, f"rank{dist.get_rank()}.pt"))
+
+
+def frozen(folder, cp, *extra, drafter=True):
+    """Three steps, with slime's `save` before the first and the third; and that third step again by fresh models.
+
+    Also saves which tokens were the likeliest ones before each step.
+    """
+    from slime.backends.megatron_utils import model as slime_model
+
+    saved = Path(folder, "saved")
+    rate = "--lr 0.003 --lr-decay-style constant"
+    given = f"--save {saved} --save-interval 1 {rate} {' '.join(extra)}"
+    args, *built = prepare(folder, int(cp), given, drafter, loading=load_if_saved(saved))
+    found = {"steps": [], "likeliest": []}
+
+    def step(args, built):
+        found["likeliest"].append(likeliest(args, built[0]))
+        args.use_dynamic_batch_size = True
+        found["steps"].append(train_step(args, *built)[0])
+        args.use_dynamic_batch_size = False
+
+    for number in range(3):
+        args.no_save_optim = not number  # there are no moments yet
+        if number != 1 and drafter:
+            slime_model.save(number + 1, *built)
+        step(args, built)
+    found["parameters"] = parameters(built[0])
+    if drafter:
+        resume = resuming(folder, cp, saved, [rate, f"--ref-load {saved} --ref-ckpt-step 1", *extra])
+        built = build(resume)
+        step(resume, built)
+        found["resumed"] = parameters(built[0])
+    torch.save(found, Path(folder, f"rank{dist.get_rank()}.pt"))
+
+
+def likeliest(args, model):
+    """Return the ids of the likeliest response tokens of this rank's first micro-batch."""
+    from slime.backends.megatron_utils.data import get_data_iterator
+    from slime.backends.megatron_utils.loss import get_responses
+    from slime.backends.megatron_utils.model import forward_only
+
+    def ids(logits, *, with_entropy, **given):
+        return logits.new_empty(0), {"ids": [rows.argmax(-1) for rows, _ in get_responses(logits, **given)]}
+
+    return torch.cat(forward_only(ids, args, model, get_data_iterator(rollout_data()), [1])["ids"])
 
 
 def resuming(folder, cp, saved, extra, drafter=True):
@@ -518,6 +555,8 @@ if __name__ == "__main__":
         "one_step": one_step,
         "no_drafter": partial(one_step, drafter=False),
         "empty_rank": empty_rank,
+        "frozen": frozen,
+        "frozen_no_drafter": partial(frozen, drafter=False),
         "own_loop": own_loop,
         "one_step_of_few_words": partial(few_words, one_step),
         "own_loop_of_few_words": partial(few_words, own_loop),

@@ -72,3 +72,11 @@ def test_slimes_accept_length_counts_delivered_tokens(monkeypatch):
     counts = {"spec_verify_ct": 3, "completion_tokens": 6, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 9}
     info.add(counts | {"spec_correct_drafts_histogram": [1, 0, 1, 1], "rlspec_drafted": [0, 1, 1, 0, 0, 1]})
     assert info.histogram == [2, 0, 1] and metrics.acceptance([info])["accept_length"] == pytest.approx((6 - 1) / 3)
+
+    sample = Sample(spec_info=info)
+    seen = []
+    learning = SimpleNamespace(state=dict)
+    after = SimpleNamespace(after_rollout=lambda urls, delivered: seen.append(delivered) or {}, learning=learning)
+    monkeypatch.setattr(metrics, "_speculation", after)
+    metrics.after(SimpleNamespace(), [], metrics.flat([[sample], [[sample]]]))
+    assert seen == [pytest.approx((6 - 1) / 3)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,12 +33,15 @@ from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter, Sl
 from megatron_rlspec.integrations.slime.eagle3 import SlimeEagle3
 from megatron_rlspec.integrations.slime.refusals import outside, split_experts
 from megatron_rlspec.integrations.slime.seeds import seed
+from megatron_rlspec.integrations.slime.starting_policy import StartingPolicy
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train import checkpoint
 from megatron_rlspec.train.optimizer import Learner
 
+logger = logging.getLogger(__name__)
 _drafter: SlimeDrafter | None = None
+_start: StartingPolicy | None = None  # with a frozen drafter
 _prediction: Prediction | None = None  # of all steps so far on this rollout's samples
 
 
@@ -46,7 +50,8 @@ def init(args: Namespace) -> None:
     if inner := getattr(args, "rlspec_inner_init_path", None):
         load_function(inner)(args)
     refuse(args)
-    slime_model.load_checkpoint = _after(slime_model.load_checkpoint, _thaw)
+    load = slime_model.load_checkpoint
+    slime_model.load_checkpoint = _after(load, functools.partial(_thaw, load))
     slime_model.save_checkpoint = _after(slime_model.save_checkpoint, _save)
     slime_model.get_batch = _with_fields(slime_model.get_batch)
     slime_model.train_one_step = _around_step(slime_model.train_one_step)
@@ -112,7 +117,8 @@ def _options(args: Namespace) -> Options:
     return replace(options, zero_first_embedding=facts is not None and facts.zero_first_embedding)
 
 
-def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
+def _thaw(load: Callable, loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
+    global _start
     if getattr(model[0], "role", "actor") != "actor":
         return loaded
     if _drafter is not None:
@@ -129,7 +135,32 @@ def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
         checkpoint.load(directory, _learners(), _layout(args), generators=False)
         if _drafter is not None:
             _drafter.keep()
+    options = Options.from_args(args)
+    _start = None if options.train or not options.drift_every else _starting_policy(args, model, load)
     return loaded
+
+
+def _starting_policy(args: Namespace, model: Sequence[Any], load: Callable) -> StartingPolicy | None:
+    """Keep the weights with which the run began: those just loaded, in a run that goes on those of `--ref-load`."""
+    problem = ""
+    if getattr(args, "fp8_param_gather", False):
+        problem = "parameters in FP8 cannot be exchanged bit for bit"
+    elif not (args.finetune or args.ref_load):
+        problem = "the run goes on, and --ref-load does not say where it began"
+    if problem:
+        logger.warning("rlspec: no drift_changed: %s", problem)
+        return None
+    if args.finetune:
+        return StartingPolicy(model[0])
+    changed = {"load": args.ref_load, "finetune": True, "no_load_optim": True, "no_load_rng": True}
+    if args.ref_ckpt_step is not None:
+        changed["ckpt_step"] = args.ref_ckpt_step
+    given = {name: getattr(args, name) for name in changed}
+    vars(args).update(changed)
+    try:
+        return StartingPolicy(model[0], lambda: load(model, None, None, {}, False))
+    finally:
+        vars(args).update(given)
 
 
 def _save(saved: Any, iteration: int, model: Sequence[Any], *_: Any, **__: Any) -> Any:
@@ -194,9 +225,13 @@ def _around_step(train_one_step: Callable) -> Callable:
 
     @functools.wraps(train_one_step)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        moved = {}
+        if _start is not None and not given["step_id"]:
+            if given["rollout_id"] % Options.from_args(given["args"]).drift_every == 0:
+                moved = _start.drift(given["args"], given["model"], given["data_iterator"])
         if _drafter is None or not _drafter.ready:
             return train_one_step(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
         iterator = given["data_iterator"][0]
         micro_batches = given["num_microbatches"]
         ahead = iterator.micro_batch_indices[iterator.offset : iterator.offset + micro_batches]
@@ -210,7 +245,7 @@ def _around_step(train_one_step: Callable) -> Callable:
         _write_prediction(given)
         if _drafter.learner is None and _drafter.predicted is not None:
             metrics["drafter_aged"] = _aged(_drafter.predicted, given["args"])
-        return {**losses, **metrics}, grad_norm
+        return {**losses, **metrics, **moved}, grad_norm
 
     return wrapped
 

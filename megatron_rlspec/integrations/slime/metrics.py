@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +61,30 @@ def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluat
         if _speculation is not None:
             _speculation.forget(urls)
     else:
-        after(args, urls)
-        _prompts[:] = prompts_of(getattr(drawn, "samples", drawn), CANARY_PROMPTS)
+        samples = list(flat(getattr(drawn, "samples", drawn)))
+        after(args, urls, samples)
+        _prompts[:] = prompts_of(samples, CANARY_PROMPTS)
     return drawn
 
 
-def prompts_of(samples: Any, most: int) -> list[list[int]]:
-    """Return token ids of the first `most` different text prompts of slime's samples, in lists of any depth."""
+def flat(samples: Any) -> Iterator[Sample]:
+    """Yield slime's samples from lists of any depth."""
+    if isinstance(samples, Sample):
+        yield samples
+    else:
+        for part in samples:
+            yield from flat(part)
+
+
+def prompts_of(samples: Iterable[Sample], most: int) -> list[list[int]]:
+    """Return token ids of the first `most` different text prompts."""
     found: dict[tuple[int, ...], None] = {}
-    waiting = [samples]
-    while waiting and len(found) < most:
-        item = waiting.pop()
-        if isinstance(item, Sample):
-            prompt = item.tokens[: len(item.tokens) - item.response_length]
-            if prompt and not item.multimodal_inputs:
-                found[tuple(prompt)] = None
-        else:
-            waiting += reversed(item)
+    for sample in samples:
+        prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
+        if prompt and not sample.multimodal_inputs:
+            found[tuple(prompt)] = None
+        if len(found) == most:
+            break
     return [list(prompt) for prompt in found]
 
 
@@ -107,10 +115,11 @@ def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
         _found.update(_speculation.before_rollout(urls))
 
 
-def after(args: Namespace, urls: Sequence[str]) -> None:
+def after(args: Namespace, urls: Sequence[str], samples: Iterable[Sample]) -> None:
     """Learn from this rollout, set every engine's rule, and save the result for slime's next checkpoint."""
     if _speculation is not None:
-        _found.update(_speculation.after_rollout(urls))
+        delivered = acceptance(sample.spec_info for sample in samples).get("accept_length", math.nan)
+        _found.update(_speculation.after_rollout(urls, delivered))
         slime_state.write_rollouts(slime_state.folder(args), _speculation.learning.state())
 
 

@@ -13,6 +13,7 @@ Each returns metrics. `urls` as in `engines.py`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -113,13 +114,15 @@ class Speculation:
             "health/canary_seconds": self._canary.seconds - seconds,
         }
 
-    def after_rollout(self, urls: Sequence[str]) -> dict[str, float]:
+    def after_rollout(self, urls: Sequence[str], delivered: float = math.nan) -> dict[str, float]:
         """Gather every engine's rounds, learn from all of them, and set every engine's rule from the result.
 
         Acceptance is learnt as a ratio of sums over all engines; times scale the cost table, if there is one. If an
         engine's drafts are accepted far less than expected, its speculation is disabled until the next push. Returns
         `rollout/spec_*`, `predict/*` (the prediction compared with this rollout) and `health/*`. An engine that does
         not answer is left out; slime restarts engines itself.
+
+        delivered  tokens that a round delivered to a sample, on average; NaN: not known
         """
         engines = {url: SlimeEngine(url, self.api_key) for url in urls}
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
@@ -128,7 +131,7 @@ class Speculation:
             drifting = [url for url, answer in seen.items() if self._drifts(engines[url], answer)]
             rounds = [stats for answer in seen.values() for stats in answer.rounds]
             reports = [answer.report for answer in seen.values()]
-            values = self.learning.observe(rounds, reports) if rounds else {}
+            values = self.learning.observe(rounds, reports, delivered) if rounds else {}
             rule = self.learning.rule()
             reached = sum(threads.map(lambda url: _set_rule(engines[url], rule), seen))
         return _named(values) | {
