@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_rlspec.conversion.drafter_files import config_of_drafter
 from megatron_rlspec.integrations.slime import launch
 
 TOOLS = ("awk", "basename", "bash", "cat", "dirname", "grep", "seq", "tr", "wc")
@@ -32,6 +33,7 @@ MODELS = {
     "qwen3-next": ("qwen3_next", "Qwen3NextForCausalLM"),
     "qwen35": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
     "qwen3.5": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    "qwen3-8b": ("qwen3", "Qwen3ForCausalLM"),
     "qwen2.5": ("qwen2", "Qwen2ForCausalLM"),
 }
 # Megatron's flag -> the key of config.json that slime compares it with, or that SGLang needs.
@@ -106,7 +108,12 @@ def with_model(started: Job, recipe: str, folder: Path) -> Job:
     for flag in ("--hf-checkpoint", "--ref-load", "--load"):
         if flag in arguments:
             arguments[arguments.index(flag) + 1] = str(folder)
-    (folder / "config.json").write_text(json.dumps(_config(recipe, launch.flags(arguments))))
+    config = _config(recipe, launch.flags(arguments))
+    (folder / "config.json").write_text(json.dumps(config))
+    if launch.DRAFT_MODEL in arguments:
+        (folder / "drafter").mkdir(exist_ok=True)
+        (folder / "drafter/config.json").write_text(json.dumps(config_of_drafter(config, 32000)))
+        arguments[arguments.index(launch.DRAFT_MODEL) + 1] = str(folder / "drafter")
     (folder / "configuration_mimo.py").write_text(
         "from transformers import Qwen2Config\n\n\nclass MiMoConfig(Qwen2Config):\n    model_type = 'mimo'\n"
     )

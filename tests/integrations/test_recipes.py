@@ -37,6 +37,7 @@ def command(recipe, folder, checkout, **environment):
         "LOAD": "/load",
         "DATA": "/data.jsonl",
         "RUN": str(folder / "run"),
+        "DRAFTER": str(folder),
         "DRY_RUN": "1",
         **environment,
     }
@@ -65,7 +66,7 @@ def test_recipe_completes_and_takes_a_cost_table_if_it_explains_how_to_measure_o
     words = shlex.split(lines[-1])
     given = slime.flags(words)
     assert given["--custom-megatron-init-path"] and Path(given["--custom-config-path"]).is_file()
-    assert given["--sglang-speculative-algorithm"] == "EAGLE"
+    assert given["--sglang-speculative-algorithm"] == ("EAGLE3" if "eagle3" in recipe.stem else "EAGLE")
     assert len([w for w in words if w.startswith("--")]) == len(given), "no flag twice"
     if not adaptive:
         assert "no TABLE" in recipe.read_text()
