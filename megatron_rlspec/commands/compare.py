@@ -101,10 +101,8 @@ def estimate(rounds: np.ndarray, other: np.ndarray | None = None, seed: int = 1)
     """Estimate an accept length from `rounds [prompts, 2]`, or its difference to that of `other` on the same prompts.
 
     Both are resampled together. So what is hard about a prompt for every drafter does not widen the interval of a
-    difference. Raises ValueError for shapes that differ.
+    difference.
     """
-    if other is not None and other.shape != rounds.shape:
-        raise ValueError(f"rounds {rounds.shape} and {other.shape} are not of the same prompts")
     n = len(rounds)
     draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)  # of each prompt
     draws = np.concatenate([np.ones((1, n), np.int64), draws])

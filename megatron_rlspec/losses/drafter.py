@@ -242,8 +242,6 @@ class Student:
         if logp is not None:
             sums["overlap"], divergence, grad = self._against(logq, logp, labels, self._groups[part] + 1)
             sums["argmax_prob"] = full.sum(full.pick(logp, best)).exp()
-        elif callable(self._kind):
-            raise ValueError("a function as drafter loss needs the teacher's whole distribution")
         if self._kind == "ce":
             grad = head.add_at(logq.exp_(), labels, -1)
             if self._reduced is not None:

@@ -69,13 +69,8 @@ def walk(
 
     `mask[t, d]` is 1 where depth d + 1 at t predicts a generated token (`drafter_targets`). Consecutive rows with a
     mask are one response, or one turn of it; the first of them starts a round. Drafts past its end are not counted.
-    Raises ValueError for shapes that differ and for steps outside 1..D.
     """
     depth = accept.shape[1]
-    if not (accept.shape == reach.shape == mask.shape):
-        raise ValueError(f"accept {list(accept.shape)}, reach {list(reach.shape)} and mask {list(mask.shape)} differ")
-    if not steps or min(steps) < 1 or max(steps) > depth:
-        raise ValueError(f"steps={list(steps)} must lie between 1 and the {depth} depths of `accept`")
     valid = mask != 0
     alpha = accept.detach().double().masked_fill(~valid, 0)
     carried = reach.detach().double().masked_fill(~valid, 0).cumprod(1)

@@ -16,11 +16,8 @@ def shift_packed(x: torch.Tensor, cu_seqlens: torch.Tensor, steps: int = 1) -> t
     """Return `out[..., t] = x[..., t + steps]` where t + steps is in t's sequence, else 0; x `[..., T]`.
 
     `cu_seqlens [n + 1]` holds the boundaries, with padding if sequences are padded. Positions past its last entry
-    belong to no sequence. Differentiable in `x`. Does not synchronise with the device. Raises ValueError for negative
-    `steps`.
+    belong to no sequence. Differentiable in `x`. Does not synchronise with the device.
     """
-    if steps < 0:
-        raise ValueError(f"steps={steps}, but the shift is to the left: steps >= 0")
     t = torch.arange(x.shape[-1], device=cu_seqlens.device)
     return x.roll(-steps, -1).masked_fill(t + steps >= _ends(cu_seqlens, x.shape[-1]), 0)
 

@@ -80,11 +80,6 @@ def test_megatrons_own_packed_roll_is_wrong_where_sequences_are_padded():
     assert torch.equal(shift_packed(tokens, padded)[0, successors], tokens[0, [t + 1 for t in successors]])
 
 
-def test_shift_to_the_right_is_refused():
-    with pytest.raises(ValueError, match="steps >= 0"):
-        shift_packed(torch.arange(4), boundaries([4]), -1)
-
-
 # --- masks ---------------------------------------------------------------------------------------------------------
 
 

@@ -181,7 +181,6 @@ class SimEngine:
         self.retracted = 0
         self.looked_up = 0
         self.extrapolated = 0
-        self.asleep = False
         self._rounds: dict[tuple[SpecConfig, int], _Rounds] = {}
         self._prompts: dict[int, int] = {}  # group whose prompt is in the cache -> its samples here
         self._used = 0  # tokens in the cache
@@ -258,21 +257,17 @@ class SimEngine:
         self.waiting.clear()
         self._prompts.clear()
         self._used = 0
-        self.asleep = True
         return left
 
     def wake(self, now: float) -> None:
         """Decode again, from `now` on."""
-        self.asleep = False
         self.now = max(self.now, now)
 
     def step(self) -> list[SimSample]:
         """Run one pass: a chunk of prefill, or else a decode round; an embedded engine runs both.
 
-        Returns the samples that have ended; `now` is then the end of the pass. Raises RuntimeError if it sleeps.
+        Returns the samples that have ended; `now` is then the end of the pass.
         """
-        if self.asleep:
-            raise RuntimeError(f"{self.name} sleeps, expected `wake` before `step`")
         self._admit()
         ended = self._prefill() if self.filling else []
         if self.running and (self.embedded or not self.filling):

@@ -76,8 +76,3 @@ def test_beyond_the_longest_sample_the_expectation_grows_with_the_length():
     found = [lengths.remaining(n, 1000) for n in (10, 20, 40, 80)]
     assert found == sorted(found)
     assert 10 < found[0] < 100
-
-
-def test_a_negative_length_is_refused():
-    with pytest.raises(ValueError, match="expected 0 or more"):
-        Lengths().observe([-1], [False])

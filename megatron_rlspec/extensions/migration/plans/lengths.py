@@ -24,10 +24,8 @@ class Lengths:
         self._seen: deque[tuple[int, bool]] = deque(maxlen=KEPT)
 
     def observe(self, lengths: Sequence[int], censored: Sequence[bool]) -> None:
-        """Add response lengths, in tokens. Raises ValueError for a negative one."""
+        """Add response lengths, in tokens."""
         for length, cut in zip(lengths, censored, strict=True):
-            if length < 0:
-                raise ValueError(f"a response of {length} tokens, expected 0 or more")
             self._seen.append((int(length), bool(cut)))
         self.__dict__.pop("_survival", None)
         self.__dict__.pop("_below", None)

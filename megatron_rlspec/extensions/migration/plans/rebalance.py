@@ -78,8 +78,6 @@ class Rebalancer:
         rule: Rule = "makespan",
         modes: Sequence[How] = WAYS["auto"],
     ) -> None:
-        if not modes or not candidates:
-            raise ValueError(f"modes={list(modes)}, candidates={list(candidates)}: expected at least one of each")
         self.cost = cost
         self.candidates = tuple(candidates)
         self.transport = transport
