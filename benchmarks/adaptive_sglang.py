@@ -325,8 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _profile(folder: Path, spec: SGLangEngine, steps: str, args: argparse.Namespace) -> Path:
     table = folder / "table.json"
     points = "1,4,16,64" if args.quick else "1,2,4,8,16,32,64"
-    budget = ["--seconds", "30" if args.quick else "100", "--samples", "6" if args.quick else "12"]
-    wanted = ["--batches", points, "--lengths", "16", "--steps", steps, *budget]
+    wanted = ["--batches", points, "--lengths", "16", "--steps", steps, "--seconds", "100"]
     if profile.main([str(table), "--url", spec.url, "--model", str(folder / "model"), *wanted]):
         raise SystemExit("rlspec profile failed on the speculating engine; its output is above")
     return table

@@ -104,7 +104,7 @@ def _cost_table(plan: Plan, folder: Path, figures: Figures, engine: SGLangEngine
     path = folder / "table.json"
     points = ",".join(map(str, sorted({1, *plan.batches})))
     steps = ",".join(map(str, plan.steps))
-    command = [str(path), "--url", engine.url, "--model", str(serving.directory(plan, folder)), "--samples", "8"]
+    command = [str(path), "--url", engine.url, "--model", str(serving.directory(plan, folder))]
     command += ["--batches", points, "--lengths", "64", "--steps", steps, "--seconds", str(plan.profile_seconds)]
     if profile.main(command):
         figures.without("cost table", "failed", "rlspec profile; the adaptive rule goes by a roofline")

@@ -134,7 +134,7 @@ def lacking(table: CostTable) -> Iterator[str]:
             )
     few = min(row.samples for row in table.rounds)
     if few < LEAST_ROUNDS:
-        yield f"a cell has {few} rounds; expected at least {LEAST_ROUNDS}: `rlspec profile --samples {LEAST_ROUNDS}`"
+        yield f"a cell has {few} rounds; expected at least {LEAST_ROUNDS}, as `rlspec profile` measures"
 
 
 def render(schedule: SpecSchedule, max_batch: int) -> str:

@@ -51,8 +51,6 @@ measured on the first engine that runs it. Options that are not listed go to `rl
 continues it. Sizes of --tp run one after the other; a later sweep adds sizes to a table of the same model, hardware and
 engine."""
 
-NOISY = 0.1
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure. Returns 0, or 2 after one line about a mistake or an engine that cannot be measured."""
@@ -134,7 +132,7 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
         _same(known.provenance, provenance, part)
     with ExitStack() as closing:
         benches = _benches(args, serve, closing)
-        sweeping = Sweep(benches, provenance, tp=args.tp, samples=args.samples, known=known)
+        sweeping = Sweep(benches, provenance, tp=args.tp, known=known)
         if known is not None:
             print(f"continuing after {len(sweeping.cells)} points in {part}")
         with _progress() as bar:
@@ -204,8 +202,6 @@ def summary(table: CostTable, tp: int) -> str:
         f"{1e3 * table.catch_up_ms:.3f} us for each token decoded while off, "
         f"{len(table.repairs)} cells repaired, median error of the fitted model {table.fit_error():.1%}"
     )
-    if spread > NOISY:
-        lines.append(f"a spread above {NOISY:.0%} means that the machine was busy: measure again on an idle machine")
     return "\n".join(lines)
 
 
@@ -380,13 +376,13 @@ def parser() -> arguments.Parser:
         default=[64, 512],
         help="prompt tokens of each request on the coarse grid (default 64,512)",
     )
-    add("--samples", type=integer(1, 10_000), default=12, help="rounds to measure of each configuration at each point")
     add("--seconds", type=number(0, 1e7), default=900.0, help="time budget of the sweep (default 900)")
     add(
         "--tolerance",
         type=number(0, 10),
         default=0.03,
-        help="add a batch where the cost deviates from a straight line by more than this share (default 0.03)",
+        help="measure until noise makes no choice lose more than this share, and add a batch where the cost deviates "
+        "from a straight line by more (default 0.03)",
     )
     add("--validate", type=integer(0, 1000), default=0, metavar="N", help="also measure N random points off the grid")
     add("--model-name", default="", help="name recorded in the table; default: the directory's")

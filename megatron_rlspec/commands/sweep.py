@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from megatron_rlspec.engine import EngineDescription
+from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
+from megatron_rlspec.speculation.graphs import DECAY, MOST_ACCEPTANCE
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 SEGMENT = 12  # tokens that each request emits under one configuration before the next one is used
 CYCLES = 3  # segments of each configuration in one generation
 TRIES = 4  # generations at a point, at most, until every configuration has enough rounds
+ROUNDS = 12  # of each configuration that one visit of a point measures, at least
+INTERVAL = 3.6  # half the 95 % interval of a median: 1.96 * 1.253 * 1.483 times half the interquartile range / sqrt(n)
 Point = tuple[int, int]  # running requests, prompt tokens of each
 
 
@@ -147,13 +151,11 @@ class Sweep:
         provenance: Provenance,
         *,
         tp: int = 1,
-        samples: int = 12,
         known: CostTable | None = None,
     ) -> None:
         self.benches = list(benches)
         self.provenance = provenance
         self.tp = tp
-        self.samples = samples
         configs = sorted(config for bench in benches for config in bench.configs)
         if OFF not in configs:
             raise SweepError("no engine here decodes without a drafter, so the cost of OFF would be unknown")
@@ -176,7 +178,7 @@ class Sweep:
         batch, length = point
         cells = []
         for bench in self.benches:
-            found = bench.measure(point, self.new_tokens, self.samples)
+            found = bench.measure(point, self.new_tokens, ROUNDS)
             for config in bench.configs:
                 ms = found.steady[config]
                 low, middle, high = np.quantile(ms, [0.25, 0.5, 0.75])
@@ -193,8 +195,9 @@ class Sweep:
         return cells
 
     def add(self, point: Point) -> None:
-        """Measure a point and add it to the table."""
-        self.cells[point] = self.measure(point)
+        """Measure a point, or measure it again, and add it to the table."""
+        former = {cell.config: cell for cell in self.cells.get(point, ())}
+        self.cells[point] = [_together(former.get(cell.config), cell) for cell in self.measure(point)]
 
     def add_prefill(self, lengths: Sequence[int]) -> None:
         """Measure prefills of one request with these prompt lengths."""
@@ -209,6 +212,27 @@ class Sweep:
         switch = max(statistics.median(self.switches), 0.0) if self.switches else 0.0
         catch_up = _slope(self.catch_ups, switch)
         return CostTable(self.provenance, rounds, self.prefill, switch_ms=switch, catch_up_ms=catch_up)
+
+    def undecided(self, tolerance: float) -> dict[Point, float]:
+        """Return the points at which noise can hide the best configuration, the worst first.
+
+        The value is the share of the rate that the apparently best one may lose to another, by the 95 % interval of
+        their ms per token, at the worst acceptance (`speculation.graphs`: 0 to 0.95). It is above `tolerance`.
+        """
+        found = {}
+        for point, cells in self.cells.items():
+            ms = np.log([cell.ms for cell in cells])
+            width = np.array([INTERVAL * cell.spread_ms / cell.ms / cell.samples**0.5 for cell in cells])
+            most = 0.0
+            for first in np.linspace(0, MOST_ACCEPTANCE, 20):
+                rates = [first * DECAY**d for d in range(max(cell.config.num_steps for cell in cells) + 1)]
+                cost = ms - np.log([expected_tokens(cell.config, rates) for cell in cells])
+                best = int(cost.argmin())
+                behind = cost[best] - cost + np.hypot(width, width[best])
+                most = max(most, *np.delete(behind, best).tolist(), 0.0)
+            if most > tolerance:
+                found[point] = most
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def closer(self, tolerance: float) -> list[Point]:
         """Return the points to measure next, the most useful first.
@@ -278,6 +302,19 @@ class Sweep:
         self.catch_ups = [(tokens, known.switch_ms + tokens * known.catch_up_ms) for tokens in (1, 1000)]
 
 
+def _together(former: RoundCost | None, cell: RoundCost) -> RoundCost:
+    """Return the mean of two measurements of one point, weighted by their rounds."""
+    if former is None:
+        return cell
+    share = cell.samples / (cell.samples + former.samples)
+    return replace(
+        cell,
+        ms=former.ms + share * (cell.ms - former.ms),
+        spread_ms=former.spread_ms + share * (cell.spread_ms - former.spread_ms),
+        samples=cell.samples + former.samples,
+    )
+
+
 def _slope(points: Sequence[tuple[int, float]], fixed: float) -> float:
     """Fit ms = constant + slope · tokens to points (tokens, ms); return the slope, at least 0.
 
@@ -304,31 +341,51 @@ def sweep(
     progress: Callable[[str, int, int], None] = lambda *_: None,
     keep: Callable[[CostTable], None] = lambda _: None,
 ) -> str:
-    """Measure the coarse grid, then refine it until it is smooth or `seconds` are over. Returns why it ended, in words.
+    """Measure the coarse grid, then go on until the table can decide. Returns why it ended, in words.
 
-    `keep` receives the table after every point, so that an interrupted sweep loses at most one point. `progress`
-    receives a description, the points done, and the points in total. Raises SweepError.
+    It can decide if no point is `undecided` and the grid is smooth to the tolerance. After `seconds` the words name the
+    batches at which it cannot. The outermost batches come first: between measured ones a cost is better known than
+    beyond them. `keep` receives the table after every point, so that an interrupted sweep loses at most one point.
+    `progress` receives a description, the points done, and the points in total. Raises SweepError.
     """
     start = time.monotonic()
     slowest = 0.0
-    coarse = [(b, n) for n in sorted(lengths) for b in sorted(batches)]
-    left = [point for point in coarse if point not in run.cells and run.fits(point)]
-    if not left and not run.cells:
+    ordered = sorted(batches)
+    outward = [b for pair in zip(ordered, reversed(ordered), strict=True) for b in pair]
+    coarse = [(b, n) for b in dict.fromkeys(outward) for n in sorted(lengths)]
+    coarse = [point for point in coarse if run.fits(point)]
+    if not coarse and not run.cells:
         raise SweepError(f"no point of batches {list(batches)} x lengths {list(lengths)} fits into this engine")
     if not run.prefill:
         run.add_prefill([n for n in sorted(lengths) if run.fits((1, n))])
-    done = len(run.cells)
-    while left:
+    while True:
+        missing = [point for point in coarse if point not in run.cells]
+        undecided = run.undecided(tolerance)
+        left = missing or list(undecided) or [p for p in run.closer(tolerance) if p not in run.cells]
+        if not left:
+            progress("done", len(run.cells), len(run.cells))
+            return "able to decide at each of them"
         if time.monotonic() - start + slowest > seconds and run.cells:
-            return f"stopped by the time budget with {len(left)} points of the grid unmeasured"
+            return _short_of(missing, undecided, tolerance)
         began = time.monotonic()
         batch, length = left[0]
-        progress(f"batch {batch}, context {length}", done, done + len(left))
+        again = " again" if left[0] in run.cells else ""
+        progress(f"batch {batch}, context {length}{again}", len(run.cells), len(run.cells) + len(left))
         run.add(left[0])
         slowest = max(slowest, time.monotonic() - began)
         keep(run.table())
-        done += 1
-        coarse_left = [p for p in left[1:] if p in coarse]
-        left = coarse_left or [p for p in run.closer(tolerance) if p not in run.cells]
-    progress("done", done, done)
-    return "smooth to the tolerance"
+
+
+def _short_of(missing: Sequence[Point], undecided: Mapping[Point, float], tolerance: float) -> str:
+    """Say at which batches a table cannot decide when the time is over."""
+    end = "stopped by the time budget"
+    parts = []
+    for points, why in ((missing, "not measured"), (undecided, "too noisy")):
+        if points:
+            named = ", ".join(map(str, sorted({batch for batch, _ in points})))
+            parts.append(f"{named} (points {why}: {len(points)})")
+    if not parts:
+        return f"{end} before the grid was smooth"
+    most = max(undecided.values(), default=0.0)
+    lose = f"; a choice may lose {most:.0%} there, expected at most {tolerance:.0%}" if undecided else ""
+    return f"{end}; it cannot decide at batches {' and '.join(parts)}{lose}. Use an idle machine or more --seconds"

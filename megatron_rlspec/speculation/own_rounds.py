@@ -40,10 +40,10 @@ NOISE_WEIGHT = 8.0  # timings
 FLOOR = 0.02  # standard deviation of the median of any number of timings: the machine's speed drifts
 FEW = {1: 0.3, 2: 0.2}  # the same of one and of two timings: a single round can be interrupted
 AT_ONCE = 3  # timings of one configuration in turn
-CHECKS = 2  # configurations that are timed at first, whatever the table says
+CHECKS = 1  # configurations beside the present one that are timed at first, whatever the table says
 FREE = 8.0  # rounds that timing may lose at first, and
 SHARE = 0.005  # the share of all rounds that it may lose after that
-HORIZON = 300  # rounds for which a cost is worth knowing, at least
+HORIZON = 300  # rounds for which a cost is worth knowing: after that acceptance has changed
 LOOK = 16  # rounds between two looks for a configuration to time, unless a fit or a new place comes first
 CLOSED = 1e-3  # a candidate of less than this share of the present rate must not run here
 
@@ -102,9 +102,13 @@ class OwnRounds:
         deepest = max(max(config.num_steps for config in candidates), 1)
         self._steps = np.array([config.num_steps / deepest for config in candidates])
         self._measured = [np.log2(np.array(axis, float)) for axis in (table.batches(), table.lengths())]
+        spreads: dict[tuple[float, float], list[float]] = {}
+        for cell in table.rounds:
+            point = math.log2(cell.batch), math.log2(cell.context_tokens / cell.batch)
+            spreads.setdefault(point, []).append(cell.spread_ms / cell.ms / math.sqrt(cell.samples))
+        self._points = np.array(list(spreads))
         # Twice the standard error of a median: the two sides of a comparison.
-        spreads = [cell.spread_ms / cell.ms / math.sqrt(cell.samples) for cell in table.rounds]
-        self._noise_width = 2 * float(np.median(spreads))
+        self._noise_widths = np.array([2 * float(np.median(shares)) for shares in spreads.values()])
         self._cells: dict[tuple[int, Place], deque[float]] = {}  # logarithms of ms over the table's
         self._count = 0
         self._next_fit = 2
@@ -136,7 +140,8 @@ class OwnRounds:
 
     def width(self, places: np.ndarray) -> np.ndarray:
         """Return the width that the table states for differences between configurations, at `places` [k, 2]."""
-        square = np.full(len(places), LEAST_WIDTH**2 + self._noise_width**2)
+        nearest = np.abs(places[:, None] - self._points[None, :]).sum(axis=2).argmin(axis=1)
+        square = LEAST_WIDTH**2 + self._noise_widths[nearest] ** 2
         for axis, measured in enumerate(self._measured):
             at = places[:, axis]
             beyond = np.maximum(np.maximum(measured[0] - at, at - measured[-1]) - 0.5, 0.0)
@@ -156,13 +161,16 @@ class OwnRounds:
         kept = [np.sort(np.array(timings)) for timings in self._cells.values()]
         medians = np.array([x[(len(x) - 1) // 2] for x in kept])  # the lower one: interruptions only lengthen a round
         counts = np.array([len(x) for x in kept])
+        # Of a few timings most can be interrupted: then the shortest one is far below, and little is known.
+        doubtful = np.where(counts <= AT_ONCE + 1, medians - np.array([x[0] for x in kept]), 0.0) ** 2
+        variance = np.maximum(self._variance(counts), doubtful)
         apart = sum(float(np.minimum(np.abs(x - m) * 1.4826, 0.5).sum()) for x, m in zip(kept, medians, strict=True))
         self._noise = (NOISE * NOISE_WEIGHT + apart) / (NOISE_WEIGHT + float(counts.sum()))
         which = np.array([candidate for candidate, _ in self._cells])
         places = np.array([at for _, at in self._cells], float)
         scores = []
         for factor in FACTORS.tolist():
-            covariance = self._kernel(which, places, which, places, factor) + np.diag(self._variance(counts))
+            covariance = self._kernel(which, places, which, places, factor) + np.diag(variance)
             lower = np.linalg.cholesky(covariance)
             y = np.linalg.solve(lower, medians)
             scores.append(-0.5 * float(y @ y) - float(np.log(np.diag(lower)).sum()))
@@ -229,8 +237,8 @@ class TimingPlan:
 
     First CHECKS configurations are timed whatever the table says, plain decoding before others, because timings of one
     configuration say nothing of the differences. After that one is timed where knowing its cost gains more, over
-    HORIZON rounds or as many as ran at this batch size, than the timing loses. Timing loses at most FREE rounds at
-    first, and SHARE of the rounds after that.
+    HORIZON rounds, than the timing loses. Timing loses at most FREE rounds at first, and SHARE of the rounds after
+    that.
     """
 
     def __init__(self) -> None:
@@ -241,7 +249,6 @@ class TimingPlan:
         self._checks = 0
         self._wait = 0  # rounds until the next look
         self._at: Place = (-1, -1)
-        self._rounds: dict[int, int] = {}  # by octave of the batch size
 
     def next(
         self,
@@ -261,7 +268,6 @@ class TimingPlan:
         switches     rounds that going to another candidate and back takes
         catching_up  by the number of requests that would draft, all of them last: rounds that their drafter needs first
         """
-        rounds = self._rounds[at[0]] = self._rounds.get(at[0], 0) + 1
         self.left += SHARE
         if self._more > 0 and at == self._at and self._config != now:
             self._more -= 1
@@ -278,11 +284,12 @@ class TimingPlan:
         worth = own.doubt(at).worth(now, rates)
         each = np.array(rates) / rates[now]
         share = np.array(list(catching_up))[:, None] / max(catching_up)
-        loses = 1 - each * (1 + (np.array(tokens) - 1) * share) / np.array(tokens)
+        longer = np.array(tokens) / tokens[now] / each  # a round of it, in present rounds
+        loses = longer - (1 + (np.array(tokens) - 1) * share) / tokens[now]
         extra = switches + np.array(list(catching_up.values()))[:, None]
         costs = np.maximum(loses, 0.0) * (AT_ONCE + 1) + extra  # the first round after a change is not counted
         cost = costs.min(axis=0)
-        gain = worth * max(HORIZON, rounds) - cost
+        gain = worth * HORIZON - cost
         unknown = [i for i in range(len(each)) if i not in own.tried and i != now and each[i] > CLOSED]
         if unknown and self._checks < CHECKS:
             gain[max(unknown, key=lambda i: (own.candidates[i].off, worth[i] / max(cost[i], 0.1)))] = math.inf

@@ -112,11 +112,11 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         "--quiet": ("hf out", "--quiet"),
     },
 }
-MEASURES = "o.json --engine embedded --model hf --steps 0,1 --samples 2 --batches 1 --lengths 16 --tolerance 10"
+MEASURES = "o.json --engine embedded --model hf --steps 0,1 --batches 1 --lengths 16 --tolerance 10"
 COMPARES = "hf a=hf --prompts p.jsonl --steps 1 --max-new-tokens 8"
 SLOW: dict[str, dict[str, tuple[str, str]]] = {
     "profile": {
-        "--model": ("o.json --engine embedded", "--model hf --seconds 0 --samples 1"),
+        "--model": ("o.json --engine embedded", "--model hf --seconds 0"),
         "--draft-model": ("o.json --model hf --url http://HERE", "--draft-model none"),
         "--engine": ("o.json --url http://HERE", "--engine embedded"),
         "--url": ("o.json", "--url http://HERE"),
@@ -126,13 +126,12 @@ SLOW: dict[str, dict[str, tuple[str, str]]] = {
         "--steps": (MEASURES, "--steps 0,2"),
         "--batches": (MEASURES, "--batches 2"),
         "--lengths": (MEASURES, "--lengths 32"),
-        "--samples": (MEASURES, "--samples 99"),
         "--seconds": (MEASURES + " --batches 1,2", "--seconds 0"),
         "--validate": (MEASURES + " --batches 1,4", "--validate 1"),
         "--model-name": (MEASURES, "--model-name x"),
         "--hardware": (MEASURES, "--hardware x"),
         "--note": (MEASURES, "--note x"),
-        "--fresh": ("t.json --engine embedded --model hf", "--fresh --steps 0 --samples 1 --seconds 0"),
+        "--fresh": ("t.json --engine embedded --model hf", "--fresh --steps 0 --seconds 0"),
     },
     "compare": {
         "--prompts": (COMPARES, "--prompts q.jsonl"),

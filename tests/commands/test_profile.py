@@ -45,7 +45,7 @@ def test_the_embedded_engine_is_measured_and_its_rule_uses_the_table(tmp_path, c
     shape = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=160)
     model = tiny_mimo.write(tmp_path / "tiny", shape, tiny_mimo.weights(shape))
     out = tmp_path / "table.json"
-    options = [str(out), "--engine", "embedded", "--model", str(model), "--steps", "0,1,3", "--samples", "2"]
+    options = [str(out), "--engine", "embedded", "--model", str(model), "--steps", "0,1,3"]
     assert profile.main([*options, "--batches", "1,2", "--lengths", "16", "--tolerance", "10"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"rlspec profile: loading {model} into the embedded engine" and said[-1].startswith("wrote ")
@@ -76,7 +76,7 @@ def test_two_tensor_parallel_sizes_are_measured_into_one_table(tmp_path, capsys)
     shape = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=160)
     model = tiny_mimo.write(tmp_path / "tiny", shape, tiny_mimo.weights(shape))
     out = tmp_path / "table.json"
-    options = [str(out), "--engine", "embedded", "--model", str(model), "--steps", "0,1,3", "--samples", "2"]
+    options = [str(out), "--engine", "embedded", "--model", str(model), "--steps", "0,1,3"]
     options += ["--batches", "1,2", "--lengths", "16", "--tolerance", "10"]
     assert profile.main(options) == 0
     measured = CostTable.load(out)
@@ -96,7 +96,7 @@ def test_the_real_engine_is_measured_resumed_and_validated(tmp_path, capsys, mon
     shape = tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160)
     model = tiny_mimo.write(tmp_path / "tiny", shape, tiny_mimo.weights(shape))
     out = tmp_path / "table.json"
-    options = [str(out), "--model", str(model), "--dtype", "float32", "--steps", "0,1,3", "--samples", "6"]
+    options = [str(out), "--model", str(model), "--dtype", "float32", "--steps", "0,1,3"]
     options += ["--device", "cpu", "--max-total-tokens", "8192", "--max-running-requests", "16"]
     grid = ["--batches", "1,4", "--lengths", "16,64", "--tolerance", "10"]
     assert profile.main([*options, *grid, "--validate", "1"]) == 0

@@ -74,7 +74,7 @@ def swept(cost, batches=(1, 4, 16), lengths=(64, 512), seconds=1e9, tolerance=0.
 def test_the_table_holds_the_engines_costs():
     run, end = swept(SMOOTH)
     table = run.table()
-    assert end.startswith("smooth") and len(run.cells) == 6
+    assert end == "able to decide at each of them" and len(run.cells) == 6
     for cell in table.rounds:
         true = float(SMOOTH.grid([cell.config], np.array(cell.batch), np.array(cell.context_tokens))[0])
         assert cell.ms == pytest.approx(true, rel=0.03)
@@ -129,8 +129,25 @@ def test_an_interrupted_sweep_continues_where_it_stopped(tmp_path):
 
 def test_the_budget_stops_it_with_a_usable_table():
     run, end = swept(SMOOTH, seconds=-1.0)
-    assert end.startswith("stopped by the time budget with 5 points") and len(run.cells) == 1
-    assert run.table().ms(OFF, 1, 100) > 0
+    assert end.startswith("stopped by the time budget; it cannot decide at batches 1, 4, 16 (points not measured: 5).")
+    assert len(run.cells) == 1 and run.table().ms(OFF, 1, 100) > 0
+
+
+def test_noisy_points_are_measured_again_until_no_choice_can_lose_much():
+    engine = Known(SMOOTH, real_off=True, noise=0.1)
+    run = Sweep([Bench(engine, configs_of(engine), 100)], PROVENANCE)
+    grid = (run, (1, 16), (64,))
+    for point in ((1, 64), (16, 64)):
+        run.add(point)
+    first = {(cell.batch, cell.config): cell.samples for cells in run.cells.values() for cell in cells}
+    said = sweep(*grid, seconds=-1.0, tolerance=0.03)
+    assert "cannot decide at batches 1, 16 (points too noisy: 2); a choice may lose" in said and "at most 3%" in said
+    assert sweep(*grid, seconds=1e9, tolerance=0.03) == "able to decide at each of them"
+    assert not run.undecided(0.03) and min(map(engine.points.count, run.cells)) > 5
+    for cells in run.cells.values():
+        for cell in cells:
+            true = float(SMOOTH.grid([cell.config], np.array(cell.batch), np.array(cell.context_tokens))[0])
+            assert cell.ms == pytest.approx(true, rel=0.03) and cell.samples > 3 * first[cell.batch, cell.config]
 
 
 def test_points_beyond_the_engine_are_left_out():

@@ -47,7 +47,6 @@ CASES = [
     option("--tp 0", "--tp", "'0'", "from 1 to 4096"),
     option("--steps a", "--steps", "'a'", "from 0 to 64"),
     option("--steps 1,,2", "'1,,2'"),
-    option("--samples 0", "--samples", "'0'"),
     option("--bathces 4", "--bathces", "did you mean --batches"),
     option("--device cpu", "unrecognized arguments: --device cpu"),
     url("ftp://127.0.0.1:9", "ftp://127.0.0.1:9", "expected http://HOST:PORT"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
-from megatron_rlspec.speculation.own_rounds import AT_ONCE, CHECKS, FREE, OwnRounds, place
+from megatron_rlspec.speculation.own_rounds import AT_ONCE, CHECKS, FREE, OwnRounds, TimingPlan, place
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, SpecConfig
@@ -70,11 +70,23 @@ def test_a_wrong_table_is_corrected_within_fifty_rounds(wrong):
     assert found["own"] > 0.98 * found["right"], found
 
 
-@pytest.mark.parametrize(("rate", "slow"), [(0.02, 2.0), (0.9, 1.0)])
-def test_a_good_table_loses_little_and_a_slower_clock_nothing(rate, slow):
-    """Of 1,000 rounds timing may lose FREE, which is about one percent."""
-    left, own = (speed(SpecRule(CANDIDATES, table(), correct=c), 1000, rate=rate, slow=slow) for c in (False, True))
+@pytest.mark.parametrize(("rate", "slow", "batch"), [(0.02, 2.0, 32), (0.9, 1.0, 32), (0.02, 1.0, 256)])
+def test_a_good_table_loses_little_and_a_slower_clock_nothing(rate, slow, batch):
+    """Of 1,000 rounds timing may lose FREE, which is about one percent. In the last run two of the first three timings
+    of plain decoding were interrupted, and a round that drafts takes up to four plain ones."""
+    rules = [SpecRule(CANDIDATES, table(batches=(1, 16, 64, 256)), correct=c) for c in (False, True)]
+    left, own = (speed(rule, 1000, rate=rate, slow=slow, batch=batch) for rule in rules)
     assert own > 0.99 * left
+
+
+@pytest.mark.parametrize(("longer", "timed"), [(2.0, 1), (5.0, -1)])
+def test_timing_costs_whole_rounds(longer, timed):
+    """Four rounds that take five plain ones each lose 16 rounds, more than FREE; without tokens for it."""
+    own = OwnRounds(table(), CANDIDATES[:2])
+    at = place(32, 3200)
+    for _ in range(AT_ONCE + 1):
+        own.timed(OFF, at, 10.0, [10.0, 10.0])
+    assert TimingPlan().next(own, at, 0, [1.0, 1 / longer], [1.0, 1.0], 0.0, {1: 0.0}) == timed
 
 
 def test_without_durations_nothing_changes():
@@ -139,6 +151,10 @@ def test_the_width_of_few_points_and_of_wide_spreads_is_stated():
     assert good[0] < 0.02 and good[1] == good[0] < good[2]
     assert narrow[0] == good[0] and narrow[1] > 0.4 < narrow[2]
     assert noisy[0] > 0.1
+    rows = [replace(c, spread_ms=c.ms * (0.3 if c.batch == 4 else 0.01)) for c in table().rounds]
+    mixed = CostTable(table().provenance, rows)
+    here, there, beyond = OwnRounds(mixed, CANDIDATES).width(at)
+    assert here == noisy[0] and (there, beyond) == (good[1], good[2])  # each batch has its own points' width
 
 
 def test_one_interrupted_round_changes_no_choice():
