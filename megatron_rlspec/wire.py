@@ -90,14 +90,19 @@ def check_groups(groups: Iterable[Group], words: int) -> None:
         for sample in group.samples:
             where = f"sample {sample.request_id[:80]}"
             for name, array in (("prompt", sample.prompt.tokens), ("tokens", sample.tokens)):
-                if array.ndim != 1 or array.dtype.kind != "i" or not ((array >= 0) & (array < words)).all():
-                    raise ValueError(f"{where}: {name} holds no token ids below {words}")
+                check_tokens(array, words, f"{where}: {name} holds")
             if not np.array_equal(sample.tokens[: sample.prompt_len], sample.prompt.tokens):
                 raise ValueError(f"{where}: its tokens do not begin with those of its prompt")
             if not np.isin(sample.loss_mask, (0, 1)).all():
                 raise ValueError(f"{where}: loss_mask holds other values than 0 and 1")
             if not (np.isfinite(sample.behaviour_logprobs).all() and math.isfinite(sample.reward)):
                 raise ValueError(f"{where}: a log-probability or the reward is not finite")
+
+
+def check_tokens(tokens: np.ndarray, words: int, holds: str) -> None:
+    """Raise ValueError unless these are token ids of a vocabulary of so many. `holds`: how the message begins."""
+    if tokens.ndim != 1 or tokens.dtype.kind != "i" or not ((tokens >= 0) & (tokens < words)).all():
+        raise ValueError(f"{holds} no token ids below {words}")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, what: str) -> _T:

@@ -14,17 +14,17 @@ UNREAD = {
     "train": "sft. answer. replay.fresh_drafter replay.policy_step",
     "sft": "algorithm. answer. replay. health.logprob_gap data.path data.raise_level_at reward.max_failed_steps "
     "rollout.prompts_per_step rollout.samples_per_prompt rollout.staleness rollout.partial rollout.over_sampling "
-    "rollout.mask_offpolicy rollout.redraw drafter.reward_ drafter.share drafter.update_ drafter.overlap "
-    "drafter.replay train.steps train.eval_ train.drift_every train.record",
+    "rollout.mask_offpolicy rollout.redraw rollout.seeds spec.history drafter.reward_ drafter.share drafter.update_ "
+    "drafter.overlap drafter.replay train.steps train.eval_ train.drift_every train.record",
     "answer": "model.moe_ data.eval_ data.raise_level_at data.shuffle reward. rollout.function "
     "rollout.prompts_per_step rollout.restarts rollout.staleness rollout.in_flight rollout.partial "
-    "rollout.over_sampling rollout.mask_offpolicy rollout.redraw tail. placement.mode placement.tensor "
-    "placement.gpu_gib push. health. algorithm. optimizer. drafter.train drafter.fresh drafter.depth "
-    "drafter.repeated_layer drafter.mtp_detach_heads drafter.loss drafter.reward_ drafter.share drafter.update_ "
-    "drafter.overlap "
-    "drafter.replay drafter.lr drafter.warmup_steps drafter.clip_grad parallel. sft. train.steps train.tokens "
-    "train.deterministic train.run_dir train.save_every train.keep train.resume train.eval_ "
-    "train.drift_every train.record train.max_bad_steps train.export_every train.save_best log. replay.",
+    "rollout.over_sampling rollout.mask_offpolicy rollout.redraw rollout.seeds spec.history tail. "
+    "placement.mode placement.tensor placement.gpu_gib push. health. algorithm. optimizer. drafter.train "
+    "drafter.fresh drafter.depth drafter.repeated_layer drafter.mtp_detach_heads drafter.loss "
+    "drafter.reward_ drafter.share drafter.update_ drafter.overlap drafter.replay drafter.lr "
+    "drafter.warmup_steps drafter.clip_grad parallel. sft. train.steps train.tokens train.deterministic "
+    "train.run_dir train.save_every train.keep train.resume train.eval_ train.drift_every train.record "
+    "train.max_bad_steps train.export_every train.save_best log. replay.",
     "replay": "sft. answer. drafter.fresh health.logprob_gap data.eval_sets train.eval_ train.drift_every",
 }
 # What is read only where engines generate.

@@ -50,6 +50,11 @@ class RolloutConfig(Section):
         description="strings that end a response: with the first token after which its text holds one of them. That "
         "token is trained, and the reward reads the whole text",
     )
+    seeds: Literal["fresh", "prompt"] = Field(
+        "fresh",
+        description="fresh: every step samples with seeds of its own; prompt: the i-th sample of a prompt has the same "
+        "seed in every epoch, so it mostly repeats its answer of the epoch before",
+    )
     max_new_tokens: Annotated[int, Field(gt=0, le=LONGEST)] = Field(1024, description="longest response in tokens")
     max_running_requests: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
         256, description="most requests that one engine decodes together"

@@ -111,6 +111,11 @@ class Config(Section):
                 "rollout.redraw=true changes rewards after a rollout with staleness=1, "
                 "but algorithm.dynamic_sampling=true has chosen groups by them; expected one of the two"
             )
+        if self.spec.history and self.rollout.function:
+            raise ValueError(
+                f"spec.history={self.spec.history} drafts one reply, but rollout.function={self.rollout.function} "
+                "draws several turns"
+            )
         if self.drafter.overlap and self.rollout.staleness:
             raise ValueError(
                 "drafter.overlap=true trains while engines generate, and so does the policy under rollout.staleness=1; "
@@ -189,6 +194,13 @@ class Config(Section):
                 self.train.tokens_per_micro_batch < longest,
                 f"train.tokens_per_micro_batch={self.train.tokens_per_micro_batch} cannot hold one sample of "
                 f"model.max_length={longest}",
+            ),
+            (
+                command != "sft"
+                and self.spec.history
+                and (self.rollout.engine, self.rollout.seeds) == ("sglang", "fresh"),
+                f"spec.history={self.spec.history}: SGLang engines check old answers of the same seed only; expected "
+                "rollout.seeds=prompt, or rollout.engine=embedded",
             ),
             self._small_cache(),
         )

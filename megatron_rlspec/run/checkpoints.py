@@ -2,8 +2,9 @@
 
 `checkpoints/step-000012/` is the trainer's (`train/checkpoint.py`), and is renamed into place last: where it exists,
 the checkpoint is whole. `step-000012.json` holds the data order and what speculation has learnt; `step-000012.groups`
-holds the rollout that was drawn ahead, if there is one, `step-000012.replay` the drafter's buffer of rollouts, and
-`step-000012.begun` the groups of partial rollouts. All are covered by checksums in the JSON file.
+holds the rollout that was drawn ahead, if there is one, `step-000012.replay` the drafter's buffer of rollouts,
+`step-000012.begun` the groups of partial rollouts, and `step-000012.history` the answers that later steps take as
+drafts. All are covered by checksums in the JSON file.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pydantic import (
 from megatron_rlspec import files, wire
 from megatron_rlspec.config.base import first_mistake
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
+from megatron_rlspec.speculation.history import Kept
 from megatron_rlspec.texts import one_line
 from megatron_rlspec.types import Group, OpenGroup
 
@@ -39,15 +41,20 @@ _FORMATS: dict[str, tuple[Callable[[list[Any]], bytes], Callable[[bytes], list[A
     ".groups": (wire.encode_groups, wire.decode_groups),
     ".replay": (wire.encode_groups, wire.decode_groups),
     ".begun": (wire.encode_open_groups, wire.decode_open_groups),
+    ".history": (wire.encode, lambda data: wire.decode(data, list[Kept])),
 }
 
 
 class Drawn(NamedTuple):
-    """What the next steps train on: the rollout that was drawn ahead, the drafter's buffer, and begun groups."""
+    """What the next steps train on: the rollout that was drawn ahead, the drafter's buffer, and begun groups.
+
+    history  earlier answers, which are drafts
+    """
 
     ahead: Sequence[Group] = ()
     replay: Sequence[Group] = ()
     begun: Sequence[OpenGroup] = ()
+    history: Sequence[Kept] = ()
 
 
 class _Words(BaseModel):
@@ -136,6 +143,9 @@ class Checkpoints:
                     raise ValueError("a begun group has no requests")
                 wire.check_groups([Group(r.prompt, [r.aborted()]) for r in group.requests], words)
                 wire.check_groups([group.group()] if group.samples else [], words)
+            for _, _, answers in drawn.history:
+                for _, tokens in answers:
+                    wire.check_tokens(tokens, words, "an earlier answer holds")
 
     def discard(self, step: int) -> None:
         """Remove the small files of a checkpoint that could not be written."""

@@ -1,13 +1,15 @@
 """Generate samples of prompts and score them, on rank 0.
 
-Sampling seeds are made from (run seed, step, place in the step), so a resumed run generates the same samples as an
-uninterrupted one, and a prompt that comes twice in a step gets other samples the second time.
+Sampling seeds are made from (run seed, step, place in the step), or with `rollout.seeds = "prompt"` from (run seed,
+prompt, how often the step has it). So a resumed run generates the same samples as an uninterrupted one, and a prompt
+that comes twice in a step gets other samples the second time.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,11 +23,13 @@ from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.partial import Drawing, kept_tokens, mask_continued
 from megatron_rlspec.run.engines import Engines, sampling
+from megatron_rlspec.run.history import History
 from megatron_rlspec.run.summaries import best_of, rollout_metrics, scored
 from megatron_rlspec.tasks import data, rewards
 from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample, Sampling
 
 EVALUATION = 1 << 30  # replaces the step number in the seeds of evaluations, so all evaluations use the same seeds
+OF_PROMPT = EVALUATION + 1  # and in seeds that are the same in every epoch
 CANCEL_AGAIN = 0.2  # seconds
 Failures = list[str]  # one line per sample without a reward
 
@@ -38,6 +42,7 @@ class Generation:
     """Takes prompts, has engines generate samples of them, and has rewards score these.
 
     begun      groups that go on in the next rollout (`rollout.partial`)
+    history    answers of earlier steps
     held_out   prompts of evaluations by the name of their set
     cancelled  when it is set, rollouts end with RolloutCancelledError
     """
@@ -56,6 +61,7 @@ class Generation:
         own = config.train.eval_temperature
         self._of_evaluations = self.sampling if own < 0 else replace(self.sampling, temperature=own)
         self.begun: list[OpenGroup] = []
+        self.history = History(config)
         self.held_out = held_out
         self._config = config
         self._tokenizer = tokenizer
@@ -108,27 +114,33 @@ class Generation:
         keep_all = not self._config.algorithm.dynamic_sampling
         carried = [group.redrawn() for group in self.begun] if options.redraw else self.begun
         drawing = Drawing(
-            carried, options.prompts_per_step, step + 2 - options.oldest, lambda g: keep_all or _has_signal(g)
+            self.history.attached(carried),
+            options.prompts_per_step,
+            step + 2 - options.oldest,
+            lambda g: keep_all or _has_signal(g),
         )
         failures: Failures = []
         ended = places = 0
+        times = Counter(group.requests[0].prompt.id for group in carried)
         begun = [r.partial for group in carried for r in group.requests if r.partial is not None]
         counts["continued_tokens"] = float(sum(len(partial.response) for partial in begun))
         while True:
             # One prompt at least, so that every rollout generates something.
             missing = max(options.begun_prompts - len(drawing.groups), 0 if drawing.requests() else 1)
             prompts = source.take(missing, [group.requests[0].prompt for group in drawing.groups])
-            drawing.begin(self._requests(f"t{step:06d}", prompts, options.samples_per_prompt, step, places))
+            new = self._requests(f"t{step:06d}", prompts, options.samples_per_prompt, step, places, times)
+            drawing.begin(self.history.attached(new))
             places += len(prompts)
-            new, failed = self._generate(drawing, counts)
+            number, failed = self._generate(drawing, counts)
             failures += failed
-            ended += new
+            ended += number
             # Every refill counts as a step. Otherwise dynamic sampling without any reward would refill for ever.
-            self._failed_steps.observe(f"step {step}", new, failed)
+            self._failed_steps.observe(f"step {step}", number, failed)
             drawing.drop_unusable()
             if drawing.full:
                 break
-        kept, self.begun = drawing.batch()
+        kept, left = drawing.batch()
+        self.begun = self.history.detached(left)
         if options.partial:
             counts["over_drawn"] = float(sum(len(group.requests) for group in self.begun))
         if options.redraw:
@@ -137,6 +149,7 @@ class Generation:
         if options.mask_offpolicy:
             mask_continued([sample for group in kept for sample in group.samples])
         self._learn_lengths(kept)
+        counts |= self.history.keep(step, kept)
         if step == 0:
             self._show("step 0", kept[0].samples[0])
         self._record_failures(f"step {step}", ended, failures)
@@ -162,6 +175,7 @@ class Generation:
         redrawn = drawing.batch()[0]
         for name, tokens in kept_tokens(drafts, [s for group in redrawn for s in group.samples]).items():
             counts[name] = counts.get(name, 0.0) + tokens
+        self.history.keep(step, redrawn)
         return redrawn
 
     def _learn_lengths(self, groups: Sequence[Group]) -> None:
@@ -176,6 +190,7 @@ class Generation:
         reward = float(np.mean(known)) if known else -math.inf
         if source.raise_level(reward):
             self._lengths.clear()  # ids name other prompts now
+            self.history.answers.clear()
             self._recorder.event(
                 "curriculum", f"step {step}: mean reward {reward:.3f}, level {source.level} from here on"
             )
@@ -223,18 +238,29 @@ class Generation:
     # ---- samples ----------------------------------------------------------------------------------------------------
 
     def _requests(
-        self, name: str, prompts: Sequence[Prompt], samples: int, salt: int, places: int = 0
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        samples: int,
+        salt: int,
+        places: int = 0,
+        times: Counter[int] | None = None,
     ) -> list[OpenGroup]:
         """Return `samples` requests for each prompt.
 
         Request ids have a fixed width, because no id may be a prefix of another. `salt` makes the seeds of one step, in
-        which `places` prompts have begun before.
+        which `places` prompts have begun before. `times` counts how often the step has each; None: an evaluation.
         """
         groups = []
         for place, prompt in enumerate(prompts, places):
+            parts = [salt, place]
+            if times is not None:
+                if self._config.rollout.seeds == "prompt":
+                    parts = [OF_PROMPT, prompt.id, times[prompt.id]]
+                times[prompt.id] += 1
             requests = []
             for i in range(samples):
-                seed = seed_of(self._config.train.seed, salt, place, i)
+                seed = seed_of(self._config.train.seed, *parts, i)
                 requests.append(Request(f"{name}-p{place:07d}-n{i:07d}", prompt, seed))
             groups.append(OpenGroup(requests))
         return groups

@@ -36,7 +36,7 @@ from megatron_rlspec.run.speculating import Speculation
 from megatron_rlspec.run.summaries import rollout_metrics
 from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.tasks import data, rewards
-from megatron_rlspec.types import Group, OpenGroup, Sample, Scope
+from megatron_rlspec.types import Group, Sample, Scope
 
 
 class StartingRollouts:
@@ -157,7 +157,7 @@ class Rollouts:
         )
 
     def start(self, resumed: Mapping[str, Any], drawn: Drawn) -> None:
-        """Continue from what a checkpoint has of `state`, `pending` and `begun`, and set the engines' rules."""
+        """Continue from what a checkpoint has of `state` and `drawn`, and set the engines' rules."""
         if self._migration is not None:
             self._migration.attach(self.engines.pool, self.engines.health, self._record_moves)
         if drawn.ahead:
@@ -167,6 +167,7 @@ class Rollouts:
         if lost := self.speculation.learning.restore(resumed):
             self._recorder.event("resume", lost)
         self.generation.restore(resumed.get("lengths", ()), drawn.begun)
+        self.generation.history.answers.restore(drawn.history)
         self._awaits_drafts = self._config.drafter.fresh and not resumed.get("drafts", False)
         if self._awaits_drafts and not resumed:
             self.speculation.learning.start_without()
@@ -182,19 +183,18 @@ class Rollouts:
         self.generation.close()
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON, without the groups of `pending` and `begun`."""
+        """Return the state for a checkpoint, as JSON, without what `drawn` returns."""
         ahead = self._ahead.result().counts if self._ahead is not None else {}
         own = {"ahead": ahead, "lengths": self.generation.state(), "drafts": not self._awaits_drafts}
         return self.speculation.learning.state() | own
 
-    def pending(self) -> list[Group]:
-        """Return the rollout that was generated ahead. A checkpoint keeps it: a resumed run lacks its weights."""
-        return self._ahead.result().groups if self._ahead is not None else []
+    def drawn(self, replay: Sequence[Group]) -> Drawn:
+        """Return the groups that a checkpoint keeps, with the drafter's buffer `replay`.
 
-    @property
-    def begun(self) -> Sequence[OpenGroup]:
-        """Return the groups that go on in the next rollout."""
-        return self.generation.begun
+        The rollout that was generated ahead is among them: a resumed run lacks its weights.
+        """
+        ahead = self._ahead.result().groups if self._ahead is not None else []
+        return Drawn(ahead, replay, self.generation.begun, self.generation.history.answers.state())
 
     # ---- rollouts ---------------------------------------------------------------------------------------------------
 

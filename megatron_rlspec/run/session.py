@@ -404,7 +404,7 @@ class Session:
         if self.rollouts is None:
             return state, Drawn(replay=kept)
         state |= self.rollouts.state()
-        return state, Drawn(ahead=self.rollouts.pending(), replay=kept, begun=self.rollouts.begun)
+        return state, self.rollouts.drawn(kept)
 
     def finish(self) -> None:
         """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`."""

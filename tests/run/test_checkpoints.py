@@ -328,7 +328,9 @@ def drawn(**values: object) -> Drawn:
     mask = np.array([0, 0, 1, 1], np.float32)
     plain = {"tokens": np.array([1, 2, 7, 8]), "loss_mask": mask, "behaviour_logprobs": -mask, "reward": 1.0} | values
     request = Request("r", prompt, 1, Partial(np.array([8]), np.array([-1.0], np.float32), ((1, 0, 1),)))
-    return Drawn([Group(prompt, [Sample("s", prompt, **plain)])], (), [OpenGroup([request])])
+    return Drawn(
+        [Group(prompt, [Sample("s", prompt, **plain)])], (), [OpenGroup([request])], [(3, 1, [(5, np.array([8]))])]
+    )
 
 
 FORGED_GROUPS = {
@@ -339,6 +341,7 @@ FORGED_GROUPS = {
     "a log-probability or the reward is not finite": drawn(behaviour_logprobs=np.full(4, np.nan, np.float32)),
     "the reward is not finite": drawn(reward=float("inf")),
     "has no samples": Drawn([Group(Prompt(3, np.array([1])), [])]),
+    "an earlier answer holds no token ids below 9": Drawn(history=[(3, 1, [(5, np.array([8, 9]))])]),
     "a begun group has no requests": Drawn(begun=[OpenGroup([])]),
     "sample r: tokens holds no token ids": Drawn(begun=[OpenGroup([replace(drawn().begun[0].requests[0], partial=(
         Partial(np.array([-8]), np.array([-1.0], np.float32), ((1, 0, 1),))))])]),

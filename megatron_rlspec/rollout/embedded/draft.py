@@ -45,6 +45,14 @@ class Tree(NamedTuple):
     scores: np.ndarray  # [B, T], 0 at the root
 
 
+class Ahead(NamedTuple):
+    """Drafts that rows have before a round: of rows that the target cannot verify yet, or old answers'."""
+
+    rows: np.ndarray
+    tree: Tree
+    q: torch.Tensor | None
+
+
 def likeliest(topk: int) -> Pick:
     """Return a `Pick` of the drafter's topk likeliest tokens."""
 

@@ -23,11 +23,12 @@ from megatron_rlspec.models.config import sharpness_of
 from megatron_rlspec.push.fingerprint import fingerprints
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.choice import ConfigChoice
+from megatron_rlspec.rollout.embedded.draft import Ahead
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, is_drafter
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
-from megatron_rlspec.rollout.embedded.round_log import RoundLog
-from megatron_rlspec.rollout.embedded.rounds import Ahead, Budget, RoundRunner
+from megatron_rlspec.rollout.embedded.round_log import RoundLog, accepted_drafts
+from megatron_rlspec.rollout.embedded.rounds import Budget, RoundRunner
 from megatron_rlspec.rollout.embedded.scheduler import Scheduler
 from megatron_rlspec.speculation.acceptance import histogram_of
 from megatron_rlspec.speculation.rule import SpecRule
@@ -205,6 +206,7 @@ class EmbeddedEngine:
                 )
             self.model.renew_draft_head()
             self.cache.clear()
+            self.rounds.history.new_weights()
             self.version = version
             self._broken = ""
 
@@ -341,7 +343,9 @@ class EmbeddedEngine:
     def _choose(self, rows: np.ndarray, context: int) -> tuple[SpecSchedule | SpecRule, SpecConfig]:
         """Return what chooses the configuration of a round of these rows, and its choice."""
         chooser, config = self.choice.choose(len(rows), context, lambda: self.rounds.missed(rows))
-        return chooser, config if self.rounds.can_draft(rows).any() else OFF
+        config = config if self.rounds.can_draft(rows).any() else OFF
+        self.rounds.history.look_up(rows, config)
+        return chooser, config
 
     def _run_round(
         self,
@@ -364,7 +368,7 @@ class EmbeddedEngine:
         verified = self.rounds.verified
         committed = self.rounds.round(rows, config, ahead)
         took = (time.perf_counter() - began) * 1e3
-        accepted = [new.accepted for new, drafted in zip(committed, drafting, strict=True) if drafted]
+        accepted, history = accepted_drafts(committed, drafting)
         if isinstance(chooser, SpecRule):
             chooser.observe(config, accepted, len(rows) - len(accepted))
             if chooser.times and len(accepted) == len(rows) and timed:
@@ -374,13 +378,10 @@ class EmbeddedEngine:
             status = run.commit(new, self.version, self.scheduler.limit(run))
             if status is not None:
                 self.scheduler.end(run, status)
-        if lone := len(rows) - len(accepted):
-            self._log.add(OFF, lone, 0, 0.0, 0, [lone])
         ms = (time.perf_counter() - began) * 1e3
         if self.rounds.budget is not None and config.num_steps > 0:
             self.rounds.budget.timed(len(runs), context, self.rounds.verified - verified, ms)
-        self._log.add(config, len(runs), 1, ms, context, counts)
-        self._log.recent.append((config, len(runs), context, ms))
+        self._log.add(config, len(runs), ms, context, counts, history)
 
     def _agree(self) -> None:
         """Begin a requested pause. All tensor-parallel ranks pause, and abort the same requests, at the same round."""

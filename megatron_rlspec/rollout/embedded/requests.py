@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_rlspec.rollout.embedded.rounds import Committed
+from megatron_rlspec.rollout.embedded.verify import Committed
 from megatron_rlspec.speculation.acceptance import delivered
 from megatron_rlspec.texts import StopStrings
 from megatron_rlspec.types import Request, Sample, Sampling, Status

@@ -114,6 +114,7 @@ class Scheduler:
             if draft is not None:
                 draft = np.concatenate([prompt, np.asarray(draft[: self.limit(run)], np.int64)])
             self.rounds.seat(row, run.sampling, run.request.seed, run.draws, draft)
+            self.rounds.history.seat(row, run.request)
             run.row = row
             run.seats += 1
             self.running.append(self.waiting.pop(0))
@@ -138,6 +139,7 @@ class Scheduler:
         """Take a running sample's row from it."""
         run.draws = int(self.rounds.draws[run.row])
         self.rounds.given.pop(run.row, None)
+        self.rounds.history.vacate(run.row)
         self.cache.close(run.row)
         run.row = -1
 
@@ -155,3 +157,5 @@ class Scheduler:
         """Take a run out, and make its sample."""
         self.remove(run)
         run.finish(status)
+        if status != "aborted":
+            self.rounds.history.ended(run.request, run.response)

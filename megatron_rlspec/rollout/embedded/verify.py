@@ -14,6 +14,7 @@ engines, up to floating-point ties.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,16 @@ RESIDUAL = 3
 TARGET = 4
 
 _GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Committed(NamedTuple):
+    """The tokens that one round appended to one row."""
+
+    tokens: np.ndarray  # [N]
+    logprobs: np.ndarray  # [N]
+    accepted: int  # drafts
+    given: bool = False  # the round verified a request's own draft
+    history: bool = False  # the drafts were old answers'
 
 
 def streams(seed: int) -> np.ndarray:

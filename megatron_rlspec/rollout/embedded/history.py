@@ -1,0 +1,122 @@
+"""Drafts from old answers in an embedded engine: which rows have some, and what a round's drafts taught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_rlspec.rollout.embedded.cache import Cache
+from megatron_rlspec.rollout.embedded.draft import Ahead, given
+from megatron_rlspec.rollout.embedded.verify import Committed
+from megatron_rlspec.speculation.history import LONGEST, START, Sources, Texts
+from megatron_rlspec.types import Request, SpecConfig
+
+
+class _Seat(NamedTuple):
+    prompt: int  # its id
+    first: int  # column of the response's first token
+
+
+class HistoryDrafts:
+    """Decides which rows verify drafts of old answers in place of the drafter's. It is idle with `drafts = 0`.
+
+    drafts  from old answers in a round, at most
+    """
+
+    def __init__(self, cache: Cache, checks: Mapping[int, np.ndarray]) -> None:
+        """`checks`: rows whose next round verifies `Request.draft`."""
+        self.drafts = 0
+        self._cache = cache
+        self._checks = checks
+        self._seats: dict[int, _Seat] = {}
+        self._texts: dict[int, Texts] = {}  # by prompt, of the rows that are taken
+        self._offers: dict[int, np.ndarray] = {}  # row -> drafts of the next round
+        self._matches: dict[int, int] = {}  # row -> tokens of the match, also where the drafter drafts
+        self.new_weights()
+
+    def new_weights(self) -> None:
+        """Forget what was accepted under other weights."""
+        self._sources = Sources()
+
+    def seat(self, row: int, request: Request) -> None:
+        """Note that a request took a row."""
+        if self.drafts and request.history:
+            prompt = request.prompt.id
+            self._texts.setdefault(prompt, Texts(request.history))
+            self._seats[row] = _Seat(prompt, len(request.prompt.tokens))
+
+    def vacate(self, row: int) -> None:
+        """Note that a row is free."""
+        self._offers.pop(row, None)
+        self._matches.pop(row, None)
+        seat = self._seats.pop(row, None)
+        if seat is not None and all(seat.prompt != other.prompt for other in self._seats.values()):
+            del self._texts[seat.prompt]
+
+    def ended(self, request: Request, response: Sequence[int]) -> None:
+        """Take the answer of a request that has ended as a text of its siblings."""
+        if request.prompt.id in self._texts:
+            self._texts[request.prompt.id].add(response)
+
+    def look_up(self, rows: np.ndarray, config: SpecConfig) -> None:
+        """Choose which of the rows draft from history in a round of `config`. Only chains are replaced."""
+        self._offers.clear()
+        self._matches.clear()
+        if not self._seats or config.topk != 1 or not config.num_steps:
+            return
+        for row in rows.tolist():
+            if row not in self._seats or row in self._checks:
+                continue
+            prompt, first = self._seats[row]
+            length = int(self._cache.length[row])
+            end = self._cache.tokens[row, max(first, length - LONGEST) : length]
+            if length - first < LONGEST:
+                end = np.concatenate([[START], end])
+            match, drafts = self._texts[prompt].follow(end, self.drafts)
+            if match:
+                self._matches[row] = match
+                if self._sources.history(match):
+                    self._offers[row] = drafts
+
+    def has(self, row: int) -> bool:
+        """Return whether a row's next round verifies drafts of old answers."""
+        return row in self._offers
+
+    def nodes(self, rows: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+        """Return `nodes [B]`, the tokens that a round verifies, with those of old answers."""
+        if self._offers:
+            own = [1 + len(self._offers.get(row, ())) for row in rows.tolist()]
+            nodes = np.maximum(nodes, own)
+        return nodes
+
+    def round(
+        self,
+        run: Callable[[np.ndarray, SpecConfig, Ahead | None], list[Committed]],
+        rows: np.ndarray,
+        config: SpecConfig,
+        ahead: Ahead | None,
+    ) -> list[Committed]:
+        """Run a round in which rows with drafts of old answers have these verified, and learn from it.
+
+        run  drafts for the rows before `ahead`'s, verifies and commits
+        """
+        if ahead is not None:  # those rows must be the last ones
+            self._offers.clear()
+            self._matches.clear()
+        ordered = rows
+        if self._offers:
+            order = np.argsort([self.has(row) for row in rows.tolist()], kind="stable")
+            ordered = rows[order]
+            own = np.array([row for row in ordered.tolist() if self.has(row)], np.int64)
+            if len(own):
+                pending = self._cache.tokens[own, self._cache.length[own] - 1]
+                ahead = Ahead(own, given(pending, [self._offers[row] for row in own.tolist()]), None)
+        committed = dict(zip(ordered.tolist(), run(ordered, config, ahead), strict=True))
+        for row in rows.tolist():
+            if row in self._matches:
+                own_drafts = self.has(row)
+                self._sources.observe(self._matches[row], own_drafts, committed[row].accepted)
+                committed[row] = committed[row]._replace(history=own_drafts)
+        return [committed[row] for row in rows.tolist()]
