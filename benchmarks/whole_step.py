@@ -2,6 +2,7 @@
 
     bash examples/quickstart.sh && python benchmarks/whole_step.py [--run runs/quickstart] [--steps 20] [--repeats 3]
         [--ranks 2] [--json FILE] [--plot FILE]
+    python benchmarks/whole_step.py --read FILE --plot FILE       # draw what --json wrote
     python benchmarks/whole_step.py --kinds "argmax drafts,co-trained" --engine embedded --ranks 1 --drafts 3
 
 Every kind is an `rlspec train` from the warm start in RUN/warm/hf on the task in RUN/task, with the quickstart's
@@ -11,6 +12,9 @@ whose drafts are the likeliest tokens. Ratios are to the first kind.
 
 Seconds are means over the steps after the first two, and a row has their medians over turns. A ratio is one of means
 in the same turn, with its range over turns. CPU seconds are those of all processes of a run in these steps.
+
+With --plot every kind with drafts also runs once with THREE drafts in every round. Only then is the accept length of
+one step comparable with that of another, because the rule changes the number of drafts.
 """
 
 from __future__ import annotations
@@ -25,8 +29,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import torch
@@ -41,6 +46,11 @@ KINDS = {
     "argmax drafts": {"spec.drafts": "argmax"},
 }
 PARTS = ("generate", "train", "push")
+THREE = 3
+COLOURS = {"plain": "#8b949e", "frozen": "#d9822b", "co-trained": "#2f81f7"}  # seen on a light and a dark page
+INK = "#8b949e"
+Turns = dict[str, list[dict[str, list[float]]]]  # kind -> its turns -> what was measured -> by step
+WINDOW = 5  # steps over which a curve is a mean
 LEFT_OUT = 2  # steps at the start, in which engines and allocators warm up
 
 
@@ -56,8 +66,19 @@ def main() -> None:
         "--drafts", type=int, default=0, help="drafts of every round; 0: as the rule chooses; default: 0"
     )
     parser.add_argument("--json", type=Path, help="write what every step took to this file")
-    parser.add_argument("--plot", type=Path, help="draw accept length and seconds of a step over RL steps")
+    parser.add_argument("--plot", type=Path, help="draw accept length and CPU seconds of a step over RL steps")
+    parser.add_argument("--read", type=Path, help="measure nothing: take a file of --json")
     options = parser.parse_args()
+    found, fixed = json.loads(options.read.read_text()) if options.read else measure(parser, options)
+    table(found)
+    if options.json:
+        options.json.write_text(json.dumps([found, fixed]) + "\n")
+    if options.plot:
+        plot(found, fixed, options.plot)
+
+
+def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[Turns, Turns]:
+    """Run all kinds in turn. Returns what was measured, and for --plot the same with THREE drafts in every round."""
     if options.steps <= LEFT_OUT:
         parser.error(f"--steps {options.steps}: expected more than the {LEFT_OUT} that are left out")
     warm = options.run / "warm/hf"
@@ -65,7 +86,8 @@ def main() -> None:
         parser.error(f"{warm}: no such directory; run examples/quickstart.sh first")
     if unknown := set(options.kinds.split(",")) - set(KINDS):
         parser.error(f"--kinds {options.kinds}: expected names of {', '.join(KINDS)}, got {unknown.pop()}")
-    found: dict[str, list[dict[str, list[float]]]] = {kind: [] for kind in options.kinds.split(",")}
+    found: Turns = {kind: [] for kind in options.kinds.split(",")}
+    fixed: Turns = {kind: [] for kind in found if kind != "plain" and options.plot}
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder, "plain")
         with Path(folder, "convert.log").open("w+") as output:
@@ -73,17 +95,15 @@ def main() -> None:
         for turn in range(options.repeats):
             for kind in found:
                 model = plain if kind == "plain" else warm
-                found[kind].append(seconds(kind, model, options, Path(folder, f"{kind}-{turn}")))
+                found[kind].append(seconds(kind, model, options, options.drafts, Path(folder, f"{kind}-{turn}")))
                 now, cpu = (statistics.fmean(found[kind][-1][name]) for name in ("step", "cpu"))
                 told = f"{now:.2f} s a step, {cpu:.2f} s of CPU"
                 print(f"turn {turn + 1} of {options.repeats}, {kind}: {told}", flush=True)
+        for kind in fixed:
+            fixed[kind].append(seconds(kind, warm, options, THREE, Path(folder, f"{kind}-three")))
     print(f"\nconditions: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__},", end=" ")
     print(f"{options.ranks} ranks, {options.engine}, {options.steps} steps, {options.repeats} turns, {warm}")
-    table(found)
-    if options.json:
-        options.json.write_text(json.dumps(found) + "\n")
-    if options.plot:
-        plot(found, options.plot)
+    return found, fixed
 
 
 def rlspec(*words: object, output: IO[str]) -> subprocess.Popen:
@@ -101,8 +121,11 @@ def ended(process: subprocess.Popen, output: IO[str]) -> None:
         raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
-def seconds(kind: str, model: Path, options: argparse.Namespace, run_dir: Path) -> dict[str, list[float]]:
-    """Run one kind. Returns, by step, seconds of parts and of the whole, and accept lengths; and CPU seconds a step."""
+def seconds(kind: str, model: Path, options: argparse.Namespace, drafts: int, run_dir: Path) -> dict[str, list[float]]:
+    """Run one kind, with so many drafts in every round; 0: as the rule chooses.
+
+    Returns, by step, seconds of parts and of the whole, accept lengths, tokens a second, and CPU seconds.
+    """
     settings = KINDS[kind] | {
         "model.path": model,
         "data.path": options.run / "task/rl.jsonl",
@@ -112,21 +135,21 @@ def seconds(kind: str, model: Path, options: argparse.Namespace, run_dir: Path) 
         "train.save_every": 0,
         "rollout.engine": options.engine,
     }
-    if options.drafts and kind != "plain":
-        settings |= {"spec.mode": "fixed", "spec.num_steps": options.drafts}
+    if drafts and kind != "plain":
+        settings |= {"spec.mode": "fixed", "spec.num_steps": drafts}
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
     config = ROOT / "examples/quickstart/quickstart.toml"
     with tempfile.TemporaryFile("w+") as output:
         process = rlspec("train", "--ranks", options.ranks, "--config", config, *words, output=output)
-        cpu = cpu_seconds(process, run_dir / "metrics.jsonl", (LEFT_OUT, options.steps))
+        cpu = cpu_seconds(process, run_dir / "metrics.jsonl", range(LEFT_OUT, options.steps + 1))
         ended(process, output)
     records = read_records(run_dir / "metrics.jsonl")
     steps: dict[str, list[float]] = {part: [r[f"seconds_{part}"] for r in records[LEFT_OUT:]] for part in PARTS}
     steps["accept length"] = [1.0 if kind == "plain" else r["rollout/accept_length"] for r in records[LEFT_OUT:]]
     steps["tokens/s"] = [r["rollout/tokens_per_second"] for r in records[LEFT_OUT:]]
     times = [record["time"] for record in records]
-    steps["step"] = [after - before for before, after in zip(times[LEFT_OUT - 1 :], times[LEFT_OUT:], strict=False)]
-    steps["cpu"] = [(cpu[1] - cpu[0]) / (options.steps - LEFT_OUT)]
+    steps["step"] = [after - before for before, after in pairwise(times[LEFT_OUT - 1 :])]
+    steps["cpu"] = [after - before for before, after in pairwise(cpu)]
     return steps
 
 
@@ -154,7 +177,7 @@ def cpu_of(process: psutil.Process) -> float:
     return 0.0
 
 
-def table(found: dict[str, list[dict[str, list[float]]]]) -> None:
+def table(found: Turns) -> None:
     """Print medians of each kind, and how many times as fast as the first kind it is."""
     columns = (*PARTS, "step", "cpu", "accept length", "tokens/s")
     first = next(iter(found))
@@ -177,27 +200,51 @@ def ratios(first: list[dict[str, list[float]]], turns: list[dict[str, list[float
     return ", ".join(shown)
 
 
-def plot(found: dict[str, list[dict[str, list[float]]]], path: Path) -> None:
-    """Draw medians over turns, of three steps in a row, against RL steps."""
+def plot(found: Turns, fixed: Turns, path: Path) -> None:
+    """Draw accept length with THREE drafts a round and CPU seconds of a step, against RL steps: for any background."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    panels = (("accept length", "tokens per decode round"), ("step", "seconds per RL step"))
-    for kind, turns in found.items():
-        for axis, (name, _) in zip(axes, panels, strict=True):
-            middle = [statistics.median(values) for values in zip(*(turn[name] for turn in turns), strict=True)]
-            smooth = [statistics.mean(middle[max(0, i - 2) : i + 1]) for i in range(len(middle))]
-            axis.plot(range(LEFT_OUT + 1, LEFT_OUT + 1 + len(smooth)), smooth, label=kind)
-    for axis, (_, label) in zip(axes, panels, strict=True):
-        axis.set(xlabel="RL step", ylabel=label)
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=130)
+    plt.rcParams |= {"font.size": 12, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK}
+    plt.rcParams |= {"xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False}
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
+    steps = max(len(turn["step"]) for turns in found.values() for turn in turns)
+    lengths = {"plain": [{"accept length": [1.0] * steps}]} | fixed
+    curves(axes[0], "accept length", f"accept length: tokens a round, with {THREE} drafts", lengths, 1.0)
+    curves(axes[1], "cpu", "CPU seconds of an RL step; the rule chooses the drafts", found, 0.0)
+    figure.savefig(path, dpi=120, transparent=True)
+
+
+def curves(axis: Any, name: str, title: str, turns: Turns, bottom: float) -> None:
+    """Draw a line for each kind: medians over its turns, then means over WINDOW steps."""
+    ends = []
+    last = 0
+    for kind, measured in turns.items():
+        middle = [statistics.median(values) for values in zip(*(turn[name] for turn in measured), strict=False)]
+        smooth = [statistics.mean(middle[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(middle))]
+        last = max(last, LEFT_OUT + len(smooth))
+        axis.plot(
+            range(LEFT_OUT + 1, LEFT_OUT + 1 + len(smooth)), smooth, color=COLOURS.get(kind), lw=2.2, clip_on=False
+        )
+        ends.append((smooth[-1], kind))
+    axis.set_ylim(bottom=bottom)
+    axis.set_xlim(0, last)
+    label(axis, last, ends)
+    axis.set_title(title, fontsize=12)
+    axis.set_xlabel("RL step")
+    axis.grid(alpha=0.25)
+
+
+def label(axis: Any, last: int, ends: list[tuple[float, str]]) -> None:
+    """Write each line's name behind its end, one above the other where lines are close."""
+    low, high = axis.get_ylim()
+    least = 0.07 * (high - low)
+    at = low - least
+    for value, kind in sorted(ends):
+        at = max(value, at + least)
+        axis.annotate(f" {kind}", (last, at), color=COLOURS.get(kind), va="center", annotation_clip=False)
 
 
 if __name__ == "__main__":
