@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -37,6 +37,13 @@ class CanaryResult:
     def accept_length(self) -> float:
         """Return tokens per round; NaN without rounds."""
         return accept_length(self.accepted)
+
+
+def canary_metrics(results: Iterable[CanaryResult], seconds: float) -> dict[str, float]:
+    """Return `health/canary_*`: tokens per round over all engines, if any has drafted, and the time that it took."""
+    total = pooled(result.accepted for result in results)
+    found = {"health/canary_accept_length": accept_length(total)} if any(total) else {}
+    return found | {"health/canary_seconds": seconds}
 
 
 class Canary:

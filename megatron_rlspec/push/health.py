@@ -16,10 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from megatron_rlspec.engine import RolloutEngine
-from megatron_rlspec.push.canary import Canary, CanaryResult
+from megatron_rlspec.push.canary import Canary, CanaryResult, canary_metrics
 from megatron_rlspec.push.contract import HealthError, Verdict, enforce, hold, release
 from megatron_rlspec.push.detectors import DriftWatch, Finding, HealthSettings, fingerprint_finding
 from megatron_rlspec.push.push import Pusher, PushReport, Source
@@ -34,14 +32,20 @@ class HealthReport:
     serving  names of the engines that may generate
     plain    names of the serving engines that must not speculate
     records  one per incident, for the log
+    canaries  the last one of each engine that was asked
     """
 
     pushes: tuple[PushReport, ...]
     serving: tuple[str, ...]
     plain: tuple[str, ...]
     records: tuple[dict[str, Any], ...]
-    accept_lengths: Mapping[str, float] = field(default_factory=dict)
+    canaries: Mapping[str, CanaryResult] = field(default_factory=dict)
     canary_seconds: float = 0.0
+
+    @property
+    def accept_lengths(self) -> dict[str, float]:
+        """Return the tokens per round of the canaries that drafted, by engine."""
+        return {name: result.accept_length for name, result in self.canaries.items() if any(result.accepted)}
 
     def metrics(self) -> dict[str, float]:
         """Return `push/*` of the first push and `health/*`."""
@@ -49,10 +53,7 @@ class HealthReport:
         found["health/incidents"] = float(len(self.records))
         found["health/serving_engines"] = float(len(self.serving))
         found["health/plain_engines"] = float(len(self.plain))
-        found["health/canary_seconds"] = self.canary_seconds
-        if self.accept_lengths:
-            found["health/canary_accept_length"] = float(np.mean(list(self.accept_lengths.values())))
-        return found
+        return found | canary_metrics(self.canaries.values(), self.canary_seconds)
 
 
 class Health:
@@ -121,8 +122,7 @@ class Health:
         self._refuse(verdict)
         plain = verdict.engines("plain")
         serving = tuple(name for name, action in verdict.actions.items() if action != "drop")
-        lengths = {name: result.accept_length for name, result in results.items() if any(result.accepted)}
-        return HealthReport(tuple(pushes), serving, plain, verdict.records, lengths, self._canary.seconds - seconds)
+        return HealthReport(tuple(pushes), serving, plain, verdict.records, results, self._canary.seconds - seconds)
 
     def join(self, name: str) -> None:
         """Take a new engine of this name into account. The next push runs its canary and sets its speculation."""

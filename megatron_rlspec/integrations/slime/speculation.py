@@ -23,9 +23,9 @@ import numpy as np
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime.engines import SlimeEngine
 from megatron_rlspec.push import contract
-from megatron_rlspec.push.canary import Canary
+from megatron_rlspec.push.canary import Canary, canary_metrics
 from megatron_rlspec.push.detectors import DriftWatch, Finding, HealthSettings
-from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
+from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.types import Prompt, RoundStats, Sampling, SpecConfig
 
@@ -105,13 +105,8 @@ class Speculation:
                 self._hold(engines[url], result.findings)
             else:
                 self._canary.remember(url, result)
-        answered = [result.accepted for result in results.values() if not result.error]
-        if not answered:
-            return {}
-        return {
-            "health/canary_accept_length": accept_length(pooled(answered)),
-            "health/canary_failures": float(failed),
-            "health/canary_seconds": self._canary.seconds - seconds,
+        return canary_metrics(results.values(), self._canary.seconds - seconds) | {
+            "health/canary_failures": float(failed)
         }
 
     def after_rollout(self, urls: Sequence[str], delivered: float = math.nan) -> dict[str, float]:
