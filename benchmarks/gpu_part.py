@@ -15,10 +15,12 @@ from gpu.figures import Figures
 from gpu.plan import from_json
 
 from megatron_rlspec import files
+from megatron_rlspec.host import environment
 
 
 def main() -> None:
     name, folder, out = sys.argv[1:]
+    environment.prepare(os.environ)  # before a part imports Megatron, and with it Transformer Engine
     plan = from_json(files.read_json(Path(folder) / "plan.json"))
     if not plan.on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

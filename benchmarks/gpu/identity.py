@@ -17,7 +17,6 @@ from gpu.figures import Figures, timed
 from gpu.plan import Plan
 from gpu.train import packed, shape_of
 from megatron_rlspec.config import Config
-from megatron_rlspec.host import environment
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.train.step import Trainer
 
@@ -26,7 +25,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it o
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
-    environment.prepare(os.environ)
     layers, count, length = plan.identity
     note = f"{layers} layers, {count} samples of {length:,} tokens, {STEPS} steps"
     for deterministic in (False, True):

@@ -17,7 +17,6 @@ from gpu.figures import Figures, forget_peak, peak_gib, timed
 from gpu.plan import Plan
 from megatron_rlspec import files
 from megatron_rlspec.config import Config
-from megatron_rlspec.host import environment
 from megatron_rlspec.losses.predict import walk
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.train.step import Trainer
@@ -25,7 +24,6 @@ from megatron_rlspec.types import PackedBatch, Prompt, Sample
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
-    environment.prepare(os.environ)
     shape = shape_of(plan, plan.train_layers)
     configs = configs_of(plan)
     expected = _static_gib(folder)

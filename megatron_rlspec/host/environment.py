@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from importlib.util import find_spec
 
 from megatron_rlspec.config import ConfigError
 
@@ -25,8 +26,21 @@ def of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
-    """Set the variables that a train rank needs. Call it before CUDA and NCCL start."""
+    """Set the variables that a train rank needs. Call it before CUDA, NCCL and Transformer Engine start."""
     environment.update(of_ranks(environment))
+    if cudnn := _cudnn_of_torch():
+        environment.setdefault("CUDNN_HOME", cudnn)
+
+
+def _cudnn_of_torch() -> str:
+    """Return the directory of the cuDNN that torch's wheel brings; "" if it brings none.
+
+    Transformer Engine prefers a cuDNN beside the CUDA toolkit, and its attention ends with
+    CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED if that is another one than torch has loaded.
+    """
+    found = find_spec("nvidia") and find_spec("nvidia.cudnn")
+    places = list(found.submodule_search_locations or ()) if found else []
+    return places[0] if places else ""
 
 
 def disagreement(engine: str, environment: Mapping[str, str]) -> str:

@@ -89,3 +89,21 @@ def test_too_few_open_files_are_told_as_that(error, capsys):
     assert re.fullmatch(
         r"rlspec: Too many open files: this process may have \d+ \(`ulimit -n`\).*\n", capsys.readouterr().err
     )
+
+
+def test_transformer_engine_gets_the_cudnn_that_torch_brings(tmp_path, monkeypatch):
+    (tmp_path / "nvidia" / "cudnn").mkdir(parents=True)
+    (tmp_path / "nvidia" / "cudnn" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    found: dict[str, str] = {}
+    environment.prepare(found)
+    assert found["CUDNN_HOME"] == str(tmp_path / "nvidia" / "cudnn")
+    own = {"CUDNN_HOME": "/own"}
+    environment.prepare(own)
+    assert own["CUDNN_HOME"] == "/own"
+    monkeypatch.setattr(environment, "find_spec", lambda name: None)
+    without: dict[str, str] = {}
+    environment.prepare(without)
+    assert "CUDNN_HOME" not in without
