@@ -1,4 +1,4 @@
-"""Print the quickstart's closing table: what RL, co-training and speculation gained.
+"""Print the quickstart's closing tables: what RL, co-training and speculation gained.
 
 `python examples/quickstart/proof.py --run RUN_DIR` reads RUN_DIR/{warm,rl,control,upper}, starts two engines on the
 final policy, one that speculates and one launched without speculation. It writes RUN_DIR/summary.json.
@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -34,6 +35,7 @@ CONSOLE = Console()
 DRAFTERS = {"co-trained": "rl", "frozen": "warm", "control": "control", "upper bound": "upper"}  # -> part of the run
 STEPS = (3, 5)
 FEW = 4  # requests of the long tail
+ENDS = ("first", "last")  # evaluations of the run
 LIKELIEST = 100.0  # sharpness at which coupled drafts are the likeliest tokens
 
 
@@ -178,54 +180,68 @@ def cpu_seconds(engine: EngineProcess) -> float:
 
 
 def show(summary: dict) -> None:
-    """Print the closing table."""
-    table = Table(title=f"After {summary['steps']} GRPO steps", box=None)
-    for column in ("figure", "value", "95 % interval or range", "shown"):
-        table.add_column(column)
-
-    def row(text: str, value: float, spread: Sequence[float] = (), shown: str = "", form: str = "{:.3f}") -> None:
-        table.add_row(text, form.format(value), " … ".join(form.format(x) for x in spread), shown)
-
-    first = summary["reward_first_interval"]
-    last = summary["reward_last_interval"]
-    row("held-out reward, first", summary["reward_first"], first)
-    row("held-out reward, last", summary["reward_last"], last, "above the first" if last[0] > first[1] else "not shown")
+    """Print the closing tables: of the policy, of the drafters on it, and of speeds. They fit into 80 columns."""
+    first, last = (f"{summary[f'reward_{at}']:.3f} {interval(summary[f'reward_{at}_interval'])}" for at in ENDS)
     policy = summary["policy"]
-    row("KL(policy, warm start) per token", policy["drift/kl"])
-    row("share of likeliest tokens that changed", policy["drift/changed"])
-    row("entropy per token", policy["policy/entropy"])
-    for found in summary["comparison"]["accept_lengths"]:
-        name = f"accept length, k={found['steps']}: {found['drafter']}"
-        row(name, found["value"], (found["low"], found["high"]))
-    for found in summary["comparison"]["differences"]:
-        if found["drafter"] == "co-trained":
-            name = f"paired, k={found['steps']}: co-trained - {found['minus']}"
-            row(name, found["value"], (found["low"], found["high"]), found["shown"])
-    for gain in summary["coupled"]:
-        name = f"paired, k={gain['steps']}: coupled drafts - likeliest tokens"
-        row(name, gain["value"], (gain["low"], gain["high"]), gain["shown"])
-    for part in ("long_tail", "rollout"):
-        speed = summary[part]
-        at = f"{part.replace('_', ' ')}, batch {speed['batch']}"
-        row(f"{at}: tokens/s plain", speed["plain"], form="{:.0f}")
-        for name, own in speed["drafters"].items():
-            by_cpu = f"by CPU time {own['speedup_by_cpu']:.2f}"
-            row(f"{at}: {name} / plain", own["speedup"], own["range"], by_cpu, "{:.2f}")
+    rows = [["held-out reward, first", first], ["held-out reward, last", last]]
+    rows.append(["KL(policy, warm start) per token", f"{policy['drift/kl']:.3f}"])
+    rows.append(["share of likeliest tokens that changed", f"{policy['drift/changed']:.3f}"])
+    rows.append(["entropy per token", f"{policy['policy/entropy']:.3f}"])
     if "prediction_error" in summary:
-        row("tokens per round predicted: mean absolute error", summary["prediction_error"])
-        row("… from the last rollout's rates", summary["last_value_error"])
-    for part in ("generate", "push", "train"):
-        row(f"seconds, {part}", summary[f"seconds_{part}"], form="{:.1f}")
-    CONSOLE.print(table)
+        rows.append(["tokens a round, predicted one step ahead: error", f"{summary['prediction_error']:.3f}"])
+        rows.append(["the same from the last rollout's rates", f"{summary['last_value_error']:.3f}"])
+    seconds = [f"{summary[f'seconds_{part}']:.0f}" for part in ("generate", "push", "train")]
+    rows.append(["seconds of all steps: generate, push, train", ", ".join(seconds)])
+    table(f"After {summary['steps']} GRPO steps", ["the policy", ""], rows)
+
     compared = summary["comparison"]
+    lengths = {(found["drafter"], found["steps"]): f"{found['value']:.2f}" for found in compared["accept_lengths"]}
+    pairs = {(pair["drafter"], pair["minus"], pair["steps"]): gain(pair) for pair in compared["differences"]}
+    rows = [
+        [name, *(lengths[name, k] for k in STEPS), *(pairs.get(("co-trained", name, k), "") for k in STEPS)]
+        for name in DRAFTERS
+    ]
+    rows.append(["uncoupled", "", "", *(gain(found) for found in summary["coupled"])])
+    heads = [*(f"{k} drafts" for k in STEPS), *(f"co-trained minus it, {k} drafts" for k in STEPS)]
+    table("Accept length of the drafters on this policy", ["drafter", *heads], rows)
+
+    tail, rollout = summary["long_tail"], summary["rollout"]
+    rows = [["plain, tokens/s", f"{tail['plain']:.0f}", "", f"{rollout['plain']:.0f}"]]
+    for name, own in tail["drafters"].items():
+        whole = rollout["drafters"].get(name)
+        rows.append([f"{name} / plain", faster(own), f"{own['speedup_by_cpu']:.2f}", faster(whole) if whole else ""])
+    heads = [f"{tail['batch']} samples at once", "by CPU time", f"{rollout['batch']} at once"]
+    table("Tokens a second", ["drafter", *heads], rows)
     CONSOLE.print(f"texts equal under all drafters: {compared['equal_texts']} of {compared['prompts']}")
     CONSOLE.print("frozen: the warm start's drafter; control: trained as long on the warm policy's answers")
     CONSOLE.print("upper bound: trained twice as long on the final policy's answers")
-    gain = summary["long_tail"]["drafters"]["co-trained"]["speedup"]
+    CONSOLE.print("uncoupled: the co-trained drafter, drafting its likeliest tokens without the verifier's noise")
+    speedup = tail["drafters"]["co-trained"]["speedup"]
     CONSOLE.print(
         f"\nRL raised the held-out reward from {summary['reward_first']:.2f} to {summary['reward_last']:.2f}. With the "
-        f"co-trained drafter {FEW} long samples were generated {gain:.2f} times as fast as without drafts."
+        f"co-trained drafter {FEW} long samples were generated {speedup:.2f} times as fast as without drafts."
     )
+
+
+def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    found = Table(*heads, title=title, box=None)
+    for row in rows:
+        found.add_row(*row)
+    CONSOLE.print(found)
+
+
+def interval(spread: Sequence[float]) -> str:
+    return f"[{spread[0]:.3f}, {spread[1]:.3f}]"
+
+
+def gain(found: Mapping[str, float]) -> str:
+    """Format a difference of accept lengths, with its 95 % interval."""
+    return f"{found['value']:+.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+
+
+def faster(found: Mapping[str, Any]) -> str:
+    """Format how many times as fast as plain an engine was, with the range over repetitions."""
+    return f"{found['speedup']:.2f} [{found['range'][0]:.2f}, {found['range'][1]:.2f}]"
 
 
 if __name__ == "__main__":
