@@ -25,18 +25,20 @@ _SLICES = "two processes without MPS have time slices in turn"
 _LINEAR = "queries, keys, output and their gradients; no score matrix, counted on meta tensors"
 _CHUNK = "bytes of the elementwise passes at 2.8 TB/s, products at 700 TFLOP/s, for 8,192 rows"
 _ATOMICS = "flash attention's backward adds with atomics; a drafter adds nothing"
-_ONE_READ = "0.6 GB read once: 0.22 ms; 71 instructions a word, counted in what Triton compiles: 0.38 ms at full rate"
-_TWO_READS = "0.6 GB read twice: 0.44 ms; 71 and about 50 instructions a word"
 _TIES = "they differ where scores are within 1e-6, or a limit within 1e-6 of a token's edge"
 _KERNELS = "products at 700 TFLOP/s; 2 bytes a word for each pass over the logits, counted on meta tensors, at 2.8 TB/s"
 # Of the default plan on an H100 or H200. (part, what) -> estimate
 ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("decode", "speculating: the engine answers after"): Estimate(
-        45, 95, "95 s on an H100 beside tests; imports are half"
+        60, 130, "measured on an H100: 103 s, three at once, 12 layers"
     ),
-    ("decode", "capturing graphs"): Estimate(15, 60, "0.05 s a graph with 8 layers on an H100"),
-    ("decode", "memory of graphs"): Estimate(2.9, 6, "2.9 GB with 8 layers on an H100"),
-    ("decode", "off / plain, batch 256"): Estimate(0.94, 1.0, "off copies its stash to the host every 64 rounds"),
+    ("decode", "capturing graphs"): Estimate(30, 90, "measured on an H100: 50 s beside two others, 12 layers"),
+    ("decode", "memory of graphs"): Estimate(2.6, 6, "measured on an H100: 2.6 GB with 12 layers"),
+    ("decode", "off / plain, batch 256"): Estimate(
+        0.35,
+        1.0,
+        "measured on an H100: 0.37 with Triton's attention, which verifies by the kernel of prefills",
+    ),
     ("shared", "beside a process that spins / alone"): Estimate(0.4, 0.6, _SLICES),
     ("shared", "beside a process that waits / alone"): Estimate(
         0.97, 1.0, "a context without kernels has no time slice"
@@ -48,33 +50,33 @@ ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("push", "files"): Estimate(3, 8, "2 to 5 s for 15.6 GB: one writer, then one pinned copy"),
     ("push", "group over gloo"): Estimate(0.8, 2, "a copy to the host, gloo's sockets, a copy back"),
     ("draws", "peaked, argmax: a round"): Estimate(0.2, 0.3, "measured on an H100: 0.24 ms"),
-    ("draws", "peaked, ours at T = 1: a round"): Estimate(2.5, 3.2, "measured on an H100: 2.83 ms"),
-    ("draws", "peaked, ours with top-p: a round"): Estimate(
-        5, 14, "the 1,024 largest of each row, no row sorted whole"
+    ("draws", "peaked, ours at T = 1: a round"): Estimate(3.5, 4.5, "measured on an H100: 3.9 ms"),
+    ("draws", "peaked, ours with top-p: a round"): Estimate(10, 14, "measured on an H100: 12.1 ms"),
+    ("draws", "peaked, kernel at T = 1: a round"): Estimate(
+        0.7, 0.95, "measured on an H100: 0.88 ms; 0.70 of them in the first pass, integer arithmetic"
     ),
-    ("draws", "peaked, kernel at T = 1: a round"): Estimate(0.4, 0.8, _ONE_READ),
-    ("draws", "peaked, kernel with top-p: a round"): Estimate(0.8, 1.5, _TWO_READS),
-    ("draws", "flat, kernel at T = 1: a round"): Estimate(0.4, 0.8, _ONE_READ),
-    ("draws", "flat, kernel with top-p: a round"): Estimate(0.9, 2, _TWO_READS),
+    ("draws", "peaked, kernel with top-p: a round"): Estimate(1.2, 1.5, "measured on an H100: 1.38 ms"),
+    ("draws", "flat, kernel at T = 1: a round"): Estimate(0.7, 0.95, "measured on an H100: 0.87 ms"),
+    ("draws", "flat, kernel with top-p: a round"): Estimate(1.6, 2.0, "measured on an H100: 1.83 ms"),
     ("draws", "peaked, kernel at T = 1: tokens equal to plain torch's"): Estimate(1023, 1024, _TIES),
     ("draws", "peaked, kernel with top-p: tokens equal to plain torch's"): Estimate(1023, 1024, _TIES),
-    ("draws", "peaked, SGLang's at T = 1: a round"): Estimate(
-        1.0, 1.5, "softmax, zeros and the kernel: 2.4 GB and 1.2"
-    ),
-    ("draws", "peaked, SGLang's with top-p: a round"): Estimate(2, 3.5, "1 to 2 ms more"),
+    ("draws", "peaked, SGLang's at T = 1: a round"): Estimate(1.7, 2, "measured on an H100: 1.83 ms"),
+    ("draws", "peaked, SGLang's with top-p: a round"): Estimate(5, 6, "measured on an H100: 5.6 ms"),
     ("draws", "peaked, log-probs: a round"): Estimate(1.5, 2.2, "5 GB of elementwise passes"),
     ("draws", "flat, ours with top-p: a round"): Estimate(50, 65, "measured on an H100: 58 ms; rows are sorted whole"),
-    ("draws", "flat, ours at T = 1: peak beyond the logits"): Estimate(1.5, 2, "measured on an H100: 1.74 GiB"),
+    ("draws", "flat, ours at T = 1: peak beyond the logits"): Estimate(0.3, 0.5, "measured on an H100: 0.38 GiB"),
     ("head", "drafter, ce, chunks of 1,024"): Estimate(60, 75, _CHUNK),
-    ("head", "drafter, forward_kl, chunks of 1,024"): Estimate(115, 135, _CHUNK),
+    ("head", "drafter, forward_kl, chunks of 1,024"): Estimate(140, 155, "measured on an H100: 149 ms"),
     ("head", "policy with entropy, chunks of 1,024"): Estimate(150, 180, _CHUNK),
     ("head", "policy with entropy, chunks of 4,096"): Estimate(130, 165, "a quarter of the additions to the gradient"),
     ("head", "drafter, ce, kernels"): Estimate(31, 38, _KERNELS),
-    ("head", "drafter, forward_kl, kernels"): Estimate(49, 58, _KERNELS),
+    ("head", "drafter, forward_kl, kernels"): Estimate(58, 68, "measured on an H100: 63.7 ms"),
     ("head", "policy with entropy, kernels"): Estimate(
         66, 78, f"{_KERNELS}; two chunks add to the gradient of the output layer"
     ),
-    ("head", "a chunk: the first pass"): Estimate(0.11, 0.25, "0.31 GB read once; about 30 instructions a word"),
+    ("head", "a chunk: the first pass"): Estimate(
+        0.2, 0.5, "measured on an H100: 0.47 ms with entropy, 0.20 in a loop of many"
+    ),
     ("head", "a chunk: the second pass"): Estimate(0.22, 0.35, "0.31 GB read and written"),
     ("head", "drafter, ce, kernels: the gradient's distance from plain torch's"): Estimate(
         0, 0.01, "rounding of bfloat16; 0.004 in Triton's interpreter"
