@@ -38,12 +38,19 @@ _NAMES = {
 }
 
 
-def bucket_bytes() -> int:
-    """Return about how many bytes travel together.
+def bucket_bytes(memory: BucketMemory | None = None) -> int:
+    """Return about how many bytes travel together, in pieces of this memory.
 
-    With a GPU a request's fixed time counts; without one, the time that new pages take on both sides.
+    With a GPU a request's fixed time counts. In its memory a bucket has up to 2 GiB, but a sixteenth of what is free:
+    some five such pieces exist at once, here and in an engine on the same GPU. Engines take other buckets through
+    shared memory, of which containers have little. Without a GPU the time counts that new pages take on both sides.
     """
-    return 512 << 20 if torch.cuda.is_available() else 64 << 20
+    if not torch.cuda.is_available():
+        return 64 << 20
+    if memory is None or memory.device.type == "cpu":
+        return 512 << 20
+    free, _ = torch.cuda.mem_get_info(memory.device)
+    return max(64 << 20, min(2 << 30, free // 16))
 
 
 def size(tensor: Tensor) -> int:

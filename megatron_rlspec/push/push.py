@@ -94,8 +94,8 @@ class Pusher:
 
     engines     by name: `EnginePool.engines`, which changes with the pool
     frozen      names of tensors that no push sends because they are not trained. Engines may hold them
-    feed_bytes  bytes by which the exporter may run ahead of the slowest engine that takes single tensors. Engines with
-                a `bucket_memory` take buckets of it, and the exporter runs ahead by two of them
+    feed_bytes  bytes by which the exporter may run ahead of the slowest engine that takes single tensors; 0: two
+                buckets. Engines with a `bucket_memory` take buckets of it, and the exporter runs ahead by two of them
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Pusher:
         engines: Mapping[str, RolloutEngine],
         *,
         frozen: Collection[str] = (),
-        feed_bytes: int = 1 << 30,
+        feed_bytes: int = 0,
     ) -> None:
         self.engines = engines
         self.frozen = frozenset(frozen)
@@ -135,10 +135,11 @@ class Pusher:
         if scope != "all" and any(name not in self._proven for name in names):
             scope = "all"
         self._proven.difference_update(names)  # until the comparison
-        feeds = {}
-        for name in names:
-            feeds[name] = Feed(self.feed_bytes, engines[name].bucket_memory)
-        limit = min(bucket_bytes(), max(1, self.feed_bytes // 4))
+        memories = {name: engines[name].bucket_memory for name in names}
+        limit = min((bucket_bytes(memory) for memory in memories.values()), default=1)
+        if self.feed_bytes:
+            limit = min(limit, max(1, self.feed_bytes // 4))
+        feeds = {name: Feed(self.feed_bytes or 2 * limit, memory) for name, memory in memories.items()}
         with ThreadPoolExecutor(max(1, len(names))) as threads:
             updates = {n: threads.submit(_update, engines[n], version, scope, feeds[n]) for n in names}
             try:
@@ -333,7 +334,7 @@ def in_buckets(tensors: Iterable[Named], memory: BucketMemory) -> Iterator[tuple
     if isinstance(tensors, Feed):
         yield from tensors.buckets()
         return
-    lots = buckets(tensors, bucket_bytes())
+    lots = buckets(tensors, bucket_bytes(memory))
     following = next(lots, None)
     while following is not None:
         bucket = Bucket(following)
@@ -423,9 +424,26 @@ def _finite(tensors: Sequence[Tensor]) -> list[bool]:
         if tensor.is_floating_point() and tensor.numel():
             alike.setdefault((tensor.dtype, tensor.device), []).append(i)
     places = [i for group in alike.values() for i in group]
-    # NaN propagates into the smallest and the largest number.
-    ranges = [torch.stack([end for i in group for end in torch.aminmax(tensors[i])]) for group in alike.values()]
-    sound = [torch.isfinite(ends).view(-1, 2).all(-1) for ends in ranges]
+    sound = [finite_of([tensors[i] for i in group]) for group in alike.values()]
     for i, one in zip(places, torch.cat(sound).tolist() if sound else (), strict=True):
-        found[i] = one
+        # A sum of finite numbers can be infinite.
+        found[i] = one or bool(_range(tensors[i]).isfinite().all())
     return found
+
+
+def finite_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return bool [n]: whether tensors of one dtype and device are finite; on a GPU, False also for very large ones."""
+    if tensors[0].device.type != "cpu":
+        return finite_sums(tensors)
+    return torch.isfinite(torch.stack([_range(tensor) for tensor in tensors])).all(-1)
+
+
+def finite_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return bool [n], by one call for all tensors: calls for each would take a GPU's host longer than the GPU."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.isfinite(torch.stack(torch._foreach_norm([tensor.detach() for tensor in tensors], 1, dtype=wide)))
+
+
+def _range(tensor: Tensor) -> Tensor:
+    """Return the smallest and the largest number, into which NaN propagates."""
+    return torch.stack(torch.aminmax(tensor))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from memory_engine import MemoryEngine
 from safetensors.torch import load
+from torch.utils._python_dispatch import TorchDispatchMode
 from train_ranks import on_ranks
 
 from megatron_rlspec.engine import EngineError
@@ -105,7 +106,7 @@ class BucketEngine(MemoryEngine):
 
 
 def test_packed_buckets_serve_all_engines_and_a_flipped_bit_is_named(monkeypatch):
-    monkeypatch.setattr(push, "bucket_bytes", lambda: 3 * 8 * 16 * 4)
+    monkeypatch.setattr(push, "bucket_bytes", lambda memory: 3 * 8 * 16 * 4)
     memory = Memory()
     engines = {name: BucketEngine(name, memory) for name in ("good", "damaged", "bad")}
     pusher = Pusher(engines)
@@ -133,7 +134,7 @@ def test_packed_buckets_serve_all_engines_and_a_flipped_bit_is_named(monkeypatch
 
 
 def test_an_engine_that_stops_reading_packed_buckets_is_named(monkeypatch):
-    monkeypatch.setattr(push, "bucket_bytes", lambda: 3 * 8 * 16 * 4)
+    monkeypatch.setattr(push, "bucket_bytes", lambda memory: 3 * 8 * 16 * 4)
     engine = BucketEngine("e", Memory())
     engine.unpacked = lambda tensors: next(in_buckets(tensors, engine.bucket_memory)) and []
     assert Pusher({"e": engine}).push(0, source_of(weights())).failed["e"].startswith("stopped reading at model.")
@@ -195,6 +196,61 @@ def test_exporter_mistakes():
     with pytest.raises(RuntimeError, match="rank 3 is gone"):
         pusher.push(0, dies)
     assert not engine.serving
+
+
+class Calls(TorchDispatchMode):
+    """Counts what reaches a device: launches, and bytes that are copied and read."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches = self.views = self.copied = self.read = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.is_view:
+            self.views += 1
+        elif func is not torch.ops.aten.empty.memory_format:
+            self.launches += 1
+        if func is torch.ops.aten.copy_.default:
+            self.copied += args[0].nbytes
+        elif func is torch.ops.aten._foreach_norm.Scalar:
+            self.read += sum(tensor.nbytes for tensor in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_tensors_of_a_gpu_take_one_copy_each_and_a_few_launches_a_bucket(monkeypatch):
+    """On meta tensors, without fingerprints, which test_fingerprint.py counts: each byte is read and copied once."""
+
+    class Meta(Memory):
+        def _make(self, needed):
+            return torch.empty(needed, dtype=torch.uint8, device="meta")
+
+    def checked(tensors):
+        assert real(tensors).shape == (len(tensors),)
+        return torch.ones(len(tensors), dtype=torch.bool)
+
+    real = push.finite_of
+    monkeypatch.setattr(push, "finite_of", checked)
+    monkeypatch.setattr(push, "fingerprints", lambda tensors: [1] * len(tensors))
+    count, feed = 4_400, push.Feed(1 << 40, Meta("meta", pieces=1000))
+    one = torch.empty(4096, 1970, dtype=torch.bfloat16, device="meta")
+    tensors = [(f"layers.{i}.weight", one) for i in range(count)]
+    with Calls() as calls:
+        marks, total, _ = push._stream(tensors, [feed], 2 << 30, {})
+    made = len(feed._queue)
+    assert len(marks) == count and 34 <= made <= 36
+    assert calls.copied == calls.read == total
+    assert calls.launches <= count + 10 * made and calls.views <= 6 * count
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_sums_find_what_is_not_finite(monkeypatch, dtype):
+    """The way of GPUs, with a CPU's tensors. A sum of finite numbers can be infinite, and is looked at again."""
+    monkeypatch.setattr(push, "finite_of", push.finite_sums)
+    tensors = [torch.ones(2, dtype=dtype), torch.full((4, 4), torch.finfo(dtype).min, dtype=dtype), torch.ones(0)]
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        tensors.append(torch.ones(3, 5, dtype=dtype))
+        tensors[-1][1, 2] = bad
+    assert push._finite(tensors) == [True, True, True, False, False, False]
 
 
 def test_an_engine_that_skips_the_end_is_not_trusted():

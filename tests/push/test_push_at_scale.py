@@ -244,7 +244,7 @@ def virtual(monkeypatch):
         monkeypatch.setattr(module, "threading", SimpleNamespace(Condition=Condition))
     for module in (push, transport):
         monkeypatch.setattr(module, "ThreadPoolExecutor", Executor)
-    monkeypatch.setattr(push, "bucket_bytes", lambda: 512 << 20)
+    monkeypatch.setattr(push, "bucket_bytes", lambda memory: 512 << 20)
 
     def marks(tensors):
         clock.sleep(sum(tensor.nbytes for tensor in tensors) / CHECKS)

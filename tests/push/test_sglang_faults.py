@@ -249,7 +249,7 @@ def pusher_process(url, version, tensors, slowly):
             time.sleep(slowly)
             yield name, tensor
 
-    push.bucket_bytes = lambda: 1  # every tensor travels alone, so that a mixture is really there between two of them
+    push.bucket_bytes = lambda memory: 1  # tensors travel alone, so that a mixture is there between two of them
     Pusher({"a": SGLangEngine(url, timeout=60)}).push(version, source)
     os._exit(0)
 

@@ -26,7 +26,7 @@ def source_of(tensors):
 
 
 def test_every_transport_delivers_every_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr(push, "bucket_bytes", lambda: 100_000)  # several buckets
+    monkeypatch.setattr(push, "bucket_bytes", lambda memory: 100_000)  # several buckets
     c = config(hidden=128, layers=2, heads=4, kv_heads=2, ffn=256, vocab=192)
     write(tmp_path / "model", c, weights(c))
     with launch(
