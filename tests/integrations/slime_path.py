@@ -70,6 +70,52 @@ def write_drafter(folder):
     make_drafter(folder, folder.parent / "drafter")
 
 
+MIXTURE = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "vocab_size": len(VOCABULARY),
+    "max_position_embeddings": 512,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "use_qk_norm": False,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "torch_dtype": "float32",
+}
+# As slime has it for GLM-4.5-Air, with experts split over two ranks.
+EXPERTS = """ --rotary-percent 0.5 --num-experts 4 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32
+ --moe-router-pre-softmax --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+ --moe-router-bias-update-rate 0 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0
+ --moe-token-dispatcher-type alltoall --moe-router-topk 2 --moe-layer-freq [0,1] --moe-router-dtype fp32
+ --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"""
+
+
+def write_mixture(folder):
+    """Replace the model by a GLM4-MoE with a NextN drafter, random but for the cycle in its output layer."""
+    from megatron_rlspec.models.hf_files import read_hf, write_hf
+
+    sys.path[:0] = [str(ROOT / "tests/models")]
+    from moe_oracles import GLM4_MOE, checkpoint
+
+    head = read_hf(folder)[1]["lm_head.weight"]
+    embedding = read_hf(folder)[1]["model.embed_tokens.weight"]
+    shutil.rmtree(folder)
+    config = GLM4_MOE | MIXTURE
+    tensors = checkpoint(config, folder.parent / "made")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= 0.2  # into the residual stream, which so begins as the embedding
+        if name.endswith("embed_tokens.weight"):
+            tensor.copy_(embedding)
+        if name.endswith(("lm_head.weight", "shared_head.head.weight")):
+            tensor.copy_(head)
+    write_hf(folder, config, tensors, tokenizer_from=folder.parent / "tokenizer")
+
+
 def write_model(folder):
     """Write a model of MiMo's shape, with its configuration class in the checkpoint, as MiMo has it.
 
@@ -120,9 +166,11 @@ def write_cost_table(path, free):
     ).save(path)
 
 
-def command(folder, slime, driver, train, context, rollouts, extra=()):
-    """Return a recipe's command line for this small size."""
+def command(folder, slime, driver, train, context, rollouts, kind, extra=()):
+    """Return a recipe's command line for this small size. Goes on from what `folder/save` has."""
     model = folder / "model"
+    load = folder / "save" if (folder / "save").exists() else model
+    experts = EXPERTS if kind == "mixture" else ""
     data = folder / "train.jsonl"
     text = f"""{slime}/{driver} --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
  --num-attention-heads {HEADS} --group-query-attention --num-query-groups {GROUPS} --kv-channels {HIDDEN // HEADS}
@@ -132,7 +180,7 @@ def command(folder, slime, driver, train, context, rollouts, extra=()):
  --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
  --no-bias-dropout-fusion --no-rope-fusion --attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization
  --cp-comm-type all_gather --data-pad-size-multiplier 8 --spec slime_path_hooks layer_spec
- --hf-checkpoint {model} --load {model} --ref-load {model}
+ --hf-checkpoint {model} --load {load} --ref-load {model}
  --actor-num-nodes 1 --actor-num-gpus-per-node {train} --context-parallel-size {context}
  --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1
  --prompt-data {data} --input-key prompt --label-key label --rollout-shuffle --rm-type math
@@ -148,7 +196,7 @@ def command(folder, slime, driver, train, context, rollouts, extra=()):
  --custom-megatron-init-path slime_path_hooks.init --custom-rollout-log-function-path slime_path_hooks.log_rollout
  --sglang-device cpu --sglang-disable-cuda-graph
  --sglang-grammar-backend none --sglang-sampling-backend pytorch --sglang-max-total-tokens 16384
- --sglang-max-running-requests 64 --sglang-sleep-on-idle"""
+ --sglang-max-running-requests 64 --sglang-sleep-on-idle{experts}"""
     return [PYTHON, *text.split(), *extra]
 
 
@@ -212,31 +260,37 @@ def checkout(folder, sglang):
 
 def main():
     parser = argparse.ArgumentParser(epilog="Any other option is slime's own; in it FOLDER is replaced.")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="a new one, or that of a run that goes on")
     parser.add_argument("--driver", default="train.py")
     parser.add_argument("--train", type=int, default=2, help="train ranks")
     parser.add_argument("--context", type=int, default=1, help="context-parallel size")
     parser.add_argument("--rollouts", type=int, default=4)
     parser.add_argument("--verifier", choices=("target_only", "position_keyed"), default="target_only")
-    parser.add_argument("--kind", choices=("mtp", "eagle3"), default="mtp", help="of the drafter")
+    parser.add_argument("--kind", choices=("mtp", "eagle3", "mixture"), default="mtp", help="of the drafter")
     parser.add_argument("--free", type=int, default=40, help="tokens that a round verifies for nothing")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--sglang", choices=sorted(versions.KNOWN), default="0.5.23")
     parser.add_argument("--lines", action="store_true", help="record slime's lines for slime_lines.py; slower")
     options, extra = parser.parse_known_args()
     folder = options.folder.absolute()
-    folder.mkdir(parents=True)
-    write_task(folder)
-    write_model(folder / "model")
-    if options.kind == "eagle3":
-        write_drafter(folder / "model")
-    write_cost_table(folder / "cost.json", options.free)
-    (folder / "user.yaml").write_text(f"bf16: {str(options.dtype == 'bfloat16').lower()}\n")
-    slime = checkout(folder, options.sglang)
+    slime = folder / "slime"
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        write_task(folder)
+        write_model(folder / "model")
+        if options.kind == "eagle3":
+            write_drafter(folder / "model")
+        if options.kind == "mixture":
+            write_mixture(folder / "model")
+        write_cost_table(folder / "cost.json", options.free)
+        (folder / "user.yaml").write_text(f"bf16: {str(options.dtype == 'bfloat16').lower()}\n")
+        slime = checkout(folder, options.sglang)
     for argument in versions.KNOWN[options.sglang].cpu_arguments:
         extra += argument.replace("--", "--sglang-", 1).split("=")
     extra = [word.replace("FOLDER", str(folder)) for word in extra] + ["--sglang-dtype", options.dtype]
-    whole = command(folder, slime, options.driver, options.train, options.context, options.rollouts, extra)
+    whole = command(
+        folder, slime, options.driver, options.train, options.context, options.rollouts, options.kind, extra
+    )
     ours = ["--folder", str(folder / "rlspec"), "--drafter.depth", "3", "--drafter.lr", "1e-2"]
     ours += ["--drafter.warmup_steps", "0"]  # four steps would all be warm-up
     ours += ["--verifier", options.verifier]

@@ -35,7 +35,12 @@ def packed_for_cpu(get_batch, args):
     from megatron_rlspec.train.attention import packed_sequences
     from megatron_rlspec.train.model import at_positions
 
-    config = SimpleNamespace(kv_channels=args.kv_channels, params_dtype=torch.float32, multi_latent_attention=False)
+    config = SimpleNamespace(
+        kv_channels=args.kv_channels,
+        params_dtype=torch.float32,
+        multi_latent_attention=False,
+        rotary_percent=args.rotary_percent,
+    )
 
     def wrapped(*rest, **kwargs):
         batch = get_batch(*rest, **kwargs)

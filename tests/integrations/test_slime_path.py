@@ -35,17 +35,20 @@ _LINE = re.compile(r" (step|rollout|eval|perf) (\d+): (\{.*\})")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Run slime_path.py with these options; return its folder, rollouts, and logged metrics."""
+    """Run slime_path.py with these options; return its folder, rollouts, and logged metrics.
+
+    folder: of a run that goes on. Its metrics are then those after the resume.
+    """
 
     @cache  # of a run that fails, too: it takes minutes
-    def driver(*options):
-        folder = tmp_path_factory.mktemp("path") / "run"
+    def driver(*options, folder=None):
+        folder = folder or tmp_path_factory.mktemp("path") / "run"
         command = [sys.executable, str(HERE / "slime_path.py"), str(folder), *options]
         env = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
         return folder, subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    def start(*options):
-        folder, done = driver(*options)
+    def start(*options, **again):
+        folder, done = driver(*options, **again)
         assert done.returncode == 0, done.stdout[-5000:]
         logged = defaultdict(dict)
         for kind, number, metrics in _LINE.findall(done.stdout):
@@ -233,3 +236,33 @@ def test_an_eagle3_drafter_learns_is_pushed_and_saved(run):
     assert all(
         torch.equal(saved[name.removeprefix("eagle3.")], last[name]) for name in last if name.startswith("eagle3.")
     )
+
+
+def test_a_mixture_with_split_experts_learns_is_pushed_and_goes_on(run):
+    """A GLM4-MoE with a NextN drafter: its experts are split over both train ranks, and a second run continues."""
+    options = ("--kind=mixture", "--save-interval=1")
+    folder, rollouts, logged = run(*options, "--rollouts=3")
+    check_mixture(folder, rollouts, logged, first=0)
+    loss = [step["train/drafter_loss_1"] for step in steps(logged)]
+    assert loss[-1] < 0.9 * loss[0] and rollouts[-1]["accept_length"] > rollouts[0]["accept_length"]
+    _, saved = exported(folder, 4)
+    more = ("--rollouts=5", "--override-opt_param-scheduler")  # whose steps follow from the number of rollouts
+    _, rollouts, logged = run(*options, *more, folder=folder)
+    check_mixture(folder, rollouts[3:], logged, first=3)
+    _, resumed = exported(folder, 1)  # versions are counted anew
+    assert all(torch.equal(resumed[name], saved[name]) for name in saved)
+    assert all(step["train/drafter_loss_1"] < 0.9 * loss[0] for step in steps(logged))
+
+
+def check_mixture(folder, rollouts, logged, first):
+    """Check the rollouts of a process, whose first one is number `first`, and the weights before and after each."""
+    assert [row["rollout"] for row in rollouts] == [*range(first, first + len(steps(logged)))]
+    for version, row in enumerate(rollouts, 1):
+        (_, sent), (_, trained) = exported(folder, version), exported(folder, version + 1)
+        assert sum(".mlp.experts." in name for name in sent) == 2 * 4 * 3  # a layer and the drafter; gate, up, down
+        for engine in row["engines"]:
+            assert engine["fingerprints"]["fingerprints"] == {n: fingerprint(tensor) for n, tensor in sent.items()}
+        found = logged["rollout", row["rollout"]]
+        assert found["health/incidents"] == found["health/unchecked_engines"] == 0
+        learns = [name for name in sent if not name.endswith("e_score_correction_bias")]
+        assert not [name for name in learns if torch.equal(sent[name], trained[name])]

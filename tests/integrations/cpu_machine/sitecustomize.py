@@ -7,6 +7,7 @@ each needs is done when it imports the package concerned, and nothing before.
 import importlib.machinery
 import json
 import os
+import re
 import sys
 import types
 
@@ -61,14 +62,45 @@ def _with_fused_names(convert):
 
 
 def _export_names(module):
-    for function in ("convert_mimo_to_hf", "convert_qwen2_to_hf"):
+    for function in ("convert_mimo_to_hf", "convert_qwen2_to_hf", "convert_glm4moe_to_hf"):
         setattr(module, function, _with_fused_names(getattr(module, function)))
 
 
 def _import_names(module):
-    for family in ("mimo", "qwen2"):
+    for family in ("mimo", "qwen2", "glm4_moe"):
         load = module._LOADERS[family]
         module._LOADERS[family] = lambda name, reader, config, load=load: load(_fused_name(name), reader, config)
+
+
+def _expert_names(module):
+    """slime knows experts by the names of Transformer Engine's grouped layers, with their numbers among all ranks'."""
+    named = module._named_params_and_buffers_global
+
+    def renamed(args, model):
+        held = (args.num_experts or 0) // module.mpu.get_expert_model_parallel_world_size()
+        first = held * module.mpu.get_expert_model_parallel_rank()
+        for name, tensor in named(args, model):
+            if found := re.fullmatch(r"(.+\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.weight", name):
+                name = f"{found[1]}.{found[3]}.weight{first + int(found[2])}"
+            yield name, tensor
+
+    module._named_params_and_buffers_global = renamed
+
+
+def _newer_collectives(module):
+    """Megatron takes `all_gather_into_tensor` before slime wraps it; torch 2.13 then calls newer methods."""
+
+    def of_group(name):
+        return lambda self, *given, **named: getattr(self.group, name)(*given, **named)
+
+    for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):
+        setattr(module.ReloadableProcessGroup, name, of_group(name))
+
+
+def _new_moments(module):
+    import slime_cpu
+
+    module.load_checkpoint = slime_cpu.with_new_moments(module.load_checkpoint)
 
 
 def _engine(module):
@@ -90,6 +122,9 @@ AFTER = {
     "slime.utils.tensor_backper": _no_pinned_memory,
     "slime.backends.megatron_utils.megatron_to_hf": _export_names,
     "slime.backends.megatron_utils.hf_to_megatron": _import_names,
+    "slime.backends.megatron_utils.update_weight.common": _expert_names,
+    "slime.backends.megatron_utils.checkpoint": _new_moments,
+    "slime.utils.reloadable_process_group": _newer_collectives,
     "sglang.srt.entrypoints.http_server": _engine,
 }
 
