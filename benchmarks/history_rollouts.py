@@ -7,8 +7,9 @@ of its last steps again, each step under the policy and with the seeds that it h
 
     drafter    by the run's own drafter alone
     history    with the answers of the epoch before as drafts, where the engine prefers them
-    checked    with the old answer of the same seed checked whole, and the drafter behind it (rollout.seeds = prompt)
-    both       the last two: what a run with rollout.seeds = prompt does
+    checked    with the old answer of the same seed checked whole, if there is one, else the beginning that old answers
+               share, and the drafter behind it
+    both       the last two: what `spec.history` does
 
 Rounds count for each sample, checks among them. Intervals are 95 % bootstrap intervals over prompts. Texts are compared
 with the recorded ones. Speed does not matter, but for the CPU seconds.
@@ -32,7 +33,7 @@ from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.run.engines import sampling
 from megatron_rlspec.run.trajectory import Trajectory
-from megatron_rlspec.speculation.history import Answers
+from megatron_rlspec.speculation.history import Answers, agreed
 from megatron_rlspec.types import SHARPNESS, Request, SpecConfig, SpecSchedule
 
 WAYS = {"drafter": (False, False), "history": (True, False), "checked": (False, True), "both": (True, True)}
@@ -80,8 +81,9 @@ def measure(run_dir: Path, steps: int, drafts: int, num_steps: int) -> dict[str,
             requests = []
             for group in groups:
                 old = answers.of(group.prompt.id)
+                begun = agreed(old.values())
                 for i, sample in enumerate(group.samples):
-                    text = old.get(sample.seed) if checked else None
+                    text = old.get(sample.seed, begun) if checked else None
                     texts = tuple(old.values()) if history else ()
                     name_of = f"{group.prompt.id:07d}-{i:04d}"
                     requests.append(Request(name_of, group.prompt, sample.seed, draft=text, history=texts))

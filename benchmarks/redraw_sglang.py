@@ -1,6 +1,6 @@
 """Measure what an SGLang engine computes after a push: answers from nothing, and those of one step before redrawn.
 
-    python benchmarks/redraw_sglang.py RUN_DIR [--groups N] [--turns N]     # a run with --train.record true
+    python benchmarks/redraw_sglang.py RUN_DIR [--old] [--groups N] [--turns N]     # a run with --train.record true
 
 The answers are those of the run's last step, under their seeds. The engine runs on CPU operators with one thread, with
 the run's drafter and 3 drafts a round. Both ways take turns, and CPU seconds of the scheduler's process count, so that
@@ -26,6 +26,7 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.run.engines import sampling
 from megatron_rlspec.run.trajectory import Trajectory
+from megatron_rlspec.speculation.history import Answers, agreed
 from megatron_rlspec.types import Request, Sampling
 
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "49152", "--max-running-requests", "128"]
@@ -36,11 +37,25 @@ def seconds(scheduler: psutil.Process) -> float:
     return times.user + times.system
 
 
+def old_drafts(trajectory: Trajectory, vocabulary: int, asked: Sequence[Request]) -> list[np.ndarray]:
+    """Return what `spec.history` has an engine check: of earlier steps' answers to the prompts of the last step."""
+    answers = Answers()
+    for step in range(trajectory.steps - 1):
+        for group in trajectory.groups(step, vocabulary):
+            answers.keep(group.prompt.id, step, {sample.seed or 0: sample.response for sample in group.samples})
+    drafts = []
+    for request in asked:
+        old = answers.of(request.prompt.id)
+        drafts.append(old[request.seed] if request.seed in old else agreed(old.values()))
+    return drafts
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     p.add_argument("--groups", type=int, default=16, help="of the last step; default: 16")
     p.add_argument("--turns", type=int, default=8, help="of each way; default: 8")
+    p.add_argument("--old", action="store_true", help="check what spec.history does: answers of the epoch before")
     options = p.parse_args(argv)
     trajectory = Trajectory(options.run_dir)
     how = sampling(Config.model_validate_json((options.run_dir / "config.json").read_text()))
@@ -58,7 +73,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         with launch(options.run_dir / "hf", log, arguments=arguments, environment={"OMP_NUM_THREADS": "1"}) as process:
             engine = SGLangEngine.of(process.wait())
             engine.update_weights(1, older.items(), "target")
-            drafts = [sample.response for sample in engine.generate(asked, how)]
+            if options.old:
+                drafts = old_drafts(trajectory, vocabulary, asked)
+            else:
+                drafts = [sample.response for sample in engine.generate(asked, how)]
             redrawn = [replace(request, draft=draft) for request, draft in zip(asked, drafts, strict=True)]
             show(engine, scheduler_of(process.process.pid), asked, redrawn, how, newer, options.turns)
 

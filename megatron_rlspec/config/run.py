@@ -195,13 +195,6 @@ class Config(Section):
                 f"train.tokens_per_micro_batch={self.train.tokens_per_micro_batch} cannot hold one sample of "
                 f"model.max_length={longest}",
             ),
-            (
-                command != "sft"
-                and self.spec.history
-                and (self.rollout.engine, self.rollout.seeds) == ("sglang", "fresh"),
-                f"spec.history={self.spec.history}: SGLang engines check old answers of the same seed only; expected "
-                "rollout.seeds=prompt, or rollout.engine=embedded",
-            ),
             self._small_cache(),
         )
         for wrong, message in problems:

@@ -48,7 +48,8 @@ class SpecSection(Section):
     history: Annotated[int, Field(ge=0, lt=MOST_DRAFTS), Needs("spec.mode!=off")] = Field(
         0,
         description="drafts of a round from old answers to the same prompt, where they were accepted more often than "
-        "the drafter's; 0: none. One of the same seed (rollout.seeds) is checked whole, and SGLang does only that",
+        "the drafter's; 0: none. First one of the same seed (rollout.seeds) is checked whole, or the beginning that "
+        "old answers share. SGLang does only that",
     )
     cost_table: Annotated[Text, Needs("spec.mode=adaptive")] = Field(
         "", description="JSON file of `rlspec profile` to choose by; empty: the model's sizes, and what rounds took"

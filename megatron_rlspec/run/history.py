@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from megatron_rlspec.config import Config
 from megatron_rlspec.rollout.partial import kept_tokens
-from megatron_rlspec.speculation.history import Answers
+from megatron_rlspec.speculation.history import Answers, agreed
 from megatron_rlspec.types import Group, OpenGroup
 
 
@@ -17,6 +19,7 @@ class History:
     def __init__(self, config: Config) -> None:
         self.answers = Answers()
         self._drafts = config.spec.history > 0
+        self._shared: dict[int, np.ndarray] = {}  # by prompt
         self._same_seeds = config.rollout.seeds == "prompt"
 
     def attached(self, groups: Sequence[OpenGroup]) -> Sequence[OpenGroup]:
@@ -25,11 +28,12 @@ class History:
             return groups
         found = []
         for group in groups:
-            old = self.answers.of(group.requests[0].prompt.id)
+            prompt = group.requests[0].prompt.id
+            old = self.answers.of(prompt)
             texts = (*old.values(), *(sample.response for sample in group.samples))
             requests = []
             for request in group.requests:
-                draft = old.get(request.seed) if request.draft is None else request.draft
+                draft = self._begin(prompt, request.seed) if request.draft is None else request.draft
                 requests.append(replace(request, draft=draft, history=texts))
             found.append(OpenGroup(requests, group.samples, group.since))
         return found
@@ -43,18 +47,26 @@ class History:
         return found
 
     def keep(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Keep a step's answers. Returns how far they repeat older ones of the same seeds; {} with fresh seeds."""
+        """Keep a step's answers. Returns how far they repeat old ones; {} if none are kept."""
         if not (self._drafts or self._same_seeds):
             return {}
         samples = [sample for group in groups for sample in group.samples if sample.seed is not None]
         drafts = {}
         for sample in samples:
-            old = self.answers.of(sample.prompt.id).get(sample.seed or 0)
+            old = self._begin(sample.prompt.id, sample.seed or 0)
             if old is not None:
                 drafts[sample.request_id] = old
         for sample in samples:
             self.answers.keep(sample.prompt.id, step, {sample.seed or 0: sample.response})
-        if not self._same_seeds:
-            return {}
+        self._shared.clear()
         checked, kept = kept_tokens(drafts, samples).values()
         return {"old_tokens": checked, "repeated_tokens": kept}
+
+    def _begin(self, prompt: int, seed: int) -> np.ndarray | None:
+        """Return how a new answer to a prompt may begin: as the old one of its seed, or as old ones of others do."""
+        old = self.answers.of(prompt)
+        if seed in old or not (old and self._drafts):
+            return old.get(seed)
+        if prompt not in self._shared:
+            self._shared[prompt] = agreed(old.values())
+        return self._shared[prompt] if len(self._shared[prompt]) else None

@@ -1,9 +1,10 @@
 """Old answers as drafts: which are kept, what follows a text in them, and whether that replaces the drafter's drafts.
 
 Pure decisions (docs/history.md). The run keeps the answers of each prompt's last step (`Answers`); a request brings
-those of its prompt. The answer under the request's own seed is checked whole (`Request.draft`). Behind its first
-difference, and under other seeds, an engine looks for the end of the text in all of them (`Texts`), and drafts what
-followed there, or lets the drafter draft: what was accepted more often at such a match (`Sources`).
+those of its prompt. The answer under the request's own seed is checked whole, or else the beginning that old answers
+share (`agreed`, `Request.draft`). Behind the first difference an engine looks for the end of the text in all of them
+(`Texts`), and drafts what followed there, or lets the drafter draft: what was accepted more often at such a match
+(`Sources`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,20 @@ class Answers:
 
 def _size(answers: Mapping[int, np.ndarray]) -> int:
     return sum(len(tokens) for tokens in answers.values())
+
+
+def agreed(answers: Iterable[np.ndarray]) -> np.ndarray:
+    """Return the beginning that most of the answers share, token by token, as long as two go on alike."""
+    left = [answer for answer in answers if len(answer)]
+    begun: list[int] = []
+    while len(left) > 1:
+        words, counts = np.unique([answer[len(begun)] for answer in left], return_counts=True)
+        if counts.max() < 2:
+            break
+        word = int(words[counts.argmax()])
+        begun.append(word)
+        left = [answer for answer in left if answer[len(begun) - 1] == word and len(answer) > len(begun)]
+    return np.array(begun, np.int64)
 
 
 class Texts:

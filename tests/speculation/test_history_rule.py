@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rlspec.speculation.history import LONGEST, START, TRIES, Answers, Sources, Texts
+from megatron_rlspec.speculation.history import LONGEST, START, TRIES, Answers, Sources, Texts, agreed
 
 
 def test_the_last_steps_answers_are_kept_within_a_number_of_tokens():
@@ -24,6 +24,20 @@ def test_the_last_steps_answers_are_kept_within_a_number_of_tokens():
     assert [(prompt, step) for prompt, step, _ in again.state()] == [(7, 1), (9, 1)]
     kept.clear()
     assert not kept.of(7) and kept.tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("answers", "shared"),
+    [
+        ([], []),
+        ([[1, 2, 3]], []),
+        ([[1, 2, 3], [1, 2, 4]], [1, 2]),
+        ([[5, 1], [5, 2, 7, 9], [5, 2, 7, 8], [6, 2]], [5, 2, 7]),
+        ([[5, 2], [5, 2], []], [5, 2]),
+    ],
+)
+def test_the_beginning_that_answers_share_is_what_two_of_them_say(answers, shared):
+    assert agreed([np.array(answer, np.int64) for answer in answers]).tolist() == shared
 
 
 def longest_match(answers: list[list[int]], text: list[int]) -> tuple[int, set[tuple[int, ...]]]:
