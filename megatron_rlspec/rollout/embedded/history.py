@@ -105,6 +105,8 @@ class HistoryDrafts:
         if ahead is not None:  # those rows must be the last ones
             self._offers.clear()
             self._matches.clear()
+        if not self._matches:
+            return run(rows, config, ahead)
         ordered = rows
         if self._offers:
             order = np.argsort([self.has(row) for row in rows.tolist()], kind="stable")
