@@ -79,7 +79,6 @@ SAME = [
     same.test_round_statistics_agree_with_the_samples,
     same.test_a_later_turn_finds_no_hole_in_the_drafters_cache,
     same.test_a_table_without_step_0_never_chooses_step_0,
-    same.test_an_aborted_sample_holds_no_token_after_its_end,
     same.test_pushed_weights_are_the_served_ones,
     same.test_samples_continue_under_new_weights,
     same.test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft,
@@ -90,6 +89,12 @@ SAME = [
 @pytest.mark.parametrize("check", SAME, ids=lambda check: check.__name__[5:])
 def test_results_equal_those_without_overlap(engines: Engines, check: Callable[[Engines], None]) -> None:
     check(engines)
+
+
+def test_an_aborted_sample_holds_no_token_after_its_end(engines: Engines) -> None:
+    engine = engines["adaptive"]
+    engine.set_schedule(k(3))
+    same.test_an_aborted_sample_holds_no_token_after_its_end({"unkeyed": engine})
 
 
 def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: Engines) -> None:

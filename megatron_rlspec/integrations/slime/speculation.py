@@ -93,6 +93,8 @@ class Speculation:
         asked = {url: engines[url] for url in versions}
         wanted = [Prompt(i, np.asarray(prompt)) for i, prompt in enumerate(prompts)]
         results = self._canary.run(asked, versions, wanted, sampling, chain, self.learning.accept_length(chain))
+        if not results:
+            return {}
         failed = 0
         for url, result in results.items():
             self._after_canary(engines[url])
