@@ -214,7 +214,7 @@ def _limits(top_ks, top_ps, min_ps, request, vocabulary):
     return k, p, least, ((k < vocabulary) | (p < 1) | (least > 0)).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def scan(
     logits, stride, width, offset, vocabulary, seeds, positions, temperatures, sharpnesses, top_ks, top_ps, min_ps,
     words, part_z, part_column, part_score, part_floor_z, part_floor_column, part_peak, part_total,
@@ -243,7 +243,7 @@ def scan(
     tl.store(part_total + at, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def merge(
     part_z, part_column, part_score, part_floor_z, part_floor_column, part_peak, part_total,
     row_z, row_column, row_score, row_floor_z, row_floor_column, row_peak, row_total, counts,
@@ -294,7 +294,7 @@ def merge(
     tl.store(counts + row, tl.minimum(count, STAIRS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def add_up(
     logits, stride, width, offset, vocabulary, temperatures, top_ks, top_ps, min_ps,
     row_z, row_column, counts, row_peak, numbers, masses, wholes,
@@ -319,7 +319,7 @@ def add_up(
         tl.store(wholes + at, whole)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def choose(
     logits, stride, width, vocabulary, seeds, positions, temperatures, sharpnesses, top_ks, top_ps, min_ps, words,
     row_z, row_column, row_score, row_floor_z, row_floor_column, row_peak, row_total, numbers, masses, wholes,

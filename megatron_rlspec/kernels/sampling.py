@@ -13,7 +13,8 @@ from megatron_rlspec.kernels import keyed_draw
 
 BLOCK = 2048  # columns of a tile
 STAIRS = 32  # in a list
-PARTS = 16  # of a row, at most
+PARTS = 16  # of a row, if there are few rows; more rows fill a GPU in FEWER parts
+FEWER = 2  # each number of parts is compiled, and an engine's batch takes all sizes
 WARPS_OF_CHOICE = 8  # of `choose`: with the usual four it spills registers
 PROGRAMS = 512  # that fill a GPU: four on each of 132 multiprocessors
 
@@ -52,8 +53,8 @@ class _Rows:
         self.rows, width = logits.shape
         vocabulary = width * ranks
         tiles = triton.cdiv(width, BLOCK)
-        fill = triton.next_power_of_2(triton.cdiv(PROGRAMS, self.rows))
-        self.parts = min(PARTS, fill, triton.next_power_of_2(tiles))
+        parts = PARTS if self.rows * FEWER < PROGRAMS else FEWER
+        self.parts = min(parts, triton.next_power_of_2(tiles))
         b, k, p, least = draws.seeds.shape, draws.top_ks, draws.top_ps, draws.min_ps
         sharp = torch.ones(b, device=self.device) if draws.sharpness is None else draws.sharpness
         limits: dict[str, Any] = {

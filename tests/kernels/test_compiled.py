@@ -47,12 +47,12 @@ PASSES += [
 @pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_drawing_spills_no_register(capability: int, logits: str, name: str, tmp_path: Path) -> None:
-    """For 1,024 rows of 151,680 words in one part each, and for few rows in 16 parts."""
+    """For many rows of 151,680 words in two parts each, and for few rows in 16 parts."""
     from megatron_rlspec.kernels import keyed_draw, sampling
 
     kernel = getattr(keyed_draw, name)
     warps = sampling.WARPS_OF_CHOICE if name == "choose" else 4
-    for parts in (1, 16):
+    for parts in (sampling.FEWER, sampling.PARTS):
         constants = {"BLOCK": sampling.BLOCK, "STAIRS": sampling.STAIRS, "PARTS": parts, "MAPPED": False, "WHOLE": True}
         used = compiled(kernel, {"logits": logits}, constants, capability, warps, tmp_path)
         print(f"{name}, sm_{capability}, {logits}, {parts} parts: {used}")

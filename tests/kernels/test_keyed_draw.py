@@ -29,6 +29,20 @@ def kernel() -> Iterator[Interpreter]:
         yield found
 
 
+def test_a_batch_that_shrinks_compiles_nothing_anew() -> None:
+    """Of a kernel each number of parts is a variant, and each argument of 1 that Triton makes a constant."""
+    from megatron_rlspec.kernels import keyed_draw, sampling
+
+    words = torch.empty(1, 151_680)
+    parts = set()
+    for rows in range(1, 2049):
+        row = torch.arange(rows)
+        parts.add(sampling._Rows(words.expand(rows, -1), sampling.Draws(row, row, torch.ones(rows))).parts)
+    assert parts == {sampling.PARTS, sampling.FEWER}
+    for kernel in (keyed_draw.scan, keyed_draw.merge, keyed_draw.add_up, keyed_draw.choose):
+        assert [p.name for p in kernel.params if p.do_not_specialize] == ["nodes"]
+
+
 def murmur(seed: int, position: int, word: int) -> int:
     h = 0
     for k in (seed & MASK, seed >> 32 & MASK, position & MASK, word & MASK):

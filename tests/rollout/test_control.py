@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megatron_rlspec.rollout.sglang.http import plugin
-from megatron_rlspec.rollout.sglang.scheduler import control, decisions, served_weights, versions
+from megatron_rlspec.rollout.sglang.scheduler import control, decisions, rounds, served_weights, versions
 from megatron_rlspec.rollout.sglang.settings import VARIABLE, Settings
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
@@ -142,3 +143,16 @@ def test_weights_under_attention_data_parallelism_are_checked_by_delivery(argume
     given = {"dp_size": 1, "enable_eplb": False, "ep_num_redundant_experts": 0} | arguments
     with pytest.raises(served_weights.UnnamedError, match="under attention data parallelism"):
         list(served_weights.of_scheduler(SimpleNamespace(server_args=SimpleNamespace(**given))))
+
+
+def test_the_first_rounds_of_an_engine_are_not_timed(monkeypatch):
+    """They compile kernels. Plain rounds are the first ones, and drafting would seem to save what compiling took."""
+    durations = [0.0, *[0.1] * (rounds.WARM_UP - 1), *[0.005] * 4]
+    clock = iter(np.cumsum(durations).tolist())
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: next(clock))
+    log = rounds.RoundLog()
+    for _ in durations:
+        log.observe(SpecConfig(1), 40, [1, 0], last=False)
+    [stats] = log.drain()
+    assert stats.rounds == 4 and stats.ms == pytest.approx(20)
+    assert stats.accepted == (len(durations), len(durations))

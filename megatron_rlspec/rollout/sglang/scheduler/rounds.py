@@ -8,18 +8,21 @@ from collections.abc import Sequence
 
 from megatron_rlspec.types import RoundStats, SpecConfig
 
+WARM_UP = 8  # first rounds of an engine, in which kernels are compiled and memory is allocated
+
 
 class RoundLog:
     """Sums per (config, batch). A round lasts from the end of the round before to its own end.
 
     A round ends when its results are processed. A round after a prefill, a pause or an empty engine has no start time:
-    it counts for acceptance, not for time. The latest rounds are also kept singly, for medians: (config, batch, context
-    tokens, ms or None).
+    it counts for acceptance, not for time. So do the first WARM_UP rounds. The latest rounds are also kept singly, for
+    medians: (config, batch, context tokens, ms or None).
     """
 
     def __init__(self) -> None:
         self._sums: dict[tuple[SpecConfig, int], _Sum] = {}
         self._last_end: float | None = None
+        self._warm_up = WARM_UP  # rounds to come
         self._singly: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=8192)
 
     def interrupt(self) -> None:
@@ -35,7 +38,8 @@ class RoundLog:
         had ended before. Returns the round's duration in ms, or None if it has no start time.
         """
         now = time.perf_counter()
-        ms = None if self._last_end is None else 1000 * (now - self._last_end)
+        ms = None if self._last_end is None or self._warm_up else 1000 * (now - self._last_end)
+        self._warm_up = max(self._warm_up - 1, 0)
         self._last_end = None if last else now
         batch = len(accepted) + others
         self._singly.append((config, batch, context_tokens, ms))
