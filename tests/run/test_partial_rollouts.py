@@ -81,10 +81,10 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
         if step == 2:
             order = run.prompts.state()
             checkpoints = Checkpoints(tmp_path, 2)
-            checkpoints.write_state(2, run.rollouts.state(), Drawn(begun=run.rollouts.begun))
+            checkpoints.write_state(2, run.rollouts.state(), run.rollouts.drawn(()))
         steps.append(run.step(step))
         assert [len(group.samples) for group in steps[-1]] == [SAMPLES] * WANTED
-    begun = run.rollouts.begun
+    begun = run.rollouts.generation.begun
     trained = [sample for groups in steps for group in groups for sample in group.samples]
     assert len({s.request_id for s in trained}) == len(trained)
     continued = [s for s in trained if len(s.policy_versions) > 1]
@@ -110,7 +110,7 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
     left = [[(r.id, len(r.partial.response) if r.partial else 0) for r in group.requests] for group in begun]
     assert left == [
         [(r.id, len(r.partial.response) if r.partial else 0) for r in group.requests]
-        for group in resumed.rollouts.begun
+        for group in resumed.rollouts.generation.begun
     ]
     assert any(tokens for group in left for _, tokens in group) and resumed.rollouts.newest.counts["over_drawn"] > 0
     resumed.rollouts.close()
