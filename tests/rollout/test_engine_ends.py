@@ -171,9 +171,8 @@ def test_an_engine_has_the_extension_that_it_was_asked_for(model: Path, tmp_path
         assert not ended(engine.directory)
 
 
-@pytest.mark.parametrize(
-    "victim", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in ("launcher", "server", "scheduler"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["all", "launcher", "server", "scheduler"])
 def test_nothing_remains_after_a_kill(model: Path, tmp_path: Path, victim: str, request) -> None:
     """`all` takes the engine of the tests above, of which it is the last."""
     engine = request.getfixturevalue("started") if victim == "all" else start(model, tmp_path / "log")

@@ -561,6 +561,7 @@ def test_a_sample_goes_on_on_another_engine(engines: dict[str, SGLangEngine], fi
     assert rounds - len(asked) <= news <= rounds
 
 
+@pytest.mark.slow
 def test_an_idle_engine_takes_what_another_has_not_begun(engines: dict[str, SGLangEngine]) -> None:
     """One engine gets 160 samples of a prompt and runs 32 at once; the other gets two, which end long before."""
     sampling = Sampling(max_new_tokens=24, ignore_eos=True)
@@ -604,6 +605,7 @@ def test_partials_that_have_ended_or_are_wrong(engines: dict[str, SGLangEngine])
         plain.generate([wrong], sampling)
 
 
+@pytest.mark.slow
 def test_pause_and_resume(engines: dict[str, SGLangEngine]) -> None:
     engine = engines["adaptive"]
     engine.set_schedule(k(1))
