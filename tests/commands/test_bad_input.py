@@ -19,6 +19,7 @@ import torch
 
 from megatron_rlspec import cli
 from megatron_rlspec.config import Config, ConfigError, load
+from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.models.hf_files import CheckpointError, write_hf
 from megatron_rlspec.records import recorder
 from megatron_rlspec.rollout.sglang.http import serve
@@ -188,7 +189,8 @@ if not torch.cuda.is_available():
 def serving(text: str) -> Act:
     def act(place: Place) -> None:
         place.file("config.json", "{}")
-        serve._serve(*serve.parser().parse_known_args(["--model", str(place.here), "--port", "33333", *text.split()]))
+        given = ["--model", str(place.here), "--port", str(free_port(ENGINES)), *text.split()]
+        serve._serve(*serve.parser().parse_known_args(given))
 
     return act
 
@@ -202,9 +204,8 @@ def port_taken(place: Place) -> None:
 
 
 def without_model(place: Place) -> None:
-    options = argparse.Namespace(
-        model=str(place.here), host="127.0.0.1", port=33333, api_key="", stop_with_parent=False, extensions=""
-    )
+    address = {"host": "127.0.0.1", "port": free_port(ENGINES)}
+    options = argparse.Namespace(model=str(place.here), **address, api_key="", stop_with_parent=False, extensions="")
     serve._serve(options, [])
 
 
