@@ -6,6 +6,7 @@ import pytest
 
 from megatron_rlspec.integrations.slime import speculation as slime_speculation
 from megatron_rlspec.integrations.slime.speculation import Speculation
+from megatron_rlspec.push.canary import CanaryResult
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
@@ -74,6 +75,15 @@ def test_no_canary_before_the_first_push(monkeypatch):
     """SGLang names "default" as the version of weights that it loaded by itself (slime's --debug-rollout-only)."""
     monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
     speculation = Speculation(Learning([0, 3], "", Roofline.of_layers(2), 0.01, 0.01), [CHAIN])
+    assert speculation.canary(["a"], [[1, 2, 3]], Sampling()) == {}
+
+
+def test_canaries_that_no_engine_answered_are_not_reported_as_good_ones(monkeypatch):
+    monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
+    speculation = Speculation(Learning([0, 3], "", Roofline.of_layers(2), 0.01, 0.01), [CHAIN])
+    monkeypatch.setattr(speculation, "_canary_version", lambda engine: 7)
+    monkeypatch.setattr(speculation, "_after_canary", lambda engine: None)
+    monkeypatch.setattr(speculation._canary, "run", lambda *_: {"a": CanaryResult(error="no answer")})
     assert speculation.canary(["a"], [[1, 2, 3]], Sampling()) == {}
 
 

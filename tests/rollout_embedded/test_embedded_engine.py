@@ -521,6 +521,8 @@ def test_what_the_engine_refuses(model):
     engine = oracle.engine_of(config, tensors, verifier="rejection")
     with pytest.raises(EngineError, match="is a tree; verifier=rejection takes chains only"):
         engine.set_schedule(SpecSchedule.fixed(SpecConfig(2, 2)))
+    with pytest.raises(ValueError, match="verifier='positions'; known: "):
+        oracle.engine_of(config, tensors, verifier="positions")
     with pytest.raises(ValueError, match="a tree budget is not lossless with verifier=rejection"):
         oracle.engine_of(config, tensors, verifier="rejection", budget=TreeBudget(lambda b, c, v: 1.0))
     with pytest.raises(EngineError, match="max_draft_tokens >= 101"):

@@ -79,7 +79,7 @@ class Speculation:
 
         If an engine's accept length is below its floor (`HealthSettings`), its speculation is disabled until the next
         push. An engine runs one canary per version, and none while its speculation is disabled. Returns
-        `health/canary_*`; {} if no canary was due.
+        `health/canary_*`; {} if no canary was due or none was answered.
         """
         steps = [c.num_steps for c in self.configs if 0 < c.num_steps <= self.settings.canary_steps]
         if not prompts or not steps or not self._canary.due():
@@ -93,8 +93,6 @@ class Speculation:
         asked = {url: engines[url] for url in versions}
         wanted = [Prompt(i, np.asarray(prompt)) for i, prompt in enumerate(prompts)]
         results = self._canary.run(asked, versions, wanted, sampling, chain, self.learning.accept_length(chain))
-        if not results:
-            return {}
         failed = 0
         for url, result in results.items():
             self._after_canary(engines[url])
@@ -107,6 +105,8 @@ class Speculation:
                 self._hold(engines[url], result.findings)
             else:
                 self._canary.remember(url, result)
+        if all(result.error for result in results.values()):
+            return {}
         return canary_metrics(results.values(), self._canary.seconds - seconds) | {
             "health/canary_failures": float(failed)
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ class RoundRunner:
         prefill_chunk: int,
         sharpness: float = SHARPNESS[0],
     ) -> None:
+        if verifier not in get_args(Verifier):  # another name would run target_only
+            raise ValueError(f"verifier={verifier!r}; known: {', '.join(get_args(Verifier))}")
         if budget is not None and verifier == "rejection":
             raise ValueError("a tree budget is not lossless with verifier=rejection; take position_keyed")
         self.cache = cache
