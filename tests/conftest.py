@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import short_run
+from hypothesis import HealthCheck, settings
 
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")  # no case depends on how fast a machine is
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: whole runs are compared bit for bit
 TESTS = Path(__file__).parent
 # A long file at the end would leave the other worker idle. Files that are not listed follow in their usual order.

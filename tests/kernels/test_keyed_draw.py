@@ -153,14 +153,14 @@ def rows(draw: st.DrawFn) -> dict[str, np.ndarray]:
     return given
 
 
-@settings(deadline=None, max_examples=6, derandomize=True, phases=PHASES, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, derandomize=True, phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(given=rows())
 def test_tokens_are_those_of_the_oracle(kernel: Interpreter, given: dict[str, np.ndarray]) -> None:
     check(kernel, SIZES, given)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150, phases=PHASES, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(given=rows(), block=st.sampled_from((16, 64)), parts=st.sampled_from((1, 4)), stairs=st.sampled_from((2, 4, 32)))
 def test_tokens_do_not_depend_on_tiles_parts_and_lists(
     kernel: Interpreter, given: dict[str, np.ndarray], block: int, parts: int, stairs: int

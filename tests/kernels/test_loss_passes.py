@@ -150,14 +150,14 @@ def check(kernel: Interpreter, case: dict[str, Any]) -> None:
             assert (kernel.traffic(case["teacher"])[0][case["rows"].unique()] % 2 == 0).all()
 
 
-@settings(deadline=None, max_examples=6, derandomize=True, phases=PHASES, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, derandomize=True, phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_losses_and_gradients_are_those_of_float64(kernel: Interpreter, case: dict[str, Any]) -> None:
     check(kernel, case)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=100, phases=PHASES, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(case=cases(), block=st.sampled_from((16, 128)))
 def test_losses_do_not_depend_on_tiles(kernel: Interpreter, case: dict[str, Any], block: int) -> None:
     with mock.patch.object(kernel.head, "BLOCK", block):

@@ -168,7 +168,7 @@ def test_cross_entropy_needs_no_teacher():
     temperature=st.floats(0.2, 3),
     seed=st.integers(0, 10_000),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_shape(rows, vocabulary, kind, chunk, temperature, seed):
     case = Case(seed, rows, vocabulary, teachers=5)
     total, metrics = drafter_loss(

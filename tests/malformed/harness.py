@@ -95,9 +95,14 @@ def check(case: Case, here: Path, capfd, monkeypatch) -> str:
 
 
 def snapshot(directory: Path) -> dict[str, tuple]:
-    """Return the entries below a directory: kind, permissions, and for a file its inode and content."""
+    """Return the entries below a directory: kind, permissions, and for a file its inode and content.
+
+    Bytecode does not count. Python may write it beside a user's function.
+    """
     found = {}
     for path in sorted(directory.rglob("*")):
+        if "__pycache__" in path.parts:
+            continue
         about = path.lstat()
         entry: tuple = (stat.filemode(about.st_mode),)
         if stat.S_ISREG(about.st_mode):

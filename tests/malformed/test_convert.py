@@ -315,7 +315,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_continues(tmp_path, capfd)
 
 
 @given(data=st.data(), checksums=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_any_flipped_bit_is_one_error_or_harmless(tmp_path_factory, data, checksums):
     """Of every file of a Megatron checkpoint. With checksums, what is read is what was written."""
     folder = tmp_path_factory.mktemp("flipped")

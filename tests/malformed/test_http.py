@@ -540,7 +540,7 @@ BODIES: dict[str, st.SearchStrategy] = {
 }
 SENT = st.one_of([st.tuples(st.just(path), bodies) for path, bodies in BODIES.items()])
 fuzz: Callable = settings(
-    deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 
 

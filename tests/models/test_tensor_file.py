@@ -111,7 +111,7 @@ BYTES = st.one_of(
 
 
 @given(content=BYTES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_bytes_give_tensors_or_one_error(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"
     path.write_bytes(content)
@@ -124,7 +124,7 @@ def test_any_bytes_give_tensors_or_one_error(tmp_path_factory, content):
 
 
 @given(cut=st.integers(0), spliced=st.binary(max_size=20), at=st.integers(0))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_cut_or_spliced_file_is_refused_or_read_exactly(tmp_path_factory, written, cut, spliced, at):
     content = written[: cut % (len(written) + 1)]
     at %= len(content) + 1

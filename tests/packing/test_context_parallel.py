@@ -22,7 +22,7 @@ def boundaries(lengths):
 
 
 @given(chunks=st.lists(st.integers(0, 5), max_size=6), size=st.integers(2, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_zigzag_is_the_brute_force_one(chunks, size):
     lengths = [2 * size * n for n in chunks]
     for rank in range(size):
@@ -42,7 +42,7 @@ def test_one_worked_example():
     layout=st.sampled_from(["zigzag", "contiguous"]),
     dim=st.sampled_from([0, 1, -1]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_joining_the_shares_gives_the_whole(chunks, size, layout, dim):
     cu = boundaries([2 * size * n for n in chunks])
     x = torch.arange(int(cu[-1])).view([-1 if d == dim % 2 else 1 for d in range(2)] if len(cu) > 1 else [0, 1])

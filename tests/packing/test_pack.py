@@ -115,9 +115,9 @@ def check_every_position(shapes, dp_size, cp_size, layout, multiple, budget, see
     assert sorted(seen) == [(i, p) for i, sample in enumerate(samples) for p in range(len(sample.tokens))]
 
 
-test_every_position = settings(max_examples=40, deadline=None)(given(shapes=shapes, **parallel)(check_every_position))
+test_every_position = settings(max_examples=40)(given(shapes=shapes, **parallel)(check_every_position))
 test_every_position_3000 = pytest.mark.slow(
-    settings(max_examples=3000, deadline=None)(given(shapes=shapes, **parallel)(check_every_position))
+    settings(max_examples=3000)(given(shapes=shapes, **parallel)(check_every_position))
 )
 
 
@@ -259,7 +259,7 @@ def test_ranks_without_work_get_padding_only():
 
 
 @given(lengths=st.lists(st.integers(0, 50), max_size=40), budget=st.integers(50, 200), multiple=st.integers(1, 4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_partition_is_complete_within_budget_and_balanced(lengths, budget, multiple):
     bins = partition(lengths, budget, multiple)
     assert sorted(i for chosen in bins for i in chosen) == list(range(len(lengths)))

@@ -46,10 +46,8 @@ shifts = given(
     leading=st.sampled_from([(), (1,), (2, 3)]),
     seed=st.integers(0, 1000),
 )
-test_shift_is_the_brute_force_one = settings(max_examples=300, deadline=None)(shifts(check_shift))
-test_shift_is_the_brute_force_one_10000 = pytest.mark.slow(
-    settings(max_examples=10_000, deadline=None)(shifts(check_shift))
-)
+test_shift_is_the_brute_force_one = settings(max_examples=300)(shifts(check_shift))
+test_shift_is_the_brute_force_one_10000 = pytest.mark.slow(settings(max_examples=10_000)(shifts(check_shift)))
 
 
 def test_shift_differentiates():
@@ -114,10 +112,8 @@ targets = given(
     holes=st.sampled_from([0.0, 0.2, 0.6, 1.0]),
     seed=st.integers(0, 1000),
 )
-test_targets_are_the_definition = settings(max_examples=300, deadline=None)(targets(check_targets))
-test_targets_are_the_definition_10000 = pytest.mark.slow(
-    settings(max_examples=10_000, deadline=None)(targets(check_targets))
-)
+test_targets_are_the_definition = settings(max_examples=300)(targets(check_targets))
+test_targets_are_the_definition_10000 = pytest.mark.slow(settings(max_examples=10_000)(targets(check_targets)))
 
 
 def test_the_token_between_must_be_trained_too():

@@ -198,7 +198,7 @@ def refused(path, layout=LAYOUT):
     return str(error.value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(1, 255), st.booleans(), st.sampled_from([0, 1]))
 def test_a_damaged_file_is_refused(written, place, change, cut, rank):
     """Rank 1's reader uses the header of rank 0's file, and all of rank 1's."""

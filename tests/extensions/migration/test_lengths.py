@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
@@ -25,7 +25,6 @@ def product_limit(rows, u: int) -> float:
     return survival
 
 
-@settings(deadline=None)
 @given(samples, st.integers(0, 40), st.integers(1, 60))
 def test_survival_and_remaining_follow_the_product_limit(rows, length, cap):
     lengths = seen(rows)

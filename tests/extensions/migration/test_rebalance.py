@@ -66,7 +66,7 @@ def check_moves(loads, moves):
         assert by_name[move.source].version == by_name[move.target].version
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(fleets())
 def test_the_threshold_rule_keeps_the_constraints_of_equation_6(loads):
     rule = planner("threshold", cost=STEEP)
@@ -83,7 +83,7 @@ def test_the_threshold_rule_keeps_the_constraints_of_equation_6(loads):
     assert len(engines) == len(set(engines)), "an engine takes part in one migration of a decision"
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(fleets())
 def test_repeated_plans_of_the_threshold_rule_end(loads):
     rule = planner("threshold", cost=STEEP)
@@ -93,7 +93,7 @@ def test_repeated_plans_of_the_threshold_rule_end(loads):
     assert not moves
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(fleets(), st.sampled_from([0.0, 0.1, 40.0]), st.booleans())
 def test_a_plan_after_a_plan_of_the_makespan_rule_is_empty(loads, bandwidth, known):
     transport = Transport(bandwidth, 150_000, 2.0)
@@ -156,7 +156,7 @@ def test_rounds_correct_the_costs_of_their_engine_s_size():
         rule.observe([seen(2, 1.0)])
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(fleets(most_engines=3, most_samples=12), st.sampled_from([0.001, 0.1, 40.0]), st.booleans(), st.integers(0, 3))
 def test_moves_between_sizes_save_time_with_their_cost_and_are_not_undone(loads, bandwidth, known, lane):
     """What a plan's first step saves is computed again here, from the finishes of engines before and after it."""
@@ -204,7 +204,7 @@ def saving_by_hand(rule, loads, lengths, cap, times, source, target, chosen):
     return finish(source, source.running) - max(finish(source, rest), finish(target, arrived) + cost)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(fleets(most_engines=3, most_samples=8), st.sampled_from([0.0, 0.1, 40.0]))
 def test_a_step_saves_as_much_as_the_best_one_by_hand(loads, bandwidth):
     """All targets, orders and numbers of samples of the engine that gives, each from the start."""

@@ -115,7 +115,7 @@ def test_requests_that_wait_keep_the_size():
     assert planner().decide(loads([4000], [], [], [], waiting=1), 2, Lengths(), 16384) is None
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.lists(st.lists(st.integers(0, 8000), max_size=40), min_size=4, max_size=4),
     st.lists(st.integers(1, 9000), max_size=60),
@@ -159,7 +159,7 @@ def test_the_cheapest_of_stay_lane_and_switch_is_chosen():
     assert choice(*[[4000] * 32] * 4, lane=False).way == "stay"
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.lists(st.lists(st.integers(0, 8000), max_size=8), min_size=4, max_size=4), st.booleans())
 def test_what_is_chosen_saves_more_than_it_costs(groups, lane):
     found = choice(*groups, lane=lane)
