@@ -298,7 +298,10 @@ class Rollouts:
         rounds, reports = self.engines.rounds()
         seen = [stats for _, of_engine in rounds for stats in of_engine]
         delivered = accept_length(pooled(sample.accepted for group in self.newest.groups for sample in group.samples))
-        found = self.speculation.learn(seen, reports, prediction, delivered)
+        # The prediction is of all positions. Beside old answers the drafter has a selection of them, which are easier.
+        old = self._config.spec.history and self.newest.counts.get("old_tokens", 0) > 0
+        scored = not old and not any(any(stats.history) for stats in seen)
+        found = self.speculation.learn(seen, reports, prediction, delivered, scored)
         if self._awaits_drafts and (told := self.speculation.began(seen, delivered)):
             self._recorder.event("drafting", f"step {self._rolling}: {told}")
             self._awaits_drafts = False

@@ -49,6 +49,9 @@ def test_old_answers_save_rounds_and_leave_the_policys_bits(start, tmp_path, eng
             assert same_seeds == [plain.get(f"rollout/{name}_tokens") for name in ("old", "repeated")]
         assert same_seeds[0] == 0 if record["step"] < 4 else same_seeds[0] > 0 or seeds == "fresh"
         assert same_seeds[1] <= same_seeds[0]
+        old = same_seeds[0] > 0 or record.get("spec/history_share", 0) > 0
+        assert ("predict/error" in record) == (record["step"] > 0 and not old), record["step"]
+        assert ("predict/error" in plain) == (record["step"] > 0)
         drafted = record.get("spec/history_share", 0)
         assert (drafted > 0) == (engine == "embedded" and record["step"] >= 4), record["step"]
 
