@@ -1,16 +1,18 @@
-"""Simulate what redraw and history drafts give at answers of up to 16,384 tokens, on eight H100 (docs/history.md).
+"""Simulate what redraw and old answers as drafts give at answers of up to 16,384 tokens, on eight H100.
 
-    python benchmarks/history_simulated.py [--seeds N] [--shorter N] [--config examples/simulate/h100.toml]
+    python benchmarks/history_simulated.py [--old] [--seeds N] [--shorter N] [--config examples/simulate/h100.toml]
 
-An 8B model, by the roofline of the data sheet; the trainer has eight GPUs of its own. Nothing here is measured but the
-share of answers of so many tokens that a step of the policy leaves whole (docs/history.md). The hazard of a token is
-taken to be constant. A step takes
+An 8B model, by the roofline of the data sheet. Nothing here is measured but rates of docs/history.md: the share of
+short answers that a change of the policy leaves whole, from which comes a hazard that is taken to be the same at every
+token, and how many drafts of old answers were accepted. The trainer has eight GPUs of its own. A step takes
 
     waiting   rollout + training + push                   (rollout.staleness = 0)
     ahead     the longer of rollout and training + push   (rollout.staleness = 1: weights correct for old tokens)
     redraw    a check of all old tokens + what is generated anew + ahead
 
-History drafts are simulated as drafts of the drafter that are accepted more often.
+`--old` simulates rollouts with old answers as drafts (`spec.history`), at 1 to 128 answers an engine. An old answer of
+the same seed is checked up to the end of the prefill chunk in which it breaks. In each round a request drafts from old
+answers with a measured probability, and of these drafts as many are accepted on average as were measured.
 """
 
 from __future__ import annotations
@@ -20,19 +22,50 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_rlspec.commands import simulate
 from megatron_rlspec.extensions.simulator.cluster import Cluster, Policies, Simulation, Workload
-from megatron_rlspec.extensions.simulator.sim_engine import SimSample
+from megatron_rlspec.extensions.simulator.sim_engine import SimEngine, SimSample
 from megatron_rlspec.extensions.simulator.step import Training
+from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.speculation.rule import SpecRule
 
 CONFIG = Path(__file__).parents[1] / "examples/simulate/h100.toml"
 # Whole answers after a step, of so many tokens: the runs of docs/history.md in float32.
 MEASURED = {"writers": (0.91, 22), "quickstart": (0.90, 28), "equations": (0.56, 198), "slips": (0.94, 45)}
 SLOWER = (1, 3, 10, 30, 100)  # times the smallest measured hazard, divided
-GAINS = (0.14, 0.40)  # tokens a round over the drafter's, of history: `equations`, and `slips` an epoch later
+DRAFTS = 8  # of old answers in a round, `spec.history`
+ANSWERS = (1, 8, 32, 128)  # an engine, of 8 for each prompt
+
+
+class Index(NamedTuple):
+    """What `history_rollouts.py` counted behind the check, under fresh seeds.
+
+    share     of the rounds of requests whose drafts were old answers'
+    accepted  drafts of these rounds, of up to 8
+    equal     whether they have no more drafts than the drafter's, as where all requests of a round have as many
+    """
+
+    share: float
+    accepted: float
+    equal: bool = False
+
+    @property
+    def rate(self) -> float:
+        """Return the probability that one more draft is accepted. An answer's end counts as a refusal."""
+        rates = np.linspace(0, 1, 1001)
+        return float(rates[np.abs((rates[:, None] ** np.arange(1, DRAFTS + 1)).sum(1) - self.accepted).argmin()])
+
+
+# Whole answers an epoch (8 steps) later under the same seed, of so many tokens, and of `equations` two steps later.
+EPOCH = {"days": (0.70, 21), "writers": (0.67, 22), "equations": (0.75, 198)}
+INDEX = {"days": Index(951 / 1527, 4.68), "writers": Index(904 / 1949, 4.14)}
+NOTHING = Index(0.0, 1.0)
+# As in `examples/simulate/h100.toml`.
+ROOFLINE = Roofline.of_hardware(*HARDWARE["H100"], parameters=8e9, context_bytes=131_072, drafter=0.1)
 
 
 class Redrawn(Simulation):
@@ -56,9 +89,13 @@ class Redrawn(Simulation):
             if kept == sample.length:
                 self.behind[engine] += sample.context + sample.length
                 continue
-            self.behind[engine] += sample.length - kept
+            self.behind[engine] += self._checked(sample.length, kept) - kept
             left.append(replace(sample, drawn=kept))
         return left
+
+    def _checked(self, length: int, kept: int) -> int:
+        """Return the tokens of an old answer that are checked, of which so many survive."""
+        return length
 
     def seconds(self) -> float:
         """Return the time of the check and of what is generated anew."""
@@ -68,22 +105,76 @@ class Redrawn(Simulation):
         return (trace.makespan_ms + check) / 1e3
 
 
-def better(workload: Workload, gain: float, steps: int = 3) -> Workload:
-    """Return a workload whose rounds of `steps` drafts deliver more tokens by a share."""
+class Following(SimEngine):
+    """An engine whose requests can draft from old answers in place of the drafter, in rounds of chains."""
 
-    def length(rates: np.ndarray) -> float:
-        return float(1 + np.cumprod(rates[:, :steps], 1).sum(1).mean())
+    index: Index
+    roofline: Roofline
 
-    rates = workload.acceptance.rates
-    wanted, power = length(rates) * (1 + gain), 1.0
-    while length(rates**power) < wanted:
-        power -= 0.01
-    return replace(workload, acceptance=replace(workload.acceptance, rates=rates**power))
+    def _round(self) -> list[SimSample]:
+        batch, context = len(self.running), sum([s.context for s in self.running])
+        config = self._choose(batch, context)
+        drafting = self._drafting(config, batch)
+        most = config.num_steps if self.index.equal else DRAFTS
+        rate, regime = self.index.rate, self.acceptance
+        marks, accepted = [], []
+        for i, sample in enumerate(self.running):
+            assert sample.noise is not None
+            first, second = sample.noise(), sample.noise()
+            count = 0
+            if i < drafting and self.rng.random() < self.index.share:
+                count = min(int(math.log(max(self.rng.random(), 1e-300)) / math.log(rate)), most)
+            elif i < drafting:
+                count = regime.accept(sample.regime, config.num_steps, first)
+                marks.append(count)
+            sample.regime = regime.advance(sample.regime, sample.share, count + 1, second)
+            accepted.append(count)
+        followed = drafting - len(marks)
+        verified = np.array([1.0, 1.0]) * batch * (config.num_steps + 1)
+        verified[1] += followed * (most - config.num_steps)
+        target = self.roofline.target_ms(verified, np.array(float(context))) * (1 + self.roofline.drafter)
+        ms, _ = self.durations.ms(config, batch, context)
+        ms += float(np.diff(target + self.roofline.sample_ms * verified)[0])
+        ms += self._change(config) + self._catch_up(config, drafting)
+        self.now += ms
+        self.busy_ms += ms
+        for sample, count in zip(self.running, accepted, strict=True):
+            sample.rounds += 1
+            self._draw(sample, count + 1)
+        assert isinstance(self.policy, SpecRule)
+        self.policy.observe(config, marks, batch - len(marks))
+        ended = [sample for sample in self.running if sample.drawn >= sample.length]
+        self.running = [sample for sample in self.running if sample.drawn < sample.length]
+        return ended
+
+
+class WithOld(Redrawn):
+    """A rollout with old answers as drafts. `hazard` of an old answer's tokens; infinite: none is checked."""
+
+    engine = Following
+
+    def __init__(self, *rollout: object, hazard: float, index: Index) -> None:
+        super().__init__(*rollout, hazard=hazard)
+        self.index = index
+
+    def _samples(self) -> list[SimSample]:
+        return Simulation._samples(self) if math.isinf(self.hazard) else super()._samples()
+
+    def _checked(self, length: int, kept: int) -> int:
+        return min(length, (kept // self.cluster.chunk + 1) * self.cluster.chunk)
+
+    def _fleet(self, tp: int) -> list[SimEngine]:
+        engines = super()._fleet(tp)
+        for engine in engines:
+            assert isinstance(engine, Following)
+            engine.index, engine.roofline = self.index, ROOFLINE
+        return engines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", type=Path, default=CONFIG, help="cluster, workload and acceptance of `rlspec simulate`")
+    p.add_argument("--old", action="store_true", help="old answers as drafts; default: redraw")
     p.add_argument("--shorter", type=int, default=1, help="answers are so many times shorter; default: 1")
     p.add_argument("--seeds", type=int, default=3, help="rollouts of each row; default: 3")
     options = p.parse_args(argv)
@@ -92,7 +183,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     cluster, workload = simulate.build(config, {"adaptive": policies})
     lengths = replace(workload.lengths, mu=workload.lengths.mu - math.log(options.shorter))
     workload = replace(workload, lengths=lengths, cap=workload.cap // options.shorter)
-    show(cluster, workload, policies, Training(), options.seeds)
+    if options.old:
+        show_old(cluster, workload, policies, options.seeds)
+    else:
+        show(cluster, workload, policies, Training(), options.seeds)
 
 
 def show(cluster: Cluster, workload: Workload, policies: Policies, training: Training, seeds: int) -> None:
@@ -118,10 +212,32 @@ def show(cluster: Cluster, workload: Workload, policies: Policies, training: Tra
             f"{f'{1 / hazard:.0f} tokens ({name})':42} {np.mean(kept):6.1%} {np.mean(took):7.2f} s {step:7.2f} s "
             f"{waiting / step:12.2f}x"
         )
-    for gain in GAINS:
-        more = better(workload, gain)
-        took = [Simulation(cluster, more, policies, seed).run().makespan_ms / 1e3 for seed in range(seeds)]
-        print(f"history, {gain:+.0%} tokens a round: a rollout takes {np.mean(took) / generate:.2f} of the time")
+
+
+def show_old(cluster: Cluster, workload: Workload, policies: Policies, seeds: int) -> None:
+    ways = {"drafter alone": (math.inf, NOTHING)}
+    hazards = {name: -math.log(whole) / length for name, (whole, length) in EPOCH.items()}
+    hazards |= {f"equations / {n}": hazards["equations"] / n for n in (10, 100)}
+    for name, hazard in hazards.items():
+        ways[f"same seed, breaks once in {1 / hazard:.0f} tokens ({name})"] = hazard, NOTHING
+    for name, index in INDEX.items():
+        ways[f"any seed, {index.share:.0%} of rounds accept {index.accepted} of 8 ({name})"] = math.inf, index
+        ways[f"    with as many drafts as the drafter's ({name})"] = math.inf, index._replace(equal=True)
+        ways[f"    with the same seed ({name})"] = hazards[name], index
+    print(f"{'tokens/s over the drafter alone, by answers an engine':60}" + "".join(f"{n:>8}" for n in ANSWERS))
+    base: list[float] = []
+    for name, (hazard, index) in ways.items():
+        took: list[float] = []
+        for count in ANSWERS:
+            prompts = max(count * cluster.engines // workload.samples, 1)
+            rollouts = (cluster, replace(workload, prompts=prompts), policies)
+            several = range(max(seeds * 32 // count, 1))  # about as many answers in each column
+            took.append(
+                float(np.mean([WithOld(*rollouts, seed, hazard=hazard, index=index).seconds() for seed in several]))
+            )
+        base = base or took
+        print(f"{name:60}" + "".join(f"{old / new:8.2f}" for old, new in zip(base, took, strict=True)), flush=True)
+    print(f"{'seconds of the drafter alone':60}" + "".join(f"{took:8.1f}" for took in base))
 
 
 if __name__ == "__main__":
