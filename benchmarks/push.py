@@ -6,10 +6,10 @@ A model of about 1 GB (bf16; --quick: 64 MB) is pushed into one embedded engine 
 measured a copy of the same tensors, which is the limit in a process, and the fingerprints alone.
 
 With --sglang the model (float32) is also pushed into a real `rlspec serve` process by every transport, in turns with
-the transport's limit. For http and the gloo group the limit is one loopback TCP stream of the same bytes. For files it
-is writing and reading the same file in /dev/shm. `update` includes the trainer's fingerprints, not the comparison
+the transport's limit. For http and the gloo group the limit is one loopback TCP stream of the same bytes. For ipc it is
+two copies in memory. `update` includes the trainer's fingerprints, not the comparison
 afterwards. On a busy machine CPU seconds say more than time: those of both sides, of the same update and of its limit.
-The aim, in either measure, is 0.6 of the limit for group and files. Each ratio is a median over pairs, with its 90 %
+The aim, in either measure, is 0.6 of the limit. Each ratio is a median over pairs, with its 90 %
 bootstrap interval.
 
 `profile` lists the functions that take most of an update's time. Figures are medians, on one thread. The conditions are
@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from synthetic import conditions, model
@@ -162,7 +161,7 @@ def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
     """Push into a real SGLang process on the CPU, by each transport in turn."""
     from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
     from megatron_rlspec.rollout.sglang.client.launcher import launch
-    from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
+    from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Ipc
 
     config, tensors = model(gigabytes, torch.float32)
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -170,13 +169,10 @@ def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
     options = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "2048", "--candidate-steps", "0,1,2,3"]
     found: dict[str, Any] = {"bytes": size}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with (
-        launch(room / "served", room / "log", arguments=options, environment={"OMP_NUM_THREADS": "1"}) as process,
-        tempfile.TemporaryDirectory(dir="/dev/shm") as shared,
-    ):
+    with launch(room / "served", room / "log", arguments=options, environment={"OMP_NUM_THREADS": "1"}) as process:
         process.wait()
         server = psutil.Process(process.process.pid)
-        ways = {"http": Http(), "group": GroupBroadcast(), "files": Files(shared)}
+        ways = {"http": Http(), "group": GroupBroadcast(), "ipc": Ipc()}
         pushers = {}
         for name, way in ways.items():
             engine = SGLangEngine.of(process, timeout=600, transport=way)
@@ -187,14 +183,14 @@ def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
         for version in range(repeats + 1):
             for name, pusher in pushers.items():
                 before = cpu_seconds(server)
-                pusher.verify()
+                pusher.compare_with(pusher.engines["engine"])
                 compared_in = cpu_seconds(server) - before if version else 0.0
                 before = cpu_seconds(server)
                 report = pusher.push(version, lambda scope: iter(tensors.items()))
                 assert not report.failed, report.failed
                 used = cpu_seconds(server) - before - compared_in
                 updates[name].append(Cost(report.engines["engine"].seconds, used))
-                limits[name].append(through_file(tensors, Path(shared)) if name == "files" else loopback(size))
+                limits[name].append(copied_twice(tensors) if name == "ipc" else loopback(size))
                 checks.append(report.verify_seconds)
     for name in ways:
         found[name] = compared(size, updates[name][1:], limits[name][1:])
@@ -222,14 +218,16 @@ def _interval(ratios: list[float]) -> list[float]:
     return [statistics.median(ratios), medians[50], medians[949]]
 
 
-def through_file(tensors: dict[str, torch.Tensor], directory: Path) -> Cost:
-    """Write the tensors as a file and read every byte of it again."""
+def copied_twice(tensors: dict[str, torch.Tensor]) -> Cost:
+    """Copy the tensors into one piece of memory, and from there to their places."""
+    piece = torch.zeros(max(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+    places = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     cpu = time.process_time()
     began = time.perf_counter()
-    safetensors.torch.save_file(tensors, directory / "limit.safetensors")
-    for tensor in safetensors.torch.load_file(directory / "limit.safetensors").values():
-        tensor.clone()
-    (directory / "limit.safetensors").unlink()
+    for name, tensor in tensors.items():
+        part = piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        part.copy_(tensor)
+        places[name].copy_(part)
     return Cost(time.perf_counter() - began, time.process_time() - cpu)
 
 

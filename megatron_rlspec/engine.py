@@ -78,6 +78,10 @@ class BucketMemory(Protocol):
     def device(self) -> torch.device:
         """Return where the pieces are."""
 
+    @property
+    def headed(self) -> bool:
+        """Return whether a bucket in them begins with a safetensors header."""
+
     def take(self, needed: int) -> torch.Tensor:
         """Return a piece of at least `needed` bytes, uint8. Waits until one is free."""
 

@@ -13,12 +13,7 @@ from gpu.plan import Plan
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
-
-IPC = (
-    "SGLang's update_weights_from_tensor takes pickles by HTTP, so `rlspec serve` has no such transport. slime pushes "
-    "by CUDA IPC with --colocate: run examples/slime/mimo-7b-rl.sh and read perf/update_weights_time"
-)
+from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Ipc
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
@@ -27,12 +22,12 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     size = sum(tensor.nbytes for tensor in tensors.values())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     arguments = [*serving.options(plan, 4, 4096, 0.6), "--spec", "fixed", "--num-steps", "1"]
-    ways = {"group over gloo": GroupBroadcast(backend="gloo"), "files": None, "http": Http()}
-    with serving.launched(plan, folder, figures, "engine", arguments) as process, serving.room(folder) as room:
+    ways = {"group over gloo": GroupBroadcast(backend="gloo"), "ipc": Ipc(), "http": Http()}
+    with serving.launched(plan, folder, figures, "engine", arguments) as process:
         version = 0
         for name, way in ways.items():
             with figures.attempt(name):
-                engine = SGLangEngine.of(process, timeout=240, transport=way or Files(room))
+                engine = SGLangEngine.of(process, timeout=240, transport=way)
                 reports = []
                 for _ in range(plan.push_rounds):
                     version += 1
@@ -41,10 +36,9 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
                         raise RuntimeError(reports[-1].failed["engine"])
                 seconds = statistics.median(report.seconds for report in reports)
                 note = f"{size / 1e9:.2f} GB, fingerprints and comparison included"
-                figures.say(name, size / seconds / 1e9, "GB/s", note if way else f"{note}; in {room.parent}")
+                figures.say(name, size / seconds / 1e9, "GB/s", note)
                 figures.say(f"{name}: a push", seconds, "s")
                 checks = statistics.median(report.verify_seconds for report in reports)
                 figures.say(f"{name}: comparison in the engine", checks, "s")
     if plan.on_gpu:
         figures.without("group over NCCL", "not on one card", "NCCL refuses two ranks on one GPU; docs/gpu.md has it")
-    figures.without("CUDA IPC", "inside slime only", IPC)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -117,15 +114,3 @@ def say_captures(figures: Figures, name: str, note: str) -> None:
     figures.say("graphs captured", graphs, "", note)
     figures.say("capturing graphs", seconds, "s")
     figures.say("memory of graphs", gigabytes, "GB")
-
-
-@contextmanager
-def room(folder: Path) -> Iterator[Path]:
-    """Make a directory for pushes by files, in /dev/shm if that has a gigabyte; it is removed at the end."""
-    about = os.statvfs("/dev/shm")
-    parent = Path("/dev/shm") if about.f_bavail * about.f_frsize > 1 << 30 else folder
-    made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=parent))
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)

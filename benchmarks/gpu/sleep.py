@@ -18,7 +18,7 @@ from megatron_rlspec.push.canary import Canary
 from megatron_rlspec.push.detectors import HealthSettings
 from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.rollout.sglang.client.transport import Files
+from megatron_rlspec.rollout.sglang.client.transport import Ipc
 from megatron_rlspec.types import Prompt, Sampling, SpecConfig
 
 
@@ -30,11 +30,8 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     arguments = [*serving.options(plan, requests, tokens, 0.6), "--spec", "fixed", "--num-steps", "3"]
     if plan.on_gpu:
         arguments += ["--enable-memory-saver", "--enable-draft-weights-cpu-backup"]
-    with (
-        serving.room(folder) as room,
-        serving.launched(plan, folder, figures, "engine", arguments) as process,
-    ):
-        engine = SGLangEngine.of(process, timeout=240, transport=Files(room))
+    with serving.launched(plan, folder, figures, "engine", arguments) as process:
+        engine = SGLangEngine.of(process, timeout=240, transport=Ipc())
         pusher = Pusher({"engine": engine})
         _push(figures, pusher, tensors, 1, "awake")
         before = _canary(plan, figures, engine, 1, "before")

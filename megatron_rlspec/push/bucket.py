@@ -1,13 +1,12 @@
 """Buckets: tensors that travel together, laid out once in one piece of memory for all engines that read them.
 
-The layout is a safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON header, the
-tensors' bytes. So the same memory is a request's body, a file, or (without its header) one broadcast.
+The tensors' bytes follow one another. In memory for requests a safetensors header comes first
+(https://huggingface.co/docs/safetensors: 8 bytes of its length, then JSON), so that a bucket is a request's body.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from megatron_rlspec.engine import BucketMemory
 Named = tuple[str, Tensor]
 Act = Callable[[list[Any]], None]
 
-_ATTENTION = re.compile(r"^(.*\.self_attn)\.")
+_ATTENTION = ".self_attn."
 _ALIGNED = 8  # bytes; the widest number
 _NAMES = {
     torch.float64: "F64",
@@ -54,7 +53,7 @@ def bucket_bytes(memory: BucketMemory | None = None) -> int:
 
 
 def size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
 
 
 def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
@@ -64,11 +63,10 @@ def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
     """
     bucket: list[Named] = []
     held = 0
-    last: str | None = None
+    last = ""
     for name, tensor in tensors:
-        match = _ATTENTION.match(name)
-        module = match and match[1]
-        together = module is not None and module == last
+        module, attention, _ = name.rpartition(_ATTENTION)
+        together = bool(attention) and module == last
         if bucket and not together and (held >= limit or held + size(tensor) > limit):
             yield bucket
             bucket = []
@@ -86,12 +84,10 @@ class Memory:
     Between pushes CPU memory is kept, pinned if there is a GPU, and GPU memory is returned.
     """
 
-    def __init__(
-        self, device: str | torch.device = "cpu", pieces: int = 2, closed: Callable[[], None] = lambda: None
-    ) -> None:
-        """`closed` is called at the end of every push."""
+    def __init__(self, device: str | torch.device = "cpu", pieces: int = 2, headed: bool = False) -> None:
+        """`headed`: buckets begin with a safetensors header."""
         self.device = torch.device(device)
-        self._closed = closed
+        self.headed = headed
         self._left = pieces
         self._free: list[Tensor] = []
         self._changed = threading.Condition()
@@ -121,7 +117,6 @@ class Memory:
         if self.device.type != "cpu":
             self._left += len(self._free)
             self._free.clear()
-        self._closed()
 
     def _make(self, needed: int) -> Tensor:
         pinned = self.device.type == "cpu" and torch.cuda.is_available()
@@ -145,7 +140,6 @@ class Bucket:
         self._begin = 0
         self._memory: BucketMemory | None = None
         self._copied: Any = None
-        self._made: list[Any] = []
         self._came: list[Any] = []
         self._met = False
         self._error: BaseException | None = None
@@ -156,26 +150,30 @@ class Bucket:
 
         `drop`: keep no tensor, because all readers take the packed form.
         """
-        header = self._header() if memory.device.type == "cpu" else b""
+        header = self._header() if memory.headed else b""
         self._begin = len(header)
         piece = memory.take(self._begin + self.bytes)
         self._memory = memory
         self.piece = piece
         if header:
             piece[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        at = self._begin
-        for _, tensor in self.tensors:
-            place = piece[at : at + size(tensor)].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor.detach(), non_blocking=True)
-            at += size(tensor)
+        tensors = [tensor.detach() for _, tensor in self.tensors]
+        parts = self.data().split([size(tensor) for tensor in tensors])
+        places = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        torch._foreach_copy_(places, tensors, non_blocking=True)
         if any(tensor.is_cuda for _, tensor in self.tensors):
             self._copied = torch.cuda.Event()
             self._copied.record()
         if drop:
             self.tensors = []
 
+    @property
+    def described(self) -> dict[str, list[Any]]:
+        """Say in JSON what `data` holds."""
+        return {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
+
     def file(self) -> Tensor:
-        """Return the safetensors file, uint8 on the CPU."""
+        """Return the safetensors file, uint8 on the CPU, in `headed` memory."""
         return self._packed()[: self._begin + self.bytes]
 
     def data(self) -> Tensor:
@@ -209,13 +207,6 @@ class Bucket:
                 return
         self._memory.give(self.piece)
         self.piece = None
-
-    def once(self, act: Callable[[], Any]) -> Any:
-        """Return what `act` returns; the first reader runs it, for all."""
-        with self._changed:
-            if not self._made:
-                self._made.append(act())
-            return self._made[0]
 
     def together(self, item: Any, act: Act) -> None:
         """Wait until every reader that is not done has come with an item; one of them runs `act` on all items.

@@ -52,7 +52,8 @@ def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
     Without Triton parts of one size share their launches. Of the parts not summed yet, at most `_AT_ONCE` bytes are
     kept, or `_TOGETHER` bytes of each size.
     """
-    found: list[int | Tensor] = []
+    found: list[int] = []
+    on_device: list[tuple[list[int], Tensor]] = []  # places of parts in `found`, and their sums
     waiting: dict[tuple[torch.device, int, int], dict[int, tuple[Tensor, int]]] = {}
     held: dict[tuple[torch.device, int, int], int] = {}  # bytes
 
@@ -64,28 +65,32 @@ def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
             sums = kernel.sums(list(group.values()))
         else:
             sums = _sums_on_device(torch.stack([data for data, _ in group.values()]), key[2])
-        for i, one in zip(group, sums.unbind(), strict=True):
-            found[i] = one
+        on_device.append((list(group), sums))
 
     for tensor, start in parts:
+        first = _first_word(tensor, start)
         if tensor.device.type == "cpu":
-            found.append(unread(tensor, start))
+            found.append(_sum_on_cpu(_bytes(tensor).numpy(), first))
             continue
         launched = chosen.fingerprints(tensor.device, agrees) is not None
         if not launched and tensor.nbytes > _TOGETHER // 2:
-            found.append(unread(tensor, start))
+            on_device.append(([len(found)], _sums_on_device(_bytes(tensor)[None], first)))
+            found.append(0)
             continue
-        first = _first_word(tensor, start)
         key = (tensor.device, 0, 0) if launched else (tensor.device, tensor.nbytes, first)
         group = waiting.setdefault(key, {})
-        group[len(found)] = (_bytes(tensor), first)
+        group[len(found)] = (tensor.detach().contiguous() if launched else _bytes(tensor), first)
         found.append(0)
         held[key] = held.get(key, 0) + tensor.nbytes
         if held[key] + tensor.nbytes > (_AT_ONCE if launched else _TOGETHER):
             add(key)
     for key in list(waiting):
         add(key)
-    return read(found)
+    if on_device:  # of several devices, those of the first one
+        sums = torch.cat([one.to(on_device[0][1].device) for _, one in on_device]).tolist()
+        for i, one in zip((i for group, _ in on_device for i in group), sums, strict=True):
+            found[i] = one % (1 << 64)
+    return found
 
 
 def agrees(kernel: ModuleType, device: torch.device) -> bool:
@@ -136,7 +141,7 @@ def _sum_on_cpu(data: np.ndarray, first: int) -> int:
 
 
 def _sum_of_words(words: np.ndarray, first: int) -> int:
-    row_factors, column_factors = (factors.numpy().view(np.uint64) for factors in _factors(torch.device("cpu")))
+    row_factors, column_factors = _factors_on_cpu()
     total = 0
     done = 0
     buffer = _scratch()
@@ -192,6 +197,12 @@ def _sums_on_device(data: Tensor, first: int) -> Tensor:
 def _dot(x: Tensor, factors: Tensor) -> Tensor:
     """Sum products over the last dimension, modulo 2⁶⁴. CUDA has no integer matrix product."""
     return (x * factors).sum(dim=-1)
+
+
+@cache
+def _factors_on_cpu() -> tuple[np.ndarray, np.ndarray]:
+    rows, columns = _factors(torch.device("cpu"))
+    return rows.numpy().view(np.uint64), columns.numpy().view(np.uint64)
 
 
 @cache

@@ -268,15 +268,12 @@ class Feed:
         for bucket in undone:
             bucket.done()
 
-    def buckets(self) -> Iterator[tuple[Bucket, bool]]:
-        """Yield (bucket, whether it is the last). A bucket's memory goes back when the next one is asked for."""
-        following = self._take()
-        while following is not None:
-            bucket = following
-            following = self._take()
+    def buckets(self) -> Iterator[Bucket]:
+        """Yield buckets as they come. A bucket's memory goes back when the next one is asked for."""
+        while (bucket := self._take()) is not None:
             self.sent_bytes += bucket.bytes
             self.sent_tensors += len(bucket.names)
-            yield bucket, following is None
+            yield bucket
             self._done(bucket)
 
     def __iter__(self) -> Feed:
@@ -301,8 +298,6 @@ class Feed:
         """Return the name of the first tensor that was not read, "" if there is none. Raises the exporter's error."""
         if self._left:
             return self._left[0][0]
-        if len(self._taken) > 1:  # `buckets` takes one ahead
-            return self._taken[1].names[0]
         if self._taken:  # else the exporter may wait for its memory
             self._done(self._taken[0])
         bucket = self._take()
@@ -329,19 +324,16 @@ class Feed:
         bucket.done()
 
 
-def in_buckets(tensors: Iterable[Named], memory: BucketMemory) -> Iterator[tuple[Bucket, bool]]:
-    """Yield (bucket, whether it is the last) of a feed, or of any tensors, packed into `memory`."""
+def in_buckets(tensors: Iterable[Named], memory: BucketMemory) -> Iterator[Bucket]:
+    """Yield the buckets of a feed, or of any tensors, packed into `memory`."""
     if isinstance(tensors, Feed):
         yield from tensors.buckets()
         return
-    lots = buckets(tensors, bucket_bytes(memory))
-    following = next(lots, None)
-    while following is not None:
-        bucket = Bucket(following)
+    for lot in buckets(tensors, bucket_bytes(memory)):
+        bucket = Bucket(lot)
         bucket.pack(memory)
-        following = next(lots, None)
         try:
-            yield bucket, following is None
+            yield bucket
         finally:
             bucket.done()
 
@@ -427,7 +419,7 @@ def _finite(tensors: Sequence[Tensor]) -> list[bool]:
     sound = [finite_of([tensors[i] for i in group]) for group in alike.values()]
     for i, one in zip(places, torch.cat(sound).tolist() if sound else (), strict=True):
         # A sum of finite numbers can be infinite.
-        found[i] = one or bool(_range(tensors[i]).isfinite().all())
+        found[i] = one or bool(torch.stack(torch.aminmax(tensors[i])).isfinite().all())
     return found
 
 
@@ -435,15 +427,12 @@ def finite_of(tensors: Sequence[Tensor]) -> Tensor:
     """Return bool [n]: whether tensors of one dtype and device are finite; on a GPU, False also for very large ones."""
     if tensors[0].device.type != "cpu":
         return finite_sums(tensors)
-    return torch.isfinite(torch.stack([_range(tensor) for tensor in tensors])).all(-1)
+    # Into the smallest and the largest number NaN propagates.
+    ranges = torch.stack([one for tensor in tensors for one in torch.aminmax(tensor)])
+    return torch.isfinite(ranges).view(-1, 2).all(-1)
 
 
 def finite_sums(tensors: Sequence[Tensor]) -> Tensor:
     """Return bool [n], by one call for all tensors: calls for each would take a GPU's host longer than the GPU."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     return torch.isfinite(torch.stack(torch._foreach_norm([tensor.detach() for tensor in tensors], 1, dtype=wide)))
-
-
-def _range(tensor: Tensor) -> Tensor:
-    """Return the smallest and the largest number, into which NaN propagates."""
-    return torch.stack(torch.aminmax(tensor))

@@ -300,5 +300,5 @@ def check_together(config: Config) -> None:
     if config.push.transport == "group":
         raise ConfigError(
             "push.transport=group: NCCL refuses two processes on one GPU, and engines share the ranks' GPUs; "
-            "expected http or files"
+            "expected ipc or http"
         )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from megatron_rlspec.config import Config, ConfigError, PushConfig
+from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import read_model, weights_of, words
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.models.config import DRAFTER, sharpness_of
@@ -24,7 +24,7 @@ from megatron_rlspec.rollout.embedded.rounds import Budget, scratch
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
-from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http, Transport
+from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Ipc, Transport
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tasks.data import load_tokenizer
@@ -124,7 +124,7 @@ class ServedEngines:
         self._config = config
         self._timeout = config.rollout.timeout_seconds
         self._layout = layout
-        self._transport = _transport(config.push, layout)
+        self._transport = _transport(config, layout)
         self._logs = run_dir / "logs"
         self._processes: dict[str, EngineProcess] = {}
         self._closed = False
@@ -244,14 +244,15 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
     return found
 
 
-def _transport(push: PushConfig, layout: GpuLayout) -> Transport:
+def _transport(config: Config, layout: GpuLayout) -> Transport:
     """Make the weight transport of all engines."""
-    way = push.transport
+    way = config.push.transport
     if way == "auto":  # NCCL refuses two processes on one GPU
-        way = "files" if layout.together or layout.second else "group" if layout.engines else "http"
+        apart = layout.engines and not (layout.together or layout.second)
+        way = "http" if config.rollout.urls else "group" if apart else "ipc"
     if way == "group":
-        return GroupBroadcast(push.address)
-    return Files(push.directory) if way == "files" else Http()
+        return GroupBroadcast(config.push.address)
+    return Ipc() if way == "ipc" else Http()
 
 
 def embedded(config: Config, budget: MakeBudget | None = None) -> EmbeddedEngine:

@@ -8,7 +8,6 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -129,9 +128,12 @@ NOT_JSON = {
     "single quotes": b"{'ids': []}",
     "BOM": b"\xef\xbb\xbf{}",
 }
+IPC = "weights/ipc?session=SESSION"
 ROUTES = ("generate", "abort", "pause", "resume", "sleep", "wake", "weights/join?session=SESSION",
-          "weights/receive?session=SESSION", "control/set_schedule", "control/describe")  # fmt: skip
+          "weights/receive?session=SESSION", IPC, "control/set_schedule", "control/describe")  # fmt: skip
 NEEDED = {
+    IPC: {"process": os.getpid(), "descriptor": 0, "name": "0" * 32}
+    | {"names": [NORM], "dtypes": ["float32"], "shapes": [[64]]},
     "weights/join?session=SESSION": {
         "address": "127.0.0.1",
         "port": 9,
@@ -143,6 +145,11 @@ NEEDED = {
     "columns/fetch": {"url": "http://127.0.0.1:9", "names": ["0" * 32]},
     "weights/receive?session=SESSION": {"group": "rlspec-a", "names": [NORM], "dtypes": ["float32"], "shapes": [[64]]},
 }
+
+
+def ipc(title: str, words: str, /, **change: object) -> Attack:
+    return Attack(f"ipc: {title}", IPC, json.dumps(NEEDED[IPC] | change).encode(), (words,), 400, "all")
+
 
 ATTACKS = [Attack(f"generate: {name}", "generate", body) for name, body in NOT_JSON.items()]
 ATTACKS += [Attack(f"{route}: list", route, b"[]", ("expected an object",)) for route in ROUTES]
@@ -276,18 +283,21 @@ ATTACKS += [
     Attack("end: of another client", f"weights/end?session={'0' * 32}", b"", ("another client",), 409, "all"),
     Attack("end: not open", "weights/end?session=SESSION", b"", ("no weight update is open",), 409),
     Attack("bucket: not open", "weights/bucket?session=SESSION", save({NORM: torch.ones(64)}), ("weights/begin",), 409),
-    Attack("file: not open", "weights/file?session=SESSION&path=/etc/passwd", b"", ("weights/begin",), 409),
+    Attack("ipc: not open", IPC, json.dumps(NEEDED[IPC]).encode(), ("weights/begin",), 409),
     Attack("bucket: empty", "weights/bucket?session=SESSION", b"", ("8 bytes of header length",), 400, "all"),
     Attack("bucket: text", "weights/bucket?session=SESSION", b"hello, engine", ("header length",), 400, "all"),
-    Attack("file: no path", "weights/file?session=SESSION", b"", ("path is missing",), 400, "all"),
-    Attack("file: relative", "weights/file?session=SESSION&path=x", b"", ("path",), 400, "all"),
-    Attack("file: NUL", "weights/file?session=SESSION&path=/a%00b", b"", ("path",), 400, "all"),
-    Attack("file: not there", "weights/file?session=SESSION&path=/no/such", b"", ("No such file",), 400, "all"),
-    Attack("file: directory", "weights/file?session=SESSION&path=/tmp", b"", ("not a regular file",), 400, "all"),
-    Attack("file: device", "weights/file?session=SESSION&path=/dev/zero", b"", ("not a regular file",), 400, "all"),
-    Attack("file: proc", "weights/file?session=SESSION&path=/proc/self/status", b"", ("safetensors",), 400, "all"),
-    Attack("file: text", "weights/file?session=SESSION&path=/etc/passwd", b"", ("safetensors",), 400, "all"),
-    Attack("file: path long", f"weights/file?session=SESSION&path=/{'x' * 5000}", b"", ("at most 4096",), 400, "all"),
+    Attack("ipc: no process", IPC, json.dumps({"descriptor": 0}).encode(), ("names is missing",), 400, "all"),
+    ipc("process 0", "process is 0", process=0),
+    ipc("a text", "process is", process="../../etc"),
+    ipc("another file", "no memory of this push; expected a trainer on this machine"),
+    ipc("no such process", "not within reach (No such file", process=4_000_000),
+    ipc("no such descriptor", "not within reach (No such file", descriptor=1 << 30),
+    ipc("name", "name is", name="../" * 10 + "ab"),
+    ipc("another shape", "but the engine's is [64]", shapes=[[65]]),
+    ipc("counts", "expected as many of each", shapes=[[64], [64]]),
+    ipc("twice", "expected distinct names", names=[NORM] * 2, dtypes=["float32"] * 2, shapes=[[64]] * 2),
+    ipc("dtype", "expected 'float64'", dtypes=["object"]),
+    ipc("path", "path is not known", path="/etc/passwd"),
     Attack("no key", "control/describe", b"", ("Bearer KEY",), 401, headers={"Authorization": ""}),
     Attack("wrong key", "control/describe", b"", ("Bearer KEY",), 401, headers={"Authorization": "Bearer x"}),
     Attack("another scheme", "control/describe", b"", ("Bearer",), 401, headers={"Authorization": "Basic eDp5"}),
@@ -414,12 +424,7 @@ def test_bodies_of_strange_lengths(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipe_and_a_silent_trainer_do_not_block(server: Server, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    session = server.begin()
-    answer = server.post(f"/rlspec/weights/file?session={session}&path={tmp_path}/pipe")
-    assert "not a regular file" in refusal(answer)
-    server.abandon(session)
+def test_a_silent_trainer_does_not_block(server: Server) -> None:
     silent = socket.create_server(("127.0.0.1", 0))
     body = NEEDED["weights/join?session=SESSION"]
     cases = [
@@ -533,6 +538,7 @@ BODIES: dict[str, st.SearchStrategy] = {
     "wake": JUNK,
     f"weights/join?session={'0' * 32}": st.fixed_dictionaries({"address": st.just("127.0.0.1"), "port": JUNK}) | JUNK,
     f"weights/receive?session={'0' * 32}": JUNK,
+    f"weights/ipc?session={'0' * 32}": JUNK,
     "weights/begin": JUNK,
     "weights/end": JUNK,
     f"weights/bucket?session={'0' * 32}": JUNK,

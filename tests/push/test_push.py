@@ -101,13 +101,13 @@ class BucketEngine(MemoryEngine):
         super().update_weights(version, self.unpacked(tensors), scope)
 
     def unpacked(self, tensors):
-        for bucket, _ in in_buckets(tensors, self.bucket_memory):
+        for bucket in in_buckets(tensors, self.bucket_memory):
             yield from load(bucket.file().numpy().tobytes()).items()
 
 
 def test_packed_buckets_serve_all_engines_and_a_flipped_bit_is_named(monkeypatch):
     monkeypatch.setattr(push, "bucket_bytes", lambda memory: 3 * 8 * 16 * 4)
-    memory = Memory()
+    memory = Memory(headed=True)
     engines = {name: BucketEngine(name, memory) for name in ("good", "damaged", "bad")}
     pusher = Pusher(engines)
 
@@ -135,7 +135,7 @@ def test_packed_buckets_serve_all_engines_and_a_flipped_bit_is_named(monkeypatch
 
 def test_an_engine_that_stops_reading_packed_buckets_is_named(monkeypatch):
     monkeypatch.setattr(push, "bucket_bytes", lambda memory: 3 * 8 * 16 * 4)
-    engine = BucketEngine("e", Memory())
+    engine = BucketEngine("e", Memory(headed=True))
     engine.unpacked = lambda tensors: next(in_buckets(tensors, engine.bucket_memory)) and []
     assert Pusher({"e": engine}).push(0, source_of(weights())).failed["e"].startswith("stopped reading at model.")
     engine.unpacked = list
@@ -210,14 +210,14 @@ class Calls(TorchDispatchMode):
             self.views += 1
         elif func is not torch.ops.aten.empty.memory_format:
             self.launches += 1
-        if func is torch.ops.aten.copy_.default:
-            self.copied += args[0].nbytes
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.copied += sum(tensor.nbytes for tensor in args[0])
         elif func is torch.ops.aten._foreach_norm.Scalar:
             self.read += sum(tensor.nbytes for tensor in args[0])
         return func(*args, **(kwargs or {}))
 
 
-def test_many_tensors_of_a_gpu_take_one_copy_each_and_a_few_launches_a_bucket(monkeypatch):
+def test_many_tensors_of_a_gpu_take_a_few_calls_a_bucket(monkeypatch):
     """On meta tensors, without fingerprints, which test_fingerprint.py counts: each byte is read and copied once."""
 
     class Meta(Memory):
@@ -239,7 +239,7 @@ def test_many_tensors_of_a_gpu_take_one_copy_each_and_a_few_launches_a_bucket(mo
     made = len(feed._queue)
     assert len(marks) == count and 34 <= made <= 36
     assert calls.copied == calls.read == total
-    assert calls.launches <= count + 10 * made and calls.views <= 6 * count
+    assert calls.launches <= 11 * made and calls.views <= 5.1 * count
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -160,6 +160,9 @@ model_executor.forward_batch_info
     ForwardBatch(forward_mode, sampling_info, return_logprob, token_ids_logprobs, extend_prefix_lens_cpu,
         extend_seq_lens_cpu, extend_logprob_start_lens_cpu)
 model_executor.model_runner_components.weight_updater
+    WeightUpdater._model_update_group
+    WeightUpdater.device
+    WeightUpdater.receive_weights_from_distributed(names, dtypes, shapes, group_name, load_format)
     _unsupported_derived_weight_cache_error(model)
 runtime_context
     get_spec

@@ -26,7 +26,7 @@ import requests
 import tiny_mimo
 import torch
 import torch.distributed as dist
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
@@ -34,7 +34,7 @@ from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
-from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
+from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Ipc, Transport
 from megatron_rlspec.types import Prompt, Request, Sampling
 
 pytestmark = pytest.mark.slow
@@ -128,7 +128,7 @@ def tripled() -> dict[str, torch.Tensor]:
     return {name: tensor * 3 for name, tensor in WEIGHTS.items()}
 
 
-def test_while_an_update_is_open_nothing_is_generated(server: Server, tmp_path: Path) -> None:
+def test_while_an_update_is_open_nothing_is_generated(server: Server) -> None:
     before = server.text()
     session = server.begin()
     half = dict(list(tripled().items())[::2])
@@ -137,9 +137,8 @@ def test_while_an_update_is_open_nothing_is_generated(server: Server, tmp_path: 
     assert "a weight update is open" in server.told("resume", 409)
     for path in ("continue_generation", "update_weights_from_tensor", "end_weight_update"):  # SGLang's own
         assert "a weight update is open" in server.told(f"../{path}", 409, json={})
-    save_file({name: WEIGHTS[name].contiguous() for name in half}, tmp_path / "old.safetensors")
-    file = f"weights/file?path={tmp_path}/old.safetensors"
-    assert server.post(f"{file}&session={session}").json() == {}
+    old = {name: WEIGHTS[name] for name in half}
+    assert server.post(f"weights/bucket?session={session}", data=save(old)).json() == {}
     assert server.post(f"weights/end?session={session}").json() == {}
     server.post("resume")
     assert server.text() == before
@@ -176,10 +175,9 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("way", ["http", "files", "group"])
-def test_every_transport_sends_an_update_of_its_own(server: Server, tmp_path: Path, way: str) -> None:
-    transports = {"http": Http, "files": lambda: Files(tmp_path), "group": GroupBroadcast}
-    engine = MigratableSGLangEngine.of(server.process, timeout=60, transport=transports[way]())
+@pytest.mark.parametrize("way", [Http, Ipc, GroupBroadcast])
+def test_every_transport_sends_an_update_of_its_own(server: Server, way: type[Transport]) -> None:
+    engine = MigratableSGLangEngine.of(server.process, timeout=60, transport=way())
     before = server.text()
     engine.update_weights(30, tripled().items())
     assert engine.progress().version == 30 and server.text() != before

@@ -31,7 +31,7 @@ def test_the_page_has_every_command_and_field():
     bodies += [
         schemas.BeginQuery,
         schemas.SessionQuery,
-        schemas.FileQuery,
+        schemas.IpcBody,
         schemas.JoinBody,
         schemas.ReceiveBody,
         *commands.values(),

@@ -1,6 +1,7 @@
 """An engine whose second rank has a mount namespace of its own says so. Real processes; `unshare` needs root."""
 
 import ctypes
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ def test_another_file_system_is_not_the_same_shared_memory(monkeypatch):
 
 
 @pytest.mark.slow
-def test_http_and_files_are_refused_then(sglang_models, monkeypatch):
+def test_http_and_ipc_are_refused_then(sglang_models, monkeypatch):
     import asyncio
 
     from megatron_rlspec.rollout.sglang.http import weight_routes
@@ -57,14 +58,13 @@ def test_http_and_files_are_refused_then(sglang_models, monkeypatch):
     )
     monkeypatch.setattr(weight_routes, "weights", Weights())
     update = weight_routes.weights.begin("all", "1")
-    for route, query in ((weight_routes.bucket, {}), (weight_routes.file, {"path": "/dev/shm/x"})):
-        items = list(({"session": update.token} | query).items())
-        request = SimpleNamespace(query_params=SimpleNamespace(multi_items=lambda items=items: items), headers={})
-        request.stream = nothing
+    body = {"process": 1, "descriptor": 3, "name": "0" * 32, "names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
+    for route, sent in ((weight_routes.bucket, b""), (weight_routes.ipc, json.dumps(body).encode())):
+        query = SimpleNamespace(multi_items=lambda: [("session", update.token)])
+        request = SimpleNamespace(query_params=query, headers={}, stream=lambda sent=sent: parts(sent))
         with pytest.raises(Refusal, match="rank 1 of this engine is apart"):
             asyncio.run(route(request))
 
 
-async def nothing():
-    return
-    yield b""
+async def parts(sent):
+    yield sent

@@ -20,7 +20,7 @@ from megatron_rlspec.extensions.migration.turns import calls
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.placement import GIB, GpuLayout, Need, place, with_memory
 from megatron_rlspec.rollout.sglang import scratch
-from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
+from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Ipc
 from megatron_rlspec.rollout.start import ServedEngines, engine_arguments
 from megatron_rlspec.run import loading
 
@@ -70,13 +70,14 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: GpuLayout) -> lis
 @pytest.mark.parametrize(
     ("layout", "options", "way"),
     [
-        (GpuLayout(), {}, Http),
+        (GpuLayout(), {}, Ipc),
+        (GpuLayout(), {"push.transport": "http"}, Http),
         (GpuLayout("apart", ("0",), (("1",),)), {}, GroupBroadcast),
         (GpuLayout("apart", ("0",), (("1",),)), {"push.transport": "http"}, Http),
-        (GpuLayout("together", ("0",), (("0",),)), {}, Files),
-        (GpuLayout("apart", ("0",), (("1",), ("2",)), second=(("1", "2"),)), {}, Files),
+        (GpuLayout("together", ("0",), (("0",),)), {}, Ipc),
+        (GpuLayout("apart", ("0",), (("1",), ("2",)), second=(("1", "2"),)), {}, Ipc),
     ],
-    ids=["not placed", "apart", "asked for", "together", "two fleets"],
+    ids=["not placed", "asked for", "apart", "http, apart", "together", "two fleets"],
 )
 def test_pushes_travel_as_the_engines_are_placed(layout, options, way, tmp_path):
     """NCCL goes from GPU to GPU, but refuses two processes on one."""
@@ -405,8 +406,8 @@ def test_options_that_exclude_each_other():
     ):
         with pytest.raises(ConfigError, match=line):
             placement.check_together(load(None, together | options))
-    with pytest.raises(ConfigError, match="SGLang takes CUDA IPC handles as pickles only"):
-        load(None, {"push.transport": "ipc"})
+    with pytest.raises(ConfigError, match="push.transport"):
+        load(None, {"push.transport": "files"})
 
 
 def test_the_memory_of_a_rank_and_of_a_token():

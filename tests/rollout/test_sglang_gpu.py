@@ -22,7 +22,7 @@ from test_sglang_engine import CONFIG, WEIGHTS, texts
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
-from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast
+from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Ipc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -111,12 +111,10 @@ def test_logprobs_are_those_of_an_independent_model(engines: Engines, checkpoint
     same.test_logprobs_are_those_of_an_independent_model(engines, checkpoint)
 
 
-@pytest.mark.parametrize("way", ["files", "group"])
-def test_weights_on_the_gpu_arrive_by_every_transport(
-    processes: dict[str, EngineProcess], tmp_path: Path, way: str
-) -> None:
+@pytest.mark.parametrize("way", ["ipc", "group"])
+def test_weights_on_the_gpu_arrive_by_every_transport(processes: dict[str, EngineProcess], way: str) -> None:
     """HTTP is the transport of the other tests."""
-    transport = Files(tmp_path) if way == "files" else GroupBroadcast(backend="gloo")
+    transport = Ipc() if way == "ipc" else GroupBroadcast(backend="gloo")
     engine = SGLangEngine.of(processes["adaptive"], timeout=120, transport=transport)
     pushed = {name: (tensor * 1.01).cuda() for name, tensor in WEIGHTS.items()}
     try:

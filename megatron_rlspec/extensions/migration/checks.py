@@ -76,8 +76,7 @@ def _of_second_fleet(config: Config) -> Iterator[Problem]:
     )
     yield (
         config.push.transport == "group",
-        ": NCCL refuses two processes on one GPU, and the two fleets share theirs; expected push.transport=http or "
-        "files",
+        ": NCCL refuses two processes on one GPU, and the two fleets share theirs; expected push.transport=ipc or http",
     )
 
 

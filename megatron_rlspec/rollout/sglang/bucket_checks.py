@@ -1,7 +1,8 @@
-"""Check a bucket of weights before anything is loaded: a safetensors file in which every byte has a use.
+"""Check a bucket of weights before anything is loaded: every byte of it has a use, and every tensor a place.
 
-The format is 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, and the tensors' bytes
-(https://huggingface.co/docs/safetensors). Offsets count from the end of the header. Imports no SGLang.
+A bucket in a request is a safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON
+header {name: {dtype, shape, data_offsets}}, and the tensors' bytes. Offsets count from the end of the header. Imports
+no SGLang.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron_rlspec.rollout.sglang.schemas import Refusal, TensorEntry, plain, shown
+from megatron_rlspec.rollout.sglang.schemas import Refusal, TensorEntry, TensorsBody, plain, shown
 from megatron_rlspec.types import Scope
 
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -30,7 +31,7 @@ class ServedTensors:
     shapes    by the checkpoint's names
     drafter   names of the drafter's tensors
     elements  lower bound of the number of elements of all tensors
-    apart     why shared memory and files do not reach every rank; "" if they do
+    apart     why shared memory does not reach every rank; "" if they do
     unnamed   why there are no shapes; "" if there are. Without shapes only the models' loaders can refuse a tensor
     """
 
@@ -62,8 +63,7 @@ class ServedTensors:
             raise Refusal(400, f"{plain(name)} is {list(shape)}, but the engine's is {list(expected)}")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """Bytes `first` to `end` of the bucket, header included, hold the tensor `name`."""
 
     name: str
@@ -73,12 +73,35 @@ class Entry:
     end: int
 
 
-def read_entries(data: memoryview, served: ServedTensors, scope: Scope, size: int | None = None) -> list[Entry]:
-    """Return the position of each tensor in a bucket. Raises Refusal for a malformed file or an unexpected tensor.
+def laid_out(asked: TensorsBody, served: ServedTensors, scope: Scope) -> list[Entry]:
+    """Return the position of each tensor of a bucket whose bytes follow one another. Raises Refusal."""
+    counts = {len(asked.names), len(asked.dtypes), len(asked.shapes)}
+    if len(counts) > 1:
+        raise Refusal(
+            400,
+            f"names, dtypes and shapes have {len(asked.names)}, {len(asked.dtypes)} and {len(asked.shapes)} entries; "
+            "expected as many of each",
+        )
+    if len(set(asked.names)) != len(asked.names):
+        raise Refusal(400, "names holds a name twice; expected distinct names")
+    entries = []
+    first = 0
+    for name, kind, shape in zip(asked.names, asked.dtypes, asked.shapes, strict=True):
+        served.check(name, shape, scope)
+        dtype = getattr(torch, kind)
+        if first % dtype.itemsize:
+            raise Refusal(
+                400, f"{plain(name)} begins at byte {first}; expected a multiple of {dtype.itemsize}: widest first"
+            )
+        end = first + math.prod(shape) * dtype.itemsize
+        entries.append(Entry(name, dtype, tuple(shape), first, end))
+        first = end
+    return entries
 
-    `data`: the bucket, or its begin up to the header's end; the whole bucket has `size` bytes.
-    """
-    size = len(data) if size is None else size
+
+def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[Entry]:
+    """Return the position of each tensor in a bucket. Raises Refusal for a malformed file or an unexpected tensor."""
+    size = len(data)
     header, begin = _header(data, size)
     entries = []
     for name, value in header.items():

@@ -219,10 +219,6 @@ class SessionQuery(Strict):
     session: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
-class FileQuery(SessionQuery):
-    path: str = Field(min_length=1, max_length=4096, pattern=r"^/[^\x00]*$")
-
-
 class JoinBody(Strict):
     """A process group of the trainer, rank 0, and the ranks of engines; this engine's begin at `first`."""
 
@@ -234,13 +230,26 @@ class JoinBody(Strict):
     backend: Literal["nccl", "gloo"]
 
 
-class ReceiveBody(Strict):
-    """Tensors that the trainer broadcasts in one piece: their bytes, one after the other."""
+class TensorsBody(Strict):
+    """Tensors that the trainer laid out in one piece: their bytes, one after the other."""
 
-    group: Text
     names: list[Text] = Field(min_length=1, max_length=1 << 16)
     dtypes: list[Literal["float64", "float32", "float16", "bfloat16"]] = Field(min_length=1, max_length=1 << 16)
     shapes: list[Annotated[list[Edge], Field(max_length=8)]] = Field(min_length=1, max_length=1 << 16)
+
+
+class ReceiveBody(TensorsBody):
+    """Tensors that the trainer broadcasts."""
+
+    group: Text
+
+
+class IpcBody(TensorsBody):
+    """Tensors in the trainer's memory (`shared_memory.py`)."""
+
+    process: int = Field(ge=1, le=1 << 22)
+    descriptor: int = Field(ge=0, le=1 << 30)
+    name: str = Field(pattern=r"^[0-9a-f]{32}$")
 
 
 class TensorEntry(Strict):

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_rlspec.extensions.migration.sglang.folder import Folder
 from megatron_rlspec.push.fingerprint import fingerprint, unread
 from megatron_rlspec.push.fingerprint import read as values_of
-from megatron_rlspec.rollout.sglang.scheduler import bucket_file
+from megatron_rlspec.rollout.sglang.scheduler import bucket_memory
 
 _PREFIX = struct.Struct("<QI")
 _MARK = struct.Struct("<Q")
@@ -176,7 +176,7 @@ def _gather(pools: Sequence[Any], slots: Tensor) -> Iterator[tuple[Tensor, int |
             piece = torch.empty(size, dtype=torch.uint8, device=slots.device)
             for buffer, part in _parts(piece, pool, head, len(slots)):
                 part.copy_(buffer.index_select(0, slots))
-            yield bucket_file.landing(size, pinned=True).copy_(piece) if slots.is_cuda else piece, unread(piece)
+            yield bucket_memory.landing(size).copy_(piece) if slots.is_cuda else piece, unread(piece)
     except torch.OutOfMemoryError:
         raise ValueError("the GPU has no room to gather the columns of one head") from None
 
@@ -293,7 +293,7 @@ def scatter(columns: Tensor, pools: Sequence[Any], slots: Tensor) -> None:
     at = 0
     for pool, head, size in _heads(pools, count):
         piece = columns[at : at + size]
-        piece = bucket_file.landing(size, pinned=True).copy_(piece) if slots.is_cuda else piece
+        piece = bucket_memory.landing(size).copy_(piece) if slots.is_cuda else piece
         for buffer, part in _parts(piece, pool, head, count):
             buffer.index_copy_(0, slots, part[count - len(slots) :].to(slots.device))
         at += size

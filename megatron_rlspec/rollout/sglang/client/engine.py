@@ -159,7 +159,7 @@ class SGLangEngine(Connection):
         """Send an update. It begins with the first bucket, so samples go on while that is made."""
         held = self._holds()
         try:
-            for bucket, _ in in_buckets(tensors, self._transport.memory):
+            for bucket in in_buckets(tensors, self._transport.memory):
                 if not held["unnamed"]:
                     self._check(bucket, held["shapes"])
                 if not self._update:

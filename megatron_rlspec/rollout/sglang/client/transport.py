@@ -1,22 +1,19 @@
-"""Send a bucket of weights to an SGLang engine: in the request, as a file, or through a process group.
+"""Send a bucket of weights to an SGLang engine: in the request, in memory that both map, or through a process group.
 
     http    anywhere; the bytes pass SGLang's server process
-    files   one machine, or a directory that both see (/dev/shm is fastest)
+    ipc     engines on this machine, which load from the memory in which the trainer laid the bucket out
     group   one process group of this process and the ranks of all engines (NCCL between GPUs, gloo between CPUs)
 
-One transport serves all engines, from several threads. Each has the memory in which a push lays out its buckets: a
-request's body and a file are sent as they lie there.
+One transport serves all engines, from several threads. Each has the memory in which a push lays out its buckets.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +22,7 @@ from torch import Tensor
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host import environment, loopback
 from megatron_rlspec.push.bucket import Bucket, Memory
+from megatron_rlspec.rollout.sglang.shared_memory import SharedMemory
 
 Post = Callable[..., dict[str, Any]]
 _SECONDS = timedelta(seconds=120)  # for engines to join a group, or to take one bucket
@@ -39,43 +37,20 @@ class Transport(Protocol):
 
 class Http:
     def __init__(self) -> None:
-        self.memory = Memory()
+        self.memory = Memory(headed=True)
 
     def send(self, post: Post, bucket: Bucket) -> None:
         post("weights/bucket", data=bucket.file().numpy().data)
 
 
-class Files:
-    """Send each bucket as a file in `directory`, which must have the same path on the engines' machines.
+class Ipc:
+    """Let engines on this machine map the memory in which a bucket lies."""
 
-    A file is written once for all engines, and over and over during a push: new pages take longer than the bytes.
-    """
-
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        self.memory = Memory(closed=self._remove)
-        self._files: dict[int, IO[bytes]] = {}  # address of a piece of memory -> its file
+    def __init__(self) -> None:
+        self.memory = SharedMemory()
 
     def send(self, post: Post, bucket: Bucket) -> None:
-        post("weights/file", params={"path": bucket.once(lambda: self._write(bucket.file()))})
-
-    def _write(self, content: Tensor) -> str:
-        try:
-            file = self._files.get(content.data_ptr())
-            if file is None:
-                file = tempfile.NamedTemporaryFile(dir=self.directory, prefix="rlspec-bucket-", suffix=".safetensors")
-                self._files[content.data_ptr()] = file
-            file.seek(0)
-            file.write(content.numpy().data)
-            file.truncate()
-            file.flush()
-            return file.name
-        except OSError as error:
-            raise EngineError(f"bucket in {self.directory}: {error.strerror or error}") from None
-
-    def _remove(self) -> None:
-        while self._files:
-            self._files.popitem()[1].close()
+        post("weights/ipc", json={**self.memory.place(bucket.data()), **bucket.described})
 
 
 class GroupBroadcast:
@@ -103,7 +78,7 @@ class GroupBroadcast:
                 self._members = []
                 self._join(posts, threads)
                 self._members = posts
-            what = {"group": self._name, "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
+            what = {"group": self._name, **bucket.described}
             answers = [threads.submit(post, "weights/receive", json=what) for post in posts]
             try:
                 self._broadcast(bucket.data())

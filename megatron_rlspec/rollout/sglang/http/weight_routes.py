@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
@@ -25,7 +24,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
 from megatron_rlspec.rollout.sglang import limits, schemas
-from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors, header_length, read_entries
+from megatron_rlspec.rollout.sglang.bucket_checks import Entry, ServedTensors, laid_out, read_entries
 from megatron_rlspec.rollout.sglang.http.bodies import (
     content_length,
     done,
@@ -37,8 +36,9 @@ from megatron_rlspec.rollout.sglang.http.bodies import (
 )
 from megatron_rlspec.rollout.sglang.http.update import Update, Weights
 from megatron_rlspec.rollout.sglang.scheduler import versions
-from megatron_rlspec.rollout.sglang.scheduler.bucket_file import NotRegularError, bytes_of, of_file, open_regular
+from megatron_rlspec.rollout.sglang.scheduler.bucket_memory import of_shared
 from megatron_rlspec.rollout.sglang.schemas import Refusal, parse_query
+from megatron_rlspec.rollout.sglang.shared_memory import NotSharedError, mapped
 
 _sglang = versions.installed()
 _SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
@@ -225,46 +225,32 @@ async def bucket(request: Request) -> JSONResponse:
             if at != size:
                 raise Refusal(400, f"the body ended after {at} of {size} bytes")
             async with _alone():
-                return await _load(landed, weights.of(query.session))
+                update = weights.of(query.session)
+                entries = read_entries(landed.numpy().data, await _served(), update.scope)
+                return await _load(landed, entries, update)
 
 
 async def _one(part: bytes) -> AsyncIterator[bytes]:
     yield part
 
 
-async def file(request: Request) -> JSONResponse:
-    """Load a bucket from a file. This process checks its header; the schedulers read it."""
-    query = _query(request, schemas.FileQuery)
-    await read_nothing(request)
+async def ipc(request: Request) -> JSONResponse:
+    """Load a bucket from the trainer's memory, which the schedulers map. This process only tries whether it can."""
+    query = _query(request, schemas.SessionQuery)
+    asked = await parsed(request, schemas.IpcBody)
     async with _alone():
         update = weights.of(query.session)
-        served = await _one_machine()
-        head, size = await asyncio.to_thread(_read_header, query.path, served.largest_bucket)
-        entries = read_entries(memoryview(head), served, update.scope, size)
-        if not _sglang.reads_files:
-            with _memory.piece(size) as landed:
-                landed.copy_(await asyncio.to_thread(bytes_of, query.path, size))
-                return await _load(landed, update)
+        entries = laid_out(asked, await _one_machine(), update.scope)
+        try:
+            bucket = mapped(asked.process, asked.descriptor, asked.name, entries[-1].end)
+        except NotSharedError as error:
+            raise Refusal(400, str(error)) from None
+        if not _sglang.maps:
+            with _memory.piece(bucket.numel()) as landed:
+                return await _load(landed.copy_(bucket), entries, update)
         ranks = manager().server_args.tp_size
-        message = _sglang.tensors(_SELECTOR[update.scope], [of_file(query.path, size, entries)] * ranks)
-        return await _given(
-            update, [entry.name for entry in entries], manager().update_weights_from_tensor(message, None)
-        )
-
-
-def _read_header(path: str, limit: int) -> tuple[bytes, int]:
-    """Return the begin of a regular file up to its header's end, and its size."""
-    try:
-        with open_regular(path) as opened:
-            size = os.fstat(opened.fileno()).st_size
-            if size > limit:
-                raise Refusal(413, f"{schemas.plain(path)} has {size} bytes; expected at most {limit}")
-            length = opened.read(8)
-            return length + opened.read(header_length(length, size)), size
-    except NotRegularError:
-        raise Refusal(400, f"{schemas.plain(path)} is not a regular file") from None
-    except OSError as error:
-        raise Refusal(400, f"{schemas.plain(path)}: {error.strerror}") from None
+        message = _sglang.tensors(_SELECTOR[update.scope], [of_shared(asked)] * ranks, load_format=None)
+        return await _given(update, asked.names, manager().update_weights_from_tensor(message, None))
 
 
 async def join(request: Request) -> JSONResponse:
@@ -328,28 +314,16 @@ async def receive(request: Request) -> JSONResponse:
     """Load a bucket that the trainer broadcasts in one piece: {"group", "names", "dtypes", "shapes"}."""
     query = _query(request, schemas.SessionQuery)
     asked = await parsed(request, schemas.ReceiveBody)
-    counts = {len(asked.names), len(asked.dtypes), len(asked.shapes)}
-    if len(counts) > 1:
-        raise Refusal(
-            400,
-            f"names, dtypes and shapes have {len(asked.names)}, {len(asked.dtypes)} and {len(asked.shapes)} entries; "
-            "expected as many of each",
-        )
-    if len(set(asked.names)) != len(asked.names):
-        raise Refusal(400, "names holds a name twice; expected distinct names")
     async with _alone():
         update = weights.of(query.session)
-        served = await _served()
-        for name, shape in zip(asked.names, asked.shapes, strict=True):
-            served.check(name, shape, update.scope)
+        laid_out(asked, await _served(), update.scope)
         if asked.group not in _groups:
             raise Refusal(409, f"group {schemas.shown(asked.group)} was not joined; call weights/join first")
         message = _sglang.broadcast(_SELECTOR[update.scope], asked.group, asked.names, asked.dtypes, asked.shapes)
         return await _given(update, asked.names, manager().update_weights_from_distributed(message, None))
 
 
-async def _load(landed: torch.Tensor, update: Update) -> JSONResponse:
-    entries = read_entries(landed.numpy().data, await _served(), update.scope)
+async def _load(landed: torch.Tensor, entries: Sequence[Entry], update: Update) -> JSONResponse:
     metadata = [
         FlattenedTensorMetadata(
             entry.name, torch.Size(entry.shape), entry.dtype, entry.first, entry.end, entry.end - entry.first
@@ -386,7 +360,7 @@ async def _served() -> ServedTensors:
 
 
 async def _one_machine() -> ServedTensors:
-    """Return what the engine holds. Raises Refusal if shared memory and files do not reach every rank."""
+    """Return what the engine holds. Raises Refusal if shared memory does not reach every rank."""
     served = await _served()
     if served.apart:
         raise Refusal(400, served.apart)

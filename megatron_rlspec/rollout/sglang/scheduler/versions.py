@@ -27,7 +27,7 @@ class Sglang0523:
     cpu_arguments: tuple[str, ...] = ("--attention-backend=intel_amx",)
     # Huge pages: otherwise receiving a bucket of weights takes four times as long as copying it.
     cpu_environment: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
-    reads_files = True  # schedulers read a bucket's file themselves
+    maps = True  # schedulers map a bucket of the trainer's memory themselves
     couples = True  # drafts can take the verifier's noise
     draws_logits = True  # a sampler's round can be drawn from its logits
     migrates = True  # running samples can move with their KV cache
@@ -116,13 +116,13 @@ class Sglang0523:
         """Tell the scheduler the version of its weights."""
         scheduler.record_weight_version_change(new_version=version)
 
-    def tensors(self, selector: str, payloads: list[bytes]) -> Any:
+    def tensors(self, selector: str, payloads: list[bytes], load_format: str | None = "flattened_bucket") -> Any:
         """Return a bucket of weights as a message. The cache is flushed at the end of the update."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         return UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads,
-            load_format="flattened_bucket",
+            load_format=load_format,
             flush_cache=False,
             **self.tensors_for(selector),
         )
@@ -162,16 +162,18 @@ class Sglang0523:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
         from megatron_rlspec.rollout.sglang.cpu import products, stand_ins
-        from megatron_rlspec.rollout.sglang.scheduler import attention_ranks, bucket_file, draft_vocabulary, protect
+        from megatron_rlspec.rollout.sglang.scheduler import attention_ranks, bucket_memory, draft_vocabulary, protect
         from megatron_rlspec.rollout.sglang.scheduler.push_session import PushSession, cost_hooks
+        from megatron_rlspec.rollout.sglang.scheduler.receive_ahead import ReceiveAhead
 
         yield from draft_vocabulary.hooks()
         reason = "sglang.srt.speculative.adaptive_spec_params.adaptive_unsupported_reason"
         yield reason, attention_ranks.keep_adaptive, "AROUND"
         session = PushSession(BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput())
         yield from session.hooks()
+        yield from ReceiveAhead().hooks()
         yield from cost_hooks()
-        yield bucket_file.WORKER, bucket_file.read, "AROUND"
+        yield bucket_memory.WORKER, bucket_memory.read, "AROUND"
         yield from protect.scheduler_hooks()
         if stand_ins.standing_in("sgl_kernel"):
             yield from products.hooks()
@@ -187,7 +189,7 @@ class Sglang0515(Sglang0523):
     # It has no speculation on a CPU: its Triton backend does it, in Triton's interpreter.
     cpu_arguments = ("--attention-backend=triton", "--triton-attention-num-kv-splits=1", "--disable-overlap-schedule")
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
-    reads_files = False
+    maps = False
     couples = False
     draws_logits = False
     migrates = False
