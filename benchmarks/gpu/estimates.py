@@ -48,6 +48,7 @@ ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("fit", "memory of graphs"): Estimate(2.9, 8, "2.9 GB with 8 layers on an H100"),
     ("push", "http"): Estimate(0.6, 1.5, "one Python process receives over loopback; then one pinned copy"),
     ("push", "ipc"): Estimate(4, 10, "1.5 to 4 s for 15.6 GB: a pinned copy to the host, one in it, one from it"),
+    ("push", "ipc by handles"): Estimate(50, 150, "15.6 GB: two copies on the card, fingerprints and comparison"),
     ("push", "group over gloo"): Estimate(0.8, 2, "a copy to the host, gloo's sockets, a copy back"),
     ("draws", "peaked, argmax: a round"): Estimate(0.2, 0.3, "measured on an H100: 0.24 ms"),
     ("draws", "peaked, ours at T = 1: a round"): Estimate(3.5, 4.5, "measured on an H100: 3.9 ms"),

@@ -23,6 +23,8 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     arguments = [*serving.options(plan, 4, 4096, 0.6), "--spec", "fixed", "--num-steps", "1"]
     ways = {"group over gloo": GroupBroadcast(backend="gloo"), "ipc": Ipc(), "http": Http()}
+    if plan.on_gpu:
+        ways["ipc by handles"] = Ipc(handles=True)
     with serving.launched(plan, folder, figures, "engine", arguments) as process:
         version = 0
         for name, way in ways.items():

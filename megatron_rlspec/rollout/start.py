@@ -252,7 +252,9 @@ def _transport(config: Config, layout: GpuLayout) -> Transport:
         way = "http" if config.rollout.urls else "group" if apart else "ipc"
     if way == "group":
         return GroupBroadcast(config.push.address)
-    return Ipc() if way == "ipc" else Http()
+    if way == "handles" and not torch.cuda.is_available():
+        raise ConfigError("push.transport=handles is for memory of a GPU, and this machine has none; expected ipc")
+    return Http() if way == "http" else Ipc(handles=way == "handles")
 
 
 def embedded(config: Config, budget: MakeBudget | None = None) -> EmbeddedEngine:

@@ -129,11 +129,12 @@ NOT_JSON = {
     "BOM": b"\xef\xbb\xbf{}",
 }
 IPC = "weights/ipc?session=SESSION"
+HANDLE = "weights/handle?session=SESSION"
+BUCKET = {"names": [NORM], "dtypes": ["float32"], "shapes": [[64]]}
 ROUTES = ("generate", "abort", "pause", "resume", "sleep", "wake", "weights/join?session=SESSION",
           "weights/receive?session=SESSION", IPC, "control/set_schedule", "control/describe")  # fmt: skip
 NEEDED = {
-    IPC: {"process": os.getpid(), "descriptor": 0, "name": "0" * 32}
-    | {"names": [NORM], "dtypes": ["float32"], "shapes": [[64]]},
+    IPC: {"process": os.getpid(), "descriptor": 0, "name": "0" * 32} | BUCKET,
     "weights/join?session=SESSION": {
         "address": "127.0.0.1",
         "port": 9,
@@ -298,6 +299,14 @@ ATTACKS += [
     ipc("twice", "expected distinct names", names=[NORM] * 2, dtypes=["float32"] * 2, shapes=[[64]] * 2),
     ipc("dtype", "expected 'float64'", dtypes=["object"]),
     ipc("path", "path is not known", path="/etc/passwd"),
+    *(
+        Attack(f"handle: {text[:9]}", HANDLE, json.dumps(BUCKET | {"handle": text}).encode(), (told,), 400, "all")
+        for text, told in (
+            ("A" * 86 + "==", "this engine, on cpu, opens no memory of a GPU; push with push.transport=ipc"),
+            ("A" * 88, "handle is"),
+            ("../" * 30, "handle is"),
+        )
+    ),
     Attack("no key", "control/describe", b"", ("Bearer KEY",), 401, headers={"Authorization": ""}),
     Attack("wrong key", "control/describe", b"", ("Bearer KEY",), 401, headers={"Authorization": "Bearer x"}),
     Attack("another scheme", "control/describe", b"", ("Bearer",), 401, headers={"Authorization": "Basic eDp5"}),

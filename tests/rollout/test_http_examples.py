@@ -32,6 +32,7 @@ def test_the_page_has_every_command_and_field():
         schemas.BeginQuery,
         schemas.SessionQuery,
         schemas.IpcBody,
+        schemas.HandleBody,
         schemas.JoinBody,
         schemas.ReceiveBody,
         *commands.values(),

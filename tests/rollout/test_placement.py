@@ -408,6 +408,8 @@ def test_options_that_exclude_each_other():
             placement.check_together(load(None, together | options))
     with pytest.raises(ConfigError, match="push.transport"):
         load(None, {"push.transport": "files"})
+    with pytest.raises(ConfigError, match="push.transport=handles is for memory of a GPU, and this machine has none"):
+        ServedEngines(load(None, {"push.transport": "handles"}), Path(), GpuLayout())
 
 
 def test_the_memory_of_a_rank_and_of_a_token():

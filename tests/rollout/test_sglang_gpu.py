@@ -111,10 +111,10 @@ def test_logprobs_are_those_of_an_independent_model(engines: Engines, checkpoint
     same.test_logprobs_are_those_of_an_independent_model(engines, checkpoint)
 
 
-@pytest.mark.parametrize("way", ["ipc", "group"])
+@pytest.mark.parametrize("way", ["ipc", "handles", "group"])
 def test_weights_on_the_gpu_arrive_by_every_transport(processes: dict[str, EngineProcess], way: str) -> None:
     """HTTP is the transport of the other tests."""
-    transport = Ipc() if way == "ipc" else GroupBroadcast(backend="gloo")
+    transport = GroupBroadcast(backend="gloo") if way == "group" else Ipc(handles=way == "handles")
     engine = SGLangEngine.of(processes["adaptive"], timeout=120, transport=transport)
     pushed = {name: (tensor * 1.01).cuda() for name, tensor in WEIGHTS.items()}
     try:

@@ -252,6 +252,12 @@ class IpcBody(TensorsBody):
     name: str = Field(pattern=r"^[0-9a-f]{32}$")
 
 
+class HandleBody(TensorsBody):
+    """Tensors in the trainer's memory on a GPU (`gpu_memory.py`): 64 bytes in base64."""
+
+    handle: str = Field(pattern=r"^[A-Za-z0-9+/]{86}==$")
+
+
 class TensorEntry(Strict):
     """One entry of a safetensors header."""
 

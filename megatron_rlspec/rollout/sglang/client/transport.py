@@ -2,6 +2,7 @@
 
     http    anywhere; the bytes pass SGLang's server process
     ipc     engines on this machine, which load from the memory in which the trainer laid the bucket out
+    handles the same with memory of a GPU
     group   one process group of this process and the ranks of all engines (NCCL between GPUs, gloo between CPUs)
 
 One transport serves all engines, from several threads. Each has the memory in which a push lays out its buckets.
@@ -22,6 +23,7 @@ from torch import Tensor
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host import environment, loopback
 from megatron_rlspec.push.bucket import Bucket, Memory
+from megatron_rlspec.rollout.sglang.gpu_memory import GpuMemory
 from megatron_rlspec.rollout.sglang.shared_memory import SharedMemory
 
 Post = Callable[..., dict[str, Any]]
@@ -44,13 +46,14 @@ class Http:
 
 
 class Ipc:
-    """Let engines on this machine map the memory in which a bucket lies."""
+    """Let engines on this machine map the memory in which a bucket lies, or with `handles` open it on the GPU."""
 
-    def __init__(self) -> None:
-        self.memory = SharedMemory()
+    def __init__(self, handles: bool = False) -> None:
+        self.memory: SharedMemory | GpuMemory = GpuMemory() if handles else SharedMemory()
+        self._path = "weights/handle" if handles else "weights/ipc"
 
     def send(self, post: Post, bucket: Bucket) -> None:
-        post("weights/ipc", json={**self.memory.place(bucket.data()), **bucket.described})
+        post(self._path, json={**self.memory.place(bucket.data()), **bucket.described})
 
 
 class GroupBroadcast:

@@ -5,7 +5,7 @@
                                   asked for, lines of new tokens before that
 `POST /rlspec/abort`              {"ids": [...]} or {} for all
 `POST /rlspec/pause`, `/resume`, `/sleep`, `/wake`, `/weights/begin`, `/weights/end`; between the last two a bucket as
-`/rlspec/weights/bucket` (in the body), `/ipc` (mapped) or `/receive` (through the group that `/join` made)
+`/rlspec/weights/bucket` (in the body), `/ipc` (mapped), `/handle` (on the GPU), `/receive` (by the group of `/join`)
 An extension adds routes of its own (`extensions.py`).
 
 Every body and query is checked against `schemas.py` before anything reaches a scheduler. Every error is a JSON object
@@ -273,6 +273,7 @@ ROUTES: dict[str, Route] = {
     "weights/begin": (weight_routes.begin, schemas.BeginQuery),
     "weights/bucket": (weight_routes.bucket, schemas.SessionQuery),
     "weights/ipc": (weight_routes.ipc, schemas.IpcBody),
+    "weights/handle": (weight_routes.handle, schemas.HandleBody),
     "weights/join": (weight_routes.join, schemas.JoinBody),
     "weights/receive": (weight_routes.receive, schemas.ReceiveBody),
     "weights/end": (weight_routes.end, schemas.SessionQuery),

@@ -248,9 +248,26 @@ async def ipc(request: Request) -> JSONResponse:
         if not _sglang.maps:
             with _memory.piece(bucket.numel()) as landed:
                 return await _load(landed.copy_(bucket), entries, update)
-        ranks = manager().server_args.tp_size
-        message = _sglang.tensors(_SELECTOR[update.scope], [of_shared(asked)] * ranks, load_format=None)
-        return await _given(update, asked.names, manager().update_weights_from_tensor(message, None))
+        return await _opened(asked, update)
+
+
+async def handle(request: Request) -> JSONResponse:
+    """Load a bucket from the trainer's memory on a GPU, which the schedulers open."""
+    query = _query(request, schemas.SessionQuery)
+    asked = await parsed(request, schemas.HandleBody)
+    async with _alone():
+        update = weights.of(query.session)
+        laid_out(asked, await _one_machine(), update.scope)
+        device = manager().server_args.device
+        if device != "cuda" or not _sglang.maps:
+            raise Refusal(400, f"this engine, on {device}, opens no memory of a GPU; push with push.transport=ipc")
+        return await _opened(asked, update)
+
+
+async def _opened(asked: schemas.TensorsBody, update: Update) -> JSONResponse:
+    ranks = manager().server_args.tp_size
+    message = _sglang.tensors(_SELECTOR[update.scope], [of_shared(asked)] * ranks, load_format=None)
+    return await _given(update, asked.names, manager().update_weights_from_tensor(message, None))
 
 
 async def join(request: Request) -> JSONResponse:

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import torch
 
-from megatron_rlspec.rollout.sglang.schemas import IpcBody
+from megatron_rlspec.rollout.sglang.gpu_memory import copied
+from megatron_rlspec.rollout.sglang.schemas import TensorsBody
 from megatron_rlspec.rollout.sglang.shared_memory import mapped
 
 WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank"
@@ -25,17 +26,18 @@ _KEPT = 2 << 30  # bytes of memory that stay between pushes: new pages take long
 
 
 class _Message(msgspec.Struct, gc=False):
-    """`schemas.IpcBody`."""
+    """`schemas.IpcBody`, or `HandleBody`."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    process: int
-    descriptor: int
-    name: str
+    process: int = 0
+    descriptor: int = 0
+    name: str = ""
+    handle: str = ""
 
 
-def of_shared(asked: IpcBody) -> bytes:
+def of_shared(asked: TensorsBody) -> bytes:
     """Return the message for one scheduler, of a request that was checked."""
     return _MAGIC + asked.model_dump_json().encode()
 
@@ -49,7 +51,10 @@ def read(original: Callable, worker: Any, payloads: Sequence[bytes]) -> Any:
     if payloads and bytes(payloads[0][: len(_MAGIC)]) == _MAGIC:
         asked = msgspec.json.decode(payloads[0][len(_MAGIC) :], type=_Message)
         sizes = sizes_of(asked.dtypes, asked.shapes)
-        bucket = mapped(asked.process, asked.descriptor, asked.name, sum(sizes))
+        if asked.handle:
+            bucket = copied(asked.handle, sum(sizes), device)
+        else:
+            bucket = mapped(asked.process, asked.descriptor, asked.name, sum(sizes))
         return tensors_of(_there(bucket, device), sizes, asked.names, asked.dtypes, asked.shapes)
     found = original(worker, payloads)
     if isinstance(found, dict) and "flattened_tensor" in found:
