@@ -4,9 +4,10 @@
         [--ranks 2] [--json FILE] [--plot FILE]
     python benchmarks/whole_step.py --read FILE --plot FILE       # draw what --json wrote
     python benchmarks/whole_step.py --kinds "argmax drafts,co-trained" --engine embedded --ranks 1 --drafts 3
+    python benchmarks/whole_step.py --run runs/smollm2 --config examples/smollm2/smollm2.toml --engine embedded
 
-Every kind is an `rlspec train` from the warm start in RUN/warm/hf on the task in RUN/task, with the quickstart's
-configuration. Kinds run in turn, --repeats times. The policy learns the same in all: neither its
+Every kind is an `rlspec train` from the warm start in RUN/warm/hf on the task in RUN/task, with the configuration of
+--config (default: the quickstart's). Kinds run in turn, --repeats times. The policy learns the same in all: neither its
 updates nor its texts depend on drafts. `plain` is the same model without its drafter; `argmax drafts` is `co-trained`
 whose drafts are the likeliest tokens. Ratios are to the first kind.
 
@@ -57,6 +58,7 @@ LEFT_OUT = 2  # steps at the start, in which engines and allocators warm up
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=ROOT / "runs/quickstart", help="of examples/quickstart.sh")
+    parser.add_argument("--config", type=Path, default=ROOT / "examples/quickstart/quickstart.toml")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
@@ -124,7 +126,7 @@ def ended(process: subprocess.Popen, output: IO[str]) -> None:
 def seconds(kind: str, model: Path, options: argparse.Namespace, drafts: int, run_dir: Path) -> dict[str, list[float]]:
     """Run one kind, with so many drafts in every round; 0: as the rule chooses.
 
-    Returns, by step, seconds of parts and of the whole, accept lengths, tokens a second, and CPU seconds.
+    Returns, by step, seconds of parts and of the whole, accept lengths, tokens a second and a response, CPU seconds.
     """
     settings = KINDS[kind] | {
         "model.path": model,
@@ -138,15 +140,15 @@ def seconds(kind: str, model: Path, options: argparse.Namespace, drafts: int, ru
     if drafts and kind != "plain":
         settings |= {"spec.mode": "fixed", "spec.num_steps": drafts}
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-    config = ROOT / "examples/quickstart/quickstart.toml"
     with tempfile.TemporaryFile("w+") as output:
-        process = rlspec("train", "--ranks", options.ranks, "--config", config, *words, output=output)
+        process = rlspec("train", "--ranks", options.ranks, "--config", options.config.resolve(), *words, output=output)
         cpu = cpu_seconds(process, run_dir / "metrics.jsonl", range(LEFT_OUT, options.steps + 1))
         ended(process, output)
     records = read_records(run_dir / "metrics.jsonl")
     steps: dict[str, list[float]] = {part: [r[f"seconds_{part}"] for r in records[LEFT_OUT:]] for part in PARTS}
     steps["accept length"] = [1.0 if kind == "plain" else r["rollout/accept_length"] for r in records[LEFT_OUT:]]
     steps["tokens/s"] = [r["rollout/tokens_per_second"] for r in records[LEFT_OUT:]]
+    steps["tokens a response"] = [r["rollout/response_length"] for r in records[LEFT_OUT:]]
     times = [record["time"] for record in records]
     steps["step"] = [after - before for before, after in pairwise(times[LEFT_OUT - 1 :])]
     steps["cpu"] = [after - before for before, after in pairwise(cpu)]
@@ -179,7 +181,7 @@ def cpu_of(process: psutil.Process) -> float:
 
 def table(found: Turns) -> None:
     """Print medians of each kind, and how many times as fast as the first kind it is."""
-    columns = (*PARTS, "step", "cpu", "accept length", "tokens/s")
+    columns = (*PARTS, "step", "cpu", "accept length", "tokens/s", "tokens a response")
     first = next(iter(found))
     head = " ".join(f"{name:>{max(9, len(name))}}" for name in columns)
     print(f"{'':>13} {head}   {first} / this: a step, CPU, generating a token")
