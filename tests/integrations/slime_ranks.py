@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
+from megatron_rlspec import files
 from megatron_rlspec.config import Config
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.train import runtime
@@ -65,7 +66,7 @@ RESPONSES = (15, 6, 3, 4)
 
 def arguments(folder, cp, extra="", drafter=True):
     """slime's own parser on a small model; float32 instead of bf16."""
-    Path(folder, "config.json").write_text(json.dumps(HF_CONFIG))
+    files.write(Path(folder, "config.json"), json.dumps(HF_CONFIG))  # another rank may be reading it
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     replicas = world // int(cp)
     command = (
@@ -123,7 +124,8 @@ def fill(named_parameters):
     with torch.no_grad():
         for name, parameter in named_parameters:
             name = of_all_experts(plain(name))
-            generator = torch.Generator().manual_seed(sum(name.encode()) * 7919 + parameter.numel())
+            split = ps.get_tensor_model_parallel_rank() if getattr(parameter, "tensor_model_parallel", False) else 0
+            generator = torch.Generator().manual_seed(sum(name.encode()) * 7919 + parameter.numel() + split)
             noise = torch.randn(parameter.shape, generator=generator) * 0.08
             parameter.copy_(noise + (1 if parameter.dim() == 1 and "norm" in name else 0))
             if name == "output_layer.weight":
@@ -309,10 +311,10 @@ def resumed(folder, cp, *extra):
     torch.save(found, Path(folder, f"rank{dist.get_rank()}.pt"))
 
 
-def frozen(folder, cp, *extra, drafter=True):
+def frozen(folder, cp, *extra, drafter=True, resumes=True):
     """Three steps, with slime's `save` before the first and the third; and that third step again by fresh models.
 
-    Also saves which tokens were the likeliest ones before each step.
+    Also saves which tokens were the likeliest ones before each step. `drafter`: MTP layers, in slime's model.
     """
     from slime.backends.megatron_utils import model as slime_model
 
@@ -329,13 +331,13 @@ def frozen(folder, cp, *extra, drafter=True):
         args.use_dynamic_batch_size = False
 
     for number in range(3):
-        args.no_save_optim = not number  # there are no moments yet
-        if number != 1 and drafter:
+        args.no_save_optim = not number or "--no-save-optim" in extra  # there are no moments yet
+        if number != 1 and resumes:
             slime_model.save(number + 1, *built)
         step(args, built)
     found["parameters"] = parameters(built[0])
-    if drafter:
-        resume = resuming(folder, cp, saved, [rate, f"--ref-load {saved} --ref-ckpt-step 1", *extra])
+    if resumes:
+        resume = resuming(folder, cp, saved, [rate, f"--ref-load {saved} --ref-ckpt-step 1", *extra], drafter)
         built = build(resume)
         step(resume, built)
         found["resumed"] = parameters(built[0])
@@ -349,9 +351,13 @@ def likeliest(args, model):
     from slime.backends.megatron_utils.model import forward_only
 
     def ids(logits, *, with_entropy, **given):
-        return logits.new_empty(0), {"ids": [rows.argmax(-1) for rows, _ in get_responses(logits, **given)]}
+        shares = [torch.empty_like(logits) for _ in range(ps.get_tensor_model_parallel_world_size())]
+        dist.all_gather(shares, logits.contiguous(), group=ps.get_tensor_model_parallel_group())
+        whole = torch.cat(shares, -1)
+        return logits.new_empty(0), {"ids": [rows.argmax(-1) for rows, _ in get_responses(whole, **given)]}
 
-    return torch.cat(forward_only(ids, args, model, get_data_iterator(rollout_data()), [1])["ids"])
+    found = forward_only(ids, args, model, get_data_iterator(rollout_data()), [1])
+    return torch.cat(found["ids"]) if found else torch.empty(0)  # not on the last pipeline stage
 
 
 def resuming(folder, cp, saved, extra, drafter=True):
@@ -556,7 +562,8 @@ if __name__ == "__main__":
         "no_drafter": partial(one_step, drafter=False),
         "empty_rank": empty_rank,
         "frozen": frozen,
-        "frozen_no_drafter": partial(frozen, drafter=False),
+        "frozen_beside": partial(frozen, drafter=False),
+        "frozen_no_drafter": partial(frozen, drafter=False, resumes=False),
         "own_loop": own_loop,
         "one_step_of_few_words": partial(few_words, one_step),
         "own_loop_of_few_words": partial(few_words, own_loop),

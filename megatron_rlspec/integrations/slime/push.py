@@ -45,7 +45,9 @@ def wrap(args: Namespace, beside: Tensors | None = None) -> None:
     if args.update_weight_mode == "delta":
         from slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta import UpdateWeightFromDiskDelta
 
-        UpdateWeightFromDiskDelta._iter_hf_tensors = _noting_each(UpdateWeightFromDiskDelta._iter_hf_tensors)
+        UpdateWeightFromDiskDelta._iter_hf_tensors = _noting_chunks(
+            UpdateWeightFromDiskDelta._iter_hf_tensors, single=True
+        )
         UpdateWeightFromDiskDelta.update_weights = checked(UpdateWeightFromDiskDelta.update_weights, repeatable=False)
     elif args.update_weight_transport == "disk":
         HfWeightIteratorDirect.get_hf_weight_chunks = _noting_chunks(HfWeightIteratorDirect.get_hf_weight_chunks)
@@ -170,12 +172,14 @@ def own(tensors: Iterable[tuple[str, Any]], rank: int, plan: Sequence[Any]) -> l
     return [(name, tensor) for name, tensor in tensors if plan and ".experts." in name]
 
 
-def _noting_chunks(chunks: Callable) -> Callable:
+def _noting_chunks(chunks: Callable, single: bool = False) -> Callable:
+    """Return `chunks`, which also notes the tensors of each chunk, or the `single` one that it yields."""
+
     @functools.wraps(chunks)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        for tensors in chunks(*args, **kwargs):
-            _note(tensors)
-            yield tensors
+        for found in chunks(*args, **kwargs):
+            _note([found] if single else found)
+            yield found
 
     return wrapped
 
@@ -199,16 +203,6 @@ def _with_chunk_of_first_rank(chunks: Callable, beside: Tensors) -> Callable:
         tensors = list(beside())
         if updater._is_pp_src_rank:
             yield tensors
-
-    return wrapped
-
-
-def _noting_each(tensors: Callable) -> Callable:
-    @functools.wraps(tensors)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        for name, tensor in tensors(*args, **kwargs):
-            _note([(name, tensor)])
-            yield name, tensor
 
     return wrapped
 
