@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from megatron_rlspec.rollout.sglang.http import serve
 
@@ -27,7 +28,7 @@ def record(folder: Path) -> None:
         rates = decisions.decider.rule.acceptance.rates
         steps = -1 if self._config.off else self._config.num_steps
         line = [steps, *self._together, self._context, rates, len(lags), sum(lags), self._drafting]
-        with (folder / str(ranks.rank)).open("a") as file:
+        with (folder / str(torch.distributed.get_rank(ranks._group))).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def alone(self, share):

@@ -86,6 +86,7 @@ def test_rules_on_two_ranks_learn_the_same_from_late_rounds():
 CONFIG = config_of("Glm4MoeForCausalLM", bos_token_id=1, eos_token_id=2)
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096", "--max-running-requests", "16"]
 RANKS = ["--tp", "2", "--dp-size", "2", "--enable-dp-attention"]
+PAIRS = ["--tp", "4", "--dp-size", "2", "--enable-dp-attention"]  # two ranks share the attention of one request
 ADAPTIVE = ["--spec", "adaptive", "--candidate-steps", "0,1,2,3"]
 STEPS = (OFF, *map(SpecConfig, (1, 2, 3)))
 # Off, 1, 2 and 3 steps in turn, by batch and by context.
@@ -96,26 +97,26 @@ TURNS = SpecSchedule(
 
 def environment(**more: str) -> dict[str, str]:
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    return {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": f"{cores}|{cores}", **more}
+    return {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * 4), **more}
 
 
-def recording(model: Path, folder: Path, **more: str) -> EngineProcess:
+def recording(model: Path, folder: Path, ranks: list[str] = RANKS, **more: str) -> EngineProcess:
     """Start an adaptive engine whose ranks record their decisions in `folder`."""
     port = free_port(ENGINES)
     folder.mkdir()
     command = [sys.executable, str(Path(__file__).with_name("ranks_serve.py")), str(folder), "--model", str(model)]
     with (folder / "log").open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--port", str(port), *SERVE, *RANKS, *ADAPTIVE],
+            [*command, "--port", str(port), *SERVE, *ranks, *ADAPTIVE],
             env=os.environ | environment(**more), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     scratch = Path(tempfile.mkdtemp())
     return EngineProcess(process, f"http://127.0.0.1:{port}", folder / "log", scratch, api_key="")
 
 
-def decisions(folder: Path) -> list[list[list]]:
-    """Return both ranks' lines, as far as both have them."""
-    ranks = [[json.loads(line) for line in (folder / name).read_text().splitlines()] for name in "01"]
+def decisions(folder: Path, names: str = "01") -> list[list[list]]:
+    """Return the lines of these ranks, as far as all have them."""
+    ranks = [[json.loads(line) for line in (folder / name).read_text().splitlines()] for name in names]
     rounds = min(map(len, ranks))
     return [lines[:rounds] for lines in ranks]
 
@@ -199,6 +200,24 @@ def abort_one(engine: SGLangEngine) -> None:
     engine.abort([requests[1].id])
     thread.join(100)
     assert [sample.status for sample in found] == ["truncated", "aborted", "truncated", "truncated"]
+
+
+@pytest.mark.slow  # starts an engine of four ranks
+def test_pairs_of_ranks_with_the_same_requests_decide_together(model, tmp_path):
+    """Attention is split over two ranks for each half of the requests: tensor parallelism 4, data parallelism 2."""
+    folder = tmp_path / "pairs"
+    with recording(model[0], folder, PAIRS) as process:
+        engine = SGLangEngine.of(process.wait(300), timeout=120)
+        engine.hold("test")
+        without = {n: texts(engine, n) for n in (6, 1)}
+        assert {r.config for r in engine.stats()} == {OFF}
+        engine.release()
+        begun = len(decisions(folder)[0])
+        engine.set_schedule(TURNS)
+        for n in (6, 1):  # of one sample, two ranks have none
+            assert texts(engine, n) == without[n]
+    ranks = [[line[:5] for line in lines] for lines in decisions(folder, "0123")]
+    assert ranks.count(ranks[0]) == 4 and {line[0] for line in ranks[0][begun:]} == {-1, 1, 2, 3}
 
 
 @pytest.mark.slow  # starts an engine of two ranks

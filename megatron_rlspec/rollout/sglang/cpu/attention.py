@@ -113,8 +113,9 @@ def decode_attention_cpu(
 ) -> None:
     """Attend with one query per request: query, output [B, h, d]; buffers [rows, n, d].
 
-    key and value [B, n, d] are written to rows `loc` first. Raises NotImplementedError for what SGLang does not use
-    for dense models.
+    key and value [B, n, d] are written to rows `loc` first. Where ranks split the attention of a part of the requests,
+    a batch may be padded: `query` is then longer than `seq_lens`. Raises NotImplementedError for what SGLang does not
+    use for dense models.
     """
     _refuse(
         "decode_attention_cpu",
@@ -137,8 +138,10 @@ def decode_attention_cpu(
         return rows, _additive(visible[:, None], query, key_buffer)
 
     plan = _plans.of(key_buffer, (req_to_token, req_pool_indices, seq_lens), make)
-    out = _attend(query[:, None], plan.gather(key_buffer), plan.gather(value_buffer), plan.mask, scaling)
-    output.copy_(out[:, 0])
+    n = len(seq_lens)
+    out = _attend(query[:n, None], plan.gather(key_buffer), plan.gather(value_buffer), plan.mask, scaling)
+    output[:n].copy_(out[:, 0])
+    output[n:].zero_()
 
 
 def extend_attention_cpu(
