@@ -133,6 +133,20 @@ def test_packed_buckets_serve_all_engines_and_a_flipped_bit_is_named(monkeypatch
         assert not any(engine.serving for engine in engines.values())
 
 
+def test_a_bucket_travels_while_the_next_one_is_made(monkeypatch):
+    monkeypatch.setattr(push, "bucket_bytes", lambda memory: 3 * 8 * 16 * 4)
+    engine = BucketEngine("e", Memory(headed=True))
+    came = threading.Event()
+    engine.wire = lambda name, tensor: came.set() or (name, tensor)
+
+    def source(scope):
+        for i, named in enumerate(weights().items()):
+            assert i < 5 or came.wait(60)  # the sixth tensor is the last one of the second bucket
+            yield named
+
+    assert not Pusher({"e": engine}).push(0, source).failed and holds(engine, weights())
+
+
 def test_an_engine_that_stops_reading_packed_buckets_is_named(monkeypatch):
     monkeypatch.setattr(push, "bucket_bytes", lambda memory: 3 * 8 * 16 * 4)
     engine = BucketEngine("e", Memory(headed=True))
