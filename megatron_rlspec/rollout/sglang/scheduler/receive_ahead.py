@@ -32,9 +32,13 @@ class _Begun:
 
 
 class ReceiveAhead:
-    """The buckets of one scheduler process. Tensor-parallel ranks get the same requests in the same order."""
+    """The buckets of one scheduler process. Tensor-parallel ranks get the same requests in the same order.
 
-    def __init__(self) -> None:
+    answer  SGLang's to a bucket, of `success` and `message`
+    """
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self._answer = answer
         self._begun: _Begun | None = None  # received while the one before is loaded
         self._loading: _Begun | None = None
 
@@ -45,18 +49,16 @@ class ReceiveAhead:
 
     def update(self, original: Callable, manager: Any, request: Any) -> Any:
         """Begin to receive this bucket, and load the one before it."""
-        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
-
         if manager._session is None or not request.group_name.startswith(_OURS):
             return original(manager, request)
         before, self._begun = self._begun, None
         try:
             tensors, work = _begin(manager.tp_worker.model_runner.weight_updater, request)
         except Exception as error:  # as SGLang does: what torch raises differs by backend
-            return UpdateWeightsFromDistributedReqOutput(success=False, message=f"Failed to receive weights: {error}")
+            return self._answer(success=False, message=f"Failed to receive weights: {error}")
         self._begun = _Begun(partial(original, manager, request), tensors, work)
         if before is None:
-            return UpdateWeightsFromDistributedReqOutput(success=True, message="")
+            return self._answer(success=True, message="")
         return self._load(before)
 
     def end(self, original: Callable, manager: Any, request: Any) -> Any:

@@ -159,7 +159,11 @@ class Sglang0523:
 
     def hooks(self) -> Iterator[Hook]:
         """Return the hooks of this version beyond those of `control` and `verifier`."""
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+        from sglang.srt.managers.io_struct import (
+            BeginWeightUpdateReqInput,
+            EndWeightUpdateReqInput,
+            UpdateWeightsFromDistributedReqOutput,
+        )
 
         from megatron_rlspec.rollout.sglang.cpu import products, stand_ins
         from megatron_rlspec.rollout.sglang.scheduler import attention_ranks, bucket_memory, draft_vocabulary, protect
@@ -171,7 +175,7 @@ class Sglang0523:
         yield reason, attention_ranks.keep_adaptive, "AROUND"
         session = PushSession(BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput())
         yield from session.hooks()
-        yield from ReceiveAhead().hooks()
+        yield from ReceiveAhead(UpdateWeightsFromDistributedReqOutput).hooks()
         yield from cost_hooks()
         yield bucket_memory.WORKER, bucket_memory.read, "AROUND"
         yield from protect.scheduler_hooks()
