@@ -31,7 +31,9 @@ _SECONDS = timedelta(seconds=120)  # for engines to join a group, or to take one
 
 
 class Transport(Protocol):
-    memory: Memory
+    @property
+    def memory(self) -> Memory:
+        """Return the memory of the buckets that it sends."""
 
     def send(self, post: Post, bucket: Bucket) -> None:
         """Deliver a bucket of `memory` within an open update, which `post` names in its requests."""
