@@ -40,6 +40,12 @@ class HistoryDrafts:
         """Forget what was accepted under other weights."""
         self._sources = Sources()
 
+    def forget(self) -> None:
+        """Forget rows, texts and what was accepted: ranks that become one engine have seen different rounds."""
+        for row in list(self._seats):
+            self.vacate(row)
+        self.new_weights()
+
     def seat(self, row: int, request: Request) -> None:
         """Note that a request took a row."""
         if self.drafts and request.history:

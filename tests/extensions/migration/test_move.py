@@ -338,6 +338,22 @@ def test_a_newcomer_drafts_before_the_target_s_keys_are_here(model):
     check_samples(fleet.finish(), undisturbed(model, fleet.requests))
 
 
+@pytest.mark.parametrize("how", ["kv", "recompute"])
+def test_moved_samples_go_on_with_drafts_of_old_answers(model, how):
+    requests = oracle.requests(PROMPTS, group=2)
+    wanted = undisturbed(model, requests, spec=SpecConfig(3))
+    old = [replace(r, history=(sample.response,)) for r, sample in zip(requests, wanted, strict=True)]
+    fleet = Fleet(model, 2, old, used=1, spec=SpecConfig(3))
+    for engine in fleet.engines:
+        engine.rounds.history.drafts = 8
+    for _ in range(3):
+        fleet.step()
+    fleet.move(0, 1, [run.request.id for run in fleet.engines[0].running], how=how)
+    check_samples(fleet.finish(), wanted)
+    assert any(any(one.history[4:]) for one in fleet.engines[1].stats()), "more drafts than the drafter makes"
+    assert not fleet.engines[1].rounds.history._seats
+
+
 def test_prompts_that_the_target_holds_do_not_travel(model):
     requests = oracle.requests([PROMPTS[3]], group=4)
     fleet = Fleet(model, 2, requests, spec=SpecConfig(3))
