@@ -49,10 +49,9 @@ class Way:
         self.seconds = 0.0
 
 
-def measure(run_dir: Path, steps: int, drafts: int, num_steps: int) -> dict[str, Way]:
-    config = Config.model_validate_json((run_dir / "config.json").read_text())
-    trajectory = Trajectory(run_dir)
-    hf_config, tensors = read_model(str(run_dir / "hf"), "")
+def engine_of(run_dir: Path, model: Path, config: Config, num_steps: int) -> tuple[EmbeddedEngine, int]:
+    """Return an engine for a recorded run with the drafter of a model's directory, and the size of the vocabulary."""
+    hf_config, tensors = read_model(str(model), "")
     engine = EmbeddedEngine(
         hf_config,
         weights_of(tensors),
@@ -62,8 +61,15 @@ def measure(run_dir: Path, steps: int, drafts: int, num_steps: int) -> dict[str,
         max_total_tokens=config.rollout.max_total_tokens,
         schedule=SpecSchedule.fixed(SpecConfig(num_steps)),
     )
-    engine.rounds.history.drafts = drafts
     engine.rounds.sharpness.fix(read_records(run_dir / "metrics.jsonl")[-1].get("spec/sharpness", SHARPNESS[0]))
+    return engine, hf_config["vocab_size"]
+
+
+def measure(run_dir: Path, steps: int, drafts: int, num_steps: int) -> dict[str, Way]:
+    config = Config.model_validate_json((run_dir / "config.json").read_text())
+    trajectory = Trajectory(run_dir)
+    engine, vocabulary = engine_of(run_dir, run_dir / "hf", config, num_steps)
+    engine.rounds.history.drafts = drafts
     rounds: Counter[int] = Counter()  # by seed
     run = engine.rounds.round
 
@@ -76,7 +82,7 @@ def measure(run_dir: Path, steps: int, drafts: int, num_steps: int) -> dict[str,
     found = {way: Way() for way in WAYS}
     version = 0
     for step in range(trajectory.steps):
-        groups = trajectory.groups(step, hf_config["vocab_size"])
+        groups = trajectory.groups(step, vocabulary)
         for name, (history, checked) in WAYS.items() if step >= trajectory.steps - steps else ():
             requests = []
             for group in groups:
