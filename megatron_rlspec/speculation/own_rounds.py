@@ -38,7 +38,7 @@ BEYOND = (0.15, 0.05)  # width for each octave beyond the measured batches, and 
 NOISE = 0.1  # standard deviation of the logarithm of one timing, until timings say otherwise; it counts for
 NOISE_WEIGHT = 8.0  # timings
 FLOOR = 0.02  # standard deviation of the median of any number of timings: the machine's speed drifts
-FEW = {1: 0.3, 2: 0.2}  # the same of one and of two timings: a single round can be interrupted
+FEW = {1: 0.6, 2: 0.2}  # the same of one and of two timings: a single round can be interrupted
 AT_ONCE = 3  # timings of one configuration in turn
 CHECKS = 1  # configurations beside the present one that are timed at first, whatever the table says
 FREE = 8.0  # rounds that timing may lose at first, and
@@ -118,15 +118,20 @@ class OwnRounds:
         self._fitted: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # by factor
         self._doubts: dict[Place, Doubt] = {}
 
-    def timed(self, config: SpecConfig, at: Place, ms: float, told: Sequence[float]) -> None:
+    def timed(self, config: SpecConfig, at: Place, ms: float, told: Sequence[float], change_ms: float = 0.0) -> None:
         """Add a round's duration; a table says `told` ms for each candidate.
 
-        The first round after another configuration does not count: switching and catching up are a part of it.
+        change_ms  of it, if it is the first one after another configuration: switching and catching up. Such a round
+                   counts where few others are known, if most of it is decoding
         """
         former, self._last = self._last, config
-        if former != config or not (ms > 0 and math.isfinite(ms)):
-            return
         i = self.candidates.index(config)
+        if former != config:
+            if former is None or ms < 2 * change_ms or self.timings(i, at) >= AT_ONCE:
+                return
+            ms -= change_ms
+        if not (ms > 0 and math.isfinite(ms)):
+            return
         kept = self._cells.setdefault((i, at), deque(maxlen=KEPT))
         kept.append(math.log(ms / told[i]))
         self.tried.add(i)
@@ -287,7 +292,7 @@ class TimingPlan:
         longer = np.array(tokens) / tokens[now] / each  # a round of it, in present rounds
         loses = longer - (1 + (np.array(tokens) - 1) * share) / tokens[now]
         extra = switches + np.array(list(catching_up.values()))[:, None]
-        costs = np.maximum(loses, 0.0) * (AT_ONCE + 1) + extra  # the first round after a change is not counted
+        costs = np.maximum(loses, 0.0) * AT_ONCE + extra
         cost = costs.min(axis=0)
         gain = worth * HORIZON - cost
         unknown = [i for i in range(len(each)) if i not in own.tried and i != now and each[i] > CLOSED]
@@ -299,6 +304,6 @@ class TimingPlan:
             return -1
         self._checks += math.isinf(gain[self._config])
         self.left -= float(cost[self._config])
-        self._more = AT_ONCE
+        self._more = AT_ONCE - 1
         self.requests = list(catching_up)[int(costs[:, self._config].argmin())]
         return self._config

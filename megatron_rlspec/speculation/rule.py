@@ -160,6 +160,8 @@ class SpecRule:
         self._most_batch: Mapping[SpecConfig, int] = {}
         self.correct = correct  # a table, by the durations of own rounds
         self._own: OwnRounds | None = None
+        self._chosen = OFF  # in the last round
+        self._change_ms: dict[SpecConfig, float] = {}  # what the last change to it took: switching and catching up
         self._at = (0, 0)  # `place` of the present round
         self._plan = TimingPlan()
         self.cost: Cost | None = None
@@ -232,10 +234,11 @@ class SpecRule:
         """Learn the duration of a round, if `times`. All tensor-parallel ranks must pass the same.
 
         With a `LearntCost` the first drafting round after `OFF` counts only if no other is known: the drafter catches
-        up in it. With a table no round counts that follows another configuration.
+        up in it. With a table such a round counts without what switching and catching up takes by the table.
         """
         if self._own is not None:
-            self._own.timed(config, place(batch, context_tokens), ms, self._costs.at(batch, context_tokens))
+            told = self._costs.at(batch, context_tokens)
+            self._own.timed(config, place(batch, context_tokens), ms, told, self._change_ms.get(config, 0.0))
         if not isinstance(self.cost, LearntCost):
             return
         former = self._timed
@@ -283,7 +286,9 @@ class SpecRule:
         ms = self._costs.at(batch, context_tokens)
         if self._own is not None:
             self._at = place(batch, context_tokens)
-            ms = [x * factor for x, factor in zip(ms, self._own.doubt(self._at).factors, strict=True)]
+            factors = self._own.doubt(self._at).factors
+            ms = [x * factor for x, factor in zip(ms, factors, strict=True)]
+            ms_per_token *= max(1.0, factors[self._current])  # a slower machine catches up more slowly, too
         return self._decide(batch, ms, catch_up_ms, apart and missed is not None)
 
     def _decide(self, batch: int, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> SpecConfig:
@@ -305,13 +310,12 @@ class SpecRule:
         config = self.candidates[chosen]
         probes_after_off = chosen != self._current and self.candidates[self._current].off
         drafting = min(requests, batch) if probes_after_off else batch
-        if config.off:
-            self._gap += 1
-            self.catch_up = 0
-        else:
-            tally.catch_up_ms += catch_up_ms(drafting)
-            self._gap = 0
-            self.catch_up = drafting
+        catching_up = 0.0 if config.off else catch_up_ms(drafting)
+        if config != self._chosen and self.cost is not None:
+            self._chosen = config
+            self._change_ms[config] = self.cost.switch_ms + catching_up
+        tally.catch_up_ms += catching_up
+        self._gap, self.catch_up = (self._gap + 1, 0) if config.off else (0, drafting)
         tokens = batch + drafting * (self._tokens[chosen] - 1.0)
         tally.ran(config)
         tally.ms += ms[chosen]
@@ -421,7 +425,8 @@ class SpecRule:
         switch_cost = self.cost.switch_ms
         catch_up = catch_up_ms(batch) / ms[now] if best != now else 0.0
         if self.candidates[now].off:
-            switch_cost += CATCH_UP_WEIGHT * catch_up * ms[now]
+            known = self._own is None or best in self._own.tried
+            switch_cost += (CATCH_UP_WEIGHT if known else 1.0) * catch_up * ms[now]
             catch_up = 0.0
         threshold = PATIENCE * max(self.margin, 1e-3) + switch_cost / ms[now]
         most = 0.5 * threshold  # the noise of a single round cannot cause a switch

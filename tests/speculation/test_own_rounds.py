@@ -81,7 +81,7 @@ def test_a_good_table_loses_little_and_a_slower_clock_nothing(rate, slow, batch)
 
 @pytest.mark.parametrize(("longer", "timed"), [(2.0, 1), (5.0, -1)])
 def test_timing_costs_whole_rounds(longer, timed):
-    """Four rounds that take five plain ones each lose 16 rounds, more than FREE; without tokens for it."""
+    """Three rounds that take five plain ones each lose 12 rounds, more than FREE; without tokens for it."""
     own = OwnRounds(table(), CANDIDATES[:2])
     at = place(32, 3200)
     for _ in range(AT_ONCE + 1):
@@ -155,6 +155,50 @@ def test_the_width_of_few_points_and_of_wide_spreads_is_stated():
     mixed = CostTable(table().provenance, rows)
     here, there, beyond = OwnRounds(mixed, CANDIDATES).width(at)
     assert here == noisy[0] and (there, beyond) == (good[1], good[2])  # each batch has its own points' width
+
+
+def test_lone_rounds_of_probes_tell_their_cost_without_catching_up_and_no_more_than_a_few():
+    """Drafts cost a third of what the table says. They run in single rounds, which first read what they missed."""
+    own = OwnRounds(table(), CANDIDATES)
+    at = place(32, 3200)
+    for n in range(12):
+        for _ in range(4):
+            own.timed(OFF, at, 10.0, [10.0] + [60.0] * 4, 0.5)
+        own.timed(CANDIDATES[1], at, 35.0 if n < 3 else 70.0, [10.0] + [60.0] * 4, 15.0)  # later ones are not needed
+        own.timed(CANDIDATES[2], at, 35.0, [10.0] + [60.0] * 4, 20.0)  # it mostly caught up
+    own.fit()
+    assert own.tried == {0, 1} and own.timings(1, at) == AT_ONCE
+    assert own.doubt(at).factors[:2] == pytest.approx([1.0, 1 / 3], rel=0.05)
+
+
+def test_a_slower_machine_catches_up_more_slowly_and_untimed_drafts_must_earn_all_of_it():
+    """By a table of a fourth of the true ms catching up takes 5 rounds, so here 20. Drafts would gain 40 % a round."""
+    off, drafting = MACHINE.grid(CANDIDATES[:2], np.array(32), np.array(32 * 400)).tolist()
+    costs = CostTable(table().provenance, table(ms=lambda _, ms: ms / 4).rounds, catch_up_ms=off / 64)
+    waited = {}
+    for timed in (5, 0):
+        rule = SpecRule(CANDIDATES[:2], costs, correct=True, start=OFF)
+        rule.update(rates=[0.0])
+        rule._plan.left = 0.0
+        for _ in range(timed):
+            rule.timed(CANDIDATES[1], 32, 32 * 400, drafting)
+        for t in range(200):
+            if t == 20:
+                rule.update(rates=[0.95])
+            if not rule.choose(32, 32 * 400, lambda n: 10 * n).off:
+                break
+            rule.timed(OFF, 32, 32 * 400, off)
+        waited[timed] = t - 20
+        assert rule._change_ms[CANDIDATES[1]] == pytest.approx(20 * off, rel=0.05)
+    assert 2 <= waited[5] <= 10 and 20 <= waited[0] <= 60, waited
+
+
+def test_batches_of_one_length_do_not_say_what_a_longer_context_costs():
+    """Points at one mean context, off by 10 %: a fit must not take what more tokens cost for the context's cost."""
+    rng = np.random.default_rng(5)
+    short = table(batches=(64, 256), lengths=(512,), ms=lambda config, ms: ms * rng.lognormal(0, 0.1), spread=0.1)
+    grow = [short.ms(config, 64, 64 * 4096) / short.ms(config, 64, 64 * 512) for config in CANDIDATES]
+    assert 1.0 < min(grow) <= max(grow) < 1.5, grow
 
 
 def test_one_interrupted_round_changes_no_choice():
