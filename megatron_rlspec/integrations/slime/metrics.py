@@ -134,6 +134,8 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
         _check_drafter(drafter, args.hf_checkpoint, engines)
     configs = {SpecConfig(*config) for engine in engines.values() for config in engine["configs"]}
     if not configs:
+        if len(getattr(args, "rlspec_candidate_steps", ())) > 1:
+            logger.warning("rlspec: draft steps stay as they are: SGLang adapts none here; its log has the reason")
         return None
     config = described(args.hf_checkpoint, _eagle3(args))
     spec = SpecSection()
