@@ -35,13 +35,13 @@ BOXED = [f"\\boxed{{{digit}}}" for digit in range(10)]
 VOCABULARY = ["<pad>", "<eos>", "<unk>", *"=+-", *"0123456789", *BOXED, *(f"<spare{i}>" for i in range(6))]
 
 
-def write_task(folder, rows=512):
-    """Sums modulo ten. slime's reward `math` reads answers from a `\\boxed{}`, which the tokenizer has as one token."""
+def write_task(folder, modulus=10, rows=512):
+    """Sums, modulo `modulus`. slime's reward `math` reads answers from a `\\boxed{}`, in the tokenizer one token."""
     rng = random.Random(1)
     lines = []
     for _ in range(rows):
         numbers = [rng.randrange(10) for _ in range(rng.randint(2, 6))]
-        lines.append({"prompt": "+".join(map(str, numbers)) + "=", "label": str(sum(numbers) % 10)})
+        lines.append({"prompt": "+".join(map(str, numbers)) + "=", "label": str(sum(numbers) % modulus)})
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:8]))
 
@@ -267,6 +267,7 @@ def main():
     parser.add_argument("--rollouts", type=int, default=4)
     parser.add_argument("--verifier", choices=("target_only", "position_keyed"), default="target_only")
     parser.add_argument("--kind", choices=("mtp", "eagle3", "mixture"), default="mtp", help="of the drafter")
+    parser.add_argument("--modulus", type=int, default=10, help="of the sums that are asked for")
     parser.add_argument("--free", type=int, default=40, help="tokens that a round verifies for nothing")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--sglang", choices=sorted(versions.KNOWN), default="0.5.23")
@@ -276,7 +277,7 @@ def main():
     slime = folder / "slime"
     if not folder.exists():
         folder.mkdir(parents=True)
-        write_task(folder)
+        write_task(folder, options.modulus)
         write_model(folder / "model")
         if options.kind == "eagle3":
             write_drafter(folder / "model")

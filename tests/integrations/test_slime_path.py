@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rlspec.integrations.slime.engines import drafter_names
 from megatron_rlspec.models.hf_files import read_hf
-from megatron_rlspec.push.fingerprint import fingerprint
+from megatron_rlspec.push.fingerprint import as_delivered, fingerprint
 
 HERE = Path(__file__).parent
 
@@ -238,20 +239,72 @@ def test_an_eagle3_drafter_learns_is_pushed_and_saved(run):
     )
 
 
+# A step of 128 samples a rollout. slime's filter leaves groups of equal rewards out, so 1/8 is the least reward.
+MIXTURE = (
+    "--kind=mixture",
+    "--modulus=2",
+    "--rollout-batch-size=16",
+    "--over-sampling-batch-size=20",
+    "--global-batch-size=128",
+    "--lr=5e-3",
+    "--save-interval=1",
+)
+
+
 def test_a_mixture_with_split_experts_learns_is_pushed_and_goes_on(run):
     """A GLM4-MoE with a NextN drafter: its experts are split over both train ranks, and a second run continues."""
-    options = ("--kind=mixture", "--save-interval=1")
-    folder, rollouts, logged = run(*options, "--rollouts=3")
+    folder, rollouts, logged = run(*MIXTURE, "--rollouts=3")
     check_mixture(folder, rollouts, logged, first=0)
     loss = [step["train/drafter_loss_1"] for step in steps(logged)]
-    assert loss[-1] < 0.9 * loss[0] and rollouts[-1]["accept_length"] > rollouts[0]["accept_length"]
+    assert loss[-1] < 0.9 * loss[0]
     _, saved = exported(folder, 4)
-    more = ("--rollouts=5", "--override-opt_param-scheduler")  # whose steps follow from the number of rollouts
-    _, rollouts, logged = run(*options, *more, folder=folder)
+    more = ("--rollouts=6", "--override-opt_param-scheduler")  # whose steps follow from the number of rollouts
+    _, rollouts, logged = run(*MIXTURE, *more, folder=folder)
     check_mixture(folder, rollouts[3:], logged, first=3)
     _, resumed = exported(folder, 1)  # versions are counted anew
     assert all(torch.equal(resumed[name], saved[name]) for name in saved)
     assert all(step["train/drafter_loss_1"] < 0.9 * loss[0] for step in steps(logged))
+    reward = [row["reward"] for row in rollouts]
+    assert reward[-1] > 0.35 and reward[-1] > reward[0] + 0.1, reward  # about 0.17 without learning
+    assert rollouts[-1]["accept_length"] > 1.2 * rollouts[0]["accept_length"]
+
+
+# One engine of two ranks, each with requests of its own.
+RANKS = (
+    "--kind=mixture",
+    "--rollouts=2",
+    "--rollout-num-gpus=2",
+    "--rollout-num-gpus-per-engine=2",
+    "--sglang-dp-size=2",
+    "--sglang-enable-dp-attention",
+)
+
+
+def test_ranks_of_an_engine_adapt_together_under_attention_data_parallelism(run):
+    """The greedy texts, with three drafts a round, are those of Transformers. Loaders tell what they were given."""
+    from transformers import AutoModelForCausalLM
+
+    folder, rollouts, logged = run(*RANKS)
+    assert [row["rollout"] for row in rollouts] == [0, 1]
+    is_drafter = drafter_names(str(folder / "model"))
+    for version, row in enumerate(rollouts, 1):
+        _, tensors = exported(folder, version)
+        (engine,) = row["engines"]
+        assert engine["describe"]["controller"] == "ScheduleController"
+        assert as_delivered(engine["delivered"], is_drafter) == {name: fingerprint(tensors[name]) for name in tensors}
+        found = logged["rollout", row["rollout"]]
+        assert found["health/engines_by_delivery"] == 1
+        assert found["health/incidents"] == found["health/unchecked_engines"] == 0
+        assert found["health/unreachable_engines"] == 0
+        model = AutoModelForCausalLM.from_pretrained(folder / f"weights/weight_v{version:06d}").float().eval()
+        for prompt, text in row["greedy"]:
+            with torch.no_grad():
+                most = model(torch.tensor([prompt + text])).logits[0].argmax(-1).tolist()
+            assert text == most[len(prompt) - 1 : -1]
+        assert row["accept_length"] > 1  # of the greedy texts
+    assert logged["rollout", 0]["rollout/spec_share_off"] > 0  # by the cost table
+    first, second = (step["train/drafter_loss_1"] for step in steps(logged))
+    assert second < first
 
 
 def check_mixture(folder, rollouts, logged, first):
