@@ -30,7 +30,7 @@ def parser() -> arguments.Parser:
         "checkpoint -> Hugging Face. Any "
         "TP/PP/EP may have written a Megatron checkpoint, and any may read it. An interrupted conversion continues.",
         example="rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
-        first=("--to", "--add-mtp", "--add-eagle3", "--dry-run", "--check"),
+        first=("--to", "--add-mtp", "--drop-mtp", "--add-eagle3", "--dry-run", "--check"),
         epilog="examples: rlspec convert MiMo-7B-RL mimo-megatron | rlspec convert mimo-megatron mimo-hf | "
         "rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf | rlspec convert model.gguf model --add-mtp",
     )

@@ -299,6 +299,8 @@ def _kinds(source: Path, to: Kind | None, *, changed: bool) -> tuple[Kind | Lite
         return "run", to or "hf"
     if (source / "checkpoints").is_dir():
         raise CheckpointError(f"{source} is a run's directory; expected its hf/, or one of its checkpoints/step-*")
+    if source.name == "checkpoints" and (steps := sorted(source.glob("step-*/"))):
+        raise CheckpointError(f"{source} holds a run's checkpoints; expected one of them, such as {steps[-1]}")
     kind: Kind = "hf" if (source / "config.json").exists() else "megatron"
     to = to or ("megatron" if kind == "hf" else "hf")
     if kind == to and not changed:

@@ -38,6 +38,8 @@ _COMPANIONS = (
 class LazyTensors(Mapping[str, Tensor]):
     """Map names to tensors of a safetensors checkpoint. Every access reads the tensor from disk and checks it.
 
+    Raises CheckpointError for a tensor that is damaged, or holds NaN or infinity.
+
     file_of  names of the files by those of the tensors
     """
 
@@ -47,7 +49,12 @@ class LazyTensors(Mapping[str, Tensor]):
         self._open: TensorFile | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._file(name)[name]
+        file = self._file(name)
+        tensor = file[name]
+        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
+            if not all(bound.isfinite() for bound in tensor.aminmax()):
+                raise CheckpointError(f"{file.path}: {name} holds NaN or infinity; expected finite numbers")
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.file_of)
@@ -202,7 +209,7 @@ def companions(source: Path) -> list[Path]:
 def copy_companions(source: Path, target: Path) -> None:
     """Copy the tokenizer and the other small files that belong to a checkpoint. Raises OSError."""
     for file in companions(source):
-        shutil.copy2(file, target / file.name)
+        shutil.copyfile(file, target / file.name)  # without its mode: files follow the umask
 
 
 def check_companions(source: Path) -> None:

@@ -55,7 +55,7 @@ def compare_logits(first: Path, second: Path, tolerance: float = 2e-3) -> str:
                     f"--check: the {what}'s logits differ from Transformers' by {gap:.1e} of their spread, "
                     f"allowed are {tolerance:.0e}"
                 )
-    return f"logits equal Transformers' within (of their spread): {', '.join(report)}, on {_TOKENS} tokens"
+    return f"logits are Transformers', up to so much of their spread: {', '.join(report)}, on {_TOKENS} tokens"
 
 
 @torch.no_grad()
@@ -110,7 +110,8 @@ def transformers_logits(
     mtp = {n.removeprefix(prefix): t.float() for n, t in tensors.items() if n.startswith(prefix)}
     if not mtp:
         return target.lm_head(hidden)[0], None
-    block = _dense_model(config, {**plain, "num_hidden_layers": 1}).model
+    one_layer = {name: value for name, value in plain.items() if name != "layer_types"} | {"num_hidden_layers": 1}
+    block = _dense_model(config, one_layer).model
     inside = {f"layers.0.{n}": t for n, t in mtp.items() if n.startswith(("self_attn", "mlp", "input_l", "post_att"))}
     block.load_state_dict({**inside, "norm.weight": mtp["final_layernorm.weight"]}, strict=False)
     embedding = own["model.embed_tokens.weight"][tokens[None, 1:]].clone()

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import pickle
 import re
@@ -86,6 +87,8 @@ def test_an_interrupted_conversion_continues(tmp_path, to, monkeypatch):
 
 def test_files_are_large_and_others_may_read_them(tmp_path, monkeypatch):
     _, tensors = hf_directory(tmp_path)
+    (tmp_path / "hf/tokenizer_config.json").write_text("{}")
+    (tmp_path / "hf/tokenizer_config.json").chmod(0o600)
     convert(plan(tmp_path / "hf", tmp_path / "megatron"))
     old = os.umask(0o027)
     try:
@@ -98,7 +101,7 @@ def test_files_are_large_and_others_may_read_them(tmp_path, monkeypatch):
     shards = sorted((tmp_path / "some").glob("*.safetensors"))
     assert 1 < len(shards) < 6 and all(file.stat().st_size > 300_000 for file in shards[:-1])
     assert same(tensors, tmp_path / "one") and same(tensors, tmp_path / "some")
-    assert {file.stat().st_mode & 0o777 for file in [*shards, tmp_path / "some" / "config.json"]} == {0o640}
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "some").iterdir()} == {0o640}
 
 
 def test_another_source_starts_again(tmp_path):
@@ -185,7 +188,9 @@ def without_swap(*arguments):
 
 def test_check_detects_a_wrong_table(tmp_path):
     """The same mistake in both directions: the round trip is exact, and only the logits differ."""
-    _, tensors = hf_directory(tmp_path)
+    config, tensors = hf_directory(tmp_path)
+    kinds = {"layer_types": ["full_attention"] * config["num_hidden_layers"]}  # as Transformers 5 writes it
+    (tmp_path / "hf/config.json").write_text(json.dumps(config | kinds))
     code, report = one_rank(run, str(tmp_path / "hf"), str(tmp_path / "good"), "--quiet", "--check")
     assert code == 0 and max(map(float, re.findall(r"\d\.\de-\d+", report))) < 1e-4, report
     assert without_swap(str(tmp_path / "hf"), str(tmp_path / "bad"), "--quiet")[0] == 0

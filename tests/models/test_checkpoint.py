@@ -34,6 +34,16 @@ def test_transformers_reads_what_we_write(tmp_path, checkpoint):
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_tensor_that_is_not_finite_is_named(tmp_path, checkpoint, bad):
+    config, tensors = checkpoint
+    tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = bad
+    write_hf(tmp_path / "out", config, tensors)
+    _, lazy = read_hf(tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"safetensors: model.layers.1.mlp.up_proj.weight holds NaN or infinity"):
+        dict(lazy)
+
+
 def test_companion_files_are_copied(tmp_path, checkpoint):
     source = tmp_path / "source"
     source.mkdir()
