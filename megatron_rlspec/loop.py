@@ -31,7 +31,7 @@ def train(config: Config, interruption: Interruption | None = None, extensions: 
                 run.push()  # both models as one version; compare fingerprints, run the canary prompts
             run.record(step, metrics, groups)
             run.checkpoint()
-            if run.due(config.train.eval_every):
+            if run.due(config.train.eval_every) and run.done < config.train.steps:
                 run.evaluate(f"step-{run.done:06d}")
         run.keep()
         run.evaluate("last")

@@ -123,9 +123,13 @@ def _run(command: Command, argv: list[str]) -> None:
             engines = {"train": True, "sft": evaluates, "replay": config.replay.policy_step >= 0}
             doctor.refuse_if_affected(config, engines=engines[command])
             from megatron_rlspec import loop
+            from megatron_rlspec.train import runtime
 
             act = {"train": loop.train, "sft": loop.warm_start, "replay": loop.replay}[command]
-            act(config, interruption, extensions(config))
+            try:
+                act(config, interruption, extensions(config))
+            finally:
+                runtime.leave()
 
 
 def ranks_of(argv: list[str]) -> tuple[int, list[str]]:

@@ -135,7 +135,7 @@ class Generation:
             failures += failed
             ended += number
             # Every refill counts as a step. Otherwise dynamic sampling without any reward would refill for ever.
-            self._failed_steps.observe(f"step {step}", number, failed)
+            self._failed_steps.observe(f"step {step + 1}", number, failed)
             drawing.drop_unusable()
             if drawing.full:
                 break
@@ -151,8 +151,8 @@ class Generation:
         self._learn_lengths(kept)
         counts |= self.history.keep(step, kept)
         if step == 0:
-            self._show("step 0", kept[0].samples[0])
-        self._record_failures(f"step {step}", ended, failures)
+            self._show("step 1", kept[0].samples[0])
+        self._record_failures(f"step {step + 1}", ended, failures)
         self._raise_level(step, source, kept)
         return kept
 
@@ -171,7 +171,7 @@ class Generation:
             opened.append(OpenGroup(requests))
         drawing = Drawing(opened, len(opened), -math.inf)
         new, failures = self._generate(drawing, counts)
-        self._record_failures(f"step {step}, redrawn", new, failures)
+        self._record_failures(f"step {step + 1}, redrawn", new, failures)
         redrawn = drawing.batch()[0]
         for name, tokens in kept_tokens(drafts, [s for group in redrawn for s in group.samples]).items():
             counts[name] = counts.get(name, 0.0) + tokens
@@ -192,7 +192,7 @@ class Generation:
             self._lengths.clear()  # ids name other prompts now
             self.history.answers.clear()
             self._recorder.event(
-                "curriculum", f"step {step}: mean reward {reward:.3f}, level {source.level} from here on"
+                "curriculum", f"step {step + 1}: mean reward {reward:.3f}, level {source.level} from here on"
             )
 
     def _record_failures(self, name: str, samples: int, failures: Failures) -> None:

@@ -83,10 +83,10 @@ class Records:
         if self.recorder is None:
             return
         if skipped:
-            self.recorder.event("loss", f"step {step}: {self._why_skipped(skipped, values)}; step skipped")
+            self.recorder.event("loss", f"step {step + 1}: {self._why_skipped(skipped, values)}; step skipped")
         record = dict(values) | self.clock.drain()
         if "rollout/reward" in record and (halved := self._reward_watch.observe(record["rollout/reward"])):
-            self.recorder.event("reward", f"step {step}: {halved}")
+            self.recorder.event("reward", f"step {step + 1}: {halved}")
         if samples and decode is not None:
             shown = samples[:: max(1, len(samples) // SHOWN_TEXTS)][:SHOWN_TEXTS]
             self.recorder.samples(step, shown, decode)

@@ -303,6 +303,6 @@ class Rollouts:
         scored = not old and not any(any(stats.history) for stats in seen)
         found = self.speculation.learn(seen, reports, prediction, delivered, scored)
         if self._awaits_drafts and (told := self.speculation.began(seen, delivered)):
-            self._recorder.event("drafting", f"step {self._rolling}: {told}")
+            self._recorder.event("drafting", f"step {self._rolling + 1}: {told}")
             self._awaits_drafts = False
         return found

@@ -254,7 +254,7 @@ class Session:
         values = advantages(self.config, groups)
         if self.done == 0 and not any(values) and self.loaded.prompts is not None and self.loaded.replay is None:
             if rewards.known(samples):  # otherwise another event says that all failed
-                self.records.event("reward", f"step 0: {without_advantage(samples)}")
+                self.records.event("reward", f"step 1: {without_advantage(samples)}")
         self.drafting.observe(groups)
         return self._pack(samples, values, self.drafting.weights(self.done, samples))
 
@@ -370,7 +370,7 @@ class Session:
         bad_steps = self.records.bad_steps
         if 0 < options.max_bad_steps <= bad_steps:
             self._stop(
-                f"step {self.done - 1}: loss or gradient norm was not finite {bad_steps} steps in a row "
+                f"step {self.done}: loss or gradient norm was not finite {bad_steps} steps in a row "
                 f"(train.max_bad_steps={options.max_bad_steps})"
             )
         if reason := runtime.first_message(self.interruption.reason):

@@ -13,6 +13,7 @@ import functools
 import inspect
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict
 
@@ -47,6 +48,7 @@ from megatron_rlspec.train.latent import LatentAttention
 from megatron_rlspec.train.layers import DoubleInput, NormBesideEmbedding, RMSNorm, SwiGLU
 
 _CPU = torch.device("cpu")
+LEAVING_SECONDS = 10.0  # for `leave`
 _installed = False
 
 
@@ -133,6 +135,24 @@ def shut_down() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave() -> None:
+    """Leave the job at the end of a command, whatever ended it: NCCL warns of groups that nobody has left.
+
+    After an error other ranks may never come, so this waits LEAVING_SECONDS at most.
+    """
+
+    def act() -> None:
+        with contextlib.suppress(Exception):
+            if torch.cuda.is_initialized():  # a rank that leaves ends what others still receive from it
+                torch.cuda.synchronize(int(os.environ.get("LOCAL_RANK", "0")))
+        with contextlib.suppress(Exception):
+            shut_down()
+
+    leaving = threading.Thread(target=act, daemon=True)
+    leaving.start()
+    leaving.join(LEAVING_SECONDS)
 
 
 def first_message(message: str) -> str:

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -63,6 +64,7 @@ def refused(capsys, *arguments: object) -> str:
 def test_a_checkpoint_without_its_run_needs_the_model(ended, start, tmp_path, capsys):
     out = tmp_path / "out"
     assert "is a run's directory; expected its hf/, or one of its checkpoints/step-*" in refused(capsys, ended, out)
+    assert "expected one of them, such as " in refused(capsys, ended / "checkpoints", out)
     moved = tmp_path / "step-000002"
     shutil.copytree(ended / "checkpoints/step-000002", moved)
     assert "expected --hf DIR, its model.path" in refused(capsys, moved, out)
@@ -85,13 +87,13 @@ def test_models_of_steps_and_of_the_best_evaluation_are_kept(start, tmp_path):
     ]  # fmt: skip
     assert same(tmp_path / "run/hf-step-000004", tmp_path / "run/hf")
     events = read_records(tmp_path / "run/events.jsonl")
-    rewards = {e["name"]: e["reward"] for e in events if e["kind"] == "evaluation" and e["name"].startswith("step")}
-    best = max(rewards, key=rewards.get)
+    found = [e for e in events if e["kind"] == "evaluation" and e["name"] != "first"]
+    names, rewards = [e["name"] for e in found], [e["reward"] for e in found]
+    assert names == ["step-000001", "step-000002", "last", "last"]  # the last step of each run is evaluated once
     told = [e["message"].split(":")[0] for e in events if e["kind"] == "best"]
-    steps = sorted(rewards)
-    assert told == [n for i, n in enumerate(steps) if all(rewards[n] > rewards[before] for before in steps[:i])]
-    assert told[-1] == best and len(set(rewards.values())) > 1
-    for name, step in (("hf-step-000002", "step-000002"), ("hf-best", best)):
+    assert told == [name for i, name in enumerate(names) if all(rewards[i] > before for before in rewards[:i])]
+    assert len(set(rewards)) > 1
+    for name, step in (("hf-step-000002", "step-000002"), ("hf-best", f"step-{np.argmax(rewards) + 1:06d}")):
         out = tmp_path / f"{name}-again"
         assert main([str(tmp_path / "run/checkpoints" / step), str(out), "--quiet"]) == 0
         assert same(out, tmp_path / "run" / name)

@@ -63,12 +63,12 @@ def test_an_evaluation_draws_several_responses(start, tmp_path):
 def of_sets(run_dir: Path, held_out: dict) -> None:
     """Every evaluation has an event for each set. The best policy is that of `train.best_set`."""
     found = evaluations(run_dir)
-    assert [e.get("set", "") for e in found] == ["", "first-8", "own"] * 3  # first, after the step, last
+    assert [e.get("set", "") for e in found] == ["", "first-8", "own"] * 2  # first, last
     own = next(e for e in found if e.get("set") == "own")
     assert own["reward"] == held_out["reward"] and "first, own: reward" in own["message"]  # the same file
     best = [e["message"] for e in read_records(run_dir / "events.jsonl") if e["kind"] == "best"]
-    step = next(e for e in found if e["name"] == "step-000001" and e.get("set") == "first-8")
-    assert f"reward {step['reward']:.3f} is the highest" in best[0]
+    last = next(e for e in found if e["name"] == "last" and e.get("set") == "first-8")
+    assert f"reward {last['reward']:.3f} is the highest" in best[0]
     board = EventAccumulator(str(run_dir / "tensorboard"))
     board.Reload()
     for which, prefix in (("first-8", "eval/first-8/"), ("", "eval/")):

@@ -25,7 +25,7 @@ def test_failed_rewards_are_counted_and_reported_once_per_step(start, tmp_path):
     steps = [line for line in output.splitlines() if line.startswith("step ")]
     assert [f"failed rewards {count}" in line for line, count in zip(steps, counts, strict=True)] == [True] * 3
     told = [message for message in events(tmp_path) if message.startswith("step ") and "rewards failed" in message]
-    assert [m.split(";")[0] for m in told] == [f"step {i}: {n} of 16 rewards failed" for i, n in enumerate(counts)]
+    assert [m.split(";")[0] for m in told] == [f"step {i}: {n} of 16 rewards failed" for i, n in enumerate(counts, 1)]
     assert all("ValueError: length" in message for message in told)
 
 
@@ -77,7 +77,7 @@ def test_an_example_of_a_reward_that_never_differs_is_short_and_escaped():
 def test_a_reward_that_never_differs_is_told_once(start, tmp_path, kind, events_expected):
     run(start, tmp_path, reward__kind=f"run_reward:{kind}", **OPTIONS)
     told = [message for message in events(tmp_path) if "no group has an advantage" in message]
-    assert len(told) == events_expected and all(m.startswith("step 0: ") and ", reward 0" in m for m in told)
+    assert len(told) == events_expected and all(m.startswith("step 1: ") and ", reward 0" in m for m in told)
 
 
 @pytest.mark.parametrize("held_out", [True, False])
@@ -87,6 +87,6 @@ def test_one_scored_sample_is_shown_before_the_first_step(start, tmp_path, held_
         del options["train__eval_prompts"]
     output = run(start, tmp_path, reward__kind="run_reward:by_length", **options)
     (told,) = [e["message"] for e in read_records(tmp_path / "events.jsonl") if e["kind"] == "sample"]
-    assert told.startswith("the first of the evaluation: prompt '" if held_out else "step 0: prompt '")
+    assert told.startswith("the first of the evaluation: prompt '" if held_out else "step 1: prompt '")
     assert ", response '" in told and ", label '" in told and "reward " in told
     assert output.count("[sample]") == 1

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import short_run
+from torch import distributed
 from train_ranks import on_ranks
 
 EXTENSIONS = "megatron_rlspec.extensions."
@@ -17,6 +18,7 @@ def imported(start, run_dir, options):
 
     os.chdir(short_run.TESTS)  # where the reward's module is
     training.train(short_run.words(start, run_dir, "train", OPTIONS | options)[1:])
+    assert not distributed.is_initialized()  # the command has left its job
     return sorted({name.removeprefix(EXTENSIONS) for name in sys.modules if name.startswith(EXTENSIONS)})
 
 

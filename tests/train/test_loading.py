@@ -1,6 +1,7 @@
 """What a trainer loads from a checkpoint and reads from its configuration, and what it refuses."""
 
 import os
+import threading
 
 import pytest
 import torch
@@ -119,6 +120,14 @@ def alone():
 def test_one_process_needs_no_torchrun():
     ((loss, joined),) = on_ranks(1, alone)
     assert loss > 0 and not joined
+
+
+def test_a_job_that_cannot_be_left_delays_the_end_of_a_command_only_briefly(monkeypatch):
+    never = threading.Event()
+    monkeypatch.setattr(runtime, "LEAVING_SECONDS", 0.1)
+    monkeypatch.setattr(runtime, "shut_down", never.wait)
+    runtime.leave()  # returns
+    never.set()
 
 
 def nothing_trained():
