@@ -24,6 +24,9 @@ In the file an option `section.key` stands as `key` in the table `[section]`:
     [spec]
     candidate_steps = [0, 1, 2, 3]
 
+The command line takes a list as in the file, in quotation marks for the shell, or its values with commas between them:
+`--spec.candidate_steps 0,1,2,3`, `--rollout.stop '["\\n\\n", ","]'`.
+
 Everything is checked before anything starts: names, types and bounds of all options, then the model directory
 (config.json, names and shapes of the tensors, tokenizer files), the first 20,000 rows of the data, the cost table, and
 whether the reward can be imported and called. A mistake is told in one line, with exit code 2.

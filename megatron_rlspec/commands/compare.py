@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rlspec import arguments, files
-from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.conversion.drafter_files import read_drafters, weights_of, words
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.models.config import DRAFTER
@@ -195,7 +195,7 @@ def parser() -> arguments.Parser:
         prog="rlspec compare",
         description=__doc__.splitlines()[0],
         example="rlspec compare POLICY new=runs/mine/hf old=warm/hf --prompts held-out.jsonl",
-        first=("--count", "--steps", "--url", "--out"),
+        first=("--config", "--count", "--steps", "--url", "--out"),
     )
     p.add_argument("policy", type=Path, help="Hugging Face directory of the policy")
     p.add_argument(
@@ -205,6 +205,7 @@ def parser() -> arguments.Parser:
         help="Hugging Face directory with a drafter, or a checkpoint of slime's",
     )
     p.add_argument("--prompts", type=Path, required=True, help="held-out prompts, as data.eval_path")
+    p.add_argument("--config", type=Path, metavar="FILE", help="TOML file of a run: its [data] makes prompts of rows")
     p.add_argument("--count", type=arguments.integer(2, 10**6), default=512, help="prompts; default: 512")
     p.add_argument(
         "--steps",
@@ -234,7 +235,8 @@ def main(argv: list[str] | None = None) -> int:
         if not name or not place or name in places:
             own.error(f"{text}: expected NAME=DIR, each name once")
         places[name] = place
-    reads = {"the policy": options.policy, "--prompts": options.prompts, "--run": options.run}
+    reads = {"the policy": options.policy, "--prompts": options.prompts, "--config": options.config}
+    reads |= {"--run": options.run}
     reads |= {f"the drafter {name}": place for name, place in places.items()}
     files.check_outputs({"--out": options.out}, reads)
     if options.run and not (options.run / "metrics.jsonl").is_file():
@@ -249,7 +251,8 @@ def main(argv: list[str] | None = None) -> int:
         own.error(f"--max-new-tokens {most_tokens}: {options.policy} has room for {longest} tokens, prompt included")
     if options.max_total_tokens and options.max_total_tokens < longest + 64:
         own.error(f"--max-total-tokens {options.max_total_tokens}: expected at least {longest + 64}, one whole sample")
-    prompts, _ = data.read_prompts(options.prompts, config.data, tokenizer, longest - most_tokens)
+    rows = load(options.config).data if options.config else config.data
+    prompts, _ = data.read_prompts(options.prompts, rows, tokenizer, longest - most_tokens)
     engine: RolloutEngine
     if options.url:
         engine = SGLangEngine(options.url)

@@ -78,8 +78,9 @@ def _validated(path: str | Path | None, tree: dict[str, Any], overrides: Mapping
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        where = f"{path}: " if path else ""
-        raise ConfigError(where + _one_line(error)) from None
+        line = _one_line(error)
+        on_command_line = re.split("[=:]", line, maxsplit=1)[0] in overrides
+        raise ConfigError(line if on_command_line or not path else f"{path}: {line}") from None
 
 
 def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str]) -> Config:
@@ -148,6 +149,11 @@ def _converted(text: str, field: FieldInfo) -> Any:
     if kind is bool:
         return {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}.get(text.lower(), text)
     if get_origin(kind) is tuple:
+        if text.startswith("["):
+            try:
+                return tomllib.loads(f"list = {text}")["list"]
+            except (ValueError, RecursionError):
+                return text
         return [_number(part, int) if _of_integers(field) else part for part in text.split(",") if part]
     return _number(text, kind) if kind in (int, float) else text
 

@@ -83,10 +83,15 @@ def drafters(start, tmp_path_factory):
 
 def test_drafters_of_one_policy_draw_one_text(start, drafters, tmp_path, capsys):
     out = tmp_path / "table.json"
+    rows = (start / "task/eval.jsonl").read_text()
+    (tmp_path / "held-out.jsonl").write_text(rows.replace('"prompt":', '"question":'))
+    (tmp_path / "run.toml").write_text('[data]\nprompt_key = "question"\n')
     words = [str(start / "model"), *(f"{name}={path}" for name, path in drafters.items())]
     words += [
         "--prompts",
-        str(start / "task/eval.jsonl"),
+        str(tmp_path / "held-out.jsonl"),
+        "--config",
+        str(tmp_path / "run.toml"),
         "--steps",
         "1,3",
         "--max-new-tokens",

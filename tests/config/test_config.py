@@ -11,7 +11,12 @@ def test_file_and_overrides(tmp_path):
     path.write_text("[optimizer]\nlr = 1e-5\n[spec]\ncandidate_steps = [0, 3]\n")
     config = load(path, {"optimizer.lr": "2e-5", "spec.num_steps": "0"})
     assert config.optimizer.lr == 2e-5 and config.spec.candidate_steps == (0, 3) and config.spec.num_steps == 0
-    assert load(path, {"spec.candidate_steps": "1,3"}).spec.candidate_steps == (1, 3)
+    for text in ("1,3", "[1, 3]"):
+        assert load(path, {"spec.candidate_steps": text}).spec.candidate_steps == (1, 3)
+    assert load(path, {"rollout.stop": r'["\n", ","]'}).rollout.stop == ("\n", ",")
+    with pytest.raises(ConfigError, match="^spec.candidate_steps: expected") as error:  # not: in the file
+        load(path, {"spec.candidate_steps": "[1, 3"})
+    assert '(got "[1, 3")' in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_an_error_without_a_text_has_one_line():
 def test_escape_codes_of_a_reward_reach_no_terminal(tmp_path, capsys):
     text = "\x1b]0;title\x07\x1b[2J"
     Recorder(tmp_path).event(
-        "reward", f"step 0: 1 of 4 rewards failed; {reward_worker.one_line(ValueError(text))}{text}"
+        "reward", f"step 1: 1 of 4 rewards failed; {reward_worker.one_line(ValueError(text))}{text}"
     )
     cli.run(lambda: (_ for _ in ()).throw(ConfigError(text)))
     printed = capsys.readouterr().err + (tmp_path / "events.jsonl").read_text()
