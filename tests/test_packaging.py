@@ -115,6 +115,7 @@ def test_version_changelog_and_citation_agree():
     newest = re.search(r"^## (\S+) \(([0-9-]+)\)$", changes, re.M)
     assert newest and newest.groups() == (citation["version"], str(citation["date-released"]))
     assert citation["version"] == __version__
+    assert f"version = {{{__version__}}}\n" in (ROOT / "README.md").read_text()  # its BibTeX
     for version in re.split(r"^## ", changes, flags=re.M):
         headings = re.findall(r"^(?:###.*|\*\*.*\*\*)$", version, re.M)
         assert len(headings) == len(set(headings)), f"a heading stands twice in one version: {headings}"

@@ -36,6 +36,11 @@ DRAFTERS = {"co-trained": "rl", "frozen": "warm", "control": "control", "upper b
 STEPS = (3, 5)
 FEW = 4  # requests of the long tail
 ENDS = ("first", "last")  # evaluations of the run
+POLICY = {  # of the last step; a run of fewer steps than train.drift_every has no drift
+    "drift/kl": "KL(policy, warm start) per token",
+    "drift/changed": "share of likeliest tokens that changed",
+    "policy/entropy": "entropy per token",
+}
 LIKELIEST = 100.0  # sharpness at which coupled drafts are the likeliest tokens
 
 
@@ -184,9 +189,7 @@ def show(summary: dict) -> None:
     first, last = (f"{summary[f'reward_{at}']:.3f} {interval(summary[f'reward_{at}_interval'])}" for at in ENDS)
     policy = summary["policy"]
     rows = [["held-out reward, first", first], ["held-out reward, last", last]]
-    rows.append(["KL(policy, warm start) per token", f"{policy['drift/kl']:.3f}"])
-    rows.append(["share of likeliest tokens that changed", f"{policy['drift/changed']:.3f}"])
-    rows.append(["entropy per token", f"{policy['policy/entropy']:.3f}"])
+    rows += [[text, f"{policy[key]:.3f}"] for key, text in POLICY.items() if key in policy]
     if "prediction_error" in summary:
         rows.append(["tokens a round, predicted one step ahead: error", f"{summary['prediction_error']:.3f}"])
         rows.append(["the same from the last rollout's rates", f"{summary['last_value_error']:.3f}"])
