@@ -194,7 +194,7 @@ class SpecRule:
             self.schedule = schedule
         if rates is not None:
             self.acceptance.predict(rates)
-        self._tokens = self._expected()
+        self._tokens = _expected(self.acceptance, self.candidates)
         self.probe_budget.refresh()
         self._prober.stop()
 
@@ -340,7 +340,7 @@ class SpecRule:
         tally.drafting += len(accepted)
         tally.accepted += drafts
         if self.schedule is None:
-            self._tokens = self._expected()
+            self._tokens = _expected(self.acceptance, self.candidates)
             tally.probe_ms -= self.probe_budget.refund(config, drafts / len(accepted), len(accepted), others)
 
     def report(self) -> dict[str, Any]:
@@ -412,11 +412,6 @@ class SpecRule:
             rule.probe_budget.restore(data["probing"])
         return rule
 
-    def _expected(self) -> list[float]:
-        """Return expected tokens per request and round of each candidate. Rates were observed under the same topk."""
-        totals = self.acceptance.totals
-        return [totals[c.num_steps] for c in self.candidates]
-
     def _follow(self, rates: list[float], ms: list[float], best: int, batch: int, catch_up_ms: CatchUp) -> None:
         """Add this round's loss to each candidate, and switch to the best one if the loss to it is large enough."""
         assert self.cost is not None
@@ -484,6 +479,12 @@ def _cost_or_schedule(data: Mapping[str, Any]) -> dict[str, Any]:
         return {"cost": LearntCost.from_json(value)}
     table = CostTable.load(value) if isinstance(value, str) else CostTable.from_json(value)
     return {"cost": table.at(data["tp"]) if data.get("tp") is not None else table}
+
+
+def _expected(acceptance: Acceptance, candidates: Sequence[SpecConfig]) -> list[float]:
+    """Return expected tokens per request and round of each candidate. Rates were observed under the same topk."""
+    totals = acceptance.totals
+    return [totals[config.num_steps] for config in candidates]
 
 
 def _check(candidates: tuple[SpecConfig, ...], start: SpecConfig | None, margin: float, probe_share: float) -> None:
