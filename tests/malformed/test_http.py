@@ -300,11 +300,11 @@ ATTACKS += [
     ipc("dtype", "expected 'float64'", dtypes=["object"]),
     ipc("path", "path is not known", path="/etc/passwd"),
     *(
-        Attack(f"handle: {text[:9]}", HANDLE, json.dumps(BUCKET | {"handle": text}).encode(), (told,), 400, "all")
-        for text, told in (
-            ("A" * 86 + "==", "this engine, on cpu, opens no memory of a GPU; push with push.transport=ipc"),
-            ("A" * 88, "handle is"),
-            ("../" * 30, "handle is"),
+        Attack(f"handle: {title}", HANDLE, json.dumps(BUCKET | {"handle": text}).encode(), (told,), 400, "all")
+        for title, text, told in (
+            ("on a CPU", "A" * 86 + "==", "this engine, on cpu, opens no memory of a GPU; push with push.transport=ipc"),
+            ("66 bytes", "A" * 88, "handle is"),
+            ("a path", "../" * 30, "handle is"),
         )
     ),
     Attack("no key", "control/describe", b"", ("Bearer KEY",), 401, headers={"Authorization": ""}),
