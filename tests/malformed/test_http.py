@@ -302,7 +302,7 @@ ATTACKS += [
     *(
         Attack(f"handle: {title}", HANDLE, json.dumps(BUCKET | {"handle": text}).encode(), (told,), 400, "all")
         for title, text, told in (
-            ("on a CPU", "A" * 86 + "==", "this engine, on cpu, opens no memory of a GPU; push with push.transport=ipc"),
+            ("on a CPU", "A" * 86 + "==", "this engine, on cpu, opens no memory of a GPU; push with push."),
             ("66 bytes", "A" * 88, "handle is"),
             ("a path", "../" * 30, "handle is"),
         )
