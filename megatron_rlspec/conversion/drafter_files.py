@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rlspec import files
 from megatron_rlspec.conversion import torch_dist
 from megatron_rlspec.conversion.eagle3 import check_drafter, own_name, shapes
-from megatron_rlspec.models.config import DRAFTER, EAGLE3, MAPS, PREFIX
+from megatron_rlspec.models.config import DRAFTER, EAGLE3, MAPS, PREFIX, STATED
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.hf_files import CheckpointError, LazyTensors, build_hf, publish, read_hf
@@ -106,8 +106,9 @@ def read_drafters(
         check_drafter(place, hf_config, str(policy))
     joined = {name: read_model(policy, place) for name, place in places.items()}
     first, tensors = next(iter(joined.values()))
+    unlike = dict.fromkeys(("dtype", "torch_dtype", STATED))  # in which drafters of one kind may differ
     for name, (config, others) in joined.items():
-        own, expected = (stated[DRAFTER] | {"dtype": None, "torch_dtype": None} for stated in (config, first))
+        own, expected = (stated[DRAFTER] | unlike for stated in (config, first))
         if own != expected or not torch.equal(words(others, config), words(tensors, first)):
             raise CheckpointError(f"{places[name]}: differs in config.json or words from the first drafter")
     return first, {name: others for name, (_, others) in joined.items()}
