@@ -52,7 +52,7 @@ def test_a_run_starts_plain_and_drafts_when_that_pays(ended):
     assert plain_steps[0] and not plain_steps[-1]
     (told,) = events(ended, "drafting")
     began = plain_steps.index(False)
-    assert told.startswith(f"step {began}: the engines draft now, in ")
+    assert told.startswith(f"step {began + 1}: the engines draft now, in ")
     assert "times as fast" not in told  # no round's cost is learnt in this run
 
 
