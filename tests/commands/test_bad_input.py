@@ -288,7 +288,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_checkpoint(tmp_path, toke
     assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr[-2000:]
     assert line.startswith("rlspec: step ") and "not finite 2 steps in a row (train.max_bad_steps=2)" in line
     stopped = int(line.split()[2].rstrip(":"))
-    assert (tmp_path / line.split()[-1]).is_dir() and line.endswith(f"run/checkpoints/step-{stopped + 1:06d}")
+    assert (tmp_path / line.split()[-1]).is_dir() and line.endswith(f"run/checkpoints/step-{stopped:06d}")
     events = [event["message"] for event in recorder.read_records(tmp_path / "run/events.jsonl")]
     assert len(events) == 2 and all("step skipped" in message for message in events)
     records = recorder.read_records(tmp_path / "run/metrics.jsonl")

@@ -135,6 +135,7 @@ SLOW: dict[str, dict[str, tuple[str, str]]] = {
     },
     "compare": {
         "--prompts": (COMPARES, "--prompts q.jsonl"),
+        "--config": (COMPARES, "--config labels.toml"),
         "--count": (COMPARES, "--count 2"),
         "--steps": (COMPARES, "--steps 2"),
         "--temperature": (COMPARES, "--temperature 0.5"),
@@ -176,6 +177,7 @@ def files(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = (start / "task/eval.jsonl").read_text().splitlines(keepends=True)
     (here / "p.jsonl").write_text("".join(rows[:4]))
     (here / "q.jsonl").write_text("".join(rows[4:]))
+    (here / "labels.toml").write_text('[data]\nprompt_key = "label"\n')  # the answers as prompts
     return here
 
 

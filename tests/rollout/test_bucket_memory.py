@@ -3,6 +3,7 @@
 And a push's passes over tensors and bytes are counted, on both sides.
 """
 
+import gc
 import json
 import sys
 from types import SimpleNamespace
@@ -81,17 +82,20 @@ class Operators(TorchDispatchMode):
 
 
 class Calls:
-    """Counts calls of functions, of Python and of C."""
+    """Counts calls of functions, of Python and of C, but for those that end the objects of earlier tests."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def __enter__(self):
+        gc.collect()
+        gc.disable()
         sys.setprofile(self._called)
         return self
 
     def __exit__(self, *error):
         sys.setprofile(None)
+        gc.enable()
 
     def _called(self, frame, event, argument):
         self.count += event in ("call", "c_call")
