@@ -138,9 +138,9 @@ def shut_down() -> None:
 
 
 def leave() -> None:
-    """Leave the job at the end of a command, whatever ended it: NCCL warns of groups that nobody has left.
+    """Destroy the process groups at the end of a command, also after an error. Otherwise NCCL prints a warning.
 
-    After an error other ranks may never come, so this waits LEAVING_SECONDS at most.
+    After an error the other ranks may not come. So this waits LEAVING_SECONDS at most.
     """
 
     def act() -> None:
