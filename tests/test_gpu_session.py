@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,53 +41,6 @@ def gpu() -> Iterator[SimpleNamespace]:
 def figure(**changes: Any) -> dict[str, Any]:
     what = {"kind": "figure", "part": "attention", "what": "forward, one sequence of 9,216: peak"}
     return {**what, "state": "measured", "value": 0.2, "unit": "GiB", "note": "", "estimate": [], **changes}
-
-
-def test_by_default_the_model_has_the_shapes_of_mimo_7b(gpu):
-    plan = gpu.plan.planned()
-    assert replace(plan.shape, layers=36) == gpu.plan.Shape() == plan.whole
-    assert gpu.plan.planned(layers=4).shape.layers == gpu.plan.planned(layers=4).train_layers == 4
-    for one in (plan, gpu.plan.planned(cpu=True), gpu.plan.planned(layers=3, engine=["--tp", "2"])):
-        assert gpu.plan.from_json(gpu.plan.to_json(one)) == one
-
-
-def test_a_given_model_states_its_shape(gpu, tmp_path):
-    config = {"num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 99}))
-    plan = gpu.plan.planned(model=str(tmp_path))
-    assert plan.shape == gpu.plan.Shape(5, 64, 96, 8, 8, 99)
-    assert gpu.serving.directory(plan, Path("made")) == tmp_path
-
-
-def test_estimates_stand_beside_the_figures_of_the_default_plan_only(gpu):
-    beside = gpu.estimates.beside
-    found = beside(figure(), estimated=True)
-    assert (found["estimate"], found["verdict"]) == ("0.12 to 0.25", "as estimated") and found["origin"]
-    assert beside(figure(value=0.5), estimated=True)["verdict"] == "2 x the estimate"
-    assert beside(figure(value=0.012), estimated=True)["verdict"] == "0.1 x the estimate"
-    assert beside(figure(), estimated=False)["verdict"] == ""
-    own = beside(figure(what="policy alone: peak", value=15.0, estimate=[10, 20, "static"]), estimated=False)
-    assert (own["estimate"], own["verdict"]) == ("10 to 20", "as estimated")
-    none_differ = "with and without: tensors that differ, train.deterministic"
-    equal = figure(part="identity", what=none_differ, value=0)
-    assert beside(equal, estimated=True)["verdict"] == "as estimated"
-    assert beside(equal | {"value": 3}, estimated=True)["verdict"] == "3 in place of 0"
-
-
-def test_too_little_memory_is_a_figure_and_not_a_failure(gpu):
-    found = gpu.estimates.beside(figure(state="out of memory", value=None), estimated=True)
-    assert found["verdict"] == "did not fit" and gpu.estimates.shown(found) == "out of memory"
-    assert gpu.estimates.beside(figure(state="failed", value=None), estimated=True)["verdict"] == ""
-
-
-def test_estimates_name_figures_that_parts_write(gpu):
-    """The words of an estimate are those of a part's source, but for the numbers that a plan puts in."""
-    helpers = "".join((BENCHMARKS / "gpu" / name).read_text() for name in ("serving.py", "figures.py"))
-    for (part, what), estimate in gpu.estimates.ESTIMATES.items():
-        source = (BENCHMARKS / "gpu" / f"{part}.py").read_text() + helpers
-        assert estimate.origin and estimate.low <= estimate.high
-        for word in re.findall(r"[a-z-]{4,}", what):
-            assert word in source, what
 
 
 def test_every_part_has_a_file_and_there_is_no_other(gpu):
@@ -190,51 +142,6 @@ def test_parts_begin_while_their_time_is_left(gpu, ran):
     assert list(ran.limits) == ["model", "decode", "draws"] and ran.limits["draws"] == 50
     assert record.missing(["fit", "draws"]) == ["fit"]
     assert ran.said[2] == "fit: not begun; it takes about 100 s, and 50 s are left"
-
-
-def test_of_equal_figures_the_last_one_counts(gpu, tmp_path):
-    record = gpu.session.Record(tmp_path / "session.jsonl")
-    for value in (1.0, 2.0):
-        record.add(figure(what="forward", value=value))
-    record.add({"kind": "end", "part": "attention", "state": "out of time", "seconds": 1, "why": "too long"})
-    table = gpu.session.table_of(gpu.session.Record.read(record.path), gpu.plan.planned())
-    assert [list(column.cells) for column in table.columns[:3]] == [
-        ["attention", "attention"],
-        ["forward", ""],
-        ["2 GiB", "out of time"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--cpu"], "--out DIR is needed"),
-        (["--cpu", "--out", "x", "--parts", "decode,speed"], "--parts decode,speed: expected some of model,decode,"),
-        (["--cpu", "--out", "x", "--layers", "-1"], "--layers -1: expected a positive number"),
-        (["--cpu", "--out", "x", "--minutes", "0"], "--minutes 0: expected a positive number"),
-        (["--cpu", "--out", "x", "--model", "no/such"], "--model no/such: no config.json there"),
-        (["--cpu", "--out", "x", "--folder", "no/such"], "--folder no/such: no such directory"),
-        (["--cpu", "--out", "file"], "--out file: Not a directory"),
-        (["--out", "x"], "nvidia-smi finds no GPU here; --cpu runs the same code on a tiny model"),
-    ],
-)
-def test_a_mistake_is_one_line(gpu, capsys, monkeypatch, tmp_path, options, message):
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    monkeypatch.setattr(gpu.session, "gpus", list)
-    with pytest.raises(SystemExit) as ended:
-        gpu.session.main(options)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_results_of_other_options_are_left_alone(gpu, capsys, tmp_path):
-    record = gpu.session.Record(tmp_path / "session.jsonl")
-    record.add({"kind": "begin", "plan": gpu.plan.to_json(gpu.plan.planned()), "conditions": {}})
-    before = record.path.read_text()
-    assert gpu.session.main([*CPU, "--out", str(tmp_path)]) == 2
-    assert "has results of other options (device, dtype, shape," in capsys.readouterr().err
-    assert record.path.read_text() == before
 
 
 def test_the_page_names_its_parts(gpu):
