@@ -27,10 +27,10 @@ LONGEST = (
     "rollout_embedded/test_lossless_equality.py",
     "run/test_killed.py",
     "train/test_resume.py",
-    "parity/test_draft_logits.py",
     "train/test_parallel_equality.py",
     "run/test_fresh_run.py",
     # the slow tier
+    "parity/test_draft_logits.py",
     "parity/test_eagle3_engine.py",
     "run/test_lost_engines.py",
     "run/test_interrupted.py",

@@ -20,17 +20,15 @@ MEGATRON = os.environ.get("RLSPEC_SLIME_MEGATRON")
 PYTHON = os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable)
 
 
-def command(recipe, folder, checkout, **environment):
-    """Return what the recipe prints, with `rlspec` from these sources."""
+def command(recipe, folder, checkout, capsys, **environment):
+    """Return what `rlspec slime` prints for the recipe: a stand-in notes its arguments, and it runs in this process."""
     rlspec = folder / "bin/rlspec"
     rlspec.parent.mkdir()
-    code = "import sys; from megatron_rlspec.cli import main; sys.exit(main(sys.argv[1:]))"
-    rlspec.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n")
+    rlspec.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
     rlspec.chmod(0o755)
     env = {
         **os.environ,
         "PATH": f"{rlspec.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
         "SLIME": str(checkout),
         "MEGATRON": "/megatron",
         "MODEL": "/model",
@@ -43,7 +41,9 @@ def command(recipe, folder, checkout, **environment):
     }
     done = subprocess.run(["bash", str(recipe)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    name, *arguments, _ = done.stdout.split("\0")
+    assert name == "slime" and slime.main(arguments) == 0
+    return capsys.readouterr().out
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ def checkout(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
-def test_recipe_completes_and_takes_a_cost_table_if_it_explains_how_to_measure_one(recipe, checkout, tmp_path):
+def test_recipe_completes_and_takes_a_cost_table_if_it_explains_how_to_measure_one(recipe, checkout, tmp_path, capsys):
     table = ROOT / "examples/cost_tables/h100-simulated.json"
     steps = re.search(r"--candidate-steps ([\d,]+)", recipe.read_text())[1]
     adaptive = "," in steps
-    lines = command(recipe, tmp_path, checkout, **({"TABLE": str(table)} if adaptive else {})).splitlines()
+    lines = command(recipe, tmp_path, checkout, capsys, **({"TABLE": str(table)} if adaptive else {})).splitlines()
     words = shlex.split(lines[-1])
     given = slime.flags(words)
     assert given["--custom-megatron-init-path"] and Path(given["--custom-config-path"]).is_file()
@@ -77,9 +77,9 @@ def test_recipe_completes_and_takes_a_cost_table_if_it_explains_how_to_measure_o
     assert options.steps == [int(step) for step in steps.split(",")]
 
 
-def test_an_adaptive_recipe_completes_without_a_cost_table(checkout, tmp_path):
+def test_an_adaptive_recipe_completes_without_a_cost_table(checkout, tmp_path, capsys):
     recipe = next(path for path in RECIPES if "no TABLE" not in path.read_text())
-    assert '"table"' not in command(recipe, tmp_path, checkout).splitlines()[0]
+    assert '"table"' not in command(recipe, tmp_path, checkout, capsys).splitlines()[0]
 
 
 def test_no_recipe_kills_other_peoples_processes():
@@ -89,12 +89,12 @@ def test_no_recipe_kills_other_peoples_processes():
 
 @pytest.mark.slime
 @pytest.mark.skipif(not (SLIME and MEGATRON), reason="set RLSPEC_SLIME and RLSPEC_SLIME_MEGATRON to checkouts")
-def test_slime_knows_every_flag_of_every_recipe(tmp_path):
+def test_slime_knows_every_flag_of_every_recipe(tmp_path, capsys):
     flags = set()
     for recipe in RECIPES:
         folder = tmp_path / recipe.stem
         folder.mkdir()
-        words = shlex.split(command(recipe, folder, SLIME).splitlines()[-1])
+        words = shlex.split(command(recipe, folder, SLIME, capsys).splitlines()[-1])
         flags |= set(slime.flags(words))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([MEGATRON, SLIME, str(ROOT)]), "SGLANG_USE_CPU_ENGINE": "1"}
     script = str(Path(__file__).parent / "slime_flags.py")

@@ -1,4 +1,8 @@
-"""The trainer's drafter computes what SGLang's engine computes: logits at (t, d), d = 1, 2, 3, from the same tokens."""
+"""The trainer's drafter computes what SGLang's engine computes: logits at (t, d), d = 1, 2, 3, from the same tokens.
+
+The fast tier has this in two steps: the trainer equals an engine that is written out (train/test_model_parity.py), and
+the rounds of SGLang's engine are those of the embedded one (rollout/test_sglang_engine.py).
+"""
 
 import captured
 import numpy as np
@@ -15,6 +19,7 @@ from megatron_rlspec.train.model import describe
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Sample
 
+pytestmark = pytest.mark.slow
 DEPTH = captured.DEPTH
 TOLERANCE = 2e-4
 CONFIG = tiny_mimo.config(hidden=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=160)

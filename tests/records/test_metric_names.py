@@ -32,15 +32,16 @@ def keys_in_sources() -> dict[str, Path]:
 
 
 def test_every_key_of_the_sources_is_described():
-    missing = {key: path.name for key, path in keys_in_sources().items() if find(key) is None}
-    assert len(keys_in_sources()) > 45 and not missing
+    keys = keys_in_sources()
+    missing = {key: path.name for key, path in keys.items() if find(key) is None}
+    assert len(keys) > 45 and not missing
 
 
 def test_every_described_key_is_written():
-    sources = "\n".join(path.read_text() for path in SOURCES)
+    words = set().union(*(re.findall(r"\w+", path.read_text()) for path in SOURCES))
     for metric in METRICS:
         name = metric.key.rpartition("/")[2].partition("<")[0].removeprefix("seconds_").rstrip("_")
-        assert re.search(rf"\b{name}\b|/{name}_|\b{name}_", sources), metric.key
+        assert any(word == name or word.startswith(f"{name}_") for word in words), metric.key
 
 
 def test_families_and_unknown_keys():

@@ -86,11 +86,11 @@ def vary(model, name, requests, sampling):
     return got, accepted
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", ["plain", "filtered"])
 def test_no_schedule_shows_in_the_text(model, sampling):
     requests = wanted(60 if sampling == "plain" else 24)
     expected = plain(model, requests, SAMPLINGS[sampling])
-    assert len({tuple(text) for text in expected.values()}) > (20 if sampling != "greedy" else 8)
+    assert len({tuple(text) for text in expected.values()}) > 20
     for name in VARIATIONS:
         got, accepted = vary(model, name, requests, SAMPLINGS[sampling])
         assert got == expected, name

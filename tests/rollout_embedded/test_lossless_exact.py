@@ -61,9 +61,19 @@ def check(model, blocks, sampling, depth, prompt=PROMPT):
     assert worst < 1e-12
 
 
-@pytest.mark.parametrize("sampling", [*SAMPLINGS.values(), GREEDY], ids=[*SAMPLINGS, "greedy"])
-@pytest.mark.parametrize("verifier", ["position_keyed", "target_only", "rejection"])
-def test_chains_to_depth_three(model, monkeypatch, verifier, sampling):
+# Filters act on the logits, before any verifier; rejection also reads the whole distribution that they leave.
+CHAINS = [("rejection", name) for name in (*SAMPLINGS, "greedy")]
+CHAINS += [
+    (verifier, name)
+    for verifier in ("position_keyed", "target_only")
+    for name in ("plain", "top_p_and_top_k", "greedy")
+]
+TREES = [("position_keyed", "plain"), ("position_keyed", "top_p_and_top_k"), ("target_only", "plain")]
+
+
+@pytest.mark.parametrize(("verifier", "name"), CHAINS)
+def test_chains_to_depth_three(model, monkeypatch, verifier, name):
+    sampling = (SAMPLINGS | {"greedy": GREEDY})[name]
     engine = oracle.engine_of(*model, SpecConfig(3), verifier=verifier)
     blocks = first_blocks(engine, Enumeration(monkeypatch), sampling)
     assert sampling is not PLAIN or {len(b) for b in blocks} == {1, 2, 3, 4}
@@ -87,25 +97,24 @@ def test_a_chain_with_the_noise_of_unreached_nodes_varied_too(model, monkeypatch
     check(model, blocks, PLAIN, 3)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("verifier", ["position_keyed", "target_only"])
-def test_trees_to_depth_three(model, monkeypatch, verifier, sampling):
+@pytest.mark.parametrize(("verifier", "name"), TREES)
+def test_trees_to_depth_three(model, monkeypatch, verifier, name):
+    sampling = SAMPLINGS[name]
     engine = oracle.engine_of(*model, SpecConfig(3, 2, 6), verifier=verifier)
     blocks = first_blocks(engine, Enumeration(monkeypatch), sampling)
     assert sampling is not PLAIN or {len(b) for b in blocks} == {1, 2, 3, 4}
     check(model, blocks, sampling, 4)
 
 
-@pytest.mark.parametrize("sampling", [TOP_K, BOTH], ids=["top_k", "top_p_and_top_k"])
 @pytest.mark.parametrize("verifier", ["position_keyed", "target_only", "rejection"])
-def test_a_top_k_that_keeps_one_token_more_is_seen(model, monkeypatch, verifier, sampling):
+def test_a_top_k_that_keeps_one_token_more_is_seen(model, monkeypatch, verifier):
     real = verify.filtered
     monkeypatch.setattr(
         verify, "filtered", lambda logp, top_p, top_k, min_p: real(logp, top_p, top_k + (top_k > 0), min_p)
     )
     engine = oracle.engine_of(*model, SpecConfig(2), verifier=verifier)
     with pytest.raises(AssertionError):
-        check(model, first_blocks(engine, Enumeration(monkeypatch), sampling), sampling, 3)
+        check(model, first_blocks(engine, Enumeration(monkeypatch), TOP_K), TOP_K, 3)
 
 
 def test_trees_cut_by_a_budget(model, monkeypatch):

@@ -274,7 +274,6 @@ FAST = (
     "bit of the policy",
     "tensor missing",
     "state position",
-    "file cut",
 )
 
 

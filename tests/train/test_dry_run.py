@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -322,12 +321,3 @@ def test_bad_layouts_are_refused_in_one_line(tmp_path):
     assert fits[-1].startswith("fits: a rank needs at most 0.") and "of 1 GiB" in fits[-1]
     for message, (*_, expected) in zip(messages, REFUSED, strict=True):
         assert isinstance(message, str) and expected in message and "\n" not in message
-
-
-def test_command_line_ends_with_the_message(tmp_path):
-    words = ["--dry-run", "--ranks", "8", "--parallel.tensor", "3", "--model.path", "x", "--data.path", "y"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_rlspec.cli", "train", *words], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "needs a multiple of 3 ranks, but --ranks is 8" in done.stderr
