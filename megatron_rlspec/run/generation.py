@@ -164,10 +164,7 @@ class Generation:
         drafts = {sample.request_id: sample.response for group in groups for sample in group.samples}
         opened = []
         for group in groups:
-            requests = []
-            for sample in group.samples:
-                assert sample.seed is not None, "an engine generated it"
-                requests.append(Request(sample.request_id, group.prompt, sample.seed, draft=sample.response))
+            requests = [Request(s.request_id, group.prompt, s.seed or 0, draft=s.response) for s in group.samples]
             opened.append(OpenGroup(requests))
         drawing = Drawing(opened, len(opened), -math.inf)
         new, failures = self._generate(drawing, counts)

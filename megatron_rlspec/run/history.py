@@ -35,16 +35,12 @@ class History:
             for request in group.requests:
                 draft = self._begin(prompt, request.seed) if request.draft is None else request.draft
                 requests.append(replace(request, draft=draft, history=texts))
-            found.append(OpenGroup(requests, group.samples, group.since))
+            found.append(replace(group, requests=requests))
         return found
 
     def detached(self, groups: Sequence[OpenGroup]) -> list[OpenGroup]:
         """Return groups that go on in the next step, whose requests get the answers of then."""
-        found = []
-        for group in groups:
-            requests = [replace(request, history=()) for request in group.requests]
-            found.append(OpenGroup(requests, group.samples, group.since))
-        return found
+        return [replace(g, requests=[replace(request, history=()) for request in g.requests]) for g in groups]
 
     def keep(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Keep a step's answers. Returns how far they repeat old ones; {} if none are kept."""

@@ -82,13 +82,10 @@ class Texts:
     """Answers to one prompt, in which what follows the end of a text is looked up."""
 
     def __init__(self, answers: Iterable[np.ndarray]) -> None:
-        self._parts: list[np.ndarray] = []
-        self._tokens = np.zeros(0, np.int64)
-        for answer in answers:
-            self.add(answer)
+        self._tokens = np.concatenate([np.zeros(0, np.int64), *map(_marked, answers)])
 
     def add(self, answer: np.ndarray | Sequence[int]) -> None:
-        self._parts.append(np.concatenate([[START], np.asarray(answer, np.int64), [END]]))
+        self._tokens = np.concatenate([self._tokens, _marked(answer)])
 
     def follow(self, end: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Return how many tokens at the end of a text match, and at most `most` tokens that followed: (0, []) if none.
@@ -97,9 +94,6 @@ class Texts:
 
         Of several places with the longest match, the token that followed most often counts, and its newest place.
         """
-        if self._parts:
-            self._tokens = np.concatenate([self._tokens, *self._parts])
-            self._parts = []
         text = self._tokens
         places = np.flatnonzero(text[:-1] == end[-1])
         places = places[text[places + 1] >= 0]
@@ -117,6 +111,10 @@ class Texts:
         drafts = text[first : first + most]
         stop = np.flatnonzero(drafts < 0)
         return match, drafts[: stop[0]] if len(stop) else drafts
+
+
+def _marked(answer: np.ndarray | Sequence[int]) -> np.ndarray:
+    return np.concatenate([[START], np.asarray(answer, np.int64), [END]])
 
 
 class Sources:

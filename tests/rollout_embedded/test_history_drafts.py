@@ -72,7 +72,7 @@ def test_no_answers_show_in_a_sample_and_the_right_ones_save_rounds(model, sampl
         same(samples, expected)
         rounds[name] = rounds_of(stats)
         assert history_of(stats)[0] > 0, name
-        assert not engine.rounds.history._texts and not engine.rounds.history._seats
+        assert not engine.rounds.history._texts and not engine.rounds.history._requests
     assert rounds["right"] < rounds["one token changed"] < rounds_of(plain)
     assert rounds["right"] < rounds["other prompts"]
     for spec, options in (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,11 +11,6 @@ from megatron_rlspec.rollout.embedded.draft import Ahead, given
 from megatron_rlspec.rollout.embedded.verify import Committed
 from megatron_rlspec.speculation.history import LONGEST, START, Sources, Texts
 from megatron_rlspec.types import Request, SpecConfig
-
-
-class _Seat(NamedTuple):
-    prompt: int  # its id
-    first: int  # column of the response's first token
 
 
 class HistoryDrafts:
@@ -30,11 +24,7 @@ class HistoryDrafts:
         self.drafts = 0
         self._cache = cache
         self._checks = checks
-        self._seats: dict[int, _Seat] = {}
-        self._texts: dict[int, Texts] = {}  # by prompt, of the rows that are taken
-        self._offers: dict[int, np.ndarray] = {}  # row -> drafts of the next round
-        self._matches: dict[int, int] = {}  # row -> tokens of the match, also where the drafter drafts
-        self.new_weights()
+        self.forget()
 
     def new_weights(self) -> None:
         """Forget what was accepted under other weights."""
@@ -42,24 +32,27 @@ class HistoryDrafts:
 
     def forget(self) -> None:
         """Forget rows, texts and what was accepted: ranks that become one engine have seen different rounds."""
-        for row in list(self._seats):
-            self.vacate(row)
+        self._requests: dict[int, Request] = {}  # of the rows that are taken
+        self._texts: dict[int, Texts] = {}  # of their prompts, by id
+        self._offers: dict[int, np.ndarray] = {}  # row -> drafts of the next round
+        self._matches: dict[int, int] = {}  # row -> tokens of the match, also where the drafter drafts
         self.new_weights()
 
     def seat(self, row: int, request: Request) -> None:
         """Note that a request took a row."""
         if self.drafts and request.history:
-            prompt = request.prompt.id
-            self._texts.setdefault(prompt, Texts(request.history))
-            self._seats[row] = _Seat(prompt, len(request.prompt.tokens))
+            self._requests[row] = request
+            if request.prompt.id not in self._texts:
+                self._texts[request.prompt.id] = Texts(request.history)
 
     def vacate(self, row: int) -> None:
         """Note that a row is free."""
         self._offers.pop(row, None)
         self._matches.pop(row, None)
-        seat = self._seats.pop(row, None)
-        if seat is not None and all(seat.prompt != other.prompt for other in self._seats.values()):
-            del self._texts[seat.prompt]
+        if row in self._requests:
+            prompt = self._requests.pop(row).prompt.id
+            if all(other.prompt.id != prompt for other in self._requests.values()):
+                del self._texts[prompt]
 
     def ended(self, request: Request, response: Sequence[int]) -> None:
         """Take the answer of a request that has ended as a text of its siblings."""
@@ -70,17 +63,18 @@ class HistoryDrafts:
         """Choose which of the rows draft from history in a round of `config`. Only chains are replaced."""
         self._offers.clear()
         self._matches.clear()
-        if not self._seats or config.topk != 1 or not config.num_steps:
+        if not self._requests or config.topk != 1 or not config.num_steps:
             return
         for row in rows.tolist():
-            if row not in self._seats or row in self._checks:
+            if row not in self._requests or row in self._checks:
                 continue
-            prompt, first = self._seats[row]
+            prompt = self._requests[row].prompt
+            first = len(prompt.tokens)
             length = int(self._cache.length[row])
             end = self._cache.tokens[row, max(first, length - LONGEST) : length]
             if length - first < LONGEST:
                 end = np.concatenate([[START], end])
-            match, drafts = self._texts[prompt].follow(end, self.drafts)
+            match, drafts = self._texts[prompt.id].follow(end, self.drafts)
             if match:
                 self._matches[row] = match
                 if self._sources.history(match):
@@ -92,10 +86,9 @@ class HistoryDrafts:
 
     def nodes(self, rows: np.ndarray, nodes: np.ndarray) -> np.ndarray:
         """Return `nodes [B]`, the tokens that a round verifies, with those of old answers."""
-        if self._offers:
-            own = [1 + len(self._offers.get(row, ())) for row in rows.tolist()]
-            nodes = np.maximum(nodes, own)
-        return nodes
+        if not self._offers:
+            return nodes
+        return np.maximum(nodes, [1 + len(self._offers.get(row, ())) for row in rows.tolist()])
 
     def round(
         self,
@@ -113,18 +106,13 @@ class HistoryDrafts:
             self._matches.clear()
         if not self._matches:
             return run(rows, config, ahead)
-        ordered = rows
-        if self._offers:
-            order = np.argsort([self.has(row) for row in rows.tolist()], kind="stable")
-            ordered = rows[order]
-            own = np.array([row for row in ordered.tolist() if self.has(row)], np.int64)
-            if len(own):
-                pending = self._cache.tokens[own, self._cache.length[own] - 1]
-                ahead = Ahead(own, given(pending, [self._offers[row] for row in own.tolist()]), None)
+        has = np.array([self.has(row) for row in rows.tolist()])
+        own, ordered = rows[has], np.concatenate([rows[~has], rows[has]])
+        if len(own):
+            pending = self._cache.tokens[own, self._cache.length[own] - 1]
+            ahead = Ahead(own, given(pending, [self._offers[row] for row in own.tolist()]), None)
         committed = dict(zip(ordered.tolist(), run(ordered, config, ahead), strict=True))
-        for row in rows.tolist():
-            if row in self._matches:
-                own_drafts = self.has(row)
-                self._sources.observe(self._matches[row], own_drafts, committed[row].accepted)
-                committed[row] = committed[row]._replace(history=own_drafts)
+        for row in self._matches.keys() & committed.keys():
+            self._sources.observe(self._matches[row], self.has(row), committed[row].accepted)
+            committed[row] = committed[row]._replace(history=self.has(row))
         return [committed[row] for row in rows.tolist()]

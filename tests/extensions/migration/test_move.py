@@ -351,7 +351,31 @@ def test_moved_samples_go_on_with_drafts_of_old_answers(model, how):
     fleet.move(0, 1, [run.request.id for run in fleet.engines[0].running], how=how)
     check_samples(fleet.finish(), wanted)
     assert any(any(one.history[4:]) for one in fleet.engines[1].stats()), "more drafts than the drafter makes"
-    assert not fleet.engines[1].rounds.history._seats
+    assert not fleet.engines[1].rounds.history._requests
+
+
+def test_ranks_that_become_one_engine_draft_from_the_same_old_answers(model):
+    """A change of the tensor-parallel size seats the same requests on ranks that have seen different rounds."""
+    requests = oracle.requests(PROMPTS)
+    wanted = undisturbed(model, requests, spec=SpecConfig(3))
+    asked = [replace(r, history=(sample.response,)) for r, sample in zip(requests, wanted, strict=True)]
+    wrong = [replace(r, history=(sample.response[::-1],)) for r, sample in zip(requests, wanted, strict=True)]
+    rounds = []
+    for before in ([], wrong):
+        engine = engine_of(model, SpecConfig(3))
+        engine.rounds.history.drafts = 8
+        engine.submit([(request, LONG) for request in before])
+        for _ in range(20):
+            engine.step()
+        engine.drop([request.id for request in before[:1]])
+        engine.stats()
+        engine.seat([(request, LONG) for request in asked], {}, None)
+        for _ in range(40):
+            engine.step()
+        assert not engine.running and not engine.waiting
+        rounds.append([(stats.batch, stats.rounds, stats.accepted, stats.history) for stats in engine.stats()])
+    assert rounds[0] == rounds[1]
+    assert any(any(history[4:]) for *_, history in rounds[0]), "old answers drafted"
 
 
 def test_prompts_that_the_target_holds_do_not_travel(model):

@@ -138,8 +138,7 @@ async def _one(
     """Put the lines of one sample into the queue, the last of them without `drawn`."""
     try:
         if finished is not None:
-            nothing: dict[str, Any] = {"output_ids": [], "logprobs": [], "weight_versions": []}
-            lines.put_nowait({"id": asked.id, "finish": finished, "accepted": [], "drafted": [], **nothing})
+            lines.put_nowait({"id": asked.id, "finish": finished, **_nothing()})
             return
         async for line in _generated(asked, rid, progress):
             lines.put_nowait({"id": asked.id, **line})
@@ -153,14 +152,17 @@ async def _one(
         lines.put_nowait({"id": asked.id, "error": internal(error)})
 
 
+def _nothing() -> dict[str, Any]:
+    return {"output_ids": [], "logprobs": [], "weight_versions": [], "accepted": [], "drafted": []}
+
+
 async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> AsyncIterator[dict[str, Any]]:
     """Yield the lines of a sample: with `progress` its new tokens now and then, and at the end all of it."""
     redrawn = redraw.Redrawn()
     if asked.draft and _sglang.redraws and _position_keyed():
         redrawn = await redraw.check(manager(), _sglang.weight_version, asked, _ends(asked.sampling), GenerateReqInput)
         if redrawn.finish is not None:
-            nothing: dict[str, Any] = {"output_ids": [], "logprobs": [], "weight_versions": [], "drafted": []}
-            yield redrawn.before(nothing | {"finish": redrawn.finish, "accepted": []})
+            yield redrawn.before(_nothing() | {"finish": redrawn.finish})
             return
     begun = asked.begun + redrawn.tokens
     sampling = asked.sampling.model_dump()
