@@ -66,24 +66,65 @@ SHOWN = 3  # drafts of the drafter in the table of tokens a round; history has 8
 # ---- texts ----------------------------------------------------------------------------------------------------------
 
 
+def config_of(run_dir: Path) -> Config:
+    try:
+        return Config.model_validate_json((run_dir / "config.json").read_text())
+    except ValidationError as error:
+        raise SystemExit(f"{run_dir}/config.json: another version wrote it: {first_mistake(error)}") from None
+
+
+def engine_of(
+    run_dir: Path, model: Path, config: Config, dtype: str = "", num_steps: int = 0, running: int = 0
+) -> EmbeddedEngine:
+    """Return an engine for a recorded run, with the drafter of a model's directory and drafts as in its last step.
+
+    dtype, running  "", 0: the run's type and number of running requests
+    """
+    hf_config, tensors = read_model(str(model), "")
+    rollout = config.rollout
+    engine = EmbeddedEngine(
+        hf_config,
+        weights_of(tensors),
+        dtype=getattr(torch, dtype or config.model.dtype),
+        max_length=config.model.max_length,
+        max_running_requests=running or rollout.max_running_requests,
+        max_total_tokens=max(rollout.max_total_tokens, config.model.max_length + 64),
+        schedule=SpecSchedule.fixed(SpecConfig(num_steps) if num_steps else OFF),
+        draft_words=words(tensors, hf_config) if DRAFTER in hf_config else None,
+    )
+    # Drafts of the run's last step were argmax(s · log q + noise) with this s.
+    engine.rounds.sharpness.fix(read_records(run_dir / "metrics.jsonl")[-1].get("spec/sharpness", SHARPNESS[0]))
+    return engine
+
+
+def runs(named: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the folder of each NAME=RUN_DIR."""
+    for text in named:
+        name, equals, run_dir = text.partition("=")
+        if not equals:
+            raise SystemExit(f"{text}: expected NAME=RUN_DIR, for example quickstart=runs/quickstart/rl")
+        lacks = [part for part in ("trajectory", "hf") if not (Path(run_dir) / part).is_dir()]
+        if lacks:
+            raise SystemExit(f"{run_dir}: no {lacks[0]}/; expected a finished run with --train.record true")
+        yield name, Path(run_dir)
+
+
 class Recorded:
     """A recorded run: the groups that are measured, and texts of policies under their seeds."""
 
     def __init__(self, name: str, run_dir: Path, prompts: int, samples: int, dtype: str) -> None:
         self.name = name
-        try:
-            self.config = Config.model_validate_json((run_dir / "config.json").read_text())
-        except ValidationError as error:
-            raise SystemExit(f"{run_dir}/config.json: another version wrote it: {first_mistake(error)}") from None
+        self.config = config_of(run_dir)
         self.trajectory = Trajectory(run_dir)
         self.steps = self.trajectory.steps
-        self.hf_config, self.tensors = read_model(str(run_dir / "hf"), "")
+        running = min(self.config.rollout.max_running_requests, 64)
+        self.engine = engine_of(run_dir, run_dir / "hf", self.config, dtype, running=running)
         self.groups: list[Group] = []
         self.earlier: list[Group] = []
         seen: dict[int, int] = {}
         self.epoch = 0  # steps between two answers to one prompt; 0: no prompt came twice
         for step in range(self.steps - 1, -1, -1):
-            for group in self.trajectory.groups(step, self.hf_config["vocab_size"]):
+            for group in self.trajectory.groups(step, self.engine.arch.vocab):
                 if group.prompt.id in seen and not self.epoch:
                     self.epoch = seen[group.prompt.id] - step
                 if group.prompt.id not in seen and len(self.groups) < prompts:
@@ -92,20 +133,7 @@ class Recorded:
                     self.earlier.append(group)
                 seen.setdefault(group.prompt.id, step)
         self.distances = sorted({min(d, self.steps) for d in (1, 5, self.epoch or self.steps, self.steps)})
-        rollout = self.config.rollout
         self.dtype = dtype or self.config.model.dtype
-        self.engine = EmbeddedEngine(
-            self.hf_config,
-            weights_of(self.tensors),
-            dtype=getattr(torch, self.dtype),
-            max_length=self.config.model.max_length,
-            max_running_requests=min(rollout.max_running_requests, 64),
-            max_total_tokens=max(rollout.max_total_tokens, self.config.model.max_length + 64),
-            draft_words=words(self.tensors, self.hf_config) if DRAFTER in self.hf_config else None,
-        )
-        # Drafts of the run's last step were argmax(s · log q + noise) with this s.
-        records = read_records(run_dir / "metrics.jsonl")
-        self.engine.rounds.sharpness.fix(records[-1].get("spec/sharpness", SHARPNESS[0]))
         self.version = 1
 
     def distance_name(self, distance: int) -> str:
@@ -450,14 +478,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     prompts, samples = (4, 2) if options.quick else (options.prompts, options.samples)
     results = []
-    for named in options.runs:
-        name, equals, run_dir = named.partition("=")
-        lacks = [part for part in ("trajectory", "hf") if not (Path(run_dir) / part).is_dir()]
-        if equals and lacks:
-            p.error(f"{run_dir}: no {lacks[0]}/; expected a finished run with --train.record true")
-        if not equals:
-            p.error(f"{named}: expected NAME=RUN_DIR, for example quickstart=runs/quickstart/rl")
-        results.append(measure(name, Path(run_dir), prompts, samples, options.dtype))
+    for name, run_dir in runs(options.runs):
+        results.append(measure(name, run_dir, prompts, samples, options.dtype))
         show(results[-1])
         if options.out is not None:
             files.write(options.out, json.dumps(results, indent=1) + "\n")

@@ -26,14 +26,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from history import one_token_a_round
-from history_rollouts import engine_of
+from history import gain, one_token_a_round, runs
+from history_rollouts import Rerun
 
 from megatron_rlspec.commands.compare import estimate
-from megatron_rlspec.config import Config
-from megatron_rlspec.run.engines import sampling
-from megatron_rlspec.run.trajectory import Trajectory
-from megatron_rlspec.speculation.history import LONGEST, START, Answers, Sources, Texts, agreed
+from megatron_rlspec.speculation.history import LONGEST, START, Sources, Texts
 from megatron_rlspec.types import Request, Sample
 
 CHECKED = ("checked", "index", "kept", "late", "bound")
@@ -103,43 +100,33 @@ def rounds(answers: Sequence[Answer], old: dict[int, Texts], way: str, drafts: i
 
 def measure(run_dir: Path, steps: int, drafter: Path | None) -> dict[tuple[int, str], list[np.ndarray]]:
     """Return, of each number of drafts and way, for each step [prompts, 2]: rounds, tokens beyond one a round."""
-    config = Config.model_validate_json((run_dir / "config.json").read_text())
-    trajectory = Trajectory(run_dir)
-    engine, vocabulary = engine_of(run_dir, drafter or run_dir / "hf", config, max(DRAFTS))
-    kept = Answers()
+    run = Rerun(run_dir, drafter, max(DRAFTS), steps)
     found: dict[tuple[int, str], list[np.ndarray]] = {(drafts, way): [] for drafts in DRAFTS for way in WAYS}
     sources = {key: Sources() for key in found}
-    for step in range(trajectory.steps):
-        groups = trajectory.groups(step, vocabulary)
-        if step >= trajectory.steps - steps:
-            engine.update_weights(step + 1, trajectory.policy(step).items(), "target")
-            asked = []
-            for group in groups:
-                for i, sample in enumerate(group.samples):
-                    asked.append(Request(f"{group.prompt.id:07d}-{i:04d}", group.prompt, sample.seed or 0))
-            with one_token_a_round(engine) as accepted:
-                samples = engine.generate(asked, sampling(config))
-            _, prompts = np.unique([sample.prompt.id for sample in samples], return_inverse=True)
-            for (drafts, way), parts in found.items():
-                answers = [begun(sample, accepted, kept, way in CHECKED) for sample in samples]
-                texts = {group.prompt.id: Texts(kept.of(group.prompt.id).values()) for group in groups}
-                if way == "index":
-                    sources[drafts, way] = Sources()
-                parts.append(np.zeros((len(groups), 2), np.int64))
-                np.add.at(parts[-1], prompts, rounds(answers, texts, way, drafts, sources[drafts, way]))
+    for groups in run.steps():
+        run.push()
+        asked = []
         for group in groups:
-            kept.keep(group.prompt.id, step, {sample.seed or 0: sample.response for sample in group.samples})
+            for i, sample in enumerate(group.samples):
+                asked.append(Request(f"{group.prompt.id:07d}-{i:04d}", group.prompt, sample.seed or 0))
+        with one_token_a_round(run.engine) as accepted:
+            samples = run.engine.generate(asked, run.sampling)
+        _, prompts = np.unique([sample.prompt.id for sample in samples], return_inverse=True)
+        for (drafts, way), parts in found.items():
+            answers = [begun(sample, accepted, run, way in CHECKED) for sample in samples]
+            texts = {group.prompt.id: Texts(run.answers.of(group.prompt.id).values()) for group in groups}
+            if way == "index":
+                sources[drafts, way] = Sources()
+            parts.append(np.zeros((len(groups), 2), np.int64))
+            np.add.at(parts[-1], prompts, rounds(answers, texts, way, drafts, sources[drafts, way]))
     return found
 
 
-def begun(sample: Sample, accepted: Mapping[tuple[int, int], int], kept: Answers, checked: bool) -> Answer:
+def begun(sample: Sample, accepted: Mapping[tuple[int, int], int], run: Rerun, checked: bool) -> Answer:
     """Return an answer before its first round. `accepted`: drafts of the drafter, by (seed, position)."""
-    seed, old = sample.seed or 0, kept.of(sample.prompt.id)
     places = range(sample.prompt_len, len(sample.tokens))
-    right = np.array([accepted.get((seed, at), 0) for at in places], np.int64)
-    draft = np.zeros(0, np.int64)
-    if checked:
-        draft = old[seed] if seed in old else agreed(old.values())
+    right = np.array([accepted.get((sample.seed or 0, at), 0) for at in places], np.int64)
+    draft = run.draft(sample.prompt.id, sample.seed) if checked else np.zeros(0, np.int64)
     return Answer(sample.prompt.id, sample.response, right, draft)
 
 
@@ -150,20 +137,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--drafter", type=Path, metavar="DIR", help="a model's directory; default: the run's `hf`")
     options = p.parse_args(argv)
     torch.set_num_threads(1)
-    for text in options.runs:
-        name, _, run_dir = text.partition("=")
-        if not run_dir:
-            raise SystemExit(f"{text}: expected NAME=RUN_DIR")
-        found = measure(Path(run_dir), options.steps, options.drafter)
+    for name, run_dir in runs(options.runs):
+        found = measure(run_dir, options.steps, options.drafter)
         for (drafts, way), parts in found.items():
             counts = np.concatenate(parts)
             base = np.concatenate(found[drafts, "checked" if way in CHECKED else "drafter"])
-            length, more = estimate(counts), estimate(counts, base)
-            share = [100 * value / estimate(base).value for value in (more.value, more.low, more.high)]
-            last = parts[-1][:, 0].sum()
+            length, more = estimate(counts).value, gain(counts, base)
             print(
-                f"{name}, {drafts} drafts, {way:8}: {length.value:.2f} tokens a round, {share[0]:+.1f} % "
-                f"[{share[1]:.1f}, {share[2]:.1f}]; {counts[:, 0].sum()} rounds, {last} in the last step"
+                f"{name}, {drafts} drafts, {way:8}: {length:.2f} tokens a round, {more.value:+.1%} [{more.low:.1%}, "
+                f"{more.high:.1%}]; {counts[:, 0].sum()} rounds, {parts[-1][:, 0].sum()} in the last step"
             )
 
 

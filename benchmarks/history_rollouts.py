@@ -20,21 +20,18 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from history import config_of, engine_of, gain, runs
 
 from megatron_rlspec.commands.compare import estimate
-from megatron_rlspec.config import Config
-from megatron_rlspec.conversion.drafter_files import read_model, weights_of
-from megatron_rlspec.records.recorder import read_records
-from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.run.engines import sampling
 from megatron_rlspec.run.trajectory import Trajectory
 from megatron_rlspec.speculation.history import Answers, agreed
-from megatron_rlspec.types import SHARPNESS, Request, SpecConfig, SpecSchedule
+from megatron_rlspec.types import Group, Request
 
 WAYS = {"drafter": (False, False), "history": (True, False), "checked": (False, True), "both": (True, True)}
 
@@ -49,56 +46,70 @@ class Way:
         self.seconds = 0.0
 
 
-def engine_of(run_dir: Path, model: Path, config: Config, num_steps: int) -> tuple[EmbeddedEngine, int]:
-    """Return an engine for a recorded run with the drafter of a model's directory, and the size of the vocabulary."""
-    hf_config, tensors = read_model(str(model), "")
-    engine = EmbeddedEngine(
-        hf_config,
-        weights_of(tensors),
-        dtype=getattr(torch, config.model.dtype),
-        max_length=config.model.max_length,
-        max_running_requests=config.rollout.max_running_requests,
-        max_total_tokens=config.rollout.max_total_tokens,
-        schedule=SpecSchedule.fixed(SpecConfig(num_steps)),
-    )
-    engine.rounds.sharpness.fix(read_records(run_dir / "metrics.jsonl")[-1].get("spec/sharpness", SHARPNESS[0]))
-    return engine, hf_config["vocab_size"]
+class Rerun:
+    """A recorded run whose last steps an embedded engine generates again, each under its own policy and seeds.
+
+    answers  to the prompts, of the steps before the present one
+    """
+
+    def __init__(self, run_dir: Path, drafter: Path | None, num_steps: int, last: int) -> None:
+        config = config_of(run_dir)
+        self.trajectory = Trajectory(run_dir)
+        self.engine = engine_of(run_dir, drafter or run_dir / "hf", config, num_steps=num_steps)
+        self.sampling = sampling(config)
+        self.answers = Answers()
+        self._last = last
+        self._step = self._version = 0
+
+    def steps(self) -> Iterator[list[Group]]:
+        """Yield the recorded groups of each of the last steps."""
+        for step in range(self.trajectory.steps):
+            groups = list(self.trajectory.groups(step, self.engine.arch.vocab))
+            self._step = step
+            if step >= self.trajectory.steps - self._last:
+                yield groups
+            for group in groups:
+                answers = {sample.seed or 0: sample.response for sample in group.samples}
+                self.answers.keep(group.prompt.id, step, answers)
+
+    def push(self) -> None:
+        """Give the engine the policy of the present step. It forgets what it learnt."""
+        self._version += 1
+        self.engine.update_weights(self._version, self.trajectory.policy(self._step).items(), "target")
+
+    def draft(self, prompt: int, seed: int | None) -> np.ndarray:
+        """Return what `spec.history` has an engine check."""
+        old = self.answers.of(prompt)
+        return old[seed] if seed in old else agreed(old.values())
 
 
 def measure(run_dir: Path, steps: int, drafts: int, num_steps: int) -> dict[str, Way]:
-    config = Config.model_validate_json((run_dir / "config.json").read_text())
-    trajectory = Trajectory(run_dir)
-    engine, vocabulary = engine_of(run_dir, run_dir / "hf", config, num_steps)
+    run = Rerun(run_dir, None, num_steps, steps)
+    engine = run.engine
     engine.rounds.history.drafts = drafts
     rounds: Counter[int] = Counter()  # by seed
-    run = engine.rounds.round
+    one_round = engine.rounds.round
 
     def counted(rows: np.ndarray, *rest: object) -> list:
         rounds.update(engine.rounds.seeds[rows, 0].tolist())
-        return run(rows, *rest)
+        return one_round(rows, *rest)
 
     engine.rounds.round = counted
-    answers = Answers()
     found = {way: Way() for way in WAYS}
-    version = 0
-    for step in range(trajectory.steps):
-        groups = trajectory.groups(step, vocabulary)
-        for name, (history, checked) in WAYS.items() if step >= trajectory.steps - steps else ():
+    for groups in run.steps():
+        for name, (history, checked) in WAYS.items():
             requests = []
             for group in groups:
-                old = answers.of(group.prompt.id)
-                begun = agreed(old.values())
+                texts = tuple(run.answers.of(group.prompt.id).values()) if history else ()
                 for i, sample in enumerate(group.samples):
-                    text = old.get(sample.seed, begun) if checked else None
-                    texts = tuple(old.values()) if history else ()
+                    draft = run.draft(group.prompt.id, sample.seed) if checked else None
                     name_of = f"{group.prompt.id:07d}-{i:04d}"
-                    requests.append(Request(name_of, group.prompt, sample.seed, draft=text, history=texts))
-            version += 1
-            engine.update_weights(version, trajectory.policy(step).items(), "target")
+                    requests.append(Request(name_of, group.prompt, sample.seed, draft=draft, history=texts))
+            run.push()
             rounds.clear()
             engine.stats()
             verified, began = engine.rounds.verified, time.process_time()
-            drawn = engine.generate(requests, sampling(config))
+            drawn = engine.generate(requests, run.sampling)
             way = found[name]
             way.seconds += time.process_time() - began
             way.verified += engine.rounds.verified - verified
@@ -112,8 +123,6 @@ def measure(run_dir: Path, steps: int, drafts: int, num_steps: int) -> dict[str,
             for group in groups:
                 used = sum(rounds[sample.seed] for sample in group.samples)
                 way.counts.append((used, tokens[group.prompt.id] - used))
-        for group in groups:
-            answers.keep(group.prompt.id, step, {sample.seed: sample.response for sample in group.samples})
     return found
 
 
@@ -122,11 +131,11 @@ def show(name: str, found: dict[str, Way]) -> None:
     print(f"{name}: {len(base)} prompts, {base.sum()} tokens")
     for way, one in found.items():
         counts = np.array(one.counts)
-        length, more = estimate(counts), estimate(counts, base)
-        share = [100 * value / estimate(base).value for value in (more.value, more.low, more.high)]
+        more = gain(counts, base)
         requests, accepted = one.history.tolist()
         print(
-            f"  {way:8}: {length.value:.2f} tokens a round, {share[0]:+.0f} % [{share[1]:.0f}, {share[2]:.0f}]; "
+            f"  {way:8}: {estimate(counts).value:.2f} tokens a round, {more.value:+.0%} [{more.low:.0%}, "
+            f"{more.high:.0%}]; "
             f"{counts[:, 0].sum()} rounds of samples, {one.batch_rounds} of batches, {one.verified} tokens verified; "
             f"{one.seconds:.1f} s of CPU; history in {requests} rounds, {accepted / max(requests, 1):.2f} drafts each; "
             f"{one.different} other texts"
@@ -141,11 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--num-steps", type=int, default=3, help="the drafter's drafts in a round; default: 3")
     options = p.parse_args(argv)
     torch.set_num_threads(1)
-    for text in options.runs:
-        name, _, run_dir = text.partition("=")
-        if not run_dir:
-            raise SystemExit(f"{text}: expected NAME=RUN_DIR")
-        show(name, measure(Path(run_dir), options.steps, options.drafts, options.num_steps))
+    for name, run_dir in runs(options.runs):
+        show(name, measure(run_dir, options.steps, options.drafts, options.num_steps))
 
 
 if __name__ == "__main__":

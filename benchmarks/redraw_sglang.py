@@ -18,15 +18,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 from adaptive_sglang import scheduler_of
+from history_rollouts import Rerun
 from torch import Tensor
 
 from megatron_rlspec.commands.compare import estimate
-from megatron_rlspec.config import Config
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.run.engines import sampling
-from megatron_rlspec.run.trajectory import Trajectory
-from megatron_rlspec.speculation.history import Answers, agreed
 from megatron_rlspec.types import Request, Sampling
 
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "49152", "--max-running-requests", "128"]
@@ -37,19 +34,6 @@ def seconds(scheduler: psutil.Process) -> float:
     return times.user + times.system
 
 
-def old_drafts(trajectory: Trajectory, vocabulary: int, asked: Sequence[Request]) -> list[np.ndarray]:
-    """Return what `spec.history` has an engine check: of earlier steps' answers to the prompts of the last step."""
-    answers = Answers()
-    for step in range(trajectory.steps - 1):
-        for group in trajectory.groups(step, vocabulary):
-            answers.keep(group.prompt.id, step, {sample.seed or 0: sample.response for sample in group.samples})
-    drafts = []
-    for request in asked:
-        old = answers.of(request.prompt.id)
-        drafts.append(old[request.seed] if request.seed in old else agreed(old.values()))
-    return drafts
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("run_dir", type=Path, metavar="RUN_DIR")
@@ -57,14 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--turns", type=int, default=8, help="of each way; default: 8")
     p.add_argument("--old", action="store_true", help="check what spec.history does: answers of the epoch before")
     options = p.parse_args(argv)
-    trajectory = Trajectory(options.run_dir)
-    how = sampling(Config.model_validate_json((options.run_dir / "config.json").read_text()))
-    last = trajectory.steps - 1
-    older = dict(trajectory.policy(last).items())
-    newer = dict(trajectory.policy(last + 1).items())
-    vocabulary = next(t.shape[0] for name, t in newer.items() if "embed_tokens" in name)
+    run = Rerun(options.run_dir, None, 0, 1)
+    last = run.trajectory.steps - 1
+    older = dict(run.trajectory.policy(last).items())
+    newer = dict(run.trajectory.policy(last + 1).items())
     asked = []
-    for group in trajectory.groups(last, vocabulary)[: options.groups]:
+    for group in next(run.steps())[: options.groups]:
         for sample in group.samples:
             asked.append(Request(f"r{len(asked):05d}.", group.prompt, sample.seed or 0))
     with tempfile.TemporaryDirectory() as folder:
@@ -74,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             engine = SGLangEngine.of(process.wait())
             engine.update_weights(1, older.items(), "target")
             if options.old:
-                drafts = old_drafts(trajectory, vocabulary, asked)
+                drafts = [run.draft(request.prompt.id, request.seed) for request in asked]
             else:
-                drafts = [sample.response for sample in engine.generate(asked, how)]
+                drafts = [sample.response for sample in engine.generate(asked, run.sampling)]
             redrawn = [replace(request, draft=draft) for request, draft in zip(asked, drafts, strict=True)]
-            show(engine, scheduler_of(process.process.pid), asked, redrawn, how, newer, options.turns)
+            show(engine, scheduler_of(process.process.pid), asked, redrawn, run.sampling, newer, options.turns)
 
 
 def show(
