@@ -180,8 +180,11 @@ def test_engines_are_checked_and_get_rules_and_slime_logs_it(run, options):
     for row in rollouts:
         found = logged["rollout", row["rollout"]]
         assert found["rollout/accept_length"] == 1 + row["drafts"] / row["rounds"]
-        assert found["health/unreachable_engines"] == 0 and found["rollout/spec_rounds"] > 0
-        assert sum(v for name, v in found.items() if name.startswith("rollout/spec_share")) == pytest.approx(1)
+        assert found["health/unreachable_engines"] == 0
+        timed = found["rollout/spec_rounds"]
+        assert timed > 0 or row["rollout"]  # a later rollout may consist of samples that an earlier one left over
+        shares = sum(v for name, v in found.items() if name.startswith("rollout/spec_share"))
+        assert shares == pytest.approx(float(timed > 0))
         assert ("predict/next_tokens_k3" in found) == (row["rollout"] > ahead)
     checks = [found for found in logged.values() if "health/incidents" in found]
     assert len(checks) == len(rollouts)
@@ -269,22 +272,18 @@ def test_a_mixture_with_split_experts_learns_is_pushed_and_goes_on(run):
     assert rollouts[-1]["accept_length"] > 1.2 * rollouts[0]["accept_length"]
 
 
-# One engine of two ranks, each with requests of its own.
-RANKS = (
-    "--kind=mixture",
-    "--rollouts=2",
-    "--rollout-num-gpus=2",
-    "--rollout-num-gpus-per-engine=2",
-    "--sglang-dp-size=2",
-    "--sglang-enable-dp-attention",
-)
+# One engine of two ranks, each with requests of its own; and one of four, of which two share the heads of attention.
+def attention_ranks(ranks):
+    flags = (f"--rollout-num-gpus={ranks}", f"--rollout-num-gpus-per-engine={ranks}", "--sglang-dp-size=2")
+    return ("--kind=mixture", "--rollouts=2", *flags, "--sglang-enable-dp-attention")
 
 
-def test_ranks_of_an_engine_adapt_together_under_attention_data_parallelism(run):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_an_engine_adapt_together_under_attention_data_parallelism(run, ranks):
     """The greedy texts, with three drafts a round, are those of Transformers. Loaders tell what they were given."""
     from transformers import AutoModelForCausalLM
 
-    folder, rollouts, logged = run(*RANKS)
+    folder, rollouts, logged = run(*attention_ranks(ranks))
     assert [row["rollout"] for row in rollouts] == [0, 1]
     is_drafter = drafter_names(str(folder / "model"))
     for version, row in enumerate(rollouts, 1):
