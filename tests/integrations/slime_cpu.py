@@ -43,8 +43,8 @@ class CpuAccelerator(Accelerator):
     def synchronize(self, device: Any = None) -> None:
         return None
 
-    def current_stream(self, device: Any = None) -> None:
-        return None
+    def current_stream(self, device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: None)
 
     def empty_cache(self) -> None:
         return None

@@ -216,8 +216,10 @@ def environment(folder, slime, sglang):
         "RAY_AUTH_MODE": "disabled",
         "RAY_DEDUP_LOGS": "0",
         "RAY_memory_monitor_refresh_ms": "0",  # else Ray ends actors when other programs have the machine's memory
-        # slime gives every engine the number of a GPU, and SGLang would look for the socket of that number.
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * 8),
+        # slime gives every engine the number of a GPU, and SGLang 0.5.23 would look for the socket of that number.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
+            [",".join(map(str, sorted(os.sched_getaffinity(0))))] * (1 if sglang == PINNED else 8)
+        ),
         "RLSPEC_CPU_MODEL": str(folder / "model"),
         "RLSPEC_PATH_FOLDER": str(folder),
         "PYTHONWARNINGS": "ignore",

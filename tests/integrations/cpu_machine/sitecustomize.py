@@ -113,7 +113,7 @@ def _engine(module):
     plugin._register_models(serve._architectures(os.environ["RLSPEC_CPU_MODEL"]))
 
 
-BEFORE = {"sglang": _before_sglang}
+BEFORE = {"sglang": _before_sglang, "transformers": _before_sglang}  # both look for torchvision, once
 AFTER = {
     "slime.utils.accelerator": _accelerator,
     "slime.utils.arguments": _megatron,
