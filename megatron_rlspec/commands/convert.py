@@ -161,7 +161,3 @@ def _show(work: Conversion) -> None:
         fresh = " (fresh)" if work.fresh_drafter and work.family.is_drafter(names[0]) else ""
         table.add_row(label + fresh, str(len(names)), names[0])
     Console().print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,6 @@ Nothing of them is imported. If a GPU is visible, or with `--gpu`, it prints wha
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -165,7 +164,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json and options.json != "-":
         files.write_output(options.json, as_json + "\n")
     return int(bool(unfit) or (options.gpu and any(f.state == "stops" for f in findings)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -270,7 +270,3 @@ def parser() -> arguments.Parser:
     p.needs("--sglang --vllm", "--length")
     p.excludes("--check", f"{of_table} {of_cluster} --cluster")
     return p
-
-
-if __name__ == "__main__":
-    sys.exit(main())

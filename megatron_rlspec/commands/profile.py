@@ -393,7 +393,3 @@ def parser() -> arguments.Parser:
     p.needs("--url", "--api-key")
     p.excludes("--url", "--draft-model")
     return p
-
-
-if __name__ == "__main__":
-    sys.exit(main())

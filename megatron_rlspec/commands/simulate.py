@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -474,7 +473,3 @@ def parser() -> arguments.Parser:
     add("--sweep", default="", metavar="SECTION.OPTION=A,B", help="what if: repeat it with these values of an option")
     add("--json", type=Path, metavar="FILE", help="write the result here")
     return p
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,30 +25,3 @@ from megatron_rlspec.config.sft import SftConfig
 from megatron_rlspec.config.spec import SpecSection
 from megatron_rlspec.config.tail import TailConfig
 from megatron_rlspec.config.train import TrainConfig
-
-__all__ = [
-    "AlgorithmConfig",
-    "AnswerConfig",
-    "Command",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "DrafterConfig",
-    "HealthConfig",
-    "LogConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PlacementConfig",
-    "PushConfig",
-    "ReplayConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "SftConfig",
-    "SpecSection",
-    "TailConfig",
-    "TrainConfig",
-    "load",
-    "load_replay",
-    "options",
-]

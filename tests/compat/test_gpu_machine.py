@@ -69,7 +69,7 @@ def doctor(folder: Path, libraries: str, shm: str, devices: str = "nvidiactl nvi
     torch.mkdir(parents=True)
     (torch / "__init__.py").write_text("")
     (torch / "version.py").write_text("from typing import Optional\ncuda: Optional[str] = '13.0'\n")
-    command = [sys.executable, "-m", "megatron_rlspec.commands.doctor", "--gpu", "--path", str(torch.parent)]
+    command = [sys.executable, "-m", "megatron_rlspec.cli", "doctor", "--gpu", "--path", str(torch.parent)]
     done = on_machine(folder, *command, "--json", "-", shm=shm, devices=devices, LD_LIBRARY_PATH=libraries)
     assert done.returncode == 1, done.stderr  # no Transformer Engine
     return {row["name"]: row["text"] for row in json.loads(done.stdout)}

@@ -122,7 +122,7 @@ def test_what_stops_a_run_comes_first():
 
 def test_the_facts_of_this_machine_are_read(tmp_path):
     """A CPU build of torch and no Transformer Engine are reported, and the build of such an image would fail."""
-    command = [sys.executable, "-m", "megatron_rlspec.commands.doctor", "--gpu", "--json", "-"]
+    command = [sys.executable, "-m", "megatron_rlspec.cli", "doctor", "--gpu", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     told = {row["name"]: row["text"] for row in json.loads(done.stdout)}
     assert done.returncode == 1, done.stderr
