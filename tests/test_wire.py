@@ -42,7 +42,7 @@ def test_groups_come_back():
     assert group.prompt.tokens.tolist() == [1, 2] and group.samples[0].behaviour_logprobs.dtype == np.float32
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data())
 def test_damaged_groups_are_refused_or_read(data):
     damaged = bytearray(encode_groups(groups()))
@@ -51,14 +51,14 @@ def test_damaged_groups_are_refused_or_read(data):
     decoded(bytes(damaged[: data.draw(st.integers(0, len(damaged)))]))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(JUNK)
 def test_anything_else_is_refused(value):
     found = decoded(msgspec.msgpack.encode(value))
     assert found is None or found == []
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(sorted(ARRAY)), JUNK).map(lambda changes: ARRAY | changes) | JUNK)
 def test_an_array_has_the_stated_shape_or_is_refused(array):
     data = msgspec.msgpack.encode([{"prompt": {"id": 0, "tokens": array}, "samples": []}])

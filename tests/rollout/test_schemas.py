@@ -92,7 +92,7 @@ def test_a_malformed_query_is_refused_in_one_sentence(model, query, told):
     assert told in refused(lambda: parse_query(model, query))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.sampled_from([schemas.GenerateBody, schemas.AbortBody, *COMMANDS.values(), schemas.JoinBody]), JUNK)
 def test_any_json_is_accepted_or_refused_in_one_sentence(model, value):
     try:
@@ -170,7 +170,7 @@ def test_a_scope_names_its_own_tensors_only():
 GOOD = save({"w": torch.zeros(4, 3), "b": torch.zeros(4)})
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(st.data())
 def test_a_damaged_bucket_is_read_exactly_or_refused(data):
     """Cut, extended or with bytes of the header replaced."""
@@ -182,7 +182,7 @@ def test_a_damaged_bucket_is_read_exactly_or_refused(data):
     _read_exactly_or_refuse(damaged)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(JUNK, st.binary(max_size=64))
 @example({"b": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, b"\0" * 16)
 def test_any_header_is_read_exactly_or_refused(header, data):

@@ -96,13 +96,9 @@ def test_a_signal_to_one_process(start, whole, tmp_path, number, wait):
     resumes_as_if_uninterrupted(start, tmp_path, whole)
 
 
-@pytest.mark.parametrize(
-    ("number", "delay"),
-    [
-        (signal.SIGTERM, 0.0),
-        *(pytest.param(n, d / 2, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM) for d in range(9)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("delay", [d / 2 for d in range(9)])
 def test_a_signal_before_the_first_step(start, tmp_path, number, delay):
     process = train(start, tmp_path / "run", **OPTIONS, train__steps=STEPS)
     deadline = time.monotonic() + 840

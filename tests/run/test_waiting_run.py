@@ -1,6 +1,7 @@
 """A rank that waits for another one's decision does not occupy its GPU, where an engine may be decoding."""
 
 import forked
+import pytest
 from short_run import TESTS, words
 
 OPTIONS = {
@@ -13,6 +14,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_no_host_waits_on_the_device(start, tmp_path):
     arguments = words(start, tmp_path, "train", OPTIONS)
     ended = forked.run_module("waiting_run", arguments, folder=TESTS, ranks=2)

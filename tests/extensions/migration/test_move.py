@@ -209,8 +209,8 @@ def fuzz(model, seeds, moves: int, **options) -> dict[str, int]:
 
 
 def test_texts_survive_random_moves(model):
-    counts = fuzz(model, range(9), 30)
-    assert sum(counts.values()) >= 300 and min(counts.values()) > 5, counts
+    counts = fuzz(model, range(4), 30)
+    assert sum(counts.values()) >= 120 and min(counts.values()) > 1, counts
 
 
 @pytest.mark.slow
@@ -269,8 +269,7 @@ def all_off(fleet):
         engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
 
 
-@pytest.mark.parametrize("prepare", [some_rounds, rounds_after_off, all_off], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("target_busy", [True, False], ids=["busy", "idle"])
+@pytest.mark.parametrize(("prepare", "target_busy"), [(some_rounds, True), (rounds_after_off, True), (all_off, False)])
 def test_rounds_after_a_move_accept_as_after_recomputation(prepare, target_busy):
     spec = SpecConfig(3)
     by_kv = after_a_move(spec, prepare, target_busy=target_busy)

@@ -100,12 +100,11 @@ def test_any_schedule_of_sizes_draws_the_same_texts(tmp_path, kind, speculation)
         assert found["accepted"] == [regroup_rank.accepted(whole)] * len(scripts)
 
 
-PHASES = [("headers", 4), ("weights", 2), ("weights", 4), ("caches", 4)]
+PHASES = [("caches", 2), ("headers", 4), ("weights", 2), ("weights", 4), ("caches", 4)]
 
 
-@pytest.mark.parametrize(
-    ("phase", "to"), [("caches", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in PHASES)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "to"), PHASES)
 def test_a_rank_killed_in_the_middle_of_a_change_ends_the_rollout(tmp_path, phase, to):
     """With pairs of ranks, ranks 0 and 1 finish the change, and learn of the loss afterwards."""
     meeting = str(tmp_path / "meeting")

@@ -115,7 +115,7 @@ def test_requests_that_wait_keep_the_size():
     assert planner().decide(loads([4000], [], [], [], waiting=1), 2, Lengths(), 16384) is None
 
 
-@settings(max_examples=80)
+@settings(max_examples=25)
 @given(
     st.lists(st.lists(st.integers(0, 8000), max_size=40), min_size=4, max_size=4),
     st.lists(st.integers(1, 9000), max_size=60),

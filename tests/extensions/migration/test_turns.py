@@ -121,9 +121,8 @@ class Run:
         return self.changed[0]
 
 
-@pytest.mark.parametrize("budget", [20, 30])
-def test_the_first_fleet_is_back_after_every_rollout_and_gets_the_newest_weights(tmp_path: Path, budget: int) -> None:
-    run = Run(tmp_path, budget)
+def test_the_first_fleet_is_back_after_every_rollout_and_gets_the_newest_weights(tmp_path: Path) -> None:
+    run = Run(tmp_path, 20)
     assert run.draw() and run.wide.tokens > 100
     assert run.pool.engines == named([run.a, run.b]) and run.pool.serving == list(run.pusher.engines) == ["a", "b"]
     assert run.wide.asleep and not (run.a.asleep or run.b.asleep) and run.a.empty
@@ -140,10 +139,9 @@ def test_the_first_fleet_is_back_after_every_rollout_and_gets_the_newest_weights
     assert seen["w"].tolist() == [2.0] * 3 and seen["d"].tolist() == [-2.0] * 2
 
 
-@pytest.mark.parametrize("budget", [20, 30])
 @pytest.mark.parametrize("moment", ["asleep", "leaving", "awake"])
-def test_the_rollout_ends_on_the_first_fleet_when_the_second_is_lost(tmp_path: Path, budget: int, moment: str) -> None:
-    run = Run(tmp_path, budget)
+def test_the_rollout_ends_on_the_first_fleet_when_the_second_is_lost(tmp_path: Path, moment: str) -> None:
+    run = Run(tmp_path, 20)
 
     def gone() -> None:
         raise EngineError("wide: gone")
