@@ -273,7 +273,7 @@ def replayed(hf_config, tensors, samples, drafts) -> tuple[dict[int, float], flo
     return found, trainer.sharpness
 
 
-@pytest.mark.parametrize("drafts", ["argmax", "coupled"])
+@pytest.mark.parametrize("drafts", [pytest.param("argmax", marks=pytest.mark.slow), "coupled"])
 def test_the_trainer_measures_what_an_engine_accepts(drafts):
     """The drafter's argmax is often the policy's token: the engine's accept lengths, and a forward over its texts."""
     hf_config = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=40)

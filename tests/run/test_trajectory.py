@@ -69,6 +69,7 @@ def test_a_replay_trains_the_same_drafter_bit_for_bit(recorded, start, tmp_path)
         assert [r.get(name) for r in records[0]] == [r.get(name) for r in records[1]]
 
 
+@pytest.mark.slow
 def test_a_variant_differs_and_a_resumed_replay_does_not(recorded, tmp_path):
     replay(recorded, tmp_path / "whole", drafter__lr=1e-3)
     replay(recorded, tmp_path / "parts", drafter__lr=1e-3, train__steps=1)

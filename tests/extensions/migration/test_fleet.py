@@ -19,7 +19,9 @@ from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Tra
 from megatron_rlspec.types import Held, Load, Prompt, Request, Sampling, SpecConfig
 
 
-@pytest.mark.parametrize("modes", [(), ("kv",), ("recompute",)], ids=["queue", "kv", "recompute"])
+@pytest.mark.parametrize(
+    "modes", [(), ("kv",), pytest.param(("recompute",), marks=pytest.mark.slow)], ids=["queue", "kv", "recompute"]
+)
 def test_a_fleet_draws_what_one_engine_draws(tmp_path, modes):
     found, *others = on_ranks(3, fleet_rank.scenario, str(tmp_path / "meeting"), modes)
     wanted = [s.tokens.tolist() for s in fleet_rank.engine().generate(fleet_rank.requests(), fleet_rank.LONG)]
