@@ -1,4 +1,4 @@
-"""Encode requests and groups of samples as MessagePack bytes, and decode them by type. Nothing is pickled."""
+"""Encode messages between ranks, requests and groups of samples as MessagePack bytes. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from megatron_rlspec.types import Group, OpenGroup, Request
+from megatron_rlspec.types import Group
 
 _DTYPES = tuple(np.dtype(kind).str for kind in ("i8", "i4", "u1", "f8", "f4", "?"))
 
@@ -39,49 +39,19 @@ def _decode_array(kind: type, value: Any) -> Any:
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_groups = msgspec.msgpack.Decoder(list[Group], dec_hook=_decode_array)
-_open_groups = msgspec.msgpack.Decoder(list[OpenGroup], dec_hook=_decode_array)
-_requests = msgspec.msgpack.Decoder(list[Request], dec_hook=_decode_array)
-
-
-def encode_groups(groups: list[Group]) -> bytes:
-    """Return the bytes that `decode_groups` reads."""
-    return _encoder.encode(groups)
-
-
-def decode_groups(data: bytes) -> list[Group]:
-    """Return the groups. Raises msgspec.DecodeError for bytes that hold none."""
-    return _decode(_groups, data, "groups of samples")
-
-
-def encode_requests(requests: list[Request]) -> bytes:
-    """Return the bytes that `decode_requests` reads."""
-    return _encoder.encode(requests)
-
-
-def decode_requests(data: bytes) -> list[Request]:
-    """Return the requests, with their partial samples. Raises msgspec.DecodeError for bytes that hold none."""
-    return _decode(_requests, data, "requests")
 
 
 def encode(value: Any) -> bytes:
-    """Return a message of one rank to another, which `decode` reads."""
+    """Return the bytes of a value, which `decode` reads."""
     return _encoder.encode(value)
 
 
 def decode(data: bytes | memoryview, kind: type[_T]) -> _T:
-    """Return the message, of type `kind`. Raises msgspec.DecodeError for other bytes."""
-    return _decode(msgspec.msgpack.Decoder(kind, dec_hook=_decode_array), bytes(data), f"a {kind.__name__}")
-
-
-def encode_open_groups(groups: list[OpenGroup]) -> bytes:
-    """Return the bytes that `decode_open_groups` reads."""
-    return _encoder.encode(groups)
-
-
-def decode_open_groups(data: bytes) -> list[OpenGroup]:
-    """Return the begun groups. Raises msgspec.DecodeError for bytes that hold none."""
-    return _decode(_open_groups, data, "begun groups")
+    """Return the value, of type `kind`. Raises msgspec.DecodeError for bytes that hold none."""
+    try:
+        return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array).decode(bytes(data))
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(f"not a {kind.__name__}: {error}") from None
 
 
 def check_groups(groups: Iterable[Group], words: int) -> None:
@@ -103,10 +73,3 @@ def check_tokens(tokens: np.ndarray, words: int, holds: str) -> None:
     """Raise ValueError unless these are token ids of a vocabulary of so many. `holds`: how the message begins."""
     if tokens.ndim != 1 or tokens.dtype.kind != "i" or not ((tokens >= 0) & (tokens < words)).all():
         raise ValueError(f"{holds} no token ids below {words}")
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, what: str) -> _T:
-    try:
-        return decoder.decode(data)
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise msgspec.DecodeError(f"not {what}: {error}") from None

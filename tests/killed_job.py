@@ -15,7 +15,8 @@ from short_run import TESTS, words
 from megatron_rlspec.host import ports
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.trajectory import Trajectory
-from megatron_rlspec.wire import decode_open_groups
+from megatron_rlspec.types import OpenGroup
+from megatron_rlspec.wire import decode
 
 
 class Job:
@@ -112,7 +113,7 @@ def check_same_samples(whole: Path, killed: Path, steps: int) -> None:
         trained = [s for step in range(steps) for group in recorded.groups(step) for s in group.samples]
         found = {sample.request_id: sample.tokens.tolist() for sample in trained}
         assert len(found) == len(trained)
-        begun = decode_open_groups((run_dir / f"checkpoints/step-{steps:06d}.begun").read_bytes())
+        begun = decode((run_dir / f"checkpoints/step-{steps:06d}.begun").read_bytes(), list[OpenGroup])
         left = {request.id for group in begun for request in group.requests}
         assert not left & found.keys()
         texts.append((found, left | found.keys()))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rlspec.types import Group, Prompt, Sample
-from megatron_rlspec.wire import decode_groups, encode_groups
+from megatron_rlspec.wire import decode, encode
 
 JUNK = st.recursive(
     st.none()
@@ -31,21 +31,21 @@ def groups():
 
 def decoded(data):
     try:
-        return decode_groups(data)
+        return decode(data, list[Group])
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         assert "\n" not in str(error)
         return None
 
 
 def test_groups_come_back():
-    [group] = decode_groups(encode_groups(groups()))
+    [group] = decode(encode(groups()), list[Group])
     assert group.prompt.tokens.tolist() == [1, 2] and group.samples[0].behaviour_logprobs.dtype == np.float32
 
 
 @settings(max_examples=100)
 @given(st.data())
 def test_damaged_groups_are_refused_or_read(data):
-    damaged = bytearray(encode_groups(groups()))
+    damaged = bytearray(encode(groups()))
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     decoded(bytes(damaged[: data.draw(st.integers(0, len(damaged)))]))
@@ -74,4 +74,5 @@ def test_an_array_has_the_stated_shape_or_is_refused(array):
 )
 def test_a_malformed_array_is_refused(changes):
     with pytest.raises(msgspec.ValidationError, match="array"):
-        decode_groups(msgspec.msgpack.encode([{"prompt": {"id": 0, "tokens": ARRAY | changes}, "samples": []}]))
+        decoded = msgspec.msgpack.encode([{"prompt": {"id": 0, "tokens": ARRAY | changes}, "samples": []}])
+        decode(decoded, list[Group])

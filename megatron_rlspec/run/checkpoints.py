@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,11 +37,11 @@ from megatron_rlspec.types import Group, OpenGroup
 
 _CHECKSUM = "checksum"
 # Files of groups; each has a checksum in the JSON file, such as groups_checksum.
-_FORMATS: dict[str, tuple[Callable[[list[Any]], bytes], Callable[[bytes], list[Any]]]] = {
-    ".groups": (wire.encode_groups, wire.decode_groups),
-    ".replay": (wire.encode_groups, wire.decode_groups),
-    ".begun": (wire.encode_open_groups, wire.decode_open_groups),
-    ".history": (wire.encode, lambda data: wire.decode(data, list[Kept])),
+_FORMATS: dict[str, type[list[Any]]] = {
+    ".groups": list[Group],
+    ".replay": list[Group],
+    ".begun": list[OpenGroup],
+    ".history": list[Kept],
 }
 
 
@@ -105,9 +105,9 @@ class Checkpoints:
     def write_state(self, step: int, state: Mapping[str, Any], drawn: Drawn) -> None:
         """Write the small files. Raises OSError."""
         content: dict[str, Any] = {"step": step, **state}
-        for (suffix, (encode, _)), groups in zip(_FORMATS.items(), drawn, strict=True):
+        for suffix, groups in zip(_FORMATS, drawn, strict=True):
             if groups:
-                encoded = encode(list(groups))
+                encoded = wire.encode(list(groups))
                 files.write(self.path(step).with_suffix(suffix), encoded)
                 content[_checksum_name(suffix)] = hashlib.sha256(encoded).hexdigest()
         content[_CHECKSUM] = _checksum(content)
@@ -123,8 +123,8 @@ class Checkpoints:
         if state.pop(_CHECKSUM, None) != _checksum(state) or state.get("step") != int(path.name.removeprefix("step-")):
             raise CheckpointError(_damaged(file))
         parts = [
-            _read_groups(path.with_suffix(suffix), state.pop(_checksum_name(suffix), ""), decode)
-            for suffix, (_, decode) in _FORMATS.items()
+            _read_groups(path.with_suffix(suffix), state.pop(_checksum_name(suffix), ""), kind)
+            for suffix, kind in _FORMATS.items()
         ]
         return state, Drawn(*parts)
 
@@ -192,7 +192,7 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
-def _read_groups(file: Path, checksum: str, decode: Callable[[bytes], list[Any]]) -> list[Any]:
+def _read_groups(file: Path, checksum: str, kind: type[list[Any]]) -> list[Any]:
     """Return the groups of a file with this checksum; none if the checkpoint has no such file."""
     if not checksum:
         return []
@@ -200,7 +200,7 @@ def _read_groups(file: Path, checksum: str, decode: Callable[[bytes], list[Any]]
         content = file.read_bytes()
         if hashlib.sha256(content).hexdigest() != checksum:
             raise CheckpointError(_damaged(file))
-        return decode(content)
+        return wire.decode(content, kind)
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{file}: {files.reason(error)}; {advice(file.with_suffix(''))}") from None
 

@@ -67,4 +67,4 @@ class Rank0:
         """Return rank 0's groups on every rank. Collective."""
         if dist.get_world_size() == 1:
             return groups
-        return wire.decode_groups(ranks.job().tell(wire.encode_groups(groups) if self.main else None))
+        return wire.decode(ranks.job().tell(wire.encode(groups) if self.main else None), list[Group])

@@ -8,7 +8,7 @@ rollouts and without a backward pass of the policy (`rlspec replay`).
     policy/NAME            a full tensor under its Hugging Face name
     at/NAME, to/NAME       or, if that is smaller, the positions and the new values of the elements that changed since
                            the file before. A tensor without any change is left out
-    rollouts               `wire.encode_groups` of the step's groups, as bytes; absent after the last step
+    rollouts               `wire.encode` of the step's groups, as bytes; absent after the last step
 
 Every tensor has a checksum, and a file appears whole or not at all. Each file names its run, its step, and the digest
 of the header of the file before it. Headers hold the tensors' checksums, so a chain of headers names all bits before.
@@ -92,7 +92,7 @@ class TrajectoryWriter:
         stored = _difference(self._held, new)
         self._held = new
         if groups:
-            stored[ROLLOUTS] = torch.frombuffer(bytearray(wire.encode_groups(list(groups))), dtype=torch.uint8)
+            stored[ROLLOUTS] = torch.frombuffer(bytearray(wire.encode(list(groups))), dtype=torch.uint8)
         size = sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
         if self._bytes + size > self.limit:
             self.ended = (
@@ -143,7 +143,7 @@ class Trajectory:
         with TensorFile(path) as file:
             content = file[ROLLOUTS].numpy().tobytes()
         try:
-            groups = wire.decode_groups(content)
+            groups = wire.decode(content, list[Group])
             wire.check_groups(groups, words)
             return groups
         except ValueError as error:  # msgspec's is one

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
 from megatron_rlspec.types import Group, OpenGroup, Partial, Prompt, Request, Sample
-from megatron_rlspec.wire import decode_open_groups, encode_open_groups
+from megatron_rlspec.wire import decode, encode
 
 
 def group(number: int, samples: int = 2, begun: int | None = None) -> OpenGroup:
@@ -51,7 +51,7 @@ def test_what_goes_on_keeps_its_tokens_unless_they_are_too_old() -> None:
     drawing.keep([sample(groups[1].requests[1], length=4, status="aborted"), sample(groups[2].requests[1], length=0)])
     assert [r.id for r in drawing.requests()] == ["g1-n1.", "g2-n0.", "g2-n1."]
     _, left = drawing.batch()
-    one, two = decode_open_groups(encode_open_groups(left))
+    one, two = decode(encode(left), list[OpenGroup])
     assert one.samples[0].reward == 2.0 and one.requests[1].partial.response.tolist() == [2, 3, 4, 5]
     assert one.requests[1].partial.policy_versions == ((5, 0, 4),) and one.requests[1].seed == 11
     assert [r.partial for r in two.requests] == [None, None] and not two.samples

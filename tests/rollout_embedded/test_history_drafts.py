@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from test_redraw import DRAFTS, PROMPTS, SAMPLINGS, same
 
-from megatron_rlspec.types import OFF, Sample, SpecConfig
-from megatron_rlspec.wire import decode_requests, encode_requests
+from megatron_rlspec.types import OFF, Request, Sample, SpecConfig
+from megatron_rlspec.wire import decode, encode
 
 MANY = [*PROMPTS, *([5, i, 2] for i in range(6, 10))]
 
@@ -23,7 +23,7 @@ def model():
 def with_answers(requests, answers):
     """Return the requests with these answers, a list for each."""
     found = [replace(r, history=tuple(each)) for r, each in zip(requests, answers, strict=True)]
-    return decode_requests(encode_requests(found))
+    return decode(encode(found), list[Request])
 
 
 def drawn(model, requests, sampling, spec=DRAFTS, drafts=8, **options) -> tuple[list[Sample], list, object]:

@@ -12,8 +12,8 @@ import torch
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.acceptance import pooled
-from megatron_rlspec.types import OFF, Partial, Sampling, SpecConfig
-from megatron_rlspec.wire import decode_requests, encode_requests
+from megatron_rlspec.types import OFF, Partial, Request, Sampling, SpecConfig
+from megatron_rlspec.wire import decode, encode
 
 PROMPTS = [[3], [5, 9, 2], [7, 7, 1, 4, 9, 11], [13, 2] * 9]
 LONG = Sampling(max_new_tokens=60, ignore_eos=True)
@@ -56,7 +56,7 @@ def test_the_whole_sample_is_that_of_an_undisturbed_run(model, specs):
     second.update_weights(5, model[1].items())  # the same weights under another version
     partials, cut = begun(first, wanted, LONG, 9)
     assert all(9 <= len(s.response) < 60 and s.status == "aborted" for s in cut)
-    partials = decode_requests(encode_requests(partials))
+    partials = decode(encode(partials), list[Request])
     second.stats()
     done = second.generate(partials, LONG)
     rounds = pooled(stats.accepted for stats in second.stats()).sum()

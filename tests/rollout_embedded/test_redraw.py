@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rlspec.types import OFF, Partial, Request, Sample, Sampling, SpecConfig
-from megatron_rlspec.wire import decode_requests, encode_requests
+from megatron_rlspec.wire import decode, encode
 
 PROMPTS = [[3], [5, 9, 2], [7, 7, 1, 4, 9, 11], [13, 2] * 9]
 DRAFTS = SpecConfig(3)
@@ -52,7 +52,7 @@ def same(samples: list[Sample], expected: list[Sample]) -> None:
 
 def with_drafts(requests: list[Request], drafts: list[np.ndarray]) -> list[Request]:
     found = [replace(request, draft=draft) for request, draft in zip(requests, drafts, strict=True)]
-    return decode_requests(encode_requests(found))
+    return decode(encode(found), list[Request])
 
 
 @pytest.mark.lossless

@@ -9,6 +9,7 @@ from short_run import run
 
 from megatron_rlspec import wire
 from megatron_rlspec.records.recorder import read_records
+from megatron_rlspec.types import OpenGroup
 
 OPTIONS = {
     "rollout__engine": "embedded",
@@ -45,7 +46,7 @@ def test_a_run_with_partial_rollouts_is_the_same_after_a_resume(start, tmp_path)
     assert stale[0] == 0 and 0 < max(stale) <= 1
     begun = []
     for step in range(1, steps + 1):  # every checkpoint: groups of 4 with tokens of one policy back at most
-        left = wire.decode_open_groups((tmp_path / f"whole/checkpoints/step-{step:06d}.begun").read_bytes())
+        left = wire.decode((tmp_path / f"whole/checkpoints/step-{step:06d}.begun").read_bytes(), list[OpenGroup])
         assert len(left) == 3 and all(group.oldest >= step for group in left)
         begun += [len(r.partial.response) for group in left for r in group.requests if r.partial]
     assert begun and all(0 < tokens <= 48 for tokens in begun)

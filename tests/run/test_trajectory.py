@@ -285,7 +285,7 @@ FORGED = {
 
 def encoded(rollouts: list[Group], token: int) -> torch.Tensor:
     rollouts[0].samples[0].tokens[:] = token
-    return torch.frombuffer(bytearray(wire.encode_groups(rollouts)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(wire.encode(rollouts)), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("case", FORGED)

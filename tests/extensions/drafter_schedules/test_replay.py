@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rlspec import wire
 from megatron_rlspec.extensions.drafter_schedules.replay import Replay, size_of
-from megatron_rlspec.types import Prompt, Sample
+from megatron_rlspec.types import Group, Prompt, Sample
 
 
 def sample(i, length=20, reward=0.0, spans=(), **metadata):
@@ -94,8 +94,8 @@ def test_a_checkpoint_restores_the_buffer_and_its_draws():
     former, later = Replay(200, 10**9), Replay(200, 10**9)
     former.add([sample(i, reward=float(i), spans=[(0, i % 7 + 1)]) for i in range(12)])
     former.add([sample(i, 30, reward_error="timeout") for i in (12, 13)])
-    later.restore(wire.decode_groups(wire.encode_groups(former.groups())))
-    assert wire.encode_groups(later.groups()) == wire.encode_groups(former.groups())
+    later.restore(wire.decode(wire.encode(former.groups()), list[Group]))
+    assert wire.encode(later.groups()) == wire.encode(former.groups())
     assert (later.tokens, later.bytes, later.newest) == (former.tokens, former.bytes, former.newest)
     for by in ("newest", "uniform", "reward", "disagreement"):
         assert ids(later.draw(0, by, (3,))) == ids(former.draw(0, by, (3,)))

@@ -47,7 +47,7 @@ class LedEngine:
             raise
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
-        self._tell("generate", wire.encode_requests(list(requests)), msgspec.msgpack.encode(sampling))
+        self._tell("generate", wire.encode(list(requests)), msgspec.msgpack.encode(sampling))
         try:
             return self.engine.generate(requests, sampling)
         except RuntimeError as error:  # a collective: another rank is gone
@@ -100,7 +100,7 @@ def _follow(make: Make, rank: int, size: int, meeting: str, pipe: Connection, th
         except EOFError:
             break
         if name == "generate":
-            engine.generate(wire.decode_requests(parts[0]), msgspec.msgpack.decode(parts[1], type=Sampling))
+            engine.generate(wire.decode(parts[0], list[Request]), msgspec.msgpack.decode(parts[1], type=Sampling))
         else:
             engine.set_schedule(SpecSchedule.from_json(msgspec.msgpack.decode(parts[0])))
     dist.destroy_process_group()
