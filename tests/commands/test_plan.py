@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from roofline_tables import roofline_table
 
 from megatron_rlspec.commands import simulate, sizing
 from megatron_rlspec.commands.plan import lacking, main
-from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.solver import chains

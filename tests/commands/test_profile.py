@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import tiny_mimo
 import torch
+from roofline_tables import roofline_table
 
 from megatron_rlspec.commands import profile
-from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance

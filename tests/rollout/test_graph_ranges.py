@@ -7,8 +7,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from roofline_tables import roofline_table
 
-from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.rollout.sglang.http import serve
 from megatron_rlspec.rollout.sglang.scheduler import decisions
 from megatron_rlspec.rollout.sglang.settings import Settings

@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 import tiny_mimo
+from roofline_tables import roofline_table
 
 from megatron_rlspec.config import load
-from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.http import serve
 from megatron_rlspec.rollout.start import engine_arguments

@@ -5,8 +5,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from roofline_tables import roofline_table
 
-from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.speculation import cost_table
 from megatron_rlspec.speculation.cost_table import (
     CostTable,

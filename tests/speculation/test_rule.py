@@ -2,8 +2,8 @@ import json
 
 import numpy as np
 import pytest
+from roofline_tables import roofline_table
 
-from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance
 from megatron_rlspec.speculation.probing import FIRST_PROBE, LAST_PROBE, ProbeBudget

@@ -3,8 +3,8 @@ import json
 
 import numpy as np
 import pytest
+from roofline_tables import roofline_table
 
-from megatron_rlspec.extensions.simulator.hardware import roofline_table
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.solver import (

@@ -1,30 +1,11 @@
-"""For SGLang versions whose NCCL weight push reaches the target only: receive once, load twice.
-
-`plugin.py` registers it. Without the rest of the plugin it is registered where the environment variable
-`RLSPEC_SGLANG_DRAFTER_PUSH` is set and SGLang has no weight-update session with a selector (from 0.5.23 on it has, and
-loads the drafter itself).
-"""
+"""For SGLang versions whose NCCL weight push reaches the target only: receive once, load twice."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rlspec.rollout.sglang import settings
-
-VARIABLE = "RLSPEC_SGLANG_DRAFTER_PUSH"
 TARGET = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-
-
-def register() -> None:
-    if not os.environ.get(VARIABLE) or settings.VARIABLE in os.environ:
-        return  # in the latter case the plugin registers it, with what else its version of SGLang needs
-    from sglang.srt.managers import io_struct
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    if not hasattr(io_struct, "BeginWeightUpdateReqInput"):
-        HookRegistry.register(f"{TARGET}.update_weights_from_distributed", load_twice, HookType.AROUND)
 
 
 def load_twice(original: Callable, manager: Any, request: Any) -> Any:
