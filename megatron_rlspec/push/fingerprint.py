@@ -26,7 +26,6 @@ from megatron_rlspec.kernels import chosen
 _ROW = 1 << 16  # words: half a megabyte, which stays in a core's cache through all passes
 _WORD = 8  # bytes
 _ROWS_AT_ONCE = 256  # on a GPU, where few launches matter more
-_TOGETHER = _ROWS_AT_ONCE * _ROW * _WORD  # bytes of GPU tensors of one size whose sums share their launches
 _AT_ONCE = 1 << 30  # bytes of GPU tensors that one launch of the kernel sums, or one larger tensor
 _HALF = np.uint64(32)  # bits
 _THREAD = threading.local()
@@ -49,43 +48,35 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
     """Compute the fingerprint of each (tensor, start). On a GPU: one wait, and with Triton one launch for each GiB.
 
-    Without Triton parts of one size share their launches. Of the parts not summed yet, at most `_AT_ONCE` bytes are
-    kept, or `_TOGETHER` bytes of each size.
+    At most `_AT_ONCE` bytes of the parts not summed yet are kept.
     """
     found: list[int] = []
     on_device: list[tuple[list[int], Tensor]] = []  # places of parts in `found`, and their sums
-    waiting: dict[tuple[torch.device, int, int], dict[int, tuple[Tensor, int]]] = {}
-    held: dict[tuple[torch.device, int, int], int] = {}  # bytes
+    waiting: dict[torch.device, dict[int, tuple[Tensor, int]]] = {}
+    held: dict[torch.device, int] = {}  # bytes
 
-    def add(key: tuple[torch.device, int, int]) -> None:
-        group = waiting.pop(key)
-        del held[key]
-        kernel = chosen.fingerprints(key[0], agrees)
-        if kernel is not None:
-            sums = kernel.sums(list(group.values()))
-        else:
-            sums = _sums_on_device(torch.stack([data for data, _ in group.values()]), key[2])
-        on_device.append((list(group), sums))
+    def launch(device: torch.device) -> None:
+        kernel = chosen.fingerprints(device, agrees)
+        assert kernel is not None
+        group = waiting.pop(device)
+        del held[device]
+        on_device.append((list(group), kernel.sums(list(group.values()))))
 
     for tensor, start in parts:
-        first = _first_word(tensor, start)
-        if tensor.device.type == "cpu":
-            found.append(_sum_on_cpu(_bytes(tensor).numpy(), first))
+        place, device = len(found), tensor.device
+        if chosen.fingerprints(device, agrees) is None:
+            one = unread(tensor, start)
+            found.append(0 if isinstance(one, Tensor) else one)
+            if isinstance(one, Tensor):
+                on_device.append(([place], one[None]))
             continue
-        launched = chosen.fingerprints(tensor.device, agrees) is not None
-        if not launched and tensor.nbytes > _TOGETHER // 2:
-            on_device.append(([len(found)], _sums_on_device(_bytes(tensor)[None], first)))
-            found.append(0)
-            continue
-        key = (tensor.device, 0, 0) if launched else (tensor.device, tensor.nbytes, first)
-        group = waiting.setdefault(key, {})
-        group[len(found)] = (tensor.detach().contiguous() if launched else _bytes(tensor), first)
         found.append(0)
-        held[key] = held.get(key, 0) + tensor.nbytes
-        if held[key] + tensor.nbytes > (_AT_ONCE if launched else _TOGETHER):
-            add(key)
-    for key in list(waiting):
-        add(key)
+        waiting.setdefault(device, {})[place] = tensor.detach().contiguous(), _first_word(tensor, start)
+        held[device] = held.get(device, 0) + tensor.nbytes
+        if held[device] + tensor.nbytes > _AT_ONCE:
+            launch(device)
+    for device in list(waiting):
+        launch(device)
     if on_device:  # of several devices, those of the first one
         sums = torch.cat([one.to(on_device[0][1].device) for _, one in on_device]).tolist()
         for i, one in zip((i for group, _ in on_device for i in group), sums, strict=True):
@@ -108,7 +99,7 @@ def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
     first = _first_word(tensor, start)
     if tensor.device.type == "cpu":
         return _sum_on_cpu(_bytes(tensor).numpy(), first)
-    return _sums_on_device(_bytes(tensor)[None], first)[0]
+    return _sum_on_device(_bytes(tensor), first)
 
 
 def read(sums: Sequence[int | Tensor]) -> list[int]:
@@ -165,38 +156,34 @@ def _scratch() -> np.ndarray:
     return _THREAD.row
 
 
-def _sums_on_device(data: Tensor, first: int) -> Tensor:
-    """Return the sums [k] of k tensors' bytes [k, n], each from word `first` of its full tensor on."""
+def _sum_on_device(data: Tensor, first: int) -> Tensor:
+    """Return the sum [] of a tensor's bytes [n], which begin with word `first` of its full tensor."""
     row_factors, column_factors = _factors(data.device)
-    count, size = data.shape
-    most = max(1, _ROWS_AT_ONCE // max(1, count))
-    total = torch.zeros(count, dtype=torch.int64, device=data.device)
-    buffer = torch.empty(count, min(most * _ROW, -(-size // _WORD)), dtype=torch.int64, device=data.device)
+    size = len(data)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    buffer = torch.empty(min(_ROWS_AT_ONCE * _ROW, -(-size // _WORD)), dtype=torch.int64, device=data.device)
     done = 0
     while done < size:
         row, column = divmod(first + done // _WORD, _ROW)
         row %= _ROW
         left = -(-(size - done) // _WORD)
-        rows = 0 if column else min(left // _ROW, most, _ROW - row)  # whole ones
+        rows = 0 if column else min(left // _ROW, _ROWS_AT_ONCE, _ROW - row)  # whole ones
         words = rows * _ROW or min(left, _ROW - column)
         here = min(size - done, words * _WORD)
-        part = buffer[:, :words]
+        part = buffer[:words]
         if here % _WORD:
-            part[:, -1] = 0
-        part.view(torch.uint8)[:, :here].copy_(data[:, done : done + here])
-        halves = part.view(torch.int32).unflatten(1, (-1, 2))
-        halves[..., 0].bitwise_xor_(halves[..., 1])
+            part[-1:].zero_()
+        part.view(torch.uint8)[:here].copy_(data[done : done + here])
+        halves = part.view(torch.int32).unflatten(0, (-1, 2))
+        halves[:, 0].bitwise_xor_(halves[:, 1])
+        # CUDA has no integer matrix product.
         if rows:
-            total += _dot(_dot(part.unflatten(1, (-1, _ROW)), column_factors), row_factors[row : row + rows])
+            sums = (part.view(rows, _ROW) * column_factors).sum(-1)
+            total += (sums * row_factors[row : row + rows]).sum()
         else:
-            total += _dot(part, column_factors[column : column + words]) * row_factors[row]
+            total += (part * column_factors[column : column + words]).sum() * row_factors[row]
         done += here
     return total
-
-
-def _dot(x: Tensor, factors: Tensor) -> Tensor:
-    """Sum products over the last dimension, modulo 2⁶⁴. CUDA has no integer matrix product."""
-    return (x * factors).sum(dim=-1)
 
 
 @cache

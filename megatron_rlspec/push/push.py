@@ -94,20 +94,13 @@ class Pusher:
 
     engines     by name: `EnginePool.engines`, which changes with the pool
     frozen      names of tensors that no push sends because they are not trained. Engines may hold them
-    feed_bytes  bytes by which the exporter may run ahead of the slowest engine that takes single tensors; 0: two
-                buckets. Engines with a `bucket_memory` take buckets of it, and the exporter runs ahead by two of them
+
+    The exporter runs ahead of the slowest engine by two buckets.
     """
 
-    def __init__(
-        self,
-        engines: Mapping[str, RolloutEngine],
-        *,
-        frozen: Collection[str] = (),
-        feed_bytes: int = 0,
-    ) -> None:
+    def __init__(self, engines: Mapping[str, RolloutEngine], *, frozen: Collection[str] = ()) -> None:
         self.engines = engines
         self.frozen = frozenset(frozen)
-        self.feed_bytes = feed_bytes
         self.expected: dict[str, int] = {}
         self.version = -1
         self._proven: set[str] = set()  # engines that a comparison has shown to hold `expected`
@@ -137,9 +130,7 @@ class Pusher:
         self._proven.difference_update(names)  # until the comparison
         memories = {name: engines[name].bucket_memory for name in names}
         limit = min((bucket_bytes(memory) for memory in memories.values()), default=1)
-        if self.feed_bytes:
-            limit = min(limit, max(1, self.feed_bytes // 4))
-        feeds = {name: Feed(self.feed_bytes or 2 * limit, memory) for name, memory in memories.items()}
+        feeds = {name: Feed(2 * limit, memory) for name, memory in memories.items()}
         with ThreadPoolExecutor(max(1, len(names))) as threads:
             updates = {n: threads.submit(_update, engines[n], version, scope, feeds[n]) for n in names}
             try:
@@ -219,7 +210,7 @@ def exporting(export: Source) -> Iterator[Source | None]:
 class Feed:
     """What one engine gets of a push: buckets in `memory`, or single tensors of the exporter if it has none.
 
-    An iterator over (name, tensor), bounded in bytes; `buckets` yields whole buckets.
+    Yields (name, tensor), bounded in bytes; `buckets` yields whole buckets.
     """
 
     def __init__(self, limit: int, memory: BucketMemory | None = None) -> None:
@@ -276,23 +267,17 @@ class Feed:
             yield bucket
             self._done(bucket)
 
-    def __iter__(self) -> Feed:
-        return self
-
-    def __next__(self) -> Named:
-        while not self._left:
-            if self._taken:
-                self._done(self._taken[0])
-            bucket = self._take()
-            if bucket is None:
-                raise StopIteration
+    def __iter__(self) -> Iterator[Named]:
+        while (bucket := self._take()) is not None:
             if bucket.piece is not None:
                 raise TypeError("an engine with a `bucket_memory` reads buckets, with `in_buckets`")
             self._left.extend(bucket.tensors)
-        name, tensor = self._left.popleft()
-        self.sent_bytes += size(tensor)
-        self.sent_tensors += 1
-        return name, tensor
+            while self._left:
+                name, tensor = self._left.popleft()
+                self.sent_bytes += size(tensor)
+                self.sent_tensors += 1
+                yield name, tensor
+            self._done(bucket)
 
     def unread(self) -> str:
         """Return the name of the first tensor that was not read, "" if there is none. Raises the exporter's error."""

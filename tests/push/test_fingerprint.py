@@ -3,7 +3,6 @@
 import pytest
 import torch
 from host_reads import HostReads
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rlspec.push.fingerprint import Difference, compare, fingerprint, fingerprints
 
@@ -113,15 +112,12 @@ def test_differences_are_listed_by_name():
 @pytest.mark.parametrize("count", [0, 1, 100, ROW, 2 * ROW + 100])
 def test_the_form_for_a_gpu_computes_the_same(count):
     """It runs here on the CPU: torch operators in place of numpy's."""
-    from megatron_rlspec.push.fingerprint import _sums_on_device
+    from megatron_rlspec.push.fingerprint import _sum_on_device
 
     tensor = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(5))
     data = torch.cat([tensor.view(torch.uint8), torch.tensor([1, 2, 3], dtype=torch.uint8)])
     for first in (0, 7, ROW - 1):
-        both = torch.stack([data, data.flip(0)])
-        assert [n % 2**64 for n in _sums_on_device(both, first).tolist()] == [
-            fingerprint(one, start=8 * first) for one in both
-        ]
+        assert int(_sum_on_device(data, first)) % 2**64 == fingerprint(data, start=8 * first)
 
 
 def test_fingerprints_of_several_tensors_are_those_of_each():
@@ -129,22 +125,13 @@ def test_fingerprints_of_several_tensors_are_those_of_each():
     assert fingerprints(tensors) == [fingerprint(tensor) for tensor in tensors] and fingerprints([]) == []
 
 
-def test_tensors_of_one_size_share_launches_and_all_are_read_together():
-    """A mixture of experts has tens of thousands: here 64 experts and 16 biases, on what passes for a GPU."""
-
-    class Operators(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            Operators.count += not func.is_view
-            return func(*args, **(kwargs or {}))
-
-    tensors = [torch.randn(96, 64).bfloat16() for _ in range(64)] + [torch.randn(7) for _ in range(16)]
+def test_fingerprints_on_a_gpu_are_read_together():
+    """On what passes for a GPU, without its kernel."""
+    tensors = [torch.randn(96, 64).bfloat16() for _ in range(4)] + [torch.randn(7) for _ in range(3)]
     with HostReads() as reads:
         there = [tensor.to("cuda") for tensor in tensors]
         fingerprints(there[:1])  # makes the factors
         reads.found.clear()
-        with Operators():
-            found = fingerprints(there)
-    assert Operators.count < 40 and list(reads.found.values()) == [1]
+        found = fingerprints(there)
+    assert list(reads.found.values()) == [1]
     assert found == [fingerprint(tensor) for tensor in tensors]
