@@ -36,8 +36,6 @@ class Settings:
         if text is None:
             return None
         fields = json.loads(text or "{}")
-        if "policy" in fields:  # the rule's name before 0.2.0
-            fields["spec_rule"] = fields.pop("policy")
         return cls(**fields | {name: tuple(fields.get(name, ())) for name in ("architectures", "extensions")})
 
     def to_environment(self) -> dict[str, str]:

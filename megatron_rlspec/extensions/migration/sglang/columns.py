@@ -93,29 +93,24 @@ def _parts(file: BinaryIO) -> Iterator[bytes]:
 
 def _fetch(asked: schemas.FetchBody, most: int) -> list[str]:
     """Write files of at most so many bytes together. Returns their names. Raises Refusal."""
-    with _own() as folder:
-        return _fetched(folder, asked, most)
-
-
-def _fetched(folder: Folder, asked: schemas.FetchBody, most: int) -> list[str]:
     here = [uuid.uuid4().hex for _ in asked.names]
     deadline = time.monotonic() + limits.SOURCE_SECONDS
-    try:
-        with requests.Session() as session:
-            session.trust_env = False
+    with _own() as folder, requests.Session() as session:
+        session.trust_env = False
+        try:
             for rank in range(asked.ranks):
                 for there, name in zip(asked.names, here, strict=True):
                     what = {"name": there, "rank": rank}
                     with folder.create(f"{name}.{rank}") as file:
                         most -= _download(session, asked, what, file, most, deadline)
-    except BaseException as error:
-        for name in here:
-            folder.remove(f"{name}.")
-        if isinstance(error, (requests.RequestException, urllib3.exceptions.HTTPError)):
-            raise Refusal(424, f"{asked.url}: {_why(error)}") from None
-        if isinstance(error, OSError):
-            raise Refusal(424, f"columns of {asked.url} cannot be kept: {error.strerror or error}") from None
-        raise
+        except BaseException as error:
+            for name in here:
+                folder.remove(f"{name}.")
+            if isinstance(error, (requests.RequestException, urllib3.exceptions.HTTPError)):
+                raise Refusal(424, f"{asked.url}: {_why(error)}") from None
+            if isinstance(error, OSError):
+                raise Refusal(424, f"columns of {asked.url} cannot be kept: {error.strerror or error}") from None
+            raise
     return here
 
 

@@ -104,18 +104,17 @@ def launch(
     model: str | Path,
     log: str | Path,
     *,
-    port: int = 0,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     api_key: str = "",
 ) -> EngineProcess:
-    """Start a server on `port` (0: a free one) of this machine, and return at once.
+    """Start a server on a free port of this machine, and return at once.
 
     `arguments` are options of `rlspec serve` or of SGLang; `environment` is added to this process's own. The server's
     output goes to the file `log`. Requests need `api_key`, or else the key in RLSPEC_API_KEY, or else a random key that
     only this process and the server know: it travels in the server's environment, which other users cannot read.
     """
-    port = port or free_port(ENGINES)
+    port = free_port(ENGINES)
     log = Path(log)
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.http.serve", "--model", str(model)]

@@ -325,10 +325,10 @@ def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
         words = DraftVocabulary(options.draft_vocabulary, config["vocab_size"], ends_of_text(config)).ids()
     except ValueError as error:
         raise ServeError(f"--draft-vocabulary: {error}") from None
-    from megatron_rlspec.rollout.sglang.scheduler import draft_vocabulary
+    import torch
 
     path = _scratch() / "token_map.pt"
-    draft_vocabulary.write_map(path, words.tolist())
+    torch.save(words.tolist(), path)
     return str(path)
 
 

@@ -384,16 +384,13 @@ async def _one_machine() -> ServedTensors:
     return served
 
 
-class _alone:
+@asynccontextmanager
+async def _alone() -> AsyncIterator[None]:
     """Refuse a request of an update while another one is being carried out."""
-
-    async def __aenter__(self) -> None:
-        if _lock.locked():
-            raise Refusal(409, "another request of a weight update is being carried out; wait for its answer")
-        await _lock.acquire()
-
-    async def __aexit__(self, *_: object) -> None:
-        _lock.release()
+    if _lock.locked():
+        raise Refusal(409, "another request of a weight update is being carried out; wait for its answer")
+    async with _lock:
+        yield
 
 
 def _query(request: Request, schema: type[schemas.Body]) -> schemas.Body:

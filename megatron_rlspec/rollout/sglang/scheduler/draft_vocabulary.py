@@ -10,7 +10,6 @@ written into the same memory, so that captured CUDA graphs read it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +25,6 @@ def hooks() -> Iterator[tuple[str, Callable, str]]:
     for update in ("end_weight_update", "update_weights_from_disk", "update_weights_from_ipc"):
         yield f"{MANAGER}.{update}", _after_update, "AFTER"
     yield "sglang.srt.managers.scheduler.Scheduler.__init__", _after_start, "AFTER"
-
-
-def write_map(path: Path, words: Iterable[int]) -> None:
-    """Write a token map as SGLang reads it."""
-    torch.save(list(words), path)
 
 
 def size(worker: Any) -> int:

@@ -6,6 +6,7 @@ import importlib
 import logging
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, update_wrapper
 from typing import Any, cast
@@ -53,21 +54,19 @@ def answer_errors(output: str, original: Callable, manager: Any, request: Any) -
         return answer(success=False, message=f"the weight update failed inside the engine: {first[:500]}")
 
 
-class _bounded:
+@contextmanager
+def _bounded(request: Any) -> Iterator[None]:
     """While a group of ours is joined, let its members wait for `GROUP_SECONDS` instead of torch's 30 minutes."""
-
-    def __init__(self, request: Any) -> None:
-        self.ours = hasattr(request, "master_port") and str(request.group_name).startswith(GROUP_PREFIX)
-
-    def __enter__(self) -> None:
-        if self.ours:
-            self.module = cast(Any, importlib.import_module("torch.distributed.distributed_c10d"))
-            self.default = self.module.default_pg_timeout
-            self.module.default_pg_timeout = timedelta(seconds=GROUP_SECONDS)
-
-    def __exit__(self, *_: object) -> None:
-        if self.ours:
-            self.module.default_pg_timeout = self.default
+    if not (hasattr(request, "master_port") and str(request.group_name).startswith(GROUP_PREFIX)):
+        yield
+        return
+    module = cast(Any, importlib.import_module("torch.distributed.distributed_c10d"))
+    default = module.default_pg_timeout
+    module.default_pg_timeout = timedelta(seconds=GROUP_SECONDS)
+    try:
+        yield
+    finally:
+        module.default_pg_timeout = default
 
 
 def check_token_ids(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
