@@ -12,7 +12,6 @@ import torch
 from interpreted import Interpreter, interpreter
 
 from megatron_rlspec.kernels import chosen
-from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.sglang.scheduler import coupled, verifier
 
 pytest.importorskip("triton", reason="Triton is not installed; the kernels were not run")
@@ -116,20 +115,3 @@ def test_coupled_drafts(sampler: ModuleType, kernel: Interpreter, mapped: bool) 
         with mock.patch.object(chosen, "sampling", lambda logits, used=used: used):
             found.append(coupled.CoupledDrafts._choose(drafter, logits(REQUESTS), torch.tensor([7, 8, 9]), rows))
     assert torch.equal(*found) and len({*found[0].view(-1).tolist()}) == REQUESTS
-
-
-@pytest.mark.parametrize("greedy", [False, True])
-def test_embedded_tokens_and_drafts(kernel: Interpreter, greedy: bool) -> None:
-    """The embedded engine's, whose requests without top-k have 0, and whose greedy ones have temperature 0."""
-    temperature = torch.tensor([0.0, 0.0, 0.0] if greedy else [1.0, 0.0, 0.6])
-    limits = torch.tensor([0.9, 1.0, 1.0]), torch.tensor([0, 0, 12]), torch.tensor([0.0, 0.0, 0.05])
-    seeds, keys = torch.tensor([5, 6, 2**62]), torch.tensor([3, 4, 5])
-    logp = verify.logprobs(logits(REQUESTS), temperature)
-    words = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:VOCABULARY]
-    pick = draft.coupled(1, draft.Coupling(seeds, keys, temperature, *limits, words, 1.5))
-    found = []
-    for used in (None, kernel.sampling):
-        with mock.patch.object(chosen, "sampling", lambda logits, used=used: used):
-            drafts = pick(logits(REQUESTS)[:, None], 2)
-            found.append((verify.sample(logp, temperature, *limits, seeds, keys), *drafts))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

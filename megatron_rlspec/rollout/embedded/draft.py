@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_rlspec.kernels import chosen
 from megatron_rlspec.noise import draw, noisy
 from megatron_rlspec.rollout.embedded import verify
 from megatron_rlspec.types import SHARPNESS
@@ -101,14 +100,8 @@ def coupled(topk: int, coupling: Coupling) -> Pick:
         temperature = spread(coupling.temperature)
         logq = verify.logprobs(logits.reshape(-1, width), temperature)
         filters = (spread(coupling.top_p), spread(coupling.top_k), spread(coupling.min_p))
-        seeds, keys = spread(coupling.seeds), spread(coupling.keys) + level - 1
-        kernel = chosen.sampling(logq) if topk == 1 else None
-        if kernel is not None:
-            s = torch.full_like(temperature, coupling.sharpness)
-            token = verify.by_kernel(kernel, logq, temperature, *filters, seeds, keys, s, coupling.words)[:, None]
-            return logq.gather(1, token).view(batch, branches, 1), token.view(batch, branches, 1)
         sharp = verify.filtered(logq, *filters) * coupling.sharpness
-        where = (seeds, keys, coupling.words)
+        where = (spread(coupling.seeds), spread(coupling.keys) + level - 1, coupling.words)
         greedy = (temperature == 0)[:, None]
         if topk == 1:
             token = torch.where(greedy, logq.argmax(-1, keepdim=True), draw(sharp, *where)[:, None])

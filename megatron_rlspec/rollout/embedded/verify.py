@@ -13,13 +13,11 @@ engines, up to floating-point ties.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from megatron_rlspec.kernels import chosen
 from megatron_rlspec.noise import draw, uniform
 
 # Columns of `streams`: independent streams of one request's seed. Column 0 is the seed itself.
@@ -105,32 +103,11 @@ def sample(
     keys: torch.Tensor,
 ) -> torch.Tensor:
     """Draw the target's token [N] at every node from `logp [N, V]`, a result of `logprobs`; the others are [N]."""
-    kernel = chosen.sampling(logp)
-    if kernel is not None:
-        return by_kernel(kernel, logp, temperature, top_p, top_k, min_p, seeds, keys)
     greedy = temperature == 0
     if greedy.all():
         return logp.argmax(-1)
     drawn = draw(filtered(logp, top_p, top_k, min_p), seeds, keys)
     return torch.where(greedy, logp.argmax(-1), drawn) if greedy.any() else drawn
-
-
-def by_kernel(
-    kernel: ModuleType,
-    logp: torch.Tensor,
-    temperature: torch.Tensor,
-    top_p: torch.Tensor,
-    top_k: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    keys: torch.Tensor,
-    sharpness: torch.Tensor | None = None,
-    words: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Draw columns [N] as `sample` does, by `kernels.sampling`; `sharpness [N]` and `words [V]` are those of drafts."""
-    limit = torch.where(top_k > 0, top_k, logp.shape[1])
-    limits = (torch.where(temperature == 0, 1, limit), top_p, min_p)
-    return kernel.sample(logp, kernel.Draws(seeds, keys, torch.ones_like(temperature), *limits, sharpness, words))[0]
 
 
 def walk(
