@@ -324,7 +324,7 @@ def build(config: SimulationConfig, policies: Mapping[str, Policies]) -> tuple[C
         link=given.link,
         chunk=given.chunk,
         pause_ms=1e3 * given.pause,
-        switch=SwitchCosts(1e3 * given.switch, 0.0, int(given.context_bytes), given.link),
+        switch=SwitchCosts(1e3 * given.switch, int(given.context_bytes), given.link),
     )
     lengths = LengthModel.of_quantiles((0.5, work.median), (0.95, work.p95), work.group)
     rates = np.array([accept.easy, accept.hard])

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import WAYS, How, Rebalancer, Transport
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner
-from megatron_rlspec.extensions.simulator.run_engines import MoveCost, Resizing, Trace, run_engines
+from megatron_rlspec.extensions.simulator.run_engines import EngineRun, MoveCost, Resizing, Trace
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel
 from megatron_rlspec.extensions.simulator.sim_engine import CHUNK, Durations, SimEngine, SimSample
 from megatron_rlspec.extensions.trees.tree import TreeBudget
@@ -41,7 +41,6 @@ class Cluster:
     """Engines of one kind.
 
     cost            of rounds and prefills at every tensor-parallel size in question: what happens
-    belief          the cost by which policies decide; None: `cost`
     engines, tp     at the start of a rollout; `engines` x `tp` ranks in all
     max_running     samples that an engine decodes at once
     max_tokens      room in the KV cache of an engine of size `tp`; 0: any number
@@ -61,7 +60,6 @@ class Cluster:
     chunk: int = CHUNK
     switch: SwitchCosts = SwitchCosts(1000.0)
     pause_ms: float = 1000.0
-    belief: CostTable | None = None
     _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -74,7 +72,7 @@ class Cluster:
 
     def believed(self, tp: int) -> CostTable:
         """Return the cost at a size by which policies decide."""
-        return self._once(tp, lambda: (self.belief or self.cost).at(tp))
+        return self._once(tp, lambda: self.cost.at(tp))
 
     def _once(self, key: Any, make: Callable[[], Made]) -> Made:
         if key not in self._made:
@@ -222,8 +220,7 @@ class Simulation:
         engines = self._fleet(cluster.tp)
         held = len(samples) // cluster.engines // 2  # half of an even share: the rest goes where samples end early
         downtime = DOWNTIME * engines[0].durations.ms(self.candidates[-1], 1, work.prompt_tokens)[0]
-        return run_engines(
-            samples,
+        run = EngineRun(
             engines,
             work.cap,
             in_flight=min(cluster.max_running, max(work.samples, held)) if policies.in_flight else 0,
@@ -234,6 +231,7 @@ class Simulation:
             cost=MoveCost(cluster.token_bytes, cluster.link, downtime),
             lengths=self._past(),
         )
+        return run.finish(samples)
 
     def _rng(self, *part: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, *part])
@@ -298,5 +296,5 @@ class Simulation:
     def _resizing(self) -> Resizing:
         cluster = self.cluster
         rates = Acceptance(max(1, *(config.num_steps for config in self.candidates))).rates
-        planner = TPPlanner(cluster.belief or cluster.cost, self.candidates, rates, cluster.switch, cluster.ranks)
+        planner = TPPlanner(cluster.cost, self.candidates, rates, cluster.switch, cluster.ranks)
         return Resizing(planner, cluster.tp, self._fleet, cluster.switch)

@@ -10,26 +10,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
-from megatron_rlspec.extensions.migration.plans.tp_planner import Change, SwitchCosts
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
+from megatron_rlspec.extensions.migration.plans.tp_planner import Change, SwitchCosts, TPPlanner
 from megatron_rlspec.extensions.simulator.events import Clock
 from megatron_rlspec.extensions.simulator.links import Links
 from megatron_rlspec.extensions.simulator.sim_engine import SimEngine, SimSample
-from megatron_rlspec.types import Load, Move, SpecConfig
-
-
-class MovePlanner(Protocol):
-    """What decides on moves: a live `tail.rebalance.Rebalancer`."""
-
-    def plan(self, loads: Sequence[Load], lengths: Lengths, cap: int) -> list[Move]: ...
-
-
-class SizePlanner(Protocol):
-    """What decides on the tensor-parallel size: a live `tail.tp_planner.TPPlanner`."""
-
-    def decide(self, loads: Sequence[Load], tp: int, lengths: Lengths, cap: int) -> Change | None: ...
+from megatron_rlspec.types import Move, SpecConfig
 
 
 @dataclass(frozen=True)
@@ -62,7 +51,7 @@ class Resizing:
     costs    what a change really takes; `planner` has its own belief
     """
 
-    planner: SizePlanner
+    planner: TPPlanner
     tp: int
     fleet: Callable[[int], Sequence[SimEngine]]
     costs: SwitchCosts
@@ -97,66 +86,45 @@ class Trace:
         return 1e3 * self.tokens / self.makespan_ms if self.makespan_ms else 0.0
 
 
-def run_engines(
-    samples: Sequence[SimSample],
-    engines: Sequence[SimEngine],
-    cap: int,
-    *,
-    in_flight: int = 0,
-    rebalancer: MovePlanner | None = None,
-    resizing: Resizing | None = None,
-    every: int = 32,
-    pause_ms: float = 0.0,
-    cost: MoveCost = MoveCost(),
-    lengths: Lengths | None = None,
-) -> Trace:
-    """Draw all samples, and return what happened.
+def run_engines(samples: Sequence[SimSample], engines: Sequence[SimEngine], cap: int, **options: Any) -> Trace:
+    """Draw all samples, and return what happened. `options`: those of `EngineRun`."""
+    return EngineRun(list(engines), cap, **options).finish(samples)
 
+
+@dataclass(eq=False)
+class EngineRun:
+    """One rollout.
+
+    first       the engines at its start
     in_flight   samples that one engine holds at a time; 0: all are dealt at the start, in turns by group
     rebalancer  plans moves each time that the engines have run `every` rounds on average
-    pause_ms    between two decisions, at least: a real balancer waits so that deciding takes little of its time
     resizing    decides at these times, too, before the moves. Samples move at the first size only, as in a real fleet
+    pause_ms    between two decisions, at least: a real balancer waits so that deciding takes little of its time
     lengths     of earlier rollouts, for the planners; those of this one are added as samples end
     """
-    run = _Run(engines, cap, in_flight, rebalancer, resizing, every, pause_ms, cost, lengths or Lengths())
-    return run.finish(samples)
 
+    first: list[SimEngine]
+    cap: int
+    in_flight: int = 0
+    rebalancer: Rebalancer | None = None
+    resizing: Resizing | None = None
+    every: int = 32
+    pause_ms: float = 0.0
+    cost: MoveCost = MoveCost()
+    lengths: Lengths = field(default_factory=Lengths)
 
-class _Run:
-    """The state of `rollout`."""
-
-    def __init__(
-        self,
-        engines: Sequence[SimEngine],
-        cap: int,
-        in_flight: int,
-        rebalancer: MovePlanner | None,
-        resizing: Resizing | None,
-        every: int,
-        pause_ms: float,
-        cost: MoveCost,
-        lengths: Lengths,
-    ) -> None:
-        self.first = list(engines)
-        self.engines = {engine.name: engine for engine in engines}
+    def __post_init__(self) -> None:
+        self.engines = {engine.name: engine for engine in self.first}
         self.retired: list[SimEngine] = []
-        self.cap = cap
-        self.in_flight = in_flight
-        self.rebalancer = rebalancer
-        self.resizing = resizing
-        self.every = every
-        self.pause_ms = pause_ms
-        self.cost = cost
-        self.lengths = lengths
         self.clock = Clock()
-        self.links = Links(self.clock, cost.gigabytes_per_second)
+        self.links = Links(self.clock, self.cost.gigabytes_per_second)
         self.trace = Trace()
         self.waiting: deque[SimSample] = deque()
         self.scheduled: set[str] = set()
         self.planned = 0  # rounds at the last decision
         self.paused_until = 0.0
         self.travelling = 0  # moves under way
-        self.tp = resizing.tp if resizing is not None else 0
+        self.tp = self.resizing.tp if self.resizing is not None else 0
         self.change: Change | None = None  # that waits for the ends of running rounds
 
     def finish(self, samples: Sequence[SimSample]) -> Trace:
@@ -284,7 +252,7 @@ class _Run:
         costs = self.resizing.costs
         old = list(self.engines.values())
         began = max(engine.now for engine in old)
-        took = costs.weights_ms + costs.control_ms
+        took = costs.change_ms
         if change.how == "kv":
             took += costs.caches_ms(max(sum(s.context for s in engine.running) for engine in old), self.tp)
         samples = {sample.id: sample for engine in old for sample in engine.sleep()}

@@ -39,7 +39,6 @@ class SimSample:
     unread: int = 0  # tokens that the target has not read
     ended_ms: float = -1.0
     noise: Callable[[], float] | None = None  # uniform in [0, 1): its own, so that policies are compared on equal draws
-    places: list[tuple[str, float]] = field(default_factory=list)  # engine, and since when
 
     @property
     def context(self) -> int:
@@ -119,6 +118,7 @@ class _Rounds:
     accepted: list[int] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class SimEngine:
     """One engine. `step` runs one pass and sets `now` to its end; times are virtual ms.
 
@@ -138,40 +138,24 @@ class SimEngine:
     apart        whether the drafter can catch up on a part of the samples, as in SGLang
     """
 
-    def __init__(
-        self,
-        name: str,
-        durations: Durations,
-        policy: SpecRule | SpecSchedule,
-        acceptance: AcceptanceModel,
-        rng: np.random.Generator,
-        *,
-        prefill: Callable[[int], float] = lambda tokens: 0.0,
-        chunk: int = CHUNK,
-        max_running: int = 256,
-        max_tokens: int = 1 << 40,
-        version: int = 0,
-        ranks: int = 1,
-        lane: bool = False,
-        budget: TreeBudget | None = None,
-        embedded: bool = False,
-        apart: bool = True,
-    ) -> None:
-        self.name = name
-        self.durations = durations
-        self.policy = policy
-        self.acceptance = acceptance
-        self.rng = rng
-        self.prefill = cache(prefill)
-        self.chunk = chunk
-        self.max_running = max_running
-        self.max_tokens = max_tokens
-        self.version = version
-        self.ranks = ranks
-        self.lane = lane
-        self.budget = budget
-        self.embedded = embedded
-        self.apart = apart
+    name: str
+    durations: Durations
+    policy: SpecRule | SpecSchedule
+    acceptance: AcceptanceModel
+    rng: np.random.Generator
+    prefill: Callable[[int], float] = lambda tokens: 0.0
+    chunk: int = CHUNK
+    max_running: int = 256
+    max_tokens: int = 1 << 40
+    version: int = 0
+    ranks: int = 1
+    lane: bool = False
+    budget: TreeBudget | None = None
+    embedded: bool = False
+    apart: bool = True
+
+    def __post_init__(self) -> None:
+        self.prefill = cache(self.prefill)
         self.running: list[SimSample] = []
         self.filling: list[SimSample] = []  # admitted, and not read to the end
         self.waiting: deque[SimSample] = deque()
@@ -246,7 +230,6 @@ class SimEngine:
         self.busy_ms += ms
 
     def _welcome(self, sample: SimSample) -> None:
-        sample.places.append((self.name, self.now))
         if sample.noise is None:
             sample.noise = random.Random(int(self.rng.integers(1 << 62))).random
 
@@ -258,10 +241,6 @@ class SimEngine:
         self._prompts.clear()
         self._used = 0
         return left
-
-    def wake(self, now: float) -> None:
-        """Decode again, from `now` on."""
-        self.now = max(self.now, now)
 
     def step(self) -> list[SimSample]:
         """Run one pass: a chunk of prefill, or else a decode round; an embedded engine runs both.

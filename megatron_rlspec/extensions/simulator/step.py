@@ -14,7 +14,6 @@ from megatron_rlspec.extensions.simulator.run_engines import Trace
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import RoundStats
 
 MARGIN, PROBES = 0.01, 0.01  # as `spec.margin` and `spec.probe_share` of a run
 STRIDE = 1_000_003  # between the seeds of two runs' steps
@@ -56,7 +55,6 @@ class Step:
     added          that a drafter update added; `hidden`: that it took beside the next rollout
     seconds        the whole step
     updated        whether the drafter was trained
-    accept_length  tokens a round, while something was drafted
     """
 
     generate: float
@@ -67,7 +65,6 @@ class Step:
     push: float
     seconds: float
     updated: bool
-    accept_length: float
     trace: Trace
 
 
@@ -156,12 +153,5 @@ class _Run:
             training.push,
             seconds,
             updated,
-            _accept_length(rounds),
             trace,
         )
-
-
-def _accept_length(rounds: Sequence[RoundStats]) -> float:
-    drafting = [found for found in rounds if found.config.num_steps]
-    requests = sum(sum(found.accepted) for found in drafting)
-    return 1 + sum(i * n for found in drafting for i, n in enumerate(found.accepted)) / max(requests, 1)

@@ -17,7 +17,7 @@ HERE = Provenance(model="m", hardware="8 x A40", dtype="bfloat16", engine="e", e
 # PAT, figure 4: ms a token of 8 ranks at a global batch of 1 and 128; 4 engines of TP 2 hold 32 samples each.
 # TP 4 is made up: it is the fastest for some tens of samples.
 ANCHORS = {2: {1: 15.37, 32: 24.41}, 4: {1: 11.0, 64: 20.0}, 8: {1: 9.64, 128: 30.87}}
-PAT = SwitchCosts(weights_ms=1030, control_ms=2130, token_bytes=131072, gigabytes_per_second=5.25)
+PAT = SwitchCosts(change_ms=3160, token_bytes=131072, gigabytes_per_second=5.25)
 
 
 def table(prefill=True, sizes=(2, 8), per_token=0.0) -> CostTable:
@@ -91,7 +91,7 @@ def test_the_cheaper_way_brings_the_samples_over():
     situation = loads([6000], [6000], [6000], [6000])
     change = planner().decide(situation, 2, Lengths(), 30000)
     assert change.how == "kv" and change.cost_ms == pytest.approx(3160 + 6100 * 131072 / 2 / 5.25e6)
-    slow = SwitchCosts(1030, 2130, 131072, 0.01)
+    slow = SwitchCosts(3160, 131072, 0.01)
     change = planner(costs=slow).decide(situation, 2, Lengths(), 30000)
     assert change.how == "recompute" and change.cost_ms == pytest.approx(3160 + 4 * 6100 * 0.17, rel=0.01)
     unequal = [held for load in loads([1000], [7000]) for held in load.running]
@@ -124,7 +124,7 @@ def test_requests_that_wait_keep_the_size():
 def test_a_change_is_not_followed_by_its_reverse(groups, ended, weights_ms):
     lengths = Lengths()
     lengths.observe(ended, [False] * len(ended))
-    plan = planner(costs=SwitchCosts(weights_ms, 0.0, 131072, 5.25))
+    plan = planner(costs=SwitchCosts(weights_ms, 131072, 5.25))
     situation = loads(*groups)
     change = plan.decide(situation, 2, lengths, 16384)
     if change is not None:

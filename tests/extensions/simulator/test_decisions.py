@@ -19,7 +19,7 @@ from megatron_rlspec.speculation.rule import SpecRule
 SIM = Path(cluster_room.__file__).parent
 ACCEPTANCE = AcceptanceModel(np.array([[0.9, 0.85, 0.8], [0.5, 0.4, 0.3]]), 0.8, np.array([0.4, 0.7]))
 TABLE = hardware_table("A40", ModelSizes(), (2, 8), (1, 3))
-CLUSTER = Cluster(TABLE, 4, 2, link=8.3, pause_ms=0.0, switch=SwitchCosts(10.0, 0.0, 131_072, 8.3))
+CLUSTER = Cluster(TABLE, 4, 2, link=8.3, pause_ms=0.0, switch=SwitchCosts(10.0, 131_072, 8.3))
 WORKLOAD = Workload(LengthModel(6.0, 0.8), ACCEPTANCE, prompts=6, samples=4, prompt_tokens=50, cap=1500)
 SLOW = replace(CLUSTER, switch=SwitchCosts(1e9))  # a change of the size never pays
 

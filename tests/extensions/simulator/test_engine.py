@@ -93,7 +93,7 @@ def test_a_sleeping_engine_has_lost_its_caches():
     one.step()
     left = one.sleep()
     assert [s.drawn for s in left] == [2, 2] and one.idle
-    one.wake(100.0)
+    one.now = 100.0
     one.give(left)
     trace = run_engines([], [one], 10)
     assert trace.makespan_ms > 100 and one.tokens == 10
@@ -174,7 +174,7 @@ def test_a_change_of_the_size_waits_for_rounds_and_loses_no_sample(how):
     fast = Roofline(4.0, 0.0, 0.0, 0.1)
     fleet = {"big": engine("big", cost=fast, ranks=2, prefill=lambda tokens: 25.0)}
     change = Once(Change(2, (("s", "t"),), how, 0.0, 0.0, 0.0), None)
-    costs = SwitchCosts(40.0, 2.0, 1000, 0.01)  # caches: 0.1 ms a token
+    costs = SwitchCosts(42.0, 1000, 0.01)  # caches: 0.1 ms a token
     a, b = engine("a"), engine("b")
     a.give([sample("s", 31)])
     b.give([sample("t", 21)])

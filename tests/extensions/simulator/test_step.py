@@ -42,8 +42,8 @@ def test_an_overlapped_update_costs_what_the_next_rollout_does_not_hide():
 def test_a_drafter_that_is_not_trained_falls_behind():
     drifting = {"count": 6, "drift": 0.3}
     frozen, trained = run("k3", **drifting).steps, run("k3+kd", **drifting).steps
-    assert frozen[0].accept_length == trained[0].accept_length
-    assert frozen[-1].accept_length < trained[-1].accept_length - 0.2
+    assert frozen[0].trace.rounds == trained[0].trace.rounds
+    assert frozen[-1].trace.rounds > trained[-1].trace.rounds * 1.05
     assert not any(step.updated for step in frozen) and all(step.updated for step in trained)
 
 

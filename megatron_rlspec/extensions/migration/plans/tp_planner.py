@@ -25,16 +25,14 @@ POINTS = 65  # of the time axis on which a drain is summed
 class SwitchCosts:
     """What a change of the size costs, the same in both directions.
 
-    weights_ms            resharding the weights
-    control_ms            groups that must be made, memory, CUDA graphs
+    change_ms             resharding the weights; groups that must be made, memory, CUDA graphs
     token_bytes           of one token in the KV caches of target and drafter, over all ranks of an engine:
                           2 · layers · key heads · head dimension · bytes (PAT's eq. 1 takes the hidden size instead,
                           which is too much where query heads share key heads)
     gigabytes_per_second  that one rank sends; 0: caches do not travel
     """
 
-    weights_ms: float
-    control_ms: float = 0.0
+    change_ms: float
     token_bytes: int = 0
     gigabytes_per_second: float = 0.0
 
@@ -191,7 +189,7 @@ class TPPlanner:
             tokens = max(sum(held.context for held in running) for running in now)
             ways.append((self.costs.caches_ms(tokens, old), "kv"))
         state, how = min(ways)
-        return self.costs.weights_ms + self.costs.control_ms + state, how
+        return self.costs.change_ms + state, how
 
     def _prefill_ms(self, group: Sequence[Held], tp: int) -> float:
         """Return the prefill of a batch of equal lengths, whose root mean square is the group's (PAT, eq. 3 and 4)."""
