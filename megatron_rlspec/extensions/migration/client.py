@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megatron_rlspec.extensions.migration.protocol import (
@@ -33,28 +34,19 @@ class Place:
 class MigratableSGLangEngine(SGLangEngine):
     """An engine of `rlspec serve --extensions migration`."""
 
-    _place: Place | None = None  # asked once
-
     @property
     def node(self) -> str:
         """Name the /dev/shm of the engine's ranks; "" if they do not share one. Raises EngineError."""
         return self.place.node
 
-    @property
-    def folder(self) -> str:
-        """Return the name of its folder in /dev/shm for KV caches. Raises EngineError."""
-        return self.place.folder
-
-    @property
+    @cached_property
     def place(self) -> Place:
         """Return where the engine leaves KV caches; it is asked once. Raises EngineError."""
-        if self._place is None:
-            found = self.post("control/kv_describe")
-            try:
-                self._place = Place(str(found["shared_memory"]), str(found["columns"]), int(found["tp"]))
-            except (KeyError, TypeError, ValueError):
-                raise self.not_an_engine("control/kv_describe", found) from None
-        return self._place
+        found = self.post("control/kv_describe")
+        try:
+            return Place(str(found["shared_memory"]), str(found["columns"]), int(found["tp"]))
+        except (KeyError, TypeError, ValueError):
+            raise self.not_an_engine("control/kv_describe", found) from None
 
     def progress(self) -> Load:
         """Return what the engine decodes now. A resumed sample's `prompt` includes what it was resumed with."""
@@ -82,7 +74,7 @@ class MigratableSGLangEngine(SGLangEngine):
 
     def _send_off(self, path: str, grants: Sequence[Reservation], columns: bool = True) -> list[KVTransfer]:
         names = {grant.id: uuid.uuid4().hex if columns else "" for grant in grants}
-        files = {name: f"{_SHARED_MEMORY}/{self.folder}/{file}" if file else "" for name, file in names.items()}
+        files = {name: f"{_SHARED_MEMORY}/{self.place.folder}/{file}" if file else "" for name, file in names.items()}
         rows = [{"id": grant.id, "first": grant.first, "name": names[grant.id]} for grant in grants]
         origin = TransferSource(self.node, self.url, self.api_key, self.place.ranks) if columns else None
         return [

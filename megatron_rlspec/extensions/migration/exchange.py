@@ -1,7 +1,7 @@
 """Exchange a fleet of engines for one of another tensor-parallel size on the same devices, in the middle of a rollout.
 
 SGLang cannot change its tensor-parallel size. Two fleets can share devices if one of them sleeps. `order` says which
-calls are made, and how many bytes a device holds after each; `Exchange` makes them.
+calls are made; `Exchange` makes them.
 
     both fit    wake the new fleet, push weights to it, move the samples while they are drawn, let the old fleet sleep
     otherwise   the samples leave, their KV caches go to host memory, the old fleet sleeps, the new one wakes, gets
@@ -43,15 +43,7 @@ class Footprint:
     rest: int = 0
 
 
-@dataclass(frozen=True)
-class Call:
-    """One step. `taken`: the most bytes that a device holds until it has ended."""
-
-    act: Act
-    taken: int
-
-
-def order(old: Footprint, new: Footprint, budget: int) -> list[Call]:
+def order(old: Footprint, new: Footprint, budget: int) -> list[Act]:
     """Return the calls, in their order. Samples are away from `leave` to `arrive` only, and never under `move`.
 
     budget  bytes of one device for both fleets
@@ -64,16 +56,9 @@ def order(old: Footprint, new: Footprint, budget: int) -> list[Call]:
     most = max(before, after)
     if most > budget:
         raise ValueError(f"a fleet of {most} bytes a device, the other one asleep, does not fit into {budget}")
-    both = before + after - always
-    if both <= budget:
-        return [Call("wake", both), Call("push", both), Call("move", both), Call("sleep", both)]
-    return [
-        Call("leave", before),
-        Call("sleep", before),
-        Call("wake", after),
-        Call("push", after),
-        Call("arrive", after),
-    ]
+    if before + after - always <= budget:
+        return ["wake", "push", "move", "sleep"]
+    return ["leave", "sleep", "wake", "push", "arrive"]
 
 
 class Exchange:
@@ -109,7 +94,7 @@ class Exchange:
         self._slept = False
         self.moved: list[Moved] = []
 
-    def run(self, calls: Collection[Call]) -> None:
+    def run(self, calls: Collection[Act]) -> None:
         """Make the calls. Raises EngineError; samples go on then, on the old fleet, which is woken if it sleeps."""
         steps: dict[Act, Callable[[], None]] = {
             "wake": lambda: self._each(self._new, "wake"),
@@ -122,7 +107,7 @@ class Exchange:
         ended = False
         try:
             for call in calls:
-                steps[call.act]()
+                steps[call]()
             ended = True
         finally:
             try:

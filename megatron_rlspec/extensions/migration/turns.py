@@ -19,7 +19,7 @@ import torch
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
-from megatron_rlspec.extensions.migration.exchange import Call, Exchange, Footprint, order
+from megatron_rlspec.extensions.migration.exchange import Act, Exchange, Footprint, order
 from megatron_rlspec.extensions.migration.moves import Moved
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import WIRE, Rebalancer
@@ -51,7 +51,7 @@ class Turns:
         planner: TPPlanner,
         first: Fleet,
         second: Fleet,
-        calls: Sequence[Call],
+        calls: Sequence[Act],
         pool: EnginePool,
         pusher: Pusher,
         speculate: Callable[[str, RolloutEngine], None] | None,
@@ -260,7 +260,7 @@ class Turns:
                 self._pool.drop(name, error)
 
 
-def calls(layout: GpuLayout, first: Fleet, second: Fleet, sizes: Mapping[str, int]) -> list[Call]:
+def calls(layout: GpuLayout, first: Fleet, second: Fleet, sizes: Mapping[str, int]) -> list[Act]:
     """Return the calls of an exchange. Without GPUs memory is not counted, as engines keep theirs while they sleep.
 
     Raises ValueError if a fleet does not fit beside the other one asleep.

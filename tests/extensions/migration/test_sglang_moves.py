@@ -90,7 +90,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Migrata
 def placed(engine: MigratableEngine, node: str) -> None:
     """Have others take the engine for one of this machine."""
     assert isinstance(engine, MigratableSGLangEngine)
-    engine._place = replace(engine.place, node=node)
+    engine.place = replace(engine.place, node=node)
 
 
 class Live(Moving):
@@ -166,7 +166,7 @@ def drawn(
     finally:
         for engine in engines.values():
             vars(engine).pop("generate")
-            engine._place = None
+            vars(engine).pop("place", None)
     places.check(sample.request_id for sample in samples if sample.status != "aborted")
     return samples
 
@@ -321,7 +321,7 @@ def test_an_engine_that_is_killed_at_any_step_loses_no_sample(
             engine.set_schedule(k(3))
         asked = requests(random.Random(5), f"kill-{side}-{step}")
         undisturbed = pair["b"].generate(asked, LONG)
-        columns = Path(dying.folder)
+        columns = Path(dying.place.folder)
         route = ("dying", "a") if side == "source" else ("a", "dying")
         samples, disturbance = disturbed(engines, route, side, step, lambda *_: process.process.kill(), asked)
         assert texts(samples) == texts(undisturbed) and {sample.status for sample in samples} == {"truncated"}
@@ -560,7 +560,7 @@ def test_an_engine_that_is_lost_between_moves_loses_no_sample(pair: dict[str, Mi
         engine.update_weights(version, WEIGHTS.items())
         engine.set_schedule(k(3))
     undisturbed = pair["a"].generate(asked, sampling)
-    columns = Path("/dev/shm", pair["lost"].folder)
+    columns = Path("/dev/shm", pair["lost"].place.folder)
     threading.Timer(0.5, pair["lost"].close).start()
     samples, fuzz = fuzzed(pair, asked, sampling, chance, version)
     assert texts(samples) == texts(undisturbed)
