@@ -142,14 +142,8 @@ class RolloutEngine(Protocol):
     def release(self) -> None:
         """Enable speculation again under the latest schedule or rule. Does nothing if speculation is not held."""
 
-    def pause(self) -> None:
-        """Stop decoding; running samples are kept and recomputed on `resume` (SGLang: retract)."""
-
-    def resume(self) -> None:
-        """Continue decoding after `pause`."""
-
     def sleep(self) -> None:
-        """Release memory. Running samples are kept, as by `pause`; weights are lost. Nothing but `wake` may follow."""
+        """Release memory. Running samples are kept, and recomputed; weights are lost. Nothing but `wake` may follow."""
 
     def wake(self) -> None:
         """Take the memory back after `sleep`. The engine serves nothing until all weights are pushed."""

@@ -17,14 +17,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from megatron_rlspec.engine import EngineError, RequestError, RolloutEngine
 from megatron_rlspec.rollout.dispatch import Dispatch, RunningRequests
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, SpecSchedule
-
-if TYPE_CHECKING:
-    pass
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)

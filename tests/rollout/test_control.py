@@ -105,11 +105,6 @@ def test_settings_are_read_back_from_the_environment(monkeypatch):
     assert Settings.from_environment() == settings
 
 
-def test_the_rule_under_its_old_name_is_still_read(monkeypatch):
-    monkeypatch.setenv(VARIABLE, '{"verifier": "target_only", "policy": {"table": "cost.json"}}')
-    assert Settings.from_environment() == Settings("target_only", {"table": "cost.json"})
-
-
 def test_the_probe_budget_survives_a_new_rule_and_a_hold(decider):
     rule = {"roofline": Roofline.of_layers(12).to_json()}
     control._set_spec_rule(SETTINGS, None, rule)
@@ -150,9 +145,9 @@ def test_the_first_rounds_of_an_engine_are_not_timed(monkeypatch):
     durations = [0.0, *[0.1] * (rounds.WARM_UP - 1), *[0.005] * 4]
     clock = iter(np.cumsum(durations).tolist())
     monkeypatch.setattr(rounds.time, "perf_counter", lambda: next(clock))
-    log = rounds.RoundLog()
+    log = rounds.TimedRounds()
     for _ in durations:
         log.observe(SpecConfig(1), 40, [1, 0], last=False)
-    [stats] = log.drain()
+    [stats] = log.take()
     assert stats.rounds == 4 and stats.ms == pytest.approx(20)
     assert stats.accepted == (len(durations), len(durations))

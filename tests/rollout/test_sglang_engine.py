@@ -614,11 +614,11 @@ def test_pause_and_resume(engines: dict[str, SGLangEngine]) -> None:
     whole = engine.generate(asked, sampling)
     done: list[Sample] = []
     end = started(engine, asked, sampling, least=5, on_sample=done.append)
-    engine.pause()
+    engine.post("pause")
     engine.stats()
     time.sleep(0.3)
     assert not done and engine.stats() == []
-    engine.resume()
+    engine.post("resume")
     assert texts(end()) == texts(whole)
 
 

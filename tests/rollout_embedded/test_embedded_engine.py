@@ -382,8 +382,7 @@ def test_broken_weights_leave_nothing_behind(model):
     assert texts(engine.generate(oracle.requests(PROMPTS), FREE)) == expected
 
 
-@pytest.mark.parametrize("paused", [True, False])
-def test_an_update_in_the_middle_recomputes_and_records_both_versions(model, paused):
+def test_an_update_in_the_middle_recomputes_and_records_both_versions(model):
     config, tensors = model
     _, other = oracle.tiny(seed=5, drafter="close", sharpness=2.0)
     engine = oracle.engine_of(config, tensors, SpecConfig(2))
@@ -395,12 +394,7 @@ def test_an_update_in_the_middle_recomputes_and_records_both_versions(model, pau
     thread.start()
     while not any(len(run.response) > 10 for run in engine.running):
         time.sleep(0.001)
-    if paused:
-        engine.pause()
-        assert not engine.running and len(engine.waiting) == 3
-        assert engine.cache.left == engine.cache.total
     engine.update_weights(7, other.items())
-    engine.resume()
     thread.join(120)
     for s in done:
         (first, _, switch), (second, begin, end) = s.policy_versions
@@ -431,22 +425,6 @@ def test_abort_returns_what_there_is(model):
     assert [s.status for s in done] == ["aborted"] * 4
     assert len(done[0].response) > 0 and len(done[3].response) == 0
     assert engine.cache.left == engine.cache.total
-
-
-def test_a_paused_engine_ends_aborted_samples_at_once(model, monkeypatch):
-    """It is woken: here it would wait for ever otherwise."""
-    engine = oracle.engine_of(*model)
-    [asked] = oracle.requests(PROMPTS[:1])
-    engine.pause()
-    monkeypatch.setattr(engine._lock, "wait", lambda timeout=None, wait=engine._lock.wait: wait())
-    for _ in range(6):
-        thread = threading.Thread(target=engine.generate, args=([asked], FREE), daemon=True)
-        thread.start()
-        while not engine.waiting:
-            time.sleep(0.001)
-        engine.abort()
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 def test_a_closed_engine_returns_no_aborted_samples(model):
@@ -482,7 +460,8 @@ def test_callers_share_rounds(model):
     alone = [texts(engine.generate(oracle.requests(PROMPTS, seed=s), FREE)) for s in range(4)]
     engine.stats()
     results = [None] * 4
-    engine.pause()  # so that all four are queued before the first round
+    serve, queued = engine._serve, threading.Event()
+    engine._serve = lambda: serve() if queued.is_set() else None  # all four are queued before the first round
 
     def call(s):
         wanted = [Request(f"{s}/{r.id}", r.prompt, r.seed) for r in oracle.requests(PROMPTS, seed=s)]
@@ -493,7 +472,7 @@ def test_callers_share_rounds(model):
         thread.start()
     while len(engine.waiting) < 16:
         time.sleep(0.001)
-    engine.resume()
+    queued.set()
     for thread in threads:
         thread.join(120)
     assert results == alone

@@ -1,4 +1,4 @@
-"""Random cuts, lost engines, pauses and pushes, while a pool of engines draws and steals: every sample comes whole."""
+"""Random cuts, lost engines, retractions and pushes, while a pool draws and steals: every sample comes whole."""
 
 from __future__ import annotations
 
@@ -89,25 +89,20 @@ def push(version, tensors, engine):
 
 
 def disturb(rng: np.random.Generator, pool: EnginePool, ids: list[str]) -> None:
-    kind = rng.choice(["cut", "some", "pause", "one", "stats", "wait"])
+    kind = rng.choice(["cut", "some", "retract", "one", "stats", "wait"])
     if kind == "cut":
         pool.abort()
     elif kind == "some":
         pool.abort(list(rng.choice(ids, len(ids) // 3 + 1, replace=False)))
     elif kind == "stats":
         pool.stats()
-    elif kind in ("pause", "one"):
-        if kind == "pause":
-            pool.everywhere(lambda engine: engine.pause())
-            if rng.random() < 0.5:
-                pool.abort()
-            pool.everywhere(lambda engine: engine.resume())
-            return
-        engine = next(iter(list(pool.engines.values())))
-        engine.pause()
-        if rng.random() < 0.5:
-            pool.abort()
-        engine.resume()
+    elif kind in ("retract", "one"):
+        engines = list(pool.engines.values())
+        for engine in engines[: 1 if kind == "one" else None]:
+            with engine._lock:
+                engine._retract()
+                if rng.random() < 0.5:
+                    pool.abort()
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= 20 else []) for s in range(300)])

@@ -27,9 +27,9 @@ from megatron_rlspec.rollout.embedded.draft import Ahead
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, is_drafter
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
-from megatron_rlspec.rollout.embedded.round_log import RoundLog, accepted_drafts
 from megatron_rlspec.rollout.embedded.rounds import Budget, RoundRunner
 from megatron_rlspec.rollout.embedded.scheduler import Scheduler
+from megatron_rlspec.rollout.round_log import RoundLog
 from megatron_rlspec.speculation.acceptance import histogram_of
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import (
@@ -113,10 +113,7 @@ class EmbeddedEngine:
         self.choice = ConfigChoice(self.model, verifier, candidates, max_draft_tokens)
         self.max_running_requests = max_running_requests
         self._log = RoundLog()
-        self._lock = threading.Condition()
-        self._active = 0  # running calls of `generate`
-        self._pausing = False
-        self._paused = False
+        self._lock = threading.RLock()
         self._broken = "no weights"  # why the engine cannot generate; empty if it can
         self._doubtful = set(self.model.tensors)  # tensors that no update has delivered completely
         self.set_schedule(schedule or SpecSchedule.fixed(OFF))
@@ -144,7 +141,6 @@ class EmbeddedEngine:
     ) -> list[Sample]:
         with self._lock:
             runs = self.scheduler.submit([(request, sampling) for request in requests])
-            self._active += 1
         try:
             open_runs = runs
             while True:
@@ -167,12 +163,10 @@ class EmbeddedEngine:
             raise
         finally:
             with self._lock:
-                self._active -= 1
                 for run in runs:
                     self.scheduler.remove(run)
                 if not self.running and not self.waiting and not self._broken:
                     self.cache.audit()
-                self._lock.notify_all()
         return [run.sample for run in runs if run.sample is not None]
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
@@ -258,20 +252,6 @@ class EmbeddedEngine:
     def alive(self) -> bool:
         return self._broken != _CLOSED
 
-    def pause(self) -> None:
-        with self._lock:
-            self._pausing = True
-            while self._pausing and self._active and not self._paused:
-                self._lock.wait()
-            if self._pausing and not self._paused:  # no `generate` is running that could begin the pause
-                self._retract()
-                self._paused = True
-
-    def resume(self) -> None:
-        with self._lock:
-            self._pausing = self._paused = False
-            self._lock.notify_all()
-
     def sleep(self) -> None:
         """Do nothing: the engine shares the trainer's process."""
 
@@ -282,7 +262,6 @@ class EmbeddedEngine:
         with self._lock:
             for run in self.scheduler.every:
                 run.abort |= request_ids is None or run.request.id in request_ids
-            self._lock.notify_all()
 
     def not_begun(self) -> list[str]:
         with self._lock:
@@ -305,22 +284,16 @@ class EmbeddedEngine:
     def close(self) -> None:
         with self._lock:
             self._broken = _CLOSED
-            self._lock.notify_all()
 
     # -- between rounds -----------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Run one step, unless the engine is broken or paused. The caller holds the lock. Raises EngineError."""
+        """Run one step. The caller holds the lock. Raises EngineError."""
         if self._broken:
             raise EngineError(f"embedded engine: {self._broken}")
         self._agree()
-        aborted = [run for run in self.scheduler.every if run.abort]
-        for run in aborted:
+        for run in [run for run in self.scheduler.every if run.abort]:
             self.scheduler.end(run, "aborted")
-        if self._paused:
-            if not aborted:
-                self._lock.wait(timeout=1.0)
-            return
         self._broken = "an earlier round failed"
         with torch.inference_mode():
             self.scheduler.admit()
@@ -368,7 +341,8 @@ class EmbeddedEngine:
         verified = self.rounds.verified
         committed = self.rounds.round(rows, config, ahead)
         took = (time.perf_counter() - began) * 1e3
-        accepted, history = accepted_drafts(committed, drafting)
+        accepted = [new.accepted for new, drafts in zip(committed, drafting, strict=True) if drafts and not new.history]
+        history = [new.accepted for new in committed if new.history]
         if isinstance(chooser, SpecRule):
             chooser.observe(config, accepted, len(rows) - len(accepted))
             if chooser.times and len(accepted) == len(rows) and timed:
@@ -381,22 +355,17 @@ class EmbeddedEngine:
         ms = (time.perf_counter() - began) * 1e3
         if self.rounds.budget is not None and config.num_steps > 0:
             self.rounds.budget.timed(len(runs), context, self.rounds.verified - verified, ms)
-        self._log.add(config, len(runs), ms, context, counts, history)
+        if lone := len(runs) - len(accepted) - len(history):
+            self._log.count(OFF, lone, [lone])
+        self._log.add(config, len(runs), context, ms, counts, np.bincount(history).tolist() if history else ())
 
     def _agree(self) -> None:
-        """Begin a requested pause. All tensor-parallel ranks pause, and abort the same requests, at the same round."""
+        """Have all tensor-parallel ranks abort the same requests at the same round; one rank's wish is enough."""
         runs = self.scheduler.every
-        pausing = self._pausing and not self._paused
-        if self.model.comm.size > 1 and not self._paused:
-            flags = torch.tensor([pausing, *(run.abort for run in runs)], dtype=torch.int32, device=self.model.device)
-            votes = self.model.comm.sum(flags).tolist()
-            pausing = votes[0] == self.model.comm.size  # a pause waits for every rank; one rank is enough for an abort
-            for run, abort in zip(runs, votes[1:], strict=True):
+        if self.model.comm.size > 1:
+            flags = torch.tensor([run.abort for run in runs], dtype=torch.int32, device=self.model.device)
+            for run, abort in zip(runs, self.model.comm.sum(flags).tolist(), strict=True):
                 run.abort = abort > 0
-        if pausing:
-            self._retract()
-            self._paused = True
-            self._lock.notify_all()
 
     def _retract(self) -> None:
         self.scheduler.retract()

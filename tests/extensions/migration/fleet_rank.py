@@ -7,7 +7,6 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import embedded_oracle as oracle
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.extensions.migration.embedded import link
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
@@ -68,22 +66,8 @@ def scenario(meeting: str, modes: tuple[str, ...]) -> Any:
     return found
 
 
-def link_of(meeting: str) -> list[link.Link]:
-    """Measure the link, twice: the second time it is read from the file, also if that was changed."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
-    path = Path(f"{meeting}.json")
-    ranks = Ranks()
-    drawing = engine()
-    found = [link.once(path, ranks, drawing, STEEP)]
-    assert not drawing.stats() and not drawing.recent_rounds()
-    if rank == 0:
-        path.write_text(path.read_text().replace('"ms_per_unit":', '"ms_per_unit":1'))
-    return [*found, link.once(path, ranks, drawing, STEEP)]
-
-
 def lead(fleet: Fleet) -> dict[str, Any]:
-    """Draw, push, draw while another thread pauses and aborts, and provoke errors."""
+    """Draw, push, draw while another thread asks and aborts, and provoke errors."""
     found: dict[str, Any] = {}
     deal = fleet._deal
     # All to rank 0, so that samples must move.
@@ -119,19 +103,17 @@ def lead(fleet: Fleet) -> dict[str, Any]:
     ]
     for thread in threads:
         thread.start()
-    fleet.pause()
-    fleet.resume()
+    fleet.fingerprints()
     for thread in threads:
         thread.join()
     found["again"] = later
-    fleet.pause()
     early: list[Any] = []
     thread = threading.Thread(target=lambda: early.extend(fleet.generate(requests(), LONG)))
-    thread.start()
-    while len(fleet._open) < len(requests()):
-        time.sleep(0.001)
-    fleet.abort()
-    fleet.resume()
+    with fleet._lock:  # no tick begins
+        thread.start()
+        while len(fleet._open) < len(requests()):
+            time.sleep(0.001)
+        fleet.abort()
     thread.join()
     found["early"] = [(s.status, len(s.response)) for s in early]
 

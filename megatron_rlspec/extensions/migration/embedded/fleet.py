@@ -40,7 +40,7 @@ class Fleet:
         self.member = member
         self.every = every
         self._lock = threading.Lock()  # of the ranks' messages
-        self._known = threading.Condition()  # of what follows
+        self._known = threading.RLock()  # of what follows
         self._new: Drawn = []
         self._open: dict[str, tuple[Request, Sampling]] = {}
         self._dealt: set[str] = set()  # of those, ids that ranks have
@@ -52,7 +52,6 @@ class Fleet:
         self._sizes: list[dict[str, Any]] = []
         self._stays: list[tuple[str, str, float, float]] = []
         self._since: dict[str, tuple[str, float]] = {}  # id -> its rank, and since when
-        self._paused = False
         self._closed = False
         self._astray = False  # an order has not been carried out to its end
         self._lost = ""  # why ranks cannot be told anything any more
@@ -102,13 +101,10 @@ class Fleet:
         return [found[request.id] for request in requests]
 
     def _serve(self, waiting: set[str]) -> None:
-        """Run one tick, unless another thread's tick has ended one of `waiting`, or the fleet is paused."""
-        with self._known:
-            if self._paused and not self._closed:
-                self._known.wait(timeout=1.0)
+        """Run one tick, unless another thread's tick has ended one of `waiting`."""
         with self._ordering():
             with self._known:
-                if self._paused or waiting & self._done.keys():
+                if waiting & self._done.keys():
                     return
                 order = self._tick()
             began = time.perf_counter()
@@ -219,7 +215,6 @@ class Fleet:
         with self._known:
             asked = set(self._open if request_ids is None else request_ids)
             self._aborted |= asked & self._open.keys()
-            self._known.notify_all()
 
     # -- everything else ----------------------------------------------------------------------------------------------
 
@@ -271,16 +266,6 @@ class Fleet:
 
     def release(self) -> None:
         self._call("release")
-
-    def pause(self) -> None:
-        self._call("pause")
-        self._paused = True
-
-    def resume(self) -> None:
-        self._call("resume")
-        with self._known:
-            self._paused = False
-            self._known.notify_all()
 
     def sleep(self) -> None:
         """Do nothing: the engines share the trainer's processes."""

@@ -61,7 +61,6 @@ class SGLangEngine(Connection):
     ) -> None:
         super().__init__(url, known_key(api_key), timeout, process)
         self._transport = transport or Http()
-        self._paused = False
         self._broken = ""
         self._held: dict[str, Any] | None = None
         self._update = ""  # the token of the open weight update
@@ -152,8 +151,7 @@ class SGLangEngine(Connection):
             self._broken = str(error)
             raise
         self._broken = ""
-        if not self._paused:
-            self.post("resume")
+        self.post("resume")
 
     def _push(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope) -> None:
         """Send an update. It begins with the first bucket, so samples go on while that is made."""
@@ -236,15 +234,6 @@ class SGLangEngine(Connection):
 
     def release(self) -> None:
         self.post("control/release")
-
-    def pause(self) -> None:
-        self._paused = True
-        self.post("pause")
-
-    def resume(self) -> None:
-        self._paused = False
-        if not self._broken:
-            self.post("resume")
 
     def sleep(self) -> None:
         """Pause, and have SGLang release weights and KV cache. On a CPU it only drops the cached prefixes."""

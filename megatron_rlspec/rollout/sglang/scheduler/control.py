@@ -28,7 +28,7 @@ from megatron_rlspec.rollout.sglang.scheduler import (
     stop_strings,
     versions,
 )
-from megatron_rlspec.rollout.sglang.scheduler.rounds import RoundLog
+from megatron_rlspec.rollout.sglang.scheduler.rounds import TimedRounds
 from megatron_rlspec.rollout.sglang.scheduler.served_weights import (
     Deliveries,
     UnnamedError,
@@ -41,7 +41,7 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 METHOD = "rlspec"
 logger = logging.getLogger(__name__)
-_rounds = RoundLog()
+_rounds = TimedRounds()
 _deliveries = {"target": Deliveries(), "drafter": Deliveries()}
 _held: dict[str, Any] = {}  # the reason of `hold` and the rule that `release` restores; empty otherwise
 
@@ -206,7 +206,7 @@ def _spec_rule_report(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _stats(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    return {"rounds": [asdict(s) for s in _rounds.drain()]}
+    return {"rounds": [asdict(s) for s in _rounds.take()]}
 
 
 def _not_begun(settings: Settings, scheduler: Any) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def _not_begun(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _recent_rounds(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    return {"rounds": [[asdict(config), *rest] for config, *rest in _rounds.drain_singly()]}
+    return {"rounds": [[asdict(config), *rest] for config, *rest in _rounds.take_recent()]}
 
 
 def _fingerprints(settings: Settings, scheduler: Any) -> dict[str, Any]:

@@ -1,29 +1,26 @@
-"""Record decode rounds for the cost table and the acceptance estimate. Standard library only."""
+"""Time the decode rounds of SGLang's scheduler. Standard library only."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
 from collections.abc import Sequence
 
-from megatron_rlspec.types import RoundStats, SpecConfig
+from megatron_rlspec.rollout.round_log import RoundLog
+from megatron_rlspec.types import SpecConfig
 
 WARM_UP = 8  # first rounds of an engine, in which kernels are compiled and memory is allocated
 
 
-class RoundLog:
-    """Sums per (config, batch). A round lasts from the end of the round before to its own end.
+class TimedRounds(RoundLog):
+    """A round lasts from the end of the round before to its own end, when its results are processed.
 
-    A round ends when its results are processed. A round after a prefill, a pause or an empty engine has no start time:
-    it counts for acceptance, not for time. So do the first WARM_UP rounds. The latest rounds are also kept singly, for
-    medians: (config, batch, context tokens, ms or None).
+    A round after a prefill, a pause or an empty engine has no start time, and the first WARM_UP rounds are not timed.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[SpecConfig, int], _Sum] = {}
+        super().__init__()
         self._last_end: float | None = None
         self._warm_up = WARM_UP  # rounds to come
-        self._singly: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=8192)
 
     def interrupt(self) -> None:
         """Note that something else than a decode round ran, so that the next round has no start time."""
@@ -41,38 +38,6 @@ class RoundLog:
         ms = None if self._last_end is None or self._warm_up else 1000 * (now - self._last_end)
         self._warm_up = max(self._warm_up - 1, 0)
         self._last_end = None if last else now
-        batch = len(accepted) + others
-        self._singly.append((config, batch, context_tokens, ms))
-        total = self._sums.setdefault((config, batch), _Sum())
-        if ms is not None:
-            total.rounds += 1
-            total.ms += ms
-            total.context_tokens += context_tokens
-        for count, requests in Counter(accepted).items():
-            total.accepted.extend([0] * (count + 1 - len(total.accepted)))
-            total.accepted[count] += requests
+        histogram = [accepted.count(n) for n in range(max(accepted, default=-1) + 1)]
+        self.add(config, len(accepted) + others, context_tokens, ms, histogram)
         return ms
-
-    def drain_singly(self) -> list[tuple[SpecConfig, int, int, float | None]]:
-        """Return the latest rounds one by one, and forget them."""
-        rounds = list(self._singly)
-        self._singly.clear()
-        return rounds
-
-    def drain(self) -> list[RoundStats]:
-        """Return the sums, and start new ones."""
-        sums, self._sums = self._sums, {}
-        return [
-            RoundStats(config, batch, s.context_tokens // max(1, s.rounds), s.rounds, s.ms, tuple(s.accepted))
-            for (config, batch), s in sums.items()
-        ]
-
-
-class _Sum:
-    __slots__ = ("accepted", "context_tokens", "ms", "rounds")
-
-    def __init__(self) -> None:
-        self.rounds = 0
-        self.ms = 0.0
-        self.context_tokens = 0
-        self.accepted: list[int] = []

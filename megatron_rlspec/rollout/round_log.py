@@ -1,0 +1,72 @@
+"""The decode rounds that an engine has run: what its `stats` and `recent_rounds` return. Standard library only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from megatron_rlspec.types import RoundStats, SpecConfig
+
+RECENT = 8192  # rounds that are kept singly, for medians
+
+
+@dataclass
+class _Sum:
+    rounds: int = 0
+    ms: float = 0.0
+    context: int = 0
+    accepted: list[int] = field(default_factory=list)
+    history: list[int] = field(default_factory=list)
+
+
+class RoundLog:
+    """Sums of rounds, and the newest rounds in order, each (config, batch, context tokens, ms or None)."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=RECENT)
+        self._sums: dict[tuple[SpecConfig, int, bool], _Sum] = {}  # apart where old answers drafted
+
+    def add(
+        self,
+        config: SpecConfig,
+        batch: int,
+        context: int,
+        ms: float | None,
+        accepted: Sequence[int],
+        history: Sequence[int] = (),
+    ) -> None:
+        """Add a round. Without `ms` it counts for acceptance, not for time.
+
+        accepted, history  requests that accepted 0, 1, ... drafts of the drafter, and of old answers
+        """
+        self._recent.append((config, batch, context, ms))
+        total = self.count(config, batch, accepted, history)
+        if ms is not None:
+            total.rounds += 1
+            total.ms += ms
+            total.context += context
+
+    def count(self, config: SpecConfig, batch: int, accepted: Sequence[int], history: Sequence[int] = ()) -> _Sum:
+        """Add to the accepted drafts alone."""
+        total = self._sums.setdefault((config, batch, bool(history)), _Sum())
+        total.accepted = [a + b for a, b in zip_longest(total.accepted, accepted, fillvalue=0)]
+        total.history = [a + b for a, b in zip_longest(total.history, history, fillvalue=0)]
+        return total
+
+    def take(self) -> list[RoundStats]:
+        """Return and forget the sums, by configuration and batch."""
+        sums, self._sums = self._sums, {}
+        found = []
+        for (config, batch, _), one in sums.items():
+            context = one.context // max(one.rounds, 1)
+            counts = tuple(one.accepted), tuple(one.history)
+            found.append(RoundStats(config, batch, context, one.rounds, one.ms, *counts))
+        return found
+
+    def take_recent(self) -> list[tuple[SpecConfig, int, int, float | None]]:
+        """Return and forget the newest rounds."""
+        found = list(self._recent)
+        self._recent.clear()
+        return found
