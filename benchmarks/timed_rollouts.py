@@ -226,7 +226,6 @@ def carry_out(move: Move, engines: dict[str, Timed], outcome: Outcome) -> list[A
     if move.how == "recompute":
         with source.working():
             gone = source.mover.detach(move.ids)
-            source.mover.settle([])
         target.now = max(target.now, source.now)
         target.give(gone)
         ended = []
@@ -249,10 +248,9 @@ def carry_out(move: Move, engines: dict[str, Timed], outcome: Outcome) -> list[A
         with target.working():
             drafters = [([grant.id for grant in grants], KVMessage.unpack(rests[0]))]
             arrivals = Arrivals(target.mover, drafters, [lambda: KVMessage.unpack(rests[1])])
-        target.runs += arrivals.runs
+        target.runs += [*arrivals.runs, *arrivals.queued]
         ended += target.step(arrivals)
         arrivals.close()
-        source.mover.settle([])
     here = [*source.engine.running, *source.engine.waiting]
     source.runs = [run for run in source.runs if run in here]
     return ended

@@ -66,11 +66,7 @@ class Ranks:
 
     def receive(self, source: int) -> torch.Tensor:
         """Return the next message [bytes] of a rank."""
-        size = torch.empty(1, dtype=torch.int64)
-        dist.recv(size, source, group=self.group)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(data, source, group=self.group)
-        return data
+        return self.expect(source).wait()
 
     def expect(self, source: int) -> Pending:
         """Start to receive the next message of a rank, and return as soon as its size is known."""

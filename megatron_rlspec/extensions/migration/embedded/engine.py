@@ -23,7 +23,7 @@ class Landing(Protocol):
     runs: list[ActiveRequest]
 
     def land(self) -> list[ActiveRequest]:
-        """Wait for the target's keys. Returns the samples that are whole; the others are not here any more."""
+        """Wait for the target's keys. Returns the samples, which are whole now."""
 
 
 class MigratableEmbeddedEngine(EmbeddedEngine):
@@ -36,11 +36,6 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
         self.reserved: dict[str, int] = {}
         self._landing: Landing | None = None  # of the step that runs
         super().__init__(*arguments, **options)
-
-    @property
-    def unable(self) -> str:
-        """Return why the engine cannot run rounds now; "" if it can."""
-        return self._broken or ("it is paused" if self._paused else "")
 
     def submit(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
         """Queue requests for `step`. Raises EngineError, and queues none, if one of them is wrong."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -23,7 +23,6 @@ from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbed
 from megatron_rlspec.extensions.migration.embedded.move import (
     Arrivals,
     KVMessage,
-    MoveError,
     Offer,
     RowReservation,
     TransferEndpoint,
@@ -31,7 +30,7 @@ from megatron_rlspec.extensions.migration.embedded.move import (
 from megatron_rlspec.extensions.migration.embedded.regroup import regroup
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import How, Rebalancer
-from megatron_rlspec.extensions.migration.plans.tp_planner import Change
+from megatron_rlspec.extensions.migration.plans.tp_planner import TPPlanner
 from megatron_rlspec.host.ranks import Pending, Ranks
 from megatron_rlspec.push.bucket import Named, buckets
 from megatron_rlspec.rollout.embedded.parallel import Groups
@@ -101,12 +100,6 @@ class Report(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Sizes(Protocol):
-    """Decides on the tensor-parallel size: `tail.tp_planner.TPPlanner`."""
-
-    def decide(self, loads: Sequence[Load], tp: int, lengths: Lengths, cap: int) -> Change | None: ...
-
-
 @dataclass
 class Arrival:
     """A move with this rank as its target, while it lasts."""
@@ -132,7 +125,7 @@ class Member:
         engine: MigratableEmbeddedEngine,
         ranks: Ranks,
         rebalancer: Rebalancer | None,
-        sizes: Sizes | None = None,
+        sizes: TPPlanner | None = None,
         groups: Groups | None = None,
     ) -> None:
         self.engine = engine
@@ -282,25 +275,18 @@ class Member:
             assert arrival.first is not None
             began = time.perf_counter()
             data = arrival.first.wait()
-            try:
-                self.mover.take(KVMessage.unpack(data))
-            except MoveError as error:
-                arrival.refused = str(error)
-                self.mover.withdraw(arrival.granted)
+            self.mover.take(KVMessage.unpack(data))
             self._note(arrival, len(data), began)
         for target, granted in leaving:
-            for message in self.mover.finish(granted):
-                self.ranks.send(target, message.pack())
+            first, rest = self.mover.finish(granted)
+            gone = {columns.id for columns in first.header.samples}
+            self.runs = [run for run in self.runs if run.request.id not in gone]
+            self.ranks.send(target, first.pack())
+            self.ranks.send(target, rest.pack())
         if coming:
             self._land(coming)
         else:
             self._step()
-        lost: list[str] = []
-        for target, _ in leaving:
-            lost += wire.decode(self.ranks.receive(target).numpy().data, list[str])
-        gone = self.mover.departed.keys() - set(lost)
-        self.runs = [run for run in self.runs if run.request.id not in gone]
-        self.mover.settle(lost)
         self.ranks.flush()
 
     def _let_go(self, move: Move, leaving: list[tuple[int, list[str]]]) -> None:
@@ -309,7 +295,6 @@ class Member:
         if move.how == "recompute":
             gone = self.mover.detach(move.ids)
             self.ranks.send(target, wire.encode(gone))
-            self.mover.settle([])
             ids = {request.id for request, _ in gone}
             self.runs = [run for run in self.runs if run.request.id not in ids]
             return
@@ -339,31 +324,23 @@ class Member:
         coming.append(arrival)
 
     def _land(self, coming: Sequence[Arrival]) -> None:
-        """Take what arrives in stage 2 into the second round. Tells the sources what was lost."""
+        """Take what arrives in stage 2 into the second round."""
         messages = [(arrival.granted, self._rest(arrival)) for arrival in coming]
-        rests: list[Callable[[], KVMessage | None]] = [partial(self._rest, arrival) for arrival in coming]
-        arrivals = Arrivals(self.mover, messages, rests)
-        self._missed |= {run.request.id: (len(run.response), 0) for run in arrivals.runs}
-        self.runs += arrivals.runs
+        arrivals = Arrivals(self.mover, messages, [partial(self._rest, arrival) for arrival in coming])
+        here = [*arrivals.runs, *arrivals.queued]
+        self._missed |= {run.request.id: (len(run.response), 0) for run in here}
+        self.runs += here
         self._step(arrivals)
         arrivals.close()
-        for arrival, lost in zip(coming, arrivals.lost, strict=True):
-            self.ranks.send(int(arrival.move.source), wire.encode(lost))
-            self.runs = [run for run in self.runs if run.request.id not in lost]
-            arrived = [run.request.id for run in arrivals.runs if run.request.id not in lost]
-            self._record(arrival, [id for id in arrived if id in arrival.granted])
+        for arrival, (_, message) in zip(coming, messages, strict=True):
+            self._record(arrival, [columns.id for columns in message.header.samples])
 
-    def _rest(self, arrival: Arrival) -> KVMessage | None:
-        """Receive a message of stage 2; None if it is damaged."""
+    def _rest(self, arrival: Arrival) -> KVMessage:
+        """Receive a message of stage 2."""
         began = time.perf_counter()
         data = self.ranks.receive(int(arrival.move.source))
-        try:
-            return KVMessage.unpack(data)
-        except MoveError as error:
-            arrival.refused = str(error)
-            return None
-        finally:
-            self._note(arrival, len(data), began)
+        self._note(arrival, len(data), began)
+        return KVMessage.unpack(data)
 
     def _note(self, arrival: Arrival, size: int, began: float) -> None:
         arrival.bytes += size

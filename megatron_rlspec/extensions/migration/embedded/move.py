@@ -5,20 +5,18 @@
     begin  ── keys of verified columns ────► take                      the source goes on: such columns never change
     finish ── the drafter's rest, header ──► arrive: the newcomer drafts
            ── the target's rest ───────────► land: it is verified, in the same round
-    settle ◄─ ids that did not arrive ─────  (they are computed anew by the source)
 
-Every step is a method of `TransferEndpoint`; bytes travel elsewhere. A sample that is refused never left. From `finish`
-to `settle` the source keeps the sample, so no failure loses text.
+Every step is a method of `TransferEndpoint`; bytes travel elsewhere. A sample that is refused never left. One that left
+and finds no room any more waits at the target, which computes it anew. Both engines have one model and one version of
+its weights, since ranks of a job move in lock-step.
 
 The data of one message is one contiguous buffer, ordered by model (drafter, its hidden rows, target), layer and sample.
-Column c of the drafter's cache holds the pair (h of column c - 1, token of column c); the header says so.
+Column c of the drafter's cache holds the pair (h of column c - 1, token of column c).
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,39 +25,14 @@ import numpy as np
 import torch
 
 from megatron_rlspec import wire
-from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.types import Partial, Request, Sampling
 
-PAIRS = "h[c-1],x[c]"
-FRONT = 16  # bytes before a header
+FRONT = 16  # bytes before a header: its length
 ROOM = 64  # columns that are reserved beyond a sample's present length; a round commits fewer tokens
 Range = tuple[int, int]  # columns [first, last)
-
-
-class MoveError(EngineError):
-    """A message cannot be used. The message is one line."""
-
-
-class CacheFormat(msgspec.Struct, frozen=True):
-    """What two engines must have in common. `heads`: the first key/value head of this rank, and their number."""
-
-    pairs: str
-    dtype: str
-    layers: int
-    drafter: int  # layers
-    heads: tuple[int, int]
-    head_dim: int
-    hidden: int
-
-
-class Offer(msgspec.Struct, frozen=True):
-    """What a source would send: for each sample its id, its prompt's tokens [P] and its length."""
-
-    layout: CacheFormat
-    version: int
-    samples: list[tuple[str, np.ndarray, int]]
+Offer = list[tuple[str, np.ndarray, int]]  # what a source would send: id, the prompt's tokens [P], and length
 
 
 class RowReservation(msgspec.Struct, frozen=True):
@@ -83,8 +56,7 @@ class Columns(msgspec.Struct, frozen=True):
 class Header(msgspec.Struct, frozen=True):
     """Describes a message. `requests`, each with its sampling: the samples themselves, in the drafter's rest only."""
 
-    layout: CacheFormat
-    version: int
+    dtype: str
     samples: list[Columns]
     requests: list[tuple[Request, Sampling]] = []
 
@@ -96,25 +68,20 @@ class KVMessage(NamedTuple):
     data: torch.Tensor  # [elements] of the model's dtype
 
     def pack(self) -> torch.Tensor:
-        """Return the message as bytes: the header's length, a checksum of all that follows, the header, the buffer."""
+        """Return the message as bytes: the header's length, the header, the buffer."""
         header = wire.encode(self.header)
         padded = bytearray(header + bytes(-len(header) % FRONT))  # so that the buffer is aligned
-        body = torch.cat([torch.frombuffer(padded, dtype=torch.uint8), _bytes(self.data)])
-        front = len(header).to_bytes(8, "little") + zlib.crc32(body.numpy().data).to_bytes(8, "little")
-        return torch.cat([torch.frombuffer(bytearray(front), dtype=torch.uint8), body])
+        front = bytearray(len(header).to_bytes(FRONT, "little"))
+        buffer = self.data.detach().cpu().contiguous().view(torch.uint8).view(-1)
+        return torch.cat([torch.frombuffer(front + padded, dtype=torch.uint8), buffer])
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> KVMessage:
-        """Return the message of `pack`. Raises MoveError for other bytes."""
-        size, crc32 = (int.from_bytes(bytes(packed[i : i + 8].tolist()), "little") for i in (0, 8))
+        """Return the message of `pack`."""
+        size = int.from_bytes(bytes(packed[:FRONT].tolist()), "little")
         body = packed[FRONT:]
-        if size > len(body) or zlib.crc32(body.numpy().data) != crc32:
-            raise MoveError(f"a message of {len(packed)} bytes whose checksum is wrong")
-        try:
-            header = wire.decode(body[:size].numpy().data, Header)
-        except msgspec.DecodeError as error:
-            raise MoveError(f"a message that cannot be read: {error}") from None
-        return cls(header, body[size + -size % FRONT :].view(getattr(torch, header.layout.dtype)))
+        header = wire.decode(body[:size].numpy().data, Header)
+        return cls(header, body[size + -size % FRONT :].view(getattr(torch, header.dtype)))
 
 
 class Departure(NamedTuple):
@@ -122,7 +89,6 @@ class Departure(NamedTuple):
 
     run: ActiveRequest
     seat: int
-    version: int
     target: int
     drafter: int
 
@@ -133,17 +99,8 @@ class TransferEndpoint:
     def __init__(self, engine: MigratableEmbeddedEngine) -> None:
         self.engine = engine
         self.cache = engine.cache
+        self.drafts = engine.model.arch.draft_layers > 0
         self.departing: dict[str, Departure] = {}
-        self.departed: dict[str, ActiveRequest] = {}
-
-    @property
-    def layout(self) -> CacheFormat:
-        model = self.engine.model
-        heads = (model.comm.rank * model.kv_heads, model.kv_heads)
-        dtype = str(model.dtype).removeprefix("torch.")
-        arch = model.arch
-        width = self.cache.hidden.shape[1]
-        return CacheFormat(PAIRS, dtype, arch.layers, arch.draft_layers, heads, arch.head_dim, width)
 
     # ---- source -----------------------------------------------------------------------------------------------------
 
@@ -151,8 +108,7 @@ class TransferEndpoint:
         """Describe those of these samples that run here and have been prefilled."""
         with self.engine._lock:
             runs = [run for run in self.engine.running if run.request.id in ids and self._ready(run)]
-            notes = [(r.request.id, np.asarray(r.request.prompt.tokens), int(self.cache.length[r.row])) for r in runs]
-            return Offer(self.layout, self.engine.version, notes)
+            return [(r.request.id, np.asarray(r.request.prompt.tokens), int(self.cache.length[r.row])) for r in runs]
 
     def begin(self, grants: Sequence[RowReservation]) -> KVMessage:
         """Start to move the samples that were granted, which go on here. Returns stage 1: their verified columns."""
@@ -165,71 +121,50 @@ class TransferEndpoint:
                     continue
                 length, drafted, prefix = self._extent(run)
                 sent = min(max(grant.drafter, 1), drafted)  # what another sample of the prompt brings may come later
-                last = (prefix - 1, prefix) if grant.target < prefix and self.layout.drafter else (0, 0)
+                last = (prefix - 1, prefix) if grant.target < prefix and self.drafts else (0, 0)
                 columns = Columns(grant.id, (sent, drafted), last, (grant.target, length - 1))
                 parts.append((run, columns))
-                self.departing[grant.id] = Departure(run, run.seats, self.engine.version, length - 1, drafted)
+                self.departing[grant.id] = Departure(run, run.seats, length - 1, drafted)
             return self._message(parts)
 
     def finish(self, ids: Sequence[str]) -> tuple[KVMessage, KVMessage]:
         """End the moves of `ids` that were begun. Returns stage 2: the drafter's rest, and the target's rest.
 
-        The samples are in the first. They leave this engine; `settle` takes back those that do not arrive. Samples
-        that ended since, or went back into the queue, are missing.
+        The samples are in the first, and leave this engine. Those that ended since, or went back into the queue, are
+        missing.
         """
         with self.engine._lock:
             begun = [self.departing.pop(id) for id in ids if id in self.departing]
             leaving = [departure for departure in begun if self._stays(departure)]
             drafter: list[tuple[ActiveRequest, Columns]] = []
             target: list[tuple[ActiveRequest, Columns]] = []
-            for run, _, _, verified, sent in leaving:
+            for run, _, verified, sent in leaving:
                 length, drafted, _ = self._extent(run)
-                hidden = (drafted - 1, length - 1) if self.layout.drafter else (0, 0)
+                hidden = (drafted - 1, length - 1) if self.drafts else (0, 0)
                 drafter.append((run, Columns(run.request.id, (sent, drafted), hidden)))
                 target.append((run, Columns(run.request.id, target=(verified, length - 1))))
             requests = [(self._request(run), run.sampling) for run, _ in drafter]
             messages = self._message(drafter, requests), self._message(target)
             for run, _ in drafter:
                 self.engine.scheduler.remove(run)
-                self.departed[run.request.id] = run
             return messages
 
     def detach(self, ids: Sequence[str]) -> list[tuple[Request, Sampling]]:
-        """Take samples out, to be computed anew elsewhere. `settle` takes back those that do not arrive."""
+        """Take samples out, to be computed anew elsewhere."""
         with self.engine._lock:
-            runs = self.engine.drop(ids)
-            self.departed |= {run.request.id: run for run in runs}
-            return [(self._request(run), run.sampling) for run in runs]
-
-    def settle(self, lost: Sequence[str]) -> None:
-        """Forget the samples that have left, but those in `lost`: they go back into the queue here."""
-        with self.engine._lock:
-            self.engine.waiting[:0] = [run for id, run in self.departed.items() if id in lost]
-            self.departed.clear()
+            return [(self._request(run), run.sampling) for run in self.engine.drop(ids)]
 
     # ---- target -----------------------------------------------------------------------------------------------------
 
     def grant(self, offer: Offer) -> list[RowReservation]:
         """Reserve a row and slots for each offered sample, or say why not."""
-        engine = self.engine
-        with engine._lock:
-            refused = engine.unable
-            if offer.layout != self.layout:
-                refused = f"the source has {offer.layout}, this engine {self.layout}"
-            elif offer.version != engine.version:
-                refused = f"the source has version {offer.version}, this engine {engine.version}"
-            taken = {run.request.id for run in (*engine.running, *engine.waiting)} | engine.reserved.keys()
+        with self.engine._lock:
             coming: set[bytes] = set()
-            grants = []
-            for id, prompt, length in offer.samples:
-                why = refused or ("the id is in use" if id in taken else "")
-                grants.append(RowReservation(id, refused=why) if why else self._reserve(id, prompt, length, coming))
-            return grants
+            return [self._reserve(id, prompt, length, coming) for id, prompt, length in offer]
 
     def take(self, message: KVMessage) -> None:
-        """Write stage 1. Raises MoveError for a message that does not fit; `withdraw` then frees reserved rows."""
+        """Write stage 1."""
         with self.engine._lock:
-            self._check(message)
             self._write(message)
             for columns in message.header.samples:
                 row = self.engine.reserved.get(columns.id)
@@ -240,20 +175,19 @@ class TransferEndpoint:
                         prefix.computed = size
                     prefix.drafted = max(prefix.drafted, min(columns.drafter[1], size))
 
-    def arrive(self, message: KVMessage) -> list[ActiveRequest]:
-        """Write the drafter's rest. Returns the samples that may draft now. Raises MoveError, as `take`."""
+    def arrive(self, message: KVMessage) -> tuple[list[ActiveRequest], list[ActiveRequest]]:
+        """Write the drafter's rest. Returns the samples that may draft now, and those without room, which wait here."""
         engine = self.engine
         cache = self.cache
         with engine._lock:
-            self._check(message)
-            if [request.id for request, _ in message.header.requests] != [part.id for part in message.header.samples]:
-                raise MoveError("a message whose samples are not those of its header")
             runs = []
+            queued = []
             for (request, sampling), columns in zip(message.header.requests, message.header.samples, strict=True):
                 row = engine.reserved.get(request.id)
                 [run] = engine.scheduler.made([(request, sampling)])
                 tokens = np.concatenate([np.asarray(request.prompt.tokens), run.response])
                 if row is None or not cache.back(row, len(tokens)):
+                    queued.append(run)
                     continue
                 prefix = cache.prefix[row]
                 cache.tokens[row, : len(tokens)] = tokens
@@ -265,12 +199,12 @@ class TransferEndpoint:
                 run.seats = 1
                 runs.append(run)
             self._write(message, {run.request.id for run in runs})
-            return runs
+            engine.waiting.extend(queued)
+            return runs, queued
 
     def land(self, message: KVMessage, runs: Sequence[ActiveRequest]) -> None:
-        """Write the target's rest for the samples of `arrive`, which run here from now on. Raises MoveError."""
+        """Write the target's rest for the samples of `arrive`, which run here from now on."""
         with self.engine._lock:
-            self._check(message)
             self._write(message, {run.request.id for run in runs})
             for run in runs:
                 self.cache.computed[run.row] = self.cache.length[run.row] - 1
@@ -291,10 +225,9 @@ class TransferEndpoint:
         return len(run.response) > 0 and not run.abort and self.engine.rounds.ready(run.row)
 
     def _stays(self, departure: Departure) -> bool:
-        """Return whether the sample is still in the row whose columns were sent, under the same weights."""
+        """Return whether the sample is still in the row whose columns were sent; an update takes it out."""
         run = departure.run
-        same = run.seats == departure.seat and self.engine.version == departure.version
-        return same and not run.abort and run in self.engine.running
+        return run.seats == departure.seat and not run.abort and run in self.engine.running
 
     def _extent(self, run: ActiveRequest) -> tuple[int, int, int]:
         """Return a sample's length, the end of the columns that hold the drafter's keys, and its prefix's length."""
@@ -346,7 +279,7 @@ class TransferEndpoint:
         for (kind, pool), piece in zip(self._pools(), data.split(sizes), strict=True):
             torch.index_select(pool, 0, slots[kind].to(pool.device), out=piece.view(-1, *pool.shape[1:]))
         columns = [columns for _, columns in parts]
-        return KVMessage(Header(self.layout, self.engine.version, columns, list(requests)), data)
+        return KVMessage(Header(str(data.dtype).removeprefix("torch."), columns, list(requests)), data)
 
     def _write(self, message: KVMessage, only: set[str] | None = None) -> None:
         """Copy a buffer into the slots of the reserved rows. What belongs to other ids is left out."""
@@ -363,77 +296,46 @@ class TransferEndpoint:
             slots[kind] = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *found]))
             wanted[kind] = torch.from_numpy(np.repeat(np.array(here, bool), [last - first for first, last in ranges]))
         sizes = [len(wanted[kind]) * pool[0].numel() for kind, pool in self._pools()]
-        if sum(sizes) != len(message.data):
-            raise MoveError(f"a message of {len(message.data)} elements, expected {sum(sizes)}")
         for (kind, pool), piece in zip(self._pools(), message.data.split(sizes), strict=True):
             columns = piece.view(-1, *pool.shape[1:])[wanted[kind]]
             pool.index_copy_(0, slots[kind].to(pool.device), columns.to(pool.device))
-
-    def _check(self, message: KVMessage) -> None:
-        header = message.header
-        if header.layout != self.layout:
-            raise MoveError(f"a message of {header.layout}, this engine has {self.layout}")
-        if header.version != self.engine.version:
-            raise MoveError(f"a message of version {header.version}, this engine has {self.engine.version}")
 
 
 class Arrivals:
     """Samples that arrive during a step: a `Landing`.
 
     messages  the drafter's rests, each with the ids that were granted; some may have stayed at their source
-    rests   wait for the target's rest of each message, in order
-    A damaged message is None, here and there.
-
-    lost    for each message, the ids that left their source and could not be taken
+    rests     wait for the target's rest of each message, in order
+    queued    samples that came, and wait here without room
     """
 
     def __init__(
         self,
         mover: TransferEndpoint,
-        messages: Sequence[tuple[Sequence[str], KVMessage | None]],
-        rests: Sequence[Callable[[], KVMessage | None]],
+        messages: Sequence[tuple[Sequence[str], KVMessage]],
+        rests: Sequence[Callable[[], KVMessage]],
     ) -> None:
         self.mover = mover
         self.landed: list[ActiveRequest] = []
-        self.lost: list[list[str]] = []
+        self.queued: list[ActiveRequest] = []
         self._rests = list(rests)
         self._groups: list[list[ActiveRequest]] = []
         for granted, message in messages:
-            ids = granted if message is None else [columns.id for columns in message.header.samples]
-            arrived: list[ActiveRequest] = []
-            if message is not None:
-                with suppress(MoveError):
-                    arrived = mover.arrive(message)
+            arrived, queued = mover.arrive(message)
+            self.queued += queued
             self._groups.append(arrived)
             here = {run.request.id for run in arrived}
-            self.lost.append([id for id in ids if id not in here])
             mover.withdraw([id for id in granted if id not in here])
         self.runs = [run for group in self._groups for run in group]
 
     def land(self) -> list[ActiveRequest]:
         while self._rests:
-            at = len(self._groups) - len(self._rests)
-            message = self._rests.pop(0)()
-            try:
-                if message is None:
-                    raise MoveError("a damaged message")
-                self.mover.land(message, self._groups[at])
-                self.landed += self._groups[at]
-            except MoveError:
-                self._lose(at)
+            group = self._groups[-len(self._rests)]
+            self.mover.land(self._rests.pop(0)(), group)
+            self.landed += group
         return self.landed
 
     def close(self) -> None:
-        """Give up what has not landed, because the step did not come so far. What travels is received."""
+        """Receive what still travels, because the step did not come so far."""
         while self._rests:
-            self._lose(len(self._groups) - len(self._rests))
             self._rests.pop(0)()
-
-    def _lose(self, at: int) -> None:
-        ids = [run.request.id for run in self._groups[at]]
-        self.lost[at] += ids
-        self.mover.withdraw(ids)
-
-
-def _bytes(data: torch.Tensor) -> torch.Tensor:
-    return data.detach().cpu().contiguous().view(torch.uint8).view(-1)
