@@ -21,20 +21,8 @@ Act = Callable[[list[Any]], None]
 
 _ATTENTION = ".self_attn."
 _ALIGNED = 8  # bytes; the widest number
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+# Engines refuse tensors of other types.
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def bucket_bytes(memory: BucketMemory | None = None) -> int:
