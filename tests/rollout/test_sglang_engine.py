@@ -973,7 +973,7 @@ def test_running_samples_move_with_their_kv_cache(
     source, target = engines["unkeyed"], engines["adaptive"]
     assert source.node == target.node != ""
     if temperature == 0:
-        monkeypatch.setattr(source, "_place", replace(source.place, node="another machine"))
+        monkeypatch.setattr(source, "place", replace(source.place, node="another machine"))
     first_version(source, target, engines["plain"])
     target.set_schedule(k(3))
     asked = fresh(4, f"move{temperature:.0f}", 9000)
@@ -1055,7 +1055,7 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
 
 
 def files_of(engine: MigratableSGLangEngine) -> list[Path]:
-    return list(Path("/dev/shm", engine.folder).iterdir())
+    return list(Path("/dev/shm", engine.place.folder).iterdir())
 
 
 def test_refused_moves_leave_no_trace(engines: dict[str, MigratableSGLangEngine]) -> None:
