@@ -264,7 +264,7 @@ def test_a_drafter_that_stays_wrong_decodes_plainly_with_the_right_text():
     room.damage = lambda n, t: swap(t, 1) if n == name else t
     report = room.push()
     assert report.plain == ("a", "b") and report.serving == ("a", "b")
-    assert all(engine.schedule == SpecSchedule.fixed(OFF) for engine in room.engines.values())
+    assert all(engine.choice.present == SpecSchedule.fixed(OFF) for engine in room.engines.values())
     room.found.clear()
     room.rollout()
     assert room.found == []

@@ -95,9 +95,9 @@ def test_a_healthy_run_is_not_disturbed(run):
         metrics = run.push(version)
         assert metrics["health/canary_accept_length"] > 1.6 and metrics["health/canary_seconds"] > 0
         if run.config.spec.mode == "fixed":
-            assert run.engine.schedule == SpecSchedule.fixed(CHAIN)
+            assert run.engine.choice.present == SpecSchedule.fixed(CHAIN)
         else:
-            assert isinstance(run.engine.schedule, SpecRule) and run.engine.schedule.schedule is None
+            assert isinstance(run.engine.choice.present, SpecRule) and run.engine.choice.present.schedule is None
         assert run.engine.stats() == [], "the canary's rounds must not count as the rollouts'"
         run.draw(f"v{version}")
         assert run.rollouts.adapt(None)["spec/rounds"] > 0
@@ -107,11 +107,11 @@ def test_a_healthy_run_is_not_disturbed(run):
 def test_an_exporters_bug_turns_speculation_off_with_a_record(run):
     run.push(1)
     metrics = run.push(2, half_swap)
-    assert metrics["health/plain_engines"] == 1 and run.engine.schedule == SpecSchedule.fixed(OFF)
+    assert metrics["health/plain_engines"] == 1 and run.engine.choice.present == SpecSchedule.fixed(OFF)
     (event,) = run.events()
     assert event["action"] == "plain" and "canary: accept length 1." in event["after_second_push"][0]
     assert "no speculation until a later push: canary: accept length 1." in event["message"]
-    assert run.push(3)["health/plain_engines"] == 0 and run.engine.schedule == SpecSchedule.fixed(CHAIN)
+    assert run.push(3)["health/plain_engines"] == 0 and run.engine.choice.present == SpecSchedule.fixed(CHAIN)
     assert len(run.events()) == 1
 
 
@@ -155,9 +155,9 @@ def test_a_drafter_that_breaks_during_a_rollout_is_off_until_the_next_push(run):
         run.draw(f"w{again}")
     run.rollouts.adapt(None)
     (event,) = run.events()
-    assert event["found"] == ["drift"] and run.engine.schedule == SpecSchedule.fixed(OFF)
+    assert event["found"] == ["drift"] and run.engine.choice.present == SpecSchedule.fixed(OFF)
     run.push(4)
-    assert run.engine.schedule == SpecSchedule.fixed(CHAIN)
+    assert run.engine.choice.present == SpecSchedule.fixed(CHAIN)
 
 
 def gone(*_):

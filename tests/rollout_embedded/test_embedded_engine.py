@@ -219,7 +219,7 @@ def test_a_rule_learns_how_much_the_drafter_has_to_read(model, monkeypatch):
         assert not apart
         return next(plan)
 
-    monkeypatch.setattr(engine.schedule, "choose", choose)
+    monkeypatch.setattr(engine.choice.present, "choose", choose)
     prompt = Prompt(0, np.array(PROMPTS[3]))
     asked = [Request(f"r{i}.", prompt, seed=i) for i in range(2)]
     engine.generate(asked, FREE)

@@ -129,11 +129,6 @@ class EmbeddedEngine:
         """Return the requests that wait for a row."""
         return self.scheduler.waiting
 
-    @property
-    def schedule(self) -> SpecSchedule | SpecRule:
-        """Return the schedule or rule that chooses the next round's configuration."""
-        return self.choice.present
-
     # -- RolloutEngine ------------------------------------------------------------------------------------------------
 
     def generate(
