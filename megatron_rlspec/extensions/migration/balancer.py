@@ -102,7 +102,7 @@ class Balancer:
             self._learn()
             loads = self._loads()
             ready = len(loads) > 1 and self._clock.seconds > 0  # from the second look on
-            choice = self._choose(loads) if ready else Choice("stay")
+            choice = self._choose(loads) if ready else Choice()
             spent = time.perf_counter() - began
             self.seconds += spent
             self._last = spent if ready else self._last
@@ -113,7 +113,7 @@ class Balancer:
 
     def _choose(self, loads: Sequence[Load]) -> Choice:
         if self._turns is None or self._owner.waiting:  # with requests waiting it is not the tail
-            return Choice("move", moves=tuple(self._planner.plan(loads, self._lengths, self._cap)))
+            return Choice(moves=tuple(self._planner.plan(loads, self._lengths, self._cap)))
         return self._turns.choose(self._planner, loads, self._lengths, self._cap)
 
     def _change(self, change: Change, loads: Sequence[Load]) -> None:

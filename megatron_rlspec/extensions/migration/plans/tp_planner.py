@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -61,14 +60,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is done for the last samples of engines that cannot change their size.
+    """What is done for the last samples of engines that cannot change their size; nothing without moves and a change.
 
-    way        "stay"; "move": `moves` between the engines that are awake, a fast lane among them; "switch": `change`,
-               another fleet on the same devices takes over (`rollout.exchange`)
+    moves      between the engines that are awake, a fast lane among them
+    change     another fleet on the same devices takes over (`exchange`)
     saving_ms  by which the last sample is expected to end earlier, the cost of the way included
     """
 
-    way: Literal["stay", "move", "switch"]
     saving_ms: float = 0.0
     moves: tuple[Move, ...] = ()
     change: Change | None = None
@@ -83,16 +81,16 @@ def choose(
     planner     decides on the size of the fleet that shares its devices with a sleeping one: the engines of the
                 smallest size among `loads`; None: there is none
     """
-    best = Choice("stay")
+    best = Choice()
     moves = tuple(rebalancer.plan(loads, lengths, cap))
     if moves:
         before = rebalancer.finish(loads, lengths, cap)
         later = rebalancer.finish(after(loads, moves), lengths, cap) + rebalancer.charge(loads, moves)
-        best = Choice("move", max(before - later, 0.0), moves=moves)  # 0: only engines that end earlier gain
+        best = Choice(max(before - later, 0.0), moves)  # 0: only engines that end earlier gain
     tp = min(load.tp for load in loads)
     change = planner.decide([load for load in loads if load.tp == tp], tp, lengths, cap) if planner else None
     if change is not None and change.stay_ms - change.finish_ms > best.saving_ms:
-        best = Choice("switch", change.stay_ms - change.finish_ms, change=change)
+        best = Choice(change.stay_ms - change.finish_ms, change=change)
     return best
 
 
