@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron_rlspec import files
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
+from megatron_rlspec.extensions.migration.embedded import link
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
@@ -194,9 +196,6 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
     tail, spec = config.tail, config.spec
     if tail.rebalance == "off":
         return None
-    way: str = tail.rebalance
-    if way == "auto" and config.rollout.engine == "embedded":
-        way = "kv"  # there a cache moves ten times as fast as it is computed anew (docs/measurements.md)
     cost: CostTable | LearntCost
     if tail.lane or config.second:
         cost = CostTable.load(Path(tail.cost_table)).of_sizes(config.sizes)
@@ -210,7 +209,7 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
         rebalance.Transport(token_bytes=token_bytes(config, hf_config)),
         gain=tail.gain,
         rule=tail.rule,
-        modes=rebalance.WAYS[way],
+        modes=rebalance.WAYS[tail.rebalance],
     )
 
 
@@ -230,20 +229,29 @@ def member(config: Config, budget: MakeBudget | None = None) -> Member:
     groups = Groups()
     for tp in config.tail.tp[1:]:
         groups.of(tp)  # here, where all ranks come together
+    planner = rebalancer(config, hf_config)
+    wire = rebalance.WIRE
+    if planner is not None and config.tail.rebalance == "auto":
+        known = link.once(Path(config.train.run_dir) / "link.json", ranks, engine, planner.cost)
+        wire = known.gigabytes_per_second
+        planner.transport = replace(planner.transport, gigabytes_per_second=wire)
+        planner.ms_per_unit = planner.ms_per_unit or known.ms_per_unit
     if config.tail.tp != (1,):
-        sizes = _sizes(config, hf_config, engine, ranks.size)
-    return Member(engine, ranks, rebalancer(config, hf_config), sizes, groups)
+        sizes = _sizes(config, hf_config, engine, ranks.size, wire)
+    return Member(engine, ranks, planner, sizes, groups)
 
 
-def _sizes(config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine, ranks: int) -> TPPlanner:
-    """Build the planner of the fleet's tensor-parallel size. Raises CostTableError and ConfigError."""
+def _sizes(config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine, ranks: int, wire: float) -> TPPlanner:
+    """Build the planner of the fleet's tensor-parallel size. Raises CostTableError and ConfigError.
+
+    wire  GB/s that a rank sends
+    """
     for tp in config.tail.tp:
         try:
             engine.arch.check_size(tp)
         except ValueError as error:
             raise ConfigError(f"tail.tp: {error}") from None
     size = sum(shard.view.nbytes for shard in engine.model.tensors.values())
-    wire = rebalance.WIRE
     costs = SwitchCosts(size / wire / 1e6, token_bytes=token_bytes(config, hf_config), gigabytes_per_second=wire)
     return sizes_planner(config, costs, ranks)
 
