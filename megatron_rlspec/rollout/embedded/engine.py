@@ -29,8 +29,8 @@ from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.rollout.embedded.rounds import Budget, RoundRunner
 from megatron_rlspec.rollout.embedded.scheduler import Scheduler
-from megatron_rlspec.rollout.round_log import RoundLog
 from megatron_rlspec.speculation.acceptance import histogram_of
+from megatron_rlspec.speculation.round_log import RoundLog
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import (
     OFF,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from megatron_rlspec.rollout.round_log import RoundLog
+from megatron_rlspec.speculation.round_log import RoundLog
 from megatron_rlspec.types import SpecConfig
 
 WARM_UP = 8  # first rounds of an engine, in which kernels are compiled and memory is allocated
