@@ -1,11 +1,12 @@
 """Write the simulated cost tables of this directory: rooflines from vendors' figures, without engine and noise.
 
-python examples/cost_tables/simulate.py
+PYTHONPATH=benchmarks python examples/cost_tables/simulate.py
 """
 
 from pathlib import Path
 
-from megatron_rlspec.extensions.simulator.hardware import roofline_table
+from roofline_tables import roofline_table
+
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.solver import chains
