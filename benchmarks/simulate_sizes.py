@@ -227,7 +227,7 @@ def measure(lab: Lab, folder: Path, passes: int) -> tuple[Known, dict[str, list[
         if turn == 0:
             ms = float(np.median([took for run in reals["calibration, size 2"] for took, _ in run.changes]))
             table.save(folder / "table.json")
-            (folder / "costs.json").write_text(json.dumps({"weights_ms": ms, "gigabytes_per_second": 1.0}))
+            (folder / "costs.json").write_text(json.dumps({"change_ms": ms, "gigabytes_per_second": 1.0}))
         for name, (planner, samples, tokens) in SCENARIOS.items():
             reals.setdefault(name, []).append(lab.rollout(planner, samples, turn, tokens))
         print(f"pass {turn + 1} of {passes}", flush=True)
@@ -271,7 +271,7 @@ def rank_main(rank: int, folder: str, quick: bool) -> None:
     fleet = Fleet(member, every=EVERY)
     known, reals = measure(Lab(fleet, member), path, 3 if quick else 7)
     fleet.close()
-    report: dict[str, Any] = {"change_ms": known.costs.weights_ms, "factor": known.factor, "rollouts": {}}
+    report: dict[str, Any] = {"change_ms": known.costs.change_ms, "factor": known.factor, "rollouts": {}}
     for name, (planner, *_) in SCENARIOS.items():
         guess, left = known.predict(partial(planner_of, planner, path), reals[name], 8)
         stays, _ = known.predict(partial(AtMost, 0), reals[name], 8)
