@@ -294,7 +294,7 @@ def test_the_exporter_is_read_to_its_end_even_if_every_engine_fails(monkeypatch)
 
 
 def test_the_exporter_runs_ahead_by_two_buckets_at_most(monkeypatch):
-    monkeypatch.setattr(push, "bucket_bytes", lambda memory: 1024)
+    monkeypatch.setattr(push, "bucket_bytes", lambda memory: 512)
     ahead = []
     sent = 0
     lock = threading.Lock()
@@ -318,7 +318,7 @@ def test_the_exporter_runs_ahead_by_two_buckets_at_most(monkeypatch):
             yield pair
 
     assert not Pusher({"e": Slow()}).push(0, source).failed
-    assert max(ahead) <= 6  # four in the feed, one in the engine, one in the exporter
+    assert max(ahead) <= 4  # two in the feed, one in the engine, one in the exporter
 
 
 def test_a_comparison_finds_what_changed_since():
