@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.training.checkpointing import get_checkpoint_name
+from megatron.training.global_vars import get_args
 from slime.backends.megatron_utils import model as slime_model
 from slime.backends.megatron_utils import model_provider as slime_provider
 from slime.utils.misc import load_function
@@ -81,7 +82,7 @@ def refuse(args: Namespace) -> None:
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
     """Build slime's model, and the drafter around its MTP layers or beside it (`--custom-model-provider-path`)."""
     global _drafter
-    args = _args()
+    args = get_args()
     inner = Namespace(**{**vars(args), "custom_model_provider_path": getattr(args, "rlspec_inner_provider_path", None)})
     build = slime_provider._get_model_provider_func(inner, "actor")
     accepted = inspect.signature(build).parameters
@@ -101,12 +102,6 @@ def _beside() -> Iterator[tuple[str, torch.Tensor]]:
     return _drafter.tensors()
 
 
-def _args() -> Namespace:
-    from megatron.training.global_vars import get_args
-
-    return get_args()
-
-
 def _options(args: Namespace) -> Options:
     """Return the given options; unless given, `zero_first_embedding` follows from the model's family."""
     options = Options.from_args(args)
@@ -123,7 +118,7 @@ def _thaw(load: Callable, loaded: Any, model: Sequence[Any], *_: Any, **__: Any)
         return loaded
     if _drafter is not None:
         _drafter.thaw()
-    args = _args()
+    args = get_args()
     if getattr(args, "load", None):
         torch_dist.verify_files(args.load, dist.get_rank(), dist.get_world_size())  # Megatron's loader does not
     outside = isinstance(_drafter, SlimeEagle3)  # its weights are nowhere else
@@ -165,7 +160,7 @@ def _starting_policy(args: Namespace, model: Sequence[Any], load: Callable) -> S
 
 def _save(saved: Any, iteration: int, model: Sequence[Any], *_: Any, **__: Any) -> Any:
     """Save the drafter's moments and float32 weights into the checkpoint's folder; collective."""
-    args = _args()
+    args = get_args()
     outside = isinstance(_drafter, SlimeEagle3)  # slime itself saves the MTP layers' weights
     if getattr(model[0], "role", "actor") == "actor" and (outside or not args.no_save_optim):
         directory = Path(get_checkpoint_name(args.save, iteration, return_base_dir=True), FOLDER)
@@ -240,7 +235,7 @@ def _around_step(train_one_step: Callable) -> Callable:
         _drafter.begin(trained_tokens(iterator.rollout_data, samples, _drafter.options.depth, weights))
         losses, grad_norm = train_one_step(*args, **kwargs)
         metrics = _drafter.step()
-        if _args().enable_mtp_training:
+        if get_args().enable_mtp_training:
             _fill_tracker(metrics, micro_batches)
         _write_prediction(given)
         if _drafter.learner is None and _drafter.predicted is not None:
@@ -261,7 +256,7 @@ def _seeds(rollout_data: Mapping[str, Any]) -> list[int] | None:
     indices = rollout_data.get("sample_indices")
     if not _drafter.coupled or indices is None or any(index is None for index in indices):
         return None
-    return [seed(_args().rollout_seed, int(index)) for index in indices]
+    return [seed(get_args().rollout_seed, int(index)) for index in indices]
 
 
 def _write_prediction(step: Mapping[str, Any]) -> None:

@@ -98,7 +98,7 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
                     updater.weight_version,
                     drafter_names(updater.args.hf_checkpoint, getattr(updater.args, "rlspec_path", "")),
                     push_again if repeatable else None,
-                    _key(updater),
+                    getattr(updater.args, "sglang_api_key", None) or "",
                     quantised=bool(updater.quantization_config),
                 )
                 order.update(metrics=health.metrics(), error="")
@@ -214,13 +214,6 @@ def _order(order: dict[str, Any] | None) -> dict[str, Any]:
     return box[0]
 
 
-def _key(updater: Any) -> str:
-    return getattr(updater.args, "sglang_api_key", None) or ""
-
-
 def _urls(updater: Any) -> list[str]:
-    return ray.get([engine.get_url.remote() for engine in _engines(updater)])
-
-
-def _engines(updater: Any) -> list[Any]:
-    return [*updater.rollout_engines, *getattr(updater, "distributed_rollout_engines", ())]
+    engines = [*updater.rollout_engines, *getattr(updater, "distributed_rollout_engines", ())]
+    return ray.get([engine.get_url.remote() for engine in engines])
