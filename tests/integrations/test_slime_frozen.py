@@ -12,7 +12,7 @@ from test_slime_experts import MOE, SPLIT
 pytestmark = [*test_slime.pytestmark, pytest.mark.timeout(900)]
 ONE_REPLICA = "--rollout-batch-size 2 --global-batch-size 4"
 TENSOR = f"--tensor-model-parallel-size 2 {ONE_REPLICA}"
-STAGES = f"--pipeline-model-parallel-size 2 {ONE_REPLICA} --no-save-optim --no-load-optim"
+STAGES = f"--pipeline-model-parallel-size 2 {ONE_REPLICA}"
 # Name: (context-parallel ranks, replicas or other ranks, options)
 LAYOUTS = {
     "one": (1, 1, ""),
