@@ -83,6 +83,7 @@ def _run(module: str, arguments: list[str], folder: str, environment: dict[str, 
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # the server's TMPDIR may be gone
     os.chdir(folder)
     sys.argv = [module, *arguments]
     sys.path.insert(0, folder)
