@@ -63,14 +63,14 @@ def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
         on_device.append((list(group), kernel.sums(list(group.values()))))
 
     for tensor, start in parts:
-        place, device = len(found), tensor.device
-        if chosen.fingerprints(device, agrees) is None:
-            one = unread(tensor, start)
-            found.append(0 if isinstance(one, Tensor) else one)
-            if isinstance(one, Tensor):
-                on_device.append(([place], one[None]))
+        if tensor.device.type == "cpu":
+            found.append(_sum_on_cpu(_bytes(tensor).numpy(), _first_word(tensor, start)))
             continue
+        place, device = len(found), tensor.device
         found.append(0)
+        if chosen.fingerprints(device, agrees) is None:
+            on_device.append(([place], _sum_on_device(_bytes(tensor), _first_word(tensor, start))[None]))
+            continue
         waiting.setdefault(device, {})[place] = tensor.detach().contiguous(), _first_word(tensor, start)
         held[device] = held.get(device, 0) + tensor.nbytes
         if held[device] + tensor.nbytes > _AT_ONCE:
