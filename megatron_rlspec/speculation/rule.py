@@ -27,8 +27,8 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 VERSION = 1
 PATIENCE = 8  # rounds after which a gain of exactly `margin` leads to a switch
 CATCH_UP_WEIGHT = 0.1  # share of the one-time catch-up cost that staying off must lose before drafting starts
+REPAID = 500  # rounds of drafting that must repay catching up; otherwise staying off must lose all of it
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
-
 BEYOND = 1e6  # factor of the cost of a configuration at a batch that it must not run at
 
 Cost = CostTable | Roofline | LearntCost
@@ -204,10 +204,6 @@ class SpecRule:
         if self.cost is not None:
             self._costs = _round_costs(self.candidates, self.cost, most_batch)
 
-    @property
-    def probe_share(self) -> float:
-        return self.probe_budget.share
-
     def inherit(self, former: SpecRule) -> None:
         """Take over the probe budget of `former`, the time of its next probe, and durations that it was told.
 
@@ -288,7 +284,8 @@ class SpecRule:
             self._at = place(batch, context_tokens)
             factors = self._own.doubt(self._at).factors
             ms = [x * factor for x, factor in zip(ms, factors, strict=True)]
-            ms_per_token *= max(1.0, factors[self._current])  # a slower machine catches up more slowly, too
+            # A slower machine catches up more slowly, too.
+            ms_per_token *= max([1.0, *(factors[i] for i in self._own.tried)])
         return self._decide(batch, ms, catch_up_ms, apart and missed is not None)
 
     def _decide(self, batch: int, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> SpecConfig:
@@ -373,7 +370,7 @@ class SpecRule:
             "candidates": [_triple(c) for c in self.candidates],
             "start": _triple(self.candidates[self._current]) if self._current >= 0 else None,
             "margin": self.margin,
-            "probe_share": self.probe_share,
+            "probe_share": self.probe_budget.share,
             "acceptance": self.acceptance.to_json(),
             "probing": self.probe_budget.to_json(),
             "forecast": self._prober.forecast,
@@ -420,7 +417,10 @@ class SpecRule:
         switch_cost = self.cost.switch_ms
         catch_up = catch_up_ms(batch) / ms[now] if best != now else 0.0
         if self.candidates[now].off:
+            if self._own is not None:  # what is known to gain before what may gain more
+                best = max((i for i in self._own.tried if rates[i] > rates[now]), key=rates.__getitem__, default=best)
             known = self._own is None or best in self._own.tried
+            known = known and catch_up <= REPAID * (rates[best] / rates[now] - 1.0)
             switch_cost += (CATCH_UP_WEIGHT if known else 1.0) * catch_up * ms[now]
             catch_up = 0.0
         threshold = PATIENCE * max(self.margin, 1e-3) + switch_cost / ms[now]

@@ -110,6 +110,7 @@ def test_a_rule_after_a_push_goes_on_with_the_timings_of_the_one_before():
     ms, rate = WRONG["only k5 right"]
     first = SpecRule(CANDIDATES, table(ms=ms), correct=True)
     run(first, 300, rate=rate)
+    first._own.fit()
     data = json.loads(json.dumps(first.to_json()))
     assert data["correct"] is True
     scaled = CostTable.from_json(data["table"])
@@ -117,11 +118,11 @@ def test_a_rule_after_a_push_goes_on_with_the_timings_of_the_one_before():
     for costs in (data["table"], scaled.to_json()):
         after = SpecRule.from_json(data | {"table": costs})
         after.inherit(first)
-        assert len(set(run(after, 40, rate=rate)[0])) <= 2  # nothing is timed anew
         told, known = (rule._costs.at(32, 32 * 512) for rule in (after, first))
         at = place(32, 32 * 512)
         now, then = (np.array(rule._own.doubt(at).factors) for rule in (after, first))
-        assert now * np.array(told) == pytest.approx(then * np.array(known), rel=0.1)
+        assert now * np.array(told) == pytest.approx(then * np.array(known), rel=0.02)
+        assert len(set(run(after, 40, rate=rate)[0])) <= 2  # nothing is timed anew
 
 
 def test_a_configuration_without_graphs_is_not_timed():
@@ -168,7 +169,7 @@ def test_lone_rounds_of_probes_tell_their_cost_without_catching_up_and_no_more_t
         own.timed(CANDIDATES[2], at, 35.0, [10.0] + [60.0] * 4, 20.0)  # it mostly caught up
     own.fit()
     assert own.tried == {0, 1} and own.timings(1, at) == AT_ONCE
-    assert own.doubt(at).factors[:2] == pytest.approx([1.0, 1 / 3], rel=0.05)
+    assert own.doubt(at).factors[:2] == pytest.approx([1.0, 1 / 3], rel=0.1)  # what catching up takes is not sure
 
 
 def test_a_slower_machine_catches_up_more_slowly_and_untimed_drafts_must_earn_all_of_it():

@@ -229,7 +229,7 @@ def test_json_carries_settings_and_learned_state(tmp_path):
     Engine(p, rates=(0.9, 0.2, 0.2, 0.2, 0.2)).run(300)
     again = SpecRule.from_json(json.loads(json.dumps(p.to_json())))
     assert again.acceptance.rates == p.acceptance.rates
-    assert (again.margin, again.probe_share) == (0.02, 0.005)
+    assert (again.margin, again.probe_budget.share) == (0.02, 0.005)
     assert again.candidates == CANDIDATES
     assert again.choose(4, 4000) == p.choose(4, 4000)
 
