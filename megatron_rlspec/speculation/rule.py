@@ -27,7 +27,7 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 VERSION = 1
 PATIENCE = 8  # rounds after which a gain of exactly `margin` leads to a switch
 CATCH_UP_WEIGHT = 0.1  # share of the one-time catch-up cost that staying off must lose before drafting starts
-REPAID = 500  # rounds of drafting that must repay catching up; otherwise staying off must lose all of it
+REPAID = 500  # rounds of drafting that must repay catching up by a corrected table; else staying off must lose it all
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 BEYOND = 1e6  # factor of the cost of a configuration at a batch that it must not run at
 
@@ -417,10 +417,10 @@ class SpecRule:
         switch_cost = self.cost.switch_ms
         catch_up = catch_up_ms(batch) / ms[now] if best != now else 0.0
         if self.candidates[now].off:
+            known = True
             if self._own is not None:  # what is known to gain before what may gain more
                 best = max((i for i in self._own.tried if rates[i] > rates[now]), key=rates.__getitem__, default=best)
-            known = self._own is None or best in self._own.tried
-            known = known and catch_up <= REPAID * (rates[best] / rates[now] - 1.0)
+                known = best in self._own.tried and catch_up <= REPAID * (rates[best] / rates[now] - 1.0)
             switch_cost += (CATCH_UP_WEIGHT if known else 1.0) * catch_up * ms[now]
             catch_up = 0.0
         threshold = PATIENCE * max(self.margin, 1e-3) + switch_cost / ms[now]

@@ -202,6 +202,30 @@ def test_batches_of_one_length_do_not_say_what_a_longer_context_costs():
     assert 1.0 < min(grow) <= max(grow) < 1.5, grow
 
 
+def test_errors_on_a_line_tell_those_of_configurations_that_were_not_timed():
+    """Costs are off by a power of 1 + steps, and three configurations were timed. A longer context keeps it."""
+    own = OwnRounds(table(), CANDIDATES)
+    wrong = [(1 + config.num_steps) ** 0.6 for config in CANDIDATES]
+    for i in (0, 1, 3, 0, 1, 3):
+        for _ in range(12):
+            own.timed(CANDIDATES[i], place(32, 3200), 10.0 * wrong[i], [10.0] * 5)
+    for at in (place(32, 3200), place(32, 6400)):
+        assert np.all(np.log(own.doubt(at).factors) > 0.75 * np.log(wrong) - 0.02), own.doubt(at).factors
+
+
+def test_a_single_timing_counts_at_once_only_if_it_is_not_longer_than_expected():
+    found = {}
+    for factor in (1 / 3, 3.0):
+        own = OwnRounds(table(), CANDIDATES)
+        at = place(32, 3200)
+        for _ in range(12):
+            own.timed(OFF, at, 10.0, [10.0] * 5)
+        own.timed(CANDIDATES[1], at, 10.0 * factor, [10.0] * 5, 0.1)
+        own.fit()
+        found[factor] = own.doubt(at).factors[1]
+    assert found[1 / 3] < 0.5 and found[3.0] < 1.5, found
+
+
 def test_one_interrupted_round_changes_no_choice():
     own = OwnRounds(table(), CANDIDATES)
     at = place(32, 3200)
