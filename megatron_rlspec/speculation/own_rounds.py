@@ -203,7 +203,7 @@ class OwnRounds:
             batch = round(2 ** at[0])
             context = round(batch * 2 ** at[1])
             shift = math.log(told(batch, context)[i] / then(batch, context)[i])
-            self._cells[i, at] = deque(((log_ms + shift, *rest) for log_ms, *rest in kept), maxlen=KEPT)
+            self._cells[i, at] = deque(((log_ms + shift, above, share) for log_ms, above, share in kept), maxlen=KEPT)
         self.tried = set(former.tried)
         self.fit()
 

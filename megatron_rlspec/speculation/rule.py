@@ -19,7 +19,7 @@ import numpy as np
 from megatron_rlspec.speculation.acceptance import Acceptance, histogram_of
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learnt_cost import LearntCost, PlainRounds
-from megatron_rlspec.speculation.own_rounds import OwnRounds, TimingPlan, place
+from megatron_rlspec.speculation.own_rounds import OwnRounds, Place, TimingPlan, place
 from megatron_rlspec.speculation.probing import CatchUp, ProbeBudget, Prober
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
@@ -27,7 +27,7 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 VERSION = 1
 PATIENCE = 8  # rounds after which a gain of exactly `margin` leads to a switch
 CATCH_UP_WEIGHT = 0.1  # share of the one-time catch-up cost that staying off must lose before drafting starts
-REPAID = 500  # rounds of drafting that must repay catching up by a corrected table; else staying off must lose it all
+REPAID = 1000  # rounds of drafting that must repay catching up by a corrected table; else staying off must lose it all
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 BEYOND = 1e6  # factor of the cost of a configuration at a batch that it must not run at
 
@@ -162,7 +162,7 @@ class SpecRule:
         self._own: OwnRounds | None = None
         self._chosen = OFF  # in the last round
         self._change_ms: dict[SpecConfig, float] = {}  # what the last change to it took: switching and catching up
-        self._at = (0, 0)  # `place` of the present round
+        self._at: Place = (0, 0)  # `place` of the present round
         self._plan = TimingPlan()
         self.cost: Cost | None = None
         self.schedule: SpecSchedule | None = None
