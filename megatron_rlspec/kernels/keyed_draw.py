@@ -19,8 +19,8 @@ integer, exp(z - max) · 2^44, so a sum does not depend on the order of addition
 A list holds STAIRS stairs. If a row has more (once in a million flat rows, or made so on purpose) the last ones in
 the order are left out, and if the cut may lie among them, `choose` goes on with two more reads from there.
 
-**Parts.** A row is cut into parts, so that few rows fill a GPU: `scan` lists the stairs of a part, `merge` those of the
-row, `add_up` adds up over a part, `choose` decides.
+**Parts.** A row is cut into parts, so that few rows fill a GPU, or because ranks hold parts of the vocabulary:
+`scan` lists the stairs of a part, `merge` those of the row, `add_up` adds up over a part, `choose` decides.
 The token does not depend on the parts; the log-prob does by rounding.
 
 Logits are finite, or -inf for tokens that cannot be drawn; others count as -inf.
@@ -101,7 +101,7 @@ def _insert(z, column, score, slots, held_z, held_column, held, floor_z, floor_c
 
 @triton.jit
 def _stairs(
-    logits, row, stride, start, end, words, state, temperature, sharpness, ranked,
+    logits, row, stride, start, end, offset, words, state, temperature, sharpness, ranked,
     after_z, after_column, after,
     MAPPED: tl.constexpr, BLOCK: tl.constexpr, STAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +125,8 @@ def _stairs(
     total = tl.full((), 0, tl.float64)
     for tile in range(start, end, BLOCK):
         z = _tile(logits, row, stride, tile, end, temperature, BLOCK)
-        columns = tile + tl.arange(0, BLOCK)
+        here = tile + tl.arange(0, BLOCK)
+        columns = here + offset
         higher = tl.maximum(peak, tl.max(z, 0))
         weights = tl.where(z > -_INF, tl.exp(z - higher), 0.0)
         rescaled = tl.where(total > 0, total * tl.exp(peak - higher).to(tl.float64), 0.0)
@@ -135,7 +136,7 @@ def _stairs(
         if sharpness != 1.0:
             weights = tl.where(z > -_INF, tl.exp(z * sharpness - top), 0.0)
         if MAPPED:
-            noisy = tl.load(words + columns, mask=columns < end, other=0)
+            noisy = tl.load(words + here, mask=here < end, other=0)
         else:
             noisy = columns
         rest = (hash_of(state, noisy) ^ 0xFFFFFFFF).to(tl.float32)  # (1 - u) · 2^32
@@ -146,10 +147,10 @@ def _stairs(
         bound = tl.where(open_ & _before(z, columns, floor_z, floor_column), bound, _INF)
         while tl.min(bound, 0) < _INF:
             i = tl.argmin(bound, 0)
-            column = tile + i
+            column = tile + i + offset
             new_z = tl.max(tl.where(columns == column, z, -_INF), 0)
             if MAPPED:
-                word = tl.load(words + column)
+                word = tl.load(words + tile + i)
             else:
                 word = column
             score = score_of(new_z * sharpness, hash_of(state, word))
@@ -174,7 +175,7 @@ def _stairs(
 
 @triton.jit
 def _sums(
-    logits, row, stride, start, end, temperature, peak, list_z, list_column, count,
+    logits, row, stride, start, end, offset, temperature, peak, list_z, list_column, count,
     BLOCK: tl.constexpr, STAIRS: tl.constexpr,
 ):  # fmt: skip
     """Read columns [start, end) of a row once.
@@ -187,7 +188,7 @@ def _sums(
     whole = tl.full((), 0, tl.int64)
     for tile in range(start, end, BLOCK):
         z = _tile(logits, row, stride, tile, end, temperature, BLOCK)
-        columns = tile + tl.arange(0, BLOCK)
+        columns = tile + tl.arange(0, BLOCK) + offset
         mass = (tl.where(z > -_INF, tl.exp(z - peak), 0.0) * _ONE).to(tl.int64)
         whole += tl.sum(mass, 0)
         for i in range(count):
@@ -215,7 +216,7 @@ def _limits(top_ks, top_ps, min_ps, request, vocabulary):
 
 @triton.jit(do_not_specialize=["nodes"])
 def scan(
-    logits, stride, width, vocabulary, seeds, positions, temperatures, sharpnesses, top_ks, top_ps, min_ps,
+    logits, stride, width, offset, vocabulary, seeds, positions, temperatures, sharpnesses, top_ks, top_ps, min_ps,
     words, part_z, part_column, part_score, part_floor_z, part_floor_column, part_peak, part_total,
     nodes, columns_of_part,
     MAPPED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, STAIRS: tl.constexpr,
@@ -226,7 +227,7 @@ def scan(
     _, _, _, ranked = _limits(top_ks, top_ps, min_ps, request, vocabulary)
     start = part * columns_of_part
     z, column, score, lowest_z, lowest_column, peak, total = _stairs(
-        logits, row, stride, start, tl.minimum(start + columns_of_part, width), words,
+        logits, row, stride, start, tl.minimum(start + columns_of_part, width), offset, words,
         hash_of_row(seeds, positions, row, request), tl.load(temperatures + request), tl.load(sharpnesses + request),
         ranked, tl.full((), _INF, tl.float32), tl.full((), -1, tl.int32), tl.full((), -_INF, tl.float64),
         MAPPED, BLOCK, STAIRS,
@@ -295,7 +296,7 @@ def merge(
 
 @triton.jit(do_not_specialize=["nodes"])
 def add_up(
-    logits, stride, width, vocabulary, temperatures, top_ks, top_ps, min_ps,
+    logits, stride, width, offset, vocabulary, temperatures, top_ks, top_ps, min_ps,
     row_z, row_column, counts, row_peak, numbers, masses, wholes,
     nodes, columns_of_part,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, STAIRS: tl.constexpr,
@@ -306,7 +307,7 @@ def add_up(
     if ranked:
         start = part * columns_of_part
         number, mass, whole = _sums(
-            logits, row, stride, start, tl.minimum(start + columns_of_part, width),
+            logits, row, stride, start, tl.minimum(start + columns_of_part, width), offset,
             tl.load(temperatures + row // nodes), tl.load(row_peak + row),
             row_z + row * STAIRS, row_column + row * STAIRS, tl.load(counts + row),
             BLOCK, STAIRS,
@@ -322,10 +323,10 @@ def add_up(
 def choose(
     logits, stride, width, vocabulary, seeds, positions, temperatures, sharpnesses, top_ks, top_ps, min_ps, words,
     row_z, row_column, row_score, row_floor_z, row_floor_column, row_peak, row_total, numbers, masses, wholes,
-    tokens, logprobs, nodes,
-    MAPPED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, STAIRS: tl.constexpr,
+    tokens, logprobs, unsettled, nodes,
+    WHOLE: tl.constexpr, MAPPED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, STAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the stair that is kept and beats the others."""
+    """Choose the stair that is kept and beats the others. WHOLE: `logits` has all columns of the row."""
     row = tl.program_id(0)
     request = row // nodes
     k, p, least, ranked = _limits(top_ks, top_ps, min_ps, request, vocabulary)
@@ -344,25 +345,27 @@ def choose(
     best_z, best_column, best = _best(z, column, score, kept)
     cut = tl.sum(((score > -_INF) & (kept == 0)).to(tl.int32), 0)
     going_on = (ranked != 0) & (cut == 0) & (tl.load(row_floor_z + row) > -_INF)
-    temperature = tl.load(temperatures + request)
-    state = hash_of_row(seeds, positions, row, request)
-    while going_on:
-        z, column, score, lowest_z, lowest_column, _, _ = _stairs(
-            logits, row, stride, 0, width, words, state, temperature, tl.load(sharpnesses + request), ranked,
-            best_z, best_column, best, MAPPED, BLOCK, STAIRS,
-        )  # fmt: skip
-        tl.debug_barrier()
-        tl.store(row_z + places, z)
-        tl.store(row_column + places, column)
-        tl.debug_barrier()
-        number, mass, whole = _sums(
-            logits, row, stride, 0, width, temperature, peak,
-            row_z + row * STAIRS, row_column + row * STAIRS, STAIRS, BLOCK, STAIRS,
-        )  # fmt: skip
-        kept = _kept(z, score, number, mass, whole, peak, k, p, least)
-        best_z, best_column, best = _best(z, column, score, kept)
-        cut = tl.sum(((score > -_INF) & (kept == 0)).to(tl.int32), 0)
-        going_on = (cut == 0) & (lowest_z > -_INF)
+    tl.store(unsettled + row, going_on.to(tl.int32))
+    if WHOLE:
+        temperature = tl.load(temperatures + request)
+        state = hash_of_row(seeds, positions, row, request)
+        while going_on:
+            z, column, score, lowest_z, lowest_column, _, _ = _stairs(
+                logits, row, stride, 0, width, 0, words, state, temperature, tl.load(sharpnesses + request), ranked,
+                best_z, best_column, best, MAPPED, BLOCK, STAIRS,
+            )  # fmt: skip
+            tl.debug_barrier()
+            tl.store(row_z + places, z)
+            tl.store(row_column + places, column)
+            tl.debug_barrier()
+            number, mass, whole = _sums(
+                logits, row, stride, 0, width, 0, temperature, peak,
+                row_z + row * STAIRS, row_column + row * STAIRS, STAIRS, BLOCK, STAIRS,
+            )  # fmt: skip
+            kept = _kept(z, score, number, mass, whole, peak, k, p, least)
+            best_z, best_column, best = _best(z, column, score, kept)
+            cut = tl.sum(((score > -_INF) & (kept == 0)).to(tl.int32), 0)
+            going_on = (cut == 0) & (lowest_z > -_INF)
     tl.store(tokens + row, tl.where(best > -_INF, best_column, 0).to(tl.int64))
     log_total = tl.log(tl.load(row_total + row))
     tl.store(logprobs + row, ((best_z - peak).to(tl.float64) - log_total).to(tl.float32))
