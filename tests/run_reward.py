@@ -5,6 +5,10 @@ def by_length(prompt: str, response: str, label: str, metadata: dict) -> float:
     return len(response) % 3 / 2
 
 
+def share_of_ones(prompt: str, response: str, label: str, metadata: dict) -> float:
+    return response.count("1") / max(1, len(response))
+
+
 def fails(prompt: str, response: str, label: str, metadata: dict) -> float:
     raise RuntimeError("broken")
 

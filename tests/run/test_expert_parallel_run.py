@@ -66,25 +66,30 @@ def test_split_experts_learn_what_whole_ones_do_and_resume(mixture, tmp_path):
 
 @pytest.mark.slow
 def test_a_mixture_goes_through_rl_with_split_experts_a_real_engine_and_a_resumed_run(mixture, tmp_path):
-    """Warm start, then GRPO with SGLang's engine: pushes are whole, the drafter learns, a resumed run ends alike."""
+    """Warm start, then GRPO with SGLang's engine: the reward rises, pushes are whole, a resumed run ends alike."""
     sft(mixture, tmp_path / "warm", 40, 2, optimizer__lr="3e-3", drafter__lr="3e-3")
     options = {"model__path": tmp_path / "warm/hf", "parallel__expert": 2, "spec__mode": "fixed", "drafter__lr": "1e-2"}
-    finish(train(mixture, tmp_path / "whole", ranks=2, train__steps=4, **options))
+    options |= {"reward__kind": "run_reward:share_of_ones", "train__steps": 16}
+    finish(train(mixture, tmp_path / "whole", ranks=2, **options))
     records = read_records(tmp_path / "whole/metrics.jsonl")
     tensors = read_hf(tmp_path / "whole/hf")[1]
     for record in records:
         assert record["push/failed_engines"] == 0 and record["push/tensors"] == len(tensors)
         assert record["policy/train_rollout_logprob_abs_diff"] < 1e-3 and record["drafter/grad_norm"] > 0
+    reward = [record["rollout/reward"] for record in records]
+    assert sum(reward[-4:]) > 4 * sum(reward[:4]), reward
     assert records[-1]["drafter/loss_1"] < records[0]["drafter/loss_1"]
     assert max(record["spec/accept_length"] for record in records) > 1
     events = read_records(tmp_path / "whole/events.jsonl")
     assert not [event for event in events if event["kind"] == "health"]
 
-    finish(train(mixture, tmp_path / "parts", ranks=2, train__steps=2, **options))
-    shutil.rmtree(tmp_path / "parts/hf")
-    finish(train(mixture, tmp_path / "parts", ranks=2, train__steps=4, train__resume="true", **options))
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    for lost in ("hf", "checkpoints/step-000016"):
+        shutil.rmtree(tmp_path / "again" / lost)
+    (tmp_path / "again/checkpoints/step-000016.json").unlink()
+    finish(train(mixture, tmp_path / "again", ranks=2, train__resume="true", **options))
     for file in (tmp_path / "whole/hf").glob("*.safetensors"):
-        assert file.read_bytes() == (tmp_path / "parts/hf" / file.name).read_bytes(), file.name
+        assert file.read_bytes() == (tmp_path / "again/hf" / file.name).read_bytes(), file.name
 
 
 def test_a_size_that_does_not_fit_is_refused_in_one_line(mixture, tmp_path):
