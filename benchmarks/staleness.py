@@ -243,6 +243,7 @@ class Work:
         own |= {"rollout.engine": "embedded", "spec.mode": "fixed", "data.eval_path": self.task / "task/eval.jsonl"}
         # Without tis_clip, rounding of the engine's log-probs, which drafts change, does not reach the policy.
         steps = {"train.seed": self.seed, "train.steps": self.size.steps, "algorithm.tis_clip": 0}
+        steps |= {"rollout.prompts_per_step": 16, "rollout.samples_per_prompt": 8}
         return [*self._command("train", {**own, **steps, **options}), *self.size.train]
 
     def _job(self, name: str, seed: str, made: Path, needs: Sequence[Path], command: Sequence[str]) -> Job:

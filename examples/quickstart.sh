@@ -21,7 +21,7 @@ part "warm start: policy and drafter on demonstrations"
 [ -e "$run/warm/hf" ] || rlspec sft "${config[@]}" --model.path "$run/model" --sft.path "$run/task/train.jsonl" \
     --train.run_dir "$run/warm" --optimizer.lr 3e-3 --drafter.lr 3e-3 --optimizer.warmup_steps 40 --optimizer.decay_steps 600
 
-part "RL: 30 GRPO steps, the drafter trained with the policy and pushed with it; every step is recorded"
+part "RL: 60 GRPO steps, the drafter trained with the policy and pushed with it; every step is recorded"
 [ -e "$run/rl/hf" ] || rlspec train "${config[@]}" --model.path "$run/warm/hf" --data.path "$run/task/rl.jsonl" \
     --data.eval_path "$run/task/eval.jsonl" --train.run_dir "$run/rl" --train.record true
 
@@ -30,7 +30,7 @@ alone=(--rollout.engine embedded --spec.mode fixed)
 [ -e "$run/control/hf" ] || rlspec replay "$run/rl" --replay.policy_step 0 --train.run_dir "$run/control" "${alone[@]}"
 
 part "upper bound: the same drafter, trained for twice as many steps on the final policy's own answers"
-[ -e "$run/upper/hf" ] || rlspec replay "$run/rl" --replay.policy_step 30 --train.steps 60 \
+[ -e "$run/upper/hf" ] || rlspec replay "$run/rl" --replay.policy_step 60 --train.steps 120 \
     --train.run_dir "$run/upper" "${alone[@]}"
 
 part "closing table: four drafters and a plain engine on the final policy"

@@ -77,11 +77,11 @@ def run(start: Path, run_dir: Path, ranks: int = 1, command: str = "train", code
 def train(
     start: Path, run_dir: Path, program: Path | None = None, ranks: int = 1, **options: object
 ) -> subprocess.Popen:
-    """Start `rlspec train` as a user does; or `program` in its place, under torchrun if it has several ranks."""
+    """Start `rlspec train` as a user does; or `program` in its place, as `--ranks` would start it."""
     command = [sys.executable, "-m", "megatron_rlspec.cli", *words(start, run_dir, "train", options)]
     if program:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        command[1:3] = [*torchrun, str(program)]
+        launch = ["-m", "megatron_rlspec.host.launch", "--standalone", "--nproc-per-node", str(ranks)]
+        command[1:3] = [*(launch if ranks > 1 else []), str(program)]
     elif ranks > 1:
         command += ["--ranks", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -108,8 +108,8 @@ def test_a_rank_killed_in_a_change_of_the_size_ends_the_run_which_resumes(start,
     while not moment.exists():
         assert process.poll() is None, process.communicate()[0][-3000:]
         time.sleep(0.01)
-    line = told(process, 1, psutil.Process(process.pid).children(recursive=True))
-    assert "another rank ended or cannot be reached" in line
+    lines = told(process, 1, psutil.Process(process.pid).children(recursive=True), count=2)
+    assert "another rank ended or cannot be reached" in lines and "rank 1 was ended by SIGKILL" in lines
     assert [record["step"] for record in read_records(killed / "metrics.jsonl")] == [0, 1]
     recorded = {path.name: path.read_bytes() for path in (killed / FOLDER).iterdir()}
     assert len(recorded) == 2
