@@ -179,14 +179,14 @@ def test_calls_of_an_exchange_follow_from_the_engines_caches():
             {name: SimpleNamespace(describe=lambda n=n: {"max_total_tokens": n})}
             for name, n in (("engine-0", tokens), ("second-0", wide))
         ]
-        return [call.act for call in calls(layout, *fleets, sizes)]
+        return calls(layout, *fleets, sizes)
 
     one_awake = ["leave", "sleep", "wake", "push", "arrive"]
     assert acts(200_000, 400_000) == ["wake", "push", "move", "sleep"]  # 14 + 24 + 7 + 24 GiB, twice 2 for processes
     assert acts(300_000, 400_000) == one_awake
     with pytest.raises(ValueError, match="does not fit into"):
         acts(500_000, 400_000)
-    assert [call.act for call in calls(GpuLayout(), {}, {}, {})] == ["wake", "push", "move", "sleep"]
+    assert calls(GpuLayout(), {}, {}, {}) == ["wake", "push", "move", "sleep"]
 
 
 def test_running_engines_of_the_lane_s_size_are_the_lane(monkeypatch, tmp_path):
