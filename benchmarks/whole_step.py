@@ -68,7 +68,7 @@ def main() -> None:
         "--drafts", type=int, default=0, help="drafts of every round; 0: as the rule chooses; default: 0"
     )
     parser.add_argument("--json", type=Path, help="write what every step took to this file")
-    parser.add_argument("--plot", type=Path, help="draw accept length and CPU seconds of a step over RL steps")
+    parser.add_argument("--plot", type=Path, help="draw accept length over RL steps, and the seconds of a step by part")
     parser.add_argument("--read", type=Path, help="measure nothing: take a file of --json")
     options = parser.parse_args()
     found, fixed = json.loads(options.read.read_text()) if options.read else measure(parser, options)
@@ -203,7 +203,7 @@ def ratios(first: list[dict[str, list[float]]], turns: list[dict[str, list[float
 
 
 def plot(found: Turns, fixed: Turns, path: Path) -> None:
-    """Draw accept length with THREE drafts a round and CPU seconds of a step, against RL steps: for any background."""
+    """Draw accept length with THREE drafts a round against RL steps, and seconds of a step: for any background."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -215,7 +215,7 @@ def plot(found: Turns, fixed: Turns, path: Path) -> None:
     steps = max(len(turn["step"]) for turns in found.values() for turn in turns)
     lengths = {"plain": [{"accept length": [1.0] * steps}]} | fixed
     curves(axes[0], "accept length", f"accept length: tokens a round, with {THREE} drafts", lengths, 1.0)
-    curves(axes[1], "cpu", "CPU seconds of an RL step; the rule chooses the drafts", found, 0.0)
+    bars(axes[1], found)
     figure.savefig(path, dpi=120, transparent=True)
 
 
@@ -237,6 +237,26 @@ def curves(axis: Any, name: str, title: str, turns: Turns, bottom: float) -> Non
     axis.set_title(title, fontsize=12)
     axis.set_xlabel("RL step")
     axis.grid(alpha=0.25)
+
+
+def bars(axis: Any, found: Turns) -> None:
+    """Draw a bar of each kind: medians over turns of the seconds of a step's parts, and of the rest."""
+    for row, (kind, turns) in enumerate(found.items()):
+        middle = {n: statistics.median(statistics.fmean(turn[n]) for turn in turns) for n in ("step", *PARTS)}
+        widths = [middle[part] for part in PARTS]
+        widths.append(middle["step"] - sum(widths))
+        left = 0.0
+        for width, name, shade in zip(widths, (*PARTS, ""), (1.0, 0.65, 0.4, 0.2), strict=True):
+            axis.barh(row, width, left=left, color=COLOURS.get(kind), alpha=shade, height=0.6)
+            if row == 0 and name:
+                axis.annotate(name, (left + width / 2, -0.45), ha="center", fontsize=10, annotation_clip=False)
+            left += width
+        axis.annotate(f" {middle['step']:.2f}", (left, row), va="center", annotation_clip=False)
+    axis.set_yticks(range(len(found)), list(found))
+    axis.set_ylim(len(found) - 0.5, -0.7)
+    axis.set_title("seconds of an RL step; the rule chooses the drafts", fontsize=12)
+    axis.set_xlabel("seconds")
+    axis.grid(alpha=0.25, axis="x")
 
 
 def label(axis: Any, last: int, ends: list[tuple[float, str]]) -> None:
