@@ -124,7 +124,7 @@ def drawn_in_two_calls(fleet: Fleet, script: Script, old: list[Sample]) -> list[
 
 
 ENDING = Sampling(max_new_tokens=60, ignore_eos=True, stop_token_ids=(3, 11, 19, 27))  # some samples end soon
-DYING = {"headers": (regroup, "_luggage", 0), "weights": (retile, "exchange", 1), "caches": (retile, "_move", 1)}
+DYING = {"headers": (regroup, "_requests_of", 0), "weights": (retile, "exchange", 1), "caches": (retile, "_move", 1)}
 
 
 def losing(meeting: str, phase: str, to: int) -> dict[str, Any]:
