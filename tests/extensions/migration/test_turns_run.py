@@ -16,8 +16,11 @@ from megatron_rlspec.types import OFF, SpecConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TURNING = Path(__file__).parent / "turning_run.py"
+STEPS = 6
 OPTIONS = {"rollout__engines": 2, "rollout__prompts_per_step": 2, "rollout__samples_per_prompt": 6}
-OPTIONS |= {"rollout__max_new_tokens": 160, "train__steps": 2, "train__save_every": 0, "train__eval_prompts": 1}
+# Long answers and several steps, so that some samples still go on when the second fleet is awake.
+OPTIONS |= {"rollout__max_new_tokens": 480, "model__max_length": 512, "train__steps": STEPS}
+OPTIONS |= {"train__save_every": 0, "train__eval_prompts": 1}
 OPTIONS |= {"spec__mode": "fixed", "spec__num_steps": 1}
 
 
@@ -84,7 +87,7 @@ def test_a_second_fleet_ends_rollouts_with_the_same_texts(start, still, tidy, tm
     assert moves and all(move["began"] >= 0 and move["ms"] > 0 and move["tp"] == [1, 2] for move in moves)
     assert any(move["kept"] for move in moves)
     ours, theirs = (read_records(folder / "metrics.jsonl") for folder in (tmp_path / "turns", still))
-    of_steps = [sum(len(row["sizes"]) for row in rows if row["step"] == step) for step in (0, 1)]
+    of_steps = [sum(len(row["sizes"]) for row in rows if row["step"] == step) for step in range(STEPS)]
     evaluated = [row for row in rows if all(stay[0].startswith("e-") for stay in row["stays"])]
     in_steps = sum(of_steps) - sum(len(row["sizes"]) for row in evaluated)
     assert sum(record["rollout/size_changes"] for record in ours) == in_steps > 0
@@ -97,7 +100,6 @@ def test_a_second_fleet_ends_rollouts_with_the_same_texts(start, still, tidy, tm
     # A round yields at most 2 tokens of a sample, so the longest sample's rounds on both fleets are counted.
     assert all(record["spec/rounds"] > 0.4 * record["rollout/longest_response"] for record in ours)
     assert report.main([str(tmp_path / "turns")]) == 0
-    assert "size 1 to 2" in (tmp_path / "turns/report.html").read_text()
 
 
 def test_a_second_fleet_that_does_not_pay_sleeps_on(start, still, tmp_path):
