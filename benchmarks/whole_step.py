@@ -214,27 +214,29 @@ def plot(found: Turns, fixed: Turns, path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
     steps = max(len(turn["step"]) for turns in found.values() for turn in turns)
     lengths = {"plain": [{"accept length": [1.0] * steps}]} | fixed
-    curves(axes[0], "accept length", f"accept length: tokens a round, with {THREE} drafts", lengths, 1.0)
+    curves(axes[0], lengths)
     bars(axes[1], found)
     figure.savefig(path, dpi=120, transparent=True)
 
 
-def curves(axis: Any, name: str, title: str, turns: Turns, bottom: float) -> None:
-    """Draw a line for each kind: medians over its turns, then means over WINDOW steps."""
+def curves(axis: Any, turns: Turns) -> None:
+    """Draw the accept length of each kind: medians over its turns, then means over WINDOW steps."""
     ends = []
     last = 0
     for kind, measured in turns.items():
-        middle = [statistics.median(values) for values in zip(*(turn[name] for turn in measured), strict=False)]
+        middle = [
+            statistics.median(values) for values in zip(*(turn["accept length"] for turn in measured), strict=False)
+        ]
         smooth = [statistics.mean(middle[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(middle))]
         last = max(last, LEFT_OUT + len(smooth))
         axis.plot(
             range(LEFT_OUT + 1, LEFT_OUT + 1 + len(smooth)), smooth, color=COLOURS.get(kind), lw=2.2, clip_on=False
         )
         ends.append((smooth[-1], kind))
-    axis.set_ylim(bottom=bottom)
+    axis.set_ylim(bottom=1.0)
     axis.set_xlim(0, last)
     label(axis, last, ends)
-    axis.set_title(title, fontsize=12)
+    axis.set_title(f"accept length: tokens a round, with {THREE} drafts", fontsize=12)
     axis.set_xlabel("RL step")
     axis.grid(alpha=0.25)
 
