@@ -109,7 +109,7 @@ def estimate(rounds: np.ndarray, other: np.ndarray | None = None, seed: int = 1)
 
     def lengths(table: np.ndarray) -> np.ndarray:
         total = draws @ table.astype(np.float64)
-        return 1 + total[:, 1] / np.maximum(total[:, 0], 1)  # a resample without a round has no draft either
+        return 1 + total[:, 1] / np.where(total[:, 0] > 0, total[:, 0], 1)  # without a round no draft
 
     values = lengths(rounds) - (0 if other is None else lengths(other))
     low, high = np.percentile(values[1:], [2.5, 97.5])
