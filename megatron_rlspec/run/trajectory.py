@@ -68,6 +68,8 @@ class TrajectoryWriter:
         self.ended = ""
         self._link = FIRST  # of the next file
         self._held: dict[str, Tensor] = {}
+        for left in (run_dir / FOLDER).glob(".*.partial"):  # from a process that was killed during a write
+            left.unlink()
         recorded = list((run_dir / FOLDER).glob("step-*.safetensors"))
         for file in recorded:
             if file >= file_of(run_dir, done):

@@ -173,7 +173,10 @@ def test_a_resumed_run_records_later_steps_anew(tmp_path):
     first = TrajectoryWriter(tmp_path, 1 << 20, 0)
     for step in range(4):
         first.keep(step, written[step].items(), groups(step))
+    unfinished = tmp_path / "trajectory/.step-000002.safetensors.17.partial"  # a kill left it
+    unfinished.touch()
     second = TrajectoryWriter(tmp_path, 1 << 20, 2)
+    assert not unfinished.exists()
     assert not second.ended and Trajectory(tmp_path).steps == 1
     second.keep(2, written[3].items(), groups(7))
     read = Trajectory(tmp_path)
