@@ -19,9 +19,10 @@ import os
 import time
 import urllib.error
 import urllib.request
+from multiprocessing.process import BaseProcess
 
 from megatron_rlspec.host.ports import ENGINES, free_port
-from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.rollout.sglang.http import plugin, serve
 from megatron_rlspec.rollout.sglang.scheduler import versions
 
 CHAT = "Ask one question about a garden."
@@ -32,7 +33,7 @@ def serve_model(model: str, port: int, dtype: str) -> None:
     sglang = versions.installed()
     os.environ.update(sglang.cpu_environment)
     serve._install_stand_ins()
-    serve._register_models(model)
+    plugin._register_models(serve._architectures(model))
     sglang.prepare_cpu()
     serve._fork_children()
     from sglang.srt.entrypoints.http_server import launch_server
@@ -45,8 +46,8 @@ def serve_model(model: str, port: int, dtype: str) -> None:
     launch_server(prepare_server_args([*arguments, *serve._CPU_ARGUMENTS, *sglang.cpu_arguments]))
 
 
-def ask(port: int, path: str, body: dict) -> dict:
-    """Return the answer of the server to a POST request; waits until it listens."""
+def ask(server: BaseProcess, port: int, path: str, body: dict) -> dict:
+    """Return the answer of the server to a POST request; waits until it listens, or exits if the server has ended."""
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -57,6 +58,8 @@ def ask(port: int, path: str, body: dict) -> dict:
         except urllib.error.HTTPError:
             raise
         except urllib.error.URLError:
+            if not server.is_alive():
+                raise SystemExit(f"the server ended with exit code {server.exitcode}") from None
             time.sleep(1)
 
 
@@ -72,14 +75,14 @@ def main() -> None:
     server.start()
     try:
         body = {"model": "m", "messages": [{"role": "user", "content": CHAT}], "max_tokens": 32, "temperature": 0}
-        said = ask(port, "/v1/chat/completions", body)["choices"][0]["message"]["content"]
+        said = ask(server, port, "/v1/chat/completions", body)["choices"][0]["message"]["content"]
         print(f"SGLang's own server, NEXTN with 3 drafts: {CHAT!r} -> {said!r}")
         about = {"text": f"{CHAT}\n", "sampling_params": {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}}
-        found = ask(port, "/generate", about)["meta_info"]
+        found = ask(server, port, "/generate", about)["meta_info"]
         rounds = found["spec_verify_ct"]
         print(f"{found['completion_tokens']} tokens in {rounds} rounds: accept length {64 / rounds:.2f}")
     finally:
-        os.kill(server.pid, 15)
+        server.terminate()
         server.join(20)
         server.kill()
 
