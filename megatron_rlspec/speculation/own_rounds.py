@@ -204,7 +204,7 @@ class OwnRounds:
             context = round(batch * 2 ** at[1])
             shift = math.log(told(batch, context)[i] / then(batch, context)[i])
             self._cells[i, at] = deque(((log_ms + shift, above, share) for log_ms, above, share in kept), maxlen=KEPT)
-        self.tried = set(former.tried)
+        self.tried |= former.tried
         self.fit()
 
     def _variance(self, counts: np.ndarray, above: np.ndarray | float = 0.0) -> np.ndarray:

@@ -8,7 +8,7 @@ the cost: ms with a table, passes with a roofline.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_rlspec.speculation.acceptance import Acceptance, expected_tokens
@@ -48,12 +48,9 @@ class ProbeBudget:
         self.rounds += 1
 
     def due(self) -> bool:
-        """Count one round, and return whether a probe is due. If so, the next one is due after `interval` rounds."""
+        """Count one round, and return whether a probe is due."""
         self.wait -= 1
-        if self.wait > 0:
-            return False
-        self.wait = self.interval
-        return True
+        return self.wait <= 0
 
     def started(self) -> None:
         """Note that a probe begins. The interval doubles with every probe; `refund` shortens it."""
@@ -95,10 +92,6 @@ class ProbeBudget:
                 self.interval = min(self.interval, LAST_PROBE)
                 self.wait = min(self.wait, LAST_PROBE)
         return refunded
-
-    def postpone(self) -> None:
-        """Make the probe that is due wait one round, because the budget does not allow it yet."""
-        self.wait = 1
 
     def restart(self) -> None:
         """Wait as at the start, because another configuration runs from now on."""
@@ -159,6 +152,8 @@ class Prober:
 
     forecast  rates a_1.. that no probe has tried yet; None: none
     requests  for which the present probe drafts
+    timed     candidates of known duration; empty if none is told. A probe of another one takes two rounds, because
+              catching up is part of the first
     """
 
     def __init__(
@@ -175,6 +170,7 @@ class Prober:
         self.margin = margin
         self.forecast = list(forecast) if forecast is not None else None
         self.requests = 0
+        self.timed: Collection[int] = ()
         self._forecast_tokens = [expected_tokens(c, forecast) if forecast else 1.0 for c in candidates]
         self._probe = -1  # index of the probed candidate
         self._left = 0  # rounds that remain of the probe
@@ -219,18 +215,18 @@ class Prober:
             return False
         self._probe = by_forecast if by_forecast >= 0 else self._worth_probing(now, rate, ms)
         if self._probe < 0:
+            budget.wait = budget.interval
             return False
         extra = max(ms[self._probe] - 1.0 / rate, 0.0)
         off = self.candidates[now].off
         self.requests = self._requests_to_probe(batch, extra, catch_up_ms) if apart and off else batch
-        least_rounds = -(-LEAST_DRAWS // self.requests)
+        to_time = 2 if self.timed and self._probe not in self.timed else 1
+        least_rounds = max(-(-LEAST_DRAWS // self.requests), to_time)
         if least_rounds * extra + catch_up_ms(self.requests) > budget.left_ms:
-            if due:
-                budget.postpone()
             return False
         if by_forecast >= 0:
             self.forecast = None
-        self._left = -(-PROBE_DRAWS // self.requests)
+        self._left = max(-(-PROBE_DRAWS // self.requests), to_time)
         budget.started()
         return True
 

@@ -197,6 +197,7 @@ class SpecRule:
         self._tokens = _expected(self.acceptance, self.candidates)
         self.probe_budget.refresh()
         self._prober.stop()
+        self._prober.timed = self._own.tried if self._own is not None else ()
 
     def limit(self, most_batch: Mapping[SpecConfig, int]) -> None:
         """Do not run these configurations above these batches, as by their captured graphs. Schedules ignore it."""
@@ -417,10 +418,9 @@ class SpecRule:
         switch_cost = self.cost.switch_ms
         catch_up = catch_up_ms(batch) / ms[now] if best != now else 0.0
         if self.candidates[now].off:
-            known = True
-            if self._own is not None:  # what is known to gain before what may gain more
-                best = max((i for i in self._own.tried if rates[i] > rates[now]), key=rates.__getitem__, default=best)
-                known = best in self._own.tried and catch_up <= REPAID * (rates[best] / rates[now] - 1.0)
+            tried = self._own.tried if self._own is not None else ()  # what is known to gain before what may gain more
+            best = max((i for i in tried if rates[i] > rates[now]), key=rates.__getitem__, default=best)
+            known = self._own is None or (best in tried and catch_up <= REPAID * (rates[best] / rates[now] - 1.0))
             switch_cost += (CATCH_UP_WEIGHT if known else 1.0) * catch_up * ms[now]
             catch_up = 0.0
         threshold = PATIENCE * max(self.margin, 1e-3) + switch_cost / ms[now]
@@ -483,8 +483,7 @@ def _cost_or_schedule(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _expected(acceptance: Acceptance, candidates: Sequence[SpecConfig]) -> list[float]:
     """Return expected tokens per request and round of each candidate. Rates were observed under the same topk."""
-    totals = acceptance.totals
-    return [totals[config.num_steps] for config in candidates]
+    return [acceptance.totals[config.num_steps] for config in candidates]
 
 
 def _check(candidates: tuple[SpecConfig, ...], start: SpecConfig | None, margin: float, probe_share: float) -> None:

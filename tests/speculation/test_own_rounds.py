@@ -1,6 +1,7 @@
 """A cost table that is wrong is corrected by the engine's own rounds, and a good one costs next to nothing."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -172,6 +173,22 @@ def test_lone_rounds_of_probes_tell_their_cost_without_catching_up_and_no_more_t
     assert own.doubt(at).factors[:2] == pytest.approx([1.0, 1 / 3], rel=0.1)  # what catching up takes is not sure
 
 
+def test_a_probe_of_drafts_that_were_never_timed_goes_on_until_it_tells_their_cost():
+    """They cost 1.8 plain rounds by the table, and 1.1. Most of the probe's first round is catching up."""
+    costs = table(ms=lambda config, ms: ms * (1.0 if config.off else 1.6))
+    off, told = (costs.ms(config, 32, 32 * 400) for config in CANDIDATES[:2])
+    costs = CostTable(costs.provenance, costs.rounds, catch_up_ms=off / 2900)
+    rule = SpecRule(CANDIDATES[:2], costs, start=OFF, correct=True)
+    rule._plan.left = -math.inf
+    gap = 0
+    for _ in range(1000):
+        config = rule.choose(32, 32 * 400, lambda n, gap=gap: n * gap)
+        rule.observe(config, [0] * rule.catch_up, 32 - rule.catch_up)
+        rule.timed(config, 32, 32 * 400, off if config.off else told / 1.6 + off / 2900 * rule.catch_up * gap)
+        gap = gap + 1 if config.off else 0
+    assert rule._own.doubt(place(32, 32 * 400)).factors == pytest.approx([1.0, 1 / 1.6], rel=0.05)
+
+
 def test_a_slower_machine_catches_up_more_slowly_and_untimed_drafts_must_earn_all_of_it():
     """By a table of a fourth of the true ms catching up takes 5 rounds, so here 20. Drafts would gain 40 % a round."""
     off, drafting = MACHINE.grid(CANDIDATES[:2], np.array(32), np.array(32 * 400)).tolist()
@@ -192,6 +209,37 @@ def test_a_slower_machine_catches_up_more_slowly_and_untimed_drafts_must_earn_al
         waited[timed] = t - 20
         assert rule._change_ms[CANDIDATES[1]] == pytest.approx(20 * off, rel=0.05)
     assert 2 <= waited[5] <= 10 and 20 <= waited[0] <= 60, waited
+
+
+def first_drafts(gains, timed=(1,)):
+    """Return which candidate drafts first in place of OFF, and after how many rounds; catching up takes 20 of them.
+
+    gains  tokens per ms of each candidate after OFF over those of OFF
+    timed  candidates that ran before
+    """
+    off, *drafting = MACHINE.grid(CANDIDATES[: len(gains) + 1], np.array(32), np.array(32 * 400)).tolist()
+    costs = CostTable(table().provenance, table().rounds, catch_up_ms=off / 16)
+    rule = SpecRule(CANDIDATES[: len(gains) + 1], costs, correct=True, start=OFF)
+    for i in (0, *timed):
+        for _ in range(5):
+            rule.timed(CANDIDATES[i], 32, 32 * 400, [off, *drafting][i])
+    rule._tokens = [1.0, *(gain * ms / off for gain, ms in zip(gains, drafting, strict=True))]
+    rule._plan.left = -math.inf
+    rounds = 0
+    while not rule._current and rounds < 500:
+        rule.choose(32, 32 * 400, lambda n: 10 * n)
+        rounds += 1
+    return rule._current, rounds
+
+
+def test_drafts_that_do_not_repay_catching_up_in_a_thousand_rounds_must_earn_all_of_it():
+    (soon, after), (late, _) = first_drafts([1.03]), first_drafts([1.015])
+    assert (soon, late) == (1, 0) and 40 < after < 120, after
+
+
+def test_drafts_that_are_known_to_gain_start_before_those_that_promise_more():
+    assert first_drafts([1.1, 1.3])[0] == 1
+    assert first_drafts([1.1, 1.3], timed=(1, 2))[0] == 2
 
 
 def test_batches_of_one_length_do_not_say_what_a_longer_context_costs():
