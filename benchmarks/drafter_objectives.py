@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import track
@@ -70,7 +71,7 @@ def main() -> None:
     config = Config.model_validate({"model": {"max_length": 512}, "rollout": {"max_new_tokens": 384}})
     prompts = data.Prompts(args.run / "task/eval.jsonl", data.load_tokenizer(args.run / "warm/hf"), config).rows
     requests = [Request(f"p{i:05d}", prompt, seed=i) for i, prompt in enumerate(prompts[:count])]
-    found = {"steps": steps, "prompts": count, "accept_length": {}}
+    found: dict[str, Any] = {"steps": steps, "prompts": count, "accept_length": {}}
     for version, name in enumerate(track(VARIANTS, "drafters"), start=1):
         engine.update_weights(version, trained(args.run, name, steps), scope="drafter")
         samples = engine.generate(requests, Sampling(max_new_tokens=384))

@@ -281,12 +281,14 @@ def cache_at(groups: Groups, config: dict[str, Any], columns: int, repeats: int)
                 cache.computed[row] = cache.drafted[row] = columns - 1
                 mine[str(i)] = row
             prompt = columns // 4
-            rows.append(retile.Row(str(i), tokens, prompt, columns - 1, columns - 1, prompt - 1, prompt - 1, source, 0))
+            rows.append(
+                retile.CacheRow(str(i), tokens, prompt, columns - 1, columns - 1, prompt - 1, prompt - 1, source, 0)
+            )
         retile.retile_weights(model, switch)
         took, seated = timed(partial(retile.retile_cache, cache, rows, mine, switch))
         found["exchange"].append(took)
         assert len(seated) == SAMPLES, "no room after the change"
-        runner = RoundRunner(cache, "position_keyed", None, 2048)
+        runner = RoundRunner(cache, "position_keyed", "argmax", None, 2048)
         fresh = list(seated.values())
         for row in fresh:
             cache.prefix[row].computed = 0
@@ -335,7 +337,7 @@ def memory(groups: Groups, config: dict[str, Any]) -> dict[str, float]:
             assert row is not None and cache.back(row, 1024, 0)
             cache.computed[row] = 1023
             mine[str(i)] = row
-    rows = [retile.Row(str(i), np.arange(1024) + i, 9, 1023, 1, 0, 1, 0, 0) for i in range(SAMPLES)]
+    rows = [retile.CacheRow(str(i), np.arange(1024) + i, 9, 1023, 1, 0, 1, 0, 0) for i in range(SAMPLES)]
     weights = sum(p.fused.nbytes for p in model.parameters if any(".layers.0." in name for name in p.rows))
     layer = weights + cache.kv[0].nbytes
     found = {}

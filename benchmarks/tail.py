@@ -229,7 +229,7 @@ def moves(pair: Pair, tokens: int) -> dict[str, Any]:
     for how in ("kv", "recompute"):
         asked = request(0, 400, tokens)
         pool = EnginePool({names[0]: pair.engines[names[0]]})
-        pool.add(pair.engines[names[1]])
+        pool.add(names[1], pair.engines[names[1]])
 
         def act(owner: RunningRequests, how: str = how, name: str = asked.id, pool: EnginePool = pool) -> None:
             while not (here := [n for n in names if pair.engines[n].progress().running]):

@@ -308,7 +308,7 @@ class EmbeddedLab:
         """Measure every cell of the cost table once more. `table` then holds the medians of all times so far."""
         plain = Scenario("profile", (), spec=OFF)
         engine = Timed("a", self.models(0.0), plain, None).engine
-        run = Sweep([SharedPrompts(engine, CONFIGS, VOCAB, seed=len(self.tables))], self.here, samples=12)
+        run = Sweep([SharedPrompts(engine, CONFIGS, VOCAB, seed=len(self.tables))], self.here)
         run.add_prefill([32, 256, 620])
         speeds = {}
         for point in itertools.product(BATCHES, LENGTHS):
@@ -397,7 +397,7 @@ class SGLangLab:
         self._serial = itertools.count()
 
     def profile(self) -> None:
-        run = Sweep([SharedPrompts(self.engine, CONFIGS, VOCAB, seed=len(self.tables))], self.here, samples=12)
+        run = Sweep([SharedPrompts(self.engine, CONFIGS, VOCAB, seed=len(self.tables))], self.here)
         run.add_prefill([16, 256, 640])
         for point in itertools.product((1, 4, 16, 32), (4, 256)):
             run.add(point)
