@@ -361,7 +361,7 @@ class _NoStream:
 
 
 def _let_cuda_mean_cpu() -> None:
-    """Make torch's functions take `device="cuda"`, `.cuda()` and `pin_memory=True` as `device()` and usual memory.
+    """Make torch's functions take `device="cuda"`, `.cuda()` and `pin_memory=True` as the CPU's memory.
 
     `Tensor.type()` names a CUDA float type, which Megatron's optimizers assert. A torch function mode could do the
     same. It would take a quarter of a small training step, because every call of torch would pass through it.
@@ -374,8 +374,8 @@ def _let_cuda_mean_cpu() -> None:
 
     def moved(x: Tensor, *args: Any, **named: Any) -> Tensor:
         if _is_cuda(named.get("device")):
-            named["device"] = device()
-        return to(x, *(device() if _is_cuda(arg) else arg for arg in args), **named)
+            named["device"] = torch.cuda.current_device()
+        return to(x, *(torch.cuda.current_device() if _is_cuda(arg) else arg for arg in args), **named)
 
     def cuda_type(x: Tensor, *args: Any, **named: Any) -> Any:
         found = kind(x, *args, **named)
@@ -383,7 +383,8 @@ def _let_cuda_mean_cpu() -> None:
             return found
         return found.replace("torch.", "torch.cuda.", 1).replace("DoubleTensor", "FloatTensor")
 
-    torch.Tensor.cuda = lambda x, *_, **__: x if x.is_meta else x.to(device())  # a dry run stays on meta
+    # A dry run stays on meta.
+    torch.Tensor.cuda = lambda x, *_, **__: x if x.is_meta else x.to(torch.cuda.current_device())
     torch.Tensor.to = moved
     torch.Tensor.type = cuda_type
 
@@ -398,7 +399,7 @@ def _without_cuda(construct: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(construct)
     def constructed(*args: Any, **named: Any) -> Tensor:
         if _is_cuda(named.get("device")):
-            named["device"] = device()
+            named["device"] = torch.cuda.current_device()
         if named.get("pin_memory"):
             named["pin_memory"] = False
         return construct(*args, **named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
@@ -29,6 +30,17 @@ from megatron_rlspec.rollout.sglang.scheduler import token_filter, verifier
 ALL = 1 << 30  # SGLang's top_k of a request without one
 VOCABULARY = 151_680  # MiMo-7B
 NODES = 256 * 4  # of a round of 256 requests and three drafts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_itself() -> Iterator[None]:
+    """Take back what training on a CPU replaces in torch: the compiled draw runs on GPUs, where nothing is replaced."""
+    from megatron_rlspec.train.runtime import _CONSTRUCTORS
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _CONSTRUCTORS:
+            patch.setattr(torch, name, inspect.unwrap(getattr(torch, name)))
+        yield
 
 
 @pytest.fixture(scope="module")
