@@ -372,11 +372,13 @@ def _let_cuda_mean_cpu() -> None:
     to: Any = torch.Tensor.to
     kind: Any = torch.Tensor.type
 
+    @functools.wraps(to)
     def moved(x: Tensor, *args: Any, **named: Any) -> Tensor:
         if _is_cuda(named.get("device")):
             named["device"] = torch.cuda.current_device()
         return to(x, *(torch.cuda.current_device() if _is_cuda(arg) else arg for arg in args), **named)
 
+    @functools.wraps(kind)
     def cuda_type(x: Tensor, *args: Any, **named: Any) -> Any:
         found = kind(x, *args, **named)
         if args or named or found.startswith("torch.cuda."):
