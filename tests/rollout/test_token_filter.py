@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
@@ -32,9 +29,6 @@ from megatron_rlspec.rollout.sglang.scheduler import token_filter, verifier
 ALL = 1 << 30  # SGLang's top_k of a request without one
 VOCABULARY = 151_680  # MiMo-7B
 NODES = 256 * 4  # of a round of 256 requests and three drafts
-
-
-FRESH = "RLSPEC_FRESH_PROCESS"
 
 
 @pytest.fixture(scope="module")
@@ -242,13 +236,7 @@ def test_the_compiled_draw_keeps_the_noise_out_of_memory(sampler, nodes):
     assert large == [torch.uint32]
 
 
-def test_a_new_number_of_nodes_seldom_compiles_anew(request, sampler, monkeypatch):
-    if FRESH not in os.environ:  # other tests of this process may have replaced functions of torch, or compiled some
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-q", request.node.nodeid]
-        environment = os.environ | {FRESH: "1"}
-        done = subprocess.run(command, cwd=request.config.rootpath, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:]
-        return
+def test_a_new_number_of_nodes_seldom_compiles_anew(sampler, monkeypatch):
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")  # set for engines on a CPU
     counter = CompileCounter()
     draw = getattr(sampler.multinomial_with_seed, "_torchdynamo_orig_callable", sampler.multinomial_with_seed)
