@@ -124,7 +124,7 @@ class HostReads(TorchFunctionMode):
             return self._moved(func, here, target, args, kwargs)
         out = func(*args, **kwargs)
         if target == GPU:
-            if here is None and func in (torch.tensor, torch.as_tensor, torch.asarray):
+            if here is None and name in ("tensor", "as_tensor", "asarray"):
                 self.record("waiting copy to the GPU")
             self.put(out)
         return out
@@ -225,7 +225,8 @@ def _frames() -> Iterator[tuple[Path, str]]:
 def _caller() -> str:
     nearest = None
     for path, function in _frames():
-        if path.name == Path(__file__).name or "torch" in path.parts or "__torch_function__" in function:
+        passed = path.name == Path(__file__).name or "torch" in path.parts
+        if passed or "__torch_function__" in function or "_without_cuda" in function:
             continue
         root = next((i for i, part in enumerate(path.parts) if part in ROOTS and path.parts[i - 1] != "tests"), None)
         if root is not None:

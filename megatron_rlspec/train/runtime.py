@@ -38,7 +38,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from megatron_rlspec.config import ParallelConfig
 from megatron_rlspec.host import loopback, ranks
@@ -309,7 +309,7 @@ def install() -> None:
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     # Forking the CUDA generator warns that the CPU's changed; here they are the same one.
     logging.getLogger(megatron_random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
-    _CudaMeansCpu().__enter__()
+    _let_cuda_mean_cpu()
 
 
 def _as_numbers(x: Any, as_numpy: bool = False, **_: Any) -> Any:
@@ -360,26 +360,53 @@ class _NoStream:
     def synchronize(self) -> None: ...
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Treat `device="cuda"`, `.cuda()` and `pin_memory=True` as the CPU; let `Tensor.type()` name a CUDA float type.
+def _let_cuda_mean_cpu() -> None:
+    """Make torch's functions take `device="cuda"`, `.cuda()` and `pin_memory=True` as the CPU's memory.
 
-    Megatron's optimizers assert the last. It costs about 1 µs per torch call.
+    `Tensor.type()` names a CUDA float type, which Megatron's optimizers assert. A torch function mode could do the
+    same. It would take a quarter of a small training step, because every call of torch would pass through it.
     """
+    _device_constructors()  # `with torch.device(...)` compares with the functions that it finds at its first use
+    for name in _CONSTRUCTORS:
+        setattr(torch, name, _without_cuda(getattr(torch, name)))
+    to: Any = torch.Tensor.to
+    kind: Any = torch.Tensor.type
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            name = func(*args).replace("torch.", "torch.cuda.", 1)
-            return name.replace("DoubleTensor", "FloatTensor")
-        if kwargs:
-            if _is_cuda(kwargs.get("device")):
-                kwargs = {**kwargs, "device": _CPU}
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
-        return func(*args, **(kwargs or {}))
+    @functools.wraps(to)
+    def moved(x: Tensor, *args: Any, **named: Any) -> Tensor:
+        if _is_cuda(named.get("device")):
+            named["device"] = torch.cuda.current_device()
+        return to(x, *(torch.cuda.current_device() if _is_cuda(arg) else arg for arg in args), **named)
+
+    @functools.wraps(kind)
+    def cuda_type(x: Tensor, *args: Any, **named: Any) -> Any:
+        found = kind(x, *args, **named)
+        if args or named or found.startswith("torch.cuda."):
+            return found
+        return found.replace("torch.", "torch.cuda.", 1).replace("DoubleTensor", "FloatTensor")
+
+    # A dry run stays on meta.
+    torch.Tensor.cuda = lambda x, *_, **__: x if x.is_meta else x.to(torch.cuda.current_device())
+    torch.Tensor.to = moved
+    torch.Tensor.type = cuda_type
+
+
+_CONSTRUCTORS = (
+    "arange", "as_tensor", "empty", "empty_like", "full", "full_like", "linspace", "ones", "ones_like", "rand",
+    "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like",
+)  # fmt: skip
+
+
+def _without_cuda(construct: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(construct)
+    def constructed(*args: Any, **named: Any) -> Tensor:
+        if _is_cuda(named.get("device")):
+            named["device"] = torch.cuda.current_device()
+        if named.get("pin_memory"):
+            named["pin_memory"] = False
+        return construct(*args, **named)
+
+    return constructed
 
 
 def _is_cuda(x: Any) -> bool:
