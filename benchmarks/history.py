@@ -8,18 +8,14 @@ From these texts the program counts:
 
     survival   the first tokens of an old answer that the newest policy generates again under the same seed. A row
                "0 steps" is the newest policy itself in batches of another shape: what is below 1 there is rounding
-    tokens a   by (a) the run's own drafter, MTP or EAGLE-3; (b) a suffix index over the siblings of the group and all
-    round      answers of earlier steps; (c) the prompt's old answer under the same seed; (d) history where its match
-               is long, else the drafter
+    tokens a   by the run's own drafter, MTP or EAGLE-3, with 3 drafts a round; by the prompt's old answer under the
+    round      same seed, with 8
     redraw     rounds after a push, those of each sample, and tokens that the target verifies: with answers generated
                from nothing, and with those of one step before checked as drafts (`rollout.redraw`)
-    value      tokens a second over those of (a), by the roofline behind examples/cost_tables/h100-simulated.json, at
-               1, 8 and 64 running samples. Each way has the number of drafts that is best for it at that batch
 
-Rounds are followed on the final text, from every position at which one can begin. So one engine run serves all ways.
-Ways (b) to (d) get the benefit of every doubt: looking in the index costs nothing, and the shortest match that (d)
-trusts is the one that turns out best. Intervals are 95 % bootstrap intervals over prompts (`rlspec compare`).
-Speed does not matter: the figures are the same on a busy machine.
+Rounds are followed on the final text, from every position at which one can begin. So one engine run serves both.
+Intervals are 95 % bootstrap intervals over prompts (`rlspec compare`). Speed does not matter: the figures are the same
+on a busy machine.
 """
 
 from __future__ import annotations
@@ -35,7 +31,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from history_offers import Offer, SuffixIndex, mixed, nothing, same_seed, survived, walk
 from pydantic import ValidationError
 
 from megatron_rlspec import custom, files
@@ -51,16 +46,11 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.run.engines import sampling
 from megatron_rlspec.run.trajectory import Trajectory
-from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import OFF, SHARPNESS, Group, Request, Sample, SpecConfig, SpecSchedule
 
-STEPS = (1, 2, 3, 5)  # drafts of the drafter in a round
-HISTORY = (2, 4, 8, 16)  # drafts from history in a round
-MATCHES = (1, 2, 3, 4, 6, 8)  # the shortest matches that are tried
-BATCHES = (1, 8, 64)
-CONTEXT = 1024  # tokens of a running sample, for the value
-SHOWN = 3  # drafts of the drafter in the table of tokens a round; history has 8 there
+DRAFTS = 3  # of the drafter in a round
+OLD_DRAFTS = 8  # of an old answer in a round
 
 
 # ---- texts ----------------------------------------------------------------------------------------------------------
@@ -193,44 +183,33 @@ def one_token_a_round(engine: EmbeddedEngine) -> Iterator[dict[tuple[int, int], 
 class Texts(NamedTuple):
     """What the figures are made of, a list entry a sample; `group` has the index of its prompt.
 
-    drafter  offers of the drafter, `max(STEPS)` drafts
-    history  way -> offers
+    old     steps between the policies -> answers of the older one
+    drafts  way -> for each sample, how many drafts of a round at each position of the text are right, `[L]`
     """
 
     new: Sequence[Sample]
     old: Mapping[int, Sequence[Sample]]
     group: Sequence[int]
-    drafter: Sequence[Offer]
-    history: Mapping[str, Sequence[Offer]]
+    drafts: Mapping[str, Sequence[np.ndarray]]
 
 
 def collect(run: Recorded) -> Texts:
-    """Draw all texts of a run, and find what each source offers along the newest policy's."""
+    """Draw all texts of a run, and find how many drafts are right along the newest policy's."""
     old = {}
     for distance in sorted(run.distances, reverse=True):  # a trajectory is read forwards
         old[distance] = timed(run, f"policy {distance} steps old", run.steps - distance, OFF)
     old[0] = timed(run, "newest policy, other batches", run.steps, OFF)
     with one_token_a_round(run.engine) as accepted:
-        new = timed(run, "newest policy, every round", run.steps, SpecConfig(max(STEPS)))
-    drafter = []
-    for sample in new:
-        offer = nothing(len(sample.tokens))
-        offer.offered[:] = max(STEPS)
-        for at in range(sample.prompt_len, len(sample.tokens)):
-            offer.right[at] = accepted.get((sample.seed or 0, at), 0)
-        drafter.append(offer)
+        new = timed(run, "newest policy, every round", run.steps, SpecConfig(DRAFTS))
     group = [i for i, one in enumerate(run.groups) for _ in one.samples]
-    history = suffixes(run, new, old[run.distances[-1]], group)
+    drafts = {run.config.drafter.kind: [by_drafter(sample, accepted) for sample in new]}
     for distance in run.distances:
-        offers = []
-        for a, b in zip(new, old[distance], strict=True):
-            offers.append(same_seed(a.tokens, b.tokens, a.prompt_len))
-        history[f"c: same seed, {run.distance_name(distance)} old"] = offers
-    offers = []  # what is left of (c) where epochs have seeds of their own: the answer of a sibling
-    for a, b in zip(new, shifted(old[run.distances[-1]], group), strict=True):
-        offers.append(same_seed(a.tokens, b.tokens, a.prompt_len))
-    history[f"another seed, {run.distance_name(run.distances[-1])} old (control)"] = offers
-    return Texts(new, old, group, drafter, history)
+        drafts[f"same seed, {run.distance_name(distance)} old"] = list(map(same_seed, new, old[distance]))
+    # What is left of that where epochs have seeds of their own: the answer of a sibling.
+    oldest = run.distances[-1]
+    siblings = shifted(old[oldest], group)
+    drafts[f"another seed, {run.distance_name(oldest)} old (control)"] = list(map(same_seed, new, siblings))
+    return Texts(new, old, group, drafts)
 
 
 def timed(run: Recorded, what: str, step: int, config: SpecConfig) -> list[Sample]:
@@ -241,102 +220,60 @@ def timed(run: Recorded, what: str, step: int, config: SpecConfig) -> list[Sampl
     return samples
 
 
-def suffixes(
-    run: Recorded, new: Sequence[Sample], old: Sequence[Sample], group: Sequence[int]
-) -> dict[str, list[Offer]]:
-    """Return what the suffix index offers: with siblings as far as they are, with answers of an earlier epoch to the
-    same prompt in addition (`old`), and with all siblings finished.
+def by_drafter(sample: Sample, accepted: Mapping[tuple[int, int], int]) -> np.ndarray:
+    right = np.zeros(len(sample.tokens), np.int64)
+    for at in range(sample.prompt_len, len(right)):
+        right[at] = accepted.get((sample.seed or 0, at), 0)
+    return right
+
+
+def same_seed(sample: Sample, old: Sample) -> np.ndarray:
+    """Return how many tokens of an old answer are right at the same positions; right after a difference none is."""
+    text, before = sample.tokens, old.tokens
+    right = np.zeros(len(text), np.int64)
+    both = min(len(text), len(before))
+    agree = text[:both] == before[:both]
+    for at in range(sample.prompt_len, both):
+        if at == sample.prompt_len or agree[at - 1]:
+            differ = np.flatnonzero(~agree[at : at + OLD_DRAFTS])
+            right[at] = differ[0] if len(differ) else min(OLD_DRAFTS, both - at)
+    return right
+
+
+def walk(own: np.ndarray, right: np.ndarray) -> tuple[int, int]:
+    """Return the rounds of a text, and their accepted drafts. A turn's first token comes from a prefill.
+
+    own    [L], whether the policy generated the token
+    right  [L], drafts of a round at this position that are right
     """
-    index = SuffixIndex()
-    for earlier in run.earlier:
-        for sample in earlier.samples:
-            index.add(sample.tokens[max(0, sample.prompt_len - 1) :].tolist())
-    age = run.distance_name(run.distances[-1])
-    ways: dict[str, list[Offer]] = {
-        "b: index": [],
-        f"b: index, and the prompt's answers {age} old": [],
-        "b: index, siblings finished (a bound)": [],
-    }
-    for i in range(len(run.groups)):
-        own = [number for number, g in enumerate(group) if g == i]
-        first = new[own[0]].prompt_len - 1  # with the prompt's last token, which every answer follows
-        texts, before = ([samples[n].tokens[first:].tolist() for n in own] for samples in (new, old))
-        for way, known, finished in zip(ways, ((), before, ()), (False, False, True), strict=True):
-            index.set_siblings(texts, known)
-            for number, text in enumerate(texts):
-                offer = index.offer(text, 1, number, finished)
-                pad = np.zeros(first, np.int64)
-                ways[way].append(Offer(*(np.concatenate([pad, part]) for part in offer)))
-    return ways
-
-
-def walks(texts: Texts, steps: int, history: Sequence[Offer] | None, drafts: int, least: int) -> np.ndarray:
-    """Return `[prompts, 4]`, the sums of `Walk`. steps 0: history alone; history None: the drafter alone."""
-    total = np.zeros((max(texts.group) + 1, 4), np.int64)
-    for i, (sample, g) in enumerate(zip(texts.new, texts.group, strict=True)):
-        offer, own = texts.drafter[i].most(steps), np.full(len(sample.tokens), steps > 0)
-        if history is not None:
-            offer, own = mixed(offer, history[i].most(drafts), least)
-            own &= steps > 0
-        total[g] += walk(sample.loss_mask > 0, offer, own)
-    return total
-
-
-def tokens_a_ms(total: np.ndarray, steps: int, batch: int, cost: Roofline) -> float:
-    """Return tokens a ms of one of `batch` samples, whose rounds are `total [prompts, 4]`.
-
-    The drafter runs in a round if one of the batch's samples drafts with it.
-    """
-    rounds, accepted, verified, drafter = total.sum(0)
-    context = np.array(float(batch * CONTEXT))
-    tokens = np.array(batch * (1 + verified / rounds))
-    ms = float(cost.target_ms(tokens, context)) + cost.host_ms + cost.sample_ms * float(tokens)
-    if steps:
-        extend = cost.drafter * float(cost.target_ms(np.array(batch * (steps + 1.0)), context)) + cost.pass_ms
-        further = cost.drafter * float(cost.target_ms(np.array(float(batch)), context)) + cost.pass_ms
-        ms += (1 - (1 - drafter / rounds) ** batch) * (extend + (steps - 1) * further)
-    return float((1 + accepted / rounds) / ms)
+    rounds = accepted = 0
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], own.astype(np.int8), [0]])))
+    for first, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        at = first + 1
+        while at < end:
+            taken = min(int(right[at]), end - at - 1)
+            rounds += 1
+            accepted += taken
+            at += taken + 1
+    return rounds, accepted
 
 
 def gain(total: np.ndarray, base: np.ndarray) -> Estimate:
-    """Estimate by what share a way has more tokens a round than `base` on the same prompts."""
-    found, of = estimate(total[:, :2], base[:, :2]), estimate(base[:, :2]).value
+    """Estimate by what share a way has more tokens a round than `base` on the same prompts; both `[prompts, 2]`."""
+    found, of = estimate(total, base), estimate(base).value
     return Estimate(found.value / of, found.low / of, found.high / of)
 
 
-def table(run: Recorded, texts: Texts) -> list[dict]:
-    """Return a row for each way: tokens a round, the gain over (a), and the value at each batch."""
-    cost = Roofline.of_hardware(*HARDWARE["H100"])
-    base = walks(texts, SHOWN, None, 0, 0)
-    alone = {steps: walks(texts, steps, None, 0, 0) for steps in (0, *STEPS)}
-    best = {b: max(tokens_a_ms(total, steps, b, cost) for steps, total in alone.items()) for b in BATCHES}
-    rows = [row(f"a: {run.config.drafter.kind}", base, base, {b: best[b] / best[b] for b in BATCHES}, 0)]
-    for way, history in texts.history.items():
-        for name, drafters in ((way, (0,)), (f"d: a or {way}", STEPS)):
-            # Tokens a round at SHOWN and 8 drafts; the shortest trusted match is the one with the most of them.
-            shown = SHOWN if drafters != (0,) else 0
-            tried = {least: walks(texts, shown, history, 8, least) for least in MATCHES}
-            least = max(tried, key=lambda m: 1 + tried[m][:, 1].sum() / tried[m][:, 0].sum())
-            value = dict.fromkeys(BATCHES, 0.0)
-            for steps in drafters:
-                for drafts in HISTORY:
-                    for trusted in MATCHES:
-                        total = walks(texts, steps, history, drafts, trusted)
-                        for b in BATCHES:
-                            value[b] = max(value[b], tokens_a_ms(total, steps, b, cost) / best[b])
-            rows.append(row(name, tried[least], base, value, least))
+def table(texts: Texts) -> list[dict]:
+    """Return a row for each way: tokens a round, and the gain over the drafter."""
+    rows, base = [], None
+    for way, drafts in texts.drafts.items():
+        total = np.zeros((max(texts.group) + 1, 2), np.int64)
+        for sample, right, g in zip(texts.new, drafts, texts.group, strict=True):
+            total[g] += walk(sample.loss_mask > 0, right)
+        base = total if base is None else base
+        rows.append({"way": way, "tokens": vars(estimate(total)), "gain": vars(gain(total, base))})
     return rows
-
-
-def row(way: str, total: np.ndarray, base: np.ndarray, value: Mapping[int, float], least: int) -> dict:
-    length, more = estimate(total[:, :2]), gain(total, base)
-    return {
-        "way": way,
-        "tokens": vars(length),
-        "gain": vars(more),
-        "match": least,
-        "value": {str(b): round(v, 4) for b, v in value.items()},
-    }
 
 
 def survival(run: Recorded, texts: Texts) -> list[dict]:
@@ -350,7 +287,8 @@ def survival(run: Recorded, texts: Texts) -> list[dict]:
         counts = np.zeros((max(texts.group) + 1, 2), np.int64)
         kept, ends = [], []
         for a, b, g in zip(old, texts.new, texts.group, strict=True):
-            kept.append(survived(a, b))
+            same = a.response[: len(b.response)] == b.response[: len(a.response)]
+            kept.append(len(same) if same.all() else int(np.argmin(same)))
             ends.append(len(a.response))
             counts[g] += (ends[-1], kept[-1])
         share = estimate(counts)  # 1 + survived / all
@@ -378,7 +316,7 @@ def redraw(run: Recorded, texts: Texts) -> list[dict]:
     for way, drafts in (("from nothing", None), ("redrawn", texts.old[1])):
         run.engine.stats()
         before = run.engine.rounds.verified
-        samples = run.answers(run.steps, SpecConfig(SHOWN), drafts)
+        samples = run.answers(run.steps, SpecConfig(DRAFTS), drafts)
         same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(samples, texts.new, strict=True)]
         stats = run.engine.stats()
         counts = {"rounds": sum(one.rounds for one in stats), "samples": sum(sum(one.accepted) for one in stats)}
@@ -412,7 +350,7 @@ def measure(name: str, run_dir: Path, prompts: int, samples: int, dtype: str) ->
         "tokens": float(np.mean(lengths)),
         "longest": max(lengths),
         "dtype": run.dtype,
-        "ways": table(run, texts),
+        "ways": table(texts),
         "survival": survival(run, texts),
         "redraw": [] if run.config.rollout.function else redraw(run, texts),
     }
@@ -424,13 +362,11 @@ def show(found: Mapping) -> None:
         f"\n{found['run']}: {found['steps']} recorded steps ({epoch}), {found['prompts']} prompts, {found['samples']} "
         f"answers of {found['tokens']:.1f} tokens, the longest {found['longest']}, {found['dtype']}"
     )
-    head = f"{'tokens a round, 3 drafts by (a), 8 from history':58} {'':>22} {'over (a)':>24} {'match':>5}"
-    print(head + "  tokens/s over (a) at " + ", ".join(map(str, BATCHES)))
+    print(f"  {'tokens a round, 3 drafts by the drafter, 8 of an old answer':60} {'':>22} {'over the drafter':>24}")
     for way in found["ways"]:
-        value = "  ".join(f"{way['value'][str(b)]:5.2f}" for b in BATCHES)
         more = Estimate(**way["gain"])
         shown = f"{more.value:+.1%} [{more.low:+.1%}, {more.high:+.1%}]"
-        print(f"  {way['way']:56} {str(Estimate(**way['tokens'])):>22} {shown:>24} {way['match']:5}  {value}")
+        print(f"  {way['way']:60} {str(Estimate(**way['tokens'])):>22} {shown:>24}")
     print(f"  {'share of old tokens that survive':42} {'':24} whole answers  tokens")
     for age in found["survival"]:
         value, low, high = age["share"]

@@ -1,15 +1,13 @@
 """Measure real rollouts with old answers as drafts (`spec.history`), along recorded runs (docs/history.md).
 
-    python benchmarks/history_rollouts.py days=RUN_DIR [NAME=RUN_DIR ...] [--steps 5] [--drafts 8] [--num-steps 3]
+    python benchmarks/history_rollouts.py days=RUN_DIR [NAME=RUN_DIR ...] [--steps 5] [--num-steps 3]
 
 A RUN_DIR is a run with `--train.record true` that comes back to its prompts. The embedded engine generates the answers
 of its last steps again, each step under the policy and with the seeds that it had:
 
     drafter    by the run's own drafter alone
-    history    with the answers of the epoch before as drafts, where the engine prefers them
     checked    with the old answer of the same seed checked whole, if there is one, else the beginning that old answers
-               share, and the drafter behind it
-    both       the last two: what `spec.history` does
+               share, and the drafter behind it: what `spec.history` does
 
 Rounds count for each sample, checks among them. Intervals are 95 % bootstrap intervals over prompts. Texts are compared
 with the recorded ones. Speed does not matter, but for the CPU seconds.
@@ -33,7 +31,7 @@ from megatron_rlspec.run.trajectory import Trajectory
 from megatron_rlspec.speculation.history import Answers, agreed
 from megatron_rlspec.types import Group, Request
 
-WAYS = {"drafter": (False, False), "history": (True, False), "checked": (False, True), "both": (True, True)}
+WAYS = ("drafter", "checked")
 
 
 class Way:
@@ -42,7 +40,6 @@ class Way:
     def __init__(self) -> None:
         self.counts: list[tuple[int, int]] = []
         self.batch_rounds = self.verified = self.different = 0
-        self.history = np.zeros(2, np.int64)  # requests in rounds whose drafts were old answers', and accepted ones
         self.seconds = 0.0
 
 
@@ -83,10 +80,9 @@ class Rerun:
         return old[seed] if seed in old else agreed(old.values())
 
 
-def measure(run_dir: Path, steps: int, drafts: int, num_steps: int) -> dict[str, Way]:
+def measure(run_dir: Path, steps: int, num_steps: int) -> dict[str, Way]:
     run = Rerun(run_dir, None, num_steps, steps)
     engine = run.engine
-    engine.rounds.history.drafts = drafts
     rounds: Counter[int] = Counter()  # by seed
     one_round = engine.rounds.round
 
@@ -97,14 +93,13 @@ def measure(run_dir: Path, steps: int, drafts: int, num_steps: int) -> dict[str,
     engine.rounds.round = counted
     found = {way: Way() for way in WAYS}
     for groups in run.steps():
-        for name, (history, checked) in WAYS.items():
+        for name in WAYS:
             requests = []
             for group in groups:
-                texts = tuple(run.answers.of(group.prompt.id).values()) if history else ()
                 for i, sample in enumerate(group.samples):
-                    draft = run.draft(group.prompt.id, sample.seed) if checked else None
+                    draft = run.draft(group.prompt.id, sample.seed) if name == "checked" else None
                     name_of = f"{group.prompt.id:07d}-{i:04d}"
-                    requests.append(Request(name_of, group.prompt, sample.seed, draft=draft, history=texts))
+                    requests.append(Request(name_of, group.prompt, sample.seed, draft=draft))
             run.push()
             rounds.clear()
             engine.stats()
@@ -113,9 +108,7 @@ def measure(run_dir: Path, steps: int, drafts: int, num_steps: int) -> dict[str,
             way = found[name]
             way.seconds += time.process_time() - began
             way.verified += engine.rounds.verified - verified
-            for stats in engine.stats():
-                way.batch_rounds += stats.rounds
-                way.history += [sum(stats.history), sum(i * n for i, n in enumerate(stats.history))]
+            way.batch_rounds += sum(stats.rounds for stats in engine.stats())
             tokens: Counter[int] = Counter()
             for sample, recorded in zip(drawn, [s for g in groups for s in g.samples], strict=True):
                 way.different += not np.array_equal(sample.tokens, recorded.tokens)
@@ -132,13 +125,11 @@ def show(name: str, found: dict[str, Way]) -> None:
     for way, one in found.items():
         counts = np.array(one.counts)
         more = gain(counts, base)
-        requests, accepted = one.history.tolist()
         print(
             f"  {way:8}: {estimate(counts).value:.2f} tokens a round, {more.value:+.0%} [{more.low:.0%}, "
             f"{more.high:.0%}]; "
             f"{counts[:, 0].sum()} rounds of samples, {one.batch_rounds} of batches, {one.verified} tokens verified; "
-            f"{one.seconds:.1f} s of CPU; history in {requests} rounds, {accepted / max(requests, 1):.2f} drafts each; "
-            f"{one.different} other texts"
+            f"{one.seconds:.1f} s of CPU; {one.different} other texts"
         )
 
 
@@ -146,12 +137,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("runs", nargs="+", metavar="NAME=RUN_DIR")
     p.add_argument("--steps", type=int, default=5, help="the last ones of each run; default: 5")
-    p.add_argument("--drafts", type=int, default=8, help="from old answers in a round; default: 8")
     p.add_argument("--num-steps", type=int, default=3, help="the drafter's drafts in a round; default: 3")
     options = p.parse_args(argv)
     torch.set_num_threads(1)
     for name, run_dir in runs(options.runs):
-        show(name, measure(run_dir, options.steps, options.drafts, options.num_steps))
+        show(name, measure(run_dir, options.steps, options.num_steps))
 
 
 if __name__ == "__main__":

@@ -4,15 +4,14 @@
 
 An 8B model, by the roofline of the data sheet. Nothing here is measured but rates of docs/history.md: the share of
 short answers that a change of the policy leaves whole, from which comes a hazard that is taken to be the same at every
-token, and how many drafts of old answers were accepted. The trainer has eight GPUs of its own. A step takes
+token. The trainer has eight GPUs of its own. A step takes
 
     waiting   rollout + training + push                   (rollout.staleness = 0)
     ahead     the longer of rollout and training + push   (rollout.staleness = 1: weights correct for old tokens)
     redraw    a check of all old tokens + what is generated anew + ahead
 
 `--old` simulates rollouts with old answers as drafts (`spec.history`), at 1 to 128 answers an engine. An old answer of
-the same seed is checked up to the end of the prefill chunk in which it breaks. In each round a request drafts from old
-answers with a measured probability, and of these drafts as many are accepted on average as were measured.
+the same seed is checked up to the end of the prefill chunk in which it breaks.
 """
 
 from __future__ import annotations
@@ -22,50 +21,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_rlspec.commands import simulate
 from megatron_rlspec.extensions.simulator.cluster import Cluster, Policies, Simulation, Workload
-from megatron_rlspec.extensions.simulator.sim_engine import SimEngine, SimSample
+from megatron_rlspec.extensions.simulator.sim_engine import SimSample
 from megatron_rlspec.extensions.simulator.step import Training
-from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
-from megatron_rlspec.speculation.rule import SpecRule
 
 CONFIG = Path(__file__).parents[1] / "examples/simulate/h100.toml"
 # Whole answers after a step, of so many tokens: the runs of docs/history.md in float32.
 MEASURED = {"writers": (0.91, 22), "quickstart": (0.90, 28), "equations": (0.56, 198), "slips": (0.94, 45)}
 SLOWER = (1, 3, 10, 30, 100)  # times the smallest measured hazard, divided
-DRAFTS = 8  # of old answers in a round, `spec.history`
 ANSWERS = (1, 8, 32, 128)  # an engine, of 8 for each prompt
-
-
-class Index(NamedTuple):
-    """What `history_rollouts.py` counted behind the check, under fresh seeds.
-
-    share     of the rounds of requests whose drafts were old answers'
-    accepted  drafts of these rounds, of up to 8
-    equal     whether they have no more drafts than the drafter's, as where all requests of a round have as many
-    """
-
-    share: float
-    accepted: float
-    equal: bool = False
-
-    @property
-    def rate(self) -> float:
-        """Return the probability that one more draft is accepted. An answer's end counts as a refusal."""
-        rates = np.linspace(0, 1, 1001)
-        return float(rates[np.abs((rates[:, None] ** np.arange(1, DRAFTS + 1)).sum(1) - self.accepted).argmin()])
 
 
 # Whole answers an epoch (8 steps) later under the same seed, of so many tokens, and of `equations` two steps later.
 EPOCH = {"days": (0.70, 21), "writers": (0.67, 22), "equations": (0.75, 198)}
-INDEX = {"days": Index(951 / 1527, 4.68), "writers": Index(904 / 1949, 4.14)}
-NOTHING = Index(0.0, 1.0)
-# As in `examples/simulate/h100.toml`.
-ROOFLINE = Roofline.of_hardware(*HARDWARE["H100"], parameters=8e9, context_bytes=131_072, drafter=0.1)
 
 
 class Redrawn(Simulation):
@@ -105,70 +77,14 @@ class Redrawn(Simulation):
         return (trace.makespan_ms + check) / 1e3
 
 
-class Following(SimEngine):
-    """An engine whose requests can draft from old answers in place of the drafter, in rounds of chains."""
-
-    index: Index
-    roofline: Roofline
-
-    def _round(self) -> list[SimSample]:
-        batch, context = len(self.running), sum([s.context for s in self.running])
-        config = self._choose(batch, context)
-        drafting = self._drafting(config, batch)
-        most = config.num_steps if self.index.equal else DRAFTS
-        rate, regime = self.index.rate, self.acceptance
-        marks, accepted = [], []
-        for i, sample in enumerate(self.running):
-            assert sample.noise is not None
-            first, second = sample.noise(), sample.noise()
-            count = 0
-            if i < drafting and self.rng.random() < self.index.share:
-                count = min(int(math.log(max(self.rng.random(), 1e-300)) / math.log(rate)), most)
-            elif i < drafting:
-                count = regime.accept(sample.regime, config.num_steps, first)
-                marks.append(count)
-            sample.regime = regime.advance(sample.regime, sample.share, count + 1, second)
-            accepted.append(count)
-        followed = drafting - len(marks)
-        verified = np.array([1.0, 1.0]) * batch * (config.num_steps + 1)
-        verified[1] += followed * (most - config.num_steps)
-        target = self.roofline.target_ms(verified, np.array(float(context))) * (1 + self.roofline.drafter)
-        ms, _ = self.durations.ms(config, batch, context)
-        ms += float(np.diff(target + self.roofline.sample_ms * verified)[0])
-        ms += self._change(config) + self._catch_up(config, drafting)
-        self.now += ms
-        self.busy_ms += ms
-        for sample, count in zip(self.running, accepted, strict=True):
-            sample.rounds += 1
-            self._draw(sample, count + 1)
-        assert isinstance(self.policy, SpecRule)
-        self.policy.observe(config, marks, batch - len(marks))
-        ended = [sample for sample in self.running if sample.drawn >= sample.length]
-        self.running = [sample for sample in self.running if sample.drawn < sample.length]
-        return ended
-
-
 class WithOld(Redrawn):
     """A rollout with old answers as drafts. `hazard` of an old answer's tokens; infinite: none is checked."""
-
-    engine = Following
-
-    def __init__(self, *rollout: object, hazard: float, index: Index) -> None:
-        super().__init__(*rollout, hazard=hazard)
-        self.index = index
 
     def _samples(self) -> list[SimSample]:
         return Simulation._samples(self) if math.isinf(self.hazard) else super()._samples()
 
     def _checked(self, length: int, kept: int) -> int:
         return min(length, (kept // self.cluster.chunk + 1) * self.cluster.chunk)
-
-    def _fleet(self, tp: int) -> list[SimEngine]:
-        engines = super()._fleet(tp)
-        for engine in engines:
-            assert isinstance(engine, Following)
-            engine.index, engine.roofline = self.index, ROOFLINE
-        return engines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -215,26 +131,20 @@ def show(cluster: Cluster, workload: Workload, policies: Policies, training: Tra
 
 
 def show_old(cluster: Cluster, workload: Workload, policies: Policies, seeds: int) -> None:
-    ways = {"drafter alone": (math.inf, NOTHING)}
     hazards = {name: -math.log(whole) / length for name, (whole, length) in EPOCH.items()}
     hazards |= {f"equations / {n}": hazards["equations"] / n for n in (10, 100)}
-    for name, hazard in hazards.items():
-        ways[f"same seed, breaks once in {1 / hazard:.0f} tokens ({name})"] = hazard, NOTHING
-    for name, index in INDEX.items():
-        ways[f"any seed, {index.share:.0%} of rounds accept {index.accepted} of 8 ({name})"] = math.inf, index
-        ways[f"    with as many drafts as the drafter's ({name})"] = math.inf, index._replace(equal=True)
-        ways[f"    with the same seed ({name})"] = hazards[name], index
+    ways = {"drafter alone": math.inf}
+    ways |= {f"same seed, breaks once in {1 / h:.0f} tokens ({name})": h for name, h in hazards.items()}
     print(f"{'tokens/s over the drafter alone, by answers an engine':60}" + "".join(f"{n:>8}" for n in ANSWERS))
     base: list[float] = []
-    for name, (hazard, index) in ways.items():
+    for name, hazard in ways.items():
         took: list[float] = []
         for count in ANSWERS:
             prompts = max(count * cluster.engines // workload.samples, 1)
             rollouts = (cluster, replace(workload, prompts=prompts), policies)
             several = range(max(seeds * 32 // count, 1))  # about as many answers in each column
-            took.append(
-                float(np.mean([WithOld(*rollouts, seed, hazard=hazard, index=index).seconds() for seed in several]))
-            )
+            each = [WithOld(*rollouts, seed, hazard=hazard).seconds() for seed in several]
+            took.append(float(np.mean(each)))
         base = base or took
         print(f"{name:60}" + "".join(f"{old / new:8.2f}" for old, new in zip(base, took, strict=True)), flush=True)
     print(f"{'seconds of the drafter alone':60}" + "".join(f"{took:8.1f}" for took in base))

@@ -201,7 +201,6 @@ class Request:
 
     draft [N] int64  what the response may begin with, such as an older policy's under the same seed. A position-keyed
                      engine may verify it in place of drafts. The text is the same without it
-    history          earlier answers to the prompt, `[N] int` each. An engine may draft what followed in them
     """
 
     id: str
@@ -209,7 +208,6 @@ class Request:
     seed: int
     partial: Partial | None = None
     draft: np.ndarray | None = None
-    history: tuple[np.ndarray, ...] = ()
 
     def aborted(self) -> Sample:
         """Return the sample as far as it is generated."""
@@ -398,7 +396,6 @@ class RoundStats:
     accepted  histogram: accepted[i] times a request accepted i drafts in a round. For the estimate of acceptance rates,
               it counts drafts past the end of a sample, and the embedded engine's first rounds. `Sample.accepted`
               counts delivered tokens
-    history   as `accepted`, of the requests whose drafts were old answers'. `accepted` is without them
     """
 
     config: SpecConfig
@@ -407,7 +404,6 @@ class RoundStats:
     rounds: int
     ms: float
     accepted: tuple[int, ...] = ()
-    history: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class Config(Section):
             )
         if self.spec.history and self.rollout.function:
             raise ValueError(
-                f"spec.history={self.spec.history} drafts one reply, but rollout.function={self.rollout.function} "
+                f"spec.history=true is for one reply to a prompt, but rollout.function={self.rollout.function} "
                 "draws several turns"
             )
         if self.drafter.overlap and self.rollout.staleness:

@@ -45,11 +45,10 @@ class SpecSection(Section):
         description="under verifier=position_keyed. coupled: drafts take the verifier's noise, so more are accepted "
         "above temperature 0; argmax: the drafter's likeliest token. The text is the same",
     )
-    history: Annotated[int, Field(ge=0, lt=MOST_DRAFTS), Needs("spec.mode!=off")] = Field(
-        0,
-        description="drafts of a round from old answers to the same prompt, where they were accepted more often than "
-        "the drafter's; 0: none. First one of the same seed (rollout.seeds) is checked whole, or the beginning that "
-        "old answers share. SGLang does only that",
+    history: Annotated[bool, Needs("spec.mode!=off"), Needs("spec.verifier=position_keyed")] = Field(
+        False,
+        description="check an old answer to the prompt before drafting: the whole one of the same seed "
+        "(rollout.seeds), or the beginning that old answers share",
     )
     cost_table: Annotated[Text, Needs("spec.mode=adaptive")] = Field(
         "", description="JSON file of `rlspec profile` to choose by; empty: the model's sizes, and what rounds took"
@@ -87,11 +86,6 @@ class SpecSection(Section):
                 raise ValueError(f"{trees} is for mode=fixed, but mode={self.mode}")
             if self.verifier == "rejection":
                 raise ValueError(f"{trees} is not lossless with verifier=rejection; expected verifier=position_keyed")
-        if self.history and (self.topk > 1 or self.tree_budget != "none" or self.verifier != "position_keyed"):
-            raise ValueError(
-                f"history={self.history} replaces chains under verifier=position_keyed; expected topk=1, "
-                f"tree_budget=none and that verifier"
-            )
         if self.mode == "fixed":
             self.config()  # raises ValueError for numbers that do not fit together
         if self.mode == "adaptive" and self.num_steps not in steps:

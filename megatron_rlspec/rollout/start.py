@@ -295,7 +295,6 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    engine.rounds.history.drafts = config.spec.history
     engine.rounds.sharpness.learns = engine.rounds.coupled and not config.drafter.train
     return engine
 

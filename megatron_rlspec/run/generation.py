@@ -140,7 +140,7 @@ class Generation:
             if drawing.full:
                 break
         kept, left = drawing.batch()
-        self.begun = self.history.detached(left)
+        self.begun = left
         if options.partial:
             counts["over_drawn"] = float(sum(len(group.requests) for group in self.begun))
         if options.redraw:

@@ -18,29 +18,22 @@ class History:
 
     def __init__(self, config: Config) -> None:
         self.answers = Answers()
-        self._drafts = config.spec.history > 0
+        self._drafts = config.spec.history
         self._shared: dict[int, np.ndarray] = {}  # by prompt
         self._same_seeds = config.rollout.seeds == "prompt"
 
     def attached(self, groups: Sequence[OpenGroup]) -> Sequence[OpenGroup]:
-        """Return the groups, with `spec.history` with the old answers to their prompts as drafts."""
+        """Return the groups, with `spec.history` with old answers to their prompts as drafts."""
         if not self._drafts:
             return groups
         found = []
         for group in groups:
-            prompt = group.requests[0].prompt.id
-            old = self.answers.of(prompt)
-            texts = (*old.values(), *(sample.response for sample in group.samples))
             requests = []
             for request in group.requests:
-                draft = self._begin(prompt, request.seed) if request.draft is None else request.draft
-                requests.append(replace(request, draft=draft, history=texts))
+                draft = self._begin(request.prompt.id, request.seed) if request.draft is None else request.draft
+                requests.append(replace(request, draft=draft))
             found.append(replace(group, requests=requests))
         return found
-
-    def detached(self, groups: Sequence[OpenGroup]) -> list[OpenGroup]:
-        """Return groups that go on in the next step, whose requests get the answers of then."""
-        return [replace(g, requests=[replace(request, history=()) for request in g.requests]) for g in groups]
 
     def keep(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Keep a step's answers. Returns how far they repeat old ones; {} if none are kept."""

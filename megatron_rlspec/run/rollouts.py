@@ -299,8 +299,7 @@ class Rollouts:
         seen = [stats for _, of_engine in rounds for stats in of_engine]
         delivered = accept_length(pooled(sample.accepted for group in self.newest.groups for sample in group.samples))
         # The prediction is of all positions. Beside old answers the drafter has a selection of them, which are easier.
-        old = self._config.spec.history and self.newest.counts.get("old_tokens", 0) > 0
-        scored = not old and not any(any(stats.history) for stats in seen)
+        scored = not (self._config.spec.history and self.newest.counts.get("old_tokens", 0))
         found = self.speculation.learn(seen, reports, prediction, delivered, scored)
         if self._awaits_drafts and (told := self.speculation.began(seen, delivered)):
             self._recorder.event("drafting", f"step {self._rolling + 1}: {told}")

@@ -115,7 +115,7 @@ class Learning:
         metrics = self._errors(rounds)
         self.prediction = None
         if self.scaled is not None:
-            self.scaled = self.scaled.calibrated([stats for stats in rounds if not stats.history])
+            self.scaled = self.scaled.calibrated(rounds)
         if budgets := [report["probing"] for report in reports if report.get("probing")]:
             self.probing = min(budgets, key=lambda budget: budget["left_ms"])  # for engines that are restarted
         drafting = [stats for stats in rounds if stats.config.num_steps and sum(stats.accepted)]
@@ -130,7 +130,7 @@ class Learning:
                 self.acceptance.observe_histogram(0, [], stats.rounds)  # earlier observations fade
         if self.learnt is not None:
             for stats in rounds:
-                if stats.rounds and stats.ms > 0 and not stats.history:
+                if stats.rounds and stats.ms > 0:
                     for _ in range(min(stats.rounds, WEIGHT)):
                         self.learnt.add(stats.config, stats.batch, stats.context_tokens, stats.ms / stats.rounds)
             self.learnt.fit()
@@ -260,10 +260,6 @@ class Learning:
         drafting = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
         if any(drafting):  # `rollout/accept_length` counts rounds that drafted nothing, too, as 1
             values["spec/accept_length"] = accept_length(drafting)
-        history = pooled(stats.history for stats in rounds)
-        if any(history):
-            values["spec/history_accept_length"] = accept_length(history)
-            values["spec/history_share"] = float(history.sum() / (history.sum() + drafting.sum()))
         if (found := self.saved(rounds, delivered)) is not None:
             values["spec/saved_seconds"] = (found.plain_ms - found.ms) / 1e3
         decided = [report for report in reports if report.get("predicted_ms")]

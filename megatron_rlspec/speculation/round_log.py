@@ -18,7 +18,6 @@ class _Sum:
     ms: float = 0.0
     context: int = 0
     accepted: list[int] = field(default_factory=list)
-    history: list[int] = field(default_factory=list)
 
 
 class RoundLog:
@@ -26,43 +25,33 @@ class RoundLog:
 
     def __init__(self) -> None:
         self._recent: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=RECENT)
-        self._sums: dict[tuple[SpecConfig, int, bool], _Sum] = {}  # apart where old answers drafted
+        self._sums: dict[tuple[SpecConfig, int], _Sum] = {}
 
-    def add(
-        self,
-        config: SpecConfig,
-        batch: int,
-        context: int,
-        ms: float | None,
-        accepted: Sequence[int],
-        history: Sequence[int] = (),
-    ) -> None:
+    def add(self, config: SpecConfig, batch: int, context: int, ms: float | None, accepted: Sequence[int]) -> None:
         """Add a round. Without `ms` it counts for acceptance, not for time.
 
-        accepted, history  requests that accepted 0, 1, ... drafts of the drafter, and of old answers
+        accepted  requests that accepted 0, 1, ... drafts
         """
         self._recent.append((config, batch, context, ms))
-        total = self.count(config, batch, accepted, history)
+        total = self.count(config, batch, accepted)
         if ms is not None:
             total.rounds += 1
             total.ms += ms
             total.context += context
 
-    def count(self, config: SpecConfig, batch: int, accepted: Sequence[int], history: Sequence[int] = ()) -> _Sum:
+    def count(self, config: SpecConfig, batch: int, accepted: Sequence[int]) -> _Sum:
         """Add to the accepted drafts alone."""
-        total = self._sums.setdefault((config, batch, bool(history)), _Sum())
+        total = self._sums.setdefault((config, batch), _Sum())
         total.accepted = [a + b for a, b in zip_longest(total.accepted, accepted, fillvalue=0)]
-        total.history = [a + b for a, b in zip_longest(total.history, history, fillvalue=0)]
         return total
 
     def take(self) -> list[RoundStats]:
         """Return and forget the sums, by configuration and batch."""
         sums, self._sums = self._sums, {}
         found = []
-        for (config, batch, _), one in sums.items():
+        for (config, batch), one in sums.items():
             context = one.context // max(one.rounds, 1)
-            counts = tuple(one.accepted), tuple(one.history)
-            found.append(RoundStats(config, batch, context, one.rounds, one.ms, *counts))
+            found.append(RoundStats(config, batch, context, one.rounds, one.ms, tuple(one.accepted)))
         return found
 
     def take_recent(self) -> list[tuple[SpecConfig, int, int, float | None]]:

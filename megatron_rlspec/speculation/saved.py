@@ -48,7 +48,7 @@ def saved(rounds: Sequence[RoundStats], cost: Cost, delivered: float = math.nan)
     ms = plain_ms = drafting_ms = 0.0
     for stats in rounds:
         ratio = 1.0
-        if stats.config.num_steps and (requests := sum(stats.accepted) + sum(stats.history)):
+        if stats.config.num_steps and (requests := sum(stats.accepted)):
             drafting, plain = cost.grid([stats.config, OFF], np.array(stats.batch), np.array(stats.context_tokens))
             ratio = share * _tokens(stats) / requests * float(plain) / float(drafting)
         if stats.config.num_steps:
@@ -64,9 +64,9 @@ def kept_share(rounds: Sequence[RoundStats], delivered: float) -> float:
     if not drafted or math.isnan(delivered):
         return 1.0
     plain = sum(sum(stats.accepted) for stats in rounds if not stats.config.num_steps)
-    requests = sum(sum(stats.accepted) + sum(stats.history) for stats in rounds)
+    requests = sum(sum(stats.accepted) for stats in rounds)
     return min(max(delivered * requests - plain, 0.0) / drafted, 1.0)
 
 
 def _tokens(stats: RoundStats) -> int:
-    return sum((1 + drafts) * n for counts in (stats.accepted, stats.history) for drafts, n in enumerate(counts))
+    return sum((1 + drafts) * n for drafts, n in enumerate(stats.accepted))

@@ -64,13 +64,13 @@ class Run:
         return self.rollouts.push(version, lambda scope: ((n, damage(n, t)) for n, t in tensors.items()))
 
     def draw(self, name):
-        """Generate an answer to each prompt, with its last one as drafts if the run has `spec.history`."""
+        """Generate an answer to each prompt; with `spec.history` its last one is checked first."""
         requests = []
         for i, prompt in enumerate(PROMPTS):
-            requests.append(Request(f"{name}-{i:03d}", prompt, seed=i, history=self.old.get(i, ())))
+            requests.append(Request(f"{name}-{i:03d}", prompt, seed=i, draft=self.old.get(i)))
         for sample in self.rollouts.engines.pool.generate(requests, self.rollouts.generation.sampling):
             if self.config.spec.history:
-                self.old[sample.prompt.id] = (sample.response,)
+                self.old[sample.prompt.id] = sample.response
 
     def events(self):
         return [event for event in read_records(self.run_dir / "events.jsonl") if event["kind"] == "health"]
@@ -116,7 +116,7 @@ def test_an_exporters_bug_turns_speculation_off_with_a_record(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [{"spec__history": "8"}], indirect=True)
+@pytest.mark.parametrize("run", [{"spec__history": "true"}], indirect=True)
 def test_old_answers_neither_hide_a_bad_push_nor_raise_an_alarm(run):
     """Beside them the drafter has easier rounds, from which follows what the canary of a new engine expects."""
     for version in range(1, 5):
@@ -124,8 +124,7 @@ def test_old_answers_neither_hide_a_bad_push_nor_raise_an_alarm(run):
         run.push(version)
         for again in range(3):
             run.draw(f"v{version}-{again}")
-        learnt = run.rollouts.adapt(None)
-        assert learnt["spec/history_share"] > 0.2
+        run.rollouts.adapt(None)
     assert run.events() == [] and run.rollouts.speculation.expected_of_canary() > 2
     run.rollouts.engines.health._canary.forget("embedded")
     assert run.push(5, half_swap)["health/plain_engines"] == 1

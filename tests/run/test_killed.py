@@ -26,7 +26,7 @@ AHEAD = {"rollout__staleness": 1, "algorithm__kl_coef": 0.1}
 PARTIAL = {"rollout__partial": "true", "rollout__over_sampling": 7, "rollout__max_new_tokens": 48}
 ADAPTIVE = {"spec__mode": "adaptive", "algorithm__tis_clip": 0}
 RECORD = {"train__record": "true"}
-HISTORY = {"spec__history": 8, "rollout__seeds": "prompt"}
+HISTORY = {"spec__history": "true", "rollout__seeds": "prompt"}
 BUFFER = {"drafter__replay": "uniform", "drafter__reward_weight": "rank"}
 # SGLang's log-probs depend in their last bits on what is decoded together, and so on time.
 SGLANG = {"rollout__engine": "sglang", "rollout__engines": 2, "algorithm__tis_clip": 0}
@@ -45,7 +45,7 @@ COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of whi
         PARTIAL | AHEAD | {"drafter__replay": "reward", "rollout__partial_staleness": 3},
     ),
     "partial, staleness, redraw": (1, PARTIAL | AHEAD | {"rollout__redraw": "true"}),
-    "old answers as drafts": (1, {"spec__history": 8}),
+    "old answers as drafts": (1, {"spec__history": "true"}),
     "partial, staleness, old answers of the same seeds": (1, PARTIAL | AHEAD | HISTORY),
     "two engines, moves, old answers of the same seeds": (2, MOVES | HISTORY),
     "overlap, buffer, reward weight, record": (1, BUFFER | RECORD | {"drafter__overlap": "true"}),

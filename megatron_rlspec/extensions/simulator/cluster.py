@@ -193,8 +193,6 @@ class Simulation:
     acceptance of siblings.
     """
 
-    engine = SimEngine  # what a fleet is made of
-
     def __init__(
         self,
         cluster: Cluster,
@@ -260,7 +258,7 @@ class Simulation:
         room = cluster.max_tokens * tp // cluster.tp or 1 << 50
         names = [f"tp{tp}-e{i:04d}" for i in range(cluster.ranks // tp)]
         engines = [
-            self.engine(
+            SimEngine(
                 name,
                 cluster.durations(tp, self.candidates),
                 self._policy(tp),

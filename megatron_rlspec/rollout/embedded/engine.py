@@ -195,7 +195,6 @@ class EmbeddedEngine:
                 )
             self.model.renew_draft_head()
             self.cache.clear()
-            self.rounds.history.new_weights()
             self.version = version
             self._broken = ""
 
@@ -311,9 +310,7 @@ class EmbeddedEngine:
     def _choose(self, rows: np.ndarray, context: int) -> tuple[SpecSchedule | SpecRule, SpecConfig]:
         """Return what chooses the configuration of a round of these rows, and its choice."""
         chooser, config = self.choice.choose(len(rows), context, lambda: self.rounds.missed(rows))
-        config = config if self.rounds.can_draft(rows).any() else OFF
-        self.rounds.history.look_up(rows, config)
-        return chooser, config
+        return chooser, config if self.rounds.can_draft(rows).any() else OFF
 
     def _run_round(
         self,
@@ -336,8 +333,7 @@ class EmbeddedEngine:
         verified = self.rounds.verified
         committed = self.rounds.round(rows, config, ahead)
         took = (time.perf_counter() - began) * 1e3
-        accepted = [new.accepted for new, drafts in zip(committed, drafting, strict=True) if drafts and not new.history]
-        history = [new.accepted for new in committed if new.history]
+        accepted = [new.accepted for new, drafts in zip(committed, drafting, strict=True) if drafts]
         if isinstance(chooser, SpecRule):
             chooser.observe(config, accepted, len(rows) - len(accepted))
             if chooser.times and len(accepted) == len(rows) and timed:
@@ -350,9 +346,9 @@ class EmbeddedEngine:
         ms = (time.perf_counter() - began) * 1e3
         if self.rounds.budget is not None and config.num_steps > 0:
             self.rounds.budget.timed(len(runs), context, self.rounds.verified - verified, ms)
-        if lone := len(runs) - len(accepted) - len(history):
+        if lone := len(runs) - len(accepted):
             self._log.count(OFF, lone, [lone])
-        self._log.add(config, len(runs), context, ms, counts, np.bincount(history).tolist() if history else ())
+        self._log.add(config, len(runs), context, ms, counts)
 
     def _agree(self) -> None:
         """Have all tensor-parallel ranks abort the same requests at the same round; one rank's wish is enough."""

@@ -10,7 +10,6 @@ import torch
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
 from megatron_rlspec.rollout.embedded.draft import Ahead
-from megatron_rlspec.rollout.embedded.history import HistoryDrafts
 from megatron_rlspec.rollout.embedded.verify import Committed
 from megatron_rlspec.speculation.acceptance import top
 from megatron_rlspec.speculation.sharpness import SharpnessChoice
@@ -68,7 +67,6 @@ class RoundRunner:
         self.verified = 0  # tokens that the target has verified so far
         self.before = np.zeros(rows, np.int64)  # committed tokens at the start of the row's last round
         self.given: dict[int, np.ndarray] = {}  # row -> tokens [columns] of `Request.draft`, while all of them agree
-        self.history = HistoryDrafts(cache, self.given)
 
     def seat(self, row: int, sampling: Sampling, seed: int, draws: int, known: np.ndarray | None = None) -> None:
         """Set the sampling of a row. `draws` continues the noise of a sample that was put back into the queue.
@@ -84,7 +82,6 @@ class RoundRunner:
         length = int(self.cache.length[row])
         self.before[row] = length - 1
         self.given.pop(row, None)
-        self.history.vacate(row)
         if known is not None and self.verifier == "position_keyed" and len(known) > length:
             if np.array_equal(known[:length], self.cache.tokens[row, :length]):
                 self.given[row] = known
@@ -145,7 +142,7 @@ class RoundRunner:
 
     def columns(self, rows: np.ndarray, config: SpecConfig) -> np.ndarray:
         """Return [B], the number of columns that must have slots for a round of `config`."""
-        nodes = self.history.nodes(rows, np.full(len(rows), scratch(config)))
+        nodes = np.full(len(rows), scratch(config))
         given = self.has_draft(rows)
         if given.any():
             nodes[given] = [1 + len(tokens) for tokens in self._given(rows[given])]
@@ -175,14 +172,13 @@ class RoundRunner:
         given = self.has_draft(rows)
         drafting = (self.can_draft(rows) | config.off) & ~given
         if drafting.all():
-            return self.history.round(self._round, rows, config, ahead)
+            return self._round(rows, config, ahead)
         committed: dict[int, Committed] = {}
         if given.any():
             committed |= zip(rows[given].tolist(), self._check(rows[given]), strict=True)
         for part, chosen, drafted in ((drafting, config, ahead), (~drafting & ~given, OFF, None)):
             if part.any():
-                done = self.history.round(self._round, rows[part], chosen, drafted)
-                committed |= zip(rows[part].tolist(), done, strict=True)
+                committed |= zip(rows[part].tolist(), self._round(rows[part], chosen, drafted), strict=True)
         return [committed[row] for row in rows.tolist()]
 
     def _round(self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None) -> list[Committed]:
@@ -210,8 +206,7 @@ class RoundRunner:
             taken = path[i, : count + 1]
             cache.commit(row, targets[i, taken], taken, tree.tokens.shape[1])
             committed.append(Committed(targets[i, taken], logprobs[i, taken], count))
-        own = [count for row, count in zip(rows.tolist(), accepted.tolist(), strict=True) if not self.history.has(row)]
-        self.sharpness.observe(self.sharpness.counted, config, own)
+        self.sharpness.observe(self.sharpness.counted, config, accepted.tolist())
         return committed
 
     def _check(self, rows: np.ndarray) -> list[Committed]:

@@ -114,7 +114,6 @@ class Scheduler:
             if draft is not None:
                 draft = np.concatenate([prompt, np.asarray(draft[: self.limit(run)], np.int64)])
             self.rounds.seat(row, run.sampling, run.request.seed, run.draws, draft)
-            self.rounds.history.seat(row, run.request)
             run.row = row
             run.seats += 1
             self.running.append(self.waiting.pop(0))
@@ -139,7 +138,6 @@ class Scheduler:
         """Take a running sample's row from it."""
         run.draws = int(self.rounds.draws[run.row])
         self.rounds.given.pop(run.row, None)
-        self.rounds.history.vacate(run.row)
         self.cache.close(run.row)
         run.row = -1
 
@@ -157,5 +155,3 @@ class Scheduler:
         """Take a run out, and make its sample."""
         self.remove(run)
         run.finish(status)
-        if status != "aborted":
-            self.rounds.history.ended(run.request, run.response)

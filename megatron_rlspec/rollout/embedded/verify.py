@@ -36,7 +36,6 @@ class Committed(NamedTuple):
     logprobs: np.ndarray  # [N]
     accepted: int  # drafts
     given: bool = False  # the round verified a request's own draft
-    history: bool = False  # the drafts were old answers'
 
 
 def streams(seed: int) -> np.ndarray:

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -108,11 +107,9 @@ def checked(engine: MigratableEmbeddedEngine, ranks: Ranks, groups: Groups, size
     return drawn
 
 
-def drawn_in_two_calls(fleet: Fleet, script: Script, old: list[Sample]) -> list[Sample]:
-    """Draw a rollout whose last prompt comes after some changes of the size. `old`: answers to draft from, or []."""
+def drawn_in_two_calls(fleet: Fleet, script: Script) -> list[Sample]:
+    """Draw a rollout whose last prompt comes after some changes of the size."""
     asked = oracle.requests(PROMPTS, group=3)
-    if old:
-        asked = [replace(r, history=tuple(s.response for s in old if s.prompt.id == r.prompt.id)) for r in asked]
     decided = len(script.held) + 2
     script.begins = True
     with ThreadPoolExecutor(1) as threads:
@@ -175,7 +172,7 @@ def kill_in(module: Any, name: str, calls: int) -> None:
 def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, speculation: str) -> dict[str, Any]:
     """Draw one rollout per script, with a push in the middle. Every rank says what it saw.
 
-    speculation  by a "schedule", a "rule", in "phases" of each sample, or with old answers ("history")
+    speculation  by a "schedule", a "rule" or in "phases" of each sample
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -187,9 +184,7 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, spec
     for tp in (2, size):
         groups.of(tp)
     script = Script([])
-    old = engine(kind=kind).generate(oracle.requests(PROMPTS, group=3), LONG) if speculation == "history" else []
-    member = Member(engine(slots, kind, speculation in ("phases", "history")), ranks, None, script, groups)
-    member.engine.rounds.history.drafts = 8
+    member = Member(engine(slots, kind, speculation == "phases"), ranks, None, script, groups)
     for sizes in scripts:
         script.sizes = [*script.sizes, *sizes, 0][:-1]
     if rank:
@@ -202,7 +197,7 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, spec
         fleet.set_spec_rule(rule)
     found: dict[str, Any] = {"texts": [], "logprobs": [], "accepted": [], "changes": [], "ways": set()}
     for number in range(len(scripts)):
-        samples = drawn_in_two_calls(fleet, script, old)
+        samples = drawn_in_two_calls(fleet, script)
         found["texts"].append([s.tokens.tolist() for s in samples])
         found["logprobs"].append(np.concatenate([s.behaviour_logprobs for s in samples]))
         found["accepted"].append(accepted(samples))

@@ -314,46 +314,6 @@ def test_a_newcomer_drafts_before_the_target_s_keys_are_here(model):
     check_samples(fleet.finish(), undisturbed(model, fleet.requests))
 
 
-@pytest.mark.parametrize("how", ["kv", "recompute"])
-def test_moved_samples_go_on_with_drafts_of_old_answers(model, how):
-    requests = oracle.requests(PROMPTS, group=2)
-    wanted = undisturbed(model, requests, spec=SpecConfig(3))
-    old = [replace(r, history=(sample.response,)) for r, sample in zip(requests, wanted, strict=True)]
-    fleet = Fleet(model, 2, old, used=1, spec=SpecConfig(3))
-    for engine in fleet.engines:
-        engine.rounds.history.drafts = 8
-    for _ in range(3):
-        fleet.step()
-    fleet.move(0, 1, [run.request.id for run in fleet.engines[0].running], how=how)
-    check_samples(fleet.finish(), wanted)
-    assert any(any(one.history[4:]) for one in fleet.engines[1].stats()), "more drafts than the drafter makes"
-    assert not fleet.engines[1].rounds.history._requests
-
-
-def test_ranks_that_become_one_engine_draft_from_the_same_old_answers(model):
-    """A change of the tensor-parallel size seats the same requests on ranks that have seen different rounds."""
-    requests = oracle.requests(PROMPTS)
-    wanted = undisturbed(model, requests, spec=SpecConfig(3))
-    asked = [replace(r, history=(sample.response,)) for r, sample in zip(requests, wanted, strict=True)]
-    wrong = [replace(r, history=(sample.response[::-1],)) for r, sample in zip(requests, wanted, strict=True)]
-    rounds = []
-    for before in ([], wrong):
-        engine = engine_of(model, SpecConfig(3))
-        engine.rounds.history.drafts = 8
-        engine.submit([(request, LONG) for request in before])
-        for _ in range(20):
-            engine.step()
-        engine.drop([request.id for request in before[:1]])
-        engine.stats()
-        engine.seat([(request, LONG) for request in asked], {}, None)
-        for _ in range(40):
-            engine.step()
-        assert not engine.running and not engine.waiting
-        rounds.append([(stats.batch, stats.rounds, stats.accepted, stats.history) for stats in engine.stats()])
-    assert rounds[0] == rounds[1]
-    assert any(any(history[4:]) for *_, history in rounds[0]), "old answers drafted"
-
-
 def test_prompts_that_the_target_holds_do_not_travel(model):
     requests = oracle.requests([PROMPTS[3]], group=4)
     fleet = Fleet(model, 2, requests, spec=SpecConfig(3))

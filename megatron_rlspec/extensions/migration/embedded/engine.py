@@ -70,12 +70,10 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
             runs = self.scheduler.made(requests)
             self.scheduler.running = []
             self.scheduler.waiting = []
-            self.rounds.history.forget()
             for run in runs:
                 run.row = rows.get(run.request.id, -1)
                 if run.row >= 0:
                     self.rounds.seat(run.row, run.sampling, run.request.seed, run.draws)
-                    self.rounds.history.seat(run.row, run.request)
                     run.seats += 1
                     self.running.append(run)
                 else:

@@ -208,7 +208,6 @@ class TransferEndpoint:
             self._write(message, {run.request.id for run in runs})
             for run in runs:
                 self.cache.computed[run.row] = self.cache.length[run.row] - 1
-                self.engine.rounds.history.seat(run.row, run.request)
                 del self.engine.reserved[run.request.id]
 
     def withdraw(self, ids: Sequence[str]) -> None:
