@@ -23,7 +23,6 @@ from torch import Tensor
 from megatron_rlspec import files
 from megatron_rlspec.conversion import gguf_file, run_checkpoint
 from megatron_rlspec.conversion.drafter_files import build_drafter, eagle3_ids
-from megatron_rlspec.conversion.gguf_header import read_header
 from megatron_rlspec.conversion.torch_dist import TRACKER, TorchDistReader, TorchDistWriter, checkpoint_directory
 from megatron_rlspec.models import hf_files as checkpoint
 from megatron_rlspec.models import tensor_file
@@ -222,12 +221,12 @@ def plan(
     if kind == "run" and (add_mtp or to != "hf"):
         raise ValueError(f"{source} is a run's checkpoint: expected --to hf, without --add-mtp")
     files.check_new_directory(target)
-    made = drafter_dir = header = None
+    made = drafter_dir = gguf = None
     if kind == "gguf":
-        header = read_header(source)
+        gguf = gguf_file.opened(source)
         made = TemporaryDirectory(prefix="rlspec-gguf-")
         small_files = Path(made.name)
-        gguf_file.write_small_files(source, header, small_files, dtype or "bfloat16")
+        gguf_file.write_small_files(source, gguf, small_files, dtype or "bfloat16")
     elif hf:
         small_files = Path(hf)
     elif kind == "run":
@@ -253,8 +252,8 @@ def plan(
         config = config_with_drafter(config) if add_mtp else config_without_drafter(config)
     family = name_table(config, spec)
     tensors: Mapping[str, Tensor]
-    if header is not None:
-        tensors = HfSource(own, gguf_file.GgufTensors(source, header, own, stated, dtype or "bfloat16"))
+    if gguf is not None:
+        tensors = HfSource(own, gguf_file.GgufTensors(source, gguf, own, stated, dtype or "bfloat16"))
     elif kind == "hf":
         changed = add_mtp or drop_mtp
         check_model(source, "convert", drafter=not changed, tokenizer=False)

@@ -1,27 +1,29 @@
 """Read a GGUF file (llama.cpp's format) as a Hugging Face checkpoint: tensors, config.json, tokenizer, chat template.
 
-The package `gguf` dequantises the tensors and knows llama.cpp's names of them; Transformers translates the tokenizer.
-llama.cpp stores the channels of Llama's queries and keys in another order, because its rotary embedding pairs
-neighbours; here they get their order back (`LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py is the inverse).
+The package `gguf` reads the file, dequantises the tensors and knows llama.cpp's names of them; Transformers translates
+the tokenizer. llama.cpp stores the channels of Llama's queries and keys in another order, because its rotary embedding
+pairs neighbours; here they get their order back (`LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py is the
+inverse).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rlspec.conversion.gguf_header import Header, Place
 from megatron_rlspec.models.config import check_config
 from megatron_rlspec.models.directory import expected_shape
 from megatron_rlspec.models.hf_files import write_json
 from megatron_rlspec.models.names import NameTable
 from megatron_rlspec.models.tensor_file import CheckpointError
-from megatron_rlspec.texts import first_line
+from megatron_rlspec.texts import first_line, one_line, printable
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,9 +75,30 @@ def is_gguf(path: Path) -> bool:
     return path.is_file() and path.suffix.lower() == ".gguf"
 
 
-def write_small_files(path: Path, header: Header, directory: Path, dtype: str) -> None:
+class Gguf(NamedTuple):
+    """What a GGUF file holds: its metadata by key, and its tensors by name, mapped."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, ReaderTensor]
+
+
+def opened(path: Path) -> Gguf:
+    """Open a GGUF file. Raises CheckpointError, and OSError for a file that cannot be read."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        metadata = {printable(key): field.contents() for key, field in reader.fields.items()}
+        return Gguf(metadata, {printable(tensor.name): tensor for tensor in reader.tensors})
+    except OSError:
+        raise
+    except Exception as error:  # a damaged file makes the package raise almost anything
+        raise CheckpointError(f"{path}: truncated or not GGUF ({one_line(error)})") from None
+
+
+def write_small_files(path: Path, held: Gguf, directory: Path, dtype: str) -> None:
     """Write config.json and the tokenizer of a GGUF file into `directory`. Raises CheckpointError."""
-    config = config_of(path, header) | {"dtype": dtype}
+    config = config_of(path, held) | {"dtype": dtype}
     check_config(config, str(path))
     write_json(directory / "config.json", config)
     from transformers import AutoTokenizer
@@ -87,10 +110,10 @@ def write_small_files(path: Path, header: Header, directory: Path, dtype: str) -
         raise CheckpointError(f"{path}: Transformers cannot read its tokenizer ({first_line(error)})") from None
 
 
-def config_of(path: Path, header: Header) -> dict[str, Any]:
+def config_of(path: Path, held: Gguf) -> dict[str, Any]:
     """Return config.json. Raises CheckpointError for metadata by which llama.cpp computes something else."""
-    given = header.metadata
-    if _SCALED_ROTARY in header.tensors:
+    given = held.metadata
+    if _SCALED_ROTARY in held.tensors:
         raise CheckpointError(f"{path}: {_SCALED_ROTARY}: scaled rotary embeddings are not read from GGUF")
     kind = str(given.get("general.architecture", "nothing"))
     if kind not in ARCHITECTURES:
@@ -115,16 +138,16 @@ def config_of(path: Path, header: Header) -> dict[str, Any]:
         if neutral is None or value not in neutral:
             wanted = f"expected {' or '.join(map(str, neutral))}" if neutral else "this key is not read from GGUF"
             raise CheckpointError(f"{path}: {name[:80]} is {str(value)[:60]}; {wanted}")
-    embedding = header.tensors.get("token_embd.weight")
-    if embedding is not None and embedding.shape[0] != len(tokens):
-        raise CheckpointError(f"{path}: {len(tokens)} tokens, but token_embd.weight has {embedding.shape[0]} rows")
+    embedding = held.tensors.get("token_embd.weight")
+    if embedding is not None and embedding.shape[-1] != len(tokens):
+        raise CheckpointError(f"{path}: {len(tokens)} tokens, but token_embd.weight has {embedding.shape[-1]} rows")
     ids = {f"{name.replace('padding', 'pad')}_token_id": f"tokenizer.ggml.{name}_token_id" for name in _TOKEN_IDS}
     return {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
         "hidden_act": "silu",
         "vocab_size": len(tokens),
-        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "tie_word_embeddings": "output.weight" not in held.tensors,
         **({"attention_bias": False} if kind != "qwen2" else {}),
         **config,
         **{ours: given[theirs] for ours, theirs in ids.items() if theirs in given},
@@ -138,19 +161,19 @@ class GgufTensors(Mapping[str, Tensor]):
     shape that `config` gives it.
     """
 
-    def __init__(self, path: Path, header: Header, family: NameTable, config: Mapping[str, Any], dtype: str) -> None:
+    def __init__(self, path: Path, file: Gguf, family: NameTable, config: Mapping[str, Any], dtype: str) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         typed = check_config(config, str(path), trained=False)
         self.path = path
         self.geometry = family.geometry
         self.dtype = DTYPES[dtype]
-        held = dict(header.tensors)
+        held = dict(file.tensors)
         kind = next(kind for kind, architecture in ARCHITECTURES.items() if architecture == family.name)
         self.permuted = kind == "llama"
         model = next(key for key, name in MODEL_ARCH_NAMES.items() if name == kind)
         names = get_tensor_name_map(model, family.geometry.layers)
-        self._held: dict[str, Place] = {}
+        self._held: dict[str, ReaderTensor] = {}
         for name in family.target_names:
             stem, _, leaf = name.rpartition(".")
             theirs = f"{names.get_name(stem)}.{leaf}"
@@ -159,28 +182,28 @@ class GgufTensors(Mapping[str, Tensor]):
             self._held[name] = held.pop(theirs)
         if held:
             raise CheckpointError(f"{path}: {min(held)} has no place in {family.name}; expected no such tensor")
-        for name, place in self._held.items():
+        for name, tensor in self._held.items():
             wanted = expected_shape(name, typed) or {}
-            if list(place.shape) != list(wanted.values()):
+            shape = tensor.shape[::-1].tolist()
+            if shape != list(wanted.values()):
                 raise CheckpointError(
-                    f"{path}: {place.name} has shape {list(place.shape)}, expected {' x '.join(wanted)} = "
-                    f"{list(wanted.values())}"
+                    f"{path}: {tensor.name} has shape {shape}, expected {' x '.join(wanted)} = {list(wanted.values())}"
                 )
 
     def __getitem__(self, name: str) -> Tensor:
         from gguf import dequantize
 
-        place = self._held[name]
-        stored = np.memmap(self.path, np.uint8, "r", place.offset, (place.bytes,))
+        stored = self._held[name]
         try:
-            array = dequantize(stored.reshape(*place.shape[:-1], -1), place.kind)
+            array = dequantize(stored.data, stored.tensor_type)
         except NotImplementedError:
+            kind = stored.tensor_type.name
             raise CheckpointError(
-                f"{self.path}: {place.name} is {place.kind.name}, which the package gguf does not dequantise"
+                f"{self.path}: {stored.name} is {kind}, which the package gguf does not dequantise"
             ) from None
         tensor = torch.from_numpy(array.copy())
         if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{self.path}: {place.name} holds NaN or infinite values")
+            raise CheckpointError(f"{self.path}: {stored.name} holds NaN or infinite values")
         if self.permuted and ".q_proj." in name:
             tensor = _unpermuted(tensor, self.geometry.heads)
         elif self.permuted and ".k_proj." in name:
