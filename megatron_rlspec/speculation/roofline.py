@@ -117,11 +117,11 @@ class Roofline:
         """Make the cost model that is used without a table. Its unit is one plain pass at batch 1.
 
         `config` is the model's config.json. A pass costs what its parameters cost, layers and output head; looking up
-        an embedding is free. Of experts those are computed that a token uses, and those are read that a pass's tokens
-        use, if each chooses for itself. The drafter is one layer, or those of the EAGLE-3 drafter in `config`, the
-        projection before it, and a head over `draft_vocabulary` words; 0: all, or that drafter's. `ridge_tokens` as in
-        `of_layers`.
-        Raises ValueError.
+        an embedding is free. It also reads the keys and values of every context token, in the type of the weights, once
+        for all tokens that it verifies. Of experts those are computed that a token uses, and those are read that a
+        pass's tokens use, if each chooses for itself. The drafter is one layer, or those of the EAGLE-3 drafter in
+        `config`, the projection before it, and a head over `draft_vocabulary` words; 0: all, or that drafter's.
+        `ridge_tokens` as in `of_layers`. Raises ValueError.
         """
         hidden = config["hidden_size"]
         layer = _attention(config) + _mlp(config)
@@ -138,7 +138,7 @@ class Roofline:
         return cls(
             1.0,
             1.0 / ridge_tokens,
-            0.0,
+            _full_attention_layers(config) * _keys_and_values(config) / target,
             drafter / target,
             drafter_layer=draft_layer / drafter,
             experts=config["num_hidden_layers"] * routed / target,
@@ -260,6 +260,21 @@ def _attention(config: Mapping[str, int]) -> int:
         return into_queries + into_keys + heads * value * hidden
     head = config.get("head_dim") or hidden // heads
     return 2 * hidden * head * (heads + (config.get("num_key_value_heads") or heads))
+
+
+def _full_attention_layers(config: Mapping[str, Any]) -> int:
+    """Count the layers whose keys and values grow with the context."""
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    return sum(kind == "full_attention" for kind in kinds)
+
+
+def _keys_and_values(config: Mapping[str, int]) -> int:
+    """Count the numbers that one layer's cache holds of a token: keys and values of each head, or the latent."""
+    if latent := config.get("kv_lora_rank"):
+        return latent + (config.get("qk_rope_head_dim") or 0)
+    heads = config["num_attention_heads"]
+    head = config.get("head_dim") or config["hidden_size"] // heads
+    return 2 * head * (config.get("num_key_value_heads") or heads)
 
 
 def _mlp(config: Mapping[str, int]) -> int:

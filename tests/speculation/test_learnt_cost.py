@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.speculation.learnt_cost import LearntCost
-from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, SpecConfig
 
@@ -26,8 +26,9 @@ MACHINES = {
 class Simulation:
     """A machine that runs the configurations of a live rule."""
 
-    def __init__(self, machine, rate, rule, batch, noise=0.1, seed=0):
+    def __init__(self, machine, rate, rule, batch, noise=0.1, seed=0, length=100):
         self.machine, self.rate, self.rule, self.batch, self.noise = machine, rate, rule, batch, noise
+        self.length = length
         self.rng = np.random.default_rng(seed)
 
     def ms(self, config, batch, context):
@@ -38,7 +39,7 @@ class Simulation:
         chosen, tokens, took = [], [], []
         for t in range(rounds):
             batch = self.batch(t)
-            context = batch * (100 + t)
+            context = batch * (self.length + t)
             config = self.rule.choose(batch, context)
             ms = self.ms(config, batch, context)
             drafts = np.cumprod(self.rng.random((batch, config.num_steps)) < self.rate, axis=1).sum(axis=1).tolist()
@@ -66,6 +67,34 @@ def test_a_draft_costs_its_layer_and_its_head():
     assert 0.2 < Roofline.of_model({**SMALL, **latent}).drafter < 0.3
     with pytest.raises(ValueError, match="ridge_tokens=0"):
         Roofline.of_model(SMALL, 0)
+
+
+def test_a_context_token_costs_its_keys_and_values():
+    """By hand: 3 heads of 64 in 30 layers are 11,520 numbers, beside 134.5M parameters."""
+    assert Roofline.of_model(SMALL).context_ms == pytest.approx(11_520 / 134.5e6, rel=0.005)
+    kinds = ["full_attention", "sliding_attention"] * 15
+    assert Roofline.of_model({**SMALL, "layer_types": kinds}).context_ms == Roofline.of_model(SMALL).context_ms / 2
+    latent = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    assert Roofline.of_model(SMALL | latent).context_ms < Roofline.of_model(SMALL).context_ms / 3
+
+
+@pytest.mark.parametrize("machine", ["A100", "H100"])
+def test_a_large_batch_drafts_where_reading_its_contexts_takes_longest(machine):
+    """256 samples of 2,000 tokens: drafts that are verified together share the reading of keys and values."""
+    sizes = {
+        "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "vocab_size": 152064,
+    }  # fmt: skip
+    truth = Roofline.of_hardware(*HARDWARE[machine])
+    _, tokens, took = Simulation(truth, 0.8, rule_of(sizes), lambda t: 256, length=2000).run(300)
+    gains = []
+    for t in range(300):
+        ms = truth.grid(CANDIDATES, np.array(256), np.array(256 * (2000 + t)))
+        gains.append(
+            max(sum(0.8**d for d in range(c.num_steps + 1)) * ms[0] / x for c, x in zip(CANDIDATES, ms, strict=True))
+        )
+    assert np.mean(gains) > 1.5
+    assert tokens.sum() / took.sum() > 0.95 * np.mean(gains)
 
 
 @pytest.mark.parametrize("machine", ["cpu", "gpu"])
