@@ -7,7 +7,6 @@ to the model's weights, and one file of new tensors. Another one gets an EAGLE-3
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from megatron_rlspec.conversion.convert import config_with_drafter, plan
 from megatron_rlspec.conversion.drafter_files import make_drafter
 from megatron_rlspec.models import tensor_file
-from megatron_rlspec.models.hf_files import INDEX, LazyTensors, copy_companions, publish, read_hf, write_json
+from megatron_rlspec.models.hf_files import INDEX, LazyTensors, building, copy_companions, publish, read_hf, write_json
 from megatron_rlspec.models.names import NameTable
 
 
@@ -38,10 +37,7 @@ def add_mtp(source: str | Path, target: Path) -> None:
     """
     work = plan(source, target, to="hf", add_mtp=True)
     old = read_hf(source)[1]
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with building(target) as partial:
         new = dict(_new_tensors(work.family, work.tensors, old))
         count = len(old.files()) + 1
         names = {file: f"model-{i:05d}-of-{count:05d}.safetensors" for i, file in enumerate(old.files(), 1)}
@@ -54,10 +50,7 @@ def add_mtp(source: str | Path, target: Path) -> None:
         write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         write_json(partial / "config.json", work.config)
         copy_companions(work.small_files, partial)
-        publish(partial, target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    publish(partial, target)
 
 
 def add_eagle3(source: str | Path, target: Path) -> None:
