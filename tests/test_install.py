@@ -80,7 +80,7 @@ PYTORCH = Environment(
         "transformer-engine": Held("2.17.0.dev0+0123abc"),
         "numpy": Held("1.26.4"),
     },
-    ("", "train", "plot", "dev"),
+    ("", "train", "dev"),
 )
 ENVIRONMENTS = {"slime": SLIME, "sglang": SGLANG, "pytorch": PYTORCH}
 
@@ -272,7 +272,7 @@ def test_an_image_and_its_list_hold_all_that_the_package_asks_for(name, wheel, t
 def test_every_lock_meets_the_packages_requirements():
     bare = {canonicalize_name(wanted.name): wanted for wanted in asked(PROJECT["dependencies"])}
     extras = PROJECT["optional-dependencies"]
-    gpu = {canonicalize_name(wanted.name): wanted for wanted in asked(extras["gpu"] + extras["plot"])}
+    gpu = {canonicalize_name(wanted.name): wanted for wanted in asked(extras["gpu"])}
     tasks = {canonicalize_name(wanted.name): wanted for wanted in asked(extras["tasks"])}
     for lock, wanted in (("gpu.txt", bare | gpu), ("cpu.txt", bare | gpu), ("tasks.txt", tasks)):
         pinned = pins(lock)

@@ -192,8 +192,8 @@ def _differing_options(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 def _glossary(drawings: Sequence[charts.Drawing]) -> Mapping[str, metric_names.Metric]:
     """Return the entries of all keys that are drawn, by the keys of their families."""
     found: dict[str, metric_names.Metric] = {}
-    for key in (key for drawing in drawings for _, _, key in drawing.legend):
-        if metric := metric_names.find(key):
+    for one in (one for drawing in drawings for one in drawing.series):
+        if metric := metric_names.find(one.key):
             found.setdefault(metric.key, metric)
     return found
 

@@ -123,8 +123,7 @@ def evaluations(records: Records, events: Sequence[EventRow], field: str) -> lis
         error = 0.0
         if field == "reward" and number(values.get("samples")) > 0 and number(values.get("reward_std")) >= 0:
             error = 1.96 * values["reward_std"] / math.sqrt(values["samples"])
-        shown = ", ".join(filter(None, ["held-out", str(values.get("set", "")), name]))
-        found.append(Mark(x, value, value - error, value + error, shown))
+        found.append(Mark(x, value, value - error, value + error))
     return found
 
 
