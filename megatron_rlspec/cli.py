@@ -97,7 +97,6 @@ ERRORS = {
     "megatron_rlspec.models.hf_files:CheckpointError": 2,
     "megatron_rlspec.speculation.cost_table:CostTableError": 2,
     "megatron_rlspec.rollout.sglang.http.checks:ServeError": 2,
-    "megatron_rlspec.compat.patches:PatchError": 2,
     "megatron_rlspec.records.recorder:RecordError": 2,
     "megatron_rlspec.files:FileError": 2,
     "megatron_rlspec.commands.sweep:SweepError": 1,

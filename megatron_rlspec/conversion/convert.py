@@ -224,7 +224,6 @@ def plan(
     else:
         small_files = source if kind == "hf" else checkpoint_directory(source)
     stated = check_model(small_files, "convert", weights=False, tokenizer=False)
-    checkpoint.check_companions(small_files)
     own = name_table(stated, spec)
     if add_mtp and own.drafter_names and _has_drafter(kind, source, own):
         raise ValueError(f"{source}: has a drafter already ({own.drafter_names[0]}, ...); --add-mtp would replace it")

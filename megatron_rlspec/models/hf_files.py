@@ -17,7 +17,6 @@ from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import ModelConfigError
 from megatron_rlspec.models.directory import INDEX, SINGLE, no_checkpoint, read_headers
 from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
-from megatron_rlspec.texts import shown
 
 SHARD_BYTES = 5_000_000_000  # of a file of tensors, about: Transformers' own habit
 # Everything but weights that a reader of the new checkpoint needs from the old one.
@@ -227,31 +226,6 @@ def copy_companions(source: Path, target: Path) -> None:
     """Copy the tokenizer and the other small files that belong to a checkpoint. Raises OSError."""
     for file in companions(source):
         shutil.copyfile(file, target / file.name)  # without its mode: files follow the umask
-
-
-def check_companions(source: Path) -> None:
-    """Raise CheckpointError if a tokenizer or another small file beside the weights is damaged."""
-    from tokenizers import Tokenizer
-
-    for file in companions(source):
-        if file.stat().st_size == 0:
-            raise CheckpointError(f"{file}: the file is empty")
-        if file.suffix == ".json":
-            read_json(file)
-        elif file.suffix != ".model":
-            _check_text(file)
-        if file.name == "tokenizer.json":
-            try:
-                Tokenizer.from_file(str(file))
-            except Exception as error:  # the library raises nothing narrower
-                raise CheckpointError(f"{file}: no tokenizer: {shown(error, str)}") from None
-
-
-def _check_text(file: Path) -> None:
-    try:
-        files.read_text(file)
-    except files.FileError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def publish(partial: Path, target: Path, *, replace: bool = False) -> None:

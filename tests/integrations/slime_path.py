@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_rlspec.compat import patches
 from megatron_rlspec.rollout.sglang.scheduler import versions
 
 HERE = Path(__file__).parent
@@ -256,7 +255,8 @@ def checkout(folder, sglang):
     slime = folder / "slime"
     shutil.copytree(os.environ["RLSPEC_SLIME"], slime, ignore=shutil.ignore_patterns(".git", "tests", "docs", "imgs"))
     if sglang != PINNED:
-        patches.change(slime, [ROOT / "patches/slime/624b824a8/0003-server-args-as-struct.patch"])
+        patch = ROOT / "patches/slime/624b824a8/0003-server-args-as-struct.patch"
+        subprocess.run(["git", "apply", str(patch)], cwd=slime, check=True)
     return slime
 
 

@@ -19,8 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rlspec.compat import patches
-
 HERE = Path(__file__).parent
 SLIME = os.environ.get("RLSPEC_SLIME")
 MEGATRON = os.environ.get("RLSPEC_SLIME_MEGATRON")
@@ -206,8 +204,8 @@ def test_patch_0001_gives_megatron_the_inputs_that_sglang_reads(patched, tmp_pat
     env = environment()
     if patched:
         shutil.copytree(Path(SLIME, "slime"), tmp_path / "slime")
-        folder = HERE.parents[1] / "patches/slime/624b824a8"
-        patches.change(tmp_path, sorted(folder.glob("*.patch")))
+        patches = sorted((HERE.parents[1] / "patches/slime/624b824a8").glob("*.patch"))
+        subprocess.run(["git", "apply", *map(str, patches)], cwd=tmp_path, check=True)
         env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
     command = [PYTHON, "-W", "ignore", str(HERE / "qwen3_next_projection.py")]
     env["SGLANG_USE_CPU_ENGINE"] = "1"

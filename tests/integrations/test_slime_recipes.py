@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import recorded_recipes
 
-from megatron_rlspec.compat import patches
 from megatron_rlspec.config import ConfigError, DrafterConfig
 from megatron_rlspec.integrations.slime import launch
 
@@ -109,7 +108,8 @@ def answers(jobs, tmp_path_factory):
         checkout = folder / "slime"
         shutil.copytree(SLIME, checkout, ignore=shutil.ignore_patterns(".git", "tests", "docs", "imgs"))
         if version == "installed":
-            patches.change(checkout, [ROOT / "patches/slime/624b824a8/0003-server-args-as-struct.patch"])
+            patch = ROOT / "patches/slime/624b824a8/0003-server-args-as-struct.patch"
+            subprocess.run(["git", "apply", str(patch)], cwd=checkout, check=True)
         path = [*([OLD] if version != "installed" else []), MEGATRON, str(checkout), str(ROOT)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "HF_HOME": str(folder)}
         command = [PYTHON, "-W", "ignore", str(HERE / "slime_recipes.py"), str(folder / "jobs.json")]

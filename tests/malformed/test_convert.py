@@ -198,10 +198,6 @@ CASES = [
     Case("drafter twice", "convert hf out --add-mtp", ("has a drafter already",), hf()),
     Case("hf is no directory", "convert megatron out --hf no", ("no: no such directory",), megatron(lambda root: None)),
     Case("quantised", TO_MEGATRON, ("quantis",), config(quantization_config={"quant_method": "fp8"})),
-    Case("tokenizer model", TO_MEGATRON, ("tokenizer.json: no tok",), hf(tokenizer__json='{"model": {"type": "x"}}')),
-    Case("tokenizer config", TO_MEGATRON, ("tokenizer_config.json: not valid",), hf(tokenizer_config__json="nope")),
-    Case("merges binary", TO_MEGATRON, ("merges.txt: not UTF-8",), hf(merges__txt=b"\xff\xfe")),
-    Case("generation list", TO_MEGATRON, ("generation_config.json: expected a",), hf(generation_config__json="[1]")),
     Case("no weights", TO_MEGATRON, ("hf: neither model.safetensors nor",), hf(model__safetensors=None)),
     Case(
         "weights with a flipped bit",
@@ -242,12 +238,6 @@ CASES = [
     Case("data is a dictionary", TO_HF, ("expected a tensor, found dict",), another_part({"a": 1})),
     Case("data of another shape", TO_HF, ("of shape [3]",), another_part(torch.zeros(3))),
     Case("checksums text", TO_HF, (CHECKSUMS, "damaged"), replaced(f"release/{CHECKSUMS}", '{"tensors": "x"}')),
-    Case(
-        "tokenizer config beside Megatron's",
-        TO_HF,
-        ("tokenizer_config.json",),
-        replaced("release/tokenizer_config.json", "x"),
-    ),
 ]  # fmt: skip
 
 
