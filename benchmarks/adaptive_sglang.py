@@ -127,7 +127,7 @@ class Contestants:
         self.spec = spec
         self.plain = plain
         self.schedulers = schedulers
-        self.learning = Learning(STEPS, str(table), Roofline.of_layers(layers), margin=0.01, probe_share=0.01)
+        self.learning = Learning(STEPS, str(table), Roofline.of_layers(layers))
         self.rounds: dict[str, list[RoundStats]] = {}
 
     def run(self, name: str, lengths: Sequence[int], seed: int) -> tuple[tuple[float, float], list[list[int]]]:

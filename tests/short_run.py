@@ -10,6 +10,8 @@ from unittest import mock
 import forked
 
 from megatron_rlspec.config import effects, load
+from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
+from megatron_rlspec.types import OFF, SpecConfig
 
 TESTS = Path(__file__).parent
 EXAMPLES = TESTS.parent / "examples/quickstart"
@@ -43,6 +45,18 @@ def script(path: Path, *arguments: object) -> None:
     """Run a script in this process."""
     with mock.patch.object(sys, "argv", [str(path), *map(str, arguments)]):
         runpy.run_path(str(path), run_name="__main__")
+
+
+def costs_of_tokens(path: Path) -> Path:
+    """Write a cost table in which each token of a round costs as much as all weights, as on a CPU."""
+    rounds = [
+        RoundCost(1, batch, batch * length, config, 1.0 + batch * (1 + 1.1 * config.num_steps))
+        for batch in (1, 4, 16)
+        for length in (16, 256)
+        for config in (OFF, SpecConfig(1), SpecConfig(3))
+    ]
+    CostTable(Provenance("m", "h", "float32", "e", "", "2026-01-01"), rounds).save(path)
+    return path
 
 
 def words(start: Path, run_dir: Path, command: str, options: dict[str, object]) -> list[str]:

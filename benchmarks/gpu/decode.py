@@ -43,7 +43,7 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
         table = ""
         with figures.attempt("cost table"):
             table = _cost_table(plan, folder, figures, engines[0])
-        learning = Learning(plan.steps, table, cost, 0.01, 0.01, learn=False)
+        learning = Learning(plan.steps, table, cost, learn=False)
         for batch in plan.batches:
             with figures.attempt(f"contestants at batch {batch}"):
                 _compete(plan, figures, *engines, learning, batch)

@@ -50,29 +50,13 @@ class SpecSection(Section):
         description="check an old answer to the prompt before drafting: the whole one of the same seed "
         "(rollout.seeds), or the beginning that old answers share",
     )
-    cost_table: Annotated[Text, Needs("spec.mode=adaptive")] = Field(
+    cost_table: Annotated[Text, Needs("spec.mode=adaptive", "tail.rebalance")] = Field(
         "", description="JSON file of `rlspec profile` to choose by; empty: the model's sizes, and what rounds took"
     )
     learn_costs: Annotated[bool, Needs("spec.mode=adaptive")] = Field(
         True,
         description="learn the costs of rounds from their durations, and correct those of a cost table; false: choices "
-        "depend on the table, or on ridge_tokens and the model's sizes, and on the drafts accepted, and not on a clock",
-    )
-    ridge_tokens: Annotated[float, Needs("spec.mode=adaptive", "tail.rebalance")] = Field(
-        128.0,
-        gt=0,
-        le=1e9,
-        description="without a cost table: tokens of a forward pass below which it costs the same as one token, as it "
-        "waits for the weights; about 300 on an H100 in bf16 (989 TFLOP/s / 3.35 TB/s)",
-    )
-    switching_margin: Annotated[float, Needs("spec.mode=adaptive")] = Field(
-        0.01,
-        ge=0,
-        le=10,
-        description="change num_steps if that gains this share in 8 rounds in a row; 0.01: one percent",
-    )
-    probe_share: Annotated[float, Needs("spec.mode=adaptive")] = Field(
-        0.01, ge=0, le=0.2, description="share of the time that rounds may lose by trying other values of num_steps"
+        "depend on the table or the model's sizes, and on the drafts accepted, and not on a clock",
     )
 
     @model_validator(mode="after")

@@ -26,9 +26,6 @@ class TailConfig(Section):
         description="decode rounds between two decisions; with the embedded engine on several ranks, also between the "
         "moments at which they begin requests and return samples",
     )
-    gain: Annotated[float, Needs("tail.rebalance", "tail.tp")] = Field(
-        0.05, ge=0, lt=1, description="least share of the remaining time that a move must save, beyond its cost"
-    )
     lane: int = Field(
         0,
         ge=0,

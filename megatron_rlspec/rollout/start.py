@@ -232,9 +232,7 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
     found = Learning(
         spec.candidate_steps,
         spec.cost_table,
-        Roofline.of_model(hf_config, spec.ridge_tokens, config.drafter.vocabulary),
-        margin=spec.switching_margin,
-        probe_share=spec.probe_share,
+        Roofline.of_model(hf_config, draft_vocabulary=config.drafter.vocabulary),
         learn=spec.learn_costs,
         tp=config.placement.tensor,
         adaptive=spec.mode == "adaptive",

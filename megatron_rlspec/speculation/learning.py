@@ -1,6 +1,6 @@
 """Learn from rollouts how to speculate. A run holds one `Learning`, in our own loop and inside slime.
 
-    learning = Learning(candidate_steps, cost_table, Roofline.of_model(config), margin, probe_share)
+    learning = Learning(candidate_steps, cost_table, Roofline.of_model(config))
     learning.expect(prediction)          before a rollout: the trainer's prediction of its acceptance, or None
     learning.rule()                      the argument of the engines' `set_spec_rule`
     learning.observe(rounds, reports)    after the rollout: the rounds and the `spec_rule_report`s of all engines
@@ -53,8 +53,6 @@ class Learning:
         candidate_steps: Sequence[int],
         cost_table: str,
         cost: Roofline,
-        margin: float,
-        probe_share: float,
         *,
         learn: bool = True,
         tp: int = 1,
@@ -66,7 +64,6 @@ class Learning:
         if self.table is not None:
             self.cost = {"table": cost_table, "tp": self.table.tps[0]}
         self.learnt = LearntCost(cost) if learn and self.table is None else None
-        self.settings = {"margin": margin, "probe_share": probe_share}
         self.adaptive = adaptive
         self.correct = learn and self.table is not None
         self.scaled = self.table if scale_table else None
@@ -138,7 +135,7 @@ class Learning:
 
     def rule(self) -> dict[str, Any]:
         """Return the data of `SpecRule.from_json` without candidates; every engine adds its own."""
-        rule: dict[str, Any] = ({"learnt": self.learnt.to_json()} if self.learnt else self.cost) | self.settings
+        rule: dict[str, Any] = {"learnt": self.learnt.to_json()} if self.learnt else dict(self.cost)
         rule["acceptance"] = self.acceptance.fresh(START_DRAWS).to_json()
         if self.adaptive and self.prediction is not None:
             rule["forecast"] = self.prediction.rates()

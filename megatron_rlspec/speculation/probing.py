@@ -21,6 +21,7 @@ LAST_PROBE = 128  # most rounds between two probes while drafts are worth at lea
 NEAR = 0.5  # below it the rounds between two probes double without end: most of them would be for nothing
 LEAST_DRAWS = 4  # drafts that the budget must be able to pay for before a probe starts
 PROBE_DRAWS = 16  # drafts of a probe, over all its rounds
+PROBE_SHARE = 0.01  # of the time that rounds may lose by trying other configurations
 EARNED = 0.9  # part of `share` that each round adds to the budget; the rest covers errors of the cost
 
 

@@ -22,6 +22,7 @@ HARDWARE = {
     "H200": (4.8, 989.0),
 }
 
+RIDGE_TOKENS = 128.0  # of a pass that computes as long as it reads the weights; rounds correct it (`LearntCost`)
 RIDGES = 2.0 ** np.arange(-6, 13)  # tokens, tried by `fit`
 LEAST_WEIGHTS = 1e-12  # ms, where the drafter's passes cost something and the target's nothing
 MOST_MS = 1e15
@@ -99,7 +100,7 @@ class Roofline:
             raise ValueError("weights_ms, token_ms and host_ms are 0: expected a round that takes time")
 
     @classmethod
-    def of_layers(cls, target_layers: int, drafter_layers: int = 1, ridge_tokens: float = 128.0) -> Roofline:
+    def of_layers(cls, target_layers: int, drafter_layers: int = 1, ridge_tokens: float = RIDGE_TOKENS) -> Roofline:
         """Make the cost model that is used without a table. Its unit is one plain pass at batch 1. Raises ValueError.
 
         Every layer, of target or drafter, costs the same. `ridge_tokens` is the number of tokens that a pass computes
@@ -113,7 +114,9 @@ class Roofline:
         return cls(1.0, 1.0 / ridge_tokens, 0.0, drafter_layers / target_layers)
 
     @classmethod
-    def of_model(cls, config: Mapping[str, Any], ridge_tokens: float = 128.0, draft_vocabulary: int = 0) -> Roofline:
+    def of_model(
+        cls, config: Mapping[str, Any], ridge_tokens: float = RIDGE_TOKENS, draft_vocabulary: int = 0
+    ) -> Roofline:
         """Make the cost model that is used without a table. Its unit is one plain pass at batch 1.
 
         `config` is the model's config.json. A pass costs what its parameters cost, layers and output head; looking up

@@ -20,11 +20,12 @@ from megatron_rlspec.speculation.acceptance import Acceptance, histogram_of
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learnt_cost import LearntCost, PlainRounds
 from megatron_rlspec.speculation.own_rounds import OwnRounds, Place, TimingPlan, place
-from megatron_rlspec.speculation.probing import CatchUp, ProbeBudget, Prober
+from megatron_rlspec.speculation.probing import PROBE_SHARE, CatchUp, ProbeBudget, Prober
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 VERSION = 1
+MARGIN = 0.01  # share of a round's time that a switch must gain
 PATIENCE = 8  # rounds after which a gain of exactly `margin` leads to a switch
 CATCH_UP_WEIGHT = 0.1  # share of the one-time catch-up cost that staying off must lose before drafting starts
 REPAID = 1000  # rounds of drafting that must repay catching up by a corrected table; else staying off must lose it all
@@ -131,8 +132,8 @@ class SpecRule:
         *,
         start: SpecConfig | None = None,
         acceptance: Acceptance | None = None,
-        margin: float = 0.01,
-        probe_share: float = 0.01,
+        margin: float = MARGIN,
+        probe_share: float = PROBE_SHARE,
         forecast: Sequence[float] | None = None,
         correct: bool = False,
     ) -> None:

@@ -701,7 +701,7 @@ def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict
     swapped = agreeing | {name: torch.cat([agreeing[name][:, half:], agreeing[name][:, :half]], 1)}
     configs = [SpecConfig(*config) for config in engine.describe()["configs"]]
     settings = HealthSettings(canary_share=1.0, canary_tokens=24)
-    learning = Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01)
+    learning = Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0))
     speculation = Speculation(learning, configs, settings)
     prompts = [r.prompt.tokens.tolist() for r in requests(6)]
     greedy = Sampling(temperature=0, ignore_eos=True)
@@ -760,7 +760,7 @@ def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngin
     whole = 1 + 8 * 4  # tokens: the prefill's, and eight rounds that the limit does not cut
     samples = few.generate(requests(2), Sampling(temperature=0, max_new_tokens=whole, ignore_eos=True))
     samples += many.generate(requests(12), Sampling(max_new_tokens=30, ignore_eos=True))
-    speculation = Speculation(Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01))
+    speculation = Speculation(Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0)))
     found = speculation.after_rollout([few.url, many.url])
     assert found["rollout/spec_share_k3"] == 1.0
     shares = [sum(s.accepted[1:]) / sum(s.accepted) for s in (samples[0], samples[-1])]
@@ -776,7 +776,7 @@ def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngin
     # By a cost table: its times are scaled by what rounds took, and what it did not measure is no candidate.
     costs = hundred_times_faster(tmp_path / "costs.json")
     by_table = Speculation(
-        Learning([0, 1, 2, 3], str(costs), Roofline.of_model(CONFIG, 64.0), 0.01, 0.01, scale_table=True),
+        Learning([0, 1, 2, 3], str(costs), Roofline.of_model(CONFIG, 64.0), scale_table=True),
         [SpecConfig(*config) for config in few.describe()["configs"]],
     )
     few.set_schedule(k(2))
@@ -786,7 +786,7 @@ def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngin
     measured = CostTable.load(costs)
     scaled = CostTable.from_json(given["table"]).ms(SpecConfig(2), 4, 400) / measured.ms(SpecConfig(2), 4, 400)
     assert not 0.99 < scaled < 1.01
-    resumed = Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01)
+    resumed = Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0))
     assert resumed.restore(json.loads(json.dumps(speculation.learning.state()))) == ""
     assert resumed.rule() == speculation.learning.rule()
 

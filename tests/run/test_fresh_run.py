@@ -19,11 +19,7 @@ from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 # Without tis_clip, rounding of the engine's log-probs, which drafts change, does not reach the policy.
 OPTIONS = {"rollout__engine": "embedded", "algorithm__tis_clip": 0, "train__eval_prompts": 1, "train__steps": 8}
-FRESH = {
-    "drafter__fresh": "true",
-    "spec__learn_costs": "false",
-    "spec__ridge_tokens": 1e6,
-}  # drafts cost almost nothing
+FRESH = {"drafter__fresh": "true", "spec__learn_costs": "false"}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +100,7 @@ def test_a_model_with_a_drafter_is_refused(start, plain, tmp_path):
 
 @pytest.mark.parametrize(("drafts", "told"), [(0, False), (3, True)])
 def test_the_engines_are_said_to_draft_unless_their_rounds_lost_time(drafts, told, tmp_path):
-    learning = Learning([0, 3], "", Roofline.of_layers(8), 0.01, 0.01)
+    learning = Learning([0, 3], "", Roofline.of_layers(8))
     speculation = Speculation(load(None, {"spec.candidate_steps": "0,3"}).spec, learning, tmp_path / "rule.json")
     accepted = [0] * 4
     accepted[drafts] = 20

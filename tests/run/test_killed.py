@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from killed_job import Job, await_nothing_left, check_same, check_same_samples, forget
-from short_run import run, train
+from short_run import costs_of_tokens, run, train
 
 from megatron_rlspec.conversion.drafter_files import make_drafter
 from megatron_rlspec.records.recorder import read_records
@@ -34,7 +34,7 @@ SAME_POLICY = {
     "optimizer__lr": 1e-30,
     "optimizer__warmup_steps": 0,
 }  # changes no weight, so no text depends on the order
-MOVES = {"tail__rebalance": "kv", "tail__every": 4, "tail__gain": 0.0, "spec__ridge_tokens": 1}
+MOVES = {"tail__rebalance": "kv", "tail__every": 4}
 COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of which has an engine, and options
     "fixed drafts": (1, {}),
     "staleness, KL, record": (1, AHEAD | RECORD),
@@ -96,6 +96,8 @@ def test_killed_at_random_moments_and_resumed_ends_with_the_same_bytes(start, tm
     if "EAGLE-3" in name:
         make_drafter(start / "model", tmp_path / "drafter", 24)
         options["drafter__path"] = tmp_path / "drafter"
+    if "moves" in name:
+        options["spec__cost_table"] = costs_of_tokens(tmp_path / "costs.json")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     temporary = Path(tempfile.mkdtemp())  # not below tmp_path, whose name is too long for sockets
     monkeypatch.setenv("TMPDIR", str(temporary))

@@ -17,7 +17,7 @@ TABLE = str(Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.jso
 
 
 def learning(deepest=3, table="", **options):
-    return Learning((0, 1, deepest), table, Roofline.of_layers(12), 0.01, 0.01, **options)
+    return Learning((0, 1, deepest), table, Roofline.of_layers(12), **options)
 
 
 def rounds(k, *accepted):
@@ -125,7 +125,7 @@ def test_engines_without_a_rule_get_no_forecast():
 
 def by_roofline():
     cost = Roofline.of_layers(12, ridge_tokens=256.0)
-    return Learning((0, 1, 3), "", cost, margin=0.01, probe_share=0.01, learn=False)
+    return Learning((0, 1, 3), "", cost, learn=False)
 
 
 def test_engines_accept_the_rule_and_learn_on_from_it():
@@ -148,7 +148,7 @@ def test_a_table_of_several_sizes_counts_by_the_engines_size(tmp_path):
     CostTable(Provenance("m", "cpu", "float32", "e", "", ""), rows).save(path)
 
     def chosen(tp):
-        mine = Learning((0, 3), str(path), Roofline.of_layers(2), margin=0.01, probe_share=0.0, tp=tp)
+        mine = Learning((0, 3), str(path), Roofline.of_layers(2), tp=tp)
         mine.observe([RoundStats(SpecConfig(3), 4, 400, rounds=50, ms=100.0, accepted=(0, 0, 0, 200))], [])
         return SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **mine.rule()}).choose(4, 400)
 

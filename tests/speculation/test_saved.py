@@ -62,14 +62,14 @@ def test_without_timed_plain_rounds_nothing_is_said():
         ([drafting, near], False, False),
         ([near], True, False),
     ):
-        made = Learning((0, 2), "", Roofline.of_layers(12), 0.01, 0.01, learn=learn)
+        made = Learning((0, 2), "", Roofline.of_layers(12), learn=learn)
         assert ("spec/saved_seconds" in made.observe(rounds, [])) == known == (made.saved(rounds) is not None)
 
 
 def test_the_first_drafts_are_told_with_their_gain_where_it_is_known():
     drafting, plain = RoundStats(DRAFTS, 16, 1000, 5, 60.0, (0, 0, 80)), RoundStats(OFF, 16, 1000, 3, 36.0, (48,))
     for rounds, known in (([drafting, plain], True), ([drafting], False)):
-        made = Speculation(SpecSection(), Learning((0, 2), "", Roofline.of_layers(12), 0.01, 0.01), Path("unused"))
+        made = Speculation(SpecSection(), Learning((0, 2), "", Roofline.of_layers(12)), Path("unused"))
         made.learning.observe(rounds, [])
         told = made.began(rounds, math.nan)
         assert "accept length 3.00" in told and ("times as fast as without drafts" in told) == known

@@ -51,7 +51,7 @@ class Engine:
 
 def disappointed():
     """A run that has seen drafts fail: 2.4 % of them accepted."""
-    learning = Learning((0, 1, 2, 3, 5), "", COST, 0.01, 0.01, learn=False)
+    learning = Learning((0, 1, 2, 3, 5), "", COST, learn=False)
     learning.observe([RoundStats(SpecConfig(1), BATCH, 6400, 40, 40.0, (1249, 31))], [])
     return learning
 

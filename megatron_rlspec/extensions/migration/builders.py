@@ -202,12 +202,11 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
     elif spec.cost_table:
         cost = CostTable.load(Path(spec.cost_table)).of_engine(config.placement.tensor)
     else:
-        cost = LearntCost(Roofline.of_model(hf_config, spec.ridge_tokens, config.drafter.vocabulary))
+        cost = LearntCost(Roofline.of_model(hf_config, draft_vocabulary=config.drafter.vocabulary))
     return rebalance.Rebalancer(
         cost,
         _candidates(config),
         rebalance.Transport(token_bytes=token_bytes(config, hf_config)),
-        gain=tail.gain,
         rule=tail.rule,
         modes=rebalance.WAYS[tail.rebalance],
     )
@@ -261,7 +260,7 @@ def sizes_planner(config: Config, costs: SwitchCosts, ranks: int) -> TPPlanner:
     candidates = _candidates(config)
     rates = Acceptance(max(1, *(candidate.num_steps for candidate in candidates))).rates
     table = CostTable.load(Path(config.tail.cost_table)).of_sizes(config.tail.tp)
-    return TPPlanner(table, candidates, rates, costs, ranks, gain=config.tail.gain)
+    return TPPlanner(table, candidates, rates, costs, ranks)
 
 
 def _cores(ranks: int) -> str:

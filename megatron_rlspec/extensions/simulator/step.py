@@ -15,7 +15,6 @@ from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 
-MARGIN, PROBES = 0.01, 0.01  # as `spec.margin` and `spec.probe_share` of a run
 STRIDE = 1_000_003  # between the seeds of two runs' steps
 
 
@@ -114,7 +113,7 @@ class _Run:
         depth = workload.acceptance.rates.shape[1]
         candidates = policies.candidates(cluster.believed(cluster.tp), depth)
         chains = list(dict.fromkeys(config.num_steps for config in candidates))
-        self.learning = Learning(chains, "", Roofline.of_layers(32), MARGIN, PROBES, learn=False)
+        self.learning = Learning(chains, "", Roofline.of_layers(32), learn=False)
         self.gap = 0.0 if policies.trained else training.behind  # log-odds that the drafter is behind
         self.beside = 0.0  # seconds of an update that runs beside the next rollout
 

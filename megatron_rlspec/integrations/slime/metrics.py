@@ -22,7 +22,7 @@ from slime.rollout import sglang_rollout
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
-from megatron_rlspec.config import ConfigError, SpecSection
+from megatron_rlspec.config import ConfigError
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime import seeds
 from megatron_rlspec.integrations.slime import state as slime_state
@@ -138,15 +138,12 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
             logger.warning("rlspec: draft steps stay as they are: SGLang adapts none here; its log has the reason")
         return None
     config = described(args.hf_checkpoint, _eagle3(args))
-    spec = SpecSection()
     table = getattr(args, "rlspec_cost_table", "")
     steps = sorted({config.num_steps for config in configs})
     learning = Learning(
         steps,
         table,
-        Roofline.of_model(config.get("text_config", config), spec.ridge_tokens),
-        margin=spec.switching_margin,
-        probe_share=spec.probe_share,
+        Roofline.of_model(config.get("text_config", config)),
         tp=getattr(args, "rollout_num_gpus_per_engine", 1),
         scale_table=True,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from short_run import run, train
+from short_run import costs_of_tokens, run, train
 from test_interrupted import told
 
 from megatron_rlspec.config import ConfigError, load
@@ -24,10 +24,8 @@ from megatron_rlspec.types import OFF, SpecConfig
 OPTIONS = {
     "rollout__engine": "embedded",
     "spec__mode": "fixed",
-    "spec__ridge_tokens": 1,  # on a CPU every token of a round costs
     "tail__rebalance": "kv",
     "tail__every": 4,
-    "tail__gain": 0.0,
     "train__eval_prompts": 1,
     "train__tokens_per_micro_batch": 256,
 }
@@ -37,12 +35,13 @@ FIRST = ("rollout/samples", "rollout/reward", "rollout/response_tokens", "rollou
 
 @pytest.mark.slow
 def test_two_ranks_draw_together_and_resume_with_the_same_bytes(start, tmp_path):
+    options = OPTIONS | {"spec__cost_table": costs_of_tokens(tmp_path / "costs.json")}
     whole, parted, alone = (tmp_path / name for name in ("whole", "parted", "alone"))
     run(start, alone, **STILL, train__steps=1)
-    run(start, whole, ranks=2, **OPTIONS, train__steps=2)
-    run(start, parted, ranks=2, **OPTIONS, train__steps=1)
+    run(start, whole, ranks=2, **options, train__steps=2)
+    run(start, parted, ranks=2, **options, train__steps=1)
     shutil.rmtree(parted / "hf")
-    run(start, parted, ranks=2, **OPTIONS, train__steps=2, train__resume="true")
+    run(start, parted, ranks=2, **options, train__steps=2, train__resume="true")
     ours, theirs = (read_records(folder / "metrics.jsonl") for folder in (whole, alone))
     assert [ours[0][name] for name in FIRST] == [theirs[0][name] for name in FIRST]
     again, once = (read_hf(folder / "hf")[1] for folder in (parted, whole))
@@ -57,6 +56,7 @@ def test_ranks_train_while_they_draw(start, tmp_path, option):
     """Main threads train while the threads of the fleet draw; texts are those of one rank."""
     option = option | {"train__steps": 2}
     run(start, tmp_path / "alone", **STILL, **option)
+    option["spec__cost_table"] = costs_of_tokens(tmp_path / "costs.json")
     run(start, tmp_path / "two", ranks=2, **OPTIONS, **option)
     ours, theirs = (read_records(tmp_path / name / "metrics.jsonl") for name in ("two", "alone"))
     assert [ours[0][name] for name in FIRST] == [theirs[0][name] for name in FIRST]
@@ -84,7 +84,7 @@ def sizes_table(path):
 def test_two_ranks_join_into_one_engine_and_draw_the_same(start, tmp_path):
     options = STILL | {"train__steps": 2}
     run(start, tmp_path / "alone", **options)
-    options |= {"tail__every": 4, "tail__gain": 0.0}
+    options |= {"tail__every": 4}
     table = sizes_table(tmp_path / "sizes.json")
     run(start, tmp_path / "two", ranks=2, **options, tail__tp="1,2", tail__cost_table=table)
     ours, theirs = (read_records(tmp_path / name / "metrics.jsonl") for name in ("two", "alone"))
@@ -97,7 +97,7 @@ def test_two_ranks_join_into_one_engine_and_draw_the_same(start, tmp_path):
 @pytest.mark.slow
 def test_a_rank_killed_in_a_change_of_the_size_ends_the_run_which_resumes(start, tmp_path, monkeypatch):
     """Steps that were finished are kept; the step in progress is drawn anew, with the same texts."""
-    options = STILL | {"tail__tp": "1,2", "tail__every": 4, "tail__gain": 0.0}
+    options = STILL | {"tail__tp": "1,2", "tail__every": 4}
     options |= {"train__record": "true", "train__steps": 4}
     options["tail__cost_table"] = sizes_table(tmp_path / "sizes.json")
     whole, killed = tmp_path / "whole", tmp_path / "killed"

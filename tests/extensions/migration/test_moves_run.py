@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from short_run import run
+from short_run import costs_of_tokens, run
 from test_lost_engines import drawn
 
 from megatron_rlspec.commands import report
@@ -17,7 +17,8 @@ from megatron_rlspec.types import OFF, SpecConfig
 def test_a_run_whose_samples_move_draws_the_same(start, tmp_path):
     """A step has one prompt, whose samples begin on one engine. In the cost model every sample costs its share."""
     options = {"rollout__engines": 2, "rollout__prompts_per_step": 1, "rollout__samples_per_prompt": 16}
-    options |= {"rollout__max_new_tokens": 160, "spec__ridge_tokens": 4, "train__steps": 3, "train__save_every": 0}
+    options |= {"rollout__max_new_tokens": 160, "train__steps": 3, "train__save_every": 0}
+    options["spec__cost_table"] = costs_of_tokens(tmp_path / "costs.json")
     run(start, tmp_path / "still", **options)
     run(start, tmp_path / "moved", tail__rebalance="auto", tail__every=4, **options)
     assert drawn(tmp_path / "moved") == drawn(tmp_path / "still")

@@ -23,6 +23,7 @@ from megatron_rlspec.types import Held, Load, Move, RoundStats, SpecConfig
 Rule = Literal["threshold", "makespan"]
 How = Literal["kv", "recompute"]
 WAYS: Mapping[str, tuple[How, ...]] = {"kv": ("kv",), "recompute": ("recompute",), "auto": ("kv", "recompute")}
+GAIN = 0.05  # least share of the remaining time that a move, or a change of the size, must save beyond its cost
 WORTH = 0.5  # of the latest finish: an engine that finishes earlier gives no sample away
 STEPS = 64  # of one plan, at most
 TARGETS = 4  # engines that finish first, among which a step chooses
@@ -74,7 +75,7 @@ class Rebalancer:
         candidates: Sequence[SpecConfig],
         transport: Transport = Transport(),
         *,
-        gain: float = 0.05,
+        gain: float = GAIN,
         rule: Rule = "makespan",
         modes: Sequence[How] = WAYS["auto"],
     ) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.pace import Drain, Pace
-from megatron_rlspec.extensions.migration.plans.rebalance import How, Rebalancer, after
+from megatron_rlspec.extensions.migration.plans.rebalance import GAIN, How, Rebalancer, after
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.types import Held, Load, Move, SpecConfig
 
@@ -101,9 +101,9 @@ class TPPlanner:
     candidates  speculative configurations; the fastest one counts in every situation
     rates       acceptance by depth, as in `expected_tokens`
     ranks       that the engines have together; a size t makes ranks / t engines
-    gain        least share of the remaining time that a change must save, against engines of today's size with evenly
-                dealt samples: a saving by dealing belongs to the rebalancer. So a change is not followed by its
-                reverse before the situation changes
+
+    A change must save `GAIN` of the remaining time, against engines of today's size with evenly dealt samples: a saving
+    by dealing belongs to the rebalancer. So a change is not followed by its reverse before the situation changes.
 
     The time comes from the lengths seen so far. (PAT's algorithm 1 has all samples run to the cap, and changes more.)
 
@@ -117,8 +117,6 @@ class TPPlanner:
         rates: Sequence[float],
         costs: SwitchCosts,
         ranks: int,
-        *,
-        gain: float = 0.05,
     ) -> None:
         self.sizes = tuple(tp for tp in table.tps if ranks % tp == 0)
         if len(self.sizes) < 2:
@@ -128,7 +126,6 @@ class TPPlanner:
             )
         self.costs = costs
         self.ranks = ranks
-        self.gain = gain
         self._known = {tp: [c for c in candidates if c in table.configs(tp)] for tp in self.sizes}
         for tp, configs in self._known.items():
             if not configs:
@@ -166,7 +163,7 @@ class TPPlanner:
             if best is None or finish < best.finish_ms:
                 ids = tuple(tuple(held.id for held in group) for group in groups)
                 best = Change(other, ids, how, stay, finish, cost)
-        return best if best is not None and best.finish_ms < stay * (1 - self.gain) else None
+        return best if best is not None and best.finish_ms < stay * (1 - GAIN) else None
 
     def finish(self, groups: Sequence[Sequence[Held]], tp: int, drains: Mapping[str, Drain]) -> float:
         """Return the expected ms until the last sample of all groups has ended."""
