@@ -53,13 +53,9 @@ class AlgorithmConfig(Section):
         "recompute", description="denominator of the ratio: computed by the trainer, or as the engine reported it"
     )
     tis_clip: Annotated[Weight, WEIGHT] = Field(
-        2.0, description="upper bound of the weight p_trainer / p_engine of each token (TIS); 0: no such weight"
-    )
-    stale_clip: Annotated[float, Needs("rollout.staleness", "rollout.partial"), WEIGHT] = Field(
         2.0,
-        gt=0,
-        le=1e6,
-        description="upper bound of that weight for tokens of an older policy (rollout.staleness, rollout.partial)",
+        description="upper bound of the weight p_trainer / p_engine of each token (TIS); 0: no such weight, which "
+        "tokens of an older policy need (rollout.staleness, rollout.partial)",
     )
     dynamic_sampling: bool = Field(
         False, description="drop groups whose rewards are all equal, and sample other prompts in their place (DAPO)"

@@ -12,7 +12,7 @@ from megatron_rlspec.config.base import Needs, Section
 # Prefixes of options that a command does not read.
 UNREAD = {
     "train": "sft. answer. replay.fresh_drafter replay.policy_step",
-    "sft": "algorithm. answer. replay. health.logprob_gap data.path data.raise_level_at reward.max_failed_steps "
+    "sft": "algorithm. answer. replay. health.logprob_gap data.path data.raise_level_at "
     "rollout.prompts_per_step rollout.samples_per_prompt rollout.staleness rollout.partial rollout.over_sampling "
     "rollout.mask_offpolicy rollout.redraw rollout.seeds spec.history drafter.reward_ drafter.share drafter.update_ "
     "drafter.overlap drafter.replay train.steps train.eval_ train.drift_every train.record",

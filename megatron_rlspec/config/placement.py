@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_rlspec.config.base import Needs, Seconds, Section
+from megatron_rlspec.config.base import Needs, Section
 
 Mode = Literal["auto", "apart", "together"]
 
@@ -20,9 +20,6 @@ class PlacementConfig(Section):
     )
     tensor: Annotated[int, Field(gt=0, le=64), Needs("rollout.engine=sglang")] = Field(
         1, description="GPUs of one engine: its tensor parallel size"
-    )
-    startup_seconds: Annotated[Seconds, Needs("rollout.engine=sglang"), Needs("rollout.urls=")] = Field(
-        600.0, description="an engine that does not answer for so long has not started"
     )
     gpu_gib: Annotated[float, Field(ge=0, le=10_000), Needs("rollout.engine=sglang"), Needs("rollout.urls=")] = Field(
         0.0, description="memory of one GPU in GiB; 0: what CUDA says"

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import FUNCTION, Count, Name, Needs, Seconds, Section
+from megatron_rlspec.config.base import FUNCTION, Name, Needs, Seconds, Section
 
 BUILT_IN = ("exact", "math", "reasoning_gym")
 KINDS = f"{', '.join(BUILT_IN)}, module:function or an http(s) address"
@@ -28,9 +28,6 @@ class RewardConfig(Section):
     )
     workers: Annotated[int, Field(gt=0, le=1024), Needs("reward.kind!=exact")] = Field(
         4, description="processes that compute rewards; `exact` needs none"
-    )
-    max_failed_steps: Count = Field(
-        1, description="stop after so many steps in a row in which every reward failed; 0: never"
     )
 
     @model_validator(mode="after")

@@ -29,9 +29,6 @@ class RolloutConfig(Section):
         description="module:function(conversation) that draws a sample in several turns, with a tool or an "
         "environment between them; empty: one reply to each prompt",
     )
-    function_seconds: Annotated[Seconds, Needs("rollout.function")] = Field(
-        600.0, description="time limit of that function between two replies; past it the run ends"
-    )
     prompts_per_step: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(32, description="prompts of one RL step")
     samples_per_prompt: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
         8, description="responses to each prompt: the GRPO group size"
@@ -70,8 +67,10 @@ class RolloutConfig(Section):
     engine_options: Annotated[Text, Needs("rollout.engine=sglang"), Needs("rollout.urls=")] = Field(
         "", description="SGLang's own options for engines that the run launches, as '--attention-backend triton'"
     )
-    timeout_seconds: Annotated[Seconds, Needs("rollout.engine=sglang")] = Field(
-        1800.0, description="an engine that sends nothing for so long has failed"
+    timeout_seconds: Annotated[Seconds, Needs("rollout.engine=sglang", "rollout.function")] = Field(
+        1800.0,
+        description="an engine that sends nothing for so long has failed, and rollout.function, if it asks for no "
+        "reply for so long; an engine that starts has 600 s at least",
     )
     restarts: Annotated[Count, Needs("rollout.engine=sglang"), Needs("rollout.urls=")] = Field(
         3, description="how often a run restarts engines it launched, if they fail"

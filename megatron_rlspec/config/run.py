@@ -96,6 +96,11 @@ class Config(Section):
                 f"parallel.pipeline={self.parallel.pipeline}: drafter.kind=eagle3 reads hidden states of several "
                 "layers, which must be on one rank; expected 1"
             )
+        if self._unweighted:
+            raise ValueError(
+                "algorithm.tis_clip=0 leaves out the weights that tokens of an older policy need, which "
+                "rollout.staleness=1 and rollout.partial=true train on; expected more than 0, or rollout.redraw=true"
+            )
         if self.rollout.partial and self.rollout.engine == "sglang" and self.spec.verifier != "position_keyed":
             raise ValueError(
                 f"rollout.partial=true: SGLang continues samples only under spec.verifier=position_keyed, not "
@@ -122,6 +127,14 @@ class Config(Section):
                 "expected one of the two"
             )
         return self
+
+    @property
+    def _unweighted(self) -> bool:
+        """Return whether the loss takes tokens of an older policy as the present one's own."""
+        algorithm, rollout = self.algorithm, self.rollout
+        weighs = algorithm.loss == "policy_gradient" and algorithm.old_logprobs == "recompute"
+        older = rollout.staleness or (rollout.partial and not rollout.mask_offpolicy)
+        return bool(weighs and algorithm.tis_clip == 0 and older and not rollout.redraw)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -69,5 +69,7 @@ class TrainConfig(Section):
         20.0, gt=0, le=1e6, description="recording ends when its files would exceed so many GiB; the run goes on"
     )
     max_bad_steps: Count = Field(
-        3, description="stop after so many steps in a row whose loss or gradient is not finite; 0: never"
+        3,
+        description="stop after so many steps in a row whose loss or gradient is not finite, or in which every reward "
+        "failed; 0: never",
     )

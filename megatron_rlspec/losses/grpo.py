@@ -94,9 +94,8 @@ def policy_loss(
 
         w · pg + kl_coef · KL(policy, reference) - entropy_coef · entropy
 
-    w is the truncated importance weight min(exp(old - behaviour), tis_clip). For a token that an older policy drew
-    (`batch.staleness` > 0) the cap is `stale_clip` instead of `tis_clip`. With `old` taken at the start of the step
-    this is AReaL's decoupled objective (arXiv 2505.24298, §5.2), truncated. `algorithm.ratio` selects pg:
+    w is min(exp(old - behaviour), tis_clip); 1 if `tis_clip` is 0. Where an older policy drew the token, and `old` is
+    of the step's start, this is AReaL's decoupled objective (arXiv 2505.24298, §5.2), truncated. `ratio` selects pg:
 
     token     max(-rA, -clip(r)A), at most -dual_clip · A where A < 0          (PPO; dual clip: arXiv 1912.09729)
     sequence  the same with r = exp(mean over the sequence's trained tokens)   (GSPO: arXiv 2507.18071, eq. 13)
@@ -134,11 +133,12 @@ def policy_loss(
 
     if batch.behaviour_logprobs is not None:
         behaviour = trained(batch.behaviour_logprobs)
-        if algorithm.tis_clip or batch.staleness is not None:
-            staleness = None if batch.staleness is None else trained(batch.staleness)
-            weight, weight_sums = _importance_weight(old - behaviour, staleness, algorithm)
-            pg_loss = pg_loss * weight
-            sums |= weight_sums
+        if algorithm.tis_clip:
+            weight = (old - behaviour).exp()
+            pg_loss = pg_loss * weight.clamp(max=algorithm.tis_clip)
+            sums |= {"tis": weight, "tis_clipfrac": weight > algorithm.tis_clip}
+        if batch.staleness is not None:
+            sums["staleness"] = trained(batch.staleness)
         # With old_logprobs=engine, `old` equals `behaviour`. The gap then shows in the current policy's log-probs.
         train = logprobs if algorithm.old_logprobs == "engine" else old
         sums["train_rollout_logprob_abs_diff"] = (train - behaviour).abs()
@@ -163,23 +163,6 @@ def policy_loss(
     metrics = {name: (values.detach().to(logprobs) * mask).sum() for name, values in sums.items()}
     metrics["tokens"] = mask.sum().to(logprobs)
     return (loss * trained(batch.policy_weight)).sum(), metrics
-
-
-def _importance_weight(
-    log_ratio: Tensor, staleness: Tensor | None, algorithm: AlgorithmConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return truncated exp(log_ratio), `[T]`, and values for the records; log_ratio = old - behaviour.
-
-    The cap is `tis_clip` (0: the weight is 1), and `stale_clip` for tokens that an older policy drew.
-    """
-    weight = log_ratio.exp()
-    if staleness is None:
-        return weight.clamp(max=algorithm.tis_clip), {"tis": weight, "tis_clipfrac": weight > algorithm.tis_clip}
-    fresh_weight = weight.clamp(max=algorithm.tis_clip) if algorithm.tis_clip else torch.ones_like(weight)
-    stale_weight = weight.clamp(max=algorithm.stale_clip)
-    clipped = torch.where(staleness > 0, weight > algorithm.stale_clip, weight > (algorithm.tis_clip or torch.inf))
-    truncated = torch.where(staleness > 0, stale_weight, fresh_weight)
-    return truncated, {"tis": weight, "tis_clipfrac": clipped, "staleness": staleness}
 
 
 def _own_loss(

@@ -243,7 +243,7 @@ class Conversations:
                 ended.wait(LOOK_SECONDS)
                 stuck = self._too_long()
                 if stuck and self._failure is None:
-                    reason = f"did not go on for {self._seconds:g} s (rollout.function_seconds)"
+                    reason = f"did not go on for {self._seconds:g} s (rollout.timeout_seconds)"
                     self._fail(FunctionError(f"{self._named}: the function {reason}"))
                 if self._failure is not None and (
                     len(samples) + len(stuck) >= len(requests) or time.monotonic() > self._until

@@ -31,6 +31,7 @@ from megatron_rlspec.tasks.data import load_tokenizer
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 UNPLACED = 0.7  # share of a GPU's memory for an engine that no layout of GPUs has, as those of `rlspec answer`
+LEAST_STARTUP = 600.0  # seconds: a rollout.timeout_seconds that soon finds a hung engine is too short to load weights
 Engine = TypeVar("Engine", bound=EmbeddedEngine)
 MakeBudget = Callable[[], Budget]
 
@@ -123,6 +124,7 @@ class ServedEngines:
         self.sizes: dict[str, int] = {}
         self._config = config
         self._timeout = config.rollout.timeout_seconds
+        self._startup = max(self._timeout, LEAST_STARTUP)
         self._layout = layout
         self._transport = _transport(config, layout)
         self._logs = run_dir / "logs"
@@ -204,7 +206,7 @@ class ServedEngines:
 
     def _connected(self, process: EngineProcess) -> SGLangEngine:
         """Wait until a process answers. Raises EngineError."""
-        started = process.wait(self._config.placement.startup_seconds)
+        started = process.wait(self._startup)
         return self.client.of(started, timeout=self._timeout, transport=self._transport)
 
 

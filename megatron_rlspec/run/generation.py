@@ -69,7 +69,7 @@ class Generation:
         self._scorer = scorer
         self._recorder = recorder
         self._cancelled = cancelled
-        self._failed_steps = rewards.FailedSteps(config.reward.max_failed_steps)
+        self._failed_steps = rewards.FailedSteps(config.train.max_bad_steps)
         self._shown = False  # whether the run has shown a scored sample
         # tokens and number of the responses to a prompt: they decide which requests engines get first
         self._lengths: dict[int, tuple[int, int]] = {}
@@ -78,7 +78,7 @@ class Generation:
         self._conversations: Conversations | None = None
         if config.rollout.function:
             function = custom.load("rollout.function", config.rollout.function)
-            self._conversations = Conversations(function, engines.pool, tokenizer, config.rollout.function_seconds)
+            self._conversations = Conversations(function, engines.pool, tokenizer, config.rollout.timeout_seconds)
 
     def start(self) -> None:
         """Start the thread that ends a rollout when it is cancelled."""

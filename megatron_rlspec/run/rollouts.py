@@ -202,7 +202,7 @@ class Rollouts:
         """Return the scored groups of one step. With `rollout.staleness`, start the next step's rollout.
 
         Raises EngineError if no engine is left, HealthError for samples of a version that may not be trained on, and
-        RewardsFailedError if all rewards of `reward.max_failed_steps` steps in a row failed.
+        RewardsFailedError if all rewards of `train.max_bad_steps` steps in a row failed.
         """
         ahead, self._ahead = self._ahead, None
         self.newest = ahead.result() if ahead is not None else self._generate(step)

@@ -198,7 +198,8 @@ class FailedSteps:
         self.count = self.count + 1 if len(failures) == samples else 0
         if 0 < self.most <= self.count:
             raise RewardsFailedError(
-                f"{name}: all {samples} rewards failed (reward.max_failed_steps={self.most}); the first: {failures[0]}"
+                f"{name}: all {samples} rewards failed, for {self.count} steps in a row "
+                f"(train.max_bad_steps={self.most}); the first: {failures[0]}"
             )
 
 

@@ -121,6 +121,7 @@ CONTRADICTIONS = [
     option("--rollout.engine embedded --rollout.engines 2", "engine=embedded", "engines=2"),
     option("--optimizer.decay_steps 5 --optimizer.warmup_steps 9", "optimizer.decay_steps=5", "warmup_steps=9"),
     option("--algorithm.dynamic_sampling true --rollout.temperature 0", "rollout.temperature=0"),
+    option("--algorithm.tis_clip 0 --rollout.staleness 1", "algorithm.tis_clip=0 leaves out the weights"),
     option(
         "--model.path m --sft.path s.jsonl --drafter.train false",
         "sft.drafter_only=true",

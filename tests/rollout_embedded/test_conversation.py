@@ -184,7 +184,7 @@ def test_a_function_that_does_not_go_on_ends_the_rollout(model, patient):
     engine = oracle.engine_of(*model, K3)
     conversations = Conversations(stuck, EnginePool({"a": engine}), Letters(), seconds=0.5)
     try:
-        with pytest.raises(ConfigError, match=r"did not go on for 0.5 s \(rollout.function_seconds\)"):
+        with pytest.raises(ConfigError, match=r"did not go on for 0.5 s \(rollout.timeout_seconds\)"):
             conversations.draw(oracle.requests(PROMPTS), LONG)
     finally:
         release.set()

@@ -34,10 +34,11 @@ def test_steps_of_failures_alone_stop_the_run_and_can_be_drawn_again(start, tmp_
     whole = tmp_path / "whole"
     failed = tmp_path / "failed"
     options = OPTIONS | {"rollout__staleness": staleness}
-    output = run(start, failed, code=1, reward__kind="run_reward:fails", reward__max_failed_steps=most, **options)
+    output = run(start, failed, code=1, reward__kind="run_reward:fails", train__max_bad_steps=most, **options)
     assert "Traceback" not in output, output[-3000:]
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
-    assert f"all 16 rewards failed (reward.max_failed_steps={most}); the first: t00000{most - 1}-p0000000" in line
+    told = f"all 16 rewards failed, for {most} steps in a row (train.max_bad_steps={most}); the first: "
+    assert f"{told}t00000{most - 1}-p0000000" in line
     assert "RuntimeError: broken" in line
     assert len([m for m in events(failed) if m.startswith("step ")]) == most - 1
     if most == 1:  # nothing was trained: the resumed run draws the same prompts

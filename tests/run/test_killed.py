@@ -59,7 +59,7 @@ COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of whi
     "two engines, staleness, redraw": (2, AHEAD | {"rollout__redraw": "true"}),
     "two SGLang engines, record": (1, SGLANG | RECORD),
     "two SGLang engines, staleness, redraw": (1, SGLANG | AHEAD | {"rollout__redraw": "true"}),
-    "two SGLang engines, partial": (1, SGLANG | PARTIAL | RECORD | SAME_POLICY),
+    "two SGLang engines, partial": (1, SGLANG | PARTIAL | RECORD | SAME_POLICY | {"algorithm__tis_clip": 2.0}),
 }
 STEPS = 40
 KILLS = int(os.environ.get("RLSPEC_KILLS", "6"))

@@ -146,7 +146,7 @@ class MigratableEngines(ServedEngines):
                 engine.sleep()
             processes = {name: self._launch(name) for name in self.sizes if name.startswith(SECOND)}
             for name, process in processes.items():
-                started = process.wait(self._config.placement.startup_seconds)
+                started = process.wait(self._startup)
                 second[name] = self.client.of(started, timeout=self._timeout, transport=self._transport)
             for engine in second.values():
                 engine.sleep()
