@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from megatron_rlspec.config.base import (
     FUNCTION,
-    Count,
     LearningRate,
     Name,
     Needs,
@@ -16,7 +15,6 @@ from megatron_rlspec.config.base import (
     Section,
     Text,
     Tokens,
-    Weight,
 )
 
 LOSSES = ("ce", "forward_kl", "reverse_kl", "tv")
@@ -62,10 +60,7 @@ class DrafterConfig(Section):
     reward_weight: Annotated[Literal["none", "reward", "rank"], Needs("drafter.train")] = Field(
         "none",
         description="weight of a sample: 1 (none), its reward over the mean reward, less the least one if that is "
-        "negative (reward), or its rank over the mean rank (rank)",
-    )
-    reward_clip: Annotated[float, Needs("drafter.reward_weight")] = Field(
-        4.0, ge=1, le=1e6, description="that weight is clipped to [1 / reward_clip, reward_clip]"
+        "negative (reward), or its rank over the mean rank (rank); from 1/4 to 4",
     )
     share: Annotated[
         float,
@@ -94,13 +89,9 @@ class DrafterConfig(Section):
         "of its own: the newest samples, or drawn alike, by reward, or by the share of tokens that were no drafts",
     )
     replay_tokens: Annotated[Tokens, Needs("drafter.replay", "drafter.overlap")] = Field(
-        262144, description="most tokens of the buffer; 9 bytes a token, and 2 KB a sample"
-    )
-    replay_bytes: Annotated[Tokens, Needs("drafter.replay", "drafter.overlap")] = Field(
-        2**28, description="most bytes of memory of the buffer"
-    )
-    update_tokens: Annotated[Count, Needs("drafter.replay", "drafter.overlap")] = Field(
-        0, description="most tokens of one update from the buffer; 0: as many as the newest rollout has"
+        262144,
+        description="most tokens of the buffer, of which a sample counts 16 at least; an update takes as many as the "
+        "newest rollout has",
     )
     lr: Annotated[LearningRate, Needs("drafter.train")] = Field(
         1e-3,
@@ -110,9 +101,6 @@ class DrafterConfig(Section):
         20,
         description="steps over which the drafter's learning rate rises linearly from 0; earlier updates count, "
         "if model.path holds their moments; 0: none",
-    )
-    clip_grad: Annotated[Weight, Needs("drafter.train")] = Field(
-        1.0, description="largest norm of the drafter's gradient; 0: not clipped"
     )
 
     @model_validator(mode="after")

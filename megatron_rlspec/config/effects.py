@@ -22,7 +22,7 @@ UNREAD = {
     "placement.mode placement.tensor placement.gpu_gib push. health. algorithm. optimizer. drafter.train "
     "drafter.fresh drafter.depth drafter.repeated_layer drafter.mtp_detach_heads drafter.loss "
     "drafter.reward_ drafter.share drafter.update_ drafter.overlap drafter.replay drafter.lr "
-    "drafter.warmup_steps drafter.clip_grad parallel. sft. train.steps train.tokens train.deterministic "
+    "drafter.warmup_steps parallel. sft. train.steps train.tokens train.deterministic "
     "train.run_dir train.save_every train.keep train.resume train.eval_ train.drift_every train.record "
     "train.max_bad_steps train.export_every train.save_best log. replay.",
     "replay": "sft. answer. drafter.fresh health.logprob_gap data.eval_sets train.eval_ train.drift_every",
@@ -33,7 +33,7 @@ GENERATING = (
     "health.canary_prompts"
 )
 DATA = "data."
-POLICY = "optimizer.lr optimizer.warmup_steps optimizer.weight_decay optimizer.clip_grad model.moe_"
+POLICY = "optimizer.lr optimizer.warmup_steps optimizer.weight_decay model.moe_"
 
 
 def unread(config: Any, command: str, name: str) -> str:

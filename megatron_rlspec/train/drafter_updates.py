@@ -14,6 +14,7 @@ import numpy as np
 from megatron_rlspec.types import Sample
 
 RewardWeight = Literal["none", "reward", "rank"]
+CLIP = 4.0  # a sample weighs at most so many times as much as the mean
 
 
 class EverySteps:
@@ -49,8 +50,6 @@ class EverySteps:
 def reward_weights(
     rewards: Sequence[float] | np.ndarray,
     kind: RewardWeight,
-    *,
-    clip: float = 4.0,
     known: Sequence[bool] | None = None,
 ) -> np.ndarray:
     """Return w(r) of each sample, `[n]` float64, all positive (ReSpec, section 5.3.1: normalised and clipped).
@@ -59,11 +58,9 @@ def reward_weights(
     reward  r divided by the mean; if some reward is negative, r minus the least one takes the place of r
     rank    the rank from 1 to n, equal rewards sharing the mean of theirs, divided by the mean rank
 
-    Weights are clipped to [1 / clip, clip]. A sample that is not `known` (its reward failed) weighs 1 and does not
-    enter the mean. All weights are 1 if the known rewards are all equal. Raises ValueError if `clip` is below 1.
+    Weights are clipped to [1 / CLIP, CLIP]. A sample that is not `known` (its reward failed) weighs 1 and does not
+    enter the mean. All weights are 1 if the known rewards are all equal.
     """
-    if clip < 1:
-        raise ValueError(f"clip={clip} leaves no weight between 1 / clip and clip; expected 1 or more")
     rated = np.ones(len(rewards), bool) if known is None else np.asarray(known, bool)
     weights = np.ones(len(rewards))
     r = np.asarray(rewards, np.float64)[rated]
@@ -75,7 +72,7 @@ def reward_weights(
         value = (last - (counts - 1) / 2)[which]
     else:
         value = r - min(0.0, r.min())
-    weights[rated] = np.clip(value / value.mean(), 1 / clip, clip)
+    weights[rated] = np.clip(value / value.mean(), 1 / CLIP, CLIP)
     return weights
 
 
@@ -84,8 +81,7 @@ def drafter_weights(
     known: Sequence[bool],
     *,
     kind: RewardWeight,
-    clip: float,
 ) -> list[np.ndarray]:
     """Return the weight of every position, `[L]` float32 per sample, for `pack`: `reward_weights` of the sample."""
-    of_samples = reward_weights([sample.reward for sample in samples], kind, clip=clip, known=known)
+    of_samples = reward_weights([sample.reward for sample in samples], kind, known)
     return [np.full(len(sample.tokens), weight, np.float32) for sample, weight in zip(samples, of_samples, strict=True)]

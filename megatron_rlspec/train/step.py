@@ -475,12 +475,11 @@ def _policy_adam(config: Config) -> AdamW:
 
 
 def _drafter_adam(config: Config) -> AdamW:
-    """Return the drafter's Adam: its own rate, warm-up and clip, no decay of weights; the rest is the policy's."""
+    """Return the drafter's Adam: its own rate and warm-up, no decay of weights; the rest is the policy's."""
     own = config.drafter
     return replace(
         _policy_adam(config),
         lr=own.lr,
         weight_decay=0.0,
-        clip_grad=own.clip_grad,
         warmup_steps=own.warmup_steps,
     )

@@ -49,7 +49,7 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
     from megatron_rlspec.train.step import Trainer
 
     options = config(
-        drafter={"depth": 3, "loss": loss, "clip_grad": 0.0} | ({"kind": "eagle3", "path": "-"} if folder else {}),
+        drafter={"depth": 3, "loss": loss} | ({"kind": "eagle3", "path": "-"} if folder else {}),
         rollout={"temperature": temperature},
         spec={"mode": "adaptive", "candidate_steps": (0, *STEPS), "verifier": "target_only"},
     )
@@ -91,7 +91,7 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
         rlspec_depth=3,
         rlspec_loss=loss,
         rlspec_lr=1e-2,
-        rlspec_clip_grad=0.0,
+        clip_grad=0.0,
         rlspec_update_every=2,
         rlspec_zero_first_embedding=True,
         rlspec_candidate_steps=[0, *STEPS],

@@ -31,8 +31,8 @@ def joined(ranks, field):
 def settings(folder):
     """Options under which the drafter's clip acts."""
     file = folder / "clip.yaml"
-    file.write_text("rlspec_clip_grad: 0.01\nrlspec_warmup_steps: 0\n")
-    return "--custom-config-path", str(file)
+    file.write_text("rlspec_warmup_steps: 0\n")
+    return "--clip-grad", "0.01", "--custom-config-path", str(file)
 
 
 @pytest.mark.timeout(900)

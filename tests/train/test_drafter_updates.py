@@ -20,18 +20,19 @@ def sample(response, prompt=4, reward=0.0):
     [
         ("none", [0, 1, 5], [1, 1, 1]),
         ("reward", [1, 3], [0.5, 1.5]),
-        ("reward", [0, 0, 3], [0.5, 0.5, 2]),  # 0 and 3, clipped to [1/2, 2]
-        ("reward", [-1, 1], [0.5, 2]),  # 0 and 2 above the least, over their mean
+        ("reward", [0, 0, 3], [0.25, 0.25, 3]),  # 0 clipped to 1/4
+        ("reward", [-1, 1], [0.25, 2]),  # 0 and 2 above the least, over their mean
         ("reward", [-3, -3], [1, 1]),
         ("reward", [0, 0, 0], [1, 1, 1]),
+        ("reward", [0, 0, 0, 0, 9], [0.25, 0.25, 0.25, 0.25, 4]),
         ("rank", [5, -2, 100], [1, 0.5, 1.5]),
-        ("rank", [7, 7, 9, 1], [1, 1, 1.6, 0.5]),
+        ("rank", [7, 7, 9, 1], [1, 1, 1.6, 0.4]),
         ("reward", [], []),
         ("rank", [2], [1]),
     ],
 )
 def test_weights_of_rewards(kind, rewards, expected):
-    assert reward_weights(rewards, kind, clip=2).tolist() == pytest.approx(expected)
+    assert reward_weights(rewards, kind).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", ["reward", "rank"])
@@ -40,13 +41,8 @@ def test_a_failed_reward_weighs_one_and_enters_no_mean(kind):
     assert weights.tolist() == [*reward_weights([1, 3], kind)[:1], 1, *reward_weights([1, 3], kind)[1:]]
 
 
-def test_a_clip_below_one_is_refused():
-    with pytest.raises(ValueError, match="clip=0.5"):
-        reward_weights([1, 2], "reward", clip=0.5)
-
-
 def test_a_sample_weighs_the_same_at_every_position():
-    rows = drafter_weights([sample(2, reward=1.0), sample(2, reward=3.0)], [True, True], kind="reward", clip=4)
+    rows = drafter_weights([sample(2, reward=1.0), sample(2, reward=3.0)], [True, True], kind="reward")
     assert [row.tolist() for row in rows] == [[0.5] * 6, [1.5] * 6]
     assert rows[0].dtype == np.float32
 

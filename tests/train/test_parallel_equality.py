@@ -86,7 +86,6 @@ def build(cell, weights=None, *, drafter=True, clip=0.0):
             "repeated_layer": not separate,
             "loss": cell["loss"],
             "mtp_detach_heads": cell.get("mtp_detach_heads", True),
-            "clip_grad": clip,
         },
         algorithm={"ratio": cell["ratio"], "entropy_coef": 0.01},
         train={"deterministic": cell.get("deterministic", False)},

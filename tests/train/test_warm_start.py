@@ -34,8 +34,8 @@ def texts(seed, count=4, length=40):
 def trainer_of(warmup=0, **sections):
     defaults = {
         "model": {"dtype": "float32"},
-        "optimizer": {"lr": RATE},
-        "drafter": {"lr": RATE, "warmup_steps": warmup, "clip_grad": 1.0, "loss": "ce"},
+        "optimizer": {"lr": RATE, "clip_grad": 1.0},
+        "drafter": {"lr": RATE, "warmup_steps": warmup, "loss": "ce"},
     }
     merged = {key: defaults.get(key, {}) | sections.get(key, {}) for key in defaults | sections}
     options = config(**merged)

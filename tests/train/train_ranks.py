@@ -101,7 +101,7 @@ def config(**sections: dict[str, Any]) -> Config:
     defaults: dict[str, dict[str, Any]] = {
         "model": {"dtype": "float64"},
         "optimizer": {"lr": 1e-2, "clip_grad": 0.0},
-        "drafter": {"lr": 1e-2, "clip_grad": 0.0, "loss": "ce"},
+        "drafter": {"lr": 1e-2, "loss": "ce"},
     }
     return Config.model_validate({key: defaults.get(key, {}) | sections.get(key, {}) for key in defaults | sections})
 

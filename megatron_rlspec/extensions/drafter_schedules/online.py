@@ -44,7 +44,7 @@ class OnlineLearner:
         self.trainer = trainer
         self.load_policy = load_policy
         self.rule = EverySteps(options.update_every)
-        self.buffer = Replay(options.replay_tokens, options.replay_bytes)
+        self.buffer = Replay(options.replay_tokens)
         self.last_update = -1
         self.seconds = 0.0  # of the newest separate update
         self.updates = 0  # separate ones: the seed of the next draw
@@ -62,12 +62,8 @@ class OnlineLearner:
         options = self.config.drafter
         if options.reward_weight == "none":
             return None
-        return drafter_weights(
-            samples,
-            [not failed(sample) for sample in samples],
-            kind=options.reward_weight,
-            clip=options.reward_clip,
-        )
+        known = [not failed(sample) for sample in samples]
+        return drafter_weights(samples, known, kind=options.reward_weight)
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Store the rollouts of a step, if updates learn from stored ones."""
@@ -124,7 +120,7 @@ class OnlineLearner:
         """Update the drafter from stored rollouts. Returns the drafter's metrics, {} without rollouts."""
         options = self.config.drafter
         by = "newest" if options.replay == "none" else options.replay
-        samples = self.buffer.draw(options.update_tokens, by, (self.config.train.seed, self.updates))
+        samples = self.buffer.draw(by, (self.config.train.seed, self.updates))
         if not samples:
             return {}
         began = time.perf_counter()
@@ -143,7 +139,6 @@ class OnlineLearner:
         self.last_update = step
         metrics["drafter/update_tokens"] = float(sum(len(sample.tokens) for sample in samples))
         metrics["drafter/replay_tokens"] = float(self.buffer.tokens)
-        metrics["drafter/replay_bytes"] = float(self.buffer.bytes)
         return metrics
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:

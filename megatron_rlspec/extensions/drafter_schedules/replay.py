@@ -19,26 +19,24 @@ from megatron_rlspec.train.drafter_updates import reward_weights
 from megatron_rlspec.types import Group, Prompt, Sample
 
 Draw = Literal["newest", "uniform", "reward", "disagreement"]
-SAMPLE_BYTES = 2048  # of Python objects around the arrays of a sample; measured at about 1.6 KB
-SPAN_BYTES = 128  # of one accepted span
+LEAST = 16  # tokens that a sample counts: the Python objects around its arrays take about 1.6 KB
 
 
 class Replay:
-    """Samples of past rollouts, the oldest first; `add` drops the oldest ones beyond either bound.
+    """Samples of past rollouts, the oldest first; `add` drops the oldest ones beyond the bound.
 
-    max_tokens, max_bytes  bounds; the newest sample stays in any case
-    tokens, bytes          now held
+    max_tokens  bound, of which a sample counts `LEAST` at least; the newest sample stays in any case. A token takes at
+                most 9 bytes and 128 for an accepted span, so the memory is at most 265 bytes times this
+    tokens      now held, counted so
     """
 
-    def __init__(self, max_tokens: int, max_bytes: int) -> None:
+    def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self.max_bytes = max_bytes
         self.clear()
 
     def clear(self) -> None:
         """Drop everything."""
         self.tokens = 0
-        self.bytes = 0
         self.newest = 0  # samples of the last `add` that are still held
         self._samples: deque[Sample] = deque()
 
@@ -53,28 +51,25 @@ class Replay:
 
     def _append(self, sample: Sample) -> None:
         self._samples.append(sample)
-        self.tokens += len(sample.tokens)
-        self.bytes += size_of(sample)
-        while len(self._samples) > 1 and (self.tokens > self.max_tokens or self.bytes > self.max_bytes):
-            gone = self._samples.popleft()
-            self.tokens -= len(gone.tokens)
-            self.bytes -= size_of(gone)
+        self.tokens += max(len(sample.tokens), LEAST)
+        while len(self._samples) > 1 and self.tokens > self.max_tokens:
+            self.tokens -= max(len(self._samples.popleft().tokens), LEAST)
 
-    def draw(self, tokens: int, by: Draw, seed: Sequence[int]) -> list[Sample]:
-        """Return different samples of together at most `tokens` tokens, but at least one; none if the buffer is empty.
+    def draw(self, by: Draw, seed: Sequence[int]) -> list[Sample]:
+        """Return different samples, of together at most as many tokens as the last `add` holds, but at least one.
 
         newest        the newest ones, the newest first
         uniform       every sample is as likely
         reward        as likely as `reward_weights` of kind reward
         disagreement  as likely as the share of its tokens that engines drafted wrongly or not at all, at least 0.05
 
-        `tokens` = 0: as many as the last `add` holds. The draw depends on the buffer and the seed only, so all ranks
-        and a resumed run draw alike. Without replacement in proportion to weights: Efraimidis and Spirakis, 2006.
+        None if the buffer is empty. The draw depends on the buffer and the seed only, so all ranks and a resumed run
+        draw alike. Without replacement in proportion to weights: Efraimidis and Spirakis, 2006.
         """
         held = list(self._samples)
         if not held:
             return []
-        tokens = tokens or sum(len(sample.tokens) for sample in held[len(held) - self.newest :])
+        tokens = sum(len(sample.tokens) for sample in held[len(held) - self.newest :])
         order = np.arange(len(held))[::-1]
         if by != "newest":
             noise = np.random.default_rng(list(seed)).gumbel(size=len(held))
@@ -101,12 +96,6 @@ class Replay:
         self.clear()
         for group in groups:
             self.add(group.samples)
-
-
-def size_of(sample: Sample) -> int:
-    """Estimate the bytes of memory of a stored sample."""
-    arrays = (sample.tokens, sample.loss_mask, sample.behaviour_logprobs)
-    return SAMPLE_BYTES + SPAN_BYTES * len(sample.accepted_spans) + sum(array.nbytes for array in arrays)
 
 
 def _compact(sample: Sample) -> Sample:

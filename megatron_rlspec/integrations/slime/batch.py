@@ -37,14 +37,14 @@ class DrafterFields:
     noise_positions: torch.Tensor | None = None
 
 
-def sample_weights(rollout_data: Mapping[str, Any], kind: RewardWeight, clip: float) -> list[float]:
+def sample_weights(rollout_data: Mapping[str, Any], kind: RewardWeight) -> list[float]:
     """Return the drafter's weight of each sample of this data-parallel rank, by its reward.
 
     slime hands every rank the rewards of the whole rollout (`raw_reward`), so all ranks divide by one mean.
     """
     if kind == "none":
         return [1.0] * len(rollout_data["total_lengths"])
-    weights = reward_weights(rollout_data["raw_reward"], kind, clip=clip)
+    weights = reward_weights(rollout_data["raw_reward"], kind)
     return [float(weights[i]) for i in rollout_data["partition"]]
 
 

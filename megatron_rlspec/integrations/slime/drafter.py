@@ -60,12 +60,11 @@ class Options:
     depth_decay: float = 0.8
     lr: float = 1e-3
     warmup_steps: int = 20
-    clip_grad: float = 1.0
     reward_weight: RewardWeight = "none"
-    reward_clip: float = 4.0
     update_every: int = 1
     zero_first_embedding: bool = False
     candidate_steps: tuple[int, ...] = ()  # step counts the engines may run; acceptance is predicted for all above 0
+    clip_grad: float = 1.0  # slime's, which clips the policy's norm by itself
     temperature: float = 1.0  # of slime's rollouts
     sampled: bool = True  # rollouts draw from the unfiltered softmax
     verifier: Verifier = "target_only"
@@ -79,6 +78,7 @@ class Options:
         top_p = getattr(args, "rollout_top_p", 1.0)
         top_k = getattr(args, "rollout_top_k", -1)
         given["temperature"] = temperature
+        given["clip_grad"] = getattr(args, "clip_grad", 1.0)
         given["sampled"] = unfiltered(temperature, top_p, top_k)
         return cls(**given)
 

@@ -244,7 +244,7 @@ def _around_step(train_one_step: Callable) -> Callable:
 
 def _weights(rollout_data: Mapping[str, Any]) -> list[float]:
     assert _drafter is not None
-    return sample_weights(rollout_data, _drafter.options.reward_weight, _drafter.options.reward_clip)
+    return sample_weights(rollout_data, _drafter.options.reward_weight)
 
 
 def _seeds(rollout_data: Mapping[str, Any]) -> list[int] | None:

@@ -44,8 +44,8 @@ CHAINED = {
 }
 DRAFTER = (
     *("kind", "path", "train"),
-    *("depth", "loss", "depth_decay", "lr", "warmup_steps", "clip_grad"),
-    *("reward_weight", "reward_clip", "update_every"),
+    *("depth", "loss", "depth_decay", "lr", "warmup_steps"),
+    *("reward_weight", "update_every"),
 )
 # Under these flags SGLang keeps the number of steps it starts with (`adaptive_unsupported_reason`). It only warns.
 FIXED = (
