@@ -13,12 +13,13 @@ from megatron_rlspec.config.base import Needs, Section
 UNREAD = {
     "train": "sft. answer. replay.fresh_drafter replay.policy_step",
     "sft": "algorithm. answer. replay. health.logprob_gap data.path data.raise_level_at "
-    "rollout.prompts_per_step rollout.samples_per_prompt rollout.staleness rollout.partial rollout.over_sampling "
+    "rollout.prompts_per_step rollout.samples_per_prompt rollout.staleness rollout.partial "
     "rollout.mask_offpolicy rollout.redraw rollout.seeds spec.history drafter.reward_ drafter.share drafter.update_ "
-    "drafter.overlap drafter.replay train.steps train.eval_ train.drift_every train.record",
+    "drafter.overlap drafter.replay train.steps train.eval_every train.eval_samples train.eval_temperature "
+    "train.drift_every train.record",
     "answer": "model.moe_ data.eval_ data.raise_level_at data.shuffle reward. rollout.function "
-    "rollout.prompts_per_step rollout.restarts rollout.staleness rollout.in_flight rollout.partial "
-    "rollout.over_sampling rollout.mask_offpolicy rollout.redraw rollout.seeds spec.history tail. "
+    "rollout.prompts_per_step rollout.restarts rollout.staleness rollout.partial "
+    "rollout.mask_offpolicy rollout.redraw rollout.seeds spec.history tail. "
     "placement.mode placement.tensor placement.gpu_gib push. health. algorithm. optimizer. drafter.train "
     "drafter.fresh drafter.depth drafter.repeated_layer drafter.mtp_detach_heads drafter.loss "
     "drafter.reward_ drafter.share drafter.update_ drafter.overlap drafter.replay drafter.lr "
@@ -29,8 +30,8 @@ UNREAD = {
 }
 # What is read only where engines generate.
 GENERATING = (
-    "data.eval_ data.label_key data.metadata_key reward. rollout. spec. tail. placement. push. health.on_failure "
-    "health.canary_prompts"
+    "data.eval_ train.eval_prompts data.label_key data.metadata_key reward. rollout. spec. tail. placement. push. "
+    "health.on_failure health.canary_prompts"
 )
 DATA = "data."
 POLICY = "optimizer.lr optimizer.warmup_steps optimizer.weight_decay model.moe_"

@@ -78,18 +78,10 @@ class RolloutConfig(Section):
     staleness: Annotated[int, Field(ge=0, le=1)] = Field(
         0, description="0: sample, then train; 1: sample the next step meanwhile, with weights one step older"
     )
-
-    in_flight: Annotated[Count, Needs("rollout.function=")] = Field(
-        0,
-        description="requests that an engine is given at a time, the rest as it ends others; 0: max_running_requests, "
-        "and all with engine=embedded",
-    )
     partial: bool = Field(
         False,
-        description="end a rollout with its batch; what it has begun beyond that goes on in the next step",
-    )
-    over_sampling: Annotated[int, Field(ge=0, le=MOST_SAMPLES), Needs("rollout.partial")] = Field(
-        0, description="prompts that partial rollouts draw at a time; 0: twice prompts_per_step"
+        description="begin twice prompts_per_step, and end a rollout when its batch is complete; the rest goes on in "
+        "the next step",
     )
     partial_staleness: Annotated[int, Field(ge=1, le=1024), Needs("rollout.partial")] = Field(
         1, description="steps that partial rollouts carry a group at most; then the step waits for it"
@@ -112,13 +104,9 @@ class RolloutConfig(Section):
     @property
     def begun_prompts(self) -> int:
         """Return the prompts that a rollout draws at a time."""
-        return (self.over_sampling or 2 * self.prompts_per_step) if self.partial else self.prompts_per_step
+        return 2 * self.prompts_per_step if self.partial else self.prompts_per_step
 
     def _check_partial(self) -> None:
-        if self.partial and self.begun_prompts < self.prompts_per_step:
-            raise ValueError(
-                f"over_sampling={self.over_sampling}: expected at least prompts_per_step={self.prompts_per_step}"
-            )
         if self.redraw and self.function:
             raise ValueError(f"redraw=true checks one reply, but function={self.function} draws several turns")
         if self.redraw and self.mask_offpolicy:

@@ -6,13 +6,17 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatron_rlspec.config.base import Count, Name, Needs, Positive, Section, Text
+from megatron_rlspec.config.base import Count, Name, Positive, Section, Text
 
 
 class SftConfig(Section):
     path: Text = Field("", description="prompts with written responses: a .jsonl or .parquet file")
     response_key: Name = Field("response", description="column of the written response")
-    steps: Positive = Field(2000, description="most steps")
+    steps: Positive = Field(
+        2000,
+        description="steps; with sft.drafter_only fewer, if the accept length has stopped rising: if an evaluation "
+        "adds less than 0.01, and with sft.held_out the last two together",
+    )
     samples_per_step: Annotated[int, Field(gt=0, le=2**20)] = Field(128, description="responses of one step")
     held_out: Count = Field(
         64,
@@ -24,23 +28,6 @@ class SftConfig(Section):
     )
     eval_every: Count = Field(
         50,
-        description="steps between evaluations: an engine answers data.eval_path, if that is given; the trainer "
-        "measures the drafter on sft.held_out prompts, if there are any; 0: none",
-    )
-    eval_prompts: Annotated[int, Field(gt=0, le=2**20), Needs("sft.eval_every!=0"), Needs("data.eval_path")] = Field(
-        64, description="held-out prompts of one evaluation"
-    )
-    stop_reward: Annotated[float, Needs("sft.eval_every!=0"), Needs("data.eval_path")] = Field(
-        1.0,
-        ge=-1e6,
-        le=1e6,
-        description="stop early if an evaluation's mean reward is at least this and accept length has stopped rising; "
-        "the reward does not count with sft.drafter_only",
-    )
-    plateau: Annotated[float, Needs("sft.eval_every!=0")] = Field(
-        0.01,
-        gt=0,
-        le=1e6,
-        description="accept length has stopped rising if an evaluation adds less than this; with sft.held_out: if the "
-        "last two evaluations together add less than this",
+        description="steps between evaluations: an engine answers train.eval_prompts of data.eval_path, if that is "
+        "given; the trainer measures the drafter on sft.held_out prompts, if there are any; 0: none",
     )

@@ -183,7 +183,7 @@ def open_pool(config: Config, named: Named, spare: Collection[str], lost: Callab
     # A single engine in this process has a queue of its own. The round in which a sample begins then does not
     # depend on threads, nor does what unfinished samples have when a batch is full.
     alone = rollout.engine == "embedded"
-    in_flight = rollout.in_flight or (0 if alone else rollout.max_running_requests)
+    in_flight = 0 if alone else rollout.max_running_requests
     continues = alone or config.spec.verifier == "position_keyed"
     return EnginePool(named, in_flight, lost, continues, spare)
 

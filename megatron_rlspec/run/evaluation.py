@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -16,6 +15,7 @@ from megatron_rlspec.run.rollouts import Rollouts
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Sample
 
+PLATEAU = 0.01  # tokens a round by which an accept length still rises
 HELD_OUT_DRAFTS = (1, 3, 5)  # a round, at which the accept length on held-out answers is measured
 
 
@@ -49,7 +49,7 @@ class Evaluation:
         self._push = push
         self._last_rollout = 0.0  # accept length of the newest evaluation of a warm start
 
-    def evaluate(self, name: str, done: int, prompts: int | None = None) -> dict[str, dict[str, float]]:
+    def evaluate(self, name: str, done: int) -> dict[str, dict[str, float]]:
         """Generate and score responses to held-out prompts, if there are any, and write an event for each set.
 
         done  steps of the run so far
@@ -60,7 +60,7 @@ class Evaluation:
 
         def measure() -> None:
             assert self._rollouts is not None
-            found.update(self._rollouts.generation.evaluate(name, prompts))
+            found.update(self._rollouts.generation.evaluate(name))
 
         while not self._rank0.run(measure):
             self._push()
@@ -74,17 +74,16 @@ class Evaluation:
         tokens    that the drafter was trained on so far, for the event
         held_out  answers that are not trained on
 
-        It may end if the accept length grew by less than `sft.plateau` since the last evaluation, and, where the policy
-        is trained, the held-out reward is at least `sft.stop_reward`. With `sft.held_out` the accept length on held-out
-        answers must have stopped rising, too.
+        It may end if only the drafter is trained, and the accept length grew by less than `PLATEAU` since the last
+        evaluation. With `sft.held_out` the accept length on held-out answers must have stopped rising, too.
         """
-        measures = self._config.sft.held_out
-        settled = self._drafter_settled(done, tokens, held_out) if measures else True
-        return (self._rollouts_good(done) if self._generates else True) and settled
+        options = self._config.sft
+        settled = self._drafter_settled(done, tokens, held_out) if options.held_out else True
+        steady = self._rollouts_steady(done) if self._generates else True
+        return options.drafter_only and steady and settled
 
     def _drafter_settled(self, done: int, tokens: int, answers: list[Sample]) -> bool:
         """Measure the drafter on held-out answers. Returns whether its accept length has stopped rising."""
-        options = self._config.sft
         with self._records.clock("train"):
             packed = batches.micro_batches(
                 self._config, answers, [0.0] * len(answers), version=done + 1, depth=max(HELD_OUT_DRAFTS)
@@ -100,19 +99,16 @@ class Evaluation:
             tokens=tokens,
             **{f"accept_length_{k}": value for k, value in found.items()},
         )
-        return len(past) > 2 and max(past[-2:]) < max(past[:-2]) + options.plateau
+        return len(past) > 2 and max(past[-2:]) < max(past[:-2]) + PLATEAU
 
-    def _rollouts_good(self, done: int) -> bool:
-        """Push, and evaluate with the engines. Returns whether reward and accept length allow the warm start to end."""
-        options = self._config.sft
+    def _rollouts_steady(self, done: int) -> bool:
+        """Push, and evaluate with the engines. Returns whether their accept length has stopped rising."""
         with self._records.clock("push"):
             self._push()
         with self._records.clock("generate"):
-            found = self.evaluate(f"step-{done:06d}", done, options.eval_prompts).get("", {})
+            found = self.evaluate(f"step-{done:06d}", done).get("", {})
         stop = False
         if found:
-            gain = found["accept_length"] - self._last_rollout
+            stop = found["accept_length"] - self._last_rollout < PLATEAU
             self._last_rollout = found["accept_length"]
-            good = options.drafter_only or found.get("reward", -math.inf) >= options.stop_reward
-            stop = good and gain < options.plateau
         return bool(ranks.job().number(stop))

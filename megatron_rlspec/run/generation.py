@@ -203,12 +203,12 @@ class Generation:
             self._recorder.event("sample", f"{name}: {scored(sample)}")
         self._shown = True
 
-    def evaluate(self, name: str, prompts: int | None = None) -> dict[str, dict[str, float]]:
+    def evaluate(self, name: str) -> dict[str, dict[str, float]]:
         """Generate and score responses to the first prompts of every held-out set, with the same seeds each time."""
-        return {which: self._evaluate(name, which, prompts) for which in self.held_out}
+        return {which: self._evaluate(name, which) for which in self.held_out}
 
-    def _evaluate(self, name: str, which: str, prompts: int | None) -> dict[str, float]:
-        chosen = self.held_out[which][: prompts or self._config.train.eval_prompts]
+    def _evaluate(self, name: str, which: str) -> dict[str, float]:
+        chosen = self.held_out[which][: self._config.train.eval_prompts]
         requests = self._requests(f"e-{name}", chosen, self._config.train.eval_samples, EVALUATION)
         drawing = Drawing(requests, len(chosen), math.inf)
         _, failures = self._generate(drawing)

@@ -246,7 +246,14 @@ def test_a_warm_start_learns_from_them_and_stops_on_a_plateau(start, tmp_path):
     answered(config)
     run_dir = tmp_path / "run"
     warm = {"sft.path": config.answer.path, "sft.drafter_only": "true", "sft.held_out": 3, "sft.eval_every": 1}
-    warm |= {"sft.plateau": 1.0, "sft.steps": 9, "sft.samples_per_step": 8, "data.eval_path": "", "train.save_every": 2}
+    warm |= {
+        "drafter.lr": 1e-6,
+        "drafter.warmup_steps": 0,
+        "sft.steps": 9,
+        "sft.samples_per_step": 8,
+        "data.eval_path": "",
+        "train.save_every": 2,
+    }
     output = short_run.run(start, run_dir, command="sft", **warm, **{"drafter.loss": "forward_kl"})
     lines = output.splitlines()
     assert f"rlspec sft: loading {start / 'model'} (MiMoForCausalLM" in lines[0]

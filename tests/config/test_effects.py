@@ -23,7 +23,7 @@ DECLARED = [
 ]
 # Values that other checks want, where "another than the default" is not enough.
 OTHERS = {"spec.candidate_steps": "0,3", "drafter.loss": "tv", "tail.rebalance": "kv", "rollout.function": "m:f"}
-OTHERS |= {"rollout.over_sampling": "64", "spec.num_steps": "2", "spec.num_draft_tokens": "4", "tail.tp": "1,2"}
+OTHERS |= {"spec.num_steps": "2", "spec.num_draft_tokens": "4", "tail.tp": "1,2"}
 OTHERS |= {"spec.cost_table": "costs.json", "rollout.urls": "http://127.0.0.1:1", "reward.kind": "math"}
 OTHERS |= {"train.eval_temperature": "0.5"}
 OTHERS |= {"push.transport": "http", "data.eval_path": "e.jsonl", "algorithm.dual_clip": "3", "algorithm.loss": "m:f"}

@@ -38,6 +38,6 @@ def test_the_order_of_calls_in_a_run(start, tmp_path):
 def test_a_warm_start_lets_engines_sleep_over_several_steps(start, tmp_path):
     options = {"sft.path": start / "task/train.jsonl", "sft.steps": 3, "sft.samples_per_step": 4, "sft.eval_every": 2}
     options |= {"sft.held_out": 0, "sft.drafter_only": "false"}
-    calls = calls_of(start, tmp_path / "run", "sft", options | {"sft.eval_prompts": 1})
+    calls = calls_of(start, tmp_path / "run", "sft", options | {"train.eval_prompts": 1})
     evaluation = ["_free_memory", "wake", "update_weights", "fingerprints", "generate"]
     assert calls == [*STARTED, "sleep", "train_step", "train_step", *evaluation, "sleep", "train_step"]

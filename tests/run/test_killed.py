@@ -23,7 +23,7 @@ from megatron_rlspec.records.recorder import read_records
 # which weigh a gradient unless tis_clip=0. An adaptive rule starts over after a kill.
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1}
 AHEAD = {"rollout__staleness": 1, "algorithm__kl_coef": 0.1}
-PARTIAL = {"rollout__partial": "true", "rollout__over_sampling": 7, "rollout__max_new_tokens": 48}
+PARTIAL = {"rollout__partial": "true", "rollout__max_new_tokens": 48}
 ADAPTIVE = {"spec__mode": "adaptive", "algorithm__tis_clip": 0}
 RECORD = {"train__record": "true"}
 HISTORY = {"spec__history": "true", "rollout__seeds": "prompt"}

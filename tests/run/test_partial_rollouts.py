@@ -22,7 +22,7 @@ ROWS = 8
 
 
 def config_of(start, run_dir, **changed):
-    rollout = {"engine": "embedded", "partial": True, "over_sampling": 6, "prompts_per_step": WANTED}
+    rollout = {"engine": "embedded", "partial": True, "prompts_per_step": WANTED}
     rollout |= {"samples_per_prompt": SAMPLES, "max_new_tokens": 48, "max_total_tokens": 8192}
     return Config.model_validate(
         {
@@ -124,7 +124,7 @@ def seed_of(config, sample):
 def test_a_row_that_comes_twice_in_a_step_gets_other_samples(start, tmp_path):
     rows = (start / "task/rl.jsonl").read_text().splitlines(keepends=True)[:2]
     (tmp_path / "two.jsonl").write_text("".join(rows))
-    config = config_of(start, tmp_path, partial=False, over_sampling=0, prompts_per_step=6, max_new_tokens=16)
+    config = config_of(start, tmp_path, partial=False, prompts_per_step=6, max_new_tokens=16)
     config = config.model_copy(update={"data": config.data.model_copy(update={"path": f"{tmp_path}/two.jsonl"})})
     run = Run(config, tmp_path)
     samples = [sample for group in run.step(0) for sample in group.samples]
