@@ -20,6 +20,7 @@ from megatron_rlspec.config.base import Section
 SECTIONS = {type(field.default): name for name, field in Config.model_fields.items()}
 CHECKS = {"commands.training", "commands.doctor", "run.inputs", "extensions.migration.checks", "custom"}
 GPUS = {"is_available": lambda: True, "device_count": lambda: 2, "get_device_capability": lambda index: (9, 0)}
+GPUS |= {"get_device_properties": lambda index: mock.Mock(total_memory=80 << 30)}
 found: set[str] = set()
 
 
@@ -42,7 +43,7 @@ def tracing(parse: Callable[..., Config]) -> Callable[..., Config]:
     def parsed(*arguments: object) -> Config:
         config = parse(*arguments)
         Section.__getattribute__ = read
-        if config.placement.gpu_gib or (sys.argv[1] == "answer" and config.rollout.engine == "sglang"):
+        if config.rollout.engine == "sglang" and sys.argv[1] != "sft":
             served(config)
             sys.exit(0)
         return config

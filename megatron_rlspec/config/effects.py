@@ -20,7 +20,7 @@ UNREAD = {
     "answer": "model.moe_ data.eval_ data.raise_level_at data.shuffle reward. rollout.function "
     "rollout.prompts_per_step rollout.restarts rollout.staleness rollout.partial "
     "rollout.mask_offpolicy rollout.redraw rollout.seeds spec.history tail. "
-    "placement.mode placement.tensor placement.gpu_gib push. health. algorithm. optimizer. drafter.train "
+    "placement. push. health. algorithm. optimizer. drafter.train "
     "drafter.fresh drafter.depth drafter.repeated_layer drafter.mtp_detach_heads drafter.loss "
     "drafter.reward_ drafter.share drafter.update_ drafter.overlap drafter.replay drafter.lr "
     "drafter.warmup_steps parallel. sft. train.steps train.tokens train.deterministic "

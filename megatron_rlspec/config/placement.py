@@ -21,6 +21,3 @@ class PlacementConfig(Section):
     tensor: Annotated[int, Field(gt=0, le=64), Needs("rollout.engine=sglang")] = Field(
         1, description="GPUs of one engine: its tensor parallel size"
     )
-    gpu_gib: Annotated[float, Field(ge=0, le=10_000), Needs("rollout.engine=sglang"), Needs("rollout.urls=")] = Field(
-        0.0, description="memory of one GPU in GiB; 0: what CUDA says"
-    )

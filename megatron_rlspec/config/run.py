@@ -196,11 +196,6 @@ class Config(Section):
                 f"sft.held_out={self.sft.held_out} measures a drafter of one repeated layer that is trained; expected "
                 "sft.held_out=0, or drafter.repeated_layer=true and drafter.train=true",
             ),
-            (
-                self.train.best_set and self.train.best_set not in self.data.evaluated,
-                f"train.best_set={self.train.best_set}: expected a name in data.eval_sets="
-                f"{','.join(self.data.eval_sets)}",
-            ),
             (world_size % shards, f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}"),
             (problem := parallel.expert_problem(world_size), problem),
             (

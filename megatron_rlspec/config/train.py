@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from megatron_rlspec.config.base import Count, Name, Needs, Positive, Section, Text, Tokens
+from megatron_rlspec.config.base import Count, Name, Needs, Positive, Section, Tokens
 
 MOST_SEED = 2**31 - 1  # ranks and parts add small numbers to it, and some generators take 32 bits
 
@@ -31,10 +31,7 @@ class TrainConfig(Section):
     )
     save_best: Annotated[bool, Needs("data.eval_path")] = Field(
         False,
-        description="keep the policy of the evaluation with the highest reward, and its drafter, in run_dir/hf-best",
-    )
-    best_set: Annotated[Text, Needs("train.save_best"), Needs("data.eval_path")] = Field(
-        "", description="name of the one of data.eval_sets whose reward save_best compares; empty: data.eval_path's"
+        description="keep the policy of the highest reward on data.eval_path, and its drafter, in run_dir/hf-best",
     )
     keep: Positive = Field(2, description="how many checkpoints stay")
     resume: bool = Field(False, description="continue from the newest checkpoint in run_dir")

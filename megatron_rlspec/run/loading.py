@@ -127,7 +127,7 @@ def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> pla
     placement.check_heads(hf_config, options.tensor)
     if layout.together:
         placement.check_together(config)
-    gpu = int(options.gpu_gib * placement.GIB) or torch.cuda.get_device_properties(0).total_memory
+    gpu = torch.cuda.get_device_properties(0).total_memory
     sizes = {name: math.prod(tensors.shape(name)) for name in tensors}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     world = int(os.environ.get("WORLD_SIZE", "1"))

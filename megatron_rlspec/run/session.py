@@ -337,7 +337,7 @@ class Session:
 
     def evaluate(self, name: str) -> None:
         """Evaluate on held-out prompts, if there are any. With `train.save_best` keep the best model so far."""
-        found = self.evaluation.evaluate(name, self.done).get(self.config.train.best_set, {})
+        found = self.evaluation.evaluate(name, self.done).get("", {})
         if not self.config.train.save_best or self.done == 0:
             return
         if self.results.keep_best(found.get("reward", -math.inf) if self.main else None):

@@ -466,7 +466,6 @@ def _policy_adam(config: Config) -> AdamW:
         weight_decay=options.weight_decay,
         beta1=options.beta1,
         beta2=options.beta2,
-        eps=options.eps,
         clip_grad=options.clip_grad,
         warmup_steps=options.warmup_steps,
         decay_steps=options.decay_steps,

@@ -47,7 +47,7 @@ def test_an_evaluation_draws_several_responses(start, tmp_path):
     kind = {"reward__kind": "run_reward:by_length"}
     run(start, tmp_path / "several", **OPTIONS, **kind, train__eval_prompts=4)
     sets = {"data__eval_sets": f"first-8={start / 'task/rl.jsonl'},own={start / 'task/eval.jsonl'}"}
-    sets |= {"train__save_best": "true", "train__best_set": "first-8", "train__eval_every": 1}
+    sets |= {"train__save_best": "true", "train__eval_every": 1}
     greedy = OPTIONS | {"train__eval_samples": 1, "train__eval_temperature": 0}
     run(start, tmp_path / "greedy", **greedy, **kind, train__eval_prompts=4, **sets)
     several, greedy = (evaluations(tmp_path / name)[0] for name in ("several", "greedy"))
@@ -61,13 +61,13 @@ def test_an_evaluation_draws_several_responses(start, tmp_path):
 
 
 def of_sets(run_dir: Path, held_out: dict) -> None:
-    """Every evaluation has an event for each set. The best policy is that of `train.best_set`."""
+    """Every evaluation has an event for each set. The best policy is that of `data.eval_path`."""
     found = evaluations(run_dir)
     assert [e.get("set", "") for e in found] == ["", "first-8", "own"] * 2  # first, last
     own = next(e for e in found if e.get("set") == "own")
     assert own["reward"] == held_out["reward"] and "first, own: reward" in own["message"]  # the same file
     best = [e["message"] for e in read_records(run_dir / "events.jsonl") if e["kind"] == "best"]
-    last = next(e for e in found if e["name"] == "last" and e.get("set") == "first-8")
+    last = next(e for e in found if e["name"] == "last" and "set" not in e)
     assert f"reward {last['reward']:.3f} is the highest" in best[0]
     board = EventAccumulator(str(run_dir / "tensorboard"))
     board.Reload()
@@ -82,10 +82,6 @@ def of_sets(run_dir: Path, held_out: dict) -> None:
     [
         ({"data.eval_sets": "a"}, "data.eval_sets=a: expected NAME=PATH"),
         ({"data.eval_sets": "a=x,a=y"}, "data.eval_sets=a=x,a=y: one name twice"),
-        (
-            {"data.eval_sets": "a=x", "train.save_best": "true", "train.best_set": "b"},
-            "train.best_set=b: expected a name in data.eval_sets=a=x",
-        ),
     ],
 )
 def test_wrong_sets_are_refused(options, line):

@@ -18,7 +18,7 @@ ONE = EMBEDDED | {"rollout__samples_per_prompt": 2, "train__eval_prompts": 1, "t
 ALL_ON = {"rollout__staleness": 1, "algorithm__kl_coef": 0.1, "drafter__replay": "uniform", "train__record": "true"}
 ALL_ON |= {"drafter__reward_weight": "rank", "algorithm__dynamic_sampling": "true", "rollout__partial": "true"}
 TALKS = {"rollout__function": "run_reward:one_reply", "spec__mode": "fixed", "spec__num_steps": 2}
-SERVED = {"rollout__engine": "sglang", "placement__gpu_gib": 80}
+SERVED = {"rollout__engine": "sglang"}
 WARM = {"sft__steps": 1, "sft__samples_per_step": 2, "sft__drafter_only": "false"}
 JUDGED = {"sft__eval_every": 1, "sft__held_out": 2}
 # Chat templates; a cost table of several sizes; what is read before the command line was checked; `check_run` refuses.

@@ -207,7 +207,6 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
         cost,
         _candidates(config),
         rebalance.Transport(token_bytes=token_bytes(config, hf_config)),
-        rule=tail.rule,
         modes=rebalance.WAYS[tail.rebalance],
     )
 
