@@ -28,7 +28,7 @@ def parser() -> arguments.Parser:
         prog="rlspec convert",
         description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included; GGUF -> either; a run's "
         "checkpoint -> Hugging Face. Any "
-        "TP/PP/EP may have written a Megatron checkpoint, and any may read it.",
+        "TP/PP/EP may have written a Megatron checkpoint, and any may read it. An interrupted conversion continues.",
         example="rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
         first=("--to", "--add-mtp", "--drop-mtp", "--add-eagle3", "--dry-run", "--check"),
         epilog="examples: rlspec convert MiMo-7B-RL mimo-megatron | rlspec convert mimo-megatron mimo-hf | "
@@ -113,10 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlspec convert: {printable(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"rlspec convert: {error.filename or options.target}: {files.reason(error)}", file=sys.stderr)
-        return 1 if error.errno in DISK_FULL else 2
+        note = "; run the same command again to go on" if error.errno in DISK_FULL else ""
+        print(f"rlspec convert: {error.filename or options.target}: {files.reason(error)}{note}", file=sys.stderr)
+        return 1 if note else 2
     except KeyboardInterrupt:
-        print("rlspec convert: interrupted", file=sys.stderr)
+        print("rlspec convert: interrupted; run the same command again to go on", file=sys.stderr)
         return 130
     if options.check:
         from megatron_rlspec.train.check_conversion import compare_logits

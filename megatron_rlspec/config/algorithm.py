@@ -39,10 +39,9 @@ class AlgorithmConfig(Section):
     dual_clip: Annotated[Weight, RATIO] = Field(
         0.0, description="bound on the loss of a negative advantage A: at most dual_clip * |A|; above 1, or 0 for none"
     )
-    kl_coef: Weight = Field(
-        0.0,
-        description="weight of the KL divergence from model.path, estimated from r = log p - log p_ref as exp(-r) - 1 "
-        "+ r (k3); 0: none",
+    kl_coef: Weight = Field(0.0, description="weight of the KL divergence from model.path; 0: none")
+    kl_kind: Annotated[Literal["k1", "k2", "k3"], Needs("algorithm.kl_coef")] = Field(
+        "k3", description="estimator of that KL from r = log p - log p_ref: r (k1), r^2/2 (k2), exp(-r) - 1 + r (k3)"
     )
     entropy_coef: float = Field(0.0, ge=-1e6, le=1e6, description="weight of the entropy bonus")
     aggregation: Literal["token", "sample", "constant"] = Field(

@@ -13,8 +13,13 @@ from megatron_rlspec.config.base import Needs, Positive, Section, Text
 class TailConfig(Section):
     rebalance: Literal["off", "recompute", "kv", "auto"] = Field(
         "off",
-        description="move running samples between engines where the rollout then ends earlier: never, with their KV "
-        "cache (kv), with their tokens only, which the other engine prefills (recompute), or by the cheaper way (auto)",
+        description="move running samples from full engines to empty ones: never, with their KV cache (kv), with "
+        "their tokens only, which the other engine prefills (recompute), or by the cheaper way (auto)",
+    )
+    rule: Annotated[Literal["makespan", "threshold"], Needs("tail.rebalance")] = Field(
+        "makespan",
+        description="which samples move: those by which the rollout ends earlier (makespan), or by RLHFSpec's rule "
+        "(threshold)",
     )
     every: Annotated[Positive, Needs("tail.rebalance", "tail.tp", "rollout.engine=embedded")] = Field(
         32,

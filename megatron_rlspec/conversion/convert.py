@@ -2,13 +2,15 @@
 
 Both directions, and the making of a new drafter, share one design: a source maps canonical Megatron names to full
 tensors, and a sink writes them layer by layer. Memory holds one file of up to 5 GB on the way to Hugging Face, and one
-tensor on the way to Megatron. The target appears when it is complete; an interrupted conversion leaves nothing.
+tensor on the way to Megatron. An interrupted conversion keeps its finished files, and the same command continues it.
+The target appears when it is complete.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,11 +25,13 @@ from megatron_rlspec.conversion import gguf_file, run_checkpoint
 from megatron_rlspec.conversion.drafter_files import build_drafter, eagle3_ids
 from megatron_rlspec.conversion.torch_dist import TRACKER, TorchDistReader, TorchDistWriter, checkpoint_directory
 from megatron_rlspec.models import hf_files as checkpoint
+from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER, STATED, refusal
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.families import FAMILIES, names_where, record_of
-from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_json
+from megatron_rlspec.models.hf_files import CheckpointError, read_hf, read_json, write_json
 from megatron_rlspec.models.names import NameTable, name_table
+from megatron_rlspec.models.tensor_file import TensorFile
 
 Kind = Literal["hf", "megatron"]
 _LAYER = re.compile(r"^((?:decoder|mtp|eagle_module\.decoder)\.layers\.\d+)\.")
@@ -182,6 +186,12 @@ class Conversion:
     made: TemporaryDirectory[str] | None = None  # `small_files` of a GGUF source; removed with this object
     eagle3: Eagle3 | None = None
 
+    def identity(self) -> dict[str, Any]:
+        """Return the properties that an interrupted conversion must share with this one to be continued."""
+        stamps = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(weight_files(self.source))}
+        shape = {"to": self.to, "spec": self.family.spec, "fresh_drafter": self.fresh_drafter}
+        return {**shape, "source": str(self.source.resolve()), "files": stamps, "config": self.config}
+
 
 def plan(
     source: str | Path,
@@ -312,42 +322,28 @@ def _eagle3(source: Path, target: Path, drafter: Path | None) -> Eagle3 | None:
 
 
 def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label, size: None) -> None:
-    """Convert. Calls `advance(label, bytes)` after every group. An error leaves nothing behind.
+    """Convert, or continue an interrupted conversion. Calls `advance(label, bytes)` after every group.
 
-    Raises CheckpointError for a damaged source, and OSError, for a full disk for example.
+    Raises CheckpointError for a damaged source; nothing is then left behind. Raises OSError, for a full disk for
+    example; the same call then continues the conversion.
     """
-    with checkpoint.building(work.target) as partial:
-        if work.to == "megatron":
-            _fill_megatron(partial, work, advance)
-        else:
-            tensors = _hf_tensors(work, advance)
-            checkpoint.fill_hf(partial, work.config, tensors, work.small_files, checkpoint.SHARD_BYTES)
-        if work.eagle3 is not None:
-            _write_eagle3(work.eagle3, work)
-    checkpoint.publish(partial, work.target)
-
-
-def _fill_megatron(directory: Path, work: Conversion, advance: Callable[[str, int], None]) -> None:
-    step = directory / "release"
-    writer = TorchDistWriter(step, work.family)
-    for label, names in work.groups:
-        advance(label, writer.write((name, work.tensors[name]) for name in names))
-    writer.finish()
-    write_json(step / "config.json", work.config)
-    checkpoint.copy_companions(work.small_files, step)
-    (directory / TRACKER).write_text("release")
-
-
-def _hf_tensors(work: Conversion, advance: Callable[[str, int], None]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a Hugging Face checkpoint, those that it repeats under other names too."""
-    for label, names in work.groups:
-        size = 0
-        for name in names:
-            for hf, tensor in work.family.to_hf(name, work.tensors[name]):
-                for own in (hf, *work.family.rows[name].copies):  # safetensors refuses tensors that share memory
-                    yield own, tensor.clone(memory_format=torch.contiguous_format)
-                size += tensor.nbytes
-        advance(label, size)
+    unfinished = work.target.with_name(f".{work.target.name}.partial")
+    note = unfinished / "plan.json"
+    if note.exists() and not _continues(note, work):
+        shutil.rmtree(unfinished)  # the interrupted conversion was another one
+    unfinished.mkdir(exist_ok=True)
+    write_json(note, work.identity())
+    try:
+        sink = (_MegatronSink if work.to == "megatron" else _HfSink)(work, unfinished)
+        for index, (label, names) in enumerate(work.groups):
+            advance(label, sink.write(index, names))
+    except CheckpointError:
+        shutil.rmtree(unfinished)
+        raise
+    if work.eagle3 is not None:
+        _write_eagle3(work.eagle3, work)
+    note.unlink()
+    sink.finish()
 
 
 def _write_eagle3(drafter: Eagle3, work: Conversion) -> None:
@@ -358,6 +354,77 @@ def _write_eagle3(drafter: Eagle3, work: Conversion) -> None:
     own = (pair for name in held if table.is_drafter(name) for pair in table.to_hf(name, held[name]))
     built = build_drafter(drafter.target, drafter.config, own, drafter.ids, drafter.source)
     checkpoint.publish(built, drafter.target)
+
+
+def _continues(note: Path, work: Conversion) -> bool:
+    try:
+        return read_json(note) == work.identity()
+    except CheckpointError:
+        return False
+
+
+class _MegatronSink:
+    """Writes a Megatron checkpoint into `directory`, then publishes it as the target."""
+
+    def __init__(self, work: Conversion, directory: Path) -> None:
+        self.work = work
+        self.directory = directory
+        self.writer = TorchDistWriter(directory / "release", work.family)
+
+    def write(self, index: int, names: Sequence[str]) -> int:
+        if self.writer.has(index):
+            return 0
+        return self.writer.write(index, ((name, self.work.tensors[name]) for name in names))
+
+    def finish(self) -> None:
+        self.writer.finish(len(self.work.groups))
+        write_json(self.directory / "release" / "config.json", self.work.config)
+        checkpoint.copy_companions(self.work.small_files, self.directory / "release")
+        (self.directory / TRACKER).write_text("release")
+        checkpoint.publish(self.directory, self.work.target)
+
+
+class _HfSink:
+    """Writes a Hugging Face checkpoint into `directory`, then publishes it as the target.
+
+    A file holds as many groups as reach `SHARD_BYTES`, and its name has the index of the last one.
+    """
+
+    def __init__(self, work: Conversion, directory: Path) -> None:
+        self.work = work
+        self.directory = directory
+        self._held: dict[str, Tensor] = {}
+        self._written = max((int(file.stem.removeprefix("shard-")) for file in self._files()), default=-1)
+
+    def write(self, index: int, names: Sequence[str]) -> int:
+        if index <= self._written:
+            return 0
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            for hf, tensor in self.work.family.to_hf(name, self.work.tensors[name]):
+                tensors[hf] = tensor.clone(memory_format=torch.contiguous_format)
+                copies = self.work.family.rows[name].copies
+                tensors |= {copy: tensors[hf].clone() for copy in copies}
+        self._held |= tensors
+        if index == len(self.work.groups) - 1 or _bytes(self._held) >= checkpoint.SHARD_BYTES:
+            tensor_file.save(self._held, self.directory / f"shard-{index:05d}.safetensors")
+            self._held = {}
+        return _bytes(tensors)
+
+    def finish(self) -> None:
+        file_of: dict[str, str] = {}
+        for file in self._files():
+            with TensorFile(file) as opened:
+                file_of |= dict.fromkeys(opened, file.name)
+        checkpoint.complete(self.directory, self.work.config, file_of, self.work.small_files)
+        checkpoint.publish(self.directory, self.work.target)
+
+    def _files(self) -> list[Path]:
+        return sorted(self.directory.glob("shard-*.safetensors"))
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _groups(family: NameTable) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -7,6 +7,7 @@ to the model's weights, and one file of new tensors. Another one gets an EAGLE-3
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from megatron_rlspec.conversion.convert import config_with_drafter, plan
 from megatron_rlspec.conversion.drafter_files import make_drafter
 from megatron_rlspec.models import tensor_file
-from megatron_rlspec.models.hf_files import INDEX, LazyTensors, building, copy_companions, publish, read_hf, write_json
+from megatron_rlspec.models.hf_files import INDEX, LazyTensors, copy_companions, publish, read_hf, write_json
 from megatron_rlspec.models.names import NameTable
 
 
@@ -37,7 +38,10 @@ def add_mtp(source: str | Path, target: Path) -> None:
     """
     work = plan(source, target, to="hf", add_mtp=True)
     old = read_hf(source)[1]
-    with building(target) as partial:
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
         new = dict(_new_tensors(work.family, work.tensors, old))
         count = len(old.files()) + 1
         names = {file: f"model-{i:05d}-of-{count:05d}.safetensors" for i, file in enumerate(old.files(), 1)}
@@ -50,7 +54,10 @@ def add_mtp(source: str | Path, target: Path) -> None:
         write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         write_json(partial / "config.json", work.config)
         copy_companions(work.small_files, partial)
-    publish(partial, target)
+        publish(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def add_eagle3(source: str | Path, target: Path) -> None:

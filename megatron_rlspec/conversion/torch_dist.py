@@ -11,7 +11,8 @@ Megatron's names:
 
 The reader unpickles the index only, with an unpickler that refuses all classes but those of an index, and checks the
 result by a schema. It compares the CRCs in the zip archive of every stored part. A checkpoint that `TorchDistWriter`
-wrote also has `rlspec-checksums.json`, the checksum of every tensor, which the reader compares, too.
+wrote also has `rlspec-checksums.json`: the checksum of every tensor, and the CRC of every part and of the index. The
+reader compares them, too.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import math
 import pickle
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,10 +44,10 @@ from megatron_rlspec import files
 from megatron_rlspec.conversion.torch_dist_index import (
     CHECKSUMS,
     DAMAGED,
+    Checksums,
     Chunk,
     Where,
     first_line,
-    load_checksums,
     load_index,
 )
 from megatron_rlspec.models.hf_files import CheckpointError, read_json, write_json
@@ -122,10 +124,13 @@ class TorchDistReader(Mapping[str, Tensor]):
         self.directory = checkpoint_directory(Path(path))
         if read_json(self.directory / _BACKEND).get("sharded_backend") != "torch_dist":
             raise CheckpointError(f"{self.directory / _BACKEND}: not a checkpoint of the torch_dist format")
-        self._checksums = load_checksums(self.directory / CHECKSUMS)
-        index = load_index(self.directory / _INDEX)
+        self._written = Checksums.load(self.directory / CHECKSUMS)
+        index = load_index(self.directory / _INDEX, self._written.index)
         self._stored = index.tensors
         self._where = index.parts
+        for (key, _), info in self._where.items():
+            if self._written.parts and key not in self._stored:  # a module's extra state: small, and not read later
+                self._bytes(key, info)
         self._places = {name: self._find(family, name) for name in family.rows}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -159,7 +164,7 @@ class TorchDistReader(Mapping[str, Tensor]):
             filled[target] = True
         if full is None:
             full = torch.empty(stored.size[lead:], dtype=stored.properties.dtype)
-        return verify(full, self._checksums.get(canonical(name)), f"{self.directory}: {name}")
+        return verify(full, self._written.tensors.get(canonical(name)), f"{self.directory}: {name}")
 
     def __iter__(self):
         return (name for name, found in self._places.items() if found is not None)
@@ -185,7 +190,7 @@ class TorchDistReader(Mapping[str, Tensor]):
         return part
 
     def _bytes(self, key: str, info: Where) -> bytes:
-        """Read the bytes of a stored part. Raises CheckpointError."""
+        """Read the bytes of a stored part and compare their CRC. Raises CheckpointError."""
         file = self.directory / info.relative_path
         try:
             if not file.is_file():
@@ -194,9 +199,36 @@ class TorchDistReader(Mapping[str, Tensor]):
                 raise CheckpointError(f"{file}: truncated; {key} should end at byte {info.offset + info.length}")
             with file.open("rb") as stream:
                 stream.seek(info.offset)
-                return stream.read(info.length)
+                data = stream.read(info.length)
         except OSError as error:
             raise CheckpointError(f"{file}: {error.strerror}") from None
+        expected = self._written.crc(info)
+        if expected is not None and zlib.crc32(data) != expected:
+            raise CheckpointError(f"{file}: {key}: {DAMAGED}")
+        return data
+
+
+def verify_files(path: str | Path, rank: int = 0, ranks: int = 1) -> int:
+    """Compare the CRCs of all stored parts of a converted checkpoint. Returns how many parts this rank compared.
+
+    It is for readers that do not compare CRCs, such as Megatron's own loader. Each of `ranks` reads its share. A
+    checkpoint of another writer has no list of CRCs and passes. Raises CheckpointError.
+    """
+    directory = Path(path) / "release"
+    if not (directory / CHECKSUMS).exists():
+        return 0
+    listed = sorted(Checksums.load(directory / CHECKSUMS).parts.items())[rank::ranks]
+    for key, expected in listed:
+        name, offset, length = key.rsplit(":", 2)
+        try:
+            with (directory / Path(name).name).open("rb") as stream:
+                stream.seek(int(offset))
+                data = stream.read(int(length))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{directory / name}: {files.reason(error)}") from None
+        if zlib.crc32(data) != expected:
+            raise CheckpointError(f"{directory / name}: byte {offset} and following: {DAMAGED}")
+    return len(listed)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -248,62 +280,94 @@ def _holds(chunk: Chunk, at: tuple[int, ...]) -> bool:
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """One stored part; `dtype` is empty for a module's extra state."""
+
+    key: str
+    at: tuple[int, ...]
+    of: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    length: int
+    crc: int
+
+
 class TorchDistWriter:
-    """Writes groups of tensors, each to a file of its own. Call `finish` last."""
+    """Writes groups of tensors, each to a file of its own that appears complete or not at all. Call `finish` last."""
 
     def __init__(self, directory: Path, family: NameTable) -> None:
         self.directory = directory
         self.family = family
         self.stacked = uniform(family)
-        self._groups = 0
-        self._parts: dict[str, Any] = {}
-        self._where: dict[MetadataIndex, _StorageInfo] = {}
-        self._checksums: dict[str, str] = {}
         directory.mkdir(parents=True, exist_ok=True)
 
-    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Write one group and return its bytes. Tensors are consumed one by one. Raises OSError."""
-        with (self.directory / f"__{self._groups}_0.distcp").open("wb") as stream:
-            for name, tensor in tensors:
-                self._checksums[name] = checksum(tensor)
-                where = place(self.family, name, self.stacked, self.family.spec)
-                self._add(where, tensor, stream)
-                for key in _extra_states(where.key, self.family.spec):
-                    self._add_state(Place(key, where.at, where.of), stream)
-            self._groups += 1
-            return stream.tell()
+    def has(self, group: int) -> bool:
+        """Return whether this group was written completely."""
+        return self._note(group).exists()
 
-    def finish(self) -> None:
+    def write(self, group: int, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """Write one group and return its bytes. Tensors are consumed one by one. Raises OSError."""
+        entries = []
+        checksums = {}
+        with files.replacing(self.directory / _file(group)) as partial, partial.open("w+b") as stream:
+            for name, tensor in tensors:
+                checksums[name] = checksum(tensor)
+                where = place(self.family, name, self.stacked, self.family.spec)
+                # The stored tensor has the leading axes of the global tensor. `torch.save` stores the whole storage, so
+                # a view is copied first.
+                whole = tensor.contiguous().view(*(1 for _ in where.at), *tensor.shape)
+                if whole.untyped_storage().nbytes() != whole.nbytes:
+                    whole = whole.clone()
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                entries.append(_append(stream, where, whole, tuple(tensor.shape), dtype))
+                for key in _extra_states(where.key, self.family.spec):
+                    entries.append(_append(stream, Place(key, where.at, where.of), [None], (), ""))
+        write_json(self._note(group), {"entries": [asdict(entry) for entry in entries], "checksums": checksums})
+        return sum(entry.length for entry in entries)
+
+    def finish(self, groups: int) -> None:
         """Write the index over all groups, and the small files that Megatron expects beside it."""
-        index = Metadata(self._parts, planner_data=None, storage_data=self._where)
-        files.write(self.directory / _INDEX, pickle.dumps(index))
-        write_json(self.directory / CHECKSUMS, {"tensors": self._checksums})
+        parts: dict[str, Any] = {}
+        where: dict[MetadataIndex, _StorageInfo] = {}
+        checksums: dict[str, str] = {}
+        crcs: dict[str, int] = {}
+        for group in range(groups):
+            written = read_json(self._note(group))
+            checksums |= written["checksums"]
+            for note in written["entries"]:
+                entry = _Entry(**{**note, **{f: tuple(note[f]) for f in ("at", "of", "shape")}})
+                info = _StorageInfo(_file(group), entry.offset, entry.length)
+                crcs[f"{_file(group)}:{entry.offset}:{entry.length}"] = entry.crc
+                if not entry.dtype:
+                    at = entry.at or (0,)
+                    of = entry.of or (1,)
+                    key = f"{entry.key}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, of))}"
+                    parts[key] = BytesStorageMetadata()
+                    where[MetadataIndex(key)] = info
+                    continue
+                offset = torch.Size(entry.at + (0,) * len(entry.shape))
+                chunk = ChunkStorageMetadata(offset, torch.Size((1,) * len(entry.at) + entry.shape))
+                size = torch.Size(entry.of + entry.shape)
+                properties = TensorProperties(dtype=getattr(torch, entry.dtype))
+                stored = parts.setdefault(entry.key, TensorStorageMetadata(properties, size, []))
+                if stored.size != size:
+                    raise CheckpointError(f"{entry.key}: layers differ in shape, {list(stored.size)} and {list(size)}")
+                stored.chunks.append(chunk)
+                where[MetadataIndex(entry.key, offset)] = info
+        index = pickle.dumps(Metadata(parts, planner_data=None, storage_data=where))
+        files.write(self.directory / _INDEX, index)
+        written = {"tensors": checksums, "parts": crcs, "index": zlib.crc32(index)}
+        write_json(self.directory / CHECKSUMS, written)
         torch.save({"iteration": 0, "checkpoint_version": 3.0}, self.directory / _COMMON)
         versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
         write_json(self.directory / _BACKEND, {"sharded_backend": "torch_dist", **versions})
+        for group in range(groups):
+            self._note(group).unlink()
 
-    def _add(self, where: Place, tensor: Tensor, stream: BinaryIO) -> None:
-        """Write a tensor as a part of a global tensor. Raises CheckpointError if its layers differ in shape."""
-        # The stored tensor has the leading axes of the global tensor. `torch.save` stores the whole storage, so a view
-        # is copied first.
-        whole = tensor.contiguous().view(*(1 for _ in where.at), *tensor.shape)
-        if whole.untyped_storage().nbytes() != whole.nbytes:
-            whole = whole.clone()
-        offset = torch.Size(where.at + (0,) * tensor.dim())
-        size = torch.Size((*where.of, *tensor.shape))
-        new = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), size, [])
-        stored = self._parts.setdefault(where.key, new)
-        if stored.size != size:
-            raise CheckpointError(f"{where.key}: layers differ in shape, {list(stored.size)} and {list(size)}")
-        stored.chunks.append(ChunkStorageMetadata(offset, whole.shape))
-        self._where[MetadataIndex(where.key, offset)] = _append(stream, whole)
-
-    def _add_state(self, where: Place, stream: BinaryIO) -> None:
-        """Write the empty extra state of a module."""
-        shard = f"{'.'.join(map(str, where.at or (0,)))}_{'.'.join(map(str, where.of or (1,)))}"
-        key = f"{where.key}/shard_{shard}"
-        self._parts[key] = BytesStorageMetadata()
-        self._where[MetadataIndex(key)] = _append(stream, [None])
+    def _note(self, group: int) -> Path:
+        return self.directory / f"group-{group:05d}.json"
 
 
 def _extra_states(key: str, spec: str) -> Iterator[str]:
@@ -315,7 +379,17 @@ def _extra_states(key: str, spec: str) -> Iterator[str]:
         yield f"{module.removesuffix('linear_proj')}core_attention._extra_state"
 
 
-def _append(stream: BinaryIO, content: Any) -> _StorageInfo:
+def _append(stream: Any, where: Place, content: Any, shape: tuple[int, ...], dtype: str) -> _Entry:
     first = stream.tell()
     torch.save(content, stream)
-    return _StorageInfo(Path(stream.name).name, first, stream.tell() - first)
+    length = stream.tell() - first
+    stream.flush()
+    crc = 0
+    stream.seek(first)
+    while block := stream.read(1 << 24):
+        crc = zlib.crc32(block, crc)
+    return _Entry(where.key, where.at, where.of, shape, dtype, first, length, crc)
+
+
+def _file(group: int) -> str:
+    return f"__{group}_0.distcp"

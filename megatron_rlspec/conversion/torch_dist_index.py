@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,33 @@ class Where(_Record):
     length: NonNegativeInt
 
 
-class _Checksums(_Record):
-    """`rlspec-checksums.json`: canonical name -> checksum of the full tensor."""
+class Checksums(_Record):
+    """`rlspec-checksums.json`; empty for checkpoints of other writers.
 
-    tensors: dict[str, str]
+    tensors  canonical name -> checksum of the full tensor
+    parts    "file:offset:length" -> CRC32 of a stored part
+    index    CRC32 of the index
+    """
+
+    tensors: dict[str, str] = Field(default_factory=dict)
+    parts: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    index: NonNegativeInt | None = None
+
+    @classmethod
+    def load(cls, file: Path) -> Checksums:
+        if not file.exists():
+            return cls()
+        try:
+            return cls.model_validate(read_json(file))
+        except ValidationError:
+            raise CheckpointError(f"{file}: {DAMAGED}") from None
+
+    def crc(self, where: Where) -> int | None:
+        """Return a part's CRC; None without a list of CRCs. Raises CheckpointError for a part that is not listed."""
+        key = f"{where.relative_path}:{where.offset}:{where.length}"
+        if self.parts and key not in self.parts:
+            raise CheckpointError(f"{CHECKSUMS}: lists no part {key}: the index or the list is damaged")
+        return self.parts.get(key)
 
 
 class _IndexRecord(_Record):
@@ -119,26 +143,19 @@ class _IndexUnpickler(pickle.Unpickler):
         raise CheckpointError(f"the index refers to {module}.{name}, which no checkpoint index needs")
 
 
-def load_checksums(file: Path) -> dict[str, str]:
-    """Read the checksums of a checkpoint's tensors; none of another writer's. Raises CheckpointError."""
-    if not file.exists():
-        return {}
+def load_index(file: Path, expected: int | None) -> Index:
+    """Read the index. Raises CheckpointError, also if `expected` is not None and is not the index's CRC."""
     try:
-        return _Checksums.model_validate(read_json(file)).tensors
-    except ValidationError:
-        raise CheckpointError(f"{file}: {DAMAGED}") from None
-
-
-def load_index(file: Path) -> Index:
-    """Read the index. Raises CheckpointError."""
-    try:
-        found = _IndexUnpickler(io.BytesIO(files.read_bytes(file))).load()
+        content = files.read_bytes(file)
+        found = _IndexUnpickler(io.BytesIO(content)).load()
     except files.FileError as error:
         raise CheckpointError(str(error)) from None
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
     except Exception as error:  # damaged bytes make an unpickler raise almost anything
         raise CheckpointError(f"{file}: unreadable index: {first_line(error)}") from None
+    if expected is not None and zlib.crc32(content) != expected:
+        raise CheckpointError(f"{file}: {DAMAGED}")
     try:
         return _index(_IndexRecord.model_validate(found))
     except ValidationError as error:

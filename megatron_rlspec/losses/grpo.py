@@ -8,6 +8,7 @@ only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -141,7 +142,7 @@ def policy_loss(
         # With old_logprobs=engine, `old` equals `behaviour`. The gap then shows in the current policy's log-probs.
         train = logprobs if algorithm.old_logprobs == "engine" else old
         sums["train_rollout_logprob_abs_diff"] = (train - behaviour).abs()
-        sums["train_rollout_kl"] = kl_estimate(behaviour, train)
+        sums["train_rollout_kl"] = kl_estimate(behaviour, train, "k3")
     if own is not None:
         pg_loss = _own_loss(own, logprobs, entropy, mask, batch, algorithm)
     sums["pg_loss"] = pg_loss
@@ -150,7 +151,7 @@ def policy_loss(
     if algorithm.kl_coef:
         if batch.reference_logprobs is None:
             raise ValueError(f"kl_coef={algorithm.kl_coef} needs reference_logprobs, but the batch has none")
-        sums["kl_loss"] = kl_estimate(logprobs, trained(batch.reference_logprobs))
+        sums["kl_loss"] = kl_estimate(logprobs, trained(batch.reference_logprobs), algorithm.kl_kind)
         loss = loss + algorithm.kl_coef * sums["kl_loss"]
     if entropy is not None:
         sums["entropy"] = trained(entropy)
@@ -208,12 +209,16 @@ def own_advantages(
     return numbers(named(f"algorithm.advantage={options.advantage}", own), own(group), len(samples))
 
 
-def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Estimate KL(policy ‖ reference) per token on the policy's samples, never below 0 (k3 of Schulman's note).
+def kl_estimate(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Estimate KL(policy ‖ reference) per token on the policy's samples; k3 is never negative.
 
-    Source: joschu.net/blog/kl-approx.html.
+    The three kinds are slime's. Source: joschu.net/blog/kl-approx.html.
     """
     log_ratio = logprobs - reference
+    if kind == "k1":
+        return log_ratio
+    if kind == "k2":
+        return log_ratio**2 / 2
     return torch.expm1(-log_ratio) + log_ratio
 
 

@@ -126,36 +126,19 @@ def build_hf(
     memory. `tokenizer_from`: a checkpoint whose tokenizer and other small files are copied. What a killed writer leaves
     behind, `.<name>.partial`, is replaced by the next one.
     """
-    with building(Path(path)) as partial:
-        fill_hf(partial, config, tensors, tokenizer_from, shard_bytes)
-    return partial
-
-
-@contextlib.contextmanager
-def building(target: Path) -> Iterator[Path]:
-    """Yield a new directory beside `target` to write to. After an error, such as that of a full disk, it is removed."""
+    target = Path(path)
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        yield partial
-    except BaseException:
+        writer = ShardWriter(partial, shard_bytes)
+        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            writer.add(name, tensor)
+        complete(partial, config, writer.close(), tokenizer_from)
+    except BaseException:  # a full disk
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def fill_hf(
-    directory: Path,
-    config: Mapping[str, Any],
-    tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
-    tokenizer_from: str | Path | None,
-    shard_bytes: int,
-) -> None:
-    """Write all files of a checkpoint into a directory. Arguments as of `build_hf`."""
-    writer = ShardWriter(directory, shard_bytes)
-    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        writer.add(name, tensor)
-    complete(directory, config, writer.close(), tokenizer_from)
+    return partial
 
 
 class ShardWriter:

@@ -1,4 +1,4 @@
-"""Conversion: exact round trips, fresh drafters, and Megatron's own loader on the other side."""
+"""Conversion: exact round trips, resumption, fresh drafters, and Megatron's own loader on the other side."""
 
 import contextlib
 import io
@@ -61,23 +61,28 @@ def test_bfloat16_keeps_its_bits(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["megatron", "hf"])
-def test_an_interrupted_conversion_leaves_nothing(tmp_path, to, monkeypatch):
+def test_an_interrupted_conversion_continues(tmp_path, to, monkeypatch):
     _, tensors = hf_directory(tmp_path)
-    monkeypatch.setattr("megatron_rlspec.models.hf_files.SHARD_BYTES", 1)  # a file for each tensor
+    monkeypatch.setattr("megatron_rlspec.models.hf_files.SHARD_BYTES", 1)  # a file for each layer
     if to == "hf":
         convert(plan(tmp_path / "hf", tmp_path / "source"))
     source = tmp_path / ("hf" if to == "megatron" else "source")
-    there = sorted(tmp_path.iterdir())
     done = []
 
     def interrupted(label, size):
-        done.append(size)
+        done.append((label, size))
         if len(done) == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         convert(plan(source, tmp_path / "out"), interrupted)
-    assert sorted(tmp_path.iterdir()) == there and all(done)
+    assert not (tmp_path / "out").exists()
+    again = []
+    convert(plan(source, tmp_path / "out"), lambda label, size: again.append(size))
+    assert again[:4] == [0, 0, 0, 0] and all(size > 0 for size in again[4:])
+    if to == "megatron":
+        convert(plan(tmp_path / "out", tmp_path / "back"))
+    assert same(tensors, tmp_path / ("back" if to == "megatron" else "out"))
 
 
 def test_files_are_large_and_others_may_read_them(tmp_path, monkeypatch):
@@ -97,6 +102,21 @@ def test_files_are_large_and_others_may_read_them(tmp_path, monkeypatch):
     assert 1 < len(shards) < 6 and all(file.stat().st_size > 300_000 for file in shards[:-1])
     assert same(tensors, tmp_path / "one") and same(tensors, tmp_path / "some")
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "some").iterdir()} == {0o640}
+
+
+def test_another_source_starts_again(tmp_path):
+    config, _ = hf_directory(tmp_path)
+    other = mimo_checkpoint(seed=5)[1]
+    write_hf(tmp_path / "other", config, other)
+
+    def interrupted(label, size):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(plan(tmp_path / "hf", tmp_path / "out"), interrupted)
+    convert(plan(tmp_path / "other", tmp_path / "out"))
+    convert(plan(tmp_path / "out", tmp_path / "back"))
+    assert same(other, tmp_path / "back")
 
 
 def test_a_fresh_drafter_reads_the_embedding_through_the_first_layer(tmp_path):

@@ -17,7 +17,6 @@ import torch
 from harness import Case, check, ids, model_files, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load
 
 from megatron_rlspec.commands import convert as command
 from megatron_rlspec.conversion import torch_dist
@@ -89,12 +88,14 @@ def biggest(root: Path) -> Path:
     return max(root.rglob("*.distcp"), key=lambda file: file.stat().st_size)
 
 
-def flip_in_a_tensor(root: Path) -> None:
-    held = load(WEIGHTS)["model.embed_tokens.weight"].view(torch.uint8).numpy().tobytes()
-    file = next(file for file in root.rglob("*.distcp") if held in file.read_bytes())
-    data = bytearray(file.read_bytes())
-    data[data.index(held) + len(held) // 2] ^= 16
-    file.write_bytes(data)
+def flipped(position: float) -> Callable[[Path], None]:
+    def edit(root: Path) -> None:
+        file = biggest(root)
+        data = bytearray(file.read_bytes())
+        data[int(position * len(data))] ^= 16
+        file.write_bytes(data)
+
+    return megatron(edit)
 
 
 class Owned:
@@ -166,6 +167,12 @@ def overlapping(index, _) -> None:
     entry.chunks = [chunk, chunk]
 
 
+def flip_in_a_name(root: Path) -> None:
+    """Change a name that no tensor of the model has, so that only the checksum can detect it."""
+    content = (root / INDEX).read_bytes()
+    (root / INDEX).write_bytes(content.replace(b"_extra_state", b"_extra_stat_", 1))
+
+
 def linked(here: Path) -> None:
     write_model(here / "hf")
     (here / "out").symlink_to(here / "nowhere")
@@ -218,6 +225,7 @@ CASES = [
     Case("index empty", TO_HF, (".metadata: unreadable index",), replaced(INDEX, b"")),
     Case("index evil", TO_HF, (".metadata", "refers to posix.mkdir"), megatron(foreign(pickle.dumps(Owned())))),
     Case("index is a list", TO_HF, ("not the index of a checkpoint",), megatron(foreign(pickle.dumps([])))),
+    Case("index flipped", TO_HF, (".metadata", "damaged"), megatron(flip_in_a_name)),
     Case("index without tensors", TO_HF, ("lacks",), with_index(lambda i, _: i.state_dict_metadata.clear())),
     Case("index without parts", TO_HF, (".metadata: no place for",), with_index(lambda i, _: i.storage_data.clear())),
     Case("index of lists", TO_HF, ("storage_data",), with_index(lambda i, _: setattr(i, "storage_data", [1]))),
@@ -233,11 +241,15 @@ CASES = [
     Case("parts overlap", TO_HF, ("parts that overlap",), with_index(overlapping)),
     Case("data missing", TO_HF, (".distcp: no such file",), megatron(lambda root: biggest(root).unlink())),
     Case("data empty", TO_HF, (".distcp: truncated",), megatron(lambda root: os.truncate(biggest(root), 0))),
-    Case("data flipped", TO_HF, (".distcp", "damaged"), megatron(flip_in_a_tensor)),
+    *(
+        Case(f"data flipped at {position}", TO_HF, (".distcp", "damaged"), flipped(position))
+        for position in (0.001, 0.5, 0.999)
+    ),
     Case("data evil", TO_HF, ("evil.distcp", "damaged, or something else than a tensor"), another_part(Owned())),
     Case("data is a dictionary", TO_HF, ("expected a tensor, found dict",), another_part({"a": 1})),
     Case("data of another shape", TO_HF, ("of shape [3]",), another_part(torch.zeros(3))),
-    Case("checksums text", TO_HF, (CHECKSUMS, "damaged"), replaced(f"release/{CHECKSUMS}", '{"tensors": "x"}')),
+    Case("checksums text", TO_HF, (CHECKSUMS, "damaged"), replaced(f"release/{CHECKSUMS}", '{"parts": "x"}')),
+    Case("checksums of no part", TO_HF, ("lists no part",), replaced(f"release/{CHECKSUMS}", '{"parts": {"a": 1}}')),
 ]  # fmt: skip
 
 
@@ -267,12 +279,14 @@ def test_a_part_with_right_crcs_and_other_bits_is_found_by_its_checksum(tmp_path
     other = part_of(tensor + 1)
     assert len(other) == len(part) and zipfile.ZipFile(io.BytesIO(other)).testzip() is None
     file.write_bytes(data[: info.offset] + other + data[info.offset + info.length :])
+    listed = json.loads((root / CHECKSUMS).read_text())
+    (root / CHECKSUMS).write_text(json.dumps({"tensors": listed["tensors"]}))
     with pytest.raises(checkpoint.CheckpointError, match="its checksum differs from what was written"):
         convert(plan(tmp_path / "megatron", tmp_path / "out"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
 
 
-def test_a_full_disk_is_one_line(tmp_path, capfd):
+def test_a_full_disk_is_one_line_and_the_same_command_continues(tmp_path, capfd):
     """A limit on the size of files replaces a full disk."""
     hf()(tmp_path)
     argv = [str(tmp_path / "hf"), str(tmp_path / "out"), "--quiet"]
@@ -286,7 +300,8 @@ def test_a_full_disk_is_one_line(tmp_path, capfd):
         signal.signal(signal.SIGXFSZ, previous)
     told = capfd.readouterr().err
     assert code in (1, 2) and told.startswith("rlspec convert: ") and told.count("\n") == 1, told
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert not (tmp_path / "out").exists()
+    assert command.main(argv) == 0 and (tmp_path / "out/release/config.json").exists()
 
 
 @given(data=st.data(), checksums=st.booleans())
@@ -311,5 +326,27 @@ def test_any_flipped_bit_is_one_error_or_harmless(tmp_path_factory, data, checks
         assert "\n" not in str(error) and str(folder) in str(error) or CHECKSUMS in str(error)
         return
     if checksums:
+        assert found.keys() == set(original)
         assert all(torch.equal(found[name], original[name]) for name in found)
     shutil.rmtree(folder)
+
+
+def test_files_are_verified_for_loaders_that_do_not(tmp_path):
+    """Each rank of three reads its share; one flipped bit is found by one of them."""
+    megatron(lambda root: None)(tmp_path)
+    parts = [torch_dist.verify_files(tmp_path / "megatron", rank, 3) for rank in range(3)]
+    listed = json.loads((tmp_path / "megatron/release" / CHECKSUMS).read_text())["parts"]
+    assert sum(parts) == len(listed) and max(parts) - min(parts) <= 1
+    file = biggest(tmp_path / "megatron")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    found = 0
+    for rank in range(3):
+        try:
+            torch_dist.verify_files(tmp_path / "megatron", rank, 3)
+        except checkpoint.CheckpointError as error:
+            assert file.name in str(error)
+            found += 1
+    assert found == 1
+    assert torch_dist.verify_files(tmp_path) == 0  # of another writer

@@ -207,6 +207,7 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
         cost,
         _candidates(config),
         rebalance.Transport(token_bytes=token_bytes(config, hf_config)),
+        rule=tail.rule,
         modes=rebalance.WAYS[tail.rebalance],
     )
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from megatron_rlspec.config import Config, ConfigError
 
 Problem = tuple[object, str]  # whether it is there, and the line that says so
-_NEEDS_MOVES = " needs moves of samples, but tail.rebalance=off; expected kv, recompute or auto"
 
 
 def check(config: Config, ranks: int | None = None, because: str = "") -> None:
@@ -70,7 +69,7 @@ def _of_second_fleet(config: Config) -> Iterator[Problem]:
         f": the second fleet has the devices of the first, rollout.engines={config.rollout.engines} x "
         f"placement.tensor={tensor}; expected a size that divides {devices}",
     )
-    yield tail.rebalance == "off", f": a second fleet{_NEEDS_MOVES}"
+    yield _without_makespan(config), f": a second fleet{_NEEDS_MAKESPAN}{_moves(config)}"
     yield (
         config.placement.mode == "together",
         ": the two fleets take turns while the trainer's memory stays; expected placement.mode=apart",
@@ -85,7 +84,7 @@ def _of_lane(config: Config) -> Iterator[Problem]:
     tail = config.tail
     tensor = config.placement.tensor
     yield config.rollout.engine != "sglang", " is one more SGLang engine; expected rollout.engine=sglang, or tail.tp"
-    yield tail.rebalance == "off", _NEEDS_MOVES
+    yield _without_makespan(config), f"{_NEEDS_MAKESPAN}{_moves(config)}"
     yield tail.lane <= tensor, f": expected a larger size than placement.tensor={tensor}"
     yield config.placement.mode == "together", " needs GPUs of its own, but placement.mode=together; expected apart"
     yield not tail.cost_table, f" needs tail.cost_table; rlspec profile --tp {tensor},{tail.lane} writes it"
@@ -98,3 +97,14 @@ def _of_costs(config: Config) -> Iterator[Problem]:
 def _of_continued_samples(config: Config) -> Iterator[Problem]:
     wrong = config.spec.mode != "off" and config.spec.verifier != "position_keyed"
     yield wrong, " continues samples, which needs spec.verifier=position_keyed"
+
+
+_NEEDS_MAKESPAN = " needs moves by tail.rule=makespan, but "
+
+
+def _without_makespan(config: Config) -> bool:
+    return config.tail.rebalance == "off" or config.tail.rule != "makespan"
+
+
+def _moves(config: Config) -> str:
+    return f"tail.rebalance={config.tail.rebalance} and tail.rule={config.tail.rule}"

@@ -26,6 +26,7 @@ from slime.backends.megatron_utils import model as slime_model
 from slime.backends.megatron_utils import model_provider as slime_provider
 from slime.utils.misc import load_function
 
+from megatron_rlspec.conversion import torch_dist
 from megatron_rlspec.conversion.drafter_files import SLIME_FOLDER as FOLDER
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weights, trained_tokens
@@ -118,6 +119,8 @@ def _thaw(load: Callable, loaded: Any, model: Sequence[Any], *_: Any, **__: Any)
     if _drafter is not None:
         _drafter.thaw()
     args = get_args()
+    if getattr(args, "load", None):
+        torch_dist.verify_files(args.load, dist.get_rank(), dist.get_world_size())  # Megatron's loader does not
     outside = isinstance(_drafter, SlimeEagle3)  # its weights are nowhere else
     fresh = args.finetune or (args.no_load_optim and not outside)
     directory = None if fresh else Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)

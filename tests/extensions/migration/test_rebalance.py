@@ -19,11 +19,11 @@ from megatron_rlspec.types import OFF, Held, Load, RoundStats, SpecConfig
 
 CANDIDATES = (OFF, SpecConfig(1), SpecConfig(3))
 L40S = Roofline.of_hardware(0.864, 362.0, parameters=8e9, host_ms=1.0)
-STEEP = Roofline(1.0, 0.3, 1e-4, 0.1, host_ms=0.1)  # batch matters from the third sample on
+STEEP = Roofline(1.0, 0.3, 1e-4, 0.1, host_ms=0.1)  # batch matters from the third sample on; the threshold is about 8
 
 
-def planner(cost=L40S, **options) -> Rebalancer:
-    return Rebalancer(cost, CANDIDATES, options.pop("transport", Transport()), **options)
+def planner(rule="makespan", cost=L40S, **options) -> Rebalancer:
+    return Rebalancer(cost, CANDIDATES, options.pop("transport", Transport()), rule=rule, **options)
 
 
 def engine(name, contexts, prompt=16, free=100_000, version=3, waiting=0, accept=2.0, group=-1) -> Load:
@@ -66,9 +66,36 @@ def check_moves(loads, moves):
         assert by_name[move.source].version == by_name[move.target].version
 
 
+@settings(max_examples=60)
+@given(fleets())
+def test_the_threshold_rule_keeps_the_constraints_of_equation_6(loads):
+    rule = planner("threshold", cost=STEEP)
+    threshold = rule.threshold(loads)
+    moves = rule.plan(loads, Lengths(), 512)
+    check_moves(loads, moves)
+    before = {load.engine: len(load.running) for load in loads}
+    now = {load.engine: len(load.running) for load in after(loads, moves)}
+    for move in moves:
+        assert before[move.source] > threshold and now[move.source] >= threshold
+        assert before[move.target] < threshold and now[move.target] <= threshold
+    pairs = {(move.source, move.target) for move in moves}
+    engines = [name for pair in pairs for name in pair]
+    assert len(engines) == len(set(engines)), "an engine takes part in one migration of a decision"
+
+
+@settings(max_examples=30)
+@given(fleets())
+def test_repeated_plans_of_the_threshold_rule_end(loads):
+    rule = planner("threshold", cost=STEEP)
+    for _ in range(len(loads) + 1):
+        moves = rule.plan(loads, Lengths(), 512)
+        loads = after(loads, moves)
+    assert not moves
+
+
 @settings(max_examples=30)
 @given(fleets(), st.sampled_from([0.0, 0.1, 40.0]), st.booleans())
-def test_a_plan_after_a_plan_is_empty(loads, bandwidth, known):
+def test_a_plan_after_a_plan_of_the_makespan_rule_is_empty(loads, bandwidth, known):
     transport = Transport(bandwidth, 150_000, 2.0)
     rule = planner(cost=STEEP, transport=transport)
     rule.ms_per_unit = 1.0
@@ -225,23 +252,35 @@ def test_an_engine_that_gives_nothing_is_asked_again_when_another_has_room():
 
 
 def test_the_paper_s_example_moves():
-    """24 samples and 1, RLHFSpec's figure 5: the almost empty engine is given some."""
+    """24 samples and 1, RLHFSpec's figure 5: both rules give the almost empty engine some."""
     loads = [engine("a", range(100, 124)), engine("b", [110])]
-    moves = planner().plan(loads, of_past_rollouts(), 512)
-    assert [(move.source, move.target) for move in moves] == [("a", "b")]
-    counts = [len(load.running) for load in after(loads, moves)]
+    for rule in ("threshold", "makespan"):
+        moves = planner(rule).plan(loads, of_past_rollouts(), 512)
+        assert [(move.source, move.target) for move in moves] == [("a", "b")] or rule == "threshold"
+    counts = [len(load.running) for load in after(loads, planner().plan(loads, of_past_rollouts(), 512))]
     assert min(counts) >= 8
 
 
-def test_the_turning_point_is_where_a_sample_adds_a_tenth():
-    rule = planner()
-    found = rule.pace.turning_point(200.0)
+def test_the_threshold_is_where_a_sample_adds_a_tenth():
+    rule = planner("threshold")
+    loads = [engine("a", [200] * 4)]
+    found = rule.threshold(loads)
     batch = np.arange(1.0, found + 2)
     cost = np.stack([L40S.grid([c], batch, batch * 200)[0] for c in CANDIDATES])
     tokens = np.array([1.0, *(1 + np.cumsum(np.cumprod(rule._acceptance.rates))[[0, 2]])])
     throughput = batch * (tokens[:, None] / cost).max(0)
     gains = np.diff(throughput) / throughput[0]
     assert gains[-1] < 0.1 <= gains[-2]
+
+
+def test_short_contexts_and_low_acceptance_move_first():
+    rule = planner("threshold", cost=Roofline(1.0, 1.0, 0.0, 0.1))
+    rows = [(90, 1), (50, 3), (50, 2), (70, 1)]
+    full = Load("a", tuple(Held(f"{i}", 8, c, a) for i, (c, a) in enumerate(rows)), 0, 9, 1)
+    empty = engine("b", [], version=1)
+    count = rule.threshold([full, empty])
+    moves = rule.plan([full, empty], Lengths(), 512)
+    assert moves[0].ids == ("2", "1", "3")[: min(4 - count, count)]
 
 
 def test_other_versions_and_full_caches_get_nothing():
@@ -304,6 +343,7 @@ def test_a_move_must_save_the_margin():
 def test_one_straggler_stays():
     loads = [engine("a", [400]), engine("b", []), engine("c", [])]
     assert planner().plan(loads, of_past_rollouts(), 4096) == []
+    assert planner("threshold").plan(loads, Lengths(), 4096) == []
 
 
 def makespan(rule, loads, moved, lengths, cap) -> float:

@@ -20,6 +20,7 @@ from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.rule import Cost
 from megatron_rlspec.types import Held, Load, Move, RoundStats, SpecConfig
 
+Rule = Literal["threshold", "makespan"]
 How = Literal["kv", "recompute"]
 WAYS: Mapping[str, tuple[How, ...]] = {"kv": ("kv",), "recompute": ("recompute",), "auto": ("kv", "recompute")}
 GAIN = 0.05  # least share of the remaining time that a move, or a change of the size, must save beyond its cost
@@ -54,10 +55,13 @@ class Transport:
 class Rebalancer:
     """Plans moves.
 
-    Samples move where that lets the later of two engines finish earlier, by more than the cost of the moves and `gain`
-    of the time. (RLHFSpec, section 6.1, evens out the samples of engines instead, around `Pace.turning_point`.) Costs
-    are the transfer or the prefill, whichever is cheaper (`modes` restricts that), and the rounds that a sample misses.
-    A prompt that the target holds is free. Steps repeat until none pays, each
+    rule "threshold": RLHFSpec, section 6.1, to the letter. The threshold is `Pace.turning_point`. Engines are sorted by
+    their samples, the largest is paired with the smallest, and min(surplus, deficit) samples move, short contexts and
+    then low acceptance first. An engine takes part in one move of a decision.
+
+    rule "makespan": samples move where that lets the later of two engines finish earlier, by more than the cost of the
+    moves and `gain` of the time. Costs are the transfer or the prefill, whichever is cheaper (`modes` restricts that),
+    and the rounds that a sample misses. A prompt that the target holds is free. Steps repeat until none pays, each
     judged by itself, so a plan that follows a plan is empty.
 
     cost        a `Roofline`, a `LearntCost`, or a `CostTable`. Of a table of several tensor-parallel sizes, an engine
@@ -72,12 +76,14 @@ class Rebalancer:
         transport: Transport = Transport(),
         *,
         gain: float = GAIN,
+        rule: Rule = "makespan",
         modes: Sequence[How] = WAYS["auto"],
     ) -> None:
         self.cost = cost
         self.candidates = tuple(candidates)
         self.transport = transport
         self.gain = gain
+        self.rule = rule
         self.modes = tuple(modes)
         self.ms_per_unit = 1.0 if isinstance(cost, CostTable) else 0.0  # 0: not known
         self._acceptance = Acceptance(max(1, *(config.num_steps for config in candidates)))
@@ -142,12 +148,19 @@ class Rebalancer:
                 else:
                     self.transport = replace(link, gigabytes_per_second=rate)
 
+    def threshold(self, loads: Sequence[Load]) -> int:
+        """Return the samples from which on one more adds little throughput, at the mean context of `loads`."""
+        contexts = [held.context for load in loads for held in load.running]
+        return self.pace.turning_point(float(np.mean(contexts)) if contexts else 1.0)
+
     def plan(self, loads: Sequence[Load], lengths: Lengths, cap: int) -> list[Move]:
         """Return the moves, if any pay. Only engines of one version exchange samples.
 
         lengths  of responses that have ended, of this policy or recent ones
         cap      the most tokens that a response may have
         """
+        if self.rule == "threshold":
+            return self._by_threshold(loads)
         running = [held.context - held.prompt for load in loads for held in load.running]
         if not running:
             return []
@@ -209,6 +222,21 @@ class Rebalancer:
                 return times
         roofline = self.cost.fitted if isinstance(self.cost, LearntCost) else self.cost
         return roofline.target_ms(tokens, tokens) * (1 + roofline.drafter)
+
+    def _by_threshold(self, loads: Sequence[Load]) -> list[Move]:
+        threshold = self.threshold(loads)
+        order = sorted(loads, key=lambda load: (len(load.running), load.engine))
+        moves: list[Move] = []
+        while len(order) > 1:
+            smallest, largest = order[0], order[-1]
+            count = min(len(largest.running) - threshold, threshold - len(smallest.running))
+            if count <= 0:
+                break
+            order = order[1:-1]
+            if largest.version == smallest.version:
+                chosen = sorted(largest.running, key=lambda held: (held.context, held.accept, held.id))[:count]
+                moves += self.by_way(largest, smallest, [(held, held.context) for held in chosen])
+        return moves
 
     def by_way(self, source: Load, target: Load, chosen: Sequence[tuple[Held, int]]) -> list[Move]:
         """Return at most two moves, one by KV and one by recomputation. `chosen`: samples, and tokens to bring over."""
