@@ -206,7 +206,7 @@ def test_running_engines_of_the_lane_s_size_are_the_lane(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"tail.rebalance": "off"}, "tail.lane=2 needs moves of samples, but tail.rebalance=off"),
+        ({"tail.rebalance": "off"}, "tail.lane=2 needs moves by tail.rule=makespan, but tail.rebalance=off"),
         ({"placement.tensor": "2"}, "tail.lane=2: expected a larger size than placement.tensor=2"),
         ({"placement.mode": "together"}, "tail.lane=2 needs GPUs of its own, but placement.mode=together"),
         ({"tail.cost_table": ""}, "tail.lane=2 needs tail.cost_table; rlspec profile --tp 1,2 writes it"),
@@ -231,7 +231,7 @@ def test_a_lane_that_cannot_be_is_refused(options, line):
             {"rollout.urls": "http://a:1", "rollout.engines": "1"},
             "tail.tp=1,2: a second fleet needs engines that the run starts",
         ),
-        ({"tail.rebalance": "off"}, "needs moves of samples, but tail.rebalance=off"),
+        ({"tail.rebalance": "off"}, "needs moves by tail.rule=makespan, but tail.rebalance=off"),
         ({"placement.mode": "together"}, "the trainer's memory stays; expected placement.mode=apart"),
         ({"push.transport": "group"}, "NCCL refuses two processes on one GPU"),
         ({"tail.cost_table": ""}, "tail.tp=1,2 needs tail.cost_table; rlspec profile --tp 1,2 writes it"),
