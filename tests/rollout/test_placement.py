@@ -207,6 +207,7 @@ def test_running_engines_of_the_lane_s_size_are_the_lane(monkeypatch, tmp_path):
     ("options", "line"),
     [
         ({"tail.rebalance": "off"}, "tail.lane=2 needs moves by tail.rule=makespan, but tail.rebalance=off"),
+        ({"tail.rule": "threshold"}, "and tail.rule=threshold"),
         ({"placement.tensor": "2"}, "tail.lane=2: expected a larger size than placement.tensor=2"),
         ({"placement.mode": "together"}, "tail.lane=2 needs GPUs of its own, but placement.mode=together"),
         ({"tail.cost_table": ""}, "tail.lane=2 needs tail.cost_table; rlspec profile --tp 1,2 writes it"),
@@ -232,6 +233,7 @@ def test_a_lane_that_cannot_be_is_refused(options, line):
             "tail.tp=1,2: a second fleet needs engines that the run starts",
         ),
         ({"tail.rebalance": "off"}, "needs moves by tail.rule=makespan, but tail.rebalance=off"),
+        ({"tail.rule": "threshold"}, "and tail.rule=threshold"),
         ({"placement.mode": "together"}, "the trainer's memory stays; expected placement.mode=apart"),
         ({"push.transport": "group"}, "NCCL refuses two processes on one GPU"),
         ({"tail.cost_table": ""}, "tail.tp=1,2 needs tail.cost_table; rlspec profile --tp 1,2 writes it"),
