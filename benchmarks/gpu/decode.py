@@ -34,34 +34,28 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     starts = {
         "speculating": [*serving.options(plan, most, tokens, share, serving.UNCACHED), *adaptive],
         "plain": [*serving.options(plan, most, tokens, share, serving.UNCACHED), "--spec", "off"],
-        LIKELIEST: [*serving.options(plan, most, tokens, share, serving.UNCACHED), *likeliest],
     }
+    if plan.likeliest:
+        starts[LIKELIEST] = [*serving.options(plan, most, tokens, share, serving.UNCACHED), *likeliest]
     with serving.launched_together(plan, folder, figures, starts) as processes:
         serving.say_captures(figures, "speculating", f"candidates {steps}; up to batch {most}")
-        engines = [SGLangEngine.of(process, timeout=300) for process in processes]
+        engines = {name: SGLangEngine.of(process, timeout=300) for name, process in zip(starts, processes, strict=True)}
         cost = Roofline.of_layers(plan.shape.layers, ridge_tokens=RIDGE)
         table = ""
         with figures.attempt("cost table"):
-            table = _cost_table(plan, folder, figures, engines[0])
+            table = _cost_table(plan, folder, figures, engines["speculating"])
         learning = Learning(plan.steps, table, cost, learn=False)
         for batch in plan.batches:
             with figures.attempt(f"contestants at batch {batch}"):
-                _compete(plan, figures, *engines, learning, batch)
+                _compete(plan, figures, engines, learning, batch)
 
 
-def _compete(
-    plan: Plan,
-    figures: Figures,
-    spec: SGLangEngine,
-    plain: SGLangEngine,
-    likeliest: SGLangEngine,
-    learning: Learning,
-    batch: int,
-) -> None:
+def _compete(plan: Plan, figures: Figures, engines: dict[str, SGLangEngine], learning: Learning, batch: int) -> None:
     """Run all contestants in turn, and write tokens/s and ratios to plain within the same repetition."""
     fixed = {"off": OFF} | {f"k{k}": SpecConfig(k) for k in plan.fixed}
-    others = {"plain": plain, LIKELIEST: likeliest}
-    names = ("plain", *fixed, LIKELIEST, "adaptive")
+    spec = engines["speculating"]
+    others = {name: engine for name, engine in engines.items() if engine is not spec}
+    names = (*others, *fixed, "adaptive")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     rounds: dict[str, list[Any]] = {name: [] for name in names}
     equal = []

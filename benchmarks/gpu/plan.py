@@ -45,6 +45,7 @@ PARTS: dict[str, Part] = {
     "train": Part("a training step with and without the drafter: ms, peak memory", 60, 240),
     "attention": Part("the drafter's attention, forward and backward: ms, peak memory", 20, 90),
 }
+MOST_FOR_THREE = 24  # layers of a model of which three engines fit into 80 GB
 SERVING = ("decode", "shared", "push", "sleep", "moves", "catchup")  # these need the part `model`
 
 
@@ -82,6 +83,7 @@ class Plan:
     batches       requests that decode at the same time, one measurement each; every request generates `tokens` tokens
     repetitions   counted ones of each contestant, after one that is not
     steps         the engine's candidates; `fixed` are also contestants by themselves
+    likeliest     whether a third engine, which drafts the likeliest tokens, decodes, too
     shared_batch  requests that decode beside the other process
     fit           (requests, drafts a round, tokens of a prefill)
     push_rounds   pushes of each transport, the first one included
@@ -100,11 +102,12 @@ class Plan:
     model: str = ""
     shape: Shape = Shape(layers=18)
     whole: Shape = Shape()
-    batches: tuple[int, ...] = (1, 64, 256)
+    batches: tuple[int, ...] = (64, 256, 1)
     tokens: int = 256
     repetitions: int = 2
     steps: tuple[int, ...] = (0, 1, 2, 3)
     fixed: tuple[int, ...] = (1, 2, 3)
+    likeliest: bool = True
     profile_seconds: int = 60
     shared_batch: int = 64
     fit: tuple[int, int, int] = (256, 3, 8192)
@@ -172,7 +175,7 @@ def planned(*, cpu: bool = False, layers: int = 0, model: str = "", engine: Sequ
         )
     if model:
         plan = replace(plan, model=model, shape=Shape.of(files.read_json(Path(model) / "config.json")))
-    return replace(plan, engine=tuple(engine))
+    return replace(plan, engine=tuple(engine), likeliest=plan.shape.layers <= MOST_FOR_THREE)
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

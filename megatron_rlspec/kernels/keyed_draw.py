@@ -8,7 +8,8 @@ the first tokens of the row's *order*: larger z first, of equal z the lower colu
 **One read without limits.** A score needs two float64 logarithms, which few tokens get. Let u be a token's uniform
 number. Its noise is -log(-log u), and -log u >= 1 - u, so exp(-score) >= (1 - u) / exp(s · z). The right side is a hash
 and one exponential in float32. A token whose right side is more than the exp(-score) of another one cannot win;
-`SLACK` covers the rounding of float32. About five tokens of a row of 151,680 are left, and scored exactly.
+`SLACK` covers the rounding of float32. About five tokens of a row of 151,680 are left, and scored exactly. So most
+tiles have no such token. To see that, a tile takes one sum and one maximum a token, and one maximum of the tile.
 
 **Two reads with limits.** The limits cut the order somewhere. Whichever place that is, the winner is a token whose
 score beats those of all tokens before it in the order: a *stair*. A row has about ln V of them at most (12 of 151,680
@@ -23,7 +24,7 @@ the order are left out, and if the cut may lie among them, `choose` goes on with
 `scan` lists the stairs of a part, `merge` those of the row, `add_up` adds up over a part, `choose` decides.
 The token does not depend on the parts; the log-prob does by rounding.
 
-Logits are finite, or -inf for tokens that cannot be drawn; others count as -inf.
+Logits lie between -1e29 and 1e29, or are -inf for tokens that cannot be drawn; others count as -inf.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from megatron_rlspec.kernels.keyed_noise import SLACK, beats, hash_of, hash_of_r
 _ONE = tl.constexpr(2.0**44)  # the mass of the likeliest token
 _INF = tl.constexpr(float("inf"))
 _LAST = tl.constexpr(2**31 - 1)  # behind every column
+_LOWEST = tl.constexpr(-1e30)  # stands for -inf where a difference must not be NaN
+_START = tl.constexpr(-9e29)  # before any logit is read
+_CERTAIN = tl.constexpr(2.0**32 - 2048)  # 2^32 - 1 less the rounding of float32, in sums of two numbers up to it
 
 
 @triton.jit
@@ -60,19 +64,19 @@ def _last(z, column):
 
 @triton.jit
 def _tile(logits, row, stride, start, end, temperature, BLOCK: tl.constexpr):
-    """Read a tile: z [BLOCK], -inf beyond the end and for what is not a number."""
+    """Read a tile: z [BLOCK], _LOWEST beyond the end, for -inf and for what is not a number."""
     at = start + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < end, other=-_INF).to(tl.float32)
     z = x
     if temperature != 1.0:
         z = tl.div_rn(x, tl.zeros_like(x) + temperature)
-    return tl.where(z > -1e30, z, -_INF)
+    return tl.where(z > _LOWEST, z, _LOWEST)
 
 
 @triton.jit
 def _limit(peak, score):
-    """Return the largest (1 - u) / exp(s · z - peak) · 2^32 with which a token may still beat this score."""
-    return tl.exp((peak.to(tl.float64) - score).to(tl.float32)) * SLACK
+    """Return the largest (1 - u) / exp(s · z - peak) · 2^32 with which a token may still beat this score; finite."""
+    return tl.exp(tl.minimum((peak.to(tl.float64) - score).to(tl.float32), 60.0)) * SLACK
 
 
 @triton.jit
@@ -121,56 +125,71 @@ def _stairs(
     best = after
     floor_z = -_INF + temperature
     floor_column = after_column * 0 + _LAST
-    peak = -_INF + temperature
-    total = tl.full((), 0, tl.float64)
+    peak = _START + temperature * 0
+    top = peak * sharpness
+    limit = _limit(top, best)
+    totals = tl.zeros((BLOCK,), tl.float32)  # of exp(z - peak), by place in a tile
     for tile in range(start, end, BLOCK):
         z = _tile(logits, row, stride, tile, end, temperature, BLOCK)
         here = tile + tl.arange(0, BLOCK)
         columns = here + offset
-        higher = tl.maximum(peak, tl.max(z, 0))
-        weights = tl.where(z > -_INF, tl.exp(z - higher), 0.0)
-        rescaled = tl.where(total > 0, total * tl.exp(peak - higher).to(tl.float64), 0.0)
-        total = rescaled + tl.sum(weights, 0).to(tl.float64)
-        peak = higher
-        top = peak * sharpness
-        if sharpness != 1.0:
-            weights = tl.where(z > -_INF, tl.exp(z * sharpness - top), 0.0)
         if MAPPED:
             noisy = tl.load(words + here, mask=here < end, other=0)
         else:
             noisy = columns
-        rest = (hash_of(state, noisy) ^ 0xFFFFFFFF).to(tl.float32)  # (1 - u) · 2^32
-        bound = tl.where(weights > 0, rest / weights, _INF)
+        hashed = hash_of(state, noisy)
+        weights = tl.exp(z - peak)
+        reached = tl.fma(weights, limit, hashed.to(tl.float32))  # 1 - u <= limit · weight, times 2^32
+        if sharpness != 1.0:
+            reached = tl.fma(tl.exp(z * sharpness - top), limit, hashed.to(tl.float32))
+            reached = tl.where(z > peak, _INF, reached)  # a large weight would make the sum infinite
         if ranked:
-            bound = tl.where(_before(after_z, after_column, z, columns), bound, _INF)
-        open_ = ((ranked != 0) & _before(z, columns, best_z, best_column)) | (bound <= _limit(top, best))
-        bound = tl.where(open_ & _before(z, columns, floor_z, floor_column), bound, _INF)
-        while tl.min(bound, 0) < _INF:
-            i = tl.argmin(bound, 0)
-            column = tile + i + offset
-            new_z = tl.max(tl.where(columns == column, z, -_INF), 0)
-            if MAPPED:
-                word = tl.load(words + tile + i)
-            else:
-                word = column
-            score = score_of(new_z * sharpness, hash_of(state, word))
-            rules = (_before(held_z, held_column, new_z, column) | (ranked == 0)) & (held > -_INF)
-            rules = rules & beats(held, held_column, score, column)
-            ruler_z = tl.max(tl.where(rules, held_z, -_INF), 0)  # the first in the order of those that rule it out
-            ruler_column = tl.min(tl.where(rules & (held_z == ruler_z), held_column, _LAST), 0)
-            ruler = tl.max(tl.where(rules & (held_column == ruler_column), held, -_INF), 0)
-            if ruler == -_INF:
-                held_z, held_column, held, floor_z, floor_column = _insert(
-                    new_z, column, score, slots, held_z, held_column, held, floor_z, floor_column, ranked
-                )
-                best_z, best_column, best = _best(held_z, held_column, held, held > -_INF)
-                ruler_z = new_z
-                ruler_column = column
-                ruler = score
-            open_ = ((ranked != 0) & _before(z, columns, ruler_z, ruler_column)) | (bound <= _limit(top, ruler))
-            open_ = open_ & (columns != column) & _before(z, columns, floor_z, floor_column)
-            bound = tl.where(open_, bound, _INF)
-    return held_z, held_column, held, floor_z, floor_column, peak, total
+            reached = tl.where(z >= best_z, _INF, reached)
+        if tl.max(reached, 0) >= _CERTAIN:
+            higher = tl.maximum(peak, tl.max(z, 0))
+            totals *= tl.exp(peak - higher)
+            peak = higher
+            top = peak * sharpness
+            weights = tl.exp(z - peak)
+            totals += weights
+            chances = weights
+            if sharpness != 1.0:
+                chances = tl.exp(z * sharpness - top)
+            rest = (hashed ^ 0xFFFFFFFF).to(tl.float32)  # (1 - u) · 2^32
+            bound = tl.where(chances > 0, rest / chances, _INF)
+            if ranked:
+                bound = tl.where(_before(after_z, after_column, z, columns), bound, _INF)
+            open_ = ((ranked != 0) & _before(z, columns, best_z, best_column)) | (bound <= _limit(top, best))
+            bound = tl.where(open_ & _before(z, columns, floor_z, floor_column), bound, _INF)
+            while tl.min(bound, 0) < _INF:
+                i = tl.argmin(bound, 0)
+                column = tile + i + offset
+                new_z = tl.max(tl.where(columns == column, z, -_INF), 0)
+                if MAPPED:
+                    word = tl.load(words + tile + i)
+                else:
+                    word = column
+                score = score_of(new_z * sharpness, hash_of(state, word))
+                rules = (_before(held_z, held_column, new_z, column) | (ranked == 0)) & (held > -_INF)
+                rules = rules & beats(held, held_column, score, column)
+                ruler_z = tl.max(tl.where(rules, held_z, -_INF), 0)  # the first in the order of those that rule it out
+                ruler_column = tl.min(tl.where(rules & (held_z == ruler_z), held_column, _LAST), 0)
+                ruler = tl.max(tl.where(rules & (held_column == ruler_column), held, -_INF), 0)
+                if ruler == -_INF:
+                    held_z, held_column, held, floor_z, floor_column = _insert(
+                        new_z, column, score, slots, held_z, held_column, held, floor_z, floor_column, ranked
+                    )
+                    best_z, best_column, best = _best(held_z, held_column, held, held > -_INF)
+                    ruler_z = new_z
+                    ruler_column = column
+                    ruler = score
+                open_ = ((ranked != 0) & _before(z, columns, ruler_z, ruler_column)) | (bound <= _limit(top, ruler))
+                open_ = open_ & (columns != column) & _before(z, columns, floor_z, floor_column)
+                bound = tl.where(open_, bound, _INF)
+            limit = _limit(top, best)
+        else:
+            totals += weights
+    return held_z, held_column, held, floor_z, floor_column, peak, tl.sum(totals.to(tl.float64), 0)
 
 
 @triton.jit
@@ -189,7 +208,7 @@ def _sums(
     for tile in range(start, end, BLOCK):
         z = _tile(logits, row, stride, tile, end, temperature, BLOCK)
         columns = tile + tl.arange(0, BLOCK) + offset
-        mass = (tl.where(z > -_INF, tl.exp(z - peak), 0.0) * _ONE).to(tl.int64)
+        mass = (tl.exp(z - peak) * _ONE).to(tl.int64)
         whole += tl.sum(mass, 0)
         for i in range(count):
             ahead = _before(z, columns, tl.load(list_z + i), tl.load(list_column + i))

@@ -229,6 +229,38 @@ def test_extreme_noise(kernel: Interpreter) -> None:
     assert found.tokens.tolist() == [1, 2, 0]
 
 
+@pytest.mark.parametrize("sharpness", [0.001, 1.0, 4.0])
+def test_a_row_of_tiles(kernel: Interpreter, sharpness: float) -> None:
+    """Tiles that hold nothing or have a peak far above or below the one before, and a row that holds nothing."""
+    random = np.random.default_rng(2)
+    steps = np.array([-np.inf, 0, 150, -300, -np.inf, 151, 150.5, 400], np.float32)
+    logits = np.repeat(steps, 16) + random.normal(size=(5, 128))
+    logits[1] = logits[1, ::-1]
+    logits[4] = -np.inf
+    given = {
+        "seeds": random.integers(-(2**63), 2**63, 5),
+        "positions": np.arange(5),
+        "temperatures": np.ones(5, np.float32),
+        "sharpness": np.full(5, sharpness, np.float32),
+        "top_ks": np.array([128, 128, 20, 40, 128], np.int32),
+    }
+    given["logits"] = logits.astype(np.float32)
+    sizes = {"BLOCK": 16, "STAIRS": 32, "PARTS": 2}
+    check(kernel, sizes, {name: value[:4] for name, value in given.items()})
+    assert kernel.sample(sizes=sizes, **given).tokens[4] == 0
+
+
+def test_what_is_not_a_number_is_not_drawn(kernel: Interpreter) -> None:
+    logits = np.zeros((3, 40), np.float32)
+    logits[0, ::2] = np.nan
+    logits[1, ::2] = -np.inf
+    logits[2, ::2] = -1e38
+    given = {"seeds": np.full(3, 5), "positions": np.full(3, 6), "temperatures": np.ones(3, np.float32)}
+    found = kernel.sample(sizes={"BLOCK": 16, "STAIRS": 32, "PARTS": 2}, logits=logits, **given)
+    assert (found.tokens % 2 == 1).all() and len(set(found.tokens.tolist())) == 1
+    assert np.allclose(found.logprobs, -np.log(20), atol=1e-6)
+
+
 def test_equal_scores(kernel: Interpreter) -> None:
     """Beside logits of 1e20 the noise is lost, and all scores are equal: the lowest column wins, as in torch."""
     given = {
