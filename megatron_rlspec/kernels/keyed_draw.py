@@ -8,8 +8,8 @@ the first tokens of the row's *order*: larger z first, of equal z the lower colu
 **One read without limits.** A score needs two float64 logarithms, which few tokens get. Let u be a token's uniform
 number. Its noise is -log(-log u), and -log u >= 1 - u, so exp(-score) >= (1 - u) / exp(s · z). The right side is a hash
 and one exponential in float32. A token whose right side is more than the exp(-score) of another one cannot win;
-`SLACK` covers the rounding of float32. About five tokens of a row of 151,680 are left, and scored exactly. So most
-tiles have no such token. To see that, a tile takes one sum and one maximum a token, and one maximum of the tile.
+`SLACK` covers the rounding of float32. About five tokens of a row of 151,680 are left, and scored exactly. Most tiles
+have none of them, and end with one maximum that says so.
 
 **Two reads with limits.** The limits cut the order somewhere. Whichever place that is, the winner is a token whose
 score beats those of all tokens before it in the order: a *stair*. A row has about ln V of them at most (12 of 151,680
@@ -129,8 +129,10 @@ def _stairs(
     top = peak * sharpness
     limit = _limit(top, best)
     totals = tl.zeros((BLOCK,), tl.float32)  # of exp(z - peak), by place in a tile
+    following = _tile(logits, row, stride, start, end, temperature, BLOCK)
     for tile in range(start, end, BLOCK):
-        z = _tile(logits, row, stride, tile, end, temperature, BLOCK)
+        z = following
+        following = _tile(logits, row, stride, tile + BLOCK, end, temperature, BLOCK)  # while this tile is worked on
         here = tile + tl.arange(0, BLOCK)
         columns = here + offset
         if MAPPED:

@@ -11,11 +11,11 @@ import triton
 
 from megatron_rlspec.kernels import keyed_draw
 
-BLOCK = 2048  # columns of a tile
+BLOCK = 1024  # columns of a tile; a thread holds 8, and two tiles at once
 STAIRS = 32  # in a list
 PARTS = 16  # of a row, if there are few rows; more rows fill a GPU in FEWER parts
 FEWER = 2  # each number of parts is compiled, and an engine's batch takes all sizes
-WARPS_OF_CHOICE = 8  # of `choose`: with the usual four it spills registers
+WARPS_OF_CHOICE = 16  # of `choose`: with fewer it spills registers
 PROGRAMS = 512  # that fill a GPU: four on each of 132 multiprocessors
 
 

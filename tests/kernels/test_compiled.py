@@ -90,10 +90,11 @@ def compiled(
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     kinds = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    aligned = [["tt.divisibility", 16]]  # as pointers, strides and the vocabulary are
+    aligned = [["tt.divisibility", 16]]  # as pointers, strides, the vocabulary and parts of it are
+    sizes = ("stride", "teacher_stride", "width", "vocabulary", "columns_of_part")
     attributes = {}
     for i, name in enumerate(kernel.arg_names):
-        if kinds[name].startswith("*") or name in ("stride", "teacher_stride", "width"):
+        if kinds[name].startswith("*") or name in sizes:
             attributes[(i,)] = aligned
     source = ASTSource(fn=kernel, signature=kinds, constexprs=values, attrs=attributes)
     made = triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": warps})
