@@ -12,9 +12,10 @@ from megatron_rlspec.config.base import Name, Needs, Section
 class PushConfig(Section):
     transport: Annotated[Literal["auto", "http", "ipc", "handles", "group"], Needs("rollout.engine=sglang")] = Field(
         "auto",
-        description="http: in requests; ipc: in memory that engines on the same machine map; handles: the same in a "
-        "GPU's memory, not run yet; group: over NCCL, or gloo without a GPU. auto: group to engines that the run "
-        "places on GPUs of their own, http to those at rollout.urls, ipc to all others",
+        description="http: in requests; ipc: in memory that engines on the same machine map; handles: the same in the "
+        "trainer's GPU, which engines must see; group: over NCCL, or gloo without a GPU. auto: http to engines at "
+        "rollout.urls, group to those that the run places on GPUs of their own, handles to one on the trainer's only "
+        "GPU, ipc to all others",
     )
     address: Annotated[Name, Needs("push.transport=group", "push.transport=auto")] = Field(
         "127.0.0.1", description="transport=group: address at which engines reach this machine"

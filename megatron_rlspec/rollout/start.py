@@ -249,10 +249,12 @@ def _transport(config: Config, layout: GpuLayout) -> Transport:
     way = config.push.transport
     if way == "auto":  # NCCL refuses two processes on one GPU
         apart = layout.engines and not (layout.together or layout.second)
-        way = "http" if config.rollout.urls else "group" if apart else "ipc"
+        cards = {*layout.train, *(card for engine in layout.engines for card in engine)}
+        own = "handles" if layout.together and len(cards) == 1 else "ipc"  # an engine sees its own cards only
+        way = "http" if config.rollout.urls else "group" if apart else own
     if way == "group":
         return GroupBroadcast(config.push.address)
-    if way == "handles" and not torch.cuda.is_available():
+    if config.push.transport == "handles" and not torch.cuda.is_available():
         raise ConfigError("push.transport=handles is for memory of a GPU, and this machine has none; expected ipc")
     return Http() if way == "http" else Ipc(handles=way == "handles")
 

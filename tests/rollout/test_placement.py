@@ -21,6 +21,7 @@ from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.placement import GIB, GpuLayout, Need, place, with_memory
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Ipc
+from megatron_rlspec.rollout.sglang.gpu_memory import GpuMemory
 from megatron_rlspec.rollout.start import ServedEngines, engine_arguments
 from megatron_rlspec.run import loading
 
@@ -74,14 +75,16 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: GpuLayout) -> lis
         (GpuLayout(), {"push.transport": "http"}, Http),
         (GpuLayout("apart", ("0",), (("1",),)), {}, GroupBroadcast),
         (GpuLayout("apart", ("0",), (("1",),)), {"push.transport": "http"}, Http),
-        (GpuLayout("together", ("0",), (("0",),)), {}, Ipc),
+        (GpuLayout("together", ("0",), (("0",),)), {}, GpuMemory),
+        (GpuLayout("together", ("0", "1"), (("0",), ("1",))), {}, Ipc),
         (GpuLayout("apart", ("0",), (("1",), ("2",)), second=(("1", "2"),)), {}, Ipc),
     ],
-    ids=["not placed", "asked for", "apart", "http, apart", "together", "two fleets"],
+    ids=["not placed", "asked for", "apart", "http, apart", "one card", "two cards", "two fleets"],
 )
 def test_pushes_travel_as_the_engines_are_placed(layout, options, way, tmp_path):
-    """NCCL goes from GPU to GPU, but refuses two processes on one."""
-    assert type(ServedEngines(load(None, options), tmp_path, layout)._transport) is way
+    """NCCL goes from GPU to GPU, but refuses two processes on one. An engine opens the memory of a GPU that it sees."""
+    transport = ServedEngines(load(None, options), tmp_path, layout)._transport
+    assert (GpuMemory if isinstance(transport.memory, GpuMemory) else type(transport)) is way
 
 
 @pytest.mark.parametrize(("mode", "case"), [("apart", c) for c in APART] + [("together", c) for c in TOGETHER])

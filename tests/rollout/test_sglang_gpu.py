@@ -19,8 +19,8 @@ import tiny_mimo
 import torch
 from test_sglang_engine import CONFIG, WEIGHTS, texts
 
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.push.fingerprint import fingerprint
-from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Ipc
 
@@ -30,8 +30,8 @@ KEY = "right-key"
 EXACT = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "ieee"}
 SERVE = ["--device", "cuda", "--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "32"]
 SERVE += ["--attention-backend", "triton", "--grammar-backend", "none", "--disable-prefill-cuda-graph"]
-SERVE += ["--mem-fraction-static", "0.2", "--log-level", "info"]
-Engines = dict[str, SGLangEngine]
+SERVE += ["--mem-fraction-static", "0.2", "--log-level", "info", "--extensions", "migration"]
+Engines = dict[str, MigratableSGLangEngine]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def processes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def engines(processes: dict[str, EngineProcess]) -> Engines:
-    return {name: SGLangEngine.of(process, timeout=120) for name, process in processes.items()}
+    return {name: MigratableSGLangEngine.of(process, timeout=120) for name, process in processes.items()}
 
 
 def test_rounds_overlap_and_run_in_captured_graphs(engines: Engines, processes: dict[str, EngineProcess]) -> None:
@@ -115,7 +115,7 @@ def test_logprobs_are_those_of_an_independent_model(engines: Engines, checkpoint
 def test_weights_on_the_gpu_arrive_by_every_transport(processes: dict[str, EngineProcess], way: str) -> None:
     """HTTP is the transport of the other tests."""
     transport = GroupBroadcast(backend="gloo") if way == "group" else Ipc(handles=way == "handles")
-    engine = SGLangEngine.of(processes["adaptive"], timeout=120, transport=transport)
+    engine = MigratableSGLangEngine.of(processes["adaptive"], timeout=120, transport=transport)
     pushed = {name: (tensor * 1.01).cuda() for name, tensor in WEIGHTS.items()}
     try:
         engine.update_weights(7, pushed.items())
@@ -142,7 +142,7 @@ def test_fleets_of_two_sizes_take_turns(checkpoint: Path, tmp_path: Path, budget
                 seen = EXACT | {"CUDA_VISIBLE_DEVICES": cards}
                 started[name] = launch(checkpoint, log, arguments=arguments, environment=seen)
                 started[name].wait(300)  # one after the other: each takes its share of the memory that is free then
-            engines = {name: SGLangEngine.of(process, timeout=120) for name, process in started.items()}
+            engines = {name: MigratableSGLangEngine.of(process, timeout=120) for name, process in started.items()}
             for name in ("wide", "a"):
                 before = [torch.cuda.mem_get_info(i)[0] for i in (0, 1)]
                 engines[name].sleep()

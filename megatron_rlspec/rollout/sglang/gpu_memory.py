@@ -3,8 +3,6 @@
 The driver's own functions make and open handles. torch's way also sends the name of a file with reference counts, which
 the reader opens, and both torch and SGLang send pickles. A piece is filled when its handle is sent, and free again when
 the engine has answered, so no event travels. The engine copies a piece to memory of its own, and closes it.
-
-Not run on a GPU yet.
 """
 
 from __future__ import annotations
