@@ -31,6 +31,7 @@ PARTS: dict[str, Part] = {
     "decode": Part(
         "tokens/s: plain, off, fixed steps, adaptive, at three batch sizes; CUDA graphs; ms of a round", 300, 600
     ),
+    "rounds": Part("how long the GPU works in a round of plain, off and drafts, and on what: a profile", 120, 300),
     "shared": Part("decoding alone, beside a process that waits, beside one whose kernel spins", 80, 200),
     "fit": Part("memory: graphs, a round of 256 x 4, a long prefill, with the share that placement computes", 100, 300),
     "push": Part("GB/s of each transport that works with one card", 120, 300),
@@ -46,7 +47,7 @@ PARTS: dict[str, Part] = {
     "attention": Part("the drafter's attention, forward and backward: ms, peak memory", 20, 90),
 }
 MOST_FOR_THREE = 24  # layers of a model of which three engines fit into 80 GB
-SERVING = ("decode", "shared", "push", "sleep", "moves", "catchup")  # these need the part `model`
+SERVING = ("decode", "rounds", "shared", "push", "sleep", "moves", "catchup")  # these need the part `model`
 
 
 @dataclass(frozen=True)
