@@ -74,12 +74,12 @@ class Job:
         everything = self.all()
         self.processes[rank].kill()
         for process in self.processes:
-            process.join(60)
+            process.join(240)
             assert process.exitcode is not None
         others = [process.exitcode for i, process in enumerate(self.processes) if i != rank]
         assert others == [1] * len(others), self.errors()
         assert "Traceback" not in self.errors()
-        _, alive = psutil.wait_procs(everything, timeout=60)
+        _, alive = psutil.wait_procs(everything, timeout=240)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
