@@ -250,8 +250,8 @@ def _transport(config: Config, layout: GpuLayout) -> Transport:
     if way == "auto":  # NCCL refuses two processes on one GPU
         apart = layout.engines and not (layout.together or layout.second)
         cards = {*layout.train, *(card for engine in layout.engines for card in engine)}
-        own = "handles" if layout.together and len(cards) == 1 else "ipc"  # an engine sees its own cards only
-        way = "http" if config.rollout.urls else "group" if apart else own
+        shared = layout.together and len(cards) == 1  # an engine sees its own cards only
+        way = "http" if config.rollout.urls else "group" if apart else "handles" if shared else "ipc"
     if way == "group":
         return GroupBroadcast(config.push.address)
     if config.push.transport == "handles" and not torch.cuda.is_available():
