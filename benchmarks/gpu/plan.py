@@ -84,7 +84,6 @@ class Plan:
     batches       requests that decode at the same time, one measurement each; every request generates `tokens` tokens
     repetitions   counted ones of each contestant, after one that is not
     steps         the engine's candidates; `fixed` are also contestants by themselves
-    likeliest     whether a third engine, which drafts the likeliest tokens, decodes, too
     shared_batch  requests that decode beside the other process
     fit           (requests, drafts a round, tokens of a prefill)
     push_rounds   pushes of each transport, the first one included
@@ -108,7 +107,6 @@ class Plan:
     repetitions: int = 2
     steps: tuple[int, ...] = (0, 1, 2, 3)
     fixed: tuple[int, ...] = (1, 2, 3)
-    likeliest: bool = True
     profile_seconds: int = 60
     shared_batch: int = 64
     fit: tuple[int, int, int] = (256, 3, 8192)
@@ -126,6 +124,11 @@ class Plan:
     head_dim: int = 128
     repeats: int = 5
     engine: tuple[str, ...] = ()
+
+    @property
+    def likeliest(self) -> bool:
+        """Whether a third engine, which drafts the likeliest tokens, decodes, too."""
+        return self.shape.layers <= MOST_FOR_THREE
 
     @property
     def on_gpu(self) -> bool:
@@ -176,7 +179,7 @@ def planned(*, cpu: bool = False, layers: int = 0, model: str = "", engine: Sequ
         )
     if model:
         plan = replace(plan, model=model, shape=Shape.of(files.read_json(Path(model) / "config.json")))
-    return replace(plan, engine=tuple(engine), likeliest=plan.shape.layers <= MOST_FOR_THREE)
+    return replace(plan, engine=tuple(engine))
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

@@ -24,7 +24,7 @@ the order are left out, and if the cut may lie among them, `choose` goes on with
 `scan` lists the stairs of a part, `merge` those of the row, `add_up` adds up over a part, `choose` decides.
 The token does not depend on the parts; the log-prob does by rounding.
 
-Logits lie between -1e29 and 1e29, or are -inf for tokens that cannot be drawn; others count as -inf.
+Logits lie between -1e29 and 1e29, or are -inf for tokens that cannot be drawn. NaN counts as -inf.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _tile(logits, row, stride, start, end, temperature, BLOCK: tl.constexpr):
 @triton.jit
 def _limit(peak, score):
     """Return the largest (1 - u) / exp(s · z - peak) · 2^32 with which a token may still beat this score; finite."""
-    return tl.exp(tl.minimum((peak.to(tl.float64) - score).to(tl.float32), 60.0)) * SLACK
+    return tl.minimum(tl.exp((peak.to(tl.float64) - score).to(tl.float32)) * SLACK, 3e38)
 
 
 @triton.jit

@@ -229,6 +229,24 @@ def test_extreme_noise(kernel: Interpreter) -> None:
     assert found.tokens.tolist() == [1, 2, 0]
 
 
+def test_noise_so_low_that_a_token_far_behind_wins(kernel: Interpreter) -> None:
+    """u = 0 puts the likeliest token 709 below its logit. The next is 63 behind, in the same tile or a later one."""
+    words = np.arange(64) + 1000
+    words[0] = word_with(3, 4, 0)
+    logits = np.full((2, 64), -200, np.float32)
+    logits[:, 0] = 0
+    logits[0, 1] = logits[1, 50] = -63
+    found = kernel.sample(
+        sizes=SIZES | {"PARTS": 1},
+        logits=logits,
+        seeds=np.full(2, 3),
+        positions=np.full(2, 4),
+        temperatures=np.ones(2, np.float32),
+        words=words,
+    )
+    assert found.tokens.tolist() == [1, 50]
+
+
 @pytest.mark.parametrize("sharpness", [0.001, 1.0, 4.0])
 def test_a_row_of_tiles(kernel: Interpreter, sharpness: float) -> None:
     """Tiles that hold nothing or have a peak far above or below the one before, and a row that holds nothing."""
