@@ -108,6 +108,9 @@ speculative.eagle_worker_v2
 SGLANG_0523 = """
 arg_groups.attention_hook
     _attention_backend_platform_fallbacks
+layers.attention.flashinfer_backend
+    FlashInferIndicesUpdaterPrefill.call_begin_forward(wrapper_paged, qo_indptr, spec_info)
+    fast_prefill_plan(qo_indptr_host, uniform_verify_width)
 layers.logits_processor
     LogitsProcessor._compute_lm_head(hidden_states, lm_head)
     LogitsProcessor._get_logits
@@ -180,6 +183,8 @@ speculative.eagle_worker_v2
     EagleDraftWorker.draft_forward(forward_batch)
     EagleDraftWorker.parallel_layout
     get_draft_recurrent_hidden_state_spec(model_runner)
+speculative.spec_info
+    SpecInput
 """
 # What migration needs beyond that, of 0.5.23 alone.
 MIGRATION = """

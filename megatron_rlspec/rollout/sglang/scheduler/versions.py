@@ -166,7 +166,13 @@ class Sglang0523:
         )
 
         from megatron_rlspec.rollout.sglang.cpu import products, stand_ins
-        from megatron_rlspec.rollout.sglang.scheduler import attention_ranks, bucket_memory, draft_vocabulary, protect
+        from megatron_rlspec.rollout.sglang.scheduler import (
+            attention_ranks,
+            bucket_memory,
+            draft_vocabulary,
+            flashinfer_plans,
+            protect,
+        )
         from megatron_rlspec.rollout.sglang.scheduler.push_session import PushSession, cost_hooks
         from megatron_rlspec.rollout.sglang.scheduler.receive_ahead import ReceiveAhead
 
@@ -179,6 +185,7 @@ class Sglang0523:
         yield from cost_hooks()
         yield bucket_memory.WORKER, bucket_memory.read, "AROUND"
         yield from protect.scheduler_hooks()
+        yield from flashinfer_plans.hooks()
         if stand_ins.standing_in("sgl_kernel"):
             yield from products.hooks()
 

@@ -1,0 +1,75 @@
+"""Plan FlashInfer's attention for what a round of drafts is: equal rows for all requests, lengths that the host knows.
+
+Its planner sizes the tiles of a CUDA graph for the most uneven batch that the graph could get: 4 tokens of each of 256
+requests take tiles of 128 rows, of which 16 are used (`PrefillSplitQOKVIndptr` in `scheduler.cuh` of FlashInfer 0.7.2).
+The argument `uniform_q_len` promises equal rows, and the planner refuses a batch that has others. SGLang 0.5.23 and
+FlashInfer's own wrapper pass 0, which promises nothing. A graph keeps the tiles with which it was captured, so capture
+and every replay must promise the same. Both plan here.
+
+SGLang reads the lengths back from the GPU before each pass, unless two switches of its own are on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_rlspec.compat.installed import locate
+
+PLAN = "sglang.srt.layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.call_begin_forward"
+MODULE = "flashinfer.prefill.get_batch_prefill_module"
+SWITCHES = ("SGLANG_OPT_FLASHINFER_VERIFY_HOST_PLAN", "SGLANG_OPT_FLASHINFER_DRAFT_HOST_INDPTR")
+
+# Arguments of the FA2 planner, by their places.
+_ROW_STARTS = 3  # [requests + 1], on the host
+_IN_GRAPH = 11
+_UNIFORM_Q_LEN = 19
+
+
+def hooks() -> Iterator[tuple[str, Callable, str]]:
+    """Yield the hooks if FlashInfer is installed, and turn on the switches that the environment does not name."""
+    if locate("flashinfer") is not None:
+        for name in SWITCHES:
+            os.environ.setdefault(name, "1")
+        promise = Promise()
+        yield PLAN, promise.in_rounds, "AROUND"
+        yield MODULE, promise.planned, "AROUND"
+
+
+class Promise:
+    """Whether the pass that is being planned belongs to a round of drafts. A scheduler plans in one thread."""
+
+    def __init__(self) -> None:
+        self.holds = False
+
+    def in_rounds(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Wrap SGLang's planning of a pass over more than one row a request."""
+        from sglang.srt.speculative.spec_info import SpecInput
+
+        self.holds = any(isinstance(value, SpecInput) for value in (*args, *kwargs.values()))
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.holds = False
+
+    def planned(self, original: Callable, backend: str, *args: Any) -> Any:
+        """Wrap FlashInfer's look-up of a kernel's functions, which it caches: `plan` keeps the promise."""
+        module = original(backend, *args)
+        if backend == "fa2" and not isinstance(module.plan, Planner):
+            module.plan = Planner(module.plan, self)
+        return module
+
+
+class Planner:
+    """FlashInfer's planner, which is told of equal rows."""
+
+    def __init__(self, plan: Callable, promise: Promise) -> None:
+        self._plan = plan
+        self._promise = promise
+
+    def __call__(self, *args: Any) -> Any:
+        if self._promise.holds and len(args) == _UNIFORM_Q_LEN + 1 and args[_IN_GRAPH]:
+            starts = args[_ROW_STARTS]
+            args = (*args[:_UNIFORM_Q_LEN], int(starts[1] - starts[0]))
+        return self._plan(*args)
