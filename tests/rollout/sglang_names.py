@@ -126,6 +126,9 @@ layers.sampler
     Sampler.forward(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions,
         logprob_logits)
     Sampler.rl_on_policy_target
+managers.overlap_utils
+    FutureMap.needs_cpu_seq_lens
+    FutureMap.resolve_seq_lens_cpu(batch)
 managers.schedule_batch
     ScheduleBatch.init_new(reqs, req_to_token_pool, token_to_kv_pool_allocator, tree_cache, model_config,
         enable_overlap, spec_algorithm)

@@ -205,16 +205,16 @@ def sampling_seed(asked: list[Request], sample: Sample) -> int:
 
 
 @pytest.mark.lossless
-def test_retraction_changes_no_text(plain: SGLangEngine, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("emulated", EMULATED)
+def test_retraction_changes_no_text(plain: SGLangEngine, checkpoint: Path, tmp_path: Path, emulated: str) -> None:
     """Requests lose their cache while their last round is in flight, and are prefilled again."""
-    emulated = {emulation.VARIABLE: ",".join(emulation.PARTS)}
     retracting = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
     log = tmp_path / "retracting.log"
     asked = same.requests(12, "back")
     sampling = same.SAMPLINGS["T=1"]
     expected = plain.generate(asked, sampling)
     arguments = [*SERVE, *same.LAUNCHES["adaptive"]]
-    environment = ONE_THREAD | emulated | retracting
+    environment = ONE_THREAD | {emulation.VARIABLE: EMULATED[emulated]} | retracting
     with emulation.launch(checkpoint, log, arguments, environment, KEY) as process:
         engine = SGLangEngine.of(process.wait(), timeout=120)
         for schedule in (k(3), same.SWITCHING, SpecSchedule.fixed(OFF)):
@@ -224,3 +224,5 @@ def test_retraction_changes_no_text(plain: SGLangEngine, checkpoint: Path, tmp_p
             for one, other in zip(samples, expected, strict=True):
                 np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=2e-4)
         assert log.read_text().count("Testing retraction") > 3
+        known = log.read_text().count(emulation.KNOWN)
+        assert known >= 3 if emulated == "overlap only" else known == 0

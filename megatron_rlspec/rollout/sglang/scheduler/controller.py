@@ -29,6 +29,7 @@ from megatron_rlspec.rollout.sglang.scheduler import decisions, plain_round, ver
 from megatron_rlspec.rollout.sglang.scheduler.attention_ranks import AttentionRanks, Share
 from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
+from megatron_rlspec.rollout.sglang.scheduler.known_lengths import known
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.types import SpecConfig
 
@@ -125,6 +126,8 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
                 self.gap.forget(batch.reqs)
             return self._forward(batch, on_publish, *args, **kwargs)
         self._decide(len(batch.reqs))
+        if self._config.off:
+            known.after_off(batch)
         if self._config.off and self._plain and plain_round.possible(self.worker):
             result, hidden, tokens = plain_round.run(self.worker, batch, on_publish)
             self._leave_out(batch, result, hidden, tokens)

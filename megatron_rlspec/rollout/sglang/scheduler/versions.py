@@ -171,6 +171,7 @@ class Sglang0523:
             bucket_memory,
             draft_vocabulary,
             flashinfer_plans,
+            known_lengths,
             protect,
         )
         from megatron_rlspec.rollout.sglang.scheduler.push_session import PushSession, cost_hooks
@@ -186,6 +187,7 @@ class Sglang0523:
         yield bucket_memory.WORKER, bucket_memory.read, "AROUND"
         yield from protect.scheduler_hooks()
         yield from flashinfer_plans.hooks()
+        yield known_lengths.RESOLVE, known_lengths.known.resolve, "AROUND"
         if stand_ins.standing_in("sgl_kernel"):
             yield from products.hooks()
 
