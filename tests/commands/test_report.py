@@ -84,6 +84,11 @@ def test_the_page_holds_plots_events_and_escaped_samples(run_dir, capsys):
     assert "http:" not in page and "https:" not in page and page.count("url(") == page.count("url(#")
 
 
+def test_one_configuration_is_named_as_several_are(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "spec/share_k3": 1.0}\n{"step": 1, "spec/share_k3": 1.0}\n')
+    assert ">k3</text>" in page_of(tmp_path, out=tmp_path / "page.html")
+
+
 def test_the_head_says_how_the_run_was_made(run_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/bin/rlspec", "train", "--optimizer.lr", "1e-5", "--data.path", "a b"])
     records = recorder.Recorder(run_dir, 12)

@@ -102,7 +102,7 @@ def lines(
         for mark in marks:
             error = [[mark.value - mark.low], [mark.high - mark.value]]
             axes.errorbar(mark.x, mark.value, yerr=error, color=INK, marker="D", markersize=4)
-        return Drawing(title, note, unit, series, _svg(figure, len(series)))
+        return Drawing(title, note, unit, series, _svg(figure, legend=len(series) > 1))
 
 
 def bars(title: str, series: Sequence[Series], *, note: str = "", unit: str = "") -> Drawing:
@@ -118,7 +118,7 @@ def bars(title: str, series: Sequence[Series], *, note: str = "", unit: str = ""
             end = begin + [sum(values.get(x, 0.0) for x in group) / len(group) for group in groups]
             axes.stairs(end, edges, baseline=begin, fill=True, color=_colour(one), label=one.label)
             begin = end
-        return Drawing(title, note, unit, series, _svg(figure, len(series)))
+        return Drawing(title, note, unit, series, _svg(figure, legend=True))
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> Points:
@@ -181,9 +181,9 @@ def _colour(one: Series) -> str:
     return GREY if one.colour < 0 else f"C{one.colour}"
 
 
-def _svg(figure: Figure, lines: int) -> str:
-    """Return the figure as an element of an HTML page, with a legend if it has several lines."""
-    if lines > 1:
+def _svg(figure: Figure, legend: bool) -> str:
+    """Return the figure as an element of an HTML page."""
+    if legend:
         figure.legend(loc="outside upper left", ncols=3, fontsize="small")
     file = io.StringIO()
     about = dict.fromkeys(("Creator", "Date", "Format", "Type"))
