@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.conversion import gguf_file, run_checkpoint
-from megatron_rlspec.conversion.drafter_files import build_drafter, eagle3_ids
+from megatron_rlspec.conversion.drafter_files import build_drafter, words
 from megatron_rlspec.conversion.torch_dist import TRACKER, TorchDistReader, TorchDistWriter, checkpoint_directory
 from megatron_rlspec.models import hf_files as checkpoint
 from megatron_rlspec.models import tensor_file
@@ -314,7 +314,7 @@ def _eagle3(source: Path, target: Path, drafter: Path | None) -> Eagle3 | None:
     if drafter is None or not drafter.is_dir():
         raise CheckpointError(f"{source}: the run's drafter.path={drafter} is not here; expected it, or --drop-mtp")
     config, tensors = read_hf(drafter)
-    ids = eagle3_ids(tensors, config)
+    ids = words(tensors, config)
     run_checkpoint.check_words(source, ids)
     beside = target.with_name(f"{target.name}_drafter")
     files.check_new_directory(beside)
@@ -340,20 +340,20 @@ def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label
     except CheckpointError:
         shutil.rmtree(unfinished)
         raise
-    if work.eagle3 is not None:
-        _write_eagle3(work.eagle3, work)
+    built = None if work.eagle3 is None else _build_eagle3(work.eagle3, work)
     note.unlink()
     sink.finish()
+    if work.eagle3 is not None and built is not None:  # after the last error that the same call is to repair
+        checkpoint.publish(built, work.eagle3.target)
 
 
-def _write_eagle3(drafter: Eagle3, work: Conversion) -> None:
+def _build_eagle3(drafter: Eagle3, work: Conversion) -> Path:
     described = {**work.config, DRAFTER: drafter.config}
     table = name_table(described)
     tensor = run_checkpoint.layout_of(work.source)["tensor"]
     held = run_checkpoint.RunTensors(work.source, table, tensor)
     own = (pair for name in held if table.is_drafter(name) for pair in table.to_hf(name, held[name]))
-    built = build_drafter(drafter.target, drafter.config, own, drafter.ids, drafter.source)
-    checkpoint.publish(built, drafter.target)
+    return build_drafter(drafter.target, drafter.config, own, drafter.ids, drafter.source)
 
 
 def _continues(note: Path, work: Conversion) -> bool:

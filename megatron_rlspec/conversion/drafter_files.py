@@ -135,18 +135,13 @@ def _read(place: str, policy: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor
     return dict(policy), {hf: tensor for name in names for hf, tensor in family.to_hf(name, reader[name])}
 
 
-def words(tensors: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> Tensor:
-    """Return the token ids that an EAGLE-3 drafter drafts from, ascending, `[S] int64`."""
-    return _ids(tensors.get(PREFIX + "d2t"), hf_config[DRAFTER])
+def words(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
+    """Return the token ids that an EAGLE-3 drafter drafts from, ascending, `[S] int64`.
 
-
-def eagle3_ids(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
-    """Return `words` of a drafter's own directory, from its tensors and config.json."""
-    return _ids(tensors.get("d2t"), config)
-
-
-def _ids(offsets: Tensor | None, config: Mapping[str, Any]) -> Tensor:
-    ids = torch.arange(config["draft_vocab_size"])
+    tensors, config  of the drafter's own directory, or of `read_model`
+    """
+    ids = torch.arange(config.get(DRAFTER, config)["draft_vocab_size"])
+    offsets = tensors.get("d2t", tensors.get(PREFIX + "d2t"))
     return ids if offsets is None else ids + offsets
 
 

@@ -140,7 +140,8 @@ def _check_words(directory: Path, headers: Mapping[str, Header], config: Eagle3)
 
 
 def _words(directory: Path, header: Header, config: Eagle3) -> np.ndarray:
-    words = words_of(_map(directory, header, "d2t", ("I64", "I32", "I16", "I8"), config.draft_vocab_size))
+    offsets = _map(directory, header, "d2t", ("I64", "I32", "I16", "I8"), config.draft_vocab_size)
+    words = offsets.astype(np.int64) + np.arange(len(offsets))
     if (words < 0).any() or (words >= config.vocab_size).any() or (np.diff(words) <= 0).any():
         raise ModelConfigError(
             f"{directory}: d2t[i] + i must ascend within 0 to {config.vocab_size - 1}, the token ids of the target"
@@ -157,8 +158,3 @@ def _map(directory: Path, header: Header, name: str, types: tuple[str, ...], siz
     with safe_open(directory / header.file, framework="np") as opened:
         found: np.ndarray = opened.get_tensor(name)
     return found
-
-
-def words_of(offsets: np.ndarray) -> np.ndarray:
-    """Return the token ids of the words of drafts, `[S] int64`, from `d2t [S]`, which holds id - index."""
-    return offsets.astype(np.int64) + np.arange(len(offsets))

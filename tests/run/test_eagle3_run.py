@@ -1,5 +1,6 @@
 """Runs with an EAGLE-3 drafter: records, replay, resume, and what the next run starts from."""
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from short_run import run
 from test_trajectory import replay
 
 from megatron_rlspec.commands.convert import main
-from megatron_rlspec.conversion.drafter_files import build_drafter, eagle3_ids, make_drafter
+from megatron_rlspec.conversion.drafter_files import build_drafter, make_drafter, words
 from megatron_rlspec.conversion.eagle3 import shapes
+from megatron_rlspec.models import hf_files
 from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.hf_files import publish, read_hf
 from megatron_rlspec.records.recorder import read_records
@@ -65,6 +67,23 @@ def test_a_checkpoint_becomes_policy_and_drafter(recorded, tmp_path):
     assert same(tmp_path / "policy", recorded / "hf") and not (tmp_path / "policy_drafter").exists()
 
 
+def test_a_disk_that_is_full_at_the_end_of_a_conversion_is_no_end_of_it(recorded, tmp_path, monkeypatch, capsys):
+    """The policy's directory could not be named. The same command goes on, and so may not meet the drafter's."""
+    publish = hf_files.publish
+
+    def full(partial, target):
+        if target.name == "out":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        publish(partial, target)
+
+    command = [str(recorded / "checkpoints/step-000002"), str(tmp_path / "out"), "--quiet"]
+    with monkeypatch.context() as patch:
+        patch.setattr(hf_files, "publish", full)
+        assert main(command) == 1 and "run the same command again" in capsys.readouterr().err
+    assert main(command) == 0, capsys.readouterr().err
+    assert same(tmp_path / "out", recorded / "hf") and same(tmp_path / "out_drafter", recorded / "hf_drafter")
+
+
 @pytest.mark.slow
 def test_a_replay_makes_the_same_drafter(recorded, tmp_path):
     replay(recorded, tmp_path / "same")
@@ -107,7 +126,7 @@ def test_a_drafter_of_two_layers_with_norms_is_resumed_and_converted(start, path
     torch.manual_seed(0)
     wanted = shapes(check_drafter_config(config, "it"), 3)
     tensors = [(name, held[name] if name in held else torch.randn(shape) * 0.1) for name, shape in wanted.items()]
-    publish(build_drafter(tmp_path / "deep", config, tensors, eagle3_ids(held, config), path), tmp_path / "deep")
+    publish(build_drafter(tmp_path / "deep", config, tensors, words(held, config), path), tmp_path / "deep")
     parts = {**OPTIONS, **EAGLE3, "drafter__path": tmp_path / "deep"}
     run(start, tmp_path / "whole", **parts)
     assert same(tmp_path / "whole/hf", recorded / "hf") and not same(tmp_path / "whole/hf_drafter", tmp_path / "deep")
