@@ -46,7 +46,10 @@ class ModelConfigError(ConfigError):
 
 
 class Shared(BaseModel):
-    """Keys of every family. Unknown keys are kept, and left to the subclasses."""
+    """Keys of every family. Unknown keys are kept, and left to the subclasses.
+
+    This is all of a family whose tensors are converted, but whose forward pass is not computed here.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=())
     architectures: list[str] = Field(min_length=1, max_length=1, description="one architecture is loaded")
@@ -103,14 +106,17 @@ class Shared(BaseModel):
         return self
 
 
-class Converted(Shared):
-    """Families whose tensors are renamed and moved, but whose forward pass is not computed here."""
-
-
-class Llama3Scaling(BaseModel):
-    """`rope_scaling` of Llama 3.1 and later."""
+class Rotary(BaseModel):
+    """What `rope_scaling` and `rope_parameters` may hold for every type of rotary embedding, beside the type."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    rope_theta: Number | None = None
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+
+
+class Llama3Scaling(Rotary):
+    """`rope_scaling` of Llama 3.1 and later."""
+
     factor: Annotated[float, Field(ge=1, le=1e6)]
     low_freq_factor: Annotated[float, Field(gt=0, le=1e6)]
     high_freq_factor: Annotated[float, Field(gt=0, le=1e6)]
@@ -126,10 +132,9 @@ class Llama3Scaling(BaseModel):
         return self
 
 
-class YarnScaling(BaseModel):
+class YarnScaling(Rotary):
     """`rope_scaling` of type yarn, as Qwen2.5 and Qwen3 state it for long contexts."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
     factor: Annotated[float, Field(ge=1, le=1e6)]
     original_max_position_embeddings: Annotated[int, Field(gt=0, le=2**31 - 1)]
     beta_slow: Annotated[float, Field(gt=0, le=1e6)] = 1.0
@@ -145,14 +150,14 @@ class YarnScaling(BaseModel):
         return self
 
 
-SCALINGS: dict[Any, type[BaseModel]] = {"llama3": Llama3Scaling, "yarn": YarnScaling}
+SCALINGS: dict[str, type[Rotary]] = {"llama3": Llama3Scaling, "yarn": YarnScaling}
 
 
 class Trained(Shared):
     """Families that are trained: every setting is either implemented, or refused."""
 
     model_types: ClassVar[tuple[str, ...]] = ()
-    scalings: ClassVar[dict[Any, type[BaseModel]]] = SCALINGS
+    scalings: ClassVar[dict[str, type[Rotary]]] = SCALINGS
 
     intermediate_size: Size  # type: ignore[assignment]  # required in these families
     hidden_act: Literal["silu"] = Field("silu", description="other activations are not implemented")
@@ -200,29 +205,19 @@ class Trained(Shared):
         return self
 
     def _check_rope(self, key: str, rope: Mapping[str, Any]) -> None:
-        stated = rope.get("rope_type", rope.get("type"))
-        scaling = self.scalings.get(stated) if isinstance(stated, str) else None
-        if scaling is not None:
-            try:
-                scaling.model_validate(dict(rope))
-            except ValidationError as error:
-                raise ValueError(_one_line(error, scaling, rope, f"{key}.")) from None
-        for name, value in rope.items():
-            if scaling is not None and name in (*scaling.model_fields, "rope_type", "type"):
-                continue
-            if name in ("rope_type", "type"):
-                if value != "default":
-                    *some, last = ("default", *self.scalings)
-                    raise ValueError(
-                        f"{key}: rotary embedding of type {shown(value)}; expected {', '.join(some)} or {last}"
-                    )
-            elif name == "rope_theta":
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e12:
-                    raise ValueError(f"{key}.rope_theta={shown(value)}: expected a number greater than 0")
-            elif name == "partial_rotary_factor":
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-                    raise ValueError(f"{key}.{name}={shown(value)}: expected a number greater than 0 and at most 1")
-            elif value:
+        known: dict[str, type[Rotary]] = {"default": Rotary, **self.scalings}
+        kinds = [rope[name] for name in ("rope_type", "type") if name in rope] or ["default"]
+        for kind in kinds:
+            if not isinstance(kind, str) or kind not in known or kind != kinds[0]:
+                *some, last = known
+                raise ValueError(f"{key}: rotary embedding of type {shown(kind)}; expected {', '.join(some)} or {last}")
+        schema = known[kinds[0]]
+        try:
+            found = schema.model_validate(dict(rope))
+        except ValidationError as error:
+            raise ValueError(_one_line(error, schema, rope, f"{key}.")) from None
+        for name, value in (found.model_extra or {}).items():
+            if value and name not in ("rope_type", "type"):
                 raise ValueError(f"{key}.{name}={shown(value)}: not implemented; expected no such key")
 
 
@@ -357,7 +352,7 @@ class DeepseekV3(SigmoidExperts):
     """Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) and experts."""
 
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
-    scalings: ClassVar[dict[Any, type[BaseModel]]] = {"yarn": LatentYarnScaling}
+    scalings: ClassVar[dict[str, type[Rotary]]] = {"yarn": LatentYarnScaling}
 
     n_routed_experts: Size  # type: ignore[assignment]  # required here
     q_lora_rank: Size | None = None
@@ -438,7 +433,7 @@ def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True)
     schema = SCHEMAS.get(name)
     if trained and name and schema is None:
         raise ModelConfigError(f"config.json of {where}: {refusal(name, 'trained', SCHEMAS)}")
-    schema = (schema or Trained) if trained else Converted
+    schema = (schema or Trained) if trained else Shared
     config = {key: value for key, value in config.items() if key != DRAFTER}
     found = validated(schema, config, where)
     if not trained:

@@ -13,9 +13,8 @@ How the drafters differ (SGLang's class in brackets):
     Qwen3-Next, Qwen3.5 (MTP)     embedding, hidden      1 + w           norm              as everywhere
     EAGLE-3                       none; fc of 3 hiddens  w               norm              as everywhere
 
-mbridge 0.15.1 also translates between Megatron and Hugging Face. Tests compare names with it. It is not used for the
-push: it needs Megatron's model objects on all ranks, it knows Transformer Engine's names only, and it does not exchange
-the halves of MiMo's input projection.
+mbridge 0.15.1 also translates between Megatron and Hugging Face. It needs Megatron's model objects on all ranks, it
+knows Transformer Engine's names only, and it does not exchange the halves of MiMo's input projection.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from megatron_rlspec.models.rows import (
     experts,
     latent_attention,
     mlp,
+    mtp_layer,
     mtp_module,
     need,
-    nextn,
     norms,
     outer,
 )
@@ -74,13 +73,9 @@ def dense(config: Mapping[str, Any]) -> Iterator[Row]:
     for n in range(g.layers):
         yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.")
     for n in range(g.mtp_layers):
-        megatron = f"mtp.layers.{n}."
         hf = f"model.mtp_layers.{n}."
-        yield Row(f"{megatron}enorm.weight", (f"{hf}token_layernorm.weight",))
-        yield Row(f"{megatron}hnorm.weight", (f"{hf}hidden_layernorm.weight",))
-        yield Row(f"{megatron}eh_proj.weight", (f"{hf}input_proj.weight",), SWAP_HALVES, COLUMN)
-        yield from block(f"{megatron}transformer_layer.", hf)
-        yield Row(f"{megatron}final_layernorm.weight", (f"{hf}final_layernorm.weight",))
+        names = [f"{hf}{x}" for x in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")]
+        yield from mtp_layer(n, names, block(f"mtp.layers.{n}.transformer_layer.", hf), SWAP_HALVES)
 
 
 def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
@@ -110,7 +105,10 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
     yield from outer(g, mtp_copies=True)
     for n in range(g.layers):
         yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.", n)
-    yield from nextn(g, block)
+    for n in range(g.mtp_layers):  # they follow the last layer in the checkpoint
+        hf = f"model.layers.{g.layers + n}."
+        names = [f"{hf}{x}" for x in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
+        yield from mtp_layer(n, names, block(f"mtp.layers.{n}.transformer_layer.", hf, g.layers + n))
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rlspec import files
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import ModelConfigError
-from megatron_rlspec.models.directory import INDEX, SINGLE, no_checkpoint, read_headers
+from megatron_rlspec.models.directory import INDEX, SINGLE, no_checkpoint, read_headers, read_object
 from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
 
 SHARD_BYTES = 5_000_000_000  # of a file of tensors, about: Transformers' own habit
@@ -64,10 +64,6 @@ class LazyTensors(Mapping[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape, without reading the tensor."""
         return self._file(name).shape(name)
-
-    def bytes(self) -> int:
-        """Return the size of all files together."""
-        return sum((self.directory / file).stat().st_size for file in self.files())
 
     def files(self) -> list[str]:
         """Return the names of all files."""
@@ -131,49 +127,37 @@ def build_hf(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        writer = ShardWriter(partial, shard_bytes)
-        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-            writer.add(name, tensor)
-        complete(partial, config, writer.close(), tokenizer_from)
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        file_of: dict[str, str] = {}
+        for count, lot in enumerate(_lots(pairs, shard_bytes), 1):
+            file = f"shard-{count:05d}.safetensors"
+            tensor_file.save(lot, partial / file)
+            file_of |= dict.fromkeys(lot, file)
+        complete(partial, config, file_of, tokenizer_from)
     except BaseException:  # a full disk
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return partial
 
 
-class ShardWriter:
-    """Collect tensors into numbered safetensors files. `close` returns tensor -> file, in the order of `add`."""
-
-    def __init__(self, directory: Path, shard_bytes: int) -> None:
-        self.directory = directory
-        self.shard_bytes = shard_bytes
-        self._held: dict[str, Tensor] = {}
-        self._bytes = 0
-        self._files: dict[str, str] = {}
-        self._count = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        if name in self._files or name in self._held:
-            raise CheckpointError(f"{self.directory}: {name} was written twice")
+def _lots(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
+    """Yield tensors of at least `size` bytes together, ready to be saved. Raises CheckpointError for a name twice."""
+    lot: dict[str, Tensor] = {}
+    held = 0
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        if name in seen:
+            raise CheckpointError(f"{name} was written twice")
+        seen.add(name)
         # safetensors refuses tensors that share storage, such as a split's views.
-        self._held[name] = tensor.detach().to("cpu", copy=tensor.untyped_storage().nbytes() != _bytes(tensor))
-        self._held[name] = self._held[name].contiguous()
-        self._bytes += _bytes(tensor)
-        if self._bytes >= self.shard_bytes:
-            self._flush()
-
-    def close(self) -> dict[str, str]:
-        self._flush()
-        return self._files
-
-    def _flush(self) -> None:
-        if self._held:
-            self._count += 1
-            file = f"shard-{self._count:05d}.safetensors"
-            tensor_file.save(self._held, self.directory / file)
-            self._files |= dict.fromkeys(self._held, file)
-            self._held = {}
-            self._bytes = 0
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        lot[name] = tensor.detach().to("cpu", copy=not whole).contiguous()
+        held += tensor.nbytes
+        if held >= size:
+            yield lot
+            lot, held = {}, 0
+    if lot:
+        yield lot
 
 
 def complete(
@@ -229,18 +213,11 @@ def publish(partial: Path, target: Path, *, replace: bool = False) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """Read the JSON object of a small file. Raises CheckpointError."""
     try:
-        data = files.read_json(file)
-    except files.FileError as error:
+        return read_object(file, files.READ_MOST)
+    except ModelConfigError as error:
         raise CheckpointError(str(error)) from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file}: expected a JSON object")
-    return data
 
 
 def write_json(file: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON file, whole or not at all. Raises OSError."""
     files.write(file, json.dumps(data, indent=2) + "\n")
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,26 +172,26 @@ def experts(megatron: str, hf: str, count: int, *, router_bias: bool, shared: st
             yield Row(f"{megatron}shared_experts.gate_weight", (f"{hf}shared_expert_gate.weight",))
 
 
-def nextn(g: Geometry, block: Callable[[str, str, int], Iterator[Row]]) -> Iterator[Row]:
-    """Yield drafters that follow the last layer in the checkpoint, with Megatron's order (embedding, hidden)."""
-    for n in range(g.mtp_layers):
-        to = f"mtp.layers.{n}."
-        frm = f"model.layers.{g.layers + n}."
-        yield Row(f"{to}enorm.weight", (f"{frm}enorm.weight",))
-        yield Row(f"{to}hnorm.weight", (f"{frm}hnorm.weight",))
-        yield Row(f"{to}eh_proj.weight", (f"{frm}eh_proj.weight",), cut=COLUMN)
-        yield from block(f"{to}transformer_layer.", frm, g.layers + n)
-        yield Row(f"{to}final_layernorm.weight", (f"{frm}shared_head.norm.weight",))
+def mtp_layer(n: int, names: Sequence[str], block: Iterator[Row], layout: Layout = COPY) -> Iterator[Row]:
+    """Yield MTP layer n.
+
+    names   the checkpoint's of the norms of embedding and hidden state, of the input projection and the final norm
+    block   the rows of its decoder layer
+    layout  of the input projection; Megatron's order is embedding, hidden state
+    """
+    embedding, hidden, projection, final = (f"{name}.weight" for name in names)
+    to = f"mtp.layers.{n}."
+    yield Row(f"{to}enorm.weight", (embedding,))
+    yield Row(f"{to}hnorm.weight", (hidden,))
+    yield Row(f"{to}eh_proj.weight", (projection,), layout, COLUMN)
+    yield from block
+    yield Row(f"{to}final_layernorm.weight", (final,))
 
 
 def mtp_module(g: Geometry, block: Callable[[str, str], Iterator[Row]]) -> Iterator[Row]:
     """Yield the rows of Qwen's drafters, `mtp.*` in the checkpoint. Raises ValueError for more than one layer."""
     if g.mtp_layers > 1:
         raise ValueError(f"{g.mtp_layers} MTP layers, but this family's names (mtp.fc, ...) have room for one")
-    if not g.mtp_layers:
-        return
-    yield Row("mtp.layers.0.enorm.weight", ("mtp.pre_fc_norm_embedding.weight",))
-    yield Row("mtp.layers.0.hnorm.weight", ("mtp.pre_fc_norm_hidden.weight",))
-    yield Row("mtp.layers.0.eh_proj.weight", ("mtp.fc.weight",), cut=COLUMN)
-    yield from block("mtp.layers.0.transformer_layer.", "mtp.layers.0.")
-    yield Row("mtp.layers.0.final_layernorm.weight", ("mtp.norm.weight",))
+    if g.mtp_layers:
+        names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+        yield from mtp_layer(0, names, block("mtp.layers.0.transformer_layer.", "mtp.layers.0."))

@@ -71,21 +71,6 @@ def test_transformer_engine_spelling():
     assert {canonical(f"module.module.{name}") for name in names} == set(family.rows)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_shards_equal_megatrons(size):
-    """Compare rank r's key/value groups, gate and up rows, and vocabulary rows by shape, and after joining shards."""
-    config, tensors = mimo_checkpoint()
-    family = name_table(config)
-    for name, full in to_megatron(family, tensors):
-        shards = [family.shard(name, full, rank, size) for rank in range(size)]
-        assert torch.equal(family.unshard(name, shards), full)
-    name, gate_up = next((n, t) for n, t in to_megatron(family, tensors) if "linear_fc1" in n)
-    gate, up = gate_up.chunk(2)
-    for rank in range(size):
-        expected = torch.cat((gate.chunk(size)[rank], up.chunk(size)[rank]))
-        assert torch.equal(family.shard(name, gate_up, rank, size), expected)
-
-
 def test_impossible_requests_are_refused_with_the_reason():
     config, tensors = mimo_checkpoint()
     family = name_table(config)

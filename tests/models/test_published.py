@@ -20,32 +20,23 @@ def test_names_and_shapes_add_up_to_the_models_parameters(name):
     assert sum(math.prod(shape.values()) for shape in shapes.values()) / 1e9 == pytest.approx(BILLIONS[name], rel=5e-3)
 
 
-def test_frequencies_are_those_of_transformers():
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}  # of Qwen2.5's model cards
+SCALED = [("Llama-3.1-8B-Instruct", "llama3", {}), ("Llama-3.2-1B-Instruct", "llama3", {})]
+SCALED += [("Qwen2.5-7B-Instruct", "yarn", YARN), ("Qwen3-8B", "yarn", YARN | {"beta_fast": 16, "beta_slow": 2})]
+
+
+@pytest.mark.parametrize(("name", "kind", "scaling"), SCALED)
+def test_frequencies_are_those_of_transformers(name, kind, scaling):
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    for name in ("Llama-3.1-8B-Instruct", "Llama-3.2-1B-Instruct"):
-        stated = PUBLISHED[name]
-        plain = {key: value for key, value in stated.items() if key not in ("architectures", "model_type")}
-        theirs, factor = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.for_model("llama", **plain), "cpu")
-        ours = Rope.of(stated).frequencies(2 * len(theirs))
-        assert factor == 1 and ours.tolist() == theirs.tolist()
-
-
-def test_yarns_frequencies_are_those_of_transformers():
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}  # of Qwen2.5's model cards
-    for name, further in (("Qwen2.5-7B-Instruct", {}), ("Qwen3-8B", {"beta_fast": 16, "beta_slow": 2})):
-        stated = PUBLISHED[name] | {"rope_scaling": scaling | further, "max_position_embeddings": 131072}
-        typed = check_config(stated, name)
-        plain = {key: value for key, value in stated.items() if key not in ("architectures", "model_type")}
-        known = AutoConfig.for_model(typed.model_type, **plain)
-        theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](known, "cpu")
-        rope = Rope.of(stated)
-        assert rope.magnitude == factor and rope.frequencies(2 * len(theirs)).tolist() == theirs.tolist()
-        assert theirs[-1] == Rope(rope.base).frequencies(2 * len(theirs))[-1] / 4
+    stated = PUBLISHED[name] | ({"rope_scaling": scaling, "max_position_embeddings": 131072} if scaling else {})
+    typed = check_config(stated, name)
+    plain = {key: value for key, value in stated.items() if key not in ("architectures", "model_type")}
+    theirs, factor = ROPE_INIT_FUNCTIONS[kind](AutoConfig.for_model(typed.model_type, **plain), "cpu")
+    rope = Rope.of(stated)
+    assert rope.magnitude == factor and rope.frequencies(2 * len(theirs)).tolist() == theirs.tolist()
+    assert theirs[-1] == Rope(rope.base).frequencies(2 * len(theirs))[-1] / rope.factor
 
 
 def laid_out(name):
