@@ -24,7 +24,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,12 @@ from megatron_rlspec.conversion.torch_dist_index import (
     Checksums,
     Chunk,
     Where,
-    first_line,
     load_index,
 )
 from megatron_rlspec.models.hf_files import CheckpointError, read_json, write_json
 from megatron_rlspec.models.names import NameTable, canonical
 from megatron_rlspec.models.tensor_file import checksum, verify
+from megatron_rlspec.texts import first_line
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _INDEX = ".metadata"
@@ -280,20 +280,6 @@ def _holds(chunk: Chunk, at: tuple[int, ...]) -> bool:
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """One stored part; `dtype` is empty for a module's extra state."""
-
-    key: str
-    at: tuple[int, ...]
-    of: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-    length: int
-    crc: int
-
-
 class TorchDistWriter:
     """Writes groups of tensors, each to a file of its own that appears complete or not at all. Call `finish` last."""
 
@@ -309,7 +295,7 @@ class TorchDistWriter:
 
     def write(self, group: int, tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Write one group and return its bytes. Tensors are consumed one by one. Raises OSError."""
-        entries = []
+        entries: list[dict[str, Any]] = []
         checksums = {}
         with files.replacing(self.directory / _file(group)) as partial, partial.open("w+b") as stream:
             for name, tensor in tensors:
@@ -321,11 +307,12 @@ class TorchDistWriter:
                 if whole.untyped_storage().nbytes() != whole.nbytes:
                     whole = whole.clone()
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                entries.append(_append(stream, where, whole, tuple(tensor.shape), dtype))
+                stated = {"at": where.at, "of": where.of, "shape": tuple(tensor.shape), "dtype": dtype}
+                entries.append({"key": where.key, **stated, **_append(stream, whole)})
                 for key in _extra_states(where.key, self.family.spec):
-                    entries.append(_append(stream, Place(key, where.at, where.of), [None], (), ""))
-        write_json(self._note(group), {"entries": [asdict(entry) for entry in entries], "checksums": checksums})
-        return sum(entry.length for entry in entries)
+                    entries.append({"key": key, **stated, "shape": (), "dtype": "", **_append(stream, [None])})
+        write_json(self._note(group), {"entries": entries, "checksums": checksums})
+        return sum(entry["length"] for entry in entries)
 
     def finish(self, groups: int) -> None:
         """Write the index over all groups, and the small files that Megatron expects beside it."""
@@ -336,26 +323,24 @@ class TorchDistWriter:
         for group in range(groups):
             written = read_json(self._note(group))
             checksums |= written["checksums"]
-            for note in written["entries"]:
-                entry = _Entry(**{**note, **{f: tuple(note[f]) for f in ("at", "of", "shape")}})
-                info = _StorageInfo(_file(group), entry.offset, entry.length)
-                crcs[f"{_file(group)}:{entry.offset}:{entry.length}"] = entry.crc
-                if not entry.dtype:
-                    at = entry.at or (0,)
-                    of = entry.of or (1,)
-                    key = f"{entry.key}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, of))}"
+            for entry in written["entries"]:
+                key, at, of, shape = (entry[name] for name in ("key", "at", "of", "shape"))
+                info = _StorageInfo(_file(group), entry["offset"], entry["length"])
+                crcs[f"{_file(group)}:{info.offset}:{info.length}"] = entry["crc"]
+                if not entry["dtype"]:  # a module's extra state
+                    key = f"{key}/shard_{'.'.join(map(str, at or [0]))}_{'.'.join(map(str, of or [1]))}"
                     parts[key] = BytesStorageMetadata()
                     where[MetadataIndex(key)] = info
                     continue
-                offset = torch.Size(entry.at + (0,) * len(entry.shape))
-                chunk = ChunkStorageMetadata(offset, torch.Size((1,) * len(entry.at) + entry.shape))
-                size = torch.Size(entry.of + entry.shape)
-                properties = TensorProperties(dtype=getattr(torch, entry.dtype))
-                stored = parts.setdefault(entry.key, TensorStorageMetadata(properties, size, []))
+                offset = torch.Size(at + [0] * len(shape))
+                chunk = ChunkStorageMetadata(offset, torch.Size([1] * len(at) + shape))
+                size = torch.Size(of + shape)
+                properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+                stored = parts.setdefault(key, TensorStorageMetadata(properties, size, []))
                 if stored.size != size:
-                    raise CheckpointError(f"{entry.key}: layers differ in shape, {list(stored.size)} and {list(size)}")
+                    raise CheckpointError(f"{key}: layers differ in shape, {list(stored.size)} and {list(size)}")
                 stored.chunks.append(chunk)
-                where[MetadataIndex(entry.key, offset)] = info
+                where[MetadataIndex(key, offset)] = info
         index = pickle.dumps(Metadata(parts, planner_data=None, storage_data=where))
         files.write(self.directory / _INDEX, index)
         written = {"tensors": checksums, "parts": crcs, "index": zlib.crc32(index)}
@@ -379,7 +364,8 @@ def _extra_states(key: str, spec: str) -> Iterator[str]:
         yield f"{module.removesuffix('linear_proj')}core_attention._extra_state"
 
 
-def _append(stream: Any, where: Place, content: Any, shape: tuple[int, ...], dtype: str) -> _Entry:
+def _append(stream: Any, content: Any) -> dict[str, int]:
+    """Write one part. Returns where it lies, and its CRC."""
     first = stream.tell()
     torch.save(content, stream)
     length = stream.tell() - first
@@ -388,7 +374,7 @@ def _append(stream: Any, where: Place, content: Any, shape: tuple[int, ...], dty
     stream.seek(first)
     while block := stream.read(1 << 24):
         crc = zlib.crc32(block, crc)
-    return _Entry(where.key, where.at, where.of, shape, dtype, first, length, crc)
+    return {"offset": first, "length": length, "crc": crc}
 
 
 def _file(group: int) -> str:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rlspec import files
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
+from megatron_rlspec.texts import first_line
 
 CHECKSUMS = "rlspec-checksums.json"
 DAMAGED = "its checksum differs from what was written: the file is damaged"
@@ -162,9 +163,3 @@ def load_index(file: Path, expected: int | None) -> Index:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))[:100]
         raise CheckpointError(f"{file}: not the index of a checkpoint: {place}: {first['msg']}") from None
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error. The next lines of torch's errors are advice that does not apply here."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:160]}"

@@ -11,10 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_rlspec.config import Config, ConfigError
-from megatron_rlspec.conversion import fresh
-from megatron_rlspec.conversion.drafter_files import config_of_drafter
+from megatron_rlspec.conversion.convert import config_with_drafter
+from megatron_rlspec.conversion.drafter_files import config_of_drafter, make_drafter
+from megatron_rlspec.conversion.fresh import add_mtp
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.models.families import record_of
 from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
 from megatron_rlspec.run import identity
 
@@ -35,7 +37,10 @@ def with_fresh_drafter(config: Config) -> Config:
     if os.environ.get("RANK", "0") == "0" and not target.exists():
         print(f"rlspec: {model} gets a fresh drafter, {kind}, in {target}", flush=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        (fresh.add_mtp if kind == "mtp" else fresh.add_eagle3)(model, target)
+        if kind == "mtp":
+            add_mtp(model, target)
+        else:
+            make_drafter(model, target)
     while not target.exists():
         time.sleep(LOOK_AGAIN)
     return changed
@@ -46,7 +51,7 @@ def described(config: Config, hf_config: Mapping[str, Any]) -> tuple[Config, dic
     kind = _kind(config, hf_config)
     changed = _changed(config, kind, Path("(fresh)"))
     if kind == "mtp":
-        return changed, fresh.config_with_drafter(hf_config)
+        return changed, config_with_drafter(hf_config)
     return changed, {**hf_config, DRAFTER: config_of_drafter(hf_config)}
 
 
@@ -59,7 +64,7 @@ def _kind(config: Config, hf_config: Mapping[str, Any]) -> str:
         )
     if hf_config.get("num_nextn_predict_layers"):
         raise ConfigError(f"drafter.fresh=true: {model} has a drafter; expected drafter.fresh=false")
-    if options.kind == "mtp" and fresh.gets_mtp(hf_config):
+    if options.kind == "mtp" and record_of(hf_config).added_drafter:
         return "mtp"
     if config.rollout.engine == "sglang" and (problem := without_eagle3(hf_config)):
         raise ConfigError(f"drafter.fresh=true: {problem}, or a family with an MTP layer (docs/families.md)")
