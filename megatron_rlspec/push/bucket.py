@@ -40,10 +40,6 @@ def bucket_bytes(memory: BucketMemory | None = None) -> int:
     return max(64 << 20, min(2 << 30, free // 16))
 
 
-def size(tensor: Tensor) -> int:
-    return tensor.nbytes
-
-
 def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
     """Yield lists of at least one tensor and about `limit` bytes; tensors of one attention module stay in one list.
 
@@ -55,12 +51,12 @@ def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
     for name, tensor in tensors:
         module, attention, _ = name.rpartition(_ATTENTION)
         together = bool(attention) and module == last
-        if bucket and not together and (held >= limit or held + size(tensor) > limit):
+        if bucket and not together and (held >= limit or held + tensor.nbytes > limit):
             yield bucket
             bucket = []
             held = 0
         bucket.append((name, tensor))
-        held += size(tensor)
+        held += tensor.nbytes
         last = module
     if bucket:
         yield bucket
@@ -122,7 +118,7 @@ class Bucket:
         self.names = [name for name, _ in self.tensors]
         self.dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in self.tensors]
         self.shapes = [list(tensor.shape) for _, tensor in self.tensors]
-        self.bytes = sum(size(tensor) for _, tensor in self.tensors)
+        self.bytes = sum(tensor.nbytes for _, tensor in self.tensors)
         self.piece: Tensor | None = None
         self._readers = readers
         self._begin = 0
@@ -146,7 +142,7 @@ class Bucket:
         if header:
             piece[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         tensors = [tensor.detach() for _, tensor in self.tensors]
-        parts = self.data().split([size(tensor) for tensor in tensors])
+        parts = self.data().split([tensor.nbytes for tensor in tensors])
         places = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
         torch._foreach_copy_(places, tensors, non_blocking=True)
         if any(tensor.is_cuda for _, tensor in self.tensors):
@@ -178,10 +174,10 @@ class Bucket:
         entries = {}
         at = 0
         for name, tensor in self.tensors:
-            place = [at, at + size(tensor)]
+            place = [at, at + tensor.nbytes]
             kind = _NAMES.get(tensor.dtype, str(tensor.dtype))
             entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": place}
-            at += size(tensor)
+            at += tensor.nbytes
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNED)
         return len(text).to_bytes(_ALIGNED, "little") + text

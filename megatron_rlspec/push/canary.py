@@ -135,7 +135,5 @@ class Canary:
 
 
 def _histogram(counts: np.ndarray, num_steps: int) -> tuple[int, ...]:
-    padded = np.zeros(num_steps + 1, dtype=np.int64)
-    kept = counts[: num_steps + 1]
-    padded[: len(kept)] = kept
-    return tuple(padded.tolist())
+    kept = counts[: num_steps + 1].astype(np.int64)
+    return tuple(np.pad(kept, (0, num_steps + 1 - len(kept))).tolist())

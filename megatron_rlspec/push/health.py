@@ -1,13 +1,7 @@
-"""Health of the engines of our own loop: push, check, repair, and watch until the next push.
+"""Health of the engines of our own loop: push, compare fingerprints, run the canary, act, watch until the next push.
 
-    push ─► fingerprints ─► canary ─► speculate
-               │ finding        │ finding
-               └──► hold ─► push again ─► fingerprints ─► canary ─► speculate, with one record
-                                               │ finding again
-                                               └─► plain | out of rotation | stop
-
-`canary.py` sends prompts to the engines, `detectors.py` turns observations into findings, and `contract.py` turns
-findings into actions.
+`canary.py` sends prompts to the engines, `detectors.py` turns observations into findings, and `contract.py`, which has
+the picture, turns findings into actions.
 """
 
 from __future__ import annotations
@@ -41,11 +35,6 @@ class HealthReport:
     records: tuple[dict[str, Any], ...]
     canaries: Mapping[str, CanaryResult] = field(default_factory=dict)
     canary_seconds: float = 0.0
-
-    @property
-    def accept_lengths(self) -> dict[str, float]:
-        """Return the tokens per round of the canaries that drafted, by engine."""
-        return {name: result.accept_length for name, result in self.canaries.items() if any(result.accepted)}
 
     def metrics(self) -> dict[str, float]:
         """Return `push/*` of the first push and `health/*`."""

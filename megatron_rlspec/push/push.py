@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron_rlspec.engine import BucketMemory, EngineError, RolloutEngine
 from megatron_rlspec.host.ranks import job
-from megatron_rlspec.push.bucket import Bucket, Named, bucket_bytes, buckets, size
+from megatron_rlspec.push.bucket import Bucket, Named, bucket_bytes, buckets
 from megatron_rlspec.push.fingerprint import Difference, compare, fingerprints
 from megatron_rlspec.types import Scope
 
@@ -50,7 +50,6 @@ class EngineReport:
 
     seconds: float
     sent_bytes: int
-    sent_tensors: int
     error: str = ""
     difference: Difference = Difference()
 
@@ -151,7 +150,7 @@ class Pusher:
         for name in names:
             error, difference = results.get(name, (errors[name], Difference()))
             feed = feeds[name]
-            reports[name] = EngineReport(feed.seconds, feed.sent_bytes, feed.sent_tensors, error, difference)
+            reports[name] = EngineReport(feed.seconds, feed.sent_bytes, error, difference)
             if reports[name].ok:
                 self._proven.add(name)
         return PushReport(version, scope, ended - began, total, len(new), spent, ended - verified, reports)
@@ -218,7 +217,6 @@ class Feed:
         self.memory = memory
         self.reading = True
         self.sent_bytes = 0
-        self.sent_tensors = 0
         self.seconds = 0.0
         self._queue: deque[Bucket] = deque()
         self._taken: deque[Bucket] = deque()
@@ -263,7 +261,6 @@ class Feed:
         """Yield buckets as they come. A bucket's memory goes back when the next one is asked for."""
         while (bucket := self._take()) is not None:
             self.sent_bytes += bucket.bytes
-            self.sent_tensors += len(bucket.names)
             yield bucket
             self._done(bucket)
 
@@ -274,8 +271,7 @@ class Feed:
             self._left.extend(bucket.tensors)
             while self._left:
                 name, tensor = self._left.popleft()
-                self.sent_bytes += size(tensor)
-                self.sent_tensors += 1
+                self.sent_bytes += tensor.nbytes
                 yield name, tensor
             self._done(bucket)
 
@@ -348,7 +344,7 @@ def _stream(
             if name in marks:
                 refused = refused or f"the exporter gave {name} twice"
             marks[name] = found[name]
-            total += size(tensor)
+            total += tensor.nbytes
         spent += time.perf_counter() - began
         if refused:
             for feed in feeds:

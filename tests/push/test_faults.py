@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from fault_checks import differing, logprobs_differ
 from weight_oracles import echo_checkpoint, mimo_logits
 
 from megatron_rlspec.engine import EngineError
@@ -70,7 +69,7 @@ class Room:
             settings=HealthSettings(canary_tokens=24, canary_share=1.0),
         )
         self.first = self.health.push(0, lambda scope: self.old.items())
-        assert not self.first.records and self.first.accept_lengths["a"] > 2.0
+        assert not self.first.records and self.first.canaries["a"].accept_length > 2.0
 
     def push(self):
         report = self.health.push(1, lambda scope: ((n, self.damage(n, t)) for n, t in self.new.items()))
@@ -92,6 +91,21 @@ def trainer_logprobs(config, tensors, tokens):
     logits = mimo_logits(config, tensors, ids)[0][0, :-1]
     logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     return np.concatenate([[0.0], logprobs.numpy()])
+
+
+def differing(pusher, names=None):
+    """Compare again, without a push, what engines hold. Returns a detector's name for each engine that differs."""
+    engines = [pusher.engines[name] for name in names or pusher.engines]
+    return ["fingerprint" for engine in engines if not pusher.compare_with(engine)[1].empty]
+
+
+def logprobs_differ(samples, recomputed, bound=1e-3):
+    """Return ["logprobs"] if engine and trainer differ by more than `bound` nats a response token on average."""
+    gaps = []
+    for sample, values in zip(samples, recomputed, strict=True):
+        response = slice(sample.prompt_len, len(sample.tokens))
+        gaps.append(np.abs(sample.behaviour_logprobs[response] - values[response]))
+    return [] if np.concatenate(gaps).mean() <= bound else ["logprobs"]
 
 
 def swap(tensor, dim):

@@ -288,10 +288,10 @@ def test_a_joining_engine_runs_the_canary_and_gets_the_runs_rule():
     engines = {"a": MemoryEngine()}
     health = healthy(engines, canary_share=1e-9)
     push(health, 0)
-    assert not push(health, 1).accept_lengths, "no canary is due"
+    assert not push(health, 1).canaries, "no canary is due"
     engines["b"] = MemoryEngine()
     health.join("b")
     report = push(health, 2)
-    assert report.accept_lengths.keys() == {"a", "b"} and report.serving == ("a", "b")
+    assert report.canaries.keys() == {"a", "b"} and report.serving == ("a", "b")
     assert health.pusher.engines["b"].schedules[-1] == "k5"
-    assert not push(health, 3).accept_lengths
+    assert not push(health, 3).canaries

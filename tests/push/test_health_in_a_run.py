@@ -172,7 +172,7 @@ def test_an_engine_that_ends_while_its_rule_is_set_is_left_out(run, when):
     rollouts.engines.health.join("other")
     if when == "told what to start from":
         run.push(1)
-        rollouts.engines.health._spent = math.inf  # no canary is due
+        rollouts.engines.health._canary.seconds = math.inf  # no canary is due
         rollouts.speculation.learning.expect(Prediction.of_sums((5,), np.ones((1, 5)), np.full((1, 5), 0.5)))
     other.set_spec_rule = gone
     assert run.push(2)["health/serving_engines"] == 2  # as far as its weights go

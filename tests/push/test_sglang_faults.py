@@ -15,11 +15,10 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
+import test_faults
 import torch
-from fault_checks import differing, logprobs_differ
-from test_faults import MTP, PROMPTS, SAMPLING, speculate, swap, trainer_logprobs
+from test_faults import MTP, PROMPTS, SAMPLING, differing, logprobs_differ, speculate, trainer_logprobs
 from weight_oracles import echo_checkpoint
 
 from megatron_rlspec.conversion.convert import convert, plan
@@ -30,7 +29,7 @@ from megatron_rlspec.push import push
 from megatron_rlspec.push.detectors import HealthSettings, stamp_finding
 from megatron_rlspec.push.fingerprint import compare, fingerprint
 from megatron_rlspec.push.health import Health
-from megatron_rlspec.push.push import Pusher, PushError
+from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import Ipc
@@ -96,12 +95,12 @@ class Room:
             settings=HealthSettings(canary_tokens=24, canary_share=1.0),
         )
         report = self.health.push(0, lambda scope: self.old.items())
-        assert not report.records and report.accept_lengths["a"] > 2.0
+        assert not report.records and report.canaries["a"].accept_length > 2.0
         self.found: list[str] = []
+        self.damage = lambda name, tensor: tensor
 
-    def push(self, version=1, damage=lambda name, tensor: tensor):
-        source = [(name, damage(name, tensor)) for name, tensor in self.new.items()]
-        report = self.health.push(version, lambda scope: iter(source))
+    def push(self, version=1):
+        report = self.health.push(version, lambda scope: ((n, self.damage(n, t)) for n, t in self.new.items()))
         self.found += [line.split(":")[0] for record in report.records for line in record["found"]]
         return report
 
@@ -119,57 +118,12 @@ class Room:
         SGLangEngine.update_weights(self.engines["b"], version, tensors, scope)
 
 
-def skips_the_drafter(room):
-    room.engines["b"].wire = lambda name, tensor: room.old[name] if name.startswith(MTP) else tensor
-    room.push()
-
-
-def one_tensor_stale(room):
-    room.engines["b"].wire = lambda name, tensor: room.old[name] if name == "model.norm.weight" else tensor
-    room.push()
-
-
-def half_swap(room):
-    room.push(damage=lambda name, tensor: swap(tensor, 1) if name == MTP + "input_proj.weight" else tensor)
-
-
-def another_drafter(room):
-    generator = torch.Generator().manual_seed(9)
-    room.push(damage=lambda n, t: t[torch.randperm(len(t), generator=generator)] if n.startswith(MTP) else t)
-
-
-def scaled(room):
-    room.push(damage=lambda name, tensor: tensor * 10 if name == MTP + "mlp.down_proj.weight" else tensor)
-
-
-def transposed(room):
-    room.push(damage=lambda name, tensor: tensor.T.contiguous() if name == MTP + "self_attn.o_proj.weight" else tensor)
-
-
-def shards_exchanged(room):
-    room.push(damage=lambda name, tensor: swap(tensor, 1) if name == "model.layers.0.mlp.down_proj.weight" else tensor)
-    room.rollout()
-
-
-def not_a_number(room):
-    with pytest.raises(PushError, match="model.norm.weight holds NaN"):
-        room.push(damage=lambda name, tensor: tensor * np.nan if name == "model.norm.weight" else tensor)
-    room.found.append("refused")
-    with pytest.raises(EngineError, match="serves nothing since a failed weight update"):
-        room.rollout()
-
-
 def old_version(room):
     engine = room.engines["b"]
     update = room.engines["b"].update_weights
     engine.update_weights = lambda version, tensors, scope: deque(tensors, maxlen=0)
     room.push()
     engine.update_weights = update
-
-
-def head_of_another_step(room):
-    room.push(damage=lambda name, tensor: room.old[name] if name == "lm_head.weight" else tensor)
-    room.rollout()
 
 
 def drafter_zeroed(room):
@@ -193,29 +147,10 @@ def restarted_with_old_weights(room):
     room.rollout()
 
 
-def killed_half_way(room):
-    def dies(name, tensor):
-        if name == "model.norm.weight":
-            raise EngineError("b: the connection was lost")
-        return tensor
-
-    room.engines["b"].wire = dies
-    room.push()
-    with pytest.raises(EngineError, match="serves nothing since a failed weight update"):
-        room.rollout()
-
-
 FAULTS = {
-    "exporter: input projection's halves exchanged": (half_swap, "canary"),
-    "exporter: drafter's down_proj scaled by 10": (scaled, "canary"),
-    "exporter: drafter's o_proj transposed": (transposed, "canary"),
-    "exporter: a drafter of the same shapes from another model": (another_drafter, "canary"),
-    "exporter: target's down_proj shards exchanged": (shards_exchanged, "logprobs"),
-    "exporter: head of another step": (head_of_another_step, "logprobs"),
-    "exporter: NaN in one tensor": (not_a_number, "refused"),
-    "wire: one tensor stale": (one_tensor_stale, "fingerprint"),
-    "wire: the drafter is skipped": (skips_the_drafter, "fingerprint"),
-    "wire: killed half-way": (killed_half_way, "session"),
+    **{name: fault for name, fault in test_faults.FAULTS.items() if name.startswith("exporter: ")},
+    **{f"wire: {name}": test_faults.FAULTS[f"wire: {name}"] for name in ("one tensor stale", "the drafter is skipped")},
+    "wire: killed half-way": test_faults.FAULTS["wire: killed half-way"],
     "engine: old version on one of two": (old_version, "fingerprint"),
     "engine: restarted with old weights": (restarted_with_old_weights, "stamp"),
     "engine: drafter zeroed": (drafter_zeroed, "fingerprint"),
@@ -229,6 +164,9 @@ def test_fault_is_caught(urls, name):
     room = Room(urls)
     inject(room)
     assert detector == room.found[0]
+    if detector in ("refused", "session"):
+        with pytest.raises(EngineError, match="serves nothing since a failed weight update"):
+            room.rollout()
 
 
 def test_twenty_healthy_pushes_raise_no_alarm(urls):
@@ -240,7 +178,7 @@ def test_twenty_healthy_pushes_raise_no_alarm(urls):
         assert room.found == [] and report.serving == ("a", "b") and not report.plain
         # The canary's rounds at least, and all of them under the schedule; acceptance stays what it was.
         for name, engine in room.engines.items():
-            assert room.health.watch(name, engine.stats(), {SpecConfig(3): report.accept_lengths[name]}) is None
+            assert room.health.watch(name, engine.stats(), {SpecConfig(3): report.canaries[name].accept_length}) is None
 
 
 def pusher_process(url, version, tensors, slowly):
