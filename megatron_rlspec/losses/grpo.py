@@ -63,11 +63,8 @@ def has_signal(rewards: Sequence[float], *, known: Sequence[bool] | None = None)
 def overlong_penalty(length: int, *, max_length: int, zone: int) -> float:
     """Return the addition to the reward of a response of `length` tokens: 0, falling to -1 over the last `zone` tokens.
 
-    DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13. `zone` = 0 disables it. Raises ValueError if the zone is
-    negative or longer than `max_length`.
+    DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13. `zone` = 0 disables it.
     """
-    if not 0 <= zone <= max_length:
-        raise ValueError(f"overlong zone of {zone} tokens does not fit into responses of at most {max_length}")
     if zone == 0:
         return 0.0
     return -min(1.0, max(0.0, (length - (max_length - zone)) / zone))
@@ -144,7 +141,7 @@ def policy_loss(
         sums["train_rollout_logprob_abs_diff"] = (train - behaviour).abs()
         sums["train_rollout_kl"] = kl_estimate(behaviour, train, "k3")
     if own is not None:
-        pg_loss = _own_loss(own, logprobs, entropy, mask, batch, algorithm)
+        pg_loss = _own_loss(own, logprobs, entropy, mask, batch, algorithm, trained)
     sums["pg_loss"] = pg_loss
 
     loss = pg_loss
@@ -172,11 +169,9 @@ def _own_loss(
     mask: Tensor,
     batch: PackedBatch,
     algorithm: AlgorithmConfig,
+    trained: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Compute the user's loss of each token, `[T]`; 0 where nothing is trained."""
-
-    def trained(values: Tensor) -> Tensor:
-        return to_device(values, logprobs.device).to(logprobs.dtype).masked_fill(~mask, 0)
 
     def trained_if_any(values: Tensor | None) -> Tensor | None:
         return None if values is None else trained(values)

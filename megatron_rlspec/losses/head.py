@@ -105,10 +105,7 @@ class VocabParallelHead:
         minus infinity becomes a very low finite one with probability 0.
         """
         scores = self._logits(hidden).clamp_(min=lowest(accumulate_in(hidden)))
-        largest = scores.amax(-1)
-        if self.group is not None:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        return scores.sub_(largest[:, None])
+        return scores.sub_(self.max(scores.amax(-1))[:, None])
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.logits(hidden).to(accumulate_in(hidden)).div_(self.temperature)
@@ -144,8 +141,7 @@ class VocabParallelHead:
         lse = scores.logsumexp(-1)
         if self.group is None:
             return lse
-        top = lse.clone()
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
+        top = self.max(lse)
         return top + self.sum((lse - top).exp_()).log_()
 
     def ids_of(self, columns: torch.Tensor) -> torch.Tensor:
@@ -175,9 +171,7 @@ class VocabParallelHead:
     def best(self, value: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
         """Return the ids of the largest values over all ranks, elementwise; of equal values the lowest id."""
         if self.group is not None:
-            top = value.clone()
-            dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
-            best.masked_fill_(value < top, self.total)
+            best.masked_fill_(value < self.max(value), self.total)
             dist.all_reduce(best, dist.ReduceOp.MIN, group=self.group)
         return best
 

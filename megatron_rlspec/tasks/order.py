@@ -33,7 +33,7 @@ class Order:
 
     No step has a row twice unless it takes more rows than there are. At the end of an epoch a row that the step has
     already is put off: it is `late`, and comes first in the next step. `restore(state)` continues exactly at the place
-    of `state()`, also within an epoch. Raises ValueError for no rows.
+    of `state()`, also within an epoch. There is at least one row.
     """
 
     size: int
@@ -43,10 +43,6 @@ class Order:
     position: int = 0
     late: list[int] = field(default_factory=list)
     _permutation: tuple[int, list[int]] = (-1, [])  # an epoch, and its order
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError("the dataset has no rows; expected at least one")
 
     def take(self, count: int, beside: Iterable[int] = ()) -> list[int]:
         """Return the next `count` indices of a step that has the rows `beside` already."""

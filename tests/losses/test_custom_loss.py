@@ -76,7 +76,6 @@ def test_a_function_that_cannot_be_used_is_refused_in_one_line(text, expected):
     ("result", "expected"),
     [
         (1.0, "returned 1.0, a float; expected a tensor [4] of floating point on cpu"),
-        (np.zeros(4), "a ndarray; expected a tensor [4]"),
         (torch.zeros(3), "returned a tensor [3] of float32 on cpu; expected a tensor [4]"),
         (torch.zeros(4, dtype=torch.int64), "returned a tensor [4] of int64 on cpu"),
         (torch.zeros(4, device="meta"), "on meta; expected a tensor [4] of floating point on cpu"),
@@ -97,13 +96,11 @@ def test_a_wrong_result_is_refused_in_one_line(result, expected):
     [
         {"a": 1.0},
         [10**400, 1.0],
-        [1j, 0.5],
         torch.ones(2, requires_grad=True),
         [0.0, math.inf],
-        [0.0, 1e300],
         [1.0],
     ],
-    ids=["dict", "huge", "complex", "gradient", "infinite", "large", "one"],
+    ids=["dict", "huge", "gradient", "infinite", "one"],
 )
 def test_wrong_advantages_are_refused_in_one_line(result):
     samples = [Sample(f"s{i}", Prompt(0, np.array([1])), np.array([1, 2]), np.ones(2), np.ones(2)) for i in range(2)]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mtp_ranks import Ranks, group_of
+from mtp_ranks import group_of
 from whole_loss import drafter_loss
 
 from megatron_rlspec.losses.drafter import KINDS
@@ -10,13 +10,6 @@ from megatron_rlspec.losses.logprobs import policy_logprobs
 
 N, H, V = 12, 6, 20
 FORBIDDEN = 3  # the token whose logit is minus infinity
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    workers = Ranks(2)
-    yield workers
-    workers.close()
 
 
 def inputs(first_column, dtype=torch.float32):

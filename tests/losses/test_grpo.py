@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rlspec.config import AlgorithmConfig, ConfigError, load
+from megatron_rlspec.config import AlgorithmConfig
 from megatron_rlspec.losses.grpo import advantages, has_signal, kl_estimate, overlong_penalty, policy_loss
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.types import Prompt, Sample
@@ -287,19 +287,6 @@ def test_missing_inputs_are_named():
         policy_loss(new, None, batch, AlgorithmConfig(entropy_coef=0.1))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"algorithm.dual_clip": "0.5"}, "dual_clip=0.5 must be above 1"),
-        ({"algorithm.dual_clip": "3", "algorithm.ratio": "cispo"}, "ratio=cispo does not clip it"),
-        ({"algorithm.overlong_tokens": "2000"}, "overlong_tokens=2000 is longer than rollout.max_new_tokens=1024"),
-    ],
-)
-def test_contradictory_settings_are_refused(overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        load(None, overrides)
-
-
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_advantages_equal_the_definition(size):
     rewards = np.random.default_rng(size).normal(size=size)
@@ -329,8 +316,6 @@ def test_overlong_penalty_is_a_ramp():
     values = [overlong_penalty(n, max_length=100, zone=20) for n in (1, 80, 85, 90, 100, 130)]
     assert values == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
     assert overlong_penalty(100, max_length=100, zone=0) == 0
-    with pytest.raises(ValueError, match="zone of 101 tokens"):
-        overlong_penalty(1, max_length=100, zone=101)
 
 
 def test_kl_estimates_agree_with_the_exact_kl_in_expectation():
