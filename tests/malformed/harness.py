@@ -6,14 +6,12 @@ A surface has a file `test_<surface>.py` with a table CASES and
     def test_one_line(case, tmp_path, capfd, monkeypatch):
         check(case, tmp_path, capfd, monkeypatch)
 
-`check` runs in this process. A case whose state would stay behind (environment, threads, process groups) says
-`fork=True` and runs in a child. No case is late on a slow machine; one that hangs is ended after `HANGS` seconds.
+`check` runs in this process. No case is late on a slow machine; one that hangs is ended after `HANGS` seconds.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import signal
 import stat
@@ -42,7 +40,6 @@ class Case:
              which is also the working directory. Or a function of that directory, which raises, or returns an exit code
     expects  words that the line must hold: what was wrong, what was expected, where
     writes   files by relative path, or a function of the directory that writes them
-    code     exit code; 2 is a user's mistake
     lines    1; 0 where only the exit code and the unchanged directory are of interest
     """
 
@@ -50,10 +47,8 @@ class Case:
     act: str | Sequence[str] | Callable[[Path], object]
     expects: tuple[str, ...] = ()
     writes: Mapping[str, str | bytes] | Callable[[Path], object] = field(default_factory=dict)
-    code: int = 2
     lines: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
-    fork: bool = False
 
 
 def ids(cases: Sequence[Case]) -> list[str]:
@@ -80,10 +75,10 @@ def check(case: Case, here: Path, capfd, monkeypatch) -> str:
         monkeypatch.setenv(name, value)
     before = snapshot(here)
     capfd.readouterr()
-    code = _in_a_child(case, here) if case.fork else _run(case, here)
+    code = _run(case, here)
     printed, errors = capfd.readouterr()
     assert "Traceback" not in errors + printed, errors + printed
-    assert code == case.code, f"exit code {code}, expected {case.code}: {errors}{printed}"
+    assert code == 2, f"exit code {code}, expected 2, of a user's mistake: {errors}{printed}"
     told = [line for line in errors.splitlines() if line.strip() and not NOISE.search(line)]
     if case.lines:
         assert len(told) == case.lines and OURS.match(told[0]), f"expected one line `rlspec: ...`, got {told}"
@@ -149,19 +144,6 @@ def _act(case: Case, here: Path) -> int:
     parts = case.act.split() if isinstance(case.act, str) else case.act
     cli.main([part.replace("{here}", str(here)) for part in parts])
     return 0
-
-
-def _in_a_child(case: Case, here: Path) -> int:
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = _run(case, here)
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 # ---- a small model and its tokenizer, written in milliseconds -------------------------------------------------------

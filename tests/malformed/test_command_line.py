@@ -53,6 +53,7 @@ REWARDS = [
     reward(
         "that closes every file", "import os; os.closerange(3, 4096)\ndef f(**given): return 1", "ended the process"
     ),
+    reward("that is no function", "f = 3", "TypeError: mine:f is not a function"),
     reward("of no function, for a warm start", "", "has no attribute 'f'", act=SFT),
 ]
 

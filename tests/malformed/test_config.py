@@ -20,14 +20,12 @@ NUMBERS = [
     option(f"--{name} {value}", name, expected)
     for name, value, expected in (
         ("optimizer.lr", "inf", "a finite number"),
-        ("optimizer.lr", "2", "less than or equal to 1"),
         ("algorithm.dual_clip", "1", "must be above 1"),
         ("rollout.temperature", "1e-300", "0 (greedy)"),
         ("rollout.top_k", "0", "leaves no token"),
         ("rollout.prompts_per_step", "200000", "at most 1048576 samples a step"),
         ("rollout.staleness", "0.5", "a valid integer"),
         ("train.seed", "9" * 5000, "a valid integer"),
-        ("spec.candidate_steps", "1,999", "less than or equal to 64"),
         ("spec.candidate_steps", "3,3", "different numbers"),
     )
 ]
@@ -41,7 +39,6 @@ REWARDS = [
     option("--reward.kind ftp://x", "reward.kind=ftp://x", "http://"),
     option("--reward.kind http://", "reward.kind=http://", "no host name"),
     option("--reward.kind http://a:99999", "reward.kind=http://a:99999", "Port out of range"),
-    option("--reward.kind http://a:0/x", "reward.kind=http://a:0/x", "port 0"),
     option("--train.eval_samples 4 --train.eval_temperature 0", "train.eval_samples=4: at temperature 0 all responses"),
     option("--train.eval_temperature -0.5", "train.eval_temperature: expected 0 or more, or -1"),
     option(
@@ -54,36 +51,25 @@ REWARDS = [
 PATHS = [
     Case("run_dir below a file", NAMED + "--train.run_dir f/x/y", ("train.run_dir=f/x/y", "Not a dir"), {"f": ""}),
     Case(
-        "run_dir in a loop",
-        NAMED + "--train.run_dir loop/x",
-        ("train.run_dir=loop/x", "a directory that the run"),
-        lambda here: os.symlink("loop", here / "loop"),
-    ),
-    Case(
         "run_dir is a loop", NAMED + "--train.run_dir loop", ("loop",), lambda here: os.symlink("loop", here / "loop")
     ),
     Case("run_dir holds results", NAMED + "--train.run_dir r", ("train.run_dir=r", "holds hf/"), {"r/hf/x": ""}),
     Case("a surrogate", ["train", "--model.path", "m\udc80"], ("model.path", "unicode")),
     Case("a long path", ["train", "--model.path", "m" * 5000], ("model.path", "at most 4096 characters")),
     option("--rollout.urls localhost:30000", "rollout.urls=localhost:30000", "http://HOST:PORT"),
-    option("--rollout.urls http://:30000", "rollout.urls=http://:30000", "no host name"),
-    option("--rollout.urls http://[::1", "rollout.urls=http://[::1", "not an address"),
     option("--rollout.urls http://a:1,http://a:1", "rollout.urls=http://a:1,http://a:1", "each once"),
     option("--rollout.urls http://a:1,,ftp://b:1", "rollout.urls=ftp://b:1", "http://HOST:PORT"),
 ]
 
 UNKNOWN = [
     option("--lr 8", "unknown option lr", "did you mean optimizer.lr or drafter.lr?"),
-    option("--rollout.n_samples_per_prompt 8", "did you mean rollout.samples_per_prompt?"),
     toml("[rollout]\nn_samples_per_prompt = 8", "did you mean rollout.samples_per_prompt?"),
     option("--model.parth m", "unknown option model.parth", "did you mean model.path?"),
     option("--optimizer.lr", "--optimizer.lr", "expected one argument"),
-    option("--=3", "unknown"),
     option("--reward exact", "unknown option reward;", "reward.kind"),
 ]
 
 FILES = [
-    toml("x = = 1", "not valid TOML"),
     toml(b"\xff\xfe[\x00m\x00", "not UTF-8", name="toml in UTF-16"),
     toml(b"[model]\npath = '\xff'", "not UTF-8 text (byte 16"),
     toml("\ufeff[model]\nparth = 'a'", "did you mean model.path?", name="toml with a byte order mark"),
@@ -92,10 +78,7 @@ FILES = [
     toml("#" * (2 << 20), "expected at most 1048576", name="toml of 2 MB"),
     toml("[train]\nseed = " + "9" * 5000, "not valid TOML", "4300 digits", name="toml with a huge integer"),
     toml("[train]\nsteps = true", "train.steps: expected a valid integer", "got true"),
-    toml("[data]\nshuffle = 1", "data.shuffle: expected true or false", "got 1"),
-    toml("[model]\npath = 3", "model.path: expected a valid string", "got 3"),
     toml('[model]\npath = "a\\u0000b"', "model.path: expected text without control characters"),
-    toml("[spec]\ncandidate_steps = 3", "spec.candidate_steps: expected a valid list", "got 3"),
     toml("[spec]\ncandidate_steps = []", "spec.candidate_steps=[]"),
     toml("model = 'a'", "model: expected a table [model]", 'got "a"'),
     toml("[rollout]\nmax_new_tokens = 9999", "rollout.max_new_tokens=9999", "model.max_length=4096"),
@@ -106,9 +89,6 @@ FILES = [
         "train --config p",
         ("p: expected a regular file, found a pipe",),
         lambda here: os.mkfifo(here / "p"),
-    ),
-    Case(
-        "toml is a device", "train --config /dev/zero", ("/dev/zero: expected a regular file", "expected a TOML file")
     ),
     Case("toml is empty", "train --config e.toml", ("model.path is empty",), {"e.toml": ""}),
 ]
@@ -121,6 +101,8 @@ CONTRADICTIONS = [
     option("--rollout.engine embedded --rollout.engines 2", "engine=embedded", "engines=2"),
     option("--optimizer.decay_steps 5 --optimizer.warmup_steps 9", "optimizer.decay_steps=5", "warmup_steps=9"),
     option("--algorithm.dynamic_sampling true --rollout.temperature 0", "rollout.temperature=0"),
+    option("--algorithm.dual_clip 3 --algorithm.ratio cispo", "ratio=cispo does not clip it"),
+    option("--algorithm.overlong_tokens 2000", "overlong_tokens=2000 is longer than rollout.max_new_tokens=1024"),
     option("--algorithm.tis_clip 0 --rollout.staleness 1", "algorithm.tis_clip=0 leaves out the weights"),
     option(
         "--model.path m --sft.path s.jsonl --drafter.train false",

@@ -119,13 +119,9 @@ def lacking(route: str, name: str) -> Attack:
 
 
 NOT_JSON = {
-    "two documents": b"{} {}",
     "not UTF-8": b"\xff\xfe{}",
-    "NUL": b"\x00",
     "deep list": b"[" * 200_000,
-    "deep object": b'{"requests":' * 50_000,
     "lone surrogate": b'{"ids":["\\ud800"]}',
-    "single quotes": b"{'ids': []}",
     "BOM": b"\xef\xbb\xbf{}",
 }
 IPC = "weights/ipc?session=SESSION"
@@ -162,29 +158,19 @@ ATTACKS += [
     generating("generate: id long", "at most 256 characters", id="x" * 100_000),
     generating("generate: id of control characters", "should match pattern", id="a\nb"),
     generating("generate: ids text", "expected a valid array", input_ids="11"),
-    generating("generate: ids whole floats", "expected a valid integer", input_ids=[11.0]),
-    generating("generate: ids negative", "is -1; expected a token id from 0 to 159", input_ids=[11, -1]),
     generating("generate: ids just outside", "input_ids[1] is 160", input_ids=[11, 160]),
-    generating("generate: ids 2**63", "expected a token id from 0 to 159", input_ids=[2**63]),
     generating("generate: ids 2**70", "input_ids", input_ids=[2**70]),
     generating("generate: prompt too long", "context of 4096", input_ids=[11] * 5000),
     generating("generate: unknown field", "requests[0].text is not known", text="hello"),
-    generating("generate: sampling null", "sampling is null; expected an object", sampling=None),
     sampling("generate: unknown sampling key", "sampling.temprature is not known", temprature=1.0),
-    sampling("generate: max tokens fraction", "max_new_tokens is 2.5; expected a valid integer", max_new_tokens=2.5),
-    sampling("generate: max tokens huge", "less than or equal to", max_new_tokens=2**62),
     sampling("generate: more tokens than the context", "context of 4096", max_new_tokens=5000),
     sampling("generate: temperature text", "expected a valid number", temperature="hot"),
     sampling("generate: top_p 0", "greater than 0", top_p=0),
     sampling("generate: top_k 0", "expected -1", top_k=0),
-    sampling("generate: min_p 2", "less than or equal to 1", min_p=2),
     sampling("generate: an empty stop string", "at least 1 character", stop=[""]),
     sampling("generate: a stop string without a tokenizer", "sampling.stop needs a tokenizer", stop=["a"]),
     sampling("generate: ignore_eos 1", "expected true or false", ignore_eos=1),
     Attack("generate: NaN", "generate", b'{"requests":[{"id":"a","input_ids":[1],"sampling":{"temperature":NaN}}]}'),
-    Attack(
-        "generate: Infinity", "generate", b'{"requests":[{"id":"a","input_ids":[1],"sampling":{"top_p":Infinity}}]}'
-    ),
     Attack(
         "generate: an id twice",
         "generate",
@@ -216,11 +202,9 @@ ATTACKS += [
         ("name is missing",),
     ),
     Attack("send: a path", "columns/send", {"name": "../../etc/passwd", "rank": 0}, ("name is",)),
-    Attack("send: rank -1", "columns/send", {"name": "0" * 32, "rank": -1}, ("greater than or equal to 0",)),
     Attack("send: not there", "columns/send", NEEDED["columns/send"], ("no columns 000",), 404),
     Attack("fetch: a file", "columns/fetch", NEEDED["columns/fetch"] | {"url": "file:///etc/passwd"}, ("url is",)),
     Attack("fetch: a query", "columns/fetch", NEEDED["columns/fetch"] | {"url": "http://a/?b"}, ("url is",)),
-    Attack("fetch: key of lines", "columns/fetch", NEEDED["columns/fetch"] | {"key": "a\nb"}, ("key is",)),
     Attack("fetch: nothing there", "columns/fetch", NEEDED["columns/fetch"], ("cannot connect",), 424),
     *(lacking(route, name) for route, body in NEEDED.items() for name in body),
     *(
@@ -228,11 +212,8 @@ ATTACKS += [
         for route in ("sleep", "wake", *NEEDED)
     ),
     Attack("no such route", "nothing", b"", ("no route", "generate"), 404),
-    Attack("no such weight route", "weights/nothing", b"", ("no route",), 404),
     Attack("control: no such command", "control/nothing", b"", ("no route", "control/set_schedule"), 404),
     Attack("control: path", "control/..%2f..", b"", (), 404),
-    Attack("control: NUL", "control/a%00b", b"", ("no route",), 404),
-    Attack("describe: a field", "control/describe", {"a": 1}, ("a is not known",)),
     Attack("hold: no reason", "control/hold", {}, ("reason is missing",)),
     Attack("set_schedule: none", "control/set_schedule", {}, ("schedule is missing",)),
 ]
@@ -253,15 +234,12 @@ ATTACKS += [
     schedule("config that cannot be", "num_draft_tokens=9", configs=[[[3, 1, 9]]]),
     schedule("config that was not launched", "cannot run k4; it was launched with", configs=[[[4, 1, 5]]]),
     rule("empty", "expected exactly one of table, roofline, learnt and schedule"),
-    rule("table 5", "expected a path or an object", table=5),
     rule("table not there", "No such file", table="/no/such/file.json"),
     rule("table deep", "set_spec_rule", table={"a": {"b": {"c": []}}}),
-    rule("roofline empty", "spec_rule.roofline.weights_ms is missing", roofline={}),
     rule("roofline of a list", "spec_rule.roofline.token_ms is [1]; expected a valid number",
          roofline={"weights_ms": 1, "token_ms": [1]}),
     rule("roofline of nothing", "weights_ms, token_ms and host_ms are 0: expected a round that takes time",
          roofline={"weights_ms": 0, "token_ms": 0, "context_ms": 0, "drafter": 0}),
-    rule("learnt empty", "spec_rule.learnt.roofline is missing", learnt={}),
     rule("acceptance empty", "spec_rule.acceptance.depth is missing", acceptance={}),
     rule("unknown field", "spec_rule.polcy is not known", polcy=1),
     rule("two deciders", "exactly one", schedule={"batch_edges": [1], "context_edges": [0], "configs": [[[1, 1, 2]]]},
@@ -288,7 +266,6 @@ ATTACKS += [
     Attack("bucket: empty", "weights/bucket?session=SESSION", b"", ("8 bytes of header length",), 400, "all"),
     Attack("bucket: text", "weights/bucket?session=SESSION", b"hello, engine", ("header length",), 400, "all"),
     Attack("ipc: no process", IPC, json.dumps({"descriptor": 0}).encode(), ("names is missing",), 400, "all"),
-    ipc("process 0", "process is 0", process=0),
     ipc("a text", "process is", process="../../etc"),
     ipc("another file", "no memory of this push; expected a trainer on this machine"),
     ipc("no such process", "not within reach (No such file", process=4_000_000),
@@ -308,8 +285,6 @@ ATTACKS += [
         )
     ),
     Attack("no key", "control/describe", b"", ("Bearer KEY",), 401, headers={"Authorization": ""}),
-    Attack("wrong key", "control/describe", b"", ("Bearer KEY",), 401, headers={"Authorization": "Bearer x"}),
-    Attack("another scheme", "control/describe", b"", ("Bearer",), 401, headers={"Authorization": "Basic eDp5"}),
     Attack("key not ASCII", "control/describe", b"", ("Bearer",), 401, headers={"Authorization": "Bearer \xe9"}),
 ]  # fmt: skip
 
@@ -339,30 +314,19 @@ def misaligned() -> dict[str, object]:
 
 ATTACKS += [
     bucket("unknown name", "did you mean model.norm.weight?", {"model.norm.weigth": torch.ones(64)}),
-    bucket("wrong shape", "model.norm.weight is [3], but the engine's is [64]", {NORM: torch.ones(3)}),
     bucket("same bytes, another shape", "is [8, 8], but", {NORM: torch.ones(8, 8)}),
-    bucket("integers", "expected dtype", {NORM: torch.ones(64, dtype=torch.int32)}),
     bucket("the drafter's under target", "is the drafter's; scope is target", {DRAFTER: torch.ones(64)}, "target"),
     bucket("the target's under drafter", "is the target's; scope is drafter", {NORM: torch.ones(64)}, "drafter"),
     header("list", "expected an object", []),
-    header("null", "expected an object", None),
     header("empty", "holds no tensor", {}),
-    header("metadata only", "holds no tensor", {"__metadata__": {}}),
     header("metadata of numbers", "__metadata__", {"__metadata__": {"a": 1}, NORM: entry(0, 256)}),
     header("offsets fractional", "whole, non-negative", {NORM: entry(0.0, 256.0)}),
-    header("offsets negative", "whole, non-negative", {NORM: entry(-8, 248)}),
     header("offsets reversed", "needs 256 bytes", {NORM: entry(256, 0)}),
-    header("offsets of text", "whole, non-negative", {NORM: entry("0", "256")}),
-    header("offsets missing", "expected dtype", {NORM: {"dtype": "F32", "shape": [64]}}),
     header("offsets overlap", "overlaps", {NORM: entry(0, 256), DRAFTER: entry(0, 256)}),
     header("offsets with a hole", "unused bytes", {NORM: entry(64, 320)}, size=320),
     header("offsets beyond the end", "end at byte", {NORM: entry(0, 256)}, size=100),
     header("bytes left over", "end at byte", {NORM: entry(0, 256)}, size=300),
-    header("shape fractional", "whole, non-negative", {NORM: entry(0, 256, [64.0])}),
-    header("shape negative", "whole, non-negative", {NORM: entry(0, 256, [-64])}),
-    header("shape too large", "needs", {NORM: entry(0, 256, [2**39])}),
     header("dtype unknown", "expected dtype", {NORM: entry(0, 256, dtype="F8")}),
-    header("dtype 5", "expected dtype", {NORM: entry(0, 256, dtype=5)}),
     header("misaligned", "expected a multiple of 4", misaligned(), pad=1),
 ]
 
@@ -484,10 +448,7 @@ def test_other_methods_and_other_sites(server: Server) -> None:
     "body",
     [
         {"input_ids": [999999], "sampling_params": {"max_new_tokens": 2}},
-        {"input_ids": [-1], "sampling_params": {"max_new_tokens": 2}},
         {"input_ids": [11], "sampling_params": {"max_new_tokens": 2.5}},
-        {"input_ids": [11], "sampling_params": {"max_new_tokens": "x"}},
-        {"input_ids": [11], "sampling_params": {"top_k": 1.5}},
         {"input_ids": [11], "sampling_params": {"temperature": "x"}},
         {"rid": 5, "input_ids": [11]},
     ],

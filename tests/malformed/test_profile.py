@@ -1,8 +1,6 @@
 """`rlspec profile`: options, tables, models and outputs that must be refused before an engine is started."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 from harness import Case, check, ids
@@ -35,10 +33,6 @@ def model(name: str, config: str | bytes, *expects: str) -> Case:
 
 def url(address: str, *expects: str) -> Case:
     return Case(f"url {address[:40]}", ["profile", "new.json", "--url", address], ("--url", *expects))
-
-
-def with_pipe(here: Path) -> None:
-    os.mkfifo(here / "t.json")
 
 
 CASES = [

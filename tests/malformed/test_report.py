@@ -1,7 +1,6 @@
 """`rlspec report`: records, samples, configurations and outputs that must be refused."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -37,11 +36,6 @@ def config(name: str, content: str | bytes, *expects: str) -> Case:
 
 def output(name: str, *expects: str) -> Case:
     return Case(f"out {name[:30]}", ["report", "run", "--out", name], expects, run())
-
-
-def with_pipe(here: Path) -> None:
-    (here / "run").mkdir()
-    os.mkfifo(here / "run/metrics.jsonl")
 
 
 def with_directory(here: Path) -> None:
