@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from megatron_rlspec import files
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
-from megatron_rlspec.extensions.migration.embedded import link
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
@@ -203,13 +201,11 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
         cost = CostTable.load(Path(spec.cost_table)).of_engine(config.placement.tensor)
     else:
         cost = LearntCost(Roofline.of_model(hf_config, draft_vocabulary=config.drafter.vocabulary))
-    return rebalance.Rebalancer(
-        cost,
-        _candidates(config),
-        rebalance.Transport(token_bytes=token_bytes(config, hf_config)),
-        rule=tail.rule,
-        modes=rebalance.WAYS[tail.rebalance],
-    )
+    modes = rebalance.WAYS[tail.rebalance]
+    if config.rollout.engine == "embedded" and isinstance(cost, LearntCost) and "kv" in modes:
+        modes = ("kv",)  # no clock enters a fleet's plan, so only a table tells how long a prefill takes
+    transport = rebalance.Transport(token_bytes=token_bytes(config, hf_config))
+    return rebalance.Rebalancer(cost, _candidates(config), transport, rule=tail.rule, modes=modes)
 
 
 def _candidates(config: Config) -> list[SpecConfig]:
@@ -229,28 +225,20 @@ def member(config: Config, budget: MakeBudget | None = None) -> Member:
     for tp in config.tail.tp[1:]:
         groups.of(tp)  # here, where all ranks come together
     planner = rebalancer(config, hf_config)
-    wire = rebalance.WIRE
-    if planner is not None and config.tail.rebalance == "auto":
-        known = link.once(Path(config.train.run_dir) / "link.json", ranks, engine, planner.cost)
-        wire = known.gigabytes_per_second
-        planner.transport = replace(planner.transport, gigabytes_per_second=wire)
-        planner.ms_per_unit = planner.ms_per_unit or known.ms_per_unit
     if config.tail.tp != (1,):
-        sizes = _sizes(config, hf_config, engine, ranks.size, wire)
+        sizes = _sizes(config, hf_config, engine, ranks.size)
     return Member(engine, ranks, planner, sizes, groups)
 
 
-def _sizes(config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine, ranks: int, wire: float) -> TPPlanner:
-    """Build the planner of the fleet's tensor-parallel size. Raises CostTableError and ConfigError.
-
-    wire  GB/s that a rank sends
-    """
+def _sizes(config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine, ranks: int) -> TPPlanner:
+    """Build the planner of the fleet's tensor-parallel size. Raises CostTableError and ConfigError."""
     for tp in config.tail.tp:
         try:
             engine.arch.check_size(tp)
         except ValueError as error:
             raise ConfigError(f"tail.tp: {error}") from None
     size = sum(shard.view.nbytes for shard in engine.model.tensors.values())
+    wire = rebalance.WIRE
     costs = SwitchCosts(size / wire / 1e6, token_bytes=token_bytes(config, hf_config), gigabytes_per_second=wire)
     return sizes_planner(config, costs, ranks)
 

@@ -7,7 +7,6 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import embedded_oracle as oracle
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.extensions.migration.embedded import link
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
@@ -66,20 +64,6 @@ def scenario(meeting: str, modes: tuple[str, ...]) -> Any:
     found["plans"] = [str(p) for p in plans if p]
     fleet.close()
     return found
-
-
-def link_of(meeting: str) -> list[link.Link]:
-    """Measure the link, twice: the second time it is read from the file, also if that was changed."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
-    path = Path(f"{meeting}.json")
-    ranks = Ranks()
-    drawing = engine()
-    found = [link.once(path, ranks, drawing, STEEP)]
-    assert not drawing.stats() and not drawing.recent_rounds()
-    if rank == 0:
-        path.write_text(path.read_text().replace('"ms_per_unit":', '"ms_per_unit":1'))
-    return [*found, link.once(path, ranks, drawing, STEEP)]
 
 
 def lead(fleet: Fleet) -> dict[str, Any]:

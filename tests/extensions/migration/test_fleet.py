@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import fleet_rank
@@ -14,9 +13,7 @@ from train_ranks import on_ranks
 
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, steal
 from megatron_rlspec.extensions.migration.embedded.member import Report
-from megatron_rlspec.extensions.migration.plans.lengths import Lengths
-from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
-from megatron_rlspec.types import Held, Load, Prompt, Request, Sampling, SpecConfig
+from megatron_rlspec.types import Load, Prompt, Request, Sampling
 
 
 @pytest.mark.parametrize(
@@ -52,26 +49,6 @@ def test_a_fleet_draws_what_one_engine_draws(tmp_path, modes):
     stays = found["moved"]["stays"]
     assert len(stays) == len(wanted) + sum(len(move["ids"]) for move in moves)
     assert {id for id, *_ in stays} == {request.id for request in fleet_rank.requests()}
-
-
-def test_ranks_agree_on_the_link_and_auto_takes_the_cheaper_way(tmp_path):
-    meeting = str(tmp_path / "meeting")
-    (found, read), *others = on_ranks(3, fleet_rank.link_of, meeting)
-    assert others == [[found, read]] * 2 and 0.001 < found.gigabytes_per_second < 1000
-    assert read.gigabytes_per_second == found.gigabytes_per_second and read.ms_per_unit > found.ms_per_unit > 0
-    full = tuple(Held(f"{i}.", 20, 100 + i, 2.0) for i in range(8))
-    loads = [Load("0", full, 0, 4096, 1), Load("1", (), 0, 4096, 1)]
-
-    def ways(token_bytes):
-        transport = Transport(found.gigabytes_per_second, token_bytes, rounds=0.0)
-        planner = Rebalancer(fleet_rank.STEEP, (SpecConfig(3),), transport, gain=0.0)
-        planner.ms_per_unit = found.ms_per_unit
-        return {move.how for move in planner.plan(loads, Lengths(), 2000)}
-
-    assert ways(1 << 10) == {"kv"} and ways(1 << 30) == {"recompute"}
-    Path(f"{meeting}.json").write_text("{}")
-    with pytest.raises(AssertionError, match="FileError: .*meeting.json: Object missing required field"):
-        on_ranks(1, fleet_rank.link_of, meeting)
 
 
 def test_engines_of_two_ranks_take_requests_by_their_first_rank():

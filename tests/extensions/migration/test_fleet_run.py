@@ -14,6 +14,7 @@ from test_interrupted import told
 
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.extensions.migration import checks
+from megatron_rlspec.extensions.migration.builders import rebalancer
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.trajectory import FOLDER
@@ -67,6 +68,19 @@ def test_one_rank_has_no_other_engine_to_move_samples_to(tmp_path):
     config = load(None, given | {"train.run_dir": str(tmp_path)})
     with pytest.raises(ConfigError, match="tail.rebalance=kv moves samples between engines.*expected several ranks"):
         checks.check(config, 1)
+
+
+def test_auto_needs_a_table_in_a_fleet_whose_plans_read_no_clock(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    given = {"rollout.engine": "embedded", "model.path": "m", "data.path": "d", "train.run_dir": str(tmp_path)}
+    table = str(costs_of_tokens(tmp_path / "costs.json"))
+
+    def ways(rebalance, **options):
+        config = load(None, given | {"tail.rebalance": rebalance} | options)
+        return set(rebalancer(config, sizes).modes)
+
+    assert ways("auto") == ways("kv") == {"kv"} and ways("recompute") == {"recompute"}
+    assert ways("auto", **{"spec.cost_table": table, "spec.candidate_steps": "0,1,3"}) == {"kv", "recompute"}
 
 
 def sizes_table(path):
