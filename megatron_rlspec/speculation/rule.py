@@ -234,7 +234,7 @@ class SpecRule:
         With a `LearntCost` the first drafting round after `OFF` counts only if no other is known: the drafter catches
         up in it. With a table such a round counts without what switching and catching up takes by the table.
         """
-        if self._own is not None:
+        if self._own is not None and config in self.candidates:  # an engine that cannot draft runs `OFF` in any case
             told = self._costs.at(batch, context_tokens)
             self._own.timed(config, place(batch, context_tokens), ms, told, self._change_ms.get(config, 0.0))
         if not isinstance(self.cost, LearntCost):

@@ -51,6 +51,16 @@ def speed(rule, rounds=600, **options):
     return tokens.sum() / took.sum()
 
 
+def test_a_round_that_could_not_draft_is_no_timing_of_a_candidate():
+    """The embedded engine runs a plain round while all samples have one token, also where the rule never runs one."""
+    rule = SpecRule([SpecConfig(1), SpecConfig(3)], table(), correct=True)
+    chosen = rule.choose(4, 4)
+    rule.timed(OFF, 4, 4, 1.0)
+    rule.observe(OFF, [0] * 4)
+    rule.timed(chosen, 4, 8, 1.0)
+    assert rule.choose(4, 8) in rule.candidates
+
+
 WRONG = {
     "drafts a third": (lambda c, ms: ms * (1.0 if c.off else 0.33), 0.02),
     "drafts three times": (lambda c, ms: ms * (1.0 if c.off else 3.0), 0.8),
