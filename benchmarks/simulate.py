@@ -146,7 +146,6 @@ def _predict(known: Calibration, scenario: Scenario, seed: int) -> Outcome:
                 chunk=2048,
                 max_running=scenario.most,
                 embedded=known.embedded,
-                apart=not known.embedded,
             )
         )
     for sample, w in zip(samples, scenario.work, strict=True):

@@ -182,7 +182,6 @@ class Known:
                 rng,
                 prefill=lambda tokens: float(tokens * slope),
                 embedded=True,
-                apart=False,
                 ranks=tp,
             )
             for i in range(2 // tp)

@@ -21,10 +21,10 @@ class _Sum:
 
 
 class RoundLog:
-    """Sums of rounds, and the newest rounds in order, each (config, batch, context tokens, ms or None)."""
+    """Sums of rounds, and the newest `recent` rounds in order, each (config, batch, context tokens, ms or None)."""
 
-    def __init__(self) -> None:
-        self._recent: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=RECENT)
+    def __init__(self, recent: int = RECENT) -> None:
+        self._recent: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=recent)
         self._sums: dict[tuple[SpecConfig, int], _Sum] = {}
 
     def add(self, config: SpecConfig, batch: int, context: int, ms: float | None, accepted: Sequence[int]) -> None:

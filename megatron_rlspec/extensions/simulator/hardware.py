@@ -53,10 +53,7 @@ def hardware_table(
     rounds: list[RoundCost] = []
     prefill: list[PrefillCost] = []
     for tp in tps:
-        bandwidth, tflops = (tp * value for value in HARDWARE[gpu])
-        cost = Roofline.of_hardware(
-            bandwidth, tflops, parameters=model.parameters, context_bytes=model.context_bytes, drafter=model.drafter
-        )
+        cost = _roofline(gpu, model, tp)
         for batch in BATCHES:
             contexts = batch * np.array(LENGTHS)
             ms = cost.grid(configs, np.array(batch), contexts)
@@ -70,13 +67,14 @@ def hardware_table(
             n = np.array(float(tokens))
             ms_alone = cost.host_ms + float(cost.target_ms(n, n)) * (1 + model.drafter)
             prefill.append(PrefillCost(tp, 1, tokens, ms_alone + _all_reduces_ms(gpu, model, tp, tokens)))
-    return CostTable(provenance, rounds, prefill, catch_up_ms=_catch_up_ms(gpu, model, tps[0]))
+    return CostTable(provenance, rounds, prefill, catch_up_ms=_roofline(gpu, model, tps[0]).catch_up_ms)
 
 
-def _catch_up_ms(gpu: str, model: ModelSizes, tp: int) -> float:
-    bandwidth, tflops = HARDWARE[gpu]
-    cost = Roofline.of_hardware(bandwidth * tp, tflops * tp, parameters=model.parameters, drafter=model.drafter)
-    return cost.catch_up_ms
+def _roofline(gpu: str, model: ModelSizes, tp: int) -> Roofline:
+    bandwidth, tflops = (tp * value for value in HARDWARE[gpu])
+    return Roofline.of_hardware(
+        bandwidth, tflops, parameters=model.parameters, context_bytes=model.context_bytes, drafter=model.drafter
+    )
 
 
 def _wires_ms(gpu: str, model: ModelSizes, tp: int, work: Work) -> float:

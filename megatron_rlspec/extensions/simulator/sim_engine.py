@@ -6,16 +6,17 @@ import random
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, SimTree
 from megatron_rlspec.extensions.trees.tree import TreeBudget
-from megatron_rlspec.speculation.acceptance import top
+from megatron_rlspec.speculation.acceptance import histogram_of, top
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.speculation.round_log import RoundLog
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import Held, Load, RoundStats, SpecConfig, SpecSchedule
 
@@ -108,16 +109,6 @@ class _Trees:
         return len(path)
 
 
-@dataclass
-class _Rounds:
-    """Rounds under one configuration at one batch size."""
-
-    count: int = 0
-    context: int = 0
-    ms: float = 0.0
-    accepted: list[int] = field(default_factory=list)
-
-
 @dataclass(eq=False)
 class SimEngine:
     """One engine. `step` runs one pass and sets `now` to its end; times are virtual ms.
@@ -134,8 +125,8 @@ class SimEngine:
                  many as the configuration says
     embedded     False: as SGLang, which prefills before it decodes on; the prefill draws the first token, and the
                  drafter reads the prompt in it. True: as the embedded engine, which runs a chunk and a round in one
-                 step; the first round draws the first token, and the drafter reads a prompt when it first drafts
-    apart        whether the drafter can catch up on a part of the samples, as in SGLang
+                 step; the first round draws the first token, the drafter reads a prompt when it first drafts, and it
+                 catches up on all samples or none
     """
 
     name: str
@@ -152,7 +143,6 @@ class SimEngine:
     lane: bool = False
     budget: TreeBudget | None = None
     embedded: bool = False
-    apart: bool = True
 
     def __post_init__(self) -> None:
         self.prefill = cache(self.prefill)
@@ -165,7 +155,8 @@ class SimEngine:
         self.retracted = 0
         self.looked_up = 0
         self.extrapolated = 0
-        self._rounds: dict[tuple[SpecConfig, int], _Rounds] = {}
+        self.rounds: dict[SpecConfig, int] = {}  # by configuration
+        self._log = RoundLog(recent=0)
         self._prompts: dict[int, int] = {}  # group whose prompt is in the cache -> its samples here
         self._used = 0  # tokens in the cache
         self._full = False  # since a retraction: nothing is admitted before a sample has ended
@@ -175,20 +166,9 @@ class SimEngine:
     def idle(self) -> bool:
         return not (self.running or self.filling or self.waiting)
 
-    @property
-    def rounds(self) -> dict[SpecConfig, int]:
-        """Return the number of rounds by configuration."""
-        found: dict[SpecConfig, int] = {}
-        for (config, _), rounds in self._rounds.items():
-            found[config] = found.get(config, 0) + rounds.count
-        return found
-
     def stats(self) -> list[RoundStats]:
-        """Return what the live learning reads of a real engine."""
-        return [
-            RoundStats(config, batch, r.context // r.count, r.count, r.ms, tuple(r.accepted))
-            for (config, batch), r in self._rounds.items()
-        ]
+        """Return what the live learning reads of a real engine, and forget it."""
+        return self._log.take()
 
     def load(self) -> Load:
         """Return what the live planners read of a real engine."""
@@ -325,7 +305,8 @@ class SimEngine:
             self._draw(sample, accepted + 1)
             if sample.drawn >= sample.length:
                 ended.append(sample)
-        self._note(config, batch, context, ms, marks)
+        self._log.add(config, batch, context, ms, histogram_of(steps, marks))
+        self.rounds[config] = self.rounds.get(config, 0) + 1
         if isinstance(self.policy, SpecRule):
             self.policy.observe(config, marks, batch - len(marks))
         if trees is not None and self.budget is not None:
@@ -371,7 +352,7 @@ class SimEngine:
 
     def _choose(self, batch: int, context: int) -> SpecConfig:
         if isinstance(self.policy, SpecRule):
-            return self.policy.choose(batch, context, self._missed, apart=self.apart)
+            return self.policy.choose(batch, context, self._missed, apart=not self.embedded)
         return self.policy.choose(batch, context)
 
     def _missed(self, count: int) -> int:
@@ -402,13 +383,3 @@ class SimEngine:
         before = self._last
         self._last = config
         return 0.0 if before is None or before == config else self.durations.cost.switch_ms
-
-    def _note(self, config: SpecConfig, batch: int, context: int, ms: float, marks: Sequence[int]) -> None:
-        found = self._rounds.get((config, batch))
-        if found is None:
-            found = self._rounds[config, batch] = _Rounds(accepted=[0] * (config.num_steps + 1))
-        found.count += 1
-        found.context += context
-        found.ms += ms
-        for mark in marks:
-            found.accepted[mark] += 1

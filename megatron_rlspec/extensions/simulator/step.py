@@ -49,19 +49,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Step:
-    """One step, in seconds.
+    """One step.
 
-    added          that a drafter update added; `hidden`: that it took beside the next rollout
-    seconds        the whole step
-    updated        whether the drafter was trained
+    generate, seconds  of its rollout, and of the whole step
+    updated            whether the drafter was trained
     """
 
     generate: float
-    score: float
-    train: float
-    added: float
-    hidden: float
-    push: float
     seconds: float
     updated: bool
     trace: Trace
@@ -130,7 +124,6 @@ class _Run:
 
         generate = trace.makespan_ms / 1e3
         waited = max(self.beside - generate, 0.0)  # for the update that began before this rollout
-        hidden = self.beside - waited
         tokens = trace.tokens + workload.prompts * workload.samples * workload.prompt_tokens
         score, train = (tokens * value / 1e6 for value in (training.score, training.train))
         updated = self.policies.trained
@@ -143,14 +136,4 @@ class _Run:
         if training.staleness:
             seconds = max(generate, score + train + joined)
         seconds += training.push + (training.wake if training.colocated else 0.0)
-        return Step(
-            generate,
-            score,
-            train,
-            joined + waited,
-            hidden,
-            training.push,
-            seconds,
-            updated,
-            trace,
-        )
+        return Step(generate, seconds, updated, trace)

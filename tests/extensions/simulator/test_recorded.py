@@ -60,7 +60,6 @@ def predicted(real: dict, table: CostTable, acceptance: AcceptanceModel, shares:
                 chunk=2048,
                 max_running=real["max_running"],
                 embedded=True,
-                apart=False,
             )
             for name in "ab"[: real["engines"]]
         ]

@@ -15,6 +15,15 @@ CLUSTER = Cluster(hardware_table("A40", ModelSizes(), (2,), (1, 3)), 2, 2)
 WORKLOAD = Workload(LengthModel(5.0, 0.5), ACCEPTANCE, prompts=4, samples=4, prompt_tokens=50, cap=600)
 
 
+PUSH = Training().push
+
+
+def parts(step):
+    """Seconds for rewards and log-probabilities, and for the policy's update, of a step with `train=1000`."""
+    tokens = step.trace.tokens + 4 * 4 * 50
+    return tokens * 6e-6, tokens * 1e-3
+
+
 def run(policies, count=4, **options):
     return steps(CLUSTER, WORKLOAD, Policies.of(policies), replace(Training(train=1000.0), **options), count, 0)
 
@@ -22,19 +31,17 @@ def run(policies, count=4, **options):
 def test_a_step_is_the_sum_of_its_parts_and_a_stale_one_the_longer_of_two():
     fresh, stale, shared = run("k3+kd"), run("k3+kd", staleness=1), run("k3+kd", colocated=True)
     for a, b, c in zip(fresh.steps, stale.steps, shared.steps, strict=True):
-        assert a.added == pytest.approx(0.2 * a.train) and a.hidden == 0
-        assert a.seconds == pytest.approx(a.generate + a.score + a.train + a.added + a.push)
-        assert b.seconds == pytest.approx(max(a.generate, a.score + a.train + a.added) + a.push)
+        score, train = parts(a)
+        assert a.seconds == pytest.approx(a.generate + score + 1.2 * train + PUSH)
+        assert b.seconds == pytest.approx(max(a.generate, score + 1.2 * train) + PUSH)
         assert c.seconds == pytest.approx(a.seconds + 5.0)
 
 
 def test_an_overlapped_update_costs_what_the_next_rollout_does_not_hide():
     found = run("k3+kd+overlap").steps
-    assert found[0].hidden == 0
-    for before, step in zip(found, found[1:], strict=False):
-        work = 0.53 * before.train
-        assert step.hidden == pytest.approx(min(work, step.generate))
-        assert step.added == pytest.approx(work - step.hidden)
+    for before, step in zip([None, *found], found, strict=False):
+        work = 0.53 * parts(before)[1] if before else 0.0
+        assert step.seconds == pytest.approx(max(step.generate, work) + sum(parts(step)) + PUSH)
     with pytest.raises(ValueError, match="needs GPUs that wait"):
         run("k3+kd+overlap", colocated=True)
 
