@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.moves import Moved, Mover
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
-from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, held_of
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, Choice
-from megatron_rlspec.extensions.migration.protocol import MigratableEngine
 from megatron_rlspec.extensions.migration.turns import Turns
 from megatron_rlspec.rollout.dispatch import RunningRequests
-from megatron_rlspec.speculation.acceptance import accept_length
 from megatron_rlspec.types import Held, Load, Move, Request
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class Balancer:
     def __init__(
         self,
         owner: RunningRequests,
-        engines: Mapping[str, MigratableEngine],
+        engines: Mapping[str, MigratableSGLangEngine],
         planner: Rebalancer,
         lengths: Lengths,
         cap: int,
@@ -155,7 +154,8 @@ class Balancer:
                 continue
             requests = dict(self._owner.on_engine(name))
             running = [_as_asked(held, requests.pop(held.id)) for held in load.running if held.id in requests]
-            running += [_on_its_way(request) for request in requests.values() if request.partial is not None]
+            # Those that were moved to the engine, which does not decode them yet.
+            running += [held_of(request) for request in requests.values() if request.partial is not None]
             found.append(replace(load, engine=name, running=tuple(running)))
         self._clock.observe(found)
         return found
@@ -212,12 +212,3 @@ class RoundClock:
 def _as_asked(held: Held, request: Request) -> Held:
     """Give a sample its own prompt: an engine that continues one takes all that came before for the prompt."""
     return replace(held, prompt=len(request.prompt.tokens), group=request.prompt.id)
-
-
-def _on_its_way(request: Request) -> Held:
-    """Count a sample that was moved to an engine, which does not decode it yet."""
-    assert request.partial is not None
-    tokens = len(request.prompt.tokens)
-    accepted = request.partial.accepted
-    accept = accept_length(accepted) if any(accepted) else 1.0
-    return Held(request.id, tokens, tokens + len(request.partial.response), accept, request.prompt.id)

@@ -1,4 +1,13 @@
-"""The client's side of a migration between SGLang engines: KV caches in files, and which server fetches them."""
+"""The client's side of a migration between SGLang engines: KV caches in files, and which server fetches them.
+
+A migration of samples from one engine to another is
+
+    reserve   `offer` at the target
+    copy      `export` at the source, `accept` at the target, while the samples go on
+    switch    `detach` at the source, `accept` at the target, `generate` of the rest at the target
+
+Every step may fail or be refused. Then the target computes the columns itself.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +41,14 @@ class Place:
 
 
 class MigratableSGLangEngine(SGLangEngine):
-    """An engine of `rlspec serve --extensions migration`."""
+    """An engine of `rlspec serve --extensions migration`: running samples leave it and arrive with their KV cache."""
 
     @property
     def node(self) -> str:
-        """Name the /dev/shm of the engine's ranks; "" if they do not share one. Raises EngineError."""
+        """Name the /dev/shm of the engine's ranks; "" if they do not share one. Engines of one read each other's files.
+
+        Raises EngineError.
+        """
         return self.place.node
 
     @cached_property
@@ -49,7 +61,10 @@ class MigratableSGLangEngine(SGLangEngine):
             raise self.not_an_engine("control/kv_describe", found) from None
 
     def progress(self) -> Load:
-        """Return what the engine decodes now. A resumed sample's `prompt` includes what it was resumed with."""
+        """Return what the engine decodes now, and its free room.
+
+        A resumed sample's `prompt` includes what it was resumed with.
+        """
         found = self.post("control/progress")
         try:
             running = tuple(Held(*row) for row in found["running"])
@@ -65,11 +80,17 @@ class MigratableSGLangEngine(SGLangEngine):
         return [Reservation(row["id"], row.get("first", 0), row.get("refused", "")) for row in answers]
 
     def export(self, grants: Sequence[Reservation]) -> list[KVTransfer]:
-        """Write the final columns of running samples into files."""
+        """Write the columns that are final, from `Reservation.first` on, into files, while the samples go on."""
         return self._send_off("control/kv_export", grants)
 
     def detach(self, grants: Sequence[Reservation], columns: bool = True) -> list[KVTransfer]:
-        """End samples after their next round; the files of their columns are there when `generate` returns them."""
+        """End samples after their next round, as `abort` does, and write their columns from `Reservation.first` on.
+
+        columns  False: write none, for samples that are recomputed
+
+        Their `generate` returns what they have, and the files are there then. A sample that ends in that round is
+        returned as ended.
+        """
         return self._send_off("control/kv_detach", grants, columns)
 
     def _send_off(self, path: str, grants: Sequence[Reservation], columns: bool = True) -> list[KVTransfer]:
@@ -85,7 +106,7 @@ class MigratableSGLangEngine(SGLangEngine):
         ]
 
     def accept(self, cargo: Sequence[KVTransfer]) -> list[KVTransfer]:
-        """Read the files, and keep their columns until their samples arrive, or `withdraw`.
+        """Read the files, all or none of each sample, and keep their columns until the samples arrive, or `withdraw`.
 
         What was written to another /dev/shm is fetched first. Raises RouteError if one of the files does not come.
         """
@@ -116,6 +137,7 @@ class MigratableSGLangEngine(SGLangEngine):
         return {piece.id: ["", name] for piece, name in zip(cargo, here, strict=True)}
 
     def withdraw(self, request_ids: Sequence[str] | None = None) -> None:
+        """Give up what is kept for these samples, or for all, that have not arrived."""
         self.post("control/kv_withdraw", json={} if request_ids is None else {"ids": list(request_ids)})
 
     def _answers(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

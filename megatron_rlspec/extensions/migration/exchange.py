@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.moves import Moved, Mover, discard
-from megatron_rlspec.extensions.migration.plans.rebalance import How
+from megatron_rlspec.extensions.migration.plans.rebalance import How, held_of
 from megatron_rlspec.extensions.migration.plans.tp_planner import deal
-from megatron_rlspec.extensions.migration.protocol import KVTransfer, MigratableEngine
+from megatron_rlspec.extensions.migration.protocol import KVTransfer
 from megatron_rlspec.rollout.dispatch import RunningRequests
-from megatron_rlspec.types import Held, Move, Request
+from megatron_rlspec.types import Move, Request
 
 Act = Literal["wake", "push", "move", "leave", "sleep", "arrive"]
 TRIES = 100  # to have every sample leave: one that waits for its first round cannot yet
@@ -75,8 +76,8 @@ class Exchange:
     def __init__(
         self,
         owner: RunningRequests,
-        old: Mapping[str, MigratableEngine],
-        new: Mapping[str, MigratableEngine],
+        old: Mapping[str, MigratableSGLangEngine],
+        new: Mapping[str, MigratableSGLangEngine],
         push: Callable[[Collection[str]], None],
         serve: Callable[[Collection[str]], None],
         version: int,
@@ -127,7 +128,7 @@ class Exchange:
             self._each(self._old, "wake")
             self._give_weights(self._old)
 
-    def _give_weights(self, engines: Mapping[str, MigratableEngine]) -> None:
+    def _give_weights(self, engines: Mapping[str, MigratableSGLangEngine]) -> None:
         """Push. Raises EngineError if an engine has another version then: its samples would be another policy's."""
         self._push(list(engines))
         for name, engine in engines.items():
@@ -139,7 +140,7 @@ class Exchange:
         self._slept = True
         self._each(self._old, "sleep")
 
-    def _each(self, engines: Mapping[str, MigratableEngine], act: Literal["wake", "sleep"]) -> None:
+    def _each(self, engines: Mapping[str, MigratableSGLangEngine], act: Literal["wake", "sleep"]) -> None:
         for engine in engines.values():
             getattr(engine, act)()
 
@@ -148,10 +149,7 @@ class Exchange:
         where = {
             name: (source, request) for source in self._old for name, request in self._owner.on_engine(source).items()
         }
-        running = [
-            Held(name, len(request.prompt.tokens), len(request.prompt.tokens), 1.0, request.prompt.id)
-            for name, (_, request) in where.items()
-        ]
+        running = [held_of(request) for _, request in where.values()]
         found = []
         for target, group in zip(self._new, deal(running, len(self._new)), strict=True):
             for source in self._old:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.protocol import (
     KVTransfer,
-    MigratableEngine,
     Reservation,
     RouteError,
     TransferRequest,
@@ -70,7 +70,7 @@ class Moved:
 class Mover:
     """Carries out moves between named engines."""
 
-    def __init__(self, owner: RunningRequests, engines: Mapping[str, MigratableEngine]) -> None:
+    def __init__(self, owner: RunningRequests, engines: Mapping[str, MigratableSGLangEngine]) -> None:
         self._owner = owner
         self._engines = engines
 
@@ -107,7 +107,7 @@ class Mover:
         return replace(report, ms=1e3 * (now - began), away_ms=1e3 * (now - left))
 
     def _first_stage(
-        self, source: MigratableEngine, target: MigratableEngine, requests: Sequence[Request], version: int
+        self, source: MigratableSGLangEngine, target: MigratableSGLangEngine, requests: Sequence[Request], version: int
     ) -> list[KVTransfer]:
         """Reserve room, and bring over what is final. Refused pieces have not moved; nothing has changed for them."""
         sent: list[KVTransfer] = []
@@ -152,7 +152,7 @@ class Mover:
                 arrived.append(request)
         return arrived, [piece for piece in delta if piece.path and not piece.refused]
 
-    def deliver(self, target: MigratableEngine, delta: Sequence[KVTransfer]) -> list[KVTransfer]:
+    def deliver(self, target: MigratableSGLangEngine, delta: Sequence[KVTransfer]) -> list[KVTransfer]:
         """Give columns to the target; return the pieces that it took."""
         try:
             answers = target.accept(delta) if delta else []
@@ -161,7 +161,7 @@ class Mover:
             return []
         return [answer for answer in answers if not answer.refused]
 
-    def _give_up(self, target: MigratableEngine, ids: Sequence[str], how: str) -> None:
+    def _give_up(self, target: MigratableSGLangEngine, ids: Sequence[str], how: str) -> None:
         if ids and how == "kv":
             with suppress(EngineError):
                 target.withdraw(ids)

@@ -1,25 +1,12 @@
-"""What a migration of running samples asks of an engine: its samples leave with their KV cache, and others arrive.
-
-A migration of samples from one engine to another is
-
-    reserve   `offer` at the target
-    copy      `export` at the source, `accept` at the target, while the samples go on
-    switch    `detach` at the source, `accept` at the target, `generate` of the rest at the target
-
-Every step may fail or be refused. Then the target computes the columns itself.
-"""
+"""What SGLang engines tell each other about a running sample that goes from one to the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
-from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.types import Load
+import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
+from megatron_rlspec.engine import EngineError
 
 
 class RouteError(EngineError):
@@ -72,34 +59,3 @@ class KVTransfer:
     refused: str = ""
     origin: TransferSource | None = None
     cut: bool = False
-
-
-class MigratableEngine(RolloutEngine, Protocol):
-    """An engine whose running samples can leave, and that takes samples with their KV cache."""
-
-    @property
-    def node(self) -> str:
-        """Return a name of the memory in which engines leave files. Engines with one name read each other's files."""
-
-    def progress(self) -> Load:
-        """Return what the engine decodes now, and its free room."""
-
-    def offer(self, version: int, notes: Sequence[TransferRequest]) -> list[Reservation]:
-        """Reserve room for samples of this version's weights, until they arrive or `withdraw`."""
-
-    def export(self, grants: Sequence[Reservation]) -> list[KVTransfer]:
-        """Write the columns that are final, from `Reservation.first` on, while the samples go on."""
-
-    def detach(self, grants: Sequence[Reservation], columns: bool = True) -> list[KVTransfer]:
-        """End samples after their next round, as `abort` does, and write their columns from `Reservation.first` on.
-
-        columns  False: write none, for samples that are recomputed
-
-        Their `generate` returns what they have. A sample that ends in that round is returned as ended.
-        """
-
-    def accept(self, cargo: Sequence[KVTransfer]) -> list[KVTransfer]:
-        """Take the columns in, all or none of each sample. Raises RouteError if they do not reach this engine."""
-
-    def withdraw(self, request_ids: Sequence[str] | None = None) -> None:
-        """Give up what is kept for these samples, or for all, that have not arrived."""

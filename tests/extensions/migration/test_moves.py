@@ -26,7 +26,6 @@ from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import How, Rebalancer
 from megatron_rlspec.extensions.migration.protocol import (
     KVTransfer,
-    MigratableEngine,
     Reservation,
     RouteError,
     TransferRequest,
@@ -213,14 +212,14 @@ def requests(n: int, first: int) -> list[Request]:
     return [Request(f"r-{i:03d}.", Prompt(i // 2, np.array([1, 2, 3])), first + i) for i in range(n)]
 
 
-def named(engines: Sequence[Engine]) -> dict[str, MigratableEngine]:
+def named(engines: Sequence[Engine]) -> dict[str, Engine]:
     return {engine.name: engine for engine in engines}
 
 
 class Places:
     """Where samples are: in one `generate` of one engine at a time, and in none once they have ended."""
 
-    def __init__(self, engines: Iterable[MigratableEngine]) -> None:
+    def __init__(self, engines: Iterable[Engine]) -> None:
         self.lock = threading.Lock()
         self.at: dict[str, list[str]] = {}  # the engine of each sample, in an object of its own for each `generate`
         self.ended: set[str] = set()
@@ -267,13 +266,13 @@ class Places:
 class Moving:
     """Moves random samples between random engines while a `generate` runs."""
 
-    def __init__(self, owner: RunningRequests, engines: Mapping[str, MigratableEngine], chance: random.Random) -> None:
+    def __init__(self, owner: RunningRequests, engines: Mapping[str, Engine], chance: random.Random) -> None:
         self.mover = Mover(owner, engines)
         self.engines = engines
         self.owner = owner
         self.chance = chance
         self.moved: list[Moved] = []
-        self.clock = Clock(list(engines.values()))  # type: ignore[arg-type]
+        self.clock = Clock(list(engines.values()))
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.run)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from roofline_tables import roofline_table
 
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
-from megatron_rlspec.extensions.migration.plans.pace import Drain
+from megatron_rlspec.extensions.migration.plans.pace import drained, terms
 from megatron_rlspec.extensions.migration.plans.rebalance import WORTH, Rebalancer, Transport, _State, after
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.speculation.learnt_cost import LearntCost
@@ -166,10 +166,9 @@ def test_moves_between_sizes_save_time_with_their_cost_and_are_not_undone(loads,
     moves = rule.plan(loads, lengths, 512)
     check_moves(loads, moves)
     assert rule.plan(after(loads, moves), lengths, 512) == []
-    running = [held.context - held.prompt for load in loads for held in load.running]
     if not moves:
         return
-    state = _State(rule, loads, lengths.beside(running), 512)
+    state = _State(rule, loads, lengths, 512)
     source, target, chosen = state.best_step()
     cost = float(state.works(chosen, target).sum())
     before = state.finish[source]
@@ -191,7 +190,7 @@ def saving_by_hand(rule, loads, lengths, cap, times, source, target, chosen):
         alive, context = (np.reshape(column, (-1, len(times))) for column in zip(*rows, strict=True)) if rows else (
             np.zeros((2, 0, len(times)))
         )  # fmt: skip
-        return Drain(times, alive, context).finish(rule.pace_of(load))
+        return float(drained(rule.pace_of(load), times, terms(alive, context).sum(1, keepdims=True))[0])
 
     groups = {held.group for held in target.running} - {-1}
     cost = sum(rule.work(h.context - (h.prompt if h.group in groups else 0), target)[0] for h in chosen)
@@ -215,7 +214,7 @@ def test_a_step_saves_as_much_as_the_best_one_by_hand(loads, bandwidth):
     rule = planner(cost=STEEP, transport=Transport(bandwidth, 150_000, 2.0))
     rule.ms_per_unit = 1.0
     lengths = of_past_rollouts().beside(running)
-    state = _State(rule, loads, lengths, 512)
+    state = _State(rule, loads, of_past_rollouts(), 512)
 
     def best(source):
         left = {h.id: lengths.remaining(h.context - h.prompt, 512) / h.accept for h in loads[source].running}

@@ -47,7 +47,7 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.exchange import Exchange, Footprint, order
 from megatron_rlspec.extensions.migration.moves import Moved
-from megatron_rlspec.extensions.migration.protocol import KVTransfer, MigratableEngine, Reservation
+from megatron_rlspec.extensions.migration.protocol import KVTransfer, Reservation
 from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.dispatch import RunningRequests
 from megatron_rlspec.rollout.pool import EnginePool
@@ -87,9 +87,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Migrata
                 process.close()
 
 
-def placed(engine: MigratableEngine, node: str) -> None:
+def placed(engine: MigratableSGLangEngine, node: str) -> None:
     """Have others take the engine for one of this machine."""
-    assert isinstance(engine, MigratableSGLangEngine)
     engine.place = replace(engine.place, node=node)
 
 

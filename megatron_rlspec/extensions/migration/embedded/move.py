@@ -94,7 +94,7 @@ class Departure(NamedTuple):
 
 
 class TransferEndpoint:
-    """One engine's side of moves, as source and as target."""
+    """One engine's side of moves, as source and as target. Engine and endpoint are called by one thread at a time."""
 
     def __init__(self, engine: MigratableEmbeddedEngine) -> None:
         self.engine = engine
@@ -106,26 +106,24 @@ class TransferEndpoint:
 
     def offer(self, ids: Sequence[str]) -> Offer:
         """Describe those of these samples that run here and have been prefilled."""
-        with self.engine._lock:
-            runs = [run for run in self.engine.running if run.request.id in ids and self._ready(run)]
-            return [(r.request.id, np.asarray(r.request.prompt.tokens), int(self.cache.length[r.row])) for r in runs]
+        runs = [run for run in self.engine.running if run.request.id in ids and self._ready(run)]
+        return [(r.request.id, np.asarray(r.request.prompt.tokens), int(self.cache.length[r.row])) for r in runs]
 
     def begin(self, grants: Sequence[RowReservation]) -> KVMessage:
         """Start to move the samples that were granted, which go on here. Returns stage 1: their verified columns."""
-        with self.engine._lock:
-            here = {run.request.id: run for run in self.engine.running}
-            parts = []
-            for grant in grants:
-                run = here.get(grant.id)
-                if grant.refused or run is None or not self._ready(run):
-                    continue
-                length, drafted, prefix = self._extent(run)
-                sent = min(max(grant.drafter, 1), drafted)  # what another sample of the prompt brings may come later
-                last = (prefix - 1, prefix) if grant.target < prefix and self.drafts else (0, 0)
-                columns = Columns(grant.id, (sent, drafted), last, (grant.target, length - 1))
-                parts.append((run, columns))
-                self.departing[grant.id] = Departure(run, run.seats, length - 1, drafted)
-            return self._message(parts)
+        here = {run.request.id: run for run in self.engine.running}
+        parts = []
+        for grant in grants:
+            run = here.get(grant.id)
+            if grant.refused or run is None or not self._ready(run):
+                continue
+            length, drafted, prefix = self._extent(run)
+            sent = min(max(grant.drafter, 1), drafted)  # what another sample of the prompt brings may come later
+            last = (prefix - 1, prefix) if grant.target < prefix and self.drafts else (0, 0)
+            columns = Columns(grant.id, (sent, drafted), last, (grant.target, length - 1))
+            parts.append((run, columns))
+            self.departing[grant.id] = Departure(run, run.seats, length - 1, drafted)
+        return self._message(parts)
 
     def finish(self, ids: Sequence[str]) -> tuple[KVMessage, KVMessage]:
         """End the moves of `ids` that were begun. Returns stage 2: the drafter's rest, and the target's rest.
@@ -133,90 +131,83 @@ class TransferEndpoint:
         The samples are in the first, and leave this engine. Those that ended since, or went back into the queue, are
         missing.
         """
-        with self.engine._lock:
-            begun = [self.departing.pop(id) for id in ids if id in self.departing]
-            leaving = [departure for departure in begun if self._stays(departure)]
-            drafter: list[tuple[ActiveRequest, Columns]] = []
-            target: list[tuple[ActiveRequest, Columns]] = []
-            for run, _, verified, sent in leaving:
-                length, drafted, _ = self._extent(run)
-                hidden = (drafted - 1, length - 1) if self.drafts else (0, 0)
-                drafter.append((run, Columns(run.request.id, (sent, drafted), hidden)))
-                target.append((run, Columns(run.request.id, target=(verified, length - 1))))
-            requests = [(self._request(run), run.sampling) for run, _ in drafter]
-            messages = self._message(drafter, requests), self._message(target)
-            for run, _ in drafter:
-                self.engine.scheduler.remove(run)
-            return messages
+        begun = [self.departing.pop(id) for id in ids if id in self.departing]
+        leaving = [departure for departure in begun if self._stays(departure)]
+        drafter: list[tuple[ActiveRequest, Columns]] = []
+        target: list[tuple[ActiveRequest, Columns]] = []
+        for run, _, verified, sent in leaving:
+            length, drafted, _ = self._extent(run)
+            hidden = (drafted - 1, length - 1) if self.drafts else (0, 0)
+            drafter.append((run, Columns(run.request.id, (sent, drafted), hidden)))
+            target.append((run, Columns(run.request.id, target=(verified, length - 1))))
+        requests = [(self._request(run), run.sampling) for run, _ in drafter]
+        messages = self._message(drafter, requests), self._message(target)
+        for run, _ in drafter:
+            self.engine.scheduler.remove(run)
+        return messages
 
     def detach(self, ids: Sequence[str]) -> list[tuple[Request, Sampling]]:
         """Take samples out, to be computed anew elsewhere."""
-        with self.engine._lock:
-            return [(self._request(run), run.sampling) for run in self.engine.drop(ids)]
+        return [(self._request(run), run.sampling) for run in self.engine.drop(ids)]
 
     # ---- target -----------------------------------------------------------------------------------------------------
 
     def grant(self, offer: Offer) -> list[RowReservation]:
         """Reserve a row and slots for each offered sample, or say why not."""
-        with self.engine._lock:
-            coming: set[bytes] = set()
-            return [self._reserve(id, prompt, length, coming) for id, prompt, length in offer]
+        coming: set[bytes] = set()
+        return [self._reserve(id, prompt, length, coming) for id, prompt, length in offer]
 
     def take(self, message: KVMessage) -> None:
         """Write stage 1."""
-        with self.engine._lock:
-            self._write(message)
-            for columns in message.header.samples:
-                row = self.engine.reserved.get(columns.id)
-                if row is not None:
-                    prefix = self.cache.prefix[row]
-                    size = len(prefix.tokens)
-                    if columns.target[0] < size:
-                        prefix.computed = size
-                    prefix.drafted = max(prefix.drafted, min(columns.drafter[1], size))
+        self._write(message)
+        for columns in message.header.samples:
+            row = self.engine.reserved.get(columns.id)
+            if row is not None:
+                prefix = self.cache.prefix[row]
+                size = len(prefix.tokens)
+                if columns.target[0] < size:
+                    prefix.computed = size
+                prefix.drafted = max(prefix.drafted, min(columns.drafter[1], size))
 
     def arrive(self, message: KVMessage) -> tuple[list[ActiveRequest], list[ActiveRequest]]:
         """Write the drafter's rest. Returns the samples that may draft now, and those without room, which wait here."""
         engine = self.engine
         cache = self.cache
-        with engine._lock:
-            runs = []
-            queued = []
-            for (request, sampling), columns in zip(message.header.requests, message.header.samples, strict=True):
-                row = engine.reserved.get(request.id)
-                [run] = engine.scheduler.made([(request, sampling)])
-                tokens = np.concatenate([np.asarray(request.prompt.tokens), run.response])
-                if row is None or not cache.back(row, len(tokens)):
-                    queued.append(run)
-                    continue
-                prefix = cache.prefix[row]
-                cache.tokens[row, : len(tokens)] = tokens
-                cache.length[row] = len(tokens)
-                cache.drafted[row] = max(columns.drafter[1], len(prefix.tokens), 1)
-                prefix.drafted = max(prefix.drafted, min(columns.drafter[1], len(prefix.tokens)))
-                engine.rounds.seat(row, sampling, request.seed, run.draws)
-                run.row = row
-                run.seats = 1
-                runs.append(run)
-            self._write(message, {run.request.id for run in runs})
-            engine.waiting.extend(queued)
-            return runs, queued
+        runs = []
+        queued = []
+        for (request, sampling), columns in zip(message.header.requests, message.header.samples, strict=True):
+            row = engine.reserved.get(request.id)
+            [run] = engine.scheduler.made([(request, sampling)])
+            tokens = np.concatenate([np.asarray(request.prompt.tokens), run.response])
+            if row is None or not cache.back(row, len(tokens)):
+                queued.append(run)
+                continue
+            prefix = cache.prefix[row]
+            cache.tokens[row, : len(tokens)] = tokens
+            cache.length[row] = len(tokens)
+            cache.drafted[row] = max(columns.drafter[1], len(prefix.tokens), 1)
+            prefix.drafted = max(prefix.drafted, min(columns.drafter[1], len(prefix.tokens)))
+            engine.rounds.seat(row, sampling, request.seed, run.draws)
+            run.row = row
+            run.seats = 1
+            runs.append(run)
+        self._write(message, {run.request.id for run in runs})
+        engine.waiting.extend(queued)
+        return runs, queued
 
     def land(self, message: KVMessage, runs: Sequence[ActiveRequest]) -> None:
         """Write the target's rest for the samples of `arrive`, which run here from now on."""
-        with self.engine._lock:
-            self._write(message, {run.request.id for run in runs})
-            for run in runs:
-                self.cache.computed[run.row] = self.cache.length[run.row] - 1
-                del self.engine.reserved[run.request.id]
+        self._write(message, {run.request.id for run in runs})
+        for run in runs:
+            self.cache.computed[run.row] = self.cache.length[run.row] - 1
+            del self.engine.reserved[run.request.id]
 
     def withdraw(self, ids: Sequence[str]) -> None:
         """Give up the reservations of these ids, if there are any."""
-        with self.engine._lock:
-            for id in ids:
-                row = self.engine.reserved.pop(id, None)
-                if row is not None:
-                    self.cache.close(row)
+        for id in ids:
+            row = self.engine.reserved.pop(id, None)
+            if row is not None:
+                self.cache.close(row)
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 

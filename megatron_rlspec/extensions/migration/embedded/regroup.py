@@ -15,13 +15,13 @@ import msgspec
 from megatron_rlspec import wire
 from megatron_rlspec.extensions.migration.embedded import retile
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
-from megatron_rlspec.extensions.migration.plans.rebalance import How
+from megatron_rlspec.extensions.migration.plans.rebalance import How, held_of
 from megatron_rlspec.extensions.migration.plans.tp_planner import deal
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import Held, Partial, Request, Sampling
+from megatron_rlspec.types import Partial, Request, Sampling
 
 
 class MovingRequest(msgspec.Struct, frozen=True):
@@ -84,9 +84,5 @@ def _requests_of(engine: MigratableEmbeddedEngine, switch: retile.Switch, speaks
 
 def _targets(moving: Sequence[MovingRequest], engines: int) -> dict[str, int]:
     """Deal requests to the engines of a block."""
-    held = []
-    for one in moving:
-        prompt = len(one.request.prompt.tokens)
-        partial = one.request.partial
-        held.append(Held(one.request.id, prompt, prompt + (len(partial.response) if partial else 0), 1.0))
-    return {sample.id: i for i, group in enumerate(deal(held, engines)) for sample in group}
+    groups = deal([held_of(one.request) for one in moving], engines)
+    return {sample.id: i for i, group in enumerate(groups) for sample in group}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -57,27 +55,15 @@ class Pace:
         return int(batch[flat[0]]) if len(flat) else MOST_BATCH
 
 
-@dataclass(frozen=True, eq=False)
-class Drain:
-    """Samples that decode together, evaluated at T times. A time is counted in tokens of an average sample.
+def terms(alive: np.ndarray, context: np.ndarray) -> np.ndarray:
+    """Return what `drained` sums over samples that decode together: log(1 - alive), alive and alive * context.
 
-    times    [T]
+    A time is counted in tokens of an average sample.
+
     alive    [n, T] probability that a sample still runs
     context  [n, T] its tokens then
     """
-
-    times: np.ndarray
-    alive: np.ndarray
-    context: np.ndarray
-
-    def finish(self, pace: Pace) -> float:
-        """Return the expected time until the last sample has ended."""
-        return float(drained(pace, self.times, self.terms.sum(1, keepdims=True))[0])
-
-    @cached_property
-    def terms(self) -> np.ndarray:
-        """Return log(1 - alive), alive and alive * context, [3, n, T]."""
-        return np.stack([np.log1p(-np.minimum(self.alive, 1 - 1e-9)), self.alive, self.alive * self.context])
+    return np.stack([np.log1p(-np.minimum(alive, 1 - 1e-9)), alive, alive * context])
 
 
 def drained(pace: Pace, times: np.ndarray, sums: np.ndarray) -> np.ndarray:

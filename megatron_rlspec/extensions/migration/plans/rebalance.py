@@ -13,12 +13,12 @@ from typing import Literal
 import numpy as np
 
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
-from megatron_rlspec.extensions.migration.plans.pace import BATCHES, Drain, Pace, drained
-from megatron_rlspec.speculation.acceptance import Acceptance
+from megatron_rlspec.extensions.migration.plans.pace import BATCHES, Pace, drained, terms
+from megatron_rlspec.speculation.acceptance import Acceptance, accept_length
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.rule import Cost
-from megatron_rlspec.types import Held, Load, Move, RoundStats, SpecConfig
+from megatron_rlspec.types import Held, Load, Move, Request, RoundStats, SpecConfig
 
 Rule = Literal["threshold", "makespan"]
 How = Literal["kv", "recompute"]
@@ -161,10 +161,9 @@ class Rebalancer:
         """
         if self.rule == "threshold":
             return self._by_threshold(loads)
-        running = [held.context - held.prompt for load in loads for held in load.running]
-        if not running:
+        if not any(load.running for load in loads):
             return []
-        state = _State(self, loads, lengths.beside(running), cap)
+        state = _State(self, loads, lengths, cap)
         for _ in range(STEPS):
             step = state.best_step()
             if step is None:
@@ -174,8 +173,8 @@ class Rebalancer:
 
     def finish(self, loads: Sequence[Load], lengths: Lengths, cap: int) -> float:
         """Return the expected time to the end of the last sample."""
-        running = [held.context - held.prompt for load in loads for held in load.running]
-        return float(_State(self, loads, lengths.beside(running), cap).finish.max()) if running else 0.0
+        running = any(load.running for load in loads)
+        return float(_State(self, loads, lengths, cap).finish.max()) if running else 0.0
 
     def charge(self, loads: Sequence[Load], moves: Sequence[Move]) -> float:
         """Return the time that the most burdened target needs to take in what moves to it."""
@@ -246,6 +245,15 @@ class Rebalancer:
         return [Move(source.engine, target.engine, tuple(ids), how) for how, ids in sorted(ways.items())]
 
 
+def held_of(request: Request) -> Held:
+    """Describe a sample by its request, as it was when its engine got it."""
+    prompt = len(request.prompt.tokens)
+    begun = request.partial
+    drawn, accepted = (0, ()) if begun is None else (len(begun.response), begun.accepted)
+    accept = accept_length(accepted) if any(accepted) else 1.0
+    return Held(request.id, prompt, prompt + drawn, accept, request.prompt.id)
+
+
 def _mean_context(running: Sequence[Held]) -> float:
     return float(np.mean([held.context for held in running]))
 
@@ -267,14 +275,14 @@ def after(loads: Sequence[Load], moves: Sequence[Move]) -> list[Load]:
     return result
 
 
-class _Running:
-    """All N running samples, in the order of their ids, as arrays.
+class Running:
+    """All N running samples, at least one, in the order of their ids, as arrays. They count in the lengths, too.
 
     origin, prompt, context  [N] index of the engine at the start; tokens
     group                    [N] index of the prompt; -1: not known
     needs                    [N] tokens at the expected end
     left                     [N] expected time to the end
-    times, terms             [T], [3, N, T] of `Drain`
+    times, terms             [T], and [3, N, T] of `pace.terms`
     fresh                    [3, T] the terms of a sample that waits
     """
 
@@ -291,6 +299,7 @@ class _Running:
         self.group = np.searchsorted(groups, [held.group for held in self.held])
         self.group[[held.group < 0 for held in self.held]] = -1
         drawn = self.context - self.prompt
+        lengths = lengths.beside(drawn.tolist())
         remaining = np.array([lengths.remaining(n, cap) for n in drawn.tolist()])
         speed = np.array([held.accept / average if held.accept > 0 and average > 0 else 1.0 for held in self.held])
         self.needs = self.context + remaining
@@ -304,9 +313,9 @@ class _Running:
         most_tokens = np.maximum(cap - done, 0)
         alive = np.where(tokens < most_tokens, lengths.survival(done, tokens), 0.0)
         context = np.append(self.context, prompt)[:, None] + np.minimum(tokens, most_tokens)
-        terms = Drain(self.times, alive, context).terms
-        self.terms = terms[:, :-1]
-        self.fresh = terms[:, -1]
+        both = terms(alive, context)
+        self.terms = both[:, :-1]
+        self.fresh = both[:, -1]
 
 
 class _State:
@@ -318,7 +327,7 @@ class _State:
     def __init__(self, planner: Rebalancer, loads: Sequence[Load], lengths: Lengths, cap: int) -> None:
         self.planner = planner
         self.loads = list(loads)
-        self.all = _Running(loads, lengths, cap)
+        self.all = Running(loads, lengths, cap)
         self.paces = [planner.pace_of(load) for load in loads]
         self.nodes = np.unique([load.node for load in loads], return_inverse=True)[1]
         self.free = [load.free_tokens for load in loads]

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
-from megatron_rlspec.extensions.migration.plans.pace import Drain, Pace
-from megatron_rlspec.extensions.migration.plans.rebalance import GAIN, How, Rebalancer, after
+from megatron_rlspec.extensions.migration.plans.pace import Pace, drained
+from megatron_rlspec.extensions.migration.plans.rebalance import GAIN, How, Rebalancer, Running, after
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.types import Held, Load, Move, SpecConfig
-
-POINTS = 65  # of the time axis on which a drain is summed
 
 
 @dataclass(frozen=True)
@@ -150,30 +148,25 @@ class TPPlanner:
         everybody = [held for running in now for held in running]
         if not everybody or any(load.waiting for load in loads):
             return None  # with requests waiting it is not the tail
-        seen = lengths.beside([held.context - held.prompt for held in everybody])
-        drains = {held.id: self._drain(held, seen, cap) for held in everybody}
-        stay = self.finish(deal(everybody, len(loads)), tp, drains)
+        running = Running(loads, lengths, cap)
+        stay = self.finish(deal(everybody, len(loads)), tp, running)
         best: Change | None = None
         for other in self.sizes:
             if other == tp:
                 continue
             groups = deal(everybody, self.ranks // other)
             cost, how = self.cost(now, groups, tp, other)
-            finish = self.finish(groups, other, drains) + cost
+            finish = self.finish(groups, other, running) + cost
             if best is None or finish < best.finish_ms:
                 ids = tuple(tuple(held.id for held in group) for group in groups)
                 best = Change(other, ids, how, stay, finish, cost)
         return best if best is not None and best.finish_ms < stay * (1 - GAIN) else None
 
-    def finish(self, groups: Sequence[Sequence[Held]], tp: int, drains: Mapping[str, Drain]) -> float:
+    def finish(self, groups: Sequence[Sequence[Held]], tp: int, running: Running) -> float:
         """Return the expected ms until the last sample of all groups has ended."""
-        latest = 0.0
-        for group in groups:
-            if group:
-                parts = [drains[held.id] for held in group]
-                alive, context = (np.concatenate([getattr(p, x) for p in parts]) for x in ("alive", "context"))
-                latest = max(latest, Drain(parts[0].times, alive, context).finish(self.paces[tp]))
-        return latest
+        which = {held.id: i for i, held in enumerate(running.held)}
+        sums = [running.terms[:, [which[held.id] for held in group]].sum(1) for group in groups if group]
+        return float(drained(self.paces[tp], running.times, np.stack(sums, 1)).max())
 
     def cost(
         self, now: Sequence[Sequence[Held]], groups: Sequence[Sequence[Held]], old: int, new: int
@@ -195,14 +188,6 @@ class TPPlanner:
             return self.table.prefill_ms(len(group) * length, len(group), tp)
         except CostTableError:
             return math.inf  # not measured: caches must travel
-
-    def _drain(self, held: Held, lengths: Lengths, cap: int) -> Drain:
-        done = held.context - held.prompt
-        most = max(cap - done, 0)
-        times = np.linspace(0, cap, POINTS)
-        runs = times < most
-        alive = np.where(runs, lengths.survival(done, times), 0.0)
-        return Drain(times, alive[None], held.context + np.minimum(times, most)[None])
 
 
 def deal(samples: Sequence[Held], engines: int) -> list[list[Held]]:
