@@ -321,7 +321,7 @@ class EmbeddedLab:
         cells = [
             replace(cell, ms=cell.ms * speeds[point]) for point, measured in run.cells.items() for cell in measured
         ]
-        self.tables.append(CostTable(self.here, cells, prefill, (), table.switch_ms, table.catch_up_ms))
+        self.tables.append(CostTable(self.here, cells, prefill, table.switch_ms, table.catch_up_ms))
         self.table = median_table(self.tables)
 
     def speed(self) -> float:
@@ -476,4 +476,4 @@ def median_table(tables: Sequence[CostTable]) -> CostTable:
         for cells in zip(*(t.prefill for t in tables), strict=True)
     ]
     switch = middle(table.switch_ms for table in tables)
-    return CostTable(tables[0].provenance, rounds, prefill, (), switch, middle(table.catch_up_ms for table in tables))
+    return CostTable(tables[0].provenance, rounds, prefill, switch, middle(table.catch_up_ms for table in tables))

@@ -156,7 +156,6 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
                 provenance,
                 (*earlier.rounds, *table.rounds),
                 (*earlier.prefill, *table.prefill),
-                earlier.links,
                 max(table.switch_ms, earlier.switch_ms),
                 max(table.catch_up_ms, earlier.catch_up_ms),
             )

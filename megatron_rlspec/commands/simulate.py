@@ -304,7 +304,7 @@ def build(config: SimulationConfig, policies: Mapping[str, Policies]) -> tuple[C
     """Return what the file describes, without the seed's part of acceptance. Raises ConfigError, CostTableError."""
     given, work, accept = config.cluster, config.workload, config.acceptance
     if given.table:
-        cost = CostTable.load(given.table).check(tp=given.tp)
+        cost = CostTable.load(given.table).check(given.tp)
         cost = cost.of_sizes({*given.sizes, given.tp}) if given.sizes else cost
     else:
         ranks = given.engines * given.tp

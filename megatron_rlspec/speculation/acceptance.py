@@ -15,7 +15,10 @@ import numpy as np
 
 from megatron_rlspec.types import SHARPNESS, SpecConfig
 
-RATIO_STRENGTH = 4.0  # times `prior_strength`: the weight of a ratio's prior, of which few drafts are seen at batch 1
+PRIOR_RATE = 0.7  # of depth 1
+PRIOR_RATIO = 0.95  # of the rate of a deeper one to that of the depth above it
+PRIOR_STRENGTH = 4.0  # drafts that a prior weighs
+RATIO_STRENGTH = 4.0  # times PRIOR_STRENGTH: the weight of a ratio's prior, of which few drafts are seen at batch 1
 _STATE = ("hits", "draws", "ratio_hits", "ratio_base")
 
 
@@ -194,12 +197,11 @@ class Prediction:
 class Acceptance:
     """Running estimate of a_1..a_depth. It depends on the observations only, so tensor-parallel ranks agree.
 
-    Observations fade by e in `memory_rounds` rounds, and are capped at `memory_draws` drafts per depth. The estimate of
-    a changing policy therefore follows rounds at small batches, and drafts at large ones.
+    Observations fade by e in 200 rounds, and are capped at 2,000 drafts per depth. The estimate of a changing policy
+    therefore follows rounds at small batches, and drafts at large ones.
 
     The prior of a depth is the rate of the depth above it times a ratio. The ratio is remembered much longer: while
-    only k = 1 runs, the estimate of a_3 follows a_1. Without data the ratios are `prior_rate` for depth 1 and
-    `prior_ratio` for deeper ones. These priors weigh `prior_strength` drafts, those of deeper ones four times as many.
+    only k = 1 runs, the estimate of a_3 follows a_1.
 
     hits, draws              [depth] accepted and reached drafts, faded
     ratio_hits, ratio_base   [depth] for the ratios: accepted drafts, and drafts expected from the depth above
@@ -207,30 +209,18 @@ class Acceptance:
     totals                   [depth + 1] expected tokens of a round of 0..depth steps
     """
 
-    def __init__(
-        self,
-        depth: int = 8,
-        *,
-        memory_rounds: float = 200.0,
-        memory_draws: float = 2000.0,
-        prior_rate: float = 0.7,
-        prior_ratio: float = 0.95,
-        prior_strength: float = 4.0,
-    ) -> None:
-        if depth < 1 or min(memory_rounds, memory_draws, prior_strength) <= 0:
-            raise ValueError(f"depth={depth}, memories and prior_strength={prior_strength} must be positive")
-        if not (0 <= prior_rate <= 1 and 0 <= prior_ratio <= 1):
-            raise ValueError(f"prior_rate={prior_rate} and prior_ratio={prior_ratio} must lie in [0, 1]")
+    keep = float(np.exp(-1 / 200))  # of the observations before a round
+    most_draws = 2000.0
+
+    def __init__(self, depth: int = 8) -> None:
+        if depth < 1:
+            raise ValueError(f"depth={depth} must be positive")
         self.depth = depth
-        self.memory_rounds = memory_rounds
-        self.memory_draws = memory_draws
-        self.prior_strength = prior_strength
-        self.prior = [prior_rate] + [prior_ratio] * (depth - 1)
+        self.prior = [PRIOR_RATE] + [PRIOR_RATIO] * (depth - 1)
         self.hits = [0.0] * depth
         self.draws = [0.0] * depth
         self.ratio_hits = [0.0] * depth
         self.ratio_base = [0.0] * depth
-        self._keep = float(np.exp(-1.0 / memory_rounds))
         self._refresh()
 
     def observe(self, num_steps: int, accepted: Sequence[int], elapsed: int = 1) -> None:
@@ -246,7 +236,7 @@ class Acceptance:
             raise ValueError(
                 f"histogram has {len(histogram)} entries, but num_steps={num_steps} allows {num_steps + 1}"
             )
-        keep = self._keep**elapsed
+        keep = self.keep**elapsed
         reached = float(sum(histogram))
         for d in range(self.depth):
             self.hits[d] *= keep
@@ -256,16 +246,16 @@ class Acceptance:
             passed = reached - (histogram[d] if d < len(histogram) else 0.0)
             self.ratio_hits[d] += passed
             self.ratio_base[d] += reached * (self.rates[d - 1] if d else 1.0)
-            _cap(self.ratio_hits, self.ratio_base, d, 10 * self.memory_draws)
+            _cap(self.ratio_hits, self.ratio_base, d, 10 * self.most_draws)
             self.hits[d] += passed
             self.draws[d] += reached
-            _cap(self.hits, self.draws, d, self.memory_draws)
+            _cap(self.hits, self.draws, d, self.most_draws)
             reached = passed
         self._refresh()
 
     def _refresh(self) -> None:
         """Compute `rates` and `totals` from the observations."""
-        m = self.prior_strength
+        m = PRIOR_STRENGTH
         self.rates: list[float] = []
         self.totals: list[float] = [1.0]
         rate = reach = 1.0
@@ -302,21 +292,13 @@ class Acceptance:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state, for `from_json`."""
-        return {
-            "depth": self.depth,
-            "memory_rounds": self.memory_rounds,
-            "memory_draws": self.memory_draws,
-            "prior_strength": self.prior_strength,
-            "prior": list(self.prior),
-            **{name: list(getattr(self, name)) for name in _STATE},
-        }
+        return {"depth": self.depth, **{name: list(getattr(self, name)) for name in _STATE}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Acceptance:
         """Restore the state that `to_json` returned. Raises ValueError, KeyError."""
-        names = ("memory_rounds", "memory_draws", "prior_strength")
-        acceptance = cls(data["depth"], **{name: data[name] for name in names})
-        for name in ("prior", *_STATE):
+        acceptance = cls(data["depth"])
+        for name in _STATE:
             values = [float(v) for v in data[name]]
             if len(values) != acceptance.depth or not np.all(np.isfinite(values)):
                 raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from megatron_rlspec.types import SpecConfig
@@ -32,8 +32,7 @@ class RoundCost:
     """One measured point: a whole decode round of `batch` requests with `context_tokens` tokens in all.
 
     `ms` is the median over `samples` rounds, `spread_ms` half their interquartile range. `config.num_draft_tokens` is
-    the number of verified tokens per request; `OFF` is plain decoding. `parts`: ms of the round's parts by name, if the
-    engine reports them.
+    the number of verified tokens per request; `OFF` is plain decoding.
     """
 
     tp: int
@@ -43,7 +42,6 @@ class RoundCost:
     ms: float
     spread_ms: float = 0.0
     samples: int = 1
-    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,16 +54,6 @@ class PrefillCost:
     ms: float
     spread_ms: float = 0.0
     samples: int = 1
-
-
-@dataclass(frozen=True)
-class Link:
-    """The bandwidth and latency between two engines."""
-
-    source: str
-    target: str
-    gigabytes_per_second: float
-    latency_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -93,13 +81,14 @@ def cell_json(cell: RoundCost) -> dict[str, Any]:
 _AXES = ("num_steps", "topk", "num_draft_tokens")
 _MOST = {"tp": 1 << 12, "batch": 1 << 20, "num_steps": 1 << 10, "topk": 1 << 10, "num_draft_tokens": 1 << 20}
 _MOST_COUNT = 1 << 40  # of samples and tokens
-_MOST_NUMBER = 1e9  # ms (eleven days) or GB/s: larger ones are mistakes, and would overflow the fit
-Row = TypeVar("Row", Provenance, RoundCost, PrefillCost, Link)
+_MOST_NUMBER = 1e9  # ms (eleven days): larger ones are mistakes, and would overflow the fit
+Row = TypeVar("Row", Provenance, RoundCost, PrefillCost)
 
 
 def cell(row: object, source: str) -> RoundCost:
     """Read one JSON object of `rounds`. Raises CostTableError, which names `source` and the field."""
     values = _object(row, source)
+    values.pop("parts", None)  # empty in files of earlier releases
     lost = [name for name in _AXES if name not in values]
     if lost:
         raise CostTableError(f"{source}: no field {lost[0]!r}")
@@ -140,7 +129,7 @@ def _made(kind: type[Row], values: Mapping[str, Any], source: str) -> Row:
     unknown = sorted(values.keys() - known.keys())
     if unknown:
         raise CostTableError(f"{source}: unknown field {short(unknown[0])}; known are {', '.join(known)}")
-    lost = [n for n, f in known.items() if n not in values and f.default is MISSING and f.default_factory is MISSING]
+    lost = [name for name, f in known.items() if name not in values and f.default is MISSING]
     if lost:
         raise CostTableError(f"{source}: no field {lost[0]!r}")
     return kind(**{name: _field(name, str(known[name].type), value, source) for name, value in values.items()})
@@ -156,8 +145,6 @@ def _field(name: str, wanted: str, value: Any, source: str) -> Any:
         raise CostTableError(f"{source}: {name}={short(value)}, expected text")
     if wanted == "bool" and not isinstance(value, bool):
         raise CostTableError(f"{source}: {name}={short(value)}, expected true or false")
-    if wanted.startswith("Mapping"):
-        return {key: number(f"{name}.{key}", part, source) for key, part in _object(value, f"{source}.{name}").items()}
     return value
 
 

@@ -20,7 +20,6 @@ import numpy as np
 from megatron_rlspec import files
 from megatron_rlspec.speculation.cost_rows import (
     CostTableError,
-    Link,
     PrefillCost,
     Provenance,
     Repair,
@@ -38,7 +37,8 @@ from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 SCHEMA = "rlspec.cost_table"
 VERSION = 1
-_KEYS = {"schema", "version", "units", "provenance", "switch_ms", "catch_up_ms", "rounds", "prefill", "links"}
+_KEYS = {"schema", "version", "units", "provenance", "switch_ms", "catch_up_ms", "rounds", "prefill"}
+_FORMER = {"links"}  # empty in files of earlier releases
 LEAST_MS = 1e-9  # a smaller value is a mistake, and would overflow the fit of relative errors
 UNITS = {"time": "ms", "bandwidth": "GB/s", "context": "tokens of the whole batch"}
 
@@ -55,14 +55,12 @@ class CostTable:
         provenance: Provenance,
         rounds: Iterable[RoundCost],
         prefill: Iterable[PrefillCost] = (),
-        links: Iterable[Link] = (),
         switch_ms: float = 0.0,
         catch_up_ms: float = 0.0,
     ) -> None:
         self.provenance = provenance
         self.rounds = tuple(sorted(rounds, key=lambda c: (c.tp, c.config, c.batch, c.context_tokens)))
         self.prefill = tuple(sorted(prefill, key=lambda c: (c.tp, c.batch, c.tokens)))
-        self.links = tuple(links)
         self.switch_ms = switch_ms
         self.catch_up_ms = catch_up_ms
         _check_numbers(self)
@@ -74,7 +72,7 @@ class CostTable:
 
     def at(self, tp: int) -> CostTable:
         """Return the rows of one tensor parallel size as a table. Raises CostTableError if there are none."""
-        self.check(tp=tp)
+        self.check(tp)
         return self._with((c for c in self.rounds if c.tp == tp), (c for c in self.prefill if c.tp == tp))
 
     def of_engine(self, tp: int) -> CostTable:
@@ -83,7 +81,7 @@ class CostTable:
 
     def of_sizes(self, tps: Iterable[int]) -> CostTable:
         """Return the rows of these tensor parallel sizes as a table. Raises CostTableError if one has none."""
-        wanted = {tp for tp in tps if self.check(tp=tp)}
+        wanted = {tp for tp in tps if self.check(tp)}
         return self._with((c for c in self.rounds if c.tp in wanted), (c for c in self.prefill if c.tp in wanted))
 
     def configs(self, tp: int | None = None) -> tuple[SpecConfig, ...]:
@@ -141,18 +139,10 @@ class CostTable:
         """Return the median relative error of the fitted model on the measured points."""
         return self._models[self._tp(tp)][1]
 
-    def check(self, **expected: Any) -> CostTable:
-        """Return self. Raises CostTableError if it was measured for another model=, hardware=, dtype= or tp=."""
-        for name, value in expected.items():
-            if name == "tp":
-                if value not in self.tps:
-                    raise CostTableError(f"cost table holds tp={list(self.tps)}, but this engine runs tp={value}")
-                continue
-            got = getattr(self.provenance, name)
-            if got != value:
-                raise CostTableError(
-                    f"cost table was measured on {name}={got!r}, but this engine runs {name}={value!r}"
-                )
+    def check(self, tp: int) -> CostTable:
+        """Return self. Raises CostTableError if it holds no round of this tensor-parallel size."""
+        if tp not in self.tps:
+            raise CostTableError(f"cost table holds tp={list(self.tps)}, but this engine runs tp={tp}")
         return self
 
     def calibrated(
@@ -199,7 +189,6 @@ class CostTable:
             "catch_up_ms": self.catch_up_ms,
             "rounds": [cell_json(c) for c in self.rounds],
             "prefill": [asdict(c) for c in self.prefill],
-            "links": [asdict(c) for c in self.links],
         }
 
     @classmethod
@@ -215,7 +204,7 @@ class CostTable:
             )
         if data.get("units") != UNITS:
             raise CostTableError(f"{source}: units {short(data.get('units'))}, expected {UNITS}")
-        unknown = sorted(data.keys() - _KEYS)
+        unknown = sorted(data.keys() - _KEYS - _FORMER)
         if unknown:
             raise CostTableError(f"{source}: unknown field {short(unknown[0])}; known are {', '.join(sorted(_KEYS))}")
         lost = [name for name in ("provenance", "rounds") if name not in data]
@@ -224,11 +213,10 @@ class CostTable:
         provenance = record(Provenance, data["provenance"], f"{source}: provenance")
         rounds = [cell(row, where) for row, where in _rows(data, "rounds", source)]
         prefill = [record(PrefillCost, row, where) for row, where in _rows(data, "prefill", source)]
-        links = [record(Link, row, where) for row, where in _rows(data, "links", source)]
         switch_ms = number("switch_ms", data.get("switch_ms", 0.0), source)
         catch_up_ms = number("catch_up_ms", data.get("catch_up_ms", 0.0), source)
         try:
-            return cls(provenance, rounds, prefill, links, switch_ms, catch_up_ms)
+            return cls(provenance, rounds, prefill, switch_ms, catch_up_ms)
         except CostTableError as error:
             raise CostTableError(f"{source}: {error}") from None
 
@@ -247,14 +235,14 @@ class CostTable:
 
     def _with(self, rounds: Iterable[RoundCost], prefill: Iterable[PrefillCost] | None = None) -> CostTable:
         prefill = self.prefill if prefill is None else prefill
-        return CostTable(self.provenance, rounds, prefill, self.links, self.switch_ms, self.catch_up_ms)
+        return CostTable(self.provenance, rounds, prefill, self.switch_ms, self.catch_up_ms)
 
     def _tp(self, tp: int | None) -> int:
         if tp is None:
             if len(self.tps) > 1:
                 raise CostTableError(f"cost table holds tp={list(self.tps)}: choose one of them")
             return self.tps[0]
-        self.check(tp=tp)
+        self.check(tp)
         return tp
 
     @cached_property
@@ -316,11 +304,6 @@ def _check_numbers(table: CostTable) -> None:
         if point in points:
             raise CostTableError(f"{point}: measured twice")
         points.add(point)
-    for link in table.links:
-        if not (math.isfinite(link.gigabytes_per_second) and link.gigabytes_per_second > 0):
-            raise CostTableError(
-                f"link {link.source} -> {link.target}: {link.gigabytes_per_second} GB/s, expected positive"
-            )
     for name in ("switch_ms", "catch_up_ms"):
         if not (math.isfinite(getattr(table, name)) and getattr(table, name) >= 0):
             raise CostTableError(f"{name}={getattr(table, name)}, expected finite and not negative")

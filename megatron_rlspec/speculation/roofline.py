@@ -157,28 +157,24 @@ class Roofline:
         parameters: float = 7.6e9,
         context_bytes: float = 147_456.0,
         drafter: float = 0.1,
-        drafter_layer: float = 0.3,
-        read_efficiency: float = 0.8,
-        compute_efficiency: float = 0.6,
         host_ms: float = 1.5,
-        pass_ms: float = 0.2,
-        sample_ms: float | None = None,
     ) -> Roofline:
         """Make the cost model of a GPU: `bandwidth` in TB/s, bf16 weights. Defaults: 7B, 8 KV heads, 36 layers.
 
-        `sample_ms` by default is that of 151,680 words at the GPU's bandwidth. On an H100 (3.35 TB/s) 1,024 tokens were
-        sampled in 2.8 ms, measured; their log-probs take 1.8 ms, estimated by SGLang's 5 GB of passes.
+        A pass reaches 80 % of the data sheet's bandwidth, or 60 % of its FLOPS. `sample_ms` is that of 151,680 words at
+        the GPU's bandwidth. On an H100 (3.35 TB/s) 1,024 tokens were sampled in 2.8 ms, measured; their log-probs take
+        1.8 ms, estimated by SGLang's 5 GB of passes.
         """
-        per_ms = bandwidth * 1e9 * read_efficiency
+        per_ms = bandwidth * 1e9 * 0.8
         return cls(
             weights_ms=2 * parameters / per_ms,
-            token_ms=2 * parameters / (tflops * 1e9 * compute_efficiency),
+            token_ms=2 * parameters / (tflops * 1e9 * 0.6),
             context_ms=context_bytes / per_ms,
             drafter=drafter,
-            drafter_layer=drafter_layer,
+            drafter_layer=0.3,
             host_ms=host_ms,
-            pass_ms=pass_ms,
-            sample_ms=0.0045 * 3.35 / bandwidth if sample_ms is None else sample_ms,
+            pass_ms=0.2,
+            sample_ms=0.0045 * 3.35 / bandwidth,
         )
 
     @classmethod

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rlspec.types import OFF, RoundStats, SpecConfig
-
-
-class Cost(Protocol):
-    """Costs of rounds, in any unit: `CostTable`, `LearntCost` or `Roofline`."""
-
-    def grid(self, configs: Sequence[SpecConfig], batch: np.ndarray, context_tokens: np.ndarray) -> np.ndarray:
-        """Return the cost of a round, `[configs, *batch.shape]`."""
+from megatron_rlspec.speculation.rule import Cost
+from megatron_rlspec.types import OFF, RoundStats
 
 
 class Saved(NamedTuple):

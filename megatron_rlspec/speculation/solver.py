@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from megatron_rlspec.speculation.acceptance import expected_tokens
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
-
-class RoundCosts(Protocol):
-    """The costs that the solver needs: a `CostTable` of one TP (`table.at(tp)`), or a `Roofline`."""
-
-    @property
-    def switch_ms(self) -> float: ...
-
-    @property
-    def catch_up_ms(self) -> float: ...
-
-    def grid(self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray) -> np.ndarray: ...
-
-    def extrapolates(self, config: SpecConfig, batch: float, context: float) -> bool: ...
+RoundCosts = CostTable | Roofline  # a table of one TP (`table.at(tp)`)
 
 
 @dataclass(frozen=True)

@@ -63,11 +63,9 @@ CASES = [
     case("draft tokens of a tree", lambda t: t["rounds"][-1].update(topk=2, num_draft_tokens=0), "for a tree"),
     case("draft tokens of off", row(num_draft_tokens=2), "plain decoding"),
     case("too many nodes", lambda t: t["rounds"][-1].update(topk=2, num_draft_tokens=99), "at most"),
-    case("parts nan", row(parts={"draft": float("nan")}), "parts.draft=nan"),
     case("twice", lambda t: t["rounds"].append(t["rounds"][0]), "measured twice"),
     case("hole", lambda t: t["rounds"].pop(), "hole at tp=1 batch=8"),
     case("no off", lambda t: t.update(rounds=[r for r in t["rounds"] if r["topk"]]), "no plain-decoding row"),
-    case("link speed", lambda t: t.update(links=[{"source": "a", "target": "b", "gigabytes_per_second": 0}]), "GB/s"),
     case("catch up negative", lambda t: t.update(catch_up_ms=-1), "catch_up_ms=-1"),
 ]
 

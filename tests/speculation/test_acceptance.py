@@ -13,15 +13,17 @@ def draw(rng, rates, num_steps, requests):
     return np.cumprod(rng.random((requests, num_steps)) < rates[:num_steps], axis=1).sum(axis=1).tolist()
 
 
-def flat(depth=4, **kwargs):
-    """No forgetting, so that evidence is all that counts."""
-    return Acceptance(depth, memory_rounds=1e9, memory_draws=1e9, **kwargs)
+def remembering(depth, rounds, draws=2000.0):
+    """Forgets by e in so many rounds, and keeps so many drafts."""
+    acceptance = Acceptance(depth)
+    acceptance.keep, acceptance.most_draws = float(np.exp(-1 / rounds)), draws
+    return acceptance
 
 
 def test_censored_rounds_give_the_conditional_rates():
     """Half the rounds stop at one or two steps: those that accepted all must not count as refusals below."""
     rng = np.random.default_rng(0)
-    acceptance = flat()
+    acceptance = remembering(4, 1e9, 1e9)  # evidence is all that counts
     for steps in itertools.islice(itertools.cycle([1, 4, 2, 4]), 400):
         acceptance.observe(steps, draw(rng, TRUTH, steps, 50))
     assert acceptance.rates == pytest.approx(TRUTH, abs=0.03)
@@ -48,7 +50,7 @@ def test_a_tree_accepts_more_than_its_chain_and_less_than_certainty():
 
 def test_forgetting_follows_a_change():
     rng = np.random.default_rng(2)
-    acceptance = Acceptance(2, memory_rounds=50)
+    acceptance = remembering(2, 50)
     for _ in range(300):
         acceptance.observe(2, draw(rng, [0.9, 0.9], 2, 8))
     for _ in range(200):
@@ -57,11 +59,12 @@ def test_forgetting_follows_a_change():
 
 
 def test_silence_makes_old_evidence_weak():
-    told = Acceptance(1, memory_rounds=100)
+    told = remembering(1, 100)
     for _ in range(300):
         told.observe(1, [0] * 8)
     told.observe(1, [1] * 8, elapsed=1)
     silent = Acceptance.from_json(told.to_json())
+    silent.keep = told.keep
     told.observe(1, [1] * 8, elapsed=1)
     silent.observe(1, [1] * 8, elapsed=300)
     assert told.rates[0] < 0.05 and silent.rates[0] > 0.15
@@ -69,7 +72,7 @@ def test_silence_makes_old_evidence_weak():
 
 
 def test_the_cap_on_draws_makes_large_batches_forget_by_the_data():
-    small, large = Acceptance(1, memory_draws=1000), Acceptance(1, memory_draws=1000)
+    small, large = remembering(1, 200, 1000), remembering(1, 200, 1000)
     for _ in range(100):
         small.observe(1, [1])
         large.observe(1, [1] * 256)
@@ -81,7 +84,7 @@ def test_the_cap_on_draws_makes_large_batches_forget_by_the_data():
 
 def test_an_untried_depth_moves_with_the_depth_above_it():
     rng = np.random.default_rng(3)
-    acceptance = Acceptance(2, memory_rounds=100)
+    acceptance = remembering(2, 100)
     for _ in range(400):
         acceptance.observe(2, draw(rng, [0.8, 0.4], 2, 16))
     assert acceptance.rates == pytest.approx([0.8, 0.4], abs=0.05)
@@ -91,8 +94,7 @@ def test_an_untried_depth_moves_with_the_depth_above_it():
 
 
 def test_the_prior_before_any_data():
-    acceptance = Acceptance(3, prior_rate=0.6, prior_ratio=0.5)
-    assert acceptance.rates == pytest.approx([0.6, 0.3, 0.15])
+    assert Acceptance(3).rates == pytest.approx([0.7, 0.7 * 0.95, 0.7 * 0.95**2])
 
 
 def test_a_prediction_replaces_learned_state():

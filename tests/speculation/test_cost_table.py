@@ -11,7 +11,6 @@ from megatron_rlspec.speculation import cost_table
 from megatron_rlspec.speculation.cost_table import (
     CostTable,
     CostTableError,
-    Link,
     PrefillCost,
     Provenance,
     RoundCost,
@@ -114,12 +113,11 @@ def test_the_file_holds_everything(tmp_path):
         PROVENANCE,
         rounds() + rounds(tp=2),
         [PrefillCost(1, 1, 10, 1.0, 0.1, 5)],
-        [Link("a", "b", 12.5, 0.2)],
         switch_ms=0.3,
     )
     t.save(tmp_path / "deep" / "table.json")
     back = CostTable.load(tmp_path / "deep" / "table.json")
-    assert (back.rounds, back.prefill, back.links, back.provenance) == (t.rounds, t.prefill, t.links, t.provenance)
+    assert (back.rounds, back.prefill, back.provenance) == (t.rounds, t.prefill, t.provenance)
     assert back.switch_ms == 0.3 and back.tps == (1, 2)
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["table.json"]
     with pytest.raises(CostTableError, match=r"holds tp=\[1, 2\]: choose one of them"):
@@ -176,12 +174,9 @@ def test_a_missing_file_and_text_that_is_not_json(tmp_path):
 
 
 def test_a_table_for_something_else_is_refused():
-    assert table().check(model="tiny", hardware="cpu", tp=1).tps == (1,)
-    for wrong in ({"model": "big"}, {"hardware": "H200"}, {"dtype": "bfloat16"}):
-        with pytest.raises(CostTableError, match="measured on"):
-            table().check(**wrong)
+    assert table().check(1).tps == (1,)
     with pytest.raises(CostTableError, match="this engine runs tp=4"):
-        table().check(tp=4)
+        table().check(4)
     with pytest.raises(CostTableError, match="holds no k2"):
         table().ms(SpecConfig(2), 1, 100)
 

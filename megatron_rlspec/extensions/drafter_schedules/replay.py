@@ -63,7 +63,7 @@ class Replay:
         reward        as likely as `reward_weights` of kind reward
         disagreement  as likely as the share of its tokens that engines drafted wrongly or not at all, at least 0.05
 
-        None if the buffer is empty. The draw depends on the buffer and the seed only, so all ranks and a resumed run
+        Nothing if the buffer is empty. The draw depends on the buffer and the seed only, so all ranks and a resumed run
         draw alike. Without replacement in proportion to weights: Efraimidis and Spirakis, 2006.
         """
         held = list(self._samples)

@@ -21,6 +21,7 @@ from megatron_rlspec.models.families import FAMILIES, names_where
 from megatron_rlspec.models.rope import Rope, kind, settings
 from megatron_rlspec.rollout.embedded.packed import PackedWeights
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
+from megatron_rlspec.speculation.vocabulary import ends_of_text
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,6 @@ class Architecture:
         own: dict[str, Any] = {}
         if DRAFTER in config:
             own = _of_eagle3(config)
-        eos = config.get("eos_token_id")
-        if eos is None:
-            eos_ids: tuple[int, ...] = ()
-        else:
-            eos_ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
         return cls(
             hidden=config["hidden_size"],
             intermediate=config["intermediate_size"],
@@ -95,7 +91,7 @@ class Architecture:
             qkv_bias=facts.stores_qkv_bias(config),
             tied=bool(config.get("tie_word_embeddings", False)),
             mtp=not own and facts.embedded_drafter and config.get("num_nextn_predict_layers", 0) > 0,
-            eos=eos_ids,
+            eos=ends_of_text(config),
             **own,
         )
 

@@ -139,10 +139,6 @@ class AcceptanceBody(Strict):
     """`speculation.acceptance.Acceptance`: what was observed of each depth."""
 
     depth: int = Field(ge=1, le=4096)
-    memory_rounds: float
-    memory_draws: float
-    prior_strength: float
-    prior: list[float]
     hits: list[float]
     draws: list[float]
     ratio_hits: list[float]
