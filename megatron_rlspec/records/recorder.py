@@ -151,7 +151,7 @@ class Recorder:
             _append(self._process, [{"kind": "end", "time": time.time(), "step": step}])
 
     def moves(self, step: int, record: Mapping[str, Any]) -> None:
-        """Add the moves of one rollout, and which engine drew which sample when, to `moves.jsonl`."""
+        """Add the moves of one rollout to `moves.jsonl`."""
         _append(self._moves, [{"step": step, **record}])
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from megatron_rlspec.engine import EngineError, RequestError, RolloutEngine
@@ -20,27 +20,15 @@ logger = logging.getLogger(__name__)
 Returned = Callable[[str, Request | None], None]  # (id, the request to continue); see `RunningRequests.claim`
 
 
-@dataclass(frozen=True)
-class Interval:
-    """The time that a sample spent on one engine, in seconds of `time.perf_counter`."""
-
-    id: str
-    engine: str
-    began: float
-    ended: float
-
-
 class RunningRequests(Protocol):
     """The requests of a running `generate`, for what moves them between engines (`EnginePool.balance`).
 
-    waiting    groups of requests that no engine has
-    samples    those that have ended, by id
-    intervals  of samples on engines that they have left
+    waiting  groups of requests that no engine has
+    samples  those that have ended, by id
     """
 
     waiting: deque[list[Request]]
     samples: dict[str, Sample]
-    intervals: list[Interval]
 
     def on_engine(self, engine: str) -> Mapping[str, Request]:
         """Return the unfinished requests of an engine, by id."""
@@ -114,8 +102,6 @@ class Dispatch:
         self.queueing: set[str] = set()
         self.running: dict[Future, tuple[str, list[Request]]] = {}
         self.where: dict[str, tuple[str, Request]] = {}  # by the request's id
-        self.since: dict[str, float] = {}  # when the call in `where` began
-        self.intervals: list[Interval] = []
         self.claimed: dict[str, Returned] = {}
         self.coming: deque[tuple[str, list[Request]]] = deque()  # continued by `resume`
         self.over = False  # whether `finish` has failed: calls that failed return no samples, so nothing is claimed
@@ -189,7 +175,6 @@ class Dispatch:
         call = {request.id: (engine, request) for request in requests}
         with self.changed:
             self.where.update(call)
-            self.since.update(dict.fromkeys(call, time.perf_counter()))
             self.queueing.add(engine)
 
         def finished(sample: Sample) -> None:
@@ -197,7 +182,7 @@ class Dispatch:
             with self.changed:
                 if self.where.get(name) is not call[name]:
                     return
-                self._leave(name)
+                del self.where[name]
                 self._count(engine, [call[name][1]], -1)
                 returned = self.claimed.pop(name, None)
                 leaves = returned is not None and sample.status == "aborted" and name not in self.aborted
@@ -220,10 +205,6 @@ class Dispatch:
         future = threads.submit(generate)
         self.running[future] = (engine, requests)
         future.add_done_callback(self._wake)
-
-    def _leave(self, name: str) -> None:
-        engine, _ = self.where.pop(name)
-        self.intervals.append(Interval(name, engine, self.since.pop(name), time.perf_counter()))
 
     def _wake(self, future: Future) -> None:
         with self.changed:
@@ -314,7 +295,7 @@ class Dispatch:
         with self.changed:
             left = [r for r in requests if self.where.get(r.id, (None, None)) == (engine, r)]
             for request in left:
-                self._leave(request.id)
+                del self.where[request.id]
         self._end_claims([request.id for request in left])
         self.pool.continued += sum(len(begun.response) for name, begun in error.begun.items())
         return [replace(r, partial=error.begun.get(r.id, r.partial)) for r in left]

@@ -132,11 +132,10 @@ def hostile_run(tmp_path, texts):
     files = {name: [] for name in ("events.jsonl", "samples.jsonl", "moves.jsonl")}
     files["metrics.jsonl"] = [record | {"step": i, "rollout/reward": 0.5} for i in range(2)]
     differences = []
-    moves = {"step": 1, "stays": [], "moves": []}
+    moves = {"step": 1, "moves": []}
     for text in texts:
         move = {"source": text, "target": f"{text}2", "ids": [text], "how": text, "why": text, "began": 0.5}
         moves["moves"].append(move | {"ms": 1.0, "bytes": 1, "rounds": 1.0, "refused": text})
-        moves["stays"] += [[text, text, 0.0, 0.5], [text, f"{text}2", 0.5, 1.0]]
         sample = {"step": 1, "prompt": text, "response": text, "label": text, "reward": 1.0, "accepted": [0, 2]}
         files["samples.jsonl"] += [sample | {"pieces": [[text, True], [text, False]]}]
         files["events.jsonl"] += [{"kind": text, "message": text}]
@@ -165,10 +164,9 @@ def test_the_page_shows_moves_between_engines(run_dir, tmp_path):
         "began": 1,
     }
     move |= {"ms": 12.4, "bytes": 2000, "rounds": 1.5, "refused": "", "kept": 1, "away_ms": 3.0}
-    stays = [["a", "engine-0", 0, 2.0], ["b", "engine-0", 0, 1.01], ["b", "engine-1", 1.02, 3]]
-    rows = [{"step": 3, "stays": stays, "moves": [move], "decision_seconds": 0.01}]
+    rows = [{"step": 3, "moves": [move], "decision_seconds": 0.01}]
     rows[0]["sizes"] = [{"from": 1, "to": 2, "samples": 5, "ms": 33.3, "began": 1.5}]
-    rows.append({"step": 4, "stays": [["a", "engine-0", 0, 1]], "moves": []})
+    rows.append({"step": 4, "moves": []})
     (run_dir / "moves.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report.main([str(run_dir), "--out", str(tmp_path / "page.html")])
     page = (tmp_path / "page.html").read_text()

@@ -88,12 +88,9 @@ class Balancer:
                     engine.withdraw()
 
     def record(self) -> dict[str, Any]:
-        """Return what a report shows: `stays` [id, engine, from s, to s], the moves, and the decisions' seconds."""
-        stays = [
-            [one.id, one.engine, one.began - self._began, one.ended - self._began] for one in self._owner.intervals
-        ]
+        """Return what a line of `moves.jsonl` holds."""
         moves = [asdict(moved) | {"began": moved.began - self._began} for moved in self.moves]
-        return {"stays": stays, "moves": moves, "sizes": self.sizes, "decision_seconds": self.seconds}
+        return {"moves": moves, "sizes": self.sizes, "decision_seconds": self.seconds}
 
     def _run(self) -> None:
         while not self._ended.wait(max(PERIOD, self._every * self._clock.seconds, self._last / SHARE)):

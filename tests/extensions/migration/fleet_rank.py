@@ -75,12 +75,15 @@ def lead(fleet: Fleet) -> dict[str, Any]:
         [request for part in deal() for request in part],
         *([] for _ in range(1, fleet.member.ranks.size)),
     ]
+    take, taken = fleet._take, []
+    fleet._take = lambda: taken.append(take()) or taken[-1]
     seen: list[str] = []
     first = fleet.generate(requests(), LONG, lambda sample: seen.append(sample.request_id))
     found["texts"] = [s.tokens.tolist() for s in first]
     found["versions"] = [s.policy_versions for s in first]
     found["seen"] = sorted(seen) == sorted(r.id for r in requests())
     found["moved"] = fleet.record()
+    found["taken"] = [pair for pairs in taken for pair in pairs]
     found["rounds"] = sum(stats.rounds for stats in fleet.stats())
 
     fleet.update_weights(2, oracle.tiny(**MODEL)[1].items())

@@ -465,10 +465,7 @@ def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
     moved = [name for move in balancer.moves for name in move.ids]
     assert 3 <= len(set(moved)) <= 9 and len(moved) == len(set(moved))  # nothing moves back and forth
     assert balancer.moves[0].why == "12 samples on e0, 0 on e1" and balancer.moves[0].rounds > 0
-    record = balancer.record()
-    assert len(record["stays"]) == 12 + len(moved)
-    assert {(name, engine) for name, engine, _, _ in record["stays"]} >= {(name, "e1") for name in moved}
-    assert all(0 <= began <= ended for _, _, began, ended in record["stays"])
+    assert all(move["began"] >= 0 for move in balancer.record()["moves"])
     assert lengths.remaining(0, 300) == pytest.approx(np.mean([length(i) for i in range(12)]))
 
 
@@ -495,7 +492,7 @@ def test_plans_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch, sec
         for r in asked
     ]
     drawn = {name: {r.id: r} for name, r in zip("ab", asked, strict=True)}
-    owner = SimpleNamespace(samples={}, intervals=[], on_engine=drawn.__getitem__)
+    owner = SimpleNamespace(samples={}, on_engine=drawn.__getitem__)
     named = dict(zip("ab", engines, strict=True))
     balancer = Balancer(owner, named, SimpleNamespace(plan=plan), Lengths(), 300, every=8)  # type: ignore[arg-type]
     monkeypatch.setattr("megatron_rlspec.extensions.migration.balancer.time", SimpleNamespace(perf_counter=lambda: now))

@@ -59,7 +59,7 @@ def test_stragglers_of_a_run_end_on_the_fast_lane(start, tmp_path):
     moved = [move for row in rows for move in row["moves"] if move["ids"]]
     assert any(move["target"] == "lane" and move["tp"] == [1, 2] and move["kept"] for move in moved)
     assert all("tensor-parallel size" in move["why"] for move in moved)
-    first = {stay[0]: stay[1] for row in rows for stay in sorted(row["stays"], key=lambda stay: stay[2], reverse=True)}
+    first = {id: move["source"] for move in reversed(moved) for id in move["ids"]}
     assert set(first.values()) == {"engine-0"}, "the lane was given a prompt"
     print([(move["tp"], len(move["ids"]), move["kept"], round(move["ms"]), round(move["rounds"], 1)) for move in moved])
     assert report.main([str(tmp_path / "moved")]) == 0

@@ -88,7 +88,7 @@ def test_a_second_fleet_ends_rollouts_with_the_same_texts(start, still, tidy, tm
     assert any(move["kept"] for move in moves)
     ours, theirs = (read_records(folder / "metrics.jsonl") for folder in (tmp_path / "turns", still))
     of_steps = [sum(len(row["sizes"]) for row in rows if row["step"] == step) for step in range(STEPS)]
-    evaluated = [row for row in rows if all(stay[0].startswith("e-") for stay in row["stays"])]
+    evaluated = [row for row in rows if all(id.startswith("e-") for move in row["moves"] for id in move["ids"])]
     in_steps = sum(of_steps) - sum(len(row["sizes"]) for row in evaluated)
     assert sum(record["rollout/size_changes"] for record in ours) == in_steps > 0
     assert "size changes" in output

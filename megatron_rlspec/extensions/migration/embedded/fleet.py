@@ -47,11 +47,9 @@ class Fleet:
         self._aborted: set[str] = set()
         self._dropped: set[str] = set()
         self._done: dict[str, Sample] = {}
-        self._began = 0.0  # of what `record` returns
+        self._began = 0.0  # when the first request of the rollout came
         self._moves: list[dict[str, Any]] = []
         self._sizes: list[dict[str, Any]] = []
-        self._stays: list[tuple[str, str, float, float]] = []
-        self._since: dict[str, tuple[str, float]] = {}  # id -> its rank, and since when
         self._closed = False
         self._astray = False  # an order has not been carried out to its end
         self._lost = ""  # why ranks cannot be told anything any more
@@ -63,6 +61,8 @@ class Fleet:
     ) -> list[Sample]:
         found: dict[str, Sample] = {}
         with self._known:
+            if not self._open:
+                self._began = time.perf_counter()
             checked = self.member.engine.scheduler.made([(request, sampling) for request in requests])
             known = set(self._open)
             for run in checked:
@@ -116,7 +116,7 @@ class Fleet:
                 raise
             with self._known:
                 self._end(samples)
-                self._note(order, began, [sample.request_id for sample in samples])
+                self._note(began - self._began)
             for report in self.member.reports:
                 if report.error:
                     raise EngineError(report.error)
@@ -127,42 +127,18 @@ class Fleet:
             if self._open.pop(sample.request_id, None) is not None:
                 self._done[sample.request_id] = sample
 
-    def _note(self, order: Tick, began: float, ended: Sequence[str]) -> None:
-        """Note where samples were during a tick."""
-        if not self._since:
-            self._began = began
-        now = time.perf_counter() - self._began
-        for id in order.taken:
-            self._leave(id, began - self._began)
-        for rank, new in enumerate(order.new):
-            self._since |= {request.id: (str(rank), began - self._began) for request, _ in new}
-        for change in self.member.changes:
-            self._sizes.append({"began": began - self._began} | change)
+    def _note(self, began: float) -> None:
+        """Keep what a tick changed; `began`: seconds since the first request of the rollout came."""
+        self._sizes += [{"began": began} | change for change in self.member.changes]
         self.member.changes = []
-        for moved in [moved for report in self.member.reports for moved in report.moved]:
-            self._moves.append(msgspec.structs.asdict(moved) | {"began": began - self._began})
-            for id in moved.ids:
-                self._leave(id, began - self._began)
-                self._since[id] = moved.target, began - self._began
-        for id in (*ended, *order.dropped):
-            self._leave(id, now)
-
-    def _leave(self, id: str, now: float) -> None:
-        if id in self._since:
-            rank, since = self._since.pop(id)
-            self._stays.append((id, rank, since, now))
+        moved = [one for report in self.member.reports for one in report.moved]
+        self._moves += [msgspec.structs.asdict(one) | {"began": began} for one in moved]
 
     def record(self) -> dict[str, Any]:
         """Return and forget what a line of `moves.jsonl` holds, to the precision of a tick."""
         with self._known:
-            record = {
-                "stays": self._stays,
-                "moves": self._moves,
-                "sizes": self._sizes,
-                "decision_seconds": self.member.seconds,
-            }
+            record = {"moves": self._moves, "sizes": self._sizes, "decision_seconds": self.member.seconds}
             self._sizes = []
-            self._stays = []
             self._moves = []
             self.member.seconds = 0.0
             return record
