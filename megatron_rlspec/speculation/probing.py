@@ -21,6 +21,7 @@ LAST_PROBE = 128  # most rounds between two probes while drafts are worth at lea
 NEAR = 0.5  # below it the rounds between two probes double without end: most of them would be for nothing
 LEAST_DRAWS = 4  # drafts that the budget must be able to pay for before a probe starts
 PROBE_DRAWS = 16  # drafts of a probe, over all its rounds
+MARGIN = 0.01  # share of a round's time that a switch must gain, and so a probed configuration
 PROBE_SHARE = 0.01  # of the time that rounds may lose by trying other configurations
 EARNED = 0.9  # part of `share` that each round adds to the budget; the rest covers errors of the cost
 
@@ -162,13 +163,11 @@ class Prober:
         candidates: Sequence[SpecConfig],
         acceptance: Acceptance,
         budget: ProbeBudget,
-        margin: float,
         forecast: Sequence[float] | None,
     ) -> None:
         self.candidates = candidates
         self.acceptance = acceptance
         self.budget = budget
-        self.margin = margin
         self.forecast = list(forecast) if forecast is not None else None
         self.requests = 0
         self.timed: Collection[int] = ()
@@ -237,7 +236,7 @@ class Prober:
             return -1
         depth = self.candidates[now].num_steps
         for i, config in enumerate(self.candidates):
-            pays = self._forecast_tokens[i] > ms[i] * rate * (1 + self.margin)
+            pays = self._forecast_tokens[i] > ms[i] * rate * (1 + MARGIN)
             if pays and config.num_steps > depth:
                 return i
         return -1
@@ -263,6 +262,6 @@ class Prober:
         deeper = [i for i, c in enumerate(self.candidates) if c.num_steps > depth]
         for i in deeper:
             tokens = expected_tokens(SpecConfig(self.candidates[i].num_steps), optimistic)
-            if tokens > ms[i] * rate * (1 + self.margin):
+            if tokens > ms[i] * rate * (1 + MARGIN):
                 return deeper[0]
         return -1

@@ -100,18 +100,13 @@ class Roofline:
             raise ValueError("weights_ms, token_ms and host_ms are 0: expected a round that takes time")
 
     @classmethod
-    def of_layers(cls, target_layers: int, drafter_layers: int = 1, ridge_tokens: float = RIDGE_TOKENS) -> Roofline:
-        """Make the cost model that is used without a table. Its unit is one plain pass at batch 1. Raises ValueError.
+    def of_layers(cls, layers: int, ridge_tokens: float = RIDGE_TOKENS) -> Roofline:
+        """Make a cost model of nothing but `layers`, of which the drafter has one. Its unit is one plain pass.
 
-        Every layer, of target or drafter, costs the same. `ridge_tokens` is the number of tokens that a pass computes
-        in the time of reading the weights: about 37 on an H20, 150 on an A100, 300 on an H100, by the vendors' data
-        sheets. None of this is measured.
+        `ridge_tokens` is the number of tokens that a pass computes in the time of reading the weights: about 37 on an
+        H20, 150 on an A100, 300 on an H100, by the vendors' data sheets. None of this is measured.
         """
-        if min(target_layers, drafter_layers) < 1 or ridge_tokens <= 0:
-            raise ValueError(
-                f"target_layers={target_layers}, drafter_layers={drafter_layers}, ridge_tokens must be > 0"
-            )
-        return cls(1.0, 1.0 / ridge_tokens, 0.0, drafter_layers / target_layers)
+        return cls(1.0, 1.0 / ridge_tokens, 0.0, 1.0 / layers)
 
     @classmethod
     def of_model(
@@ -124,7 +119,7 @@ class Roofline:
         for all tokens that it verifies. Of experts those are computed that a token uses, and those are read that a
         pass's tokens use, if each chooses for itself. The drafter is one layer, or those of the EAGLE-3 drafter in
         `config`, the projection before it, and a head over `draft_vocabulary` words; 0: all, or that drafter's.
-        `ridge_tokens` as in `of_layers`. Raises ValueError.
+        `ridge_tokens` as in `of_layers`.
         """
         hidden = config["hidden_size"]
         layer = _attention(config) + _mlp(config)
@@ -134,8 +129,6 @@ class Roofline:
         words = draft_vocabulary or own.get("draft_vocab_size") or config["vocab_size"]
         draft_head = hidden * words
         target = config["num_hidden_layers"] * layer + head
-        if ridge_tokens <= 0:
-            raise ValueError(f"ridge_tokens={ridge_tokens}, expected more than 0")
         drafter = draft_layer + draft_head
         routed, used = _experts(config)
         return cls(

@@ -20,13 +20,12 @@ from megatron_rlspec.speculation.acceptance import Acceptance, histogram_of
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learnt_cost import LearntCost, PlainRounds
 from megatron_rlspec.speculation.own_rounds import OwnRounds, Place, TimingPlan, place
-from megatron_rlspec.speculation.probing import PROBE_SHARE, CatchUp, ProbeBudget, Prober
+from megatron_rlspec.speculation.probing import MARGIN, PROBE_SHARE, CatchUp, ProbeBudget, Prober
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 VERSION = 1
-MARGIN = 0.01  # share of a round's time that a switch must gain
-PATIENCE = 8  # rounds after which a gain of exactly `margin` leads to a switch
+PATIENCE = 8  # rounds after which a gain of exactly MARGIN leads to a switch
 CATCH_UP_WEIGHT = 0.1  # share of the one-time catch-up cost that staying off must lose before drafting starts
 REPAID = 1000  # rounds of drafting that must repay catching up by a corrected table; else staying off must lose it all
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
@@ -108,7 +107,7 @@ class SpecRule:
 
     Switching. For every other candidate the rule keeps the loss of not running it, in rounds. Each round adds the share
     of the round that the current candidate loses to it, or subtracts the share that it gains. The rule switches to the
-    best candidate when the loss exceeds PATIENCE * margin rounds plus the table's `switch_ms`. It therefore takes a
+    best candidate when the loss exceeds PATIENCE * MARGIN rounds plus the table's `switch_ms`. It therefore takes a
     clear gain within three rounds, and a small gain after some time. Under a load that alternates it stays with the
     candidate that is better on average.
 
@@ -132,7 +131,6 @@ class SpecRule:
         *,
         start: SpecConfig | None = None,
         acceptance: Acceptance | None = None,
-        margin: float = MARGIN,
         probe_share: float = PROBE_SHARE,
         forecast: Sequence[float] | None = None,
         correct: bool = False,
@@ -140,8 +138,7 @@ class SpecRule:
         self.candidates = tuple(sorted(set(candidates)))
         if forecast is not None and not (forecast and all(0 <= rate <= 1 for rate in forecast)):
             raise ValueError(f"forecast={list(forecast)}: expected rates in [0, 1], at least one")
-        _check(self.candidates, start, margin, probe_share)
-        self.margin = margin
+        _check(self.candidates, start, probe_share)
         self.probe_budget = ProbeBudget(probe_share)
         deepest = max(c.num_steps for c in self.candidates)
         self.acceptance = acceptance or Acceptance(max(deepest, 1))
@@ -152,7 +149,7 @@ class SpecRule:
         self._unseen = 0  # rounds since acceptance was last observed
         self.catch_up = 0  # requests that catch up before the round just chosen; those that missed least
         self._gap = 0  # rounds since the drafter last ran
-        self._prober = Prober(self.candidates, self.acceptance, self.probe_budget, margin, forecast)
+        self._prober = Prober(self.candidates, self.acceptance, self.probe_budget, forecast)
         self._rounds = 0
         self._plain = PlainRounds()
         self._timings = 0
@@ -371,7 +368,6 @@ class SpecRule:
             "version": VERSION,
             "candidates": [_triple(c) for c in self.candidates],
             "start": _triple(self.candidates[self._current]) if self._current >= 0 else None,
-            "margin": self.margin,
             "probe_share": self.probe_budget.share,
             "acceptance": self.acceptance.to_json(),
             "probing": self.probe_budget.to_json(),
@@ -390,7 +386,7 @@ class SpecRule:
 
         Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and one of `table`, `roofline`, `learnt`
         (a `LearntCost`) and `schedule`. `table` is a path or a table's own JSON; `tp` selects one TP of it. Optional:
-        `start`, `margin`, `probe_share`, `acceptance`, `forecast` (rates a_1.. of the next rollout),
+        `start`, `probe_share`, `acceptance`, `forecast` (rates a_1.. of the next rollout),
         `probing` (as in `report`), `correct` (the table, by the durations of own rounds), `version`.
         """
         unknown = set(data) - _KEYS
@@ -400,7 +396,7 @@ class SpecRule:
             raise ValueError(f"speculation rule: version {data['version']!r}, but this release reads version {VERSION}")
         if "candidates" not in data:
             raise ValueError("speculation rule: no field 'candidates'")
-        names = ("margin", "probe_share", "forecast", "correct")
+        names = ("probe_share", "forecast", "correct")
         optional: dict[str, Any] = {name: data[name] for name in names if name in data}
         if data.get("start") is not None:
             optional["start"] = SpecConfig(*data["start"])
@@ -424,7 +420,7 @@ class SpecRule:
             known = self._own is None or (best in tried and catch_up <= REPAID * (rates[best] / rates[now] - 1.0))
             switch_cost += (CATCH_UP_WEIGHT if known else 1.0) * catch_up * ms[now]
             catch_up = 0.0
-        threshold = PATIENCE * max(self.margin, 1e-3) + switch_cost / ms[now]
+        threshold = PATIENCE * MARGIN + switch_cost / ms[now]
         most = 0.5 * threshold  # the noise of a single round cannot cause a switch
         for i, rate in enumerate(rates):
             loss = min(max(1.0 - rates[now] / rate, -most), most)
@@ -456,7 +452,7 @@ class SpecRule:
 
 
 _KEYS = {
-    "version", "candidates", "start", "margin", "probe_share", "acceptance",
+    "version", "candidates", "start", "probe_share", "acceptance",
     "table", "tp", "roofline", "learnt", "schedule", "forecast", "probing", "correct",
 }  # fmt: skip
 _COSTS = {"table": CostTable, "roofline": Roofline, "learnt": LearntCost}
@@ -487,14 +483,12 @@ def _expected(acceptance: Acceptance, candidates: Sequence[SpecConfig]) -> list[
     return [acceptance.totals[config.num_steps] for config in candidates]
 
 
-def _check(candidates: tuple[SpecConfig, ...], start: SpecConfig | None, margin: float, probe_share: float) -> None:
+def _check(candidates: tuple[SpecConfig, ...], start: SpecConfig | None, probe_share: float) -> None:
     if not candidates:
         raise ValueError("candidates must not be empty")
     if len({c.topk for c in candidates if c.num_steps > 0}) > 1:
         raise ValueError(f"candidates {[str(c) for c in candidates]} mix topk, which no engine changes while running")
     if start is not None and start not in candidates:
         raise ValueError(f"start={start} is not among the candidates {[str(c) for c in candidates]}")
-    if margin < 0:
-        raise ValueError(f"margin={margin} must not be negative")
     if not 0 <= probe_share < 1:
         raise ValueError(f"probe_share={probe_share} must lie in [0, 1)")

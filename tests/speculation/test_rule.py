@@ -172,14 +172,13 @@ def test_a_clear_gain_is_taken_within_rounds_a_small_one_later():
     assert now[-1] == OFF
 
 
-def test_one_odd_round_moves_nothing_and_no_margin_still_switches():
+def test_one_odd_round_moves_nothing():
     engine = Engine(rule(), rates=(0.8,) * 5)
     engine.run(300, batch=4)
     engine.rule.report()
     engine.run(1, batch=512, length=16)
     engine.run(50, batch=4)
     assert engine.rule.report()["switches"] == 0
-    assert Engine(rule(margin=0.0), rates=(0.0,) * 5).run(60, batch=8)[-1] == OFF
 
 
 def test_decisions_depend_on_observed_rounds_only(monkeypatch):
@@ -225,11 +224,11 @@ def test_a_schedule_pins_every_decision_until_a_cost_comes():
 def test_json_carries_settings_and_learned_state(tmp_path):
     provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
     table = roofline_table(H100, CANDIDATES, (1, 8, 64), (128, 1024), provenance)
-    p = rule(table, margin=0.02, probe_share=0.005)
+    p = rule(table, probe_share=0.005)
     Engine(p, rates=(0.9, 0.2, 0.2, 0.2, 0.2)).run(300)
     again = SpecRule.from_json(json.loads(json.dumps(p.to_json())))
     assert again.acceptance.rates == p.acceptance.rates
-    assert (again.margin, again.probe_budget.share) == (0.02, 0.005)
+    assert again.probe_budget.share == 0.005
     assert again.candidates == CANDIDATES
     assert again.choose(4, 4000) == p.choose(4, 4000)
 
@@ -253,7 +252,6 @@ def test_json_carries_settings_and_learned_state(tmp_path):
         ({"candidates": [[1, 1, 2], [1, 2, 3]], "roofline": H20.to_json()}, "mix topk"),
         ({"candidates": [[1, 1, 2]], "roofline": H20.to_json(), "probe_share": 1}, "probe_share=1"),
         ({"candidates": [], "roofline": H20.to_json()}, "must not be empty"),
-        ({"candidates": [[1, 1, 2]], "roofline": H20.to_json(), "margin": -1}, "margin=-1"),
         ({"candidates": [[9, 1, 10]], "roofline": H20.to_json(), "acceptance": Acceptance(3).to_json()}, "drafts 9"),
     ],
 )
@@ -291,9 +289,11 @@ def test_probes_start_after_the_first_interval():
     assert set(engine.run(FIRST_PROBE - (40 - off_since) - 2, 64)) <= {OFF}
 
 
-def test_where_all_draft_a_probe_is_of_all_that_run():
+def test_where_all_draft_a_probe_is_of_all_that_run(monkeypatch):
     """Also of requests that join while it lasts."""
-    p = rule(margin=0.2)
+    for room in ("rule", "probing"):
+        monkeypatch.setattr(f"megatron_rlspec.speculation.{room}.MARGIN", 0.2)
+    p = rule()
     engine = Engine(p, rates=(0.6, 0.0, 0.0, 0.0, 0.0))
     engine.run(1500, 1)
     while engine.run(1, 1) != [SpecConfig(1)]:  # a probe goes on

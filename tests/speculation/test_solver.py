@@ -136,10 +136,8 @@ def test_a_simulated_profile_is_marked_and_differs_by_its_seed():
 
 def test_the_rule_without_a_table_depends_on_depth_and_batch():
     rates = [0.6, 0.5, 0.4, 0.3, 0.2]
-    deep = Roofline.of_layers(target_layers=36)
-    shallow = Roofline.of_layers(target_layers=2)
+    deep = Roofline.of_layers(36)
+    shallow = Roofline.of_layers(2)
     assert choices(deep, rates, 1, 1000, CANDIDATES)[0].config.num_steps >= 2
     assert choices(shallow, rates, 1, 1000, CANDIDATES)[0].config.num_steps <= 1
     assert choices(deep, rates, 256, 256_000, CANDIDATES)[0].config == OFF
-    with pytest.raises(ValueError, match="must be > 0"):
-        Roofline.of_layers(0)

@@ -138,7 +138,6 @@ class SimEngine:
     chunk: int = CHUNK
     max_running: int = 256
     max_tokens: int = 1 << 40
-    version: int = 0
     ranks: int = 1
     lane: bool = False
     budget: TreeBudget | None = None
@@ -174,7 +173,7 @@ class SimEngine:
         """Return what the live planners read of a real engine."""
         held = [Held(s.id, s.prompt, s.context, s.drawn / max(s.rounds, 1), s.group) for s in self.running if s.drawn]
         waiting = len(self.waiting) + len(self.filling) + len(self.running) - len(held)
-        return Load(self.name, tuple(held), waiting, self.free, self.version, self.ranks)
+        return Load(self.name, tuple(held), waiting, self.free, 0, self.ranks)
 
     @property
     def free(self) -> int:

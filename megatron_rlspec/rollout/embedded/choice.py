@@ -45,19 +45,19 @@ class ConfigChoice:
         self.check(config for row in schedule.configs for config in row)
         self.chosen = schedule
 
-    def set_rule(self, rule: SpecRule) -> None:
-        """Set a rule. It takes over the probe budget of the rule before it, and the time of its next probe."""
+    def set_rule(self, data: Mapping[str, Any]) -> None:
+        """Set a rule of JSON, which chooses from the engine's own candidates if it names none.
+
+        It takes over the probe budget of the rule before it, and the time of its next probe.
+        """
+        own = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
+        given = {"candidates": own} | dict(data)
+        given.pop("sharpness", None)  # of the drafts, and not a part of the choice
+        rule = SpecRule.from_json(given)
         self.check(rule.candidates)
         if self.rule is not None:
             rule.inherit(self.rule)
         self.chosen = self.rule = rule
-
-    def made(self, rule: Mapping[str, Any]) -> SpecRule:
-        """Return a rule of JSON; without `candidates`, it chooses from the engine's own."""
-        own = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
-        given = {"candidates": own} | dict(rule)
-        given.pop("sharpness", None)  # of the drafts, and not a part of the choice
-        return SpecRule.from_json(given)
 
     def report(self) -> dict[str, Any]:
         """Return `SpecRule.report` since the last call; {} under a schedule."""

@@ -202,9 +202,8 @@ class EmbeddedEngine:
         self.choice.set_schedule(schedule)
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
-        """See `RolloutEngine`. Without `candidates` in `rule`, the engine's own are used."""
         with self._lock:
-            self.choice.set_rule(self.choice.made(rule))
+            self.choice.set_rule(rule)
             self.rounds.sharpness.fix(rule.get("sharpness"))
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:

@@ -151,7 +151,6 @@ class SpecRuleBody(Strict):
     version: int | None = None
     candidates: list[Config] = Field([], max_length=256)
     start: Config | None = None
-    margin: float = Field(0.0, ge=0, le=1)
     probe_share: Share = 0.0
     acceptance: AcceptanceBody | None = None
     forecast: list[float] | None = None
