@@ -211,22 +211,33 @@ class Request:
 
     def aborted(self) -> Sample:
         """Return the sample as far as it is generated."""
-        prompt = np.asarray(self.prompt.tokens, np.int64)
-        zeros = np.zeros(len(prompt), np.float32)
         begun = self.partial
         if begun is None:
-            return Sample(self.id, self.prompt, prompt, zeros, zeros, "aborted")
-        return Sample(
-            request_id=self.id,
-            prompt=self.prompt,
-            tokens=np.concatenate([prompt, begun.response]),
-            loss_mask=np.concatenate([zeros, np.ones(len(begun.response), np.float32)]),
-            behaviour_logprobs=np.concatenate([zeros, begun.logprobs]),
-            status="aborted",
+            return self.sample("aborted", (), ())
+        return self.sample(
+            "aborted",
+            begun.response,
+            begun.logprobs,
             policy_versions=begun.policy_versions,
             accepted=begun.accepted,
             accepted_spans=begun.accepted_spans,
             draws=begun.draws,
+        )
+
+    def sample(
+        self, status: Status, response: Sequence[int] | np.ndarray, logprobs: Sequence[float] | np.ndarray, **more: Any
+    ) -> Sample:
+        """Return the sample of a response, all of whose tokens are trained. `more`: other fields of `Sample`."""
+        zeros = np.zeros(len(self.prompt.tokens), np.float32)
+        return Sample(
+            request_id=self.id,
+            prompt=self.prompt,
+            tokens=np.concatenate([np.asarray(self.prompt.tokens, np.int64), np.asarray(response, np.int64)]),
+            loss_mask=np.concatenate([zeros, np.ones(len(response), np.float32)]),
+            behaviour_logprobs=np.concatenate([zeros, np.asarray(logprobs, np.float32)]),
+            status=status,
+            seed=self.seed,
+            **more,
         )
 
 

@@ -3,10 +3,12 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from megatron_rlspec.rollout.sglang.client import engine
 from megatron_rlspec.rollout.sglang.http.progress import Progress, logprobs
+from megatron_rlspec.types import Prompt, Request
 
 CHUNK = 64
 
@@ -73,3 +75,9 @@ def test_the_client_keeps_lines_without_reading_those_before(monkeypatch):
         begun = engine._longer(begun, json.loads(json.dumps({"id": "a", "version": "3", **line})))
     assert begun["output_ids"] == list(range(320)) and begun["drafted"] == marks[:320]
     assert begun["weight_versions"] == [{"version": 3, "start": 0, "end": 320}]
+
+
+def test_no_body_has_more_tokens_than_the_limit(monkeypatch):
+    monkeypatch.setattr(engine, "_TOKENS", 10)
+    asked = [Request(f"r{i}", Prompt(i, np.arange(6)), 0) for i in range(3)]
+    assert [len(part) for part in engine._parts(asked)] == [1, 1, 1]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from megatron_rlspec.rollout.embedded.verify import Committed
 from megatron_rlspec.speculation.acceptance import delivered
 from megatron_rlspec.texts import StopStrings
@@ -73,20 +71,14 @@ class ActiveRequest:
         self.sample = self.so_far(status)
 
     def so_far(self, status: Status) -> Sample:
-        prompt = self.request.prompt
-        zeros = np.zeros(len(prompt.tokens), np.float32)
-        return Sample(
-            request_id=self.request.id,
-            prompt=prompt,
-            tokens=np.concatenate([np.asarray(prompt.tokens, np.int64), np.asarray(self.response, np.int64)]),
-            loss_mask=np.concatenate([zeros, np.ones(len(self.response), np.float32)]),
-            behaviour_logprobs=np.concatenate([zeros, np.asarray(self.logprobs, np.float32)]),
-            status=status,
+        return self.request.sample(
+            status,
+            self.response,
+            self.logprobs,
             policy_versions=tuple((v, first, last) for v, first, last in self.versions),
             accepted=delivered(self.rounds, self.spans, len(self.response)),
             accepted_spans=tuple(self.spans),
             draws=self.draws,
-            seed=self.request.seed,
         )
 
     def progress(self) -> tuple[str, int, int, float]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, Self, cast
 
 import numpy as np
@@ -92,10 +93,7 @@ class SGLangEngine(Connection):
         bodies = _parts(requests)
         if len(bodies) > 1:
             return self._in_parts(bodies, sampling, on_sample)
-        body = {
-            "requests": [_body(r, sampling) for r in requests],
-            "progress": True,
-        }
+        body = {"requests": [_body(r, sampling) for r in requests], "progress": True}
         samples: dict[str, Sample] = {}
         begun: dict[str, dict[str, Any]] = {}
         try:
@@ -314,11 +312,12 @@ def _parts(requests: Sequence[Request]) -> list[list[Request]]:
     parts: list[list[Request]] = [[]]
     tokens = 0
     for request in requests:
-        tokens += len(request.prompt.tokens) + (0 if request.partial is None else len(request.partial.response))
-        tokens += 0 if request.draft is None else len(request.draft)
-        if parts[-1] and (tokens > _TOKENS or len(parts[-1]) == _REQUESTS):
+        own = len(request.prompt.tokens) + (0 if request.partial is None else len(request.partial.response))
+        own += 0 if request.draft is None else len(request.draft)
+        if parts[-1] and (tokens + own > _TOKENS or len(parts[-1]) == _REQUESTS):
             parts.append([])
             tokens = 0
+        tokens += own
         parts[-1].append(request)
     return parts
 
@@ -327,7 +326,7 @@ def _body(request: Request, sampling: Sampling) -> dict[str, Any]:
     body = {
         "id": request.id,
         "input_ids": np.asarray(request.prompt.tokens).tolist(),
-        "sampling": _sampling(sampling, request),
+        "sampling": {**asdict(sampling), "sampling_seed": request.seed},
     }
     if request.partial is not None:
         body["begun"] = request.partial.response.tolist()
@@ -352,25 +351,9 @@ def _longer(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[str, An
     return found
 
 
-def _sampling(sampling: Sampling, request: Request) -> dict[str, Any]:
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "stop": list(sampling.stop),
-        "max_new_tokens": sampling.max_new_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        "sampling_seed": request.seed,
-    }
-
-
 def _sample(request: Request, line: dict[str, Any]) -> Sample:
-    prompt = np.asarray(request.prompt.tokens, dtype=np.int64)
     response = np.asarray(line["output_ids"], dtype=np.int64)
     logprobs = np.asarray(line["logprobs"], dtype=np.float32)
-    zeros = np.zeros(len(prompt), dtype=np.float32)
     spans = tuple((int(s["version"]), s["start"], s["end"]) for s in line["weight_versions"])
     drafted = tuple(runs(line["drafted"][: len(response)]))
     accepted = delivered(sum(line["accepted"]), drafted, len(response))
@@ -382,15 +365,5 @@ def _sample(request: Request, line: dict[str, Any]) -> Sample:
         spans = begun.then(spans)
         drafted = (*begun.accepted_spans, *((a + first, b + first) for a, b in drafted))
         accepted = tuple(pooled([begun.accepted, accepted]).tolist())
-    return Sample(
-        request_id=request.id,
-        prompt=request.prompt,
-        tokens=np.concatenate([prompt, response]),
-        loss_mask=np.concatenate([zeros, np.ones(len(response), dtype=np.float32)]),
-        behaviour_logprobs=np.concatenate([zeros, logprobs]),
-        status=_STATUS[line["finish"]["type"]],
-        policy_versions=spans,
-        accepted=accepted,
-        accepted_spans=drafted,
-        seed=request.seed,
-    )
+    status = _STATUS[line["finish"]["type"]]
+    return request.sample(status, response, logprobs, policy_versions=spans, accepted=accepted, accepted_spans=drafted)
