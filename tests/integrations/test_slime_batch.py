@@ -66,7 +66,7 @@ def test_fields_of_every_rank(cp, layout):
         for local, position in enumerate(positions(widths, rank, cp, layout)):
             i = int(torch.searchsorted(cu[1:], position, right=True))
             t = position - int(cu[i])
-            assert fields.position_ids[local] == fields.noise_positions[local] == t
+            assert fields.position_ids[local] == fields.positions[local] == t
             assert fields.seeds[local] == (SEEDS[i] if i < len(LENGTHS) and t < LENGTHS[i] else -1)
             for d in range(1, DEPTH + 1):
                 response = [t + s - (LENGTHS[i] - RESPONSES[i]) for s in range(1, d + 2)] if i < len(LENGTHS) else [-1]
@@ -92,7 +92,7 @@ def test_acceptance_is_predicted_at_a_part_of_many_tokens():
     tokens = [torch.ones(length, dtype=torch.int64)]
     batch = {"unconcat_tokens": tokens, "loss_masks": [torch.ones(9)], "packed_seq_params": SimpleNamespace()}
     batch["packed_seq_params"].cu_seqlens_q = cu
-    fields = drafter_fields(batch, 1, 0, 1, seeds=[5], step_tokens=16 * 8192.0)
+    fields = drafter_fields(batch, 1, 0, 1, seeds=[5], counts=[16 * 8192.0])
     assert (fields.seeds == 5).sum() == 4 * 64 and bool((fields.seeds[1024:1088] == 5).all())
     assert drafter_fields(batch, 1, 0, 1).seeds is None
 

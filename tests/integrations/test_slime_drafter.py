@@ -115,7 +115,7 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
     counts = trained_tokens(data, range(len(tokens)), 3, shares)
     slimes.begin(counts)
     fields = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": boundaries}
-    slimes.fields = drafter_fields(fields, 3, 0, 1, weights=shares)
+    slimes.fields = drafter_fields(fields, 3, 0, 1, weights=shares, counts=slimes.denominators)
     if folder:  # it learns within the policy's forward, in which it takes the states of several layers
         model(batches[0].tokens[None], batches[0].position_ids[None], None, packed_seq_params=packed)
         assert not [n for n, p in model.named_parameters() if p.grad is not None]

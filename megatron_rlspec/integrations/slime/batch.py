@@ -16,25 +16,20 @@ import torch
 from megatron_rlspec.packing.context_parallel import Layout, slice_for_cp
 from megatron_rlspec.packing.pack import predicted
 from megatron_rlspec.packing.shift import drafter_targets
+from megatron_rlspec.train.drafter_step import DrafterTargets
 from megatron_rlspec.train.drafter_updates import RewardWeight, reward_weights
 
 
-@dataclass(frozen=True)
-class DrafterFields:
-    """This rank's share of one micro-batch, `[t]` each; the lists run over depths 1..D as in `PackedBatch`.
+@dataclass(frozen=True, kw_only=True)
+class DrafterFields(DrafterTargets):
+    """This rank's share of one micro-batch: what the drafter reads, beside its targets.
 
-    `weight` is the mask times the sample's weight. `cu_seqlens_padded [n + 1]` counts all ranks' positions. `seeds` are
-    those of `DrafterTargets`, with their `noise_positions`; None: the samples have none.
+    tokens        `[t]` for each depth, as `PackedBatch.drafter_tokens`
+    position_ids  `[t]`
     """
 
     tokens: list[torch.Tensor]
-    labels: list[torch.Tensor]
-    weight: list[torch.Tensor]
     position_ids: torch.Tensor
-    cu_seqlens_padded: torch.Tensor
-    layout: Layout
-    seeds: torch.Tensor | None = None
-    noise_positions: torch.Tensor | None = None
 
 
 def sample_weights(rollout_data: Mapping[str, Any], kind: RewardWeight) -> list[float]:
@@ -56,13 +51,13 @@ def drafter_fields(
     layout: Layout = "zigzag",
     weights: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
-    step_tokens: float = 0.0,
+    counts: Sequence[float] = (),
 ) -> DrafterFields:
     """Build the fields from slime's `get_batch`: its `unconcat_tokens`, response masks, lengths and boundaries.
 
-    weights      of the samples of the micro-batch; 1 if omitted
-    seeds        of the samples' noise, where drafts are coupled
-    step_tokens  that the step trains, on all ranks
+    weights  of the samples of the micro-batch; 1 if omitted
+    seeds    of the samples' noise, where drafts are coupled
+    counts   of the step, as `DrafterTargets.counts`
 
     Raises ValueError if the boundaries do not fit the samples, as under another layout than `layout`.
     """
@@ -82,7 +77,7 @@ def drafter_fields(
         mask[starts[i] : starts[i] + len(sample)] = token_mask(len(sample), trained)
         if weights is not None:
             weight[starts[i] : starts[i] + len(sample)] = weights[i]
-    noise = {} if seeds is None else _noise(samples, seeds, cu, step_tokens)
+    noise = {} if seeds is None else _noise(samples, seeds, cu, next(iter(counts), 0.0))
     noise = {name: slice_for_cp(x, cu, cp_rank, cp_size, layout) for name, x in noise.items()}
     cu = cu.to(device)
 
@@ -95,6 +90,7 @@ def drafter_fields(
         tokens=[share(x) for x in inputs],
         labels=[share(x) for x in labels],
         weight=[share(x * weight) for x in masks],
+        counts=counts,
         position_ids=share(positions),
         cu_seqlens_padded=cu,
         layout=layout,
@@ -111,7 +107,7 @@ def _noise(
     for sample, seed, start in zip(samples, seeds, cu.tolist(), strict=False):  # a last sequence is padding
         laid[start : start + len(sample)] = seed
     positions = torch.arange(total) - cu[:-1].long().repeat_interleave(cu[1:] - cu[:-1])
-    return {"seeds": laid.masked_fill(~predicted(total, step_tokens), -1), "noise_positions": positions}
+    return {"seeds": laid.masked_fill(~predicted(total, step_tokens), -1), "positions": positions}
 
 
 def trained_tokens(

@@ -35,7 +35,6 @@ from megatron_rlspec.train.drafter import Drafter, MTPDrafter
 from megatron_rlspec.train.drafter_step import (
     DrafterObjective,
     DrafterStep,
-    DrafterTargets,
     drafter_loss_named,
     prediction_of,
     training_temperature,
@@ -137,7 +136,7 @@ class SlimeDrafter:
     def __init__(self, model: GPTModel, options: Options) -> None:
         self.model = model
         self.options = options
-        self.coupled = options.verifier == "position_keyed" and options.coupled
+        self.coupled = options.coupled
         self.ready = False  # after `thaw`
         self.learner: Learner | None = None  # of a drafter that is trained
         self.rule = EverySteps(options.update_every)
@@ -231,22 +230,13 @@ class SlimeDrafter:
             raise RuntimeError("the micro-batch carries no drafter fields: slime's get_batch was not wrapped")
         here = self.fields
         step = self.drafter_step
-        targets = DrafterTargets(
-            here.labels,
-            here.weight,
-            self.denominators,
-            here.cu_seqlens_padded,
-            here.layout,
-            seeds=here.seeds,
-            positions=here.noise_positions,
-        )
         layer = OutputLayer(self._head_weight(), training_temperature(self.options.temperature))
         learns = self.learner is not None
         with self.trainable() if learns else nullcontext(), torch.set_grad_enabled(learns), routing.unreplayed():
             outputs = self._unroll(hidden, here, given)
-            student = step.student(outputs, targets, layer, predict=bool(step.objective.predicted_steps))
+            student = step.student(outputs, here, layer, predict=bool(step.objective.predicted_steps))
             teacher = None if self.options.loss == "ce" else self.gather(hidden)[:, 0]
-            loss, sums = step.learn(student, targets, teacher)
+            loss, sums = step.learn(student, here, teacher)
             if learns:
                 loss.backward()
         self.sums.append(sums)

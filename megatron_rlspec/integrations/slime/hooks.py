@@ -208,7 +208,7 @@ def _with_fields(get_batch: Callable) -> Callable:
                 "contiguous" if allgather_cp else "zigzag",
                 [weights[i] for i in samples],
                 seeds and [seeds[i] for i in samples],
-                _drafter.denominators[0],
+                _drafter.denominators,
             )
         return batch
 

@@ -89,7 +89,7 @@ def plan(
     drafter     our options, by their names in `[drafter]`; depth may be None: the deepest that the attention allows
     steps       step counts that the engines may choose from; None: the default, or one number if SGLang cannot adapt it
     start       num_steps until the first rollout has ended; None: the command's own, or the default
-    cost_table  file by which our rule chooses in the engines; "": SGLang's own rule chooses
+    cost_table  file by which our rule chooses in the engines; "": it chooses by the model's sizes and what it learns
     verifier    of the engines; position_keyed gives each sample a seed
     sglang      its version; "" if it is not known here
 
