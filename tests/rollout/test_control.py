@@ -38,6 +38,14 @@ def test_hold_twice_needs_one_release(decider):
     assert chosen(decider) == SpecConfig(3) and not control._held
 
 
+def test_a_hold_keeps_what_the_rule_has_learnt(decider):
+    decider.rule.observe(SpecConfig(3), [3, 3])
+    control._hold(SETTINGS, None, "push")
+    chosen(decider)
+    control._release(SETTINGS, None)
+    assert decider.rule.report()["tokens_per_drafting_round"] == 4.0
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_only_an_engine_of_one_rank_learns_from_its_durations(decider, ranks):
     """Clocks of several ranks differ, and each rank decides for itself."""

@@ -1,22 +1,22 @@
 """Check a bucket of weights before anything is loaded: every byte of it has a use, and every tensor a place.
 
 A bucket in a request is a safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON
-header {name: {dtype, shape, data_offsets}}, and the tensors' bytes. Offsets count from the end of the header. Imports
-no SGLang.
+header, and the tensors' bytes. Imports no SGLang.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from megatron_rlspec.rollout.sglang.schemas import Refusal, TensorEntry, TensorsBody, plain, shown
+from megatron_rlspec.rollout.sglang.schemas import Refusal, TensorsBody, plain
 from megatron_rlspec.types import Scope
 
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -84,11 +84,35 @@ def laid_out(asked: TensorsBody, served: ServedTensors, scope: Scope) -> list[En
         )
     if len(set(asked.names)) != len(asked.names):
         raise Refusal(400, "names holds a name twice; expected distinct names")
+    dtypes = [getattr(torch, kind) for kind in asked.dtypes]
+    return _placed(zip(asked.names, dtypes, asked.shapes, strict=True), 0, served, scope)
+
+
+def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[Entry]:
+    """Return the position of each tensor in a bucket. Raises Refusal for a malformed file or an unexpected tensor.
+
+    The safetensors library checks that the tensors cover the bytes after the header, without holes and overlaps.
+    """
+    named = []
+    for name, kind, shape in _header(data):
+        if kind not in DTYPES:
+            raise Refusal(400, f"{plain(name)} is of {kind}; expected dtype {', '.join(DTYPES)}")
+        if not math.prod(shape):
+            raise Refusal(400, f"{plain(name)} is {shape}; expected at least one number")
+        named.append((name, DTYPES[kind], shape))
+    if not named:
+        raise Refusal(400, f"not a safetensors file of {len(data)} bytes: it holds no tensor")
+    return _placed(named, 8 + int.from_bytes(data[:8], "little"), served, scope)
+
+
+def _placed(
+    named: Iterable[tuple[str, torch.dtype, Sequence[int]]], begin: int, served: ServedTensors, scope: Scope
+) -> list[Entry]:
+    """Return the positions of tensors whose bytes follow one another from `begin` on. Raises Refusal."""
     entries = []
-    first = 0
-    for name, kind, shape in zip(asked.names, asked.dtypes, asked.shapes, strict=True):
+    first = begin
+    for name, dtype, shape in named:
         served.check(name, shape, scope)
-        dtype = getattr(torch, kind)
         if first % dtype.itemsize:
             raise Refusal(
                 400, f"{plain(name)} begins at byte {first}; expected a multiple of {dtype.itemsize}: widest first"
@@ -99,91 +123,21 @@ def laid_out(asked: TensorsBody, served: ServedTensors, scope: Scope) -> list[En
     return entries
 
 
-def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[Entry]:
-    """Return the position of each tensor in a bucket. Raises Refusal for a malformed file or an unexpected tensor."""
-    size = len(data)
-    header, begin = _header(data, size)
-    entries = []
-    for name, value in header.items():
-        if name == "__metadata__":
-            _check_metadata(value)
-            continue
-        entries.append(_entry(name, value, begin))
-    if not entries:
-        raise _malformed(size, "it holds no tensor")
-    at = begin
-    for entry in sorted(entries, key=lambda entry: (entry.first, entry.end)):
-        if entry.first != at:
-            problem = "overlaps another tensor" if entry.first < at else "leaves unused bytes before it"
-            raise _malformed(size, f"{plain(entry.name)} {problem}")
-        at = entry.end
-    if at != size:
-        raise _malformed(size, f"its tensors end at byte {at}")
-    for entry in entries:
-        served.check(entry.name, entry.shape, scope)
-        if entry.first % entry.dtype.itemsize:
-            raise _malformed(
-                size, f"{plain(entry.name)} begins at byte {entry.first}; expected a multiple of {entry.dtype.itemsize}"
-            )
-    return entries
+def _header(data: memoryview) -> list[tuple[str, str, list[int]]]:
+    """Return name, type and shape of each tensor of a safetensors file, in the order of their bytes. Raises Refusal.
 
-
-def header_length(data: bytes | memoryview, size: int) -> int:
-    """Return the length of the header of a bucket of `size` bytes from its first 8. Raises Refusal."""
-    if size < 8 or len(data) < 8:
-        raise _malformed(size, "expected 8 bytes of header length and a header")
-    length = int.from_bytes(data[:8], "little")
-    if length > min(size - 8, LONGEST_HEADER):
-        raise _malformed(size, f"its header length is {length} bytes")
-    return length
-
-
-def _header(data: memoryview, size: int) -> tuple[dict[str, Any], int]:
-    length = header_length(data, size)
+    The library reads files only. So it gets one of the bucket's length, which holds the header and else no pages.
+    """
+    header = data[: 8 + min(int.from_bytes(data[:8], "little"), LONGEST_HEADER)]
+    descriptor = os.memfd_create("rlspec-header", os.MFD_CLOEXEC)
     try:
-        header = json.loads(bytes(data[8 : 8 + length]).decode(), object_pairs_hook=_distinct)
-    except Refusal:
-        raise
-    except (ValueError, RecursionError):
-        raise _malformed(size, "its header is not JSON in UTF-8") from None
-    if not isinstance(header, dict):
-        raise _malformed(size, f"its header is {shown(header)}; expected an object")
-    return header, 8 + length
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise Refusal(400, f"not a safetensors file: {plain(name)} appears twice in the header")
-        found[name] = value
-    return found
-
-
-def _check_metadata(value: Any) -> None:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise Refusal(400, "not a safetensors file: __metadata__ must map names to strings")
-
-
-def _entry(name: str, value: Any, begin: int) -> Entry:
-    try:
-        entry = TensorEntry.model_validate(value)
-    except ValueError:
-        raise Refusal(
-            400,
-            f"not a safetensors file: {plain(name)} is {shown(value)}; expected dtype (one of {', '.join(DTYPES)}), "
-            "shape and data_offsets in whole, non-negative numbers",
-        ) from None
-    first, end = entry.data_offsets
-    size = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
-    if end - first != size:
-        raise Refusal(
-            400,
-            f"not a safetensors file: {plain(name)} of {entry.dtype} {entry.shape} needs {size} bytes, "
-            f"but data_offsets are [{first}, {end}]",
-        )
-    return Entry(name, DTYPES[entry.dtype], tuple(entry.shape), begin + first, begin + end)
-
-
-def _malformed(size: int, problem: str) -> Refusal:
-    return Refusal(400, f"not a safetensors file of {size} bytes: {problem}")
+        os.write(descriptor, header)
+        os.ftruncate(descriptor, len(data))
+        with safe_open(f"/proc/self/fd/{descriptor}", framework="np") as file:
+            tensors = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            return [(name, tensor.get_dtype(), tensor.get_shape()) for name, tensor in tensors]
+    except SafetensorError as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise Refusal(400, f"not a safetensors file of {len(data)} bytes: {plain(reason)}") from None
+    finally:
+        os.close(descriptor)

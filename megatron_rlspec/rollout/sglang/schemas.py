@@ -253,14 +253,6 @@ class HandleBody(TensorsBody):
     handle: str = Field(pattern=r"^[A-Za-z0-9+/]{86}==$")
 
 
-class TensorEntry(Strict):
-    """One entry of a safetensors header."""
-
-    dtype: Literal["F64", "F32", "F16", "BF16"]
-    shape: list[Edge] = Field(max_length=8)
-    data_offsets: Annotated[list[Edge], Field(min_length=2, max_length=2)]
-
-
 def parse(model: type[Body], body: bytes) -> Body:
     """Read a JSON body as `model`; an empty body counts as `{}`. Raises Refusal."""
     if model.rows and len(body) > limits.REQUEST_BYTES:

@@ -43,7 +43,7 @@ METHOD = "rlspec"
 logger = logging.getLogger(__name__)
 _rounds = TimedRounds()
 _deliveries = {"target": Deliveries(), "drafter": Deliveries()}
-_held: dict[str, Any] = {}  # the reason of `hold` and the rule that `release` restores; empty otherwise
+_held: dict[str, Any] = {}  # the reason of `hold`, and the rules that `release` restores; empty otherwise
 
 
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
@@ -179,17 +179,14 @@ def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
 
 def _set_aside(reason: str) -> None:
     decider = decisions.decider
-    waiting: dict[str, Any] = {"stock": True}
-    if not decider.stock:
-        assert decider.rule is not None
-        waiting = decider.rule.to_json()
+    waiting = decider.rule, decider.stock
     decider.replace({"schedule": SpecSchedule.fixed(OFF).to_json()})
-    _held.update(reason=reason, rule=waiting)
+    _held.update(reason=reason, waiting=waiting)
 
 
 def _release(settings: Settings, scheduler: Any) -> dict[str, Any]:
     if _held:
-        decisions.decider.replace(_held["rule"])
+        decisions.decider.rule, decisions.decider.stock = _held["waiting"]
         _held.clear()
     return {}
 
@@ -263,21 +260,13 @@ def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
     models = [model for model in models_of(scheduler) if model is not None]
     elements = sum(parameter.numel() for model in models for parameter in model.parameters())
     elements *= scheduler.server_args.tp_size
-    if scheduler.rlspec_unnamed:
-        drafter = _drafter_names(scheduler)
-        return {
-            "shapes": {},
-            "drafter": drafter,
-            "elements": elements,
-            "unnamed": scheduler.rlspec_unnamed,
-            "apart": scheduler.rlspec_apart,
-        }
-    held = list(of_scheduler(scheduler))
+    unnamed = scheduler.rlspec_unnamed
+    held = [] if unnamed else list(of_scheduler(scheduler))
     return {
         "shapes": {part.name: list(part.shape) for part in held},
-        "drafter": [part.name for part in held if part.drafter],
+        "drafter": _drafter_names(scheduler) if unnamed else [part.name for part in held if part.drafter],
         "elements": elements,
-        "unnamed": "",
+        "unnamed": unnamed,
         "apart": scheduler.rlspec_apart,
     }
 
