@@ -22,7 +22,7 @@ class Model(torch.nn.Module):
 
 
 def manager(drafter=True):
-    draft = SimpleNamespace(_draft_worker=SimpleNamespace(draft_runner=SimpleNamespace(model=Model("mtp", "head"))))
+    draft = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=SimpleNamespace(model=Model("mtp", "head"))))
     target = SimpleNamespace(model_runner=SimpleNamespace(model=Model("layer", "head")))
     return SimpleNamespace(tp_worker=target, draft_worker=draft if drafter else None)
 
@@ -41,7 +41,7 @@ def test_drafter_loads_what_the_target_received():
     here = manager()
     assert load_twice(target_only, here, PUSH).success
     target = here.tp_worker.model_runner.model
-    drafter = here.draft_worker._draft_worker.draft_runner.model
+    drafter = here.draft_worker.draft_worker.draft_runner.model
     assert target.weights["layer"][0] == 1 and target.weights["head"][0] == 3
     assert drafter.weights["mtp"][0] == 2 and drafter.weights["head"][0] == 3
     assert "load_weights" not in vars(target), "the target's loader must be its own again"
@@ -50,14 +50,14 @@ def test_drafter_loads_what_the_target_received():
 def test_without_the_hook_the_drafter_stays_stale():
     here = manager()
     target_only(here, PUSH)
-    assert here.draft_worker._draft_worker.draft_runner.model.weights["mtp"][0] == 0
+    assert here.draft_worker.draft_worker.draft_runner.model.weights["mtp"][0] == 0
 
 
 def test_a_failed_update_does_not_change_the_drafter():
     here = manager()
     result = load_twice(lambda manager, request: SimpleNamespace(success=False), here, PUSH)
     assert not result.success
-    assert here.draft_worker._draft_worker.draft_runner.model.weights["mtp"][0] == 0
+    assert here.draft_worker.draft_worker.draft_runner.model.weights["mtp"][0] == 0
 
 
 def test_loader_is_restored_after_an_error():

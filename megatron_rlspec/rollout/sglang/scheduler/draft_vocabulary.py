@@ -9,13 +9,13 @@ written into the same memory, so that captured CUDA graphs read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER
+from megatron_rlspec.rollout.sglang.scheduler.served_weights import load_through
 
 HEAD = "lm_head.weight"
 
@@ -72,12 +72,5 @@ def _after_update(returned: Any, manager: Any, *args: Any, **kwargs: Any) -> Non
 def _after_start(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Keep the output layer of weight updates from the drafter's loader."""
     drafter = _drafter(scheduler.draft_worker)
-    if drafter is None:
-        return
-    model = drafter.draft_runner.model
-    load = model.load_weights
-
-    def load_weights(weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
-        return load(((name, tensor) for name, tensor in weights if name != HEAD), *args, **kwargs)
-
-    model.load_weights = load_weights
+    if drafter is not None:
+        load_through(drafter.draft_runner.model, lambda tensors: ((n, tensor) for n, tensor in tensors if n != HEAD))

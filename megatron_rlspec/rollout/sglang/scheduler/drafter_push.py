@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-TARGET = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+from megatron_rlspec.rollout.sglang.scheduler.served_weights import models_of
 
 
 def load_twice(original: Callable, manager: Any, request: Any) -> Any:
@@ -13,10 +13,9 @@ def load_twice(original: Callable, manager: Any, request: Any) -> Any:
 
     A tensor that the drafter cannot load makes the update fail.
     """
-    drafter = drafter_model(manager.draft_worker)
+    target, drafter = models_of(manager)
     if drafter is None:
         return original(manager, request)
-    target = manager.tp_worker.model_runner.model
     received: list[Any] = []
     load = target.load_weights
     own = vars(target).get("load_weights")
@@ -36,13 +35,3 @@ def load_twice(original: Callable, manager: Any, request: Any) -> Any:
     if result.success:
         drafter.load_weights(received)
     return result
-
-
-def drafter_model(worker: Any) -> Any:
-    """Return the model of a speculative worker of SGLang 0.5.15, or None if there is none."""
-    for holder in (worker, getattr(worker, "_draft_worker", None)):
-        for name in ("draft_model_runner", "draft_runner"):
-            runner = getattr(holder, name, None)
-            if runner is not None:
-                return runner.model
-    return None

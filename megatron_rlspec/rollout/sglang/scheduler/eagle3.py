@@ -11,7 +11,7 @@ captured CUDA graphs read the copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_rlspec.models.config import PREFIX
 from megatron_rlspec.push.fingerprint import fingerprint
+from megatron_rlspec.rollout.sglang.scheduler.served_weights import load_through
 
 Tensors = Iterable[tuple[str, Tensor]]
 
@@ -39,19 +40,10 @@ def separate_loaders(target: Any, drafter: Any) -> None:
     def drafters(tensors: Tensors) -> Tensors:
         return ((name.removeprefix(PREFIX), tensor) for name, tensor in tensors if name.startswith(PREFIX))
 
-    _choose(target, targets)
-    _choose(drafter, drafters)
+    load_through(target, targets)
+    load_through(drafter, drafters)
     for layer in drafter.model.layers[1:]:  # SGLang makes this norm for every layer, and only the first one's is read
         layer.input_layernorm = None
-
-
-def _choose(model: Any, chosen: Callable[[Tensors], Tensors]) -> None:
-    load = model.load_weights
-
-    def load_weights(tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
-        return load(chosen(tensors), *args, **kwargs)
-
-    model.load_weights = load_weights
 
 
 def describe(scheduler: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ kernels. Such an engine is checked by the tensors that its loaders were given (`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,8 +113,6 @@ class Deliveries:
 
         This works for every architecture, and for quantised weights, whose stored form cannot be compared.
         """
-        holder: Any = model
-        load = holder.load_weights
 
         def noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
@@ -123,10 +121,17 @@ class Deliveries:
                     self._marks[name] = unread(tensor)
                 yield name, tensor
 
-        def load_weights(weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
-            return load(noted(weights), *args, **kwargs)
+        load_through(model, noted)
 
-        holder.load_weights = load_weights
+
+def load_through(model: Any, chosen: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]) -> None:
+    """From now on, let the loader of `model` see what `chosen` makes of the tensors that it is given."""
+    load = model.load_weights
+
+    def load_weights(tensors: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
+        return load(chosen(tensors), *args, **kwargs)
+
+    model.load_weights = load_weights
 
 
 def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dict[str, int]:
@@ -157,8 +162,8 @@ def of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
     return named_tensors(*models_of(scheduler))
 
 
-def models_of(scheduler: Any) -> tuple[nn.Module, nn.Module | None]:
-    """Return target and drafter, or None without speculation."""
+def models_of(scheduler: Any) -> tuple[Any, Any]:
+    """Return the models of target and drafter of a scheduler, or of its weight updater; None: without speculation."""
     runner = getattr(getattr(scheduler.draft_worker, "draft_worker", None), "draft_runner", None)
     return scheduler.tp_worker.model_runner.model, None if runner is None else runner.model
 

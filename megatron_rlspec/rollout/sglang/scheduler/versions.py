@@ -270,10 +270,10 @@ class Sglang0515(Sglang0523):
 
     def hooks(self) -> Iterator[Hook]:
         from megatron_rlspec.rollout.sglang.scheduler import drafter_push, protect
+        from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER
 
         yield from protect.scheduler_hooks(("update_weights_from_tensor", "init_weights_update_group"))
-        target = f"{drafter_push.TARGET}.update_weights_from_distributed"
-        yield target, drafter_push.load_twice, "AROUND"
+        yield f"{MANAGER}.update_weights_from_distributed", drafter_push.load_twice, "AROUND"
         yield "sglang.srt.managers.scheduler.Scheduler.flush_cache", _flush_while_paused, "AROUND"
 
 
