@@ -181,7 +181,8 @@ def _draw(
         rule = learning(config, hf_config).rule()
         pool.everywhere(lambda engine: engine.set_spec_rule(rule))
     else:
-        pool.set_schedule(SpecSchedule.fixed(config.spec.config()))
+        schedule = SpecSchedule.fixed(config.spec.config())
+        pool.everywhere(lambda engine: engine.set_schedule(schedule))
     tokens = 0
     console = Console(stderr=True)
     columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"))

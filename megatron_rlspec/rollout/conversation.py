@@ -25,6 +25,7 @@ import numpy as np
 from megatron_rlspec.custom import FunctionError, Unwound, inside, locked_prompt, named
 from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.speculation.acceptance import pooled
 from megatron_rlspec.tasks.reward_worker import number
 from megatron_rlspec.texts import shown
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, Status
@@ -158,9 +159,7 @@ class Conversation:
         self._logprobs += drawn.behaviour_logprobs[drawn.prompt_len :].tolist()
         self._spans += [(version, start + first, start + last) for version, first, last in drawn.policy_versions]
         self._drafted += [(start + first, start + last) for first, last in drawn.accepted_spans]
-        self._accepted += [0] * (len(drawn.accepted) - len(self._accepted))
-        for accepted, rounds in enumerate(drawn.accepted):
-            self._accepted[accepted] += rounds
+        self._accepted = pooled([self._accepted, drawn.accepted]).tolist()
 
     def sample(self) -> Sample:
         """Return the sample of all turns. Tokens that the policy did not write get the version of a reply beside."""

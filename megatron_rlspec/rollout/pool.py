@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from megatron_rlspec.engine import EngineError, RequestError, RolloutEngine
 from megatron_rlspec.rollout.dispatch import Dispatch, RunningRequests
-from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, SpecSchedule
+from megatron_rlspec.types import Request, Sample, Sampling
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -107,9 +107,6 @@ class EnginePool:
         finally:
             self._running.remove(run)
 
-    def set_schedule(self, schedule: SpecSchedule) -> None:
-        self.everywhere(lambda engine: engine.set_schedule(schedule))
-
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests, or all. A lost engine is left to the `generate` that runs on it."""
         for run in list(self._running):
@@ -117,10 +114,6 @@ class EnginePool:
         for engine in list(self._engines.values()):
             with suppress(EngineError):
                 engine.abort(request_ids)
-
-    def stats(self) -> list[RoundStats]:
-        by_engine = self.everywhere(lambda engine: engine.stats())
-        return [stats for of_one in by_engine.values() for stats in of_one]
 
     def fingerprints(self) -> dict[str, int]:
         """Return those of the first engine. Raises EngineError if another engine holds other weights."""

@@ -128,7 +128,7 @@ class Engines:
         if self._speculation.learning.renews:
             for name in self.pool.engines.keys() & (set(report.serving) - set(report.plain)):
                 self.speculate(name, self.pool.engines[name])
-        self.pool.stats()  # drop the canary's rounds, which are not part of a rollout
+        self.pool.everywhere(lambda engine: engine.stats())  # drop the canary's rounds, which are not part of a rollout
         self.record_losses()
         return report.metrics()
 

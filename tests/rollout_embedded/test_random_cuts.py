@@ -95,7 +95,7 @@ def disturb(rng: np.random.Generator, pool: EnginePool, ids: list[str]) -> None:
     elif kind == "some":
         pool.abort(list(rng.choice(ids, len(ids) // 3 + 1, replace=False)))
     elif kind == "stats":
-        pool.stats()
+        pool.everywhere(lambda engine: engine.stats())
     elif kind in ("retract", "one"):
         engines = list(pool.engines.values())
         for engine in engines[: 1 if kind == "one" else None]:

@@ -53,14 +53,9 @@ class Connection:
         with self._send(path, **arguments) as answer:
             try:
                 body = answer.content
-                found = json.loads(body)
             except requests.RequestException as error:
                 raise EngineError(f"{self.url}: {path} broke off: {self._why(error)}") from None
-            except (ValueError, RecursionError):
-                raise self.not_an_engine(path, body) from None
-        if not isinstance(found, dict):
-            raise self.not_an_engine(path, found)
-        return found
+        return self._object(path, body)
 
     def field(self, path: str, name: str, kind: type) -> Any:
         answer = self.post(path)
@@ -78,18 +73,18 @@ class Connection:
             try:
                 for text in answer.iter_lines(chunk_size=None):  # type: ignore[call-overload]
                     if text:
-                        yield self._line(path, text)
+                        yield self._object(path, text)
             except requests.RequestException as error:
                 raise EngineError(f"{self.url}: {path} broke off: {self._why(error)}") from None
 
-    def _line(self, path: str, text: bytes) -> dict[str, Any]:
+    def _object(self, path: str, text: bytes) -> dict[str, Any]:
         try:
-            line = json.loads(text)
+            found = json.loads(text)
         except (ValueError, RecursionError):
             raise self.not_an_engine(path, text) from None
-        if not isinstance(line, dict):
-            raise self.not_an_engine(path, line)
-        return line
+        if not isinstance(found, dict):
+            raise self.not_an_engine(path, found)
+        return found
 
     def _send(self, path: str, **arguments: Any) -> requests.Response:
         session = requests.Session()

@@ -1,16 +1,8 @@
 """Our routes on SGLang's HTTP server, all below /rlspec. Weights travel as safetensors: nothing sent here is unpickled.
 
-`POST /rlspec/control/{command}`  JSON in and out, executed by the scheduler (`control.py`)
-`POST /rlspec/generate`           a batch of requests; one JSON line per sample, as soon as it is finished, and, if
-                                  asked for, lines of new tokens before that
-`POST /rlspec/abort`              {"ids": [...]} or {} for all
-`POST /rlspec/pause`, `/resume`, `/sleep`, `/wake`, `/weights/begin`, `/weights/end`; between the last two a bucket as
-`/rlspec/weights/bucket` (in the body), `/ipc` (mapped), `/handle` (on the GPU), `/receive` (by the group of `/join`)
-An extension adds routes of its own (`extensions.py`).
-
-Every body and query is checked against `schemas.py` before anything reaches a scheduler. Every error is a JSON object
-{"error": sentence}: 400 for a malformed request, 404 for an unknown route, 409 for one at the wrong time, 413 for one
-that is too large, 500 for a defect of ours, whose traceback is in the log, 424 if another engine does not deliver.
+docs/http-api.md describes them; `ROUTES` lists them, and an extension adds its own (`extensions.py`). Every body and
+query is checked against `schemas.py` before anything reaches a scheduler. Every error is a JSON object with one
+sentence.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ on a GPU of its own, to which the bucket went from pinned memory.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from megatron_rlspec.rollout.sglang.gpu_memory import copied
@@ -23,18 +23,6 @@ from megatron_rlspec.rollout.sglang.shared_memory import mapped
 WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank"
 _MAGIC = b"rlspec-ipc"
 _KEPT = 2 << 30  # bytes of memory that stay between pushes: new pages take longer than the copy into them
-
-
-class _Message(msgspec.Struct, gc=False):
-    """`schemas.IpcBody`, or `HandleBody`."""
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    process: int = 0
-    descriptor: int = 0
-    name: str = ""
-    handle: str = ""
 
 
 def of_shared(asked: TensorsBody) -> bytes:
@@ -49,13 +37,14 @@ def read(original: Callable, worker: Any, payloads: Sequence[bytes]) -> Any:
     """
     device = torch.device(worker.model_runner.device)
     if payloads and bytes(payloads[0][: len(_MAGIC)]) == _MAGIC:
-        asked = msgspec.json.decode(payloads[0][len(_MAGIC) :], type=_Message)
-        sizes = sizes_of(asked.dtypes, asked.shapes)
-        if asked.handle:
-            bucket = copied(asked.handle, sum(sizes), device)
+        asked = json.loads(payloads[0][len(_MAGIC) :])  # `schemas.IpcBody`, or `HandleBody`
+        what = asked["dtypes"], asked["shapes"]
+        sizes = sizes_of(*what)
+        if "handle" in asked:
+            bucket = copied(asked["handle"], sum(sizes), device)
         else:
-            bucket = mapped(asked.process, asked.descriptor, asked.name, sum(sizes))
-        return tensors_of(_there(bucket, device), sizes, asked.names, asked.dtypes, asked.shapes)
+            bucket = mapped(asked["process"], asked["descriptor"], asked["name"], sum(sizes))
+        return tensors_of(_there(bucket, device), sizes, asked["names"], *what)
     found = original(worker, payloads)
     if isinstance(found, dict) and "flattened_tensor" in found:
         found["flattened_tensor"] = _there(found["flattened_tensor"], device)
