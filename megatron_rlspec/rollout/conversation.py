@@ -163,23 +163,20 @@ class Conversation:
 
     def sample(self) -> Sample:
         """Return the sample of all turns. Tokens that the policy did not write get the version of a reply beside."""
-        prompt = np.zeros(len(self.prompt.tokens), np.float32)
         changes = [span for i, span in enumerate(self._spans) if i == 0 or span[0] != self._spans[i - 1][0]]
         versions = [version for version, _, _ in changes]
         ends = [first for _, first, _ in changes[1:]] + [len(self._tokens)]
         starts = [0, *ends[:-1]]
-        return Sample(
-            request_id=self._request.id,
-            prompt=self._request.prompt,
-            tokens=np.concatenate([np.asarray(self.prompt.tokens, np.int64), np.asarray(self._tokens, np.int64)]),
-            loss_mask=np.concatenate([prompt, np.asarray(self._trained, np.float32)]),
-            behaviour_logprobs=np.concatenate([prompt, np.asarray(self._logprobs, np.float32)]),
-            status=self._status,
+        sample = self._request.sample(
+            self._status,
+            self._tokens,
+            self._logprobs,
             policy_versions=tuple(zip(versions, starts, ends, strict=True)) if versions else (),
             accepted=tuple(self._accepted),
             accepted_spans=tuple(self._drafted),
-            seed=self._request.seed,
         )
+        sample.loss_mask[sample.prompt_len :] = self._trained
+        return sample
 
 
 class Conversations:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -68,11 +68,7 @@ class Speculation:
 
     def before_rollout(self, urls: Sequence[str]) -> dict[str, float]:
         """Set every engine's rule from the prediction of `expect`. Returns `health/unreachable_engines`."""
-        engines = [SlimeEngine(url, self.api_key) for url in urls]
-        rule = self.learning.rule()
-        with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            reached = sum(threads.map(lambda engine: _set_rule(engine, rule), engines))
-        return {"health/unreachable_engines": float(len(engines) - reached)}
+        return {"health/unreachable_engines": float(len(urls) - self._set_rules(urls))}
 
     def canary(self, urls: Sequence[str], prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, float]:
         """Generate a few tokens for each of `prompts` with a fixed chain, before a rollout under new weights.
@@ -129,12 +125,16 @@ class Speculation:
             rounds = [stats for answer in seen.values() for stats in answer.rounds]
             reports = [answer.report for answer in seen.values()]
             values = self.learning.observe(rounds, reports, delivered) if rounds else {}
-            rule = self.learning.rule()
-            reached = sum(threads.map(lambda url: _set_rule(engines[url], rule), seen))
         return _named(values) | {
             "health/drifting_engines": float(len(drifting)),
-            "health/unreachable_engines": float(len(engines) - reached),
+            "health/unreachable_engines": float(len(engines) - self._set_rules(seen)),
         }
+
+    def _set_rules(self, urls: Collection[str]) -> int:
+        """Set the rule of these engines. Returns how many took it."""
+        rule = self.learning.rule()
+        with ThreadPoolExecutor(max(1, len(urls))) as threads:
+            return sum(threads.map(lambda url: _set_rule(SlimeEngine(url, self.api_key), rule), urls))
 
     def forget(self, urls: Sequence[str]) -> None:
         """Drop all rounds since the last rollout. An evaluation samples differently, so predictions are not for it."""

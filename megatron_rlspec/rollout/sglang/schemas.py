@@ -332,7 +332,8 @@ def check_batch(body: GenerateBody, vocabulary: int, context: int) -> None:
 def sentence(error: ValidationError, within: Sequence[int | str] = ()) -> str:
     """Format the first mistake of a body, or of the part `within` it: place, value, what was expected."""
     first = error.errors(include_url=False)[0]
-    place = _place((*within, *first["loc"])) or "the body"
+    path = (f"[{part}]" if isinstance(part, int) else f".{plain(part)}" for part in (*within, *first["loc"]))
+    place = "".join(path).removeprefix(".") or "the body"
     if first["type"] == "json_invalid":
         return "the body is not JSON; expected a JSON object in UTF-8"
     if first["type"] == "missing":
@@ -354,13 +355,3 @@ def shown(value: Any) -> str:
 def plain(name: str) -> str:
     """Format a name without quotes. Characters that are not printable ASCII are escaped; a long name is cut."""
     return json.dumps(name)[1:-1][:200]
-
-
-def _place(path: Sequence[int | str]) -> str:
-    text = ""
-    for part in path:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        else:
-            text += f".{plain(part)}" if text else plain(part)
-    return text

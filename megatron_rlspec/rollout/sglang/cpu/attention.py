@@ -9,6 +9,7 @@ Shapes: B requests, L query tokens of one request, S cached tokens, h query and 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -42,25 +43,19 @@ class _Plan:
 
     def serves(self, key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> bool:
         """Return whether this is the plan of the present pass. The first layer's buffer comes once a pass."""
-        return key_buffer.data_ptr() != self.first_buffer and all(
-            a is b for a, b in zip(self.inputs, inputs, strict=True)
-        )
+        same = len(inputs) == len(self.inputs) and all(map(operator.is_, self.inputs, inputs))
+        return same and key_buffer.data_ptr() != self.first_buffer
 
 
-class _Plans:
-    """The plan of the present pass, which its layers share."""
-
-    def __init__(self) -> None:
-        self._plan: _Plan | None = None
-
-    def of(self, key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...], make: Callable[[], tuple]) -> _Plan:
-        plan = self._plan
-        if plan is None or len(plan.inputs) != len(inputs) or not plan.serves(key_buffer, inputs):
-            plan = self._plan = _Plan(key_buffer, inputs, *make())
-        return plan
+_plan: _Plan | None = None  # of the present pass
 
 
-_plans = _Plans()
+def _shared(key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...], make: Callable[[], tuple]) -> _Plan:
+    """Return the plan of the present pass, which its layers share."""
+    global _plan
+    if _plan is None or not _plan.serves(key_buffer, inputs):
+        _plan = _Plan(key_buffer, inputs, *make())
+    return _plan
 
 
 def _attend(
@@ -137,7 +132,7 @@ def decode_attention_cpu(
         visible = torch.arange(longest) < seq_lens[:, None]
         return rows, _additive(visible[:, None], query, key_buffer)
 
-    plan = _plans.of(key_buffer, (req_to_token, req_pool_indices, seq_lens), make)
+    plan = _shared(key_buffer, (req_to_token, req_pool_indices, seq_lens), make)
     n = len(seq_lens)
     out = _attend(query[:n, None], plan.gather(key_buffer), plan.gather(value_buffer), plan.mask, scaling)
     output[:n].copy_(out[:, 0])
@@ -211,7 +206,7 @@ def extend_attention_cpu(
             output[first : first + length] = seen[0]
         return
 
-    plan = _plans.of(key_buffer, (req_to_token, req_pool_indices, seq_lens, extend_lens), make)
+    plan = _shared(key_buffer, (req_to_token, req_pool_indices, seq_lens, extend_lens), make)
     keys = plan.gather(key_buffer)
     values = plan.gather(value_buffer)
     if uniform:

@@ -153,10 +153,9 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if device == "cpu" and options.verifier == "rejection":
         raise ServeError("--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only")
     installed_sglang()
-    if options.spec != "off" and "--enable-mixed-chunk" in rest:
-        raise ServeError(f"--enable-mixed-chunk: {MIXED_CHUNK}; remove it, or serve with --spec off")
-    if options.spec != "off" and any(text.startswith("--disaggregation-mode") for text in rest):
-        raise ServeError(f"--disaggregation-mode: {APART}; remove it, or serve with --spec off")
+    for flag, why in (("--enable-mixed-chunk", MIXED_CHUNK), ("--disaggregation-mode", APART)):
+        if options.spec != "off" and any(text.startswith(flag) for text in rest):
+            raise ServeError(f"{flag}: {why}; remove it, or serve with --spec off")
     arguments, settings, slots = arguments_for(options, device)
     if options.draft_vocabulary and options.spec != "off":
         arguments.append(f"--speculative-token-map={_token_map(options, rest)}")
