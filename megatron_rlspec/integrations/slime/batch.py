@@ -77,7 +77,7 @@ def drafter_fields(
         mask[starts[i] : starts[i] + len(sample)] = token_mask(len(sample), trained)
         if weights is not None:
             weight[starts[i] : starts[i] + len(sample)] = weights[i]
-    noise = {} if seeds is None else _noise(samples, seeds, cu, next(iter(counts), 0.0))
+    noise = {} if seeds is None else _noise(samples, seeds, cu, counts[0] if counts else 0.0)
     noise = {name: slice_for_cp(x, cu, cp_rank, cp_size, layout) for name, x in noise.items()}
     cu = cu.to(device)
 
