@@ -179,6 +179,7 @@ def test_a_round_makes_no_large_buffers_on_a_gpu(sampler, limits):
     assert max(rows * columns for _, (rows, columns), _ in wide) <= verifier.ELEMENTS
 
 
+@pytest.mark.slow  # imports and compiles SGLang's draw in a process of its own; fifteen seconds
 def test_the_compiled_draw_in_a_process_of_its_own(request):
     """Training on a CPU replaces functions of torch, and torch's compiler keeps a table of those it has seen first."""
     cases = Path(__file__).with_name("compiled_draw.py")

@@ -54,6 +54,7 @@ def test_the_next_run_continues_with_the_drafters_moments(whole, start, tmp_path
     )
 
 
+@pytest.mark.slow  # the same of engines alone: test_both_engines_run_and_count_the_same_rounds
 def test_the_embedded_engine_draws_sglangs_text(whole, start, tmp_path):
     """With the same seeds and verifier, the first rollout has the same text as SGLang's, and so the same reward."""
     embedded = {"train__steps": 1, "rollout__engine": "embedded", "spec__mode": "fixed", "algorithm__tis_clip": 0}
