@@ -35,14 +35,8 @@ class DrafterConfig(Section):
         description="give a model without a drafter a new one, MTP where SGLang runs it and else EAGLE-3; the "
         "run starts without drafts, trains the drafter, and drafts when that pays",
     )
-    depth: Annotated[int, Field(gt=0, le=64), Needs("drafter.train", "drafter.repeated_layer=False")] = Field(
+    depth: Annotated[int, Field(gt=0, le=64), Needs("drafter.train")] = Field(
         3, description="drafted tokens per position that are trained"
-    )
-    repeated_layer: bool = Field(
-        True, description="true: one MTP layer for all depths, as the engine drafts; false: a layer for each depth"
-    )
-    mtp_detach_heads: Annotated[bool, Needs("drafter.train")] = Field(
-        True, description="true: the drafter's loss does not reach the policy; false: it trains the policy too"
     )
     loss: Annotated[Name, Needs("drafter.train")] = Field(
         "forward_kl",
@@ -65,7 +59,6 @@ class DrafterConfig(Section):
     share: Annotated[
         float,
         Needs("drafter.train"),
-        Needs("drafter.mtp_detach_heads"),
         Needs("drafter.replay=none"),
         Needs("drafter.overlap=False"),
     ] = Field(
@@ -116,18 +109,6 @@ class DrafterConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _joined_unless_detached(self) -> DrafterConfig:
-        if self.mtp_detach_heads or not self.train:
-            return self
-        for name in ("update_every", "overlap", "replay"):
-            if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"mtp_detach_heads=false trains the policy through the drafter, in every step alike; "
-                    f"{name}={str(value).lower()} needs mtp_detach_heads=true"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _kind_fits(self) -> DrafterConfig:
         if self.kind == "mtp":
             if self.path:
@@ -140,9 +121,8 @@ class DrafterConfig(Section):
             )
         if self.loss not in LOSSES:
             raise ValueError(f"loss={self.loss}: a loss of your own sees all words, and kind=eagle3 drafts from a part")
-        for name, needed in {"repeated_layer": True, "mtp_detach_heads": True, "vocabulary": 0}.items():
-            if (value := getattr(self, name)) != needed:
-                raise ValueError(f"{name}={str(value).lower()}: expected {str(needed).lower()} with kind=eagle3")
+        if self.vocabulary:
+            raise ValueError(f"vocabulary={self.vocabulary}: expected 0 with kind=eagle3")
         return self
 
     @property
@@ -153,4 +133,4 @@ class DrafterConfig(Section):
     @property
     def learnt_share(self) -> float:
         """Return the part of a step's samples that the drafter learns from in the policy's step."""
-        return self.share if self.mtp_detach_heads and not self.separate else 1.0
+        return 1.0 if self.separate else self.share

@@ -21,7 +21,7 @@ UNREAD = {
     "rollout.prompts_per_step rollout.restarts rollout.staleness rollout.partial "
     "rollout.mask_offpolicy rollout.redraw rollout.seeds spec.history tail. "
     "placement. push. health. algorithm. optimizer. drafter.train "
-    "drafter.fresh drafter.depth drafter.repeated_layer drafter.mtp_detach_heads drafter.loss "
+    "drafter.fresh drafter.depth drafter.loss "
     "drafter.reward_ drafter.share drafter.update_ drafter.overlap drafter.replay drafter.lr "
     "drafter.warmup_steps parallel. sft. train.steps train.tokens train.deterministic "
     "train.run_dir train.save_every train.keep train.resume train.eval_ train.drift_every train.record "

@@ -108,11 +108,8 @@ def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str])
     for section, table in own.items():
         tree.setdefault(section, {}).update(table)
     config = _validated(path or recorded, tree, overrides)
-    if not (config.drafter.train and config.drafter.mtp_detach_heads):
-        raise ConfigError(
-            "a replay trains a drafter that the policy does not depend on; "
-            "expected drafter.train=true and drafter.mtp_detach_heads=true"
-        )
+    if not config.drafter.train:
+        raise ConfigError("a replay trains a drafter; expected drafter.train=true")
     for name in changed:
         if option(config, name)[0] != option(before, name)[0] and (where := unread(config, "replay", name)):
             raise ConfigError(f"{name} has no effect on {where}")

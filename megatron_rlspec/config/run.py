@@ -188,13 +188,9 @@ class Config(Section):
                 "sft.drafter_only=true and drafter.train=false leave nothing to train; expected another of the two",
             ),
             (
-                alone and not self.drafter.mtp_detach_heads,
-                "sft.drafter_only=true freezes the policy, but drafter.mtp_detach_heads=false trains it too",
-            ),
-            (
-                warm and self.sft.held_out and not (self.drafter.repeated_layer and self.drafter.train),
-                f"sft.held_out={self.sft.held_out} measures a drafter of one repeated layer that is trained; expected "
-                "sft.held_out=0, or drafter.repeated_layer=true and drafter.train=true",
+                warm and self.sft.held_out and not self.drafter.train,
+                f"sft.held_out={self.sft.held_out} measures a drafter that is trained; expected sft.held_out=0, or "
+                "drafter.train=true",
             ),
             (world_size % shards, f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}"),
             (problem := parallel.expert_problem(world_size), problem),

@@ -242,7 +242,7 @@ def plan(
     config, eagle3 = stated, None
     if kind == "run":
         layout = run_checkpoint.layout_of(source)
-        layers = layout["drafter_layers"] if layout["drafter"] == "mtp" else 0
+        layers = int(layout["drafter"] == "mtp")
         config = {**stated, "num_nextn_predict_layers": layers, **(layout["chosen"] if layers else {})}
         own = name_table(config, spec)
         if layout["drafter"] == "eagle3" and not drop_mtp:

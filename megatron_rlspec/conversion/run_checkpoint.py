@@ -64,7 +64,7 @@ def model_of(path: Path) -> tuple[Path, Path | None]:
 
 
 def layout_of(path: Path) -> dict[str, Any]:
-    """Return `drafter` ("mtp", "eagle3" or ""), `drafter_layers`, `tensor` and `chosen` of a checkpoint.
+    """Return `drafter` ("mtp", "eagle3" or ""), `tensor` and `chosen` of a checkpoint.
 
     chosen  what config.json states beside the drafter: the sharpness of drafts. Raises CheckpointError.
     """
@@ -74,7 +74,6 @@ def layout_of(path: Path) -> dict[str, Any]:
     return {
         "chosen": {} if sharpness is None else {STATED: sharpness},
         "drafter": "mtp" if stated is True else stated or "",
-        "drafter_layers": layout.get("drafter_layers", 1),
         "tensor": layout.get("tensor", 1),
     }
 

@@ -203,7 +203,7 @@ def open_health(
     canary     prompts, of which the first `health.canary_prompts` are taken
     """
     options = config.health
-    drafter_names = _drafter_names(config, hf_config)
+    drafter_names = _drafter_names(hf_config)
     settings = HealthSettings(options.on_failure, speculation.chain)
     return Health(
         Pusher(pool.engines, frozen=() if config.drafter.train else drafter_names),
@@ -229,8 +229,7 @@ def sampling(config: Config) -> Sampling:
     )
 
 
-def _drafter_names(config: Config, hf_config: Mapping[str, Any]) -> frozenset[str]:
+def _drafter_names(hf_config: Mapping[str, Any]) -> frozenset[str]:
     """Return the Hugging Face names of the drafter's tensors."""
-    layers = 1 if config.drafter.repeated_layer else config.drafter.depth
-    layers = 0 if DRAFTER in hf_config else layers
+    layers = 0 if DRAFTER in hf_config else 1
     return frozenset(name_table({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)

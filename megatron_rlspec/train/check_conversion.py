@@ -73,7 +73,7 @@ def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tu
     modules = [policy]
     if family.drafter_names:
         rule = family.record.zero_first_embedding
-        drafter = MTPDrafter(model_config, depth=1, repeated_layer=True, zero_first_embedding=rule, rope=rope, seed=0)
+        drafter = MTPDrafter(model_config, depth=1, zero_first_embedding=rule, rope=rope, seed=0)
         modules.append(drafter)
     for module in modules:
         for name, parameter in shards.global_names(module, model_config).items():

@@ -4,14 +4,11 @@ Its inputs are the policy's detached hidden states and detached views of the pol
 buffer connects the two. Parameters have their names in a Megatron checkpoint: `mtp.layers.N.*`, or `eagle_module.*` as
 in ModelOpt.
 
-**Chain-exact unrolling** (one repeated layer, the default; EAGLE-3's training-time test, arXiv 2503.01840). To draft
+**Chain-exact unrolling** (EAGLE-3's training-time test, arXiv 2503.01840). To draft
 from position t, an engine runs depth 1 on (h_t, x_{t+1}) at rotary position t over the cached keys of every
 (h_s, x_{s+1}), s <= t; then depth d on (its own output of depth d - 1, x_{t+d}) at rotary position t + d - 1 over the
 same cache plus its own chain's keys of depths 2..d. Here all t run at once, and x_{t+d} is the token of the text. That
 is enough: an engine can accept the draft of depth d only after x_{t+d} was accepted and so belongs to the text.
-
-**Separate layers** (DeepSeek-V3, arXiv 2412.19437, section 2.2) follow Megatron: layer d attends to its own inputs
-of positions s <= t, at unshifted positions.
 """
 
 from __future__ import annotations
@@ -46,17 +43,15 @@ from megatron_rlspec.train.model import at_positions, taps_of
 
 
 class Drafter(MegatronModule):
-    """Run D drafter steps from every position at once. Subclasses have the layers.
+    """Run D drafter steps from every position at once, all of the same layers, which subclasses have.
 
     depth                 D
-    repeated_layer        one layer for all depths, chain-exact; else D layers
     zero_first_embedding  the family's rule for position 0 (MiMo: the embedding there is 0)
     recompute             compute the layers again in the backward pass
-    layers                of one depth
+    layers                their number
     """
 
     depth: int
-    repeated_layer: bool
     layers = 1
     rope: Rope
     recompute: bool
@@ -73,7 +68,7 @@ class Drafter(MegatronModule):
         """Return the input of the output layer at depths 1..D, `[T, H]` each, after the drafter's final norm.
 
         hidden        `[T, H]`, the policy's after its final norm; for EAGLE-3 `[T, n · H]`, `Policy.taps`. Detached by
-                      the caller, or not (classic mode)
+                      the caller
         tokens        per depth `[T]`: x_{t+d} at t
         embedding     `[V / tensor, H]`, this rank's rows, without gradient
         position_ids  `[T]`, of t
@@ -82,14 +77,13 @@ class Drafter(MegatronModule):
         chains = [Chain() for _ in range(self.layers)]
         out = []
         for step in range(self.depth):
-            positions = position_ids + step if self.repeated_layer else position_ids
+            positions = position_ids + step
             embedded = embed(tokens[step], embedding)
             if self.zero_first_embedding:
                 embedded = embedded.masked_fill((positions == 0)[:, None], 0)
             here = at_positions(packed, positions, self.config, self.rope)
-            index = 0 if self.repeated_layer else step
-            state = self._depth(index, state, self._scatter(embedded[:, None]), here, chains)
-            chains = [chain.next() if self.repeated_layer else Chain() for chain in chains]
+            state = self._depth(state, self._scatter(embedded[:, None]), here, chains)
+            chains = [chain.next() for chain in chains]
             out.append(self._gather(self.leave(state))[:, 0])
         return out
 
@@ -97,20 +91,16 @@ class Drafter(MegatronModule):
         """Return the first layer's hidden state `[T, H]`."""
         return hidden
 
-    def run(
-        self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
-    ) -> Tensor:
-        """Run the layers of one depth, each with its chain; return what the next depth reads, `[T, 1, H]`."""
+    def run(self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]) -> Tensor:
+        """Run the layers, each with its chain; return what the next depth reads, `[T, 1, H]`."""
         raise NotImplementedError
 
     def leave(self, state: Tensor) -> Tensor:
         """Return the input of the output layer."""
         return state
 
-    def _depth(
-        self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
-    ) -> Tensor:
-        inputs = (index, state, embedded, packed, chains)
+    def _depth(self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]) -> Tensor:
+        inputs = (state, embedded, packed, chains)
         if self.recompute and torch.is_grad_enabled():
             # Nothing inside is random, so no generator is restored. A layer stores its chain's keys as a side effect;
             # recomputation overwrites them with the same values.
@@ -138,15 +128,13 @@ class MTPDrafter(Drafter):
         config: TransformerConfig,
         *,
         depth: int,
-        repeated_layer: bool,
         zero_first_embedding: bool,
         rope: Rope,
         seed: int,
     ) -> None:
-        layers = 1 if repeated_layer else depth
         own = replace(
             config,
-            mtp_num_layers=layers,
+            mtp_num_layers=1,
             recompute_granularity=None,
             recompute_method=None,
             moe_router_load_balancing_type="none",
@@ -154,7 +142,6 @@ class MTPDrafter(Drafter):
         )
         super().__init__(config=own)
         self.depth = depth
-        self.repeated_layer = repeated_layer
         self.zero_first_embedding = zero_first_embedding
         self.rope = rope
         self.recompute = config.recompute_granularity == "full"
@@ -163,17 +150,15 @@ class MTPDrafter(Drafter):
             groups = ProcessGroupCollection.use_mpu_process_groups()
             self.mtp = MultiTokenPredictionBlock(own, runtime.drafter_spec(own), pg_collection=groups)
 
-    def run(
-        self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
-    ) -> Tensor:
-        layer = self.mtp.layers[index]
+    def run(self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]) -> Tensor:
+        layer = self.mtp.layers[0]
         return layer._proj_and_transformer_layer(state, embedded, packed_seq_params=_chained(packed, chains[0]))
 
 
 class Eagle3Drafter(Drafter):
     """An EAGLE-3 drafter (Li et al. 2025, arXiv 2503.01840) as SGLang's `models/llama_eagle3.py` computes it.
 
-    All depths have the same layers, mostly one. Their residual stream begins with `fc` of the hidden states of n layers
+    There is mostly one layer. The residual stream begins with `fc` of the hidden states of n layers
     of the policy, which may be normed, each or all together. The attention of the first layer reads the norms of
     embedding and hidden state side by side. The next depth reads the output before the final norm, or behind it with
     `norm_output`.
@@ -191,7 +176,6 @@ class Eagle3Drafter(Drafter):
         own = _eagle3_config(config, drafter)
         super().__init__(config=own)
         self.depth = depth
-        self.repeated_layer = True
         self.rope = Rope.of(drafter)
         self.recompute = config.recompute_granularity == "full"
         width = own.hidden_size
@@ -232,9 +216,7 @@ class Eagle3Drafter(Drafter):
             hidden = torch.cat([norm(part) for norm, part in zip(block.fc_norm, parts, strict=True)], -1)
         return block.fc(hidden)
 
-    def run(
-        self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
-    ) -> Tensor:
+    def run(self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]) -> Tensor:
         decoder = self.eagle_module.decoder
         decoder.layers[0].input_layernorm.embedded = self.eagle_module.enorm(embedded)
         for layer, chain in zip(decoder.layers, chains, strict=True):
@@ -301,7 +283,6 @@ def build_drafter(
     return MTPDrafter(
         config,
         depth=options.depth,
-        repeated_layer=options.repeated_layer,
         zero_first_embedding=record_of(hf_config).zero_first_embedding,
         rope=Rope.of(hf_config),
         seed=seed,

@@ -192,7 +192,7 @@ def _build(config: Config, hf_config: Mapping[str, Any], world: int, stage: int,
     with _alone(config, world, rank=stage * world // parallel.pipeline):
         shapes_only: dict[str, Any] = {"use_cpu_initialization": False, "perform_initialization": False}
         described = replace(transformer_config(hf_config, config), **shapes_only)
-        table = shards.family(hf_config, 1 if options.repeated_layer else options.depth)
+        table = shards.family(hf_config)
         policy = Policy(described, hf_config, config.model.max_length)
         each = described.num_layers // parallel.pipeline
         drafter = None

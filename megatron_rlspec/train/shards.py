@@ -23,10 +23,10 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 
 
-def family(hf_config: Mapping[str, Any], mtp_layers: int) -> NameTable:
-    """Return the name table of this job's modules, for a drafter of `mtp_layers` layers, or an EAGLE-3 drafter."""
+def family(hf_config: Mapping[str, Any]) -> NameTable:
+    """Return the name table of this job's modules, for a drafter of one MTP layer, or an EAGLE-3 drafter."""
     spec: Literal["te", "local"] = "te" if runtime.has_transformer_engine() else "local"
-    layers = 0 if DRAFTER in hf_config else mtp_layers
+    layers = 0 if DRAFTER in hf_config else 1
     return name_table({**hf_config, "num_nextn_predict_layers": layers}, spec=spec)
 
 

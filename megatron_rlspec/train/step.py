@@ -73,7 +73,7 @@ class Trainer:
         self.drafter_learner: Learner | None = None
         self.drafter_step: DrafterStep | None = None
         options = config.drafter
-        self.table = shards.family(hf_config, 1 if options.repeated_layer else options.depth)
+        self.table = shards.family(hf_config)
         if options.train and self.last_stage:
             self.drafter = build_drafter(self.model_config, hf_config, options, config.train.seed + 1).to(self.device)
             self.drafter_learner = Learner(self.drafter, _drafter_adam(config), pipelined=False)
@@ -165,10 +165,6 @@ class Trainer:
         If the policy's loss or gradient norm is not finite, or the gap is above `logprob_gap`, the policy is not
         updated (`policy/skipped` = 1). The drafter is not updated if its own norm is not finite (`drafter/skipped`).
         """
-        if not train_policy and self.config.drafter.train and not self.config.drafter.mtp_detach_heads:
-            raise ValueError(
-                "drafter.mtp_detach_heads=false trains the policy through the drafter; it cannot stay frozen"
-            )
         if not train_policy and not train_drafter:
             self.prediction = None
             return {}
@@ -289,7 +285,6 @@ class Trainer:
             "distributed": self.config.optimizer.distributed,
             "dtype": self.config.model.dtype,
             "drafter": drafter.kind if drafter.train and drafter.kind != "mtp" else drafter.train,
-            "drafter_layers": 1 if drafter.repeated_layer else drafter.depth,
         }
 
     def run(self, batches: Sequence[PackedBatch], loss: Any, *, forward_only: bool) -> list[Any]:
@@ -345,10 +340,7 @@ class Trainer:
         if step is not None and student is not None:
             drafter_loss, drafter_sums = step.learn(student, targets, None if shared else _drafted(batch, hidden))
             sums |= drafter_sums
-            if not self.config.drafter.mtp_detach_heads:
-                loss = loss + drafter_loss
-            else:
-                drafter_loss.backward()
+            drafter_loss.backward()
         return loss, torch.zeros((), dtype=torch.int), sums
 
     def _draft(self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> list[Tensor]:
@@ -359,10 +351,9 @@ class Trainer:
         if DRAFTER in self.hf_config or batch.drafter_part is not None:
             hidden, batch = _drafted(batch, hidden), batch.drafter_part or batch
             packed = describe(batch, self.drafter.config, self.rope, self.device)  # of the drafter's heads
-        hidden = hidden.detach() if self.config.drafter.mtp_detach_heads else hidden
         tokens = [to_device(tokens, self.device) for tokens in batch.drafter_tokens]
         positions = to_device(batch.position_ids, self.device)
-        return self.drafter_learner.ddp(hidden, tokens, self.embedding, positions, packed)
+        return self.drafter_learner.ddp(hidden.detach(), tokens, self.embedding, positions, packed)
 
     def _report_logprobs(
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor

@@ -90,16 +90,10 @@ def run(command: str, text: str, ranks: int = 1) -> Act:
 
 ROWS += [
     (
-        "sft of the drafter alone that moves the policy",
-        ConfigError,
-        run("sft", "drafter.mtp_detach_heads=false"),
-        ("sft.drafter_only=true", "drafter.mtp_detach_heads=false"),
-    ),
-    (
         "sft held out",
         ConfigError,
-        run("sft", "drafter.repeated_layer=false"),
-        ("sft.held_out=64", "repeated_layer=true"),
+        run("sft", "drafter.train=false sft.drafter_only=false"),
+        ("sft.held_out=64", "drafter.train=true"),
     ),
 ]
 

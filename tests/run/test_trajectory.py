@@ -106,7 +106,7 @@ def test_records_say_how_far_the_policy_is_from_its_start(recorded):
             {"algorithm__kl_coef": 0.1},
             "algorithm.kl_coef: expected no such option; a replay has that of the recorded run",
         ),
-        ({"drafter__mtp_detach_heads": "false"}, "mtp_detach_heads=(false|true)"),
+        ({"drafter__train": "false"}, "expected drafter.train=true"),
     ],
 )
 def test_what_a_replay_cannot_do_is_refused_in_one_line(recorded, tmp_path, options, told):

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CELLS = {
     "plain": {},
     "tied": {"tied": True, "unrolling": 1, "objective": "sft"},
-    "separate layers": {"unrolling": "separate", "loss": "forward_kl", "recompute": True},
+    "recomputed": {"unrolling": 2, "loss": "forward_kl", "recompute": True},
     "total variation": {"unrolling": 2, "loss": "tv", "ratio": "sequence"},
 }
 

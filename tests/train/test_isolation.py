@@ -157,28 +157,6 @@ def test_drafter_only_training_keeps_the_policy():
     assert seen["drafter"] == ([False, True], False, 0)
 
 
-def classic():
-    out = []
-    for detach in (True, False):
-        trainer = build(CELL | {"mtp_detach_heads": detach})
-        trainer.train_step(own_batches(trainer), objective="sft")
-        out.append((digest(trainer.policy.parameters()), digest(trainer.drafter.parameters())))
-        error = None
-        try:
-            trainer.train_step(own_batches(trainer), objective="sft", train_policy=False)
-        except ValueError as refused:
-            error = str(refused)
-        out.append(error)
-    return out
-
-
-def test_classic_mode_changes_the_policy_and_reports_it():
-    ((detached, fine, joint, refused),) = on_ranks(1, classic)
-    assert fine is None and "mtp_detach_heads" in refused
-    assert detached[0] != joint[0]
-    assert detached[1] == joint[1]  # the drafter's own gradient is the same either way
-
-
 def deterministic(length: int) -> tuple[list[str], bool, list[str | None]]:
     """Return the digests of `test_gpu.long_policies` on a CPU, torch's mode, and the variables of the libraries."""
     from test_gpu import long_policies

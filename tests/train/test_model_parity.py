@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from train_ranks import HF_CONFIG, batches, config, on_ranks, samples
 
 from megatron_rlspec.models.hf_files import write_hf
+from megatron_rlspec.train.attention import Chain
 from megatron_rlspec.train.step import Trainer
 
 
@@ -204,12 +205,10 @@ def other_unrolling(hf):
     """Return how far Megatron's unrolling, without the zero at position 0, is from ours at each depth."""
     trainer, data = trained("float64", hf)
     _, ours = drafter_logits(trainer, data[0])
-    drafter = trainer.drafter
-    drafter.repeated_layer = False
-    layer = drafter.mtp.layers[0]
-    drafter.mtp.layers.extend([layer, layer])
-    _, shifted = drafter_logits(trainer, data[0])
-    drafter.repeated_layer, drafter.zero_first_embedding = True, False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Chain, "next", lambda chain: Chain())  # depth d attends to its own inputs, as in Megatron
+        _, shifted = drafter_logits(trainer, data[0])
+    trainer.drafter.zero_first_embedding = False
     _, first = drafter_logits(trainer, data[0])
     return [[float((a - b).abs().max()) for a, b in zip(ours, other, strict=True)] for other in (shifted, first)]
 
@@ -222,9 +221,7 @@ def test_engine_comparison_can_fail():
 
 def directional(hf, depth, kind, recompute):
     """Return the derivative of the drafter's loss in a random direction: by its gradient, and by central difference."""
-    options = config(
-        drafter={"depth": depth, "loss": kind, "repeated_layer": depth < 4}, parallel={"recompute": recompute}
-    )
+    options = config(drafter={"depth": depth, "loss": kind}, parallel={"recompute": recompute})
     trainer = Trainer(options, hf)
     data = batches(samples(9), options, dp=(0, 1), cp=(0, 1))
     learner = trainer.drafter_learner

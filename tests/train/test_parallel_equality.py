@@ -17,7 +17,7 @@ from megatron_rlspec.train.step import Trainer
 # Every dimension of a cell; the first value is the plain one.
 DIMENSIONS = {
     "tied": (False, True),
-    "unrolling": (3, 1, 2, "separate"),
+    "unrolling": (3, 1, 2),
     "context": (1, 2),
     "tensor": (1, 2),
     "pipeline": (1, 2),
@@ -75,17 +75,14 @@ def build(cell, weights=None, *, drafter=True, clip=0.0):
     }
     if ps.model_parallel_is_initialized() and any(cell[name] != size() for name, size in sizes.items()):
         ps.destroy_model_parallel()  # else the groups serve again: making them is the slow part of a cell
-    separate = cell["unrolling"] == "separate"
     options = config(
         model={"dtype": cell["dtype"]},
         parallel={key: cell[key] for key in ("tensor", "pipeline", "context", "sequence", "recompute")},
         optimizer={"distributed": cell["distributed"], "clip_grad": clip},
         drafter={
             "train": drafter,
-            "depth": 2 if separate else cell["unrolling"],
-            "repeated_layer": not separate,
+            "depth": cell["unrolling"],
             "loss": cell["loss"],
-            "mtp_detach_heads": cell.get("mtp_detach_heads", True),
         },
         algorithm={"ratio": cell["ratio"], "entropy_coef": 0.01},
         train={"deterministic": cell.get("deterministic", False)},
@@ -106,17 +103,17 @@ def own_batches(trainer, seed=0, budget=120, made=None, some=False):
 def make_weights(cells):
     """Make weights of each model, random in every tensor."""
     out = {}
-    for tied, separate in {(cell["tied"], cell["unrolling"] == "separate") for cell in cells}:
-        trainer = build(PLAIN | {"dtype": "float64", "tied": tied, "unrolling": "separate" if separate else 3})
+    for tied in {cell["tied"] for cell in cells}:
+        trainer = build(PLAIN | {"dtype": "float64", "tied": tied})
         generator = torch.Generator().manual_seed(3)
         noise = ((k, v + 0.1 * torch.randn(v.shape, generator=generator, dtype=v.dtype)) for k, v in trainer.export())
-        out[tied, separate] = dict(noise)
+        out[tied] = dict(noise)
     return out
 
 
 def measure(cell, weights):
     """Measure everything that is compared between layouts."""
-    weights = weights[cell["tied"], cell["unrolling"] == "separate"]
+    weights = weights[cell["tied"]]
     trainer = build(cell, weights)
     exported = dict(trainer.export())
     total = sum(x.sum(dtype=torch.float64) for x in trainer.logprobs(own_batches(trainer))).to(trainer.device)

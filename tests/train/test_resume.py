@@ -14,7 +14,7 @@ CELLS = [
 MORE = [
     {"dtype": "float32", "distributed": True},
     {"dtype": "bfloat16"},
-    {"dtype": "float32", "pipeline": 2, "unrolling": "separate"},
+    {"dtype": "float32", "pipeline": 2, "unrolling": 2},
     {"dtype": "float64", "context": 2},
 ]
 

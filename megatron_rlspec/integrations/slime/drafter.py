@@ -111,7 +111,6 @@ class Adopted(MTPDrafter):
         MegatronModule.__init__(self, config=own)
         self.mtp = model.mtp
         self.depth = depth
-        self.repeated_layer = True
         self.zero_first_embedding = zero_first_embedding
         self.rope = rope
         self.recompute = own.recompute_granularity == "full"

@@ -35,7 +35,7 @@ class SlimeEagle3(SlimeDrafter):
         self.hf_config = described(args.hf_checkpoint, options.path)
         check_drafter(options.path, self.hf_config, args.hf_checkpoint)
         self._tensors = drafter_files.read_drafter(options.path)
-        self.table = shards.family(self.hf_config, 0)
+        self.table = shards.family(self.hf_config)
         self.ids = drafter_files.words(self._tensors, self.hf_config)
         self.taps = Taps(model, taps_of(self.hf_config))
         self._seed = args.seed
