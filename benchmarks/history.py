@@ -114,7 +114,7 @@ class Recorded:
         seen: dict[int, int] = {}
         self.epoch = 0  # steps between two answers to one prompt; 0: no prompt came twice
         for step in range(self.steps - 1, -1, -1):
-            for group in self.trajectory.groups(step, self.engine.arch.vocab):
+            for group in self.trajectory.groups(step):
                 if group.prompt.id in seen and not self.epoch:
                     self.epoch = seen[group.prompt.id] - step
                 if group.prompt.id not in seen and len(self.groups) < prompts:

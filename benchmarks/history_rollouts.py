@@ -61,7 +61,7 @@ class Rerun:
     def steps(self) -> Iterator[list[Group]]:
         """Yield the recorded groups of each of the last steps."""
         for step in range(self.trajectory.steps):
-            groups = list(self.trajectory.groups(step, self.engine.arch.vocab))
+            groups = self.trajectory.groups(step)
             self._step = step
             if step >= self.trajectory.steps - self._last:
                 yield groups

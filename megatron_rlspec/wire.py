@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-
-from megatron_rlspec.types import Group
 
 _DTYPES = tuple(np.dtype(kind).str for kind in ("i8", "i4", "u1", "f8", "f4", "?"))
 
@@ -52,24 +49,3 @@ def decode(data: bytes | memoryview, kind: type[_T]) -> _T:
         return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array).decode(bytes(data))
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(f"not a {kind.__name__}: {error}") from None
-
-
-def check_groups(groups: Iterable[Group], words: int) -> None:
-    """Raise ValueError, which says what is wrong, for groups that no run of a model of so many words has written."""
-    for group in groups:
-        for sample in group.samples:
-            where = f"sample {sample.request_id[:80]}"
-            for name, array in (("prompt", sample.prompt.tokens), ("tokens", sample.tokens)):
-                check_tokens(array, words, f"{where}: {name} holds")
-            if not np.array_equal(sample.tokens[: sample.prompt_len], sample.prompt.tokens):
-                raise ValueError(f"{where}: its tokens do not begin with those of its prompt")
-            if not np.isin(sample.loss_mask, (0, 1)).all():
-                raise ValueError(f"{where}: loss_mask holds other values than 0 and 1")
-            if not (np.isfinite(sample.behaviour_logprobs).all() and math.isfinite(sample.reward)):
-                raise ValueError(f"{where}: a log-probability or the reward is not finite")
-
-
-def check_tokens(tokens: np.ndarray, words: int, holds: str) -> None:
-    """Raise ValueError unless these are token ids of a vocabulary of so many. `holds`: how the message begins."""
-    if tokens.ndim != 1 or tokens.dtype.kind != "i" or not ((tokens >= 0) & (tokens < words)).all():
-        raise ValueError(f"{holds} no token ids below {words}")

@@ -110,7 +110,7 @@ def check_same_samples(whole: Path, killed: Path, steps: int) -> None:
     for run_dir in (whole, killed):
         recorded = Trajectory(run_dir)
         assert recorded.steps == steps
-        trained = [s for step in range(steps) for group in recorded.groups(step, 1 << 20) for s in group.samples]
+        trained = [s for step in range(steps) for group in recorded.groups(step) for s in group.samples]
         found = {s.request_id: (s.tokens[: s.prompt_len].tolist(), s.tokens.tolist()) for s in trained}
         assert len(found) == len(trained)
         begun = decode((run_dir / f"checkpoints/step-{steps:06d}.begun").read_bytes(), list[OpenGroup])

@@ -12,27 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-)
 
 from megatron_rlspec import files, wire
-from megatron_rlspec.config.base import first_mistake
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
 from megatron_rlspec.speculation.history import Kept
-from megatron_rlspec.texts import one_line
 from megatron_rlspec.types import Group, OpenGroup
 
 _CHECKSUM = "checksum"
@@ -55,36 +43,6 @@ class Drawn(NamedTuple):
     replay: Sequence[Group] = ()
     begun: Sequence[OpenGroup] = ()
     history: Sequence[Kept] = ()
-
-
-class _Words(BaseModel):
-    """Of `DraftVocabulary.state`."""
-
-    ids: list[NonNegativeInt]
-    counts: list[NonNegativeFloat]
-
-
-class _State(BaseModel):
-    """The JSON file of a checkpoint, which `Session._state` makes. Who reads a mapping checks what is in it."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-    identity: dict[str, str]
-    data: dict[str, Any] | None = None
-    tokens: NonNegativeInt = 0
-    best_reward: float = 0.0
-    accept_lengths: list[float] = []
-    words: _Words | None = None
-    online: dict[str, Any] = {}
-    ahead: dict[str, float] = {}
-    lengths: list[tuple[NonNegativeInt, NonNegativeInt, PositiveInt]] = []
-    drafts: bool = False
-    acceptance: dict[str, Any] | None = None
-    last: dict[str, Any] | None = None
-    prediction: tuple[list[PositiveInt], list[Any], list[Any]] | None = None
-    sharpness: PositiveFloat | None = None
-    probing: dict[str, Any] | None = None
-    learnt: dict[str, Any] | None = None
-    table: dict[str, Any] | None = None
 
 
 class Checkpoints:
@@ -128,25 +86,6 @@ class Checkpoints:
         ]
         return state, Drawn(*parts)
 
-    def check(self, path: Path, state: Mapping[str, Any], drawn: Drawn, words: int) -> None:
-        """Raise CheckpointError for values that no run of a model of so many words writes, whatever their checksums."""
-        with taking_up(path):
-            try:
-                _State.model_validate_json(json.dumps(state))
-            except ValidationError as error:
-                raise ValueError(first_mistake(error)) from None
-            if not all(group.samples for group in drawn.ahead):
-                raise ValueError("a group that was drawn ahead has no samples")
-            wire.check_groups([*drawn.ahead, *drawn.replay], words)
-            for group in drawn.begun:
-                if not group.requests:
-                    raise ValueError("a begun group has no requests")
-                wire.check_groups([Group(r.prompt, [r.aborted()]) for r in group.requests], words)
-                wire.check_groups([group.group()] if group.samples else [], words)
-            for _, _, answers in drawn.history:
-                for _, tokens in answers:
-                    wire.check_tokens(tokens, words, "an earlier answer holds")
-
     def discard(self, step: int) -> None:
         """Remove the small files of a checkpoint that could not be written."""
         if not self.path(step).exists():
@@ -163,19 +102,6 @@ class Checkpoints:
             for file in self.folder.glob(f"step-*{suffix}"):
                 if not file.with_suffix("").exists():
                     file.unlink()
-
-
-@contextmanager
-def taking_up(path: Path) -> Iterator[None]:
-    """Raise CheckpointError where the state of a checkpoint cannot be taken up, though its checksums are right."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        what = str(error) if isinstance(error, ValueError) else one_line(error)
-        file = path.with_suffix(".json")
-        raise CheckpointError(f"{file}: it holds what no run writes: {what}; {advice(path)}") from None
 
 
 def advice(path: Path) -> str:

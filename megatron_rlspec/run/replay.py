@@ -51,9 +51,9 @@ class Replay:
         """Load the policy that the recorded run had before `step`. The drafter stays."""
         trainer.load_hf(self._trajectory.policy(step), fresh_drafter=True)
 
-    def groups(self, step: int, words: int) -> list[Group]:
-        """Return the rollouts that `step` trained on, of a model of so many words. Raises CheckpointError."""
-        return self._trajectory.groups(step, words)
+    def groups(self, step: int) -> list[Group]:
+        """Return the rollouts that `step` trained on. Raises CheckpointError."""
+        return self._trajectory.groups(step)
 
 
 class TrajectoryRecording:

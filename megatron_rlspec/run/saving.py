@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from megatron_rlspec import __version__
 from megatron_rlspec.config import Config
 from megatron_rlspec.models.hf_files import CheckpointError
 from megatron_rlspec.run import identity
-from megatron_rlspec.run.checkpoints import Checkpoints, Drawn, taking_up
+from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
 from megatron_rlspec.train.checkpoint import SaveError, on_all_ranks
 from megatron_rlspec.train.step import Trainer
 
@@ -54,14 +53,9 @@ class Saver:
             raise CheckpointError(
                 f"{path} is of a run with another content of {other}; expected the same, or another train.run_dir"
             )
-        self._checkpoints.check(path, state, drawn, self._trainer.hf_config["vocab_size"])
         self._trainer.load(path)
         self.saved = state["step"]
         return state, drawn
-
-    def taking_up(self) -> AbstractContextManager[None]:
-        """Raise CheckpointError in the block for a state, as `load_newest` returned it, that cannot be taken up."""
-        return taking_up(self._checkpoints.path(self.saved)) if self.saved else nullcontext()
 
     def save(self, done: int, state: Callable[[], State]) -> Path:
         """Write a checkpoint, unless this step has one, and return its path. Raises SaveError on every rank.

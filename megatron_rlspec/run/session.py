@@ -134,8 +134,7 @@ class Session:
             assert recorder is not None
             self.rollouts = Rollouts(starting, engines, recorder, self.loaded.prompts, self.interruption.asked)
             self._closing.callback(self.rollouts.close)
-            with self.saver.taking_up():
-                self.rollouts.start(state, drawn)
+            self.rollouts.start(state, drawn)
 
         def awaited() -> bool:
             return self.rollouts is not None and self.rollouts.engines.awaited
@@ -171,15 +170,14 @@ class Session:
         follows = replay if replay is not None and replay.follows else None
         schedule = None
         learns = config.drafter.train and not self.supervised  # a warm start learns from every batch alike
-        with self.saver.taking_up():
-            if state and loaded.data is not None:
-                loaded.data.restore(state["data"])
-            if learns and extensions.drafter is not None:
-                load_policy = partial(follows.load, self.trainer) if follows is not None else None
-                schedule = extensions.drafter(self.trainer, load_policy, state.get("online", {}), drawn.replay)
-            fresh = config.drafter.fresh and learns and not config.replay.run
-            self.drafting = Drafting(self.trainer, loaded.vocabulary, schedule, records=learns, fresh=fresh)
-            self.drafting.restore(state, drawn.replay)
+        if state and loaded.data is not None:
+            loaded.data.restore(state["data"])
+        if learns and extensions.drafter is not None:
+            load_policy = partial(follows.load, self.trainer) if follows is not None else None
+            schedule = extensions.drafter(self.trainer, load_policy, state.get("online", {}), drawn.replay)
+        fresh = config.drafter.fresh and learns and not config.replay.run
+        self.drafting = Drafting(self.trainer, loaded.vocabulary, schedule, records=learns, fresh=fresh)
+        self.drafting.restore(state, drawn.replay)
         return state, drawn
 
     def _open_records(self, moments: str) -> None:
@@ -220,7 +218,7 @@ class Session:
         assert replay is not None
         replay.load(self.trainer, step)
         self.drafting.during_rollout(self.done, lambda: None)
-        return replay.groups(step, self.loaded.hf_config["vocab_size"])
+        return replay.groups(step)
 
     def demonstrations(self) -> list[Group]:
         """Return the next demonstrations; every rank reads the same rows."""

@@ -7,24 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
-
-from megatron_rlspec.config.base import first_mistake
 
 
 class DataError(ValueError):
     """A row, file or tokenizer cannot be used. The message is one line: where, what is wrong, what was expected."""
-
-
-class _Place(BaseModel):
-    """The state of an `Order` in a checkpoint."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-    size: NonNegativeInt
-    seed: NonNegativeInt
-    epoch: NonNegativeInt
-    position: NonNegativeInt
-    late: list[NonNegativeInt]
 
 
 @dataclass
@@ -76,20 +62,13 @@ class Order:
         return place | {"seed": self.seed, "size": self.size}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue at the place of `state`. Raises DataError if it is malformed or for another seed or dataset size."""
-        try:
-            given = _Place.model_validate(state)
-        except ValidationError as error:
-            raise DataError(f"cannot resume the data order: {first_mistake(error)}") from None
-        for name in ("size", "seed"):
-            was, now = getattr(given, name), getattr(self, name)
-            if was != now:
+        """Continue at the place of `state`. Raises DataError for another seed or dataset size."""
+        for name, now in (("size", self.size), ("seed", self.seed)):
+            if (was := state[name]) != now:
                 raise DataError(f"cannot resume the data order: {name} was {was}, but is {now} now")
-        if max([given.position, *given.late]) >= self.size:
-            raise DataError(f"cannot resume the data order: it holds a row that is not below size={self.size}")
-        self.epoch = given.epoch
-        self.position = given.position
-        self.late = list(given.late)
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+        self.late = list(state["late"])
 
     def _of_epoch(self) -> list[int]:
         """Return the order of the present epoch."""

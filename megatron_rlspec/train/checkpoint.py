@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from megatron_rlspec import files
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
 from megatron_rlspec.models.tensor_file import TensorFile
-from megatron_rlspec.texts import one_line
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.optimizer import Learner, Part
 
@@ -135,22 +133,12 @@ def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
     if not (directory / LAYOUT).exists():
         raise CheckpointError(f"{directory} is no checkpoint: it has no {LAYOUT}")
     written = read_json(directory / LAYOUT)
-    # Earlier versions did not record these sizes. They split experts as all other parameters.
-    written = {"expert": 1, "expert_tensor": written.get("tensor")} | written
     for key, value in layout.items():
         if written.get(key) != value:
             raise CheckpointError(
                 f"{directory} was written with {key}={written.get(key)}, but this run has {value}: "
                 "resume with the same layout, or start from exported weights"
             )
-
-
-def sharpness_in(directory: Path) -> float | None:
-    """Return the sharpness of drafts that the trainer had chosen; None before a choice. Raises CheckpointError."""
-    value = read_json(directory / LAYOUT).get("sharpness")
-    if value is None or (isinstance(value, float | int) and 0 < value <= 100):
-        return value
-    raise CheckpointError(f"{directory / LAYOUT}: sharpness={value!r}; expected a number above 0, or null")
 
 
 def _load_part(path: Path, learner: Learner, part: Part) -> None:
@@ -164,14 +152,11 @@ def _load_part(path: Path, learner: Learner, part: Part) -> None:
             if name not in tensors:
                 raise CheckpointError(f"{path}: has {name}, which this run does not")
         for name, tensor in tensors.items():
-            stored = _stored(file, name, tensor)
-            if name.startswith(("step.", "exp_avg_sq.")) and bool((stored < 0).any()):
-                raise CheckpointError(f"{path}: {name} holds a negative number; no run writes one")
-            tensor.copy_(stored)
+            tensor.copy_(_stored(file, name, tensor))
 
 
 def _load_generators(path: Path) -> None:
-    with TensorFile(path) as file, _states_of_generators(path):
+    with TensorFile(path) as file:
         _check_place(file)
         torch.set_rng_state(_stored(file, "cpu", torch.get_rng_state()))
         if torch.cuda.is_available():
@@ -179,14 +164,6 @@ def _load_generators(path: Path) -> None:
         tracker = tensor_parallel.get_cuda_rng_tracker()
         states = tracker.get_states()
         tracker.set_states({name: _stored(file, f"tracker.{name}", state) for name, state in states.items()})
-
-
-@contextmanager
-def _states_of_generators(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # torch's, of bytes that are no state
-        raise CheckpointError(f"{path}: not the state of a generator: {one_line(error)}") from None
 
 
 def _check_place(file: TensorFile) -> None:
@@ -209,10 +186,7 @@ def _stored(file: TensorFile, name: str, like: Tensor) -> Tensor:
 
 
 def _count(file: TensorFile, name: str) -> int:
-    count = int(_stored(file, name, torch.tensor(0)))
-    if count < 0:
-        raise CheckpointError(f"{file.path}: {name} is {count}; expected 0 or more")
-    return count
+    return int(_stored(file, name, torch.tensor(0)))
 
 
 def _tensors(learner: Learner, part: Part) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ def test_prompts_seeds_repeat_in_every_epoch(start, tmp_path, seeds):
     recorded = Trajectory(tmp_path / "run")
     answers: list[dict[int, list]] = [{}, {}]
     for step in range(8):
-        for group in recorded.groups(step, 1 << 20):
+        for group in recorded.groups(step):
             answers[step // 4][group.prompt.id] = [(s.seed, s.response.tolist()) for s in group.samples]
     assert len(answers[0]) == len(answers[1]) == 16
     assert (answers[0] == answers[1]) == (seeds == "prompt")

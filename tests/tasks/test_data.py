@@ -170,9 +170,6 @@ def test_an_order_resumes_after_any_step():
         second = Order(7, seed=1)
         second.restore(state)
         assert before + [second.take(3) for _ in range(20 - cut)] == whole
-    for late in (None, [7], [-1]):
-        with pytest.raises(DataError, match="cannot resume the data order: "):
-            Order(7, seed=1).restore(state | {"late": late})
 
 
 def test_a_chat_template_that_refuses_is_reported_with_file_and_line(tmp_path, chat_tokenizer):

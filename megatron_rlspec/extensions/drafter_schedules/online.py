@@ -53,8 +53,6 @@ class OnlineLearner:
             self.rule.restore(state["rule"])
             self.updates = int(state["updates"])
             self.last_update = int(state["last_update"])
-            if min(self.rule.since, self.rule.updates, self.updates, self.last_update + 1) < 0:
-                raise ValueError("the drafter's updates are counted by a negative number")
         self.buffer.restore(groups)
 
     def weights(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
