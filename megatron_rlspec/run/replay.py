@@ -23,16 +23,17 @@ class Replay:
 
     follows  whether the policy and the rollouts of every step are the recorded ones. If not, the policy stays the one
              of `replay.policy_step`, and engines generate with it
-    digest   of all that was recorded
+    first    step of the policy that the replay begins with
+    run      the name of the recorded run
     """
 
     def __init__(self, config: Config, tensors: Tensors) -> None:
         """Open `replay.run`. Raises CheckpointError if model.path is not what it began with, or it is too short."""
         options = config.replay
         self.follows = options.policy_step < 0
-        self._first = max(0, options.policy_step)
+        self.first = max(0, options.policy_step)
         self._trajectory = Trajectory(Path(options.run))
-        self.digest = self._trajectory.digest
+        self.run = self._trajectory.run
         for name, tensor in self._trajectory.policy(0).items():
             if not torch.equal(tensors[name].to(tensor.dtype), tensor):
                 raise CheckpointError(
@@ -42,10 +43,6 @@ class Replay:
         if asked > self._trajectory.steps:
             name = "train.steps" if self.follows else "replay.policy_step"
             raise ConfigError(f"{name}={asked}, but {options.run} has {self._trajectory.steps} recorded steps")
-
-    def load_first(self, trainer: Trainer) -> None:
-        """Load the policy that the replay begins with."""
-        self.load(trainer, self._first)
 
     def load(self, trainer: Trainer, step: int) -> None:
         """Load the policy that the recorded run had before `step`. The drafter stays."""

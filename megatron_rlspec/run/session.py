@@ -154,7 +154,7 @@ class Session:
         if loaded.eagle3_ids is not None:
             self.trainer.set_draft_vocabulary(loaded.eagle3_ids.numpy())
         if loaded.replay is not None:
-            loaded.replay.load_first(self.trainer)
+            loaded.replay.load(self.trainer, loaded.replay.first)
         elif config.algorithm.kl_coef or (config.train.drift_every and not self.supervised):
             self.trainer.keep_reference()  # the weights of model.path, also when a checkpoint is loaded next
 

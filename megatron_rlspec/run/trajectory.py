@@ -10,13 +10,12 @@ rollouts and without a backward pass of the policy (`rlspec replay`).
                            the file before. A tensor without any change is left out
     rollouts               `wire.encode` of the step's groups, as bytes; absent after the last step
 
-Every tensor has a checksum, and a file appears whole or not at all. Each file names its run, its step, and the digest
-of the header of the file before it. Headers hold the tensors' checksums, so a chain of headers names all bits before.
+Every tensor has a checksum, and a file appears whole or not at all. Each file names its run and its step.
 """
 
 from __future__ import annotations
 
-import hashlib
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -35,21 +34,6 @@ _NOTE = "rlspec.trajectory"  # key in a file's metadata
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-class Link(msgspec.Struct, forbid_unknown_fields=True):
-    """A file's place in its trajectory.
-
-    run     digest of the header of step 0, which has "": runs with the same first step have the same
-    before  digest of the header of the file before; "" for step 0
-    """
-
-    run: str
-    step: int
-    before: str
-
-
-FIRST = Link("", 0, "")
-
-
 def file_of(run_dir: Path, step: int) -> Path:
     """Return the path of what `step` starts from."""
     return run_dir / FOLDER / f"step-{step:06d}.safetensors"
@@ -66,7 +50,7 @@ class TrajectoryWriter:
         self.run_dir = run_dir
         self.limit = limit
         self.ended = ""
-        self._link = FIRST  # of the next file
+        self._run = ""
         self._held: dict[str, Tensor] = {}
         for left in (run_dir / FOLDER).glob(".*.partial"):  # from a process that was killed during a write
             left.unlink()
@@ -80,7 +64,7 @@ class TrajectoryWriter:
             self.ended = f"nothing is recorded: step {missing[0]} was not, and a replay needs every step before"
         else:
             try:
-                self._link = _after(kept)
+                self._run = _run_of(kept) or uuid.uuid4().hex
             except CheckpointError as error:
                 self.ended = f"nothing is recorded: {error}"
         self._bytes = sum(file.stat().st_size for file in kept if not missing)
@@ -105,8 +89,7 @@ class TrajectoryWriter:
             return self.ended
         path = file_of(self.run_dir, step)
         path.parent.mkdir(exist_ok=True)
-        tensor_file.save(stored, path, {_NOTE: msgspec.json.encode(self._link).decode()})
-        self._link = _next(path)
+        tensor_file.save(stored, path, {_NOTE: f"{self._run} {step}"})
         self._bytes += path.stat().st_size
         if step:
             return ""
@@ -117,8 +100,8 @@ class Trajectory:
     """Read a recorded run. Raises CheckpointError for a run without a trajectory, for files that are missing, damaged,
     exchanged or of another run, and for others beside them. It reads every file's header before any tensor.
 
-    digest  of all that it holds
-    steps   how many steps can be replayed: those with the policy before and after them
+    run    its name: a random number, which only this run has
+    steps  how many steps can be replayed: those with the policy before and after them
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -135,9 +118,8 @@ class Trajectory:
                 raise CheckpointError(f"{path}: no such file, but {name} is there; a replay needs every step before")
             if name != path.name:
                 raise CheckpointError(f"{folder / name}: not a file of a trajectory; expected {path.name}, or nothing")
-        end = _after([file_of(run_dir, step) for step in range(len(found))])
-        self.digest = end.before
-        self.steps = end.step - 1
+        self.run = _run_of([file_of(run_dir, step) for step in range(len(found))])
+        self.steps = len(found) - 1
 
     def groups(self, step: int) -> list[Group]:
         """Return the rollouts that `step` trained on."""
@@ -169,45 +151,16 @@ class Trajectory:
                     self._policy[name].view(-1)[file[key].long()] = file[f"to/{name}"]
 
 
-def _link(path: Path) -> Link:
-    """Return a file's place. Raises CheckpointError, also for a truncated file."""
-    with TensorFile(path) as file:
-        note = file.notes.get(_NOTE)
-    if note is None:
-        raise CheckpointError(f"{path}: an earlier version recorded it, without the run's name; record the run again")
-    try:
-        return msgspec.json.decode(note, type=Link)
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path}: {_NOTE}: {error}") from None
-
-
-def _after(files: Sequence[Path]) -> Link:
-    """Return the place after files that are all of a trajectory so far. Raises CheckpointError."""
-    expected = FIRST
-    for path in files:
-        link = _link(path)
-        if link != expected:
-            raise CheckpointError(f"{path}: {_fault(link, expected)}")
-        expected = _next(path)
-    return expected
-
-
-def _next(path: Path) -> Link:
-    """Return the place after a file. Raises CheckpointError."""
-    link = _link(path)
-    with path.open("rb") as file:
-        size = file.read(8)
-        header = file.read(int.from_bytes(size, "little"))
-    digest = hashlib.sha256(header).hexdigest()
-    return Link(link.run or digest, link.step + 1, digest)
-
-
-def _fault(found: Link, expected: Link) -> str:
-    if found.step != expected.step:
-        return f"it holds step {found.step}"
-    if found.run != expected.run:
-        return "it is of another run than step 0"
-    return "it does not continue the file before it: one of the two is of another run, or from before a resume"
+def _run_of(files: Sequence[Path]) -> str:
+    """Return the run that wrote these files of the first steps; "" without files. Raises CheckpointError."""
+    run = ""
+    for step, path in enumerate(files):
+        with TensorFile(path) as file:
+            found = file.notes.get(_NOTE, "")
+        run = run or found.partition(" ")[0]
+        if found != f"{run} {step}":
+            raise CheckpointError(f"{path}: it is not step {step} of the run that recorded step 0; it holds {found!r}")
+    return run
 
 
 def _difference(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:

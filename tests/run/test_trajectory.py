@@ -204,35 +204,27 @@ def without_note(path: Path) -> None:
     tensor_file.save(tensors, path)
 
 
-def resumed_from_a_copy(run: Path, copy: Path) -> None:
-    shutil.copytree(run, copy)
-    again = TrajectoryWriter(copy, 1 << 20, 1)
-    again.keep(1, policies(4, 9)[1].items(), groups(1))
-    shutil.copy(file_of(copy, 1), file_of(run, 1))
-
-
 FAULTS = {
     "a file of another run": (
         lambda a, b: shutil.copy(file_of(b, 1), file_of(a, 1)),
-        "step-000001.*of another run than step 0",
+        "step-000001.*not step 1 of the run that recorded step 0",
     ),
     "the last file of another run": (
         lambda a, b: shutil.copy(file_of(b, 3), file_of(a, 3)),
-        "step-000003.*of another run than",
+        "step-000003.*not step 3 of the run",
     ),
-    "two files exchanged": (lambda a, b: exchange(file_of(a, 1), file_of(a, 2)), "step-000001.*it holds step 2"),
+    "two files exchanged": (
+        lambda a, b: exchange(file_of(a, 1), file_of(a, 2)),
+        "step-000001.*not step 1 of the run.* 2'",
+    ),
     "no middle file": (lambda a, b: file_of(a, 1).unlink(), "step-000001.*no such file, but step-000002"),
     "no first file": (lambda a, b: file_of(a, 0).unlink(), "step-000000.*no such file, but step-000001"),
-    "a file of an earlier attempt": (
-        lambda a, b: resumed_from_a_copy(a, b / "copy"),
-        "step-000002.*from before a resume",
-    ),
     "another name": (
         lambda a, b: (a / "trajectory/step-zzz.safetensors").touch(),
         "step-zzz.safetensors: not a file of",
     ),
     "another file": (lambda a, b: (a / "trajectory/about.txt").touch(), "about.txt: not a file of a trajectory"),
-    "an earlier version": (lambda a, b: without_note(file_of(a, 0)), "step-000000.*record the run again"),
+    "an earlier version": (lambda a, b: without_note(file_of(a, 0)), "step-000000.*not step 0 of the run"),
     "a truncated file": (lambda a, b: os.truncate(file_of(a, 2), 400), "step-000002.*truncated or not safetensors"),
 }
 
@@ -247,9 +239,7 @@ def test_files_that_are_not_one_run_are_found_before_any_is_read(tmp_path, fault
         Trajectory(mine)
 
 
-@pytest.mark.parametrize(
-    "fault", ["a file of another run", "two files exchanged", "no middle file", "a file of an earlier attempt"]
-)
+@pytest.mark.parametrize("fault", ["a file of another run", "two files exchanged", "no middle file"])
 def test_a_resumed_run_records_nothing_after_files_that_are_not_one_run(tmp_path, fault):
     mine, other = record(tmp_path / "a"), record(tmp_path / "b", 1)
     change, _ = FAULTS[fault]
