@@ -2,7 +2,7 @@
 
     python benchmarks/history.py quickstart=runs/quickstart/rl [NAME=RUN_DIR ...] [--quick] [--out FILE] [--plot FILE]
 
-A RUN_DIR is a run with `--train.record true`, on any task, also one of several turns (rollout.function). The newest
+A RUN_DIR is a run with `--train.record_gib 20`, on any task, also one of several turns (rollout.function). The newest
 policy of the run answers prompts of its last steps again, with the seeds that they had, and so do earlier policies.
 From these texts the program counts:
 
@@ -95,7 +95,7 @@ def runs(named: Sequence[str]) -> Iterator[tuple[str, Path]]:
             raise SystemExit(f"{text}: expected NAME=RUN_DIR, for example quickstart=runs/quickstart/rl")
         lacks = [part for part in ("trajectory", "hf") if not (Path(run_dir) / part).is_dir()]
         if lacks:
-            raise SystemExit(f"{run_dir}: no {lacks[0]}/; expected a finished run with --train.record true")
+            raise SystemExit(f"{run_dir}: no {lacks[0]}/; expected a finished run with --train.record_gib 20")
         yield name, Path(run_dir)
 
 
@@ -402,7 +402,7 @@ def plot(results: Sequence[Mapping], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("runs", nargs="+", metavar="NAME=RUN_DIR", help="runs with --train.record true")
+    p.add_argument("runs", nargs="+", metavar="NAME=RUN_DIR", help="runs with --train.record_gib 20")
     p.add_argument("--prompts", type=int, default=32, help="of the last steps; default: 32")
     p.add_argument("--samples", type=int, default=4, help="of each prompt, its siblings among them; default: 4")
     dtypes = ("bfloat16", "float32")

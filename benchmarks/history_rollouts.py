@@ -2,8 +2,8 @@
 
     python benchmarks/history_rollouts.py days=RUN_DIR [NAME=RUN_DIR ...] [--steps 5] [--num-steps 3]
 
-A RUN_DIR is a run with `--train.record true` that comes back to its prompts. The embedded engine generates the answers
-of its last steps again, each step under the policy and with the seeds that it had:
+A RUN_DIR is a run with `--train.record_gib 20` that comes back to its prompts. The embedded engine generates the
+answers of its last steps again, each step under the policy and with the seeds that it had:
 
     drafter    by the run's own drafter alone
     checked    with the old answer of the same seed checked whole, if there is one, else the beginning that old answers

@@ -1,6 +1,6 @@
 """Measure what an SGLang engine computes after a push: answers from nothing, and those of one step before redrawn.
 
-    python benchmarks/redraw_sglang.py RUN_DIR [--old] [--groups N] [--turns N]     # a run with --train.record true
+    python benchmarks/redraw_sglang.py RUN_DIR [--old] [--groups N] [--turns N]     # a run with --train.record_gib 20
 
 The answers are those of the run's last step, under their seeds. The engine runs on CPU operators with one thread, with
 the run's drafter and 3 drafts a round. Both ways take turns, and CPU seconds of the scheduler's process count, so that

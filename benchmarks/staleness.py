@@ -224,7 +224,7 @@ class Work:
         sft = self._command("sft", {"model.path": model, "train.run_dir": warm, "sft.path": task / "train.jsonl"})
         sft += ["--optimizer.lr", "3e-3", "--drafter.lr", "3e-3", "--optimizer.warmup_steps", "40"]
         sft += ["--optimizer.decay_steps", "600", *self.size.warm]
-        rl = self._rl(self.run, {"train.record": "true", "train.drift_every": "5"})
+        rl = self._rl(self.run, {"train.record_gib": "20", "train.drift_every": "5"})
         return [
             self._job("task", "", task / "eval.jsonl", (), make_task),
             self._job("model", "", model / "config.json", (task / "eval.jsonl",), make_model),

@@ -23,7 +23,7 @@ part "warm start: policy and drafter on demonstrations"
 
 part "RL: 60 GRPO steps, the drafter trained with the policy and pushed with it; every step is recorded"
 [ -e "$run/rl/hf" ] || rlspec train "${config[@]}" --model.path "$run/warm/hf" --data.path "$run/task/rl.jsonl" \
-    --data.eval_path "$run/task/eval.jsonl" --train.run_dir "$run/rl" --train.record true
+    --data.eval_path "$run/task/eval.jsonl" --train.run_dir "$run/rl" --train.record_gib 20
 
 part "control: the warm start's drafter, trained for as many steps on the warm policy's own answers"
 alone=(--rollout.engine embedded --spec.mode fixed)

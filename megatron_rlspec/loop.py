@@ -20,7 +20,7 @@ def train(config: Config, interruption: Interruption | None = None, extensions: 
         for step in run.records.steps(config.train.steps):
             with run.clock("generate"):
                 groups = run.collect(step)  # rank 0: engines generate, rewards score; all ranks get the groups
-            run.keep(groups)  # with train.record: the policy and these rollouts, for `rlspec replay`
+            run.keep(groups)  # with train.record_gib: the policy and these rollouts, for `rlspec replay`
             with run.clock("train"):
                 batches = run.pack(groups)  # advantages within each group, then this rank's micro-batches
                 metrics = run.train_step(batches, objective="grpo")  # one optimizer step of policy and drafter each

@@ -259,7 +259,7 @@ def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
     )
     parser._negative_number_matcher = re.compile(r"^-\.?(\d|inf|nan)")  # argparse takes -1e-4 for an option
     if command == "replay":
-        parser.add_argument("run", metavar="RUN", help="run directory of `rlspec train --train.record true`")
+        parser.add_argument("run", metavar="RUN", help="run directory of `rlspec train --train.record_gib 20`")
     parser.add_argument("--config", metavar="FILE", help="TOML file, one table per section")
     if command != "answer":
         help = "training processes, one a GPU (default 1)"

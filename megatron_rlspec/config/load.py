@@ -104,7 +104,7 @@ def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str])
     if "train.run_dir" not in changed:
         raise ConfigError("train.run_dir is not set; expected a directory for the replay")
     tree["replay"] = {"run": run}
-    tree["train"] |= {"record": False, "resume": False}
+    tree["train"] |= {"record_gib": 0.0, "resume": False}
     for section, table in own.items():
         tree.setdefault(section, {}).update(table)
     config = _validated(path or recorded, tree, overrides)

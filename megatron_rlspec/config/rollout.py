@@ -78,13 +78,10 @@ class RolloutConfig(Section):
     staleness: Annotated[int, Field(ge=0, le=1)] = Field(
         0, description="0: sample, then train; 1: sample the next step meanwhile, with weights one step older"
     )
-    partial: bool = Field(
-        False,
-        description="begin twice prompts_per_step, and end a rollout when its batch is complete; the rest goes on in "
-        "the next step",
-    )
-    partial_staleness: Annotated[int, Field(ge=1, le=1024), Needs("rollout.partial")] = Field(
-        1, description="steps that partial rollouts carry a group at most; then the step waits for it"
+    partial: Annotated[int, Field(ge=0, le=1024)] = Field(
+        0,
+        description="n > 0: begin twice prompts_per_step, and end a rollout when its batch is complete; the rest goes "
+        "on in the next steps, and after n of them the step waits for it; 0: a rollout ends with its last sample",
     )
     mask_offpolicy: Annotated[bool, Needs("rollout.partial")] = Field(
         False, description="do not train the tokens that a sample had before it was continued by a later policy"
@@ -99,7 +96,7 @@ class RolloutConfig(Section):
     @property
     def oldest(self) -> int:
         """Return how many versions a token may be behind the policy that trains on it."""
-        return self.staleness + (self.partial_staleness if self.partial else 0)
+        return self.staleness + self.partial
 
     @property
     def begun_prompts(self) -> int:
@@ -112,7 +109,9 @@ class RolloutConfig(Section):
         if self.redraw and self.mask_offpolicy:
             raise ValueError("redraw=true leaves no tokens of older policies, but mask_offpolicy=true masks them")
         if self.partial and self.function:
-            raise ValueError(f"partial=true continues one reply, but function={self.function} draws several turns")
+            raise ValueError(
+                f"partial={self.partial} continues one reply, but function={self.function} draws several turns"
+            )
 
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:

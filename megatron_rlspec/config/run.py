@@ -99,12 +99,12 @@ class Config(Section):
         if self._unweighted:
             raise ValueError(
                 "algorithm.tis_clip=0 leaves out the weights that tokens of an older policy need, which "
-                "rollout.staleness=1 and rollout.partial=true train on; expected more than 0, or rollout.redraw=true"
+                "rollout.staleness=1 and rollout.partial train on; expected more than 0, or rollout.redraw=true"
             )
         if self.rollout.partial and self.rollout.engine == "sglang" and self.spec.verifier != "position_keyed":
             raise ValueError(
-                f"rollout.partial=true: SGLang continues samples only under spec.verifier=position_keyed, not "
-                f"{self.spec.verifier}"
+                f"rollout.partial={self.rollout.partial}: SGLang continues samples only under "
+                f"spec.verifier=position_keyed, not {self.spec.verifier}"
             )
         if self.rollout.redraw and self.spec.verifier != "position_keyed":
             raise ValueError(

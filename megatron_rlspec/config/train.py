@@ -59,11 +59,12 @@ class TrainConfig(Section):
         description="steps between measurements of how far the policy is from model.path, on 16 samples; each rank "
         "keeps a copy of its part of model.path on the CPU; 0: none",
     )
-    record: bool = Field(
-        False, description="keep every step's rollouts and policy, for `rlspec replay`, in run_dir/trajectory"
-    )
-    record_gib: Annotated[float, Needs("train.record")] = Field(
-        20.0, gt=0, le=1e6, description="recording ends when its files would exceed so many GiB; the run goes on"
+    record_gib: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="keep every step's rollouts and policy, for `rlspec replay`, in run_dir/trajectory, until its "
+        "files would exceed so many GiB; 0: keep none",
     )
     max_bad_steps: Count = Field(
         3,

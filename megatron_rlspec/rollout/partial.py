@@ -1,6 +1,6 @@
 """Partial rollouts: a step ends with its batch, and the groups that it has begun go on in the next one.
 
-slime's `--partial-rollout` (slime/rollout/sglang_rollout.py). Here a group waits at most `rollout.partial_staleness`
+slime's `--partial-rollout` (slime/rollout/sglang_rollout.py). Here a group waits at most `rollout.partial`
 steps: then the step waits for it. No response is thrown away because it is long.
 """
 

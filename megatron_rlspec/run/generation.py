@@ -98,7 +98,7 @@ class Generation:
         self._lengths = {row: (tokens, number) for row, tokens, number in lengths}
         self.begun = list(begun)
         if self.begun and not self._config.rollout.partial:
-            message = f"rollout.partial=false: {len(self.begun)} begun groups are not continued"
+            message = f"rollout.partial=0: {len(self.begun)} begun groups are not continued"
             self._recorder.event("resume", message)
             self.begun = []
 

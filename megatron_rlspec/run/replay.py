@@ -1,4 +1,4 @@
-"""The recorded trajectory of a run: written by the run (`train.record`), and followed by `rlspec replay`."""
+"""The recorded trajectory of a run: written by the run (`train.record_gib`), and followed by `rlspec replay`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Replay:
 
 
 class TrajectoryRecording:
-    """Records the policy and the rollouts of every step (`train.record`), on all ranks.
+    """Records the policy and the rollouts of every step (`train.record_gib`), on all ranks.
 
     writer  on rank 0; None on the others
     """

@@ -74,7 +74,7 @@ class Session:
     rank0       calls to engines, on rank 0
     rollouts    engines and rewards; None on ranks above 0, and in runs without engines
     records     metrics, events and texts
-    recording   the trajectory, with `train.record`
+    recording   the trajectory, with `train.record_gib`
     evaluation  held-out prompts and answers
     saver       checkpoints
     results     models in Hugging Face's format
@@ -188,7 +188,7 @@ class Session:
         if moments:
             self.records.event("drafter", moments)
         self.recording: TrajectoryRecording | None = None
-        if self.config.train.record and not self.supervised:
+        if self.config.train.record_gib and not self.supervised:
             self.recording = open_recording(self.config, self.trainer, self.records, self.done)
 
     def __enter__(self) -> Session:
@@ -227,7 +227,7 @@ class Session:
         return [Group(row.prompt, [row]) for row in rows.take(self.config.sft.samples_per_step)]
 
     def keep(self, groups: Sequence[Group] = ()) -> None:
-        """With `train.record`, write the present policy, and the rollouts that the next step trains on. Collective."""
+        """With `train.record_gib`, write the present policy and the rollouts of the next step. Collective."""
         if self.recording is not None:
             self.recording.keep(self.done, groups)
 

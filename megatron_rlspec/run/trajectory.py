@@ -1,4 +1,4 @@
-"""The recorded trajectory of a run: each step's rollouts, and the policy that trained on them (`train.record`).
+"""The recorded trajectory of a run: each step's rollouts, and the policy that trained on them (`train.record_gib`).
 
 The policy of our loop does not depend on its drafter. So a drafter can be trained again along the trajectory, without
 rollouts and without a backward pass of the policy (`rlspec replay`).
@@ -111,7 +111,7 @@ class Trajectory:
         folder = run_dir / FOLDER
         found = sorted(path.name for path in folder.glob("[!.]*"))
         if not found:
-            raise CheckpointError(f"{run_dir}: no {FOLDER}/; expected a run with --train.record true")
+            raise CheckpointError(f"{run_dir}: no {FOLDER}/; expected a run with --train.record_gib 20")
         for step, name in enumerate(found):
             path = file_of(run_dir, step)
             if name != path.name and path.name < name <= f"step-{'9' * 6}.safetensors":

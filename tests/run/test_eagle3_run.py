@@ -36,7 +36,7 @@ def path(start, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def recorded(start, path, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("recorded") / "run"
-    run(start, run_dir, **OPTIONS, **EAGLE3, drafter__path=path, train__record="true")
+    run(start, run_dir, **OPTIONS, **EAGLE3, drafter__path=path, train__record_gib=1)
     return run_dir
 
 

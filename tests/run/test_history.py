@@ -38,7 +38,7 @@ def test_tokens_of_an_old_answer_are_right_at_the_same_positions(history: Module
 
 @pytest.mark.slow
 def test_a_recorded_run_is_measured(history: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    options = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__record": "true", "train__steps": 2}
+    options = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__record_gib": 1, "train__steps": 2}
     run(make_start(tmp_path / "start"), tmp_path / "run", **options)
     history.main([f"small={tmp_path / 'run'}", "--quick", "--out", str(tmp_path / "found.json")])
     assert "small: 2 recorded steps (an epoch is longer), 4 prompts, 8 answers" in capsys.readouterr().out

@@ -58,7 +58,7 @@ def test_old_answers_save_rounds_and_leave_the_policys_bits(start, tmp_path, eng
 def test_prompts_seeds_repeat_in_every_epoch(start, tmp_path, seeds):
     """The policy does not change, so the same seeds give the same answers."""
     options = {"rollout__engine": "embedded", "spec__mode": "off", "optimizer__lr": 1e-30, "train__steps": 8}
-    run(start, tmp_path / "run", **options, rollout__seeds=seeds, train__record="true", drafter__train="false")
+    run(start, tmp_path / "run", **options, rollout__seeds=seeds, train__record_gib=1, drafter__train="false")
     recorded = Trajectory(tmp_path / "run")
     answers: list[dict[int, list]] = [{}, {}]
     for step in range(8):

@@ -23,9 +23,9 @@ from megatron_rlspec.records.recorder import read_records
 # which weigh a gradient unless tis_clip=0. An adaptive rule starts over after a kill.
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1}
 AHEAD = {"rollout__staleness": 1, "algorithm__kl_coef": 0.1}
-PARTIAL = {"rollout__partial": "true", "rollout__max_new_tokens": 48}
+PARTIAL = {"rollout__partial": 1, "rollout__max_new_tokens": 48}
 ADAPTIVE = {"spec__mode": "adaptive", "algorithm__tis_clip": 0}
-RECORD = {"train__record": "true"}
+RECORD = {"train__record_gib": 1}
 HISTORY = {"spec__history": "true", "rollout__seeds": "prompt"}
 BUFFER = {"drafter__replay": "uniform", "drafter__reward_weight": "rank"}
 # SGLang's log-probs depend in their last bits on what is decoded together, and so on time.
@@ -42,7 +42,7 @@ COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of whi
     "partial, more than run at once": (1, PARTIAL),
     "partial, staleness, buffer by reward": (
         1,
-        PARTIAL | AHEAD | {"drafter__replay": "reward", "rollout__partial_staleness": 3},
+        PARTIAL | AHEAD | {"drafter__replay": "reward", "rollout__partial": 3},
     ),
     "partial, staleness, redraw": (1, PARTIAL | AHEAD | {"rollout__redraw": "true"}),
     "old answers as drafts": (1, {"spec__history": "true"}),

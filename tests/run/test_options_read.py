@@ -15,8 +15,8 @@ from megatron_rlspec.config.load import RECORDED
 
 EMBEDDED = {"rollout__engine": "embedded", "rollout__max_new_tokens": 8}
 ONE = EMBEDDED | {"rollout__samples_per_prompt": 2, "train__eval_prompts": 1, "train__steps": 1}
-ALL_ON = {"rollout__staleness": 1, "algorithm__kl_coef": 0.1, "drafter__replay": "uniform", "train__record": "true"}
-ALL_ON |= {"drafter__reward_weight": "rank", "algorithm__dynamic_sampling": "true", "rollout__partial": "true"}
+ALL_ON = {"rollout__staleness": 1, "algorithm__kl_coef": 0.1, "drafter__replay": "uniform", "train__record_gib": 1}
+ALL_ON |= {"drafter__reward_weight": "rank", "algorithm__dynamic_sampling": "true", "rollout__partial": 1}
 TALKS = {"rollout__function": "run_reward:one_reply", "spec__mode": "fixed", "spec__num_steps": 2}
 SERVED = {"rollout__engine": "sglang"}
 WARM = {"sft__steps": 1, "sft__samples_per_step": 2, "sft__drafter_only": "false"}

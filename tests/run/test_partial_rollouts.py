@@ -22,7 +22,7 @@ ROWS = 8
 
 
 def config_of(start, run_dir, **changed):
-    rollout = {"engine": "embedded", "partial": True, "prompts_per_step": WANTED}
+    rollout = {"engine": "embedded", "partial": 1, "prompts_per_step": WANTED}
     rollout |= {"samples_per_prompt": SAMPLES, "max_new_tokens": 48, "max_total_tokens": 8192}
     return Config.model_validate(
         {
@@ -65,7 +65,7 @@ class Run:
     [
         {},
         {"max_running_requests": 9},
-        *(pytest.param(c, marks=pytest.mark.slow) for c in ({"partial_staleness": 3}, {"dynamic_sampling": True})),
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ({"partial": 3}, {"dynamic_sampling": True})),
     ],
     ids=str,
 )
@@ -91,7 +91,7 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
     assert continued and any(len(s.policy_versions) == 1 for s in trained)
     for number, groups in enumerate(steps):
         oldest = min(s.policy_versions[0][0] for g in groups for s in g.samples)
-        assert number + 1 - config.rollout.partial_staleness <= oldest <= number + 1
+        assert number + 1 - config.rollout.partial <= oldest <= number + 1
     again = [Request(s.request_id, s.prompt, seed_of(config, s)) for s in trained]
     alone = run.engine.generate(again, run.rollouts.generation.sampling)
     assert [s.tokens.tolist() for s in trained] == [s.tokens.tolist() for s in alone]
@@ -124,7 +124,7 @@ def seed_of(config, sample):
 def test_a_row_that_comes_twice_in_a_step_gets_other_samples(start, tmp_path):
     rows = (start / "task/rl.jsonl").read_text().splitlines(keepends=True)[:2]
     (tmp_path / "two.jsonl").write_text("".join(rows))
-    config = config_of(start, tmp_path, partial=False, prompts_per_step=6, max_new_tokens=16)
+    config = config_of(start, tmp_path, partial=0, prompts_per_step=6, max_new_tokens=16)
     config = config.model_copy(update={"data": config.data.model_copy(update={"path": f"{tmp_path}/two.jsonl"})})
     run = Run(config, tmp_path)
     samples = [sample for group in run.step(0) for sample in group.samples]

@@ -13,7 +13,7 @@ from megatron_rlspec.types import OpenGroup
 
 OPTIONS = {
     "rollout__engine": "embedded",
-    "rollout__partial": "true",
+    "rollout__partial": 1,
     "rollout__max_new_tokens": 48,
     "rollout__max_running_requests": 20,
     "spec__mode": "fixed",

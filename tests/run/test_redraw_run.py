@@ -46,7 +46,7 @@ def test_one_step_ahead_with_redraw_trains_the_bits_of_a_run_that_waits(start, t
 @pytest.mark.parametrize("engine", ENGINES)
 def test_samples_that_go_on_are_the_newest_policys(start, tmp_path, engine):
     options = OPTIONS | {"rollout__engine": engine, "train__steps": 3}
-    run(start, tmp_path / "run", **options, rollout__partial="true", rollout__redraw="true")
+    run(start, tmp_path / "run", **options, rollout__partial=1, rollout__redraw="true")
     records = read_records(tmp_path / "run/metrics.jsonl")
     assert [record.get("policy/staleness", 0) for record in records] == [0] * 3
     assert sum(record["rollout/kept_tokens"] for record in records) > 0
@@ -57,7 +57,7 @@ def test_samples_that_go_on_are_the_newest_policys(start, tmp_path, engine):
     ("options", "line"),
     [
         ({"spec.verifier": "rejection"}, "expected spec.verifier=position_keyed"),
-        ({"rollout.partial": "true", "rollout.mask_offpolicy": "true"}, "leaves no tokens of older policies"),
+        ({"rollout.partial": "1", "rollout.mask_offpolicy": "true"}, "leaves no tokens of older policies"),
         ({"algorithm.dynamic_sampling": "true"}, "has chosen groups by them"),
         ({"rollout.function": "tool:use"}, "redraw=true checks one reply"),
     ],

@@ -33,7 +33,7 @@ CASES = [
 def recorded(request, start, tmp_path_factory) -> Path:
     """Return a run on two ranks that recorded its steps."""
     run_dir = tmp_path_factory.mktemp("recorded") / "run"
-    options = OPTIONS | {"train__record": "true", "train__steps": STEPS, "train__drift_every": 1}
+    options = OPTIONS | {"train__record_gib": 1, "train__steps": STEPS, "train__drift_every": 1}
     run(start, run_dir, ranks=2, **options, **request.param, train__tokens_per_micro_batch=256)
     return run_dir
 
@@ -263,5 +263,5 @@ def test_a_damaged_file_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="the file is damaged"):
         read = Trajectory(tmp_path)
         read.policy(0), read.groups(0)
-    with pytest.raises(CheckpointError, match="expected a run with --train.record true"):
+    with pytest.raises(CheckpointError, match="expected a run with --train.record_gib 20"):
         Trajectory(tmp_path / "elsewhere")

@@ -9,7 +9,7 @@ OPTIONS = {
     "spec__mode": "fixed",
     "train__steps": 2,
     "train__eval_prompts": 1,
-    "train__record": "true",
+    "train__record_gib": 1,
     "parallel__tensor": 2,
 }
 

@@ -112,7 +112,7 @@ def test_two_ranks_join_into_one_engine_and_draw_the_same(start, tmp_path):
 def test_a_rank_killed_in_a_change_of_the_size_ends_the_run_which_resumes(start, tmp_path, monkeypatch):
     """Steps that were finished are kept; the step in progress is drawn anew, with the same texts."""
     options = STILL | {"tail__tp": "1,2", "tail__every": 4}
-    options |= {"train__record": "true", "train__steps": 4}
+    options |= {"train__record_gib": 1, "train__steps": 4}
     options["tail__cost_table"] = sizes_table(tmp_path / "sizes.json")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(start, whole, ranks=2, **options)
