@@ -51,7 +51,7 @@ They are not accepted. The most used ones:
 | `kl_loss_coef`, `kl_coeff` | `algorithm.kl_coef` |
 | `loss_agg_mode`, `calculate_per_token_loss` | `algorithm.aggregation` |
 | `tensor_model_parallel_size` and the like | `parallel.tensor` and the like |
-| `gpu_memory_utilization`, `mem_fraction_static` | `rollout.mem_fraction` |
+| `gpu_memory_utilization`, `mem_fraction_static` | `rollout.engine_options`, `--mem-fraction-static` |
 | `engine_kwargs`, `sglang_*` | `rollout.engine_options` |
 | `num_layers`, `hidden_size` and the like | `config.json` of `model.path` |
 | `n_gpus_per_node`, `actor_num_nodes` | torchrun's `--nproc-per-node` and `--nnodes` |

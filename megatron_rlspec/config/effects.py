@@ -24,7 +24,7 @@ UNREAD = {
     "drafter.fresh drafter.depth drafter.loss "
     "drafter.reward_ drafter.share drafter.update_ drafter.overlap drafter.replay drafter.lr "
     "drafter.warmup_steps parallel. sft. train.steps train.tokens train.deterministic "
-    "train.run_dir train.save_every train.keep train.resume train.eval_ train.drift_every train.record "
+    "train.run_dir train.save_every train.resume train.eval_ train.drift_every train.record "
     "train.max_bad_steps train.export_every train.save_best log. replay.",
     "replay": "sft. answer. drafter.fresh health.logprob_gap data.eval_sets train.eval_ train.drift_every",
 }

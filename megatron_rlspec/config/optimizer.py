@@ -14,7 +14,6 @@ class OptimizerConfig(Section):
         0, description="steps until both learning rates, also drafter.lr, have fallen linearly to a tenth; 0: no fall"
     )
     weight_decay: Weight = Field(0.0, description="AdamW's decoupled weight decay")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's decay of the mean gradient, drafter too")
     beta2: float = Field(0.95, ge=0, lt=1, description="Adam's decay of the mean squared gradient, drafter too")
     clip_grad: Weight = Field(
         1.0, description="largest norm of the policy's gradient, and of the drafter's; 0: not clipped"

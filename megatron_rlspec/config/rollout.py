@@ -59,13 +59,10 @@ class RolloutConfig(Section):
     max_total_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS), Needs("rollout.urls=")] = Field(
         0, description="size of one engine's KV cache in tokens; 0: what fits (65536 on a CPU)"
     )
-    mem_fraction: Annotated[float, Field(ge=0, lt=1), Needs("rollout.engine=sglang"), Needs("rollout.urls=")] = Field(
-        0.0,
-        description="share of a GPU's free memory for an engine's weights and KV cache; 0: what CUDA graphs, logits "
-        "and prefills leave",
-    )
     engine_options: Annotated[Text, Needs("rollout.engine=sglang"), Needs("rollout.urls=")] = Field(
-        "", description="SGLang's own options for engines that the run launches, as '--attention-backend triton'"
+        "",
+        description="SGLang's own options for engines that the run launches, as '--attention-backend triton'; "
+        "--mem-fraction-static takes the place of what CUDA graphs, logits and prefills leave",
     )
     timeout_seconds: Annotated[Seconds, Needs("rollout.engine=sglang", "rollout.function")] = Field(
         1800.0,

@@ -25,7 +25,11 @@ class TrainConfig(Section):
         "gradients in any order, and two runs differ, with or without a drafter",
     )
     run_dir: Name = Field("runs/run", description="directory that the run writes to")
-    save_every: Count = Field(20, description="steps between checkpoints; 0: only at the end, on Ctrl-C and on SIGTERM")
+    save_every: Count = Field(
+        20,
+        description="steps between checkpoints, of which the newest two stay; 0: only at the end, on Ctrl-C and on "
+        "SIGTERM",
+    )
     export_every: Count = Field(
         0, description="steps between models of policy and drafter in run_dir/hf-step-N, which all stay; 0: only hf/"
     )
@@ -33,7 +37,6 @@ class TrainConfig(Section):
         False,
         description="keep the policy of the highest reward on data.eval_path, and its drafter, in run_dir/hf-best",
     )
-    keep: Positive = Field(2, description="how many checkpoints stay")
     resume: bool = Field(False, description="continue from the newest checkpoint in run_dir")
     eval_every: Count = Field(
         20,

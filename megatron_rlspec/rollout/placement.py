@@ -50,8 +50,7 @@ class GpuLayout:
     engines       of each engine, by its tensor-parallel rank; empty where nothing is placed
     second        of the engines of a second fleet, which shares devices with the first
     together      whether engines share the ranks' GPUs, so that they release memory while training
-    mem_fraction  share of the memory that an engine finds free, for its weights and KV cache; `rollout.mem_fraction`
-                  takes its place
+    mem_fraction  share of the memory that an engine finds free, for its weights and KV cache
     tokens        that the KV cache of an engine on the ranks' GPUs holds; 0: all that fit
     """
 

@@ -326,7 +326,7 @@ def engine_arguments(config: Config, layout: GpuLayout, index: int = 0, sleeps: 
     if layout.engines:
         options["tp"] = len((*layout.engines, *layout.second)[index])
     if layout.engines or torch.cuda.is_available():
-        options["mem-fraction-static"] = config.rollout.mem_fraction or layout.mem_fraction or UNPLACED
+        options["mem-fraction-static"] = layout.mem_fraction or UNPLACED
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     if layout.engines and sleeps:
         # Released memory comes back empty. The push restores the target; SGLang keeps the target's buffers only.

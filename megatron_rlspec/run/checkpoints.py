@@ -23,6 +23,7 @@ from megatron_rlspec.models.hf_files import CheckpointError, read_json
 from megatron_rlspec.speculation.history import Kept
 from megatron_rlspec.types import Group, OpenGroup
 
+KEPT = 2  # checkpoints: if the newest one is damaged, the run goes on from the one before
 _CHECKSUM = "checksum"
 # Files of groups; each has a checksum in the JSON file, such as groups_checksum.
 _FORMATS: dict[str, type[list[Any]]] = {
@@ -46,11 +47,10 @@ class Drawn(NamedTuple):
 
 
 class Checkpoints:
-    """Checkpoints of `run_dir`, of which `prune` keeps the newest `keep`."""
+    """Checkpoints of `run_dir`, of which `prune` keeps the newest `KEPT`."""
 
-    def __init__(self, run_dir: Path, keep: int) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / "checkpoints"
-        self.keep = keep
 
     def path(self, step: int) -> Path:
         """Return the path of the trainer's directory after `step` optimizer steps."""
@@ -93,8 +93,8 @@ class Checkpoints:
                 self.path(step).with_suffix(suffix).unlink(missing_ok=True)
 
     def prune(self) -> None:
-        """Remove all but the newest `keep`, and what an interrupted write left."""
-        for old in self.whole()[: -self.keep]:
+        """Remove all but the newest `KEPT`, and what an interrupted write left."""
+        for old in self.whole()[:-KEPT]:
             shutil.rmtree(old)
         for left in self.folder.glob(".step-*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()

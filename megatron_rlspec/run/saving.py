@@ -26,7 +26,7 @@ class Saver:
     def __init__(self, config: Config, trainer: Trainer, main: bool, known: Mapping[str, str]) -> None:
         """`known`: digests of model and data, by names of options; a checkpoint with others is not resumed from."""
         self.saved = 0
-        self._checkpoints = Checkpoints(Path(config.train.run_dir), config.train.keep)
+        self._checkpoints = Checkpoints(Path(config.train.run_dir))
         self._trainer = trainer
         self._main = main
         self._identity = dict(known)

@@ -41,7 +41,6 @@ class AdamW:
 
     lr: float
     weight_decay: float = 0.0
-    beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     clip_grad: float = 1.0
@@ -130,7 +129,6 @@ class Learner:
         config = OptimizerConfig(
             lr=adam.lr,
             weight_decay=adam.weight_decay,
-            adam_beta1=adam.beta1,
             adam_beta2=adam.beta2,
             adam_eps=adam.eps,
             clip_grad=adam.clip_grad,

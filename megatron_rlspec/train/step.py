@@ -456,7 +456,6 @@ def _policy_adam(config: Config) -> AdamW:
     return AdamW(
         lr=options.lr,
         weight_decay=options.weight_decay,
-        beta1=options.beta1,
         beta2=options.beta2,
         clip_grad=options.clip_grad,
         warmup_steps=options.warmup_steps,

@@ -143,7 +143,7 @@ def pending(content: bytes | None) -> Act:
         from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
         from megatron_rlspec.types import Group, Prompt
 
-        checkpoints = Checkpoints(place.here, keep=2)
+        checkpoints = Checkpoints(place.here)
         checkpoints.write_state(2, {}, Drawn([Group(Prompt(0, np.arange(2)), [])]))
         assert checkpoints.read_state(checkpoints.path(2))[1].ahead
         file = place.here / "checkpoints/step-000002.groups"

@@ -155,7 +155,7 @@ def test_records_without_a_step_are_reported_with_their_line(tmp_path, line):
 
 def test_save_every_0_leaves_a_checkpoint_at_the_end(start, tmp_path):
     run(start, tmp_path, **OPTIONS | {"train__save_every": 0})
-    assert [path.name for path in Checkpoints(tmp_path, 2).whole()] == ["step-000002"]
+    assert [path.name for path in Checkpoints(tmp_path).whole()] == ["step-000002"]
 
 
 # ---- damaged checkpoints --------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_checkpoints_that_are_a_file(start, tmp_path):
 
 
 def test_pruning_removes_what_killed_writes_left(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path)
     for step in (1, 2, 3):
         checkpoints.write_state(step, {}, Drawn())
         checkpoints.path(step).mkdir()

@@ -69,7 +69,7 @@ def ranks(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def resumes_as_if_uninterrupted(start: Path, run_dir: Path, whole: Path, **options: object) -> None:
-    done = Checkpoints(run_dir, 2).whole()[-1].name
+    done = Checkpoints(run_dir).whole()[-1].name
     assert len(records(run_dir)) == int(done.removeprefix("step-"))
     run(start, run_dir, **OPTIONS, train__steps=STEPS, train__resume="true", **options)
     assert records(run_dir) == records(whole)
@@ -149,7 +149,7 @@ def test_when_torchrun_is_killed_its_ranks_end_with_a_checkpoint(start, tmp_path
     assert len(ranks(processes)) == 2
     process.kill()
     assert_gone(processes)
-    assert Checkpoints(tmp_path, 2).whole()
+    assert Checkpoints(tmp_path).whole()
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def leftovers(run_dir: Path) -> list[str]:
 def test_a_file_that_cannot_grow_is_reported_in_one_line_and_leaves_nothing(start, tmp_path, most, name):
     code, line = limited(start, tmp_path, most)
     assert code == 1 and "File too large" in line and name in line, line
-    assert leftovers(tmp_path) == [] and Checkpoints(tmp_path, 2).whole() == []
+    assert leftovers(tmp_path) == [] and Checkpoints(tmp_path).whole() == []
     assert not list(tmp_path.glob("checkpoints/*"))
     run(start, tmp_path, **OPTIONS, train__steps=2, train__resume="true")
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [0, 1]

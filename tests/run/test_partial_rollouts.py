@@ -80,7 +80,7 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
     for step in range(STEPS):
         if step == 2:
             order = run.prompts.state()
-            checkpoints = Checkpoints(tmp_path, 2)
+            checkpoints = Checkpoints(tmp_path)
             checkpoints.write_state(2, run.rollouts.state(), run.rollouts.drawn(()))
         steps.append(run.step(step))
         assert [len(group.samples) for group in steps[-1]] == [SAMPLES] * WANTED
