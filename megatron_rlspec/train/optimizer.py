@@ -26,36 +26,15 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
-from megatron.core.optimizer import OptimizerConfig, _get_megatron_optimizer_based_on_param_groups
+from megatron.core.optimizer import OptimizerConfig as MegatronConfig
+from megatron.core.optimizer import _get_megatron_optimizer_based_on_param_groups
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_rlspec.config import OptimizerConfig
 from megatron_rlspec.train import experts
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """Options of AdamW for the policy or the drafter. One-dimensional parameters have no weight decay."""
-
-    lr: float
-    weight_decay: float = 0.0
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip_grad: float = 1.0
-    warmup_steps: int = 0
-    decay_steps: int = 0
-    distributed: bool = False
-
-    def rate(self, step: int, updates_before: int = 0) -> float:
-        """Return the learning rate of a run's update number `step`, from 1: linear warm-up, linear decay to a tenth.
-
-        `updates_before`, of the run whose moments this one continues with, count in the warm-up only.
-        """
-        warmup = min(1.0, (step + updates_before) / self.warmup_steps) if self.warmup_steps else 1.0
-        decay = max(0.1, 1 - 0.9 * step / self.decay_steps) if self.decay_steps else 1.0
-        return self.lr * min(warmup, decay)
 
 
 @dataclass(frozen=True)
@@ -94,7 +73,7 @@ class Optimized(NamedTuple):
 
 
 class Learner:
-    """A module with its own gradient buffers and its own AdamW.
+    """A module with its own gradient buffers and its own AdamW. One-dimensional parameters have no weight decay.
 
     `pipelined` says whether the module is split over pipeline stages (the policy) or whole on this one (the drafter).
     Gradient norm and finalisation run over the ranks that hold a part of it, and only these construct a Learner.
@@ -104,7 +83,9 @@ class Learner:
     `finish_parameters` has returned. The drafter is one layer, and its backward runs in each micro-batch: no overlap.
     """
 
-    def __init__(self, module: MegatronModule, adam: AdamW, *, pipelined: bool, overlap: bool = False) -> None:
+    def __init__(
+        self, module: MegatronModule, adam: OptimizerConfig, *, pipelined: bool, overlap: bool = False
+    ) -> None:
         dtype = module.config.params_dtype
         low = dtype == torch.bfloat16
         if adam.distributed and dtype == torch.float64:
@@ -126,11 +107,10 @@ class Learner:
             ),
             module,
         )
-        config = OptimizerConfig(
+        config = MegatronConfig(
             lr=adam.lr,
             weight_decay=adam.weight_decay,
             adam_beta2=adam.beta2,
-            adam_eps=adam.eps,
             clip_grad=adam.clip_grad,
             bf16=low,
             params_dtype=dtype,
@@ -148,7 +128,7 @@ class Learner:
             self.parts.append(self._part(config, experts=True))
         self.optimizer = ChainedOptimizer([part.optimizer for part in self.parts])
 
-    def _part(self, config: OptimizerConfig, *, experts: bool) -> Part:
+    def _part(self, config: MegatronConfig, *, experts: bool) -> Part:
         # get_megatron_optimizer() communicates over all ranks; only those of the last pipeline stage have a drafter.
         ps = parallel_state
         if experts:
@@ -246,12 +226,22 @@ class Learner:
                 clip_grad_by_total_norm_fp32(part.optimizer.get_parameters(), self.adam.clip_grad, norm)
         self.steps += 1
         for group in self.optimizer.param_groups:
-            group["lr"] = self.adam.rate(self.steps, self.updates_before)
+            group["lr"] = self._rate()
             group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
         if self.gathers_late:
             self.ddp.start_param_sync()
         return norm, True
+
+    def _rate(self) -> float:
+        """Return the learning rate of the update that begins: linear warm-up, linear decay to a tenth.
+
+        Updates of the run whose moments this one continues with count in the warm-up only.
+        """
+        adam, step = self.adam, self.steps
+        warmup = min(1.0, (step + self.updates_before) / adam.warmup_steps) if adam.warmup_steps else 1.0
+        decay = max(0.1, 1 - 0.9 * step / adam.decay_steps) if adam.decay_steps else 1.0
+        return adam.lr * min(warmup, decay)
 
     def finish_parameters(self) -> None:
         """Wait until the parameters are complete on every replica after a step. Collective."""
@@ -265,7 +255,7 @@ def _is_expert(parameter: Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def _groups(ddp: DistributedDataParallel, config: OptimizerConfig, *, experts: bool) -> list[dict[str, Any]]:
+def _groups(ddp: DistributedDataParallel, config: MegatronConfig, *, experts: bool) -> list[dict[str, Any]]:
     """Make Megatron's parameter groups: matrices, and parameters without weight decay; none without parameters."""
     common = {"lr_mult": 1.0, "is_expert_parallel": experts, "is_decoupled_lr": False, "default_config": True}
     common |= {"max_lr": config.lr, "min_lr": config.min_lr}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -46,7 +45,7 @@ from megatron_rlspec.train.drafter_step import (
 )
 from megatron_rlspec.train.model import Policy, describe, taps_of, transformer_config
 from megatron_rlspec.train.objectives import OBJECTIVES, OutputLayer, Sums, means, reduce_sums
-from megatron_rlspec.train.optimizer import AdamW, Learner
+from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.train.reference import Reference
 from megatron_rlspec.types import PackedBatch, Scope
 
@@ -69,7 +68,7 @@ class Trainer:
         self.rope = Rope.of(hf_config)
         self.policy = Policy(self.model_config, hf_config, config.model.max_length).to(self.device)
         overlap = runtime.has_transformer_engine()
-        self.learner = Learner(self.policy, _policy_adam(config), pipelined=True, overlap=overlap)
+        self.learner = Learner(self.policy, config.optimizer, pipelined=True, overlap=overlap)
         self.drafter: Drafter | None = None
         self.drafter_learner: Learner | None = None
         self.drafter_step: DrafterStep | None = None
@@ -77,7 +76,8 @@ class Trainer:
         self.table = shards.family(hf_config)
         if options.train and self.last_stage:
             self.drafter = build_drafter(self.model_config, hf_config, options, config.train.seed + 1).to(self.device)
-            self.drafter_learner = Learner(self.drafter, _drafter_adam(config), pipelined=False)
+            own = {"lr": options.lr, "weight_decay": 0.0, "warmup_steps": options.warmup_steps}
+            self.drafter_learner = Learner(self.drafter, config.optimizer.model_copy(update=own), pipelined=False)
             self.drafter_step = DrafterStep(self.drafter_learner, _drafter_objective(config))
             self.drafter_step.head = getattr(self.drafter, "head", None)
         # After the models are built: layers with experts copy the configuration that they are built from.
@@ -449,27 +449,3 @@ def _predicted_steps(config: Config) -> tuple[int, ...]:
         return ()
     steps = spec.candidate_steps if spec.mode == "adaptive" else (spec.num_steps,)
     return tuple(sorted({k for k in steps if k > 0}))
-
-
-def _policy_adam(config: Config) -> AdamW:
-    options = config.optimizer
-    return AdamW(
-        lr=options.lr,
-        weight_decay=options.weight_decay,
-        beta2=options.beta2,
-        clip_grad=options.clip_grad,
-        warmup_steps=options.warmup_steps,
-        decay_steps=options.decay_steps,
-        distributed=options.distributed,
-    )
-
-
-def _drafter_adam(config: Config) -> AdamW:
-    """Return the drafter's Adam: its own rate and warm-up, no decay of weights; the rest is the policy's."""
-    own = config.drafter
-    return replace(
-        _policy_adam(config),
-        lr=own.lr,
-        weight_decay=0.0,
-        warmup_steps=own.warmup_steps,
-    )

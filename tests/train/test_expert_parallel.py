@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from test_experts import BALANCED, SMALL, build, data_of, made
 from train_ranks import digest, moments, on_ranks
 
-from megatron_rlspec.config import ParallelConfig
+from megatron_rlspec.config import OptimizerConfig, ParallelConfig
 from megatron_rlspec.models.hf_files import CheckpointError
 from megatron_rlspec.train import checkpoint, experts, runtime
-from megatron_rlspec.train.optimizer import AdamW, Learner
+from megatron_rlspec.train.optimizer import Learner
 
 # Gradients are float64 and differ by the order of sums only. Megatron sums their squares in float32. The norm, and what
 # it clips, carries that rounding of 6e-8 on.
@@ -137,7 +137,9 @@ def by_hand(folder, tensor):
     shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_moe_experts": 2}
     exact = {"params_dtype": torch.float32, "calculate_per_token_loss": True, "add_bias_linear": False}
     module = OneExpert(TransformerConfig(**shape, **exact, use_cpu_initialization=True, expert_model_parallel_size=2))
-    learner = Learner(module, AdamW(lr=0.1, clip_grad=1.0, eps=1e-2), pipelined=False)
+    learner = Learner(module, OptimizerConfig(lr=0.1, clip_grad=1.0), pipelined=False)
+    for group in learner.optimizer.param_groups:
+        group["eps"] = 1e-2
     norms = []
     for _ in range(3):
         learner.zero_grad()

@@ -26,6 +26,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_rlspec.config import OptimizerConfig
 from megatron_rlspec.integrations.slime import routing
 from megatron_rlspec.integrations.slime.batch import DrafterFields
 from megatron_rlspec.models.rope import Rope
@@ -42,7 +43,7 @@ from megatron_rlspec.train.drafter_step import (
 )
 from megatron_rlspec.train.drafter_updates import EverySteps, RewardWeight
 from megatron_rlspec.train.objectives import OutputLayer, Sums, means, sum_over_replicas
-from megatron_rlspec.train.optimizer import AdamW, Learner
+from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.types import Verifier
 
 
@@ -149,8 +150,9 @@ class SlimeDrafter:
     def thaw(self) -> None:
         """Build gradient buffers and optimizer of a drafter that is trained. Call it after the checkpoint is loaded."""
         self.block = self.build()
-        adam = AdamW(lr=self.options.lr, clip_grad=self.options.clip_grad, warmup_steps=self.options.warmup_steps)
         if self.options.train:
+            own = self.options
+            adam = OptimizerConfig(lr=own.lr, clip_grad=own.clip_grad, warmup_steps=own.warmup_steps)
             with self.trainable():
                 self.learner = Learner(self.block, adam, pipelined=False)
         self.drafter_step = DrafterStep(self.learner, self.options.objective)
