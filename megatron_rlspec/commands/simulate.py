@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 
 from megatron_rlspec import arguments, files
-from megatron_rlspec.config.base import ConfigError, Count, Positive, Section, Text, Tokens
+from megatron_rlspec.config.base import ConfigError, Count, Positive, Section, Text, Tokens, first_mistake
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts
 from megatron_rlspec.extensions.simulator.cluster import Cluster, Policies, Simulation, Workload
 from megatron_rlspec.extensions.simulator.hardware import ModelSizes, hardware_table
@@ -269,10 +269,7 @@ def validated(tree: Mapping[str, Any], source: str) -> SimulationConfig:
     try:
         return SimulationConfig.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"{part}." for part in first["loc"])[:-1]
-        message = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{source}: {where}: {message}" if where else f"{source}: {message}") from None
+        raise ConfigError(f"{source}: {first_mistake(error).removeprefix(': ')}") from None
 
 
 def sweep(config: SimulationConfig, change: str) -> dict[str, SimulationConfig]:

@@ -119,9 +119,7 @@ def _run(command: Command, argv: list[str]) -> None:
             config = with_fresh_drafter(config)
         interruption = Interruption().install()
         with interruption.translating(), exits.watched():
-            evaluates = config.sft.eval_every > 0 and bool(config.data.eval_path)
-            engines = {"train": True, "sft": evaluates, "replay": config.replay.policy_step >= 0}
-            doctor.refuse_if_affected(config, engines=engines[command])
+            doctor.refuse_if_affected(config, engines=config.generates(command))
             from megatron_rlspec import loop
             from megatron_rlspec.train import runtime
 

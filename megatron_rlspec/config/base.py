@@ -33,10 +33,11 @@ def expectation(error: Mapping[str, Any]) -> str:
 
 
 def first_mistake(error: ValidationError) -> str:
-    """Format the first mistake that pydantic found: place, what was expected, and the value."""
+    """Format the first mistake that pydantic found: place, what was expected, and the value, which our checks name."""
     first = error.errors(include_url=False)[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
-    return f"{place}: {expectation(first)} (got {shown(first['input'])})"
+    got = "" if first["type"] in ("missing", "value_error") else f" (got {shown(first['input'])})"
+    return f"{place}: {expectation(first)}{got}"
 
 
 def shown(value: Any) -> str:

@@ -47,7 +47,7 @@ def unread(config: Any, command: str, name: str) -> str:
         return f"{found}, which trains the drafter only"
     # The temperature is that of the drafter's loss; the lengths of prompt and response fit into model.max_length.
     taught = name == "rollout.max_new_tokens" or (frozen and name == "rollout.temperature")
-    if command == "sft" and not (config.sft.eval_every and config.data.eval_path) and not taught:
+    if command == "sft" and not config.generates("sft") and not taught:
         if name.startswith(tuple(GENERATING.split())):
             return f"{found} without evaluations by an engine (sft.eval_every, data.eval_path)"
     if command == "replay" and config.replay.policy_step < 0 and not taught:

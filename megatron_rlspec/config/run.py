@@ -147,6 +147,12 @@ class Config(Section):
         """Return the tensor-parallel size of a second fleet of SGLang engines; 0: there is none."""
         return self.tail.tp[-1] if len(self.tail.tp) > 1 and self.rollout.engine == "sglang" else 0
 
+    def generates(self, command: Command) -> bool:
+        """Return whether a run of this command has engines: a warm start to evaluate, a replay if one policy stays."""
+        if command == "sft":
+            return bool(self.sft.eval_every and self.data.eval_path)
+        return command == "train" or self.replay.policy_step >= 0
+
     def check_run(self, command: Command, world_size: int, because: str = "") -> None:
         """Raise ConfigError if a run of this command cannot be started so. Imports nothing heavy.
 

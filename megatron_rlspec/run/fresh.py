@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.config.base import first_mistake
 from megatron_rlspec.conversion.convert import config_with_drafter
 from megatron_rlspec.conversion.drafter_files import config_of_drafter, make_drafter
 from megatron_rlspec.conversion.fresh import add_mtp
@@ -79,5 +80,6 @@ def _changed(config: Config, kind: str, target: Path) -> Config:
     try:
         return Config.model_validate(config.model_dump() | {"drafter": drafter})
     except ValidationError as error:
-        message = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"drafter.fresh=true: {config.model.path} gets an EAGLE-3 drafter: {message}") from None
+        raise ConfigError(
+            f"drafter.fresh=true: {config.model.path} gets an EAGLE-3 drafter{first_mistake(error)}"
+        ) from None

@@ -41,9 +41,9 @@ def check_inputs(config: Config, command: Command) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     sinks.check(config)
-    draws = command == "train" or (command == "replay" and config.replay.policy_step >= 0)
-    evaluates = config.sft.eval_every > 0 and bool(config.data.eval_path) if command == "sft" else draws
-    with _reward_checked(config.reward.kind if evaluates else "exact"):
+    generates = config.generates(command)
+    draws = generates and command != "sft"
+    with _reward_checked(config.reward.kind if generates else "exact"):
         mtp = config.drafter.kind == "mtp"
         has_drafter = mtp and config.drafter.train and not config.drafter.fresh
         model = config.model.path
@@ -61,7 +61,7 @@ def check_inputs(config: Config, command: Command) -> None:
             data.check_prompts(config.data.path, config.data)
         elif command == "sft":
             data.check_demonstrations(config.sft.path, config.data, config.sft.response_key)
-        for path in config.data.evaluated.values() if evaluates else ():
+        for path in config.data.evaluated.values() if generates else ():
             data.check_prompts(path, config.data)
 
 

@@ -40,12 +40,12 @@ from megatron_rlspec.types import Group, Sample, Scope
 
 
 class StartingRollouts:
-    """The parts of `Rollouts` that exist before the trainer is built: `prepare` makes them, `launch` starts engines.
+    """The parts of `Rollouts` that exist before the trainer is built: `prepare` makes them.
 
     held_out   prompts of evaluations by the name of their set (`DataConfig.evaluated`)
     learning   the learning of speculation
     scorer     reward workers
-    engines    of the run
+    engines    of the run, which `launch` starts in the background
     migration  an extension that moves running samples; None: they stay
     """
 
@@ -74,14 +74,6 @@ class StartingRollouts:
         except BaseException:
             self.scorer.close()
             raise
-
-    def launch(self) -> None:
-        """Start the engines in the background."""
-        self.engines.launch()
-
-    def wait(self) -> Mapping[str, RolloutEngine]:
-        """Wait until every engine answers and return the engines by name. Raises EngineError."""
-        return self.engines.wait()
 
     def close(self) -> None:
         """End engines and reward workers."""
@@ -116,7 +108,7 @@ class Rollouts:
     ) -> None:
         """Set up the engines.
 
-        named      the result of `started.wait()`
+        named      the result of `started.engines.wait()`
         prompts    the prompts of `collect`; None: only evaluations are generated
         cancelled  when it is set, rollouts end with RolloutCancelledError
 

@@ -97,7 +97,7 @@ class Session:
         self.clock = Clock()
         self.main = os.environ.get("RANK", "0") == "0"
         self.done = 0
-        self.generates = _generates(config, supervised)
+        self.generates = config.generates("sft" if supervised else "replay" if config.replay.run else "train")
         self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())  # for the record of the newest step
         self._policy_changed = True  # since the last push
         self._engine_metrics: dict[str, float] = {}  # of the newest step's `adapt` and `push`
@@ -115,18 +115,18 @@ class Session:
             starting.prepare(self.loaded.layout, extensions)
             self._closing.callback(starting.close)
             if not self.loaded.layout.together:
-                starting.launch()  # engines start while the trainer is built
+                starting.engines.launch()  # engines start while the trainer is built
         self._build_trainer()
         state, drawn = self._resume(extensions)
         moments = "" if state else take_drafter_moments(self.config, self.trainer, self.loaded.tensors)
         if self.loaded.layout.together:
             _free_memory()
             if starting is not None:
-                starting.launch()
+                starting.engines.launch()
         follow = extensions.kind(self.config.rollout.engine).follow
         if not self.main and self.generates and follow is not None:
             self._closing.callback(follow(self.config))  # this rank has a part of the engines
-        engines = starting.wait() if starting is not None else {}
+        engines = starting.engines.wait() if starting is not None else {}
         self._open_records(moments)
         self.rollouts: Rollouts | None = None
         if starting is not None:
@@ -412,13 +412,6 @@ class Session:
         self.saver.save(self.done, self._state)
         self.results.write()
         self.records.summarise()
-
-
-def _generates(config: Config, supervised: bool) -> bool:
-    """Return whether the run has engines: a warm start for its evaluations, a replay if one policy stays."""
-    if supervised:
-        return config.sft.eval_every > 0 and bool(config.data.eval_path)
-    return not config.replay.run or config.replay.policy_step >= 0
 
 
 def _free_memory() -> None:

@@ -52,7 +52,7 @@ CASES = [
     metrics("text in the middle", STEPS + "oops\n" + STEPS, "metrics.jsonl:4", "not valid JSON"),
     metrics("key twice", '{"step": 1, "step": 2}\n' + STEPS, "metrics.jsonl:1", "'step' appears twice"),
     step("value list", "rollout/reward", "[1, 2]", **{"rollout/reward": [1, 2]}),
-    sample("text", "accepted", "'x'", accepted="x"),
+    sample("text", "accepted", '"x"', accepted="x"),
     Case("samples integers", "report run", ("samples.jsonl:1",), run(samples_jsonl="1\n2\n")),
     Case("event without kind", "report run", ("events.jsonl:1", "kind"), run(events_jsonl='{"message": "m"}\n')),
     Case(

@@ -33,7 +33,7 @@ def start(config, hf_config, run_dir, resumed=None):
     config = config.model_copy(update={"train": config.train.model_copy(update={"run_dir": str(run_dir)})})
     starting = StartingRollouts(config, hf_config, None)
     starting.prepare(GpuLayout(), Extensions())
-    rollouts = Rollouts(starting, starting.wait(), Recorder(run_dir), SimpleNamespace(rows=PROMPTS))
+    rollouts = Rollouts(starting, starting.engines.wait(), Recorder(run_dir), SimpleNamespace(rows=PROMPTS))
     rollouts.start(resumed or {}, Drawn())
     return rollouts
 

@@ -49,7 +49,7 @@ class Run:
         starting = StartingRollouts(config, hf_config, tokenizer)
         starting.prepare(GpuLayout(), Extensions())
         starting.scorer._judge = lambda sample: (len(sample.response) % 3 / 2, None)
-        engines = starting.wait()
+        engines = starting.engines.wait()
         recorder = SimpleNamespace(event=lambda *_, **__: None)
         self.rollouts = Rollouts(starting, engines, recorder, self.prompts)
         self.rollouts.start(state or {}, drawn or Drawn())

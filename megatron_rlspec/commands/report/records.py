@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, Strict, Valid
 
 from megatron_rlspec import files
 from megatron_rlspec.config import Config
+from megatron_rlspec.config.base import first_mistake
 from megatron_rlspec.records.recorder import RecordError, read_records
 
 Row = TypeVar("Row", bound=BaseModel)
@@ -109,10 +110,7 @@ def read(path: Path, kind: type[Row]) -> list[Row]:
         try:
             rows.append(kind.model_validate(record))
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            field = ".".join(map(str, first["loc"]))
-            got = "" if first["type"] == "missing" else f", got {repr(first['input'])[:60]}"
-            raise RecordError(f"{path}:{number}: {field}: {first['msg']}{got}") from None
+            raise RecordError(f"{path}:{number}: {first_mistake(error)}") from None
     return rows
 
 
@@ -182,5 +180,4 @@ def _comparison(path: Path) -> ComparisonTable | None:
     try:
         return ComparisonTable.model_validate(files.read_json(path))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        raise RecordError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise RecordError(f"{path}: {first_mistake(error)}") from None
