@@ -10,7 +10,7 @@ from megatron_rlspec import cli
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.start import ServedEngines
-from megatron_rlspec.run import loading, session
+from megatron_rlspec.run import engines, loading, session
 from megatron_rlspec.train.step import Trainer
 
 
@@ -32,6 +32,7 @@ if __name__ == "__main__":
         noted(SGLangEngine, name)
     for name in ("load_hf", "train_step"):
         noted(Trainer, name)
+    engines.CANARY = 0
     noted(ServedEngines, "launch")
     noted(session, "_free_memory")
     cli.main()

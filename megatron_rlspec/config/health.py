@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -12,9 +12,6 @@ from megatron_rlspec.config.base import Section
 class HealthConfig(Section):
     on_failure: Literal["plain", "stop"] = Field(
         "plain", description="if a repeated push fails too: decode without drafts (plain), or end the run (stop)"
-    )
-    canary_prompts: Annotated[int, Field(ge=0, le=65536)] = Field(
-        16, description="fixed prompts that every engine answers after a push, to measure acceptance; 0: no such check"
     )
     logprob_gap: float = Field(
         0.5,

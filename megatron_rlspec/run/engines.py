@@ -25,6 +25,7 @@ from megatron_rlspec.run.speculating import Speculation
 from megatron_rlspec.types import Prompt, Sampling, Scope
 
 Named = Mapping[str, RolloutEngine]
+CANARY = 16  # prompts
 
 
 class Engines:
@@ -200,7 +201,7 @@ def open_health(
     """Return what pushes to a run's engines and checks them.
 
     speculate  sets the run's speculation on an engine: (name, engine)
-    canary     prompts, of which the first `health.canary_prompts` are taken
+    canary     prompts, of which every engine answers the first `CANARY` after a push
     """
     options = config.health
     drafter_names = _drafter_names(hf_config)
@@ -209,7 +210,7 @@ def open_health(
         Pusher(pool.engines, frozen=() if config.drafter.train else drafter_names),
         drafter_names.__contains__,
         speculate if speculation.drafts else None,
-        canary[: options.canary_prompts],
+        canary[:CANARY],
         sampling(config),
         settings,
         lambda record: recorder.event("health", contract.summary(record), **record),

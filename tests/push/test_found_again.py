@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from test_health_in_a_run import Run
 
+from megatron_rlspec.run import engines
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import RoundStats, SpecConfig
@@ -12,8 +13,9 @@ ROUNDS = 20
 
 
 @pytest.fixture
-def run(tmp_path):
-    options = {"spec__mode": "adaptive", "spec__candidate_steps": "0,1,3", "health__canary_prompts": "0"}
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(engines, "CANARY", 0)
+    options = {"spec__mode": "adaptive", "spec__candidate_steps": "0,1,3"}
     options["spec__learn_costs"] = "false"  # costs are those below
     made = Run(tmp_path, rollout__max_new_tokens=str(ROUNDS), **options)
     learning = made.rollouts.speculation.learning

@@ -198,6 +198,6 @@ def test_a_resumed_run_starts_with_the_state_of_the_stopped_one(run, tmp_path):
     after.close()
 
 
-@pytest.mark.parametrize("run", [{"health__canary_prompts": "0"}, {"spec__mode": "off"}], indirect=True)
-def test_without_a_canary_or_a_drafter_in_use_pushes_succeed(run):
+@pytest.mark.parametrize("run", [{"spec__mode": "off"}], indirect=True)
+def test_without_a_drafter_in_use_pushes_succeed(run):
     assert "health/canary_accept_length" not in run.push(1) and run.events() == []

@@ -9,7 +9,7 @@ STARTED = ["load_hf", "_free_memory", "launch"]
 
 def calls_of(start, run_dir, command, options, **environment):
     """Return the calls of a run with SGLang's engine on a CPU: its release and resume run, but free no memory there."""
-    options = {"rollout.restarts": 0, "health.canary_prompts": 0} | options
+    options = {"rollout.restarts": 0} | options
     options |= {"train.eval_prompts": 1} if command == "train" else {}
     arguments = words(start, run_dir, command, options)
     ended = forked.run_module("colocated_run", arguments, folder=TESTS, environment=environment)
