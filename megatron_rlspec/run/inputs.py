@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import Any
 
 from megatron_rlspec.config import Command, Config, ConfigError
@@ -17,52 +12,40 @@ from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.records import sinks
 from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.tasks import data
-
-REWARD_SECONDS = 120.0  # a reward's module may import heavy libraries
-_CHECK_REWARD = """\
-import os, sys
-sys.path.insert(0, os.getcwd())
-from megatron_rlspec.tasks.reward_worker import build, one_line
-kind, answer = sys.argv[1], int(sys.argv[2])
-try:
-    build(kind, 1.0)
-    os.write(answer, b"importable")
-except Exception as error:
-    os.write(answer, one_line(error).encode("utf-8", "backslashreplace"))
-"""
+from megatron_rlspec.tasks import data, rewards
 
 
 def check_inputs(config: Config, command: Command) -> None:
     """Raise ConfigError, DataError or CostTableError for model, data, cost table or reward that cannot be used.
 
-    On rank 0 of a job alone: the others would read the same. A reward's module is imported in a child process.
+    On rank 0 of a job alone: the others would read the same. A reward's module is imported in a worker process.
     """
     if os.environ.get("RANK", "0") != "0":
         return
     sinks.check(config)
     generates = config.generates(command)
     draws = generates and command != "sft"
-    with _reward_checked(config.reward.kind if generates else "exact"):
-        mtp = config.drafter.kind == "mtp"
-        has_drafter = mtp and config.drafter.train and not config.drafter.fresh
-        model = config.model.path
-        found = check_model(model, "train", drafter=has_drafter, longest=config.model.max_length)
-        with_drafter(config, found)
-        if not mtp and config.drafter.path:
-            problem = without_eagle3(found) if draws and config.rollout.engine == "sglang" else ""
-            if problem:
-                raise ConfigError(f"drafter.kind=eagle3: {problem}, or rollout.engine=embedded")
-        if config.spec.cost_table:
-            CostTable.load(config.spec.cost_table).of_engine(config.placement.tensor)
-        if config.tail.cost_table:
-            CostTable.load(config.tail.cost_table).of_sizes(config.sizes)
-        if draws:
-            data.check_prompts(config.data.path, config.data)
-        elif command == "sft":
-            data.check_demonstrations(config.sft.path, config.data, config.sft.response_key)
-        for path in config.data.evaluated.values() if generates else ():
-            data.check_prompts(path, config.data)
+    mtp = config.drafter.kind == "mtp"
+    has_drafter = mtp and config.drafter.train and not config.drafter.fresh
+    model = config.model.path
+    found = check_model(model, "train", drafter=has_drafter, longest=config.model.max_length)
+    with_drafter(config, found)
+    if not mtp and config.drafter.path:
+        problem = without_eagle3(found) if draws and config.rollout.engine == "sglang" else ""
+        if problem:
+            raise ConfigError(f"drafter.kind=eagle3: {problem}, or rollout.engine=embedded")
+    if config.spec.cost_table:
+        CostTable.load(config.spec.cost_table).of_engine(config.placement.tensor)
+    if config.tail.cost_table:
+        CostTable.load(config.tail.cost_table).of_sizes(config.sizes)
+    if draws:
+        data.check_prompts(config.data.path, config.data)
+    elif command == "sft":
+        data.check_demonstrations(config.sft.path, config.data, config.sft.response_key)
+    for path in config.data.evaluated.values() if generates else ():
+        data.check_prompts(path, config.data)
+    if generates:
+        rewards.Scorer(config.reward.model_copy(update={"workers": 1})).close()  # raises ConfigError
 
 
 def with_drafter(config: Config, hf_config: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
@@ -71,37 +54,3 @@ def with_drafter(config: Config, hf_config: dict[str, Any], *, weights: bool = T
         return hf_config
     typed = check_drafter(config.drafter.path, hf_config, config.model.path, weights=weights)
     return {**hf_config, DRAFTER: typed.model_dump(exclude_unset=True)}
-
-
-@contextmanager
-def _reward_checked(kind: str) -> Iterator[None]:
-    """Import a reward in a child process during the block, and raise ConfigError at its end if that fails."""
-    if kind == "exact" or kind.startswith(("http://", "https://")):
-        yield
-        return
-    reading, writing = os.pipe()
-    child = subprocess.Popen(
-        [sys.executable, "-c", _CHECK_REWARD, kind, str(writing)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,  # what a module prints when it is imported is shown when the run imports it
-        stderr=subprocess.DEVNULL,
-        pass_fds=(writing,),
-        start_new_session=True,
-    )
-    os.close(writing)
-    try:
-        yield
-        child.wait(REWARD_SECONDS)
-        os.set_blocking(reading, False)
-        with suppress(BlockingIOError):
-            answer = os.read(reading, 4096).decode()
-            if answer != "importable":
-                ended = f"the import of its module ended the process with exit code {child.returncode}"
-                raise ConfigError(f"reward.kind={kind}: {answer or ended}")
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"reward.kind={kind}: its module takes longer than {REWARD_SECONDS:g} s to import") from None
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        os.close(reading)

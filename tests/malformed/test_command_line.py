@@ -49,10 +49,8 @@ REWARDS = [
     reward("with another signature", "def f(sample): return 1", "f(sample)", "prompt"),
     reward("that cannot be parsed", "def f(:", "SyntaxError"),
     reward("that raises", "raise OSError('no such thing')", "OSError: no such thing"),
-    reward("that exits with 3", "import os; os._exit(3)", "ended the process with exit code 3"),
-    reward(
-        "that closes every file", "import os; os.closerange(3, 4096)\ndef f(**given): return 1", "ended the process"
-    ),
+    reward("that exits with 3", "import os; os._exit(3)", "process ended with exit code 3"),
+    reward("that closes every file", "import os; os.closerange(3, 4096)\ndef f(**given): return 1", "process ended"),
     reward("that is no function", "f = 3", "TypeError: mine:f is not a function"),
     reward("of no function, for a warm start", "", "has no attribute 'f'", act=SFT),
 ]
