@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -29,6 +28,7 @@ from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run import identity
 from megatron_rlspec.run.engines import sampling
+from megatron_rlspec.run.generation import seed_of
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Request, Sample, SpecSchedule
 
@@ -87,8 +87,8 @@ def requests(config: Config, prompts: Sequence[Prompt]) -> Iterator[Request]:
     """Yield every answer to draw. Its seed depends on `train.seed`, the prompt's row and its number only."""
     for prompt in prompts:
         for number in range(config.rollout.samples_per_prompt):
-            seed = np.random.SeedSequence((config.train.seed, prompt.id, number)).generate_state(1)[0]
-            yield Request(f"p{prompt.id:09d}-n{number:07d}", prompt, int(seed) & 0x7FFF_FFFF)
+            seed = seed_of(config.train.seed, prompt.id, number)
+            yield Request(f"p{prompt.id:09d}-n{number:07d}", prompt, seed)
 
 
 def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 from megatron_rlspec import files
 from megatron_rlspec.config import Config, ConfigError
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # sink -> module that it needs
-
 
 class Sink(Protocol):
     """Takes the numbers of each step."""
@@ -77,12 +75,12 @@ SINKS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError if the package of a sink is not installed."""
+    """Raise ConfigError if the package of a sink, which has its name, is not installed."""
     for name in config.log.sinks:
-        if importlib.util.find_spec(PACKAGES[name]) is None:
+        if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"log.sinks={','.join(config.log.sinks)}: {name} needs the package {PACKAGES[name]}, which is not "
-                f"installed here: pip install {PACKAGES[name]}"
+                f"log.sinks={','.join(config.log.sinks)}: {name} needs the package {name}, which is not installed "
+                f"here: pip install {name}"
             )
 
 

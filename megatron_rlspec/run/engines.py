@@ -109,7 +109,13 @@ class Engines:
             self.pool.everywhere(lambda engine: engine.wake())
 
     def push(self, version: int, source: Source, hot_tokens: np.ndarray | None, scope: Scope) -> dict[str, float]:
-        """Send the tensors of `source` to every engine and check the engines. Returns metrics; see `Rollouts.push`."""
+        """Send the tensors of `source` to every engine and check the engines. Returns metrics.
+
+        hot_tokens  the ids that drafts are chosen from, from now on; None: no change
+        scope       "drafter" if the policy is as the engines have it. Engines that never got it are sent all tensors
+
+        Raises HealthError if weights stay wrong, and EngineError if no engine is left and none can be restarted.
+        """
         self.record_losses()
         self._add_restarted()
         if hot_tokens is not None:

@@ -18,13 +18,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.detectors import stamp_finding
-from megatron_rlspec.push.push import Source
 from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.start import StartingEngines, learning
@@ -36,7 +33,7 @@ from megatron_rlspec.run.speculating import Speculation
 from megatron_rlspec.run.summaries import rollout_metrics
 from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.tasks import data, rewards
-from megatron_rlspec.types import Group, Sample, Scope
+from megatron_rlspec.types import Group, Sample
 
 
 class StartingRollouts:
@@ -268,18 +265,6 @@ class Rollouts:
         return {f"rollout/{name}": value for name, value in found.items()} | {"engine/restarts": restarted}
 
     # ---- weights and speculation ------------------------------------------------------------------------------------
-
-    def push(
-        self, version: int, source: Source, hot_tokens: np.ndarray | None = None, scope: Scope = "all"
-    ) -> dict[str, float]:
-        """Send the tensors of `source` to every engine and check the engines. Returns metrics.
-
-        scope       "drafter" if the policy is as the engines have it. Engines that never got it are sent all tensors
-        hot_tokens  the ids that drafts are chosen from, from now on; None: no change
-
-        Raises HealthError if weights stay wrong, and EngineError if no engine is left and none can be restarted.
-        """
-        return self.engines.push(version, source, hot_tokens, scope)
 
     def adapt(self, prediction: Prediction | None) -> dict[str, float]:
         """Learn from the rounds of the last rollout, and run the drift tests. Returns metrics.

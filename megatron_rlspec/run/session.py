@@ -319,7 +319,7 @@ class Session:
                 assert self.rollouts is not None
                 hot = None if self.config.spec.mode == "off" else self.drafting.hot_tokens()
                 scope: Scope = "all" if self._policy_changed else "drafter"
-                self._engine_metrics |= self.rollouts.push(self.done + 1, source, hot, scope)
+                self._engine_metrics |= self.rollouts.engines.push(self.done + 1, source, hot, scope)
         self._policy_changed = False
 
     def adapt(self) -> None:

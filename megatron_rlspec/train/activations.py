@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +126,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count what operators allocate inside the `with` block: bytes `now`, their `peak`, and `calls` by operator.
+    """Count what operators allocate inside the `with` block: bytes `now`, and their `peak`.
 
     Tensors without values count with the size that they would have.
     """
@@ -136,12 +135,10 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = 0
         self.peak = 0
-        self.calls: Counter[str] = Counter()
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.calls[func.overloadpacket.__name__] += 1
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 self._count(x.untyped_storage())

@@ -11,8 +11,6 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_rlspec.types import Sample
-
 RewardWeight = Literal["none", "reward", "rank"]
 CLIP = 4.0  # a sample weighs at most so many times as much as the mean
 
@@ -74,14 +72,3 @@ def reward_weights(
         value = r - min(0.0, r.min())
     weights[rated] = np.clip(value / value.mean(), 1 / CLIP, CLIP)
     return weights
-
-
-def drafter_weights(
-    samples: Sequence[Sample],
-    known: Sequence[bool],
-    *,
-    kind: RewardWeight,
-) -> list[np.ndarray]:
-    """Return the weight of every position, `[L]` float32 per sample, for `pack`: `reward_weights` of the sample."""
-    of_samples = reward_weights([sample.reward for sample in samples], kind, known)
-    return [np.full(len(sample.tokens), weight, np.float32) for sample, weight in zip(samples, of_samples, strict=True)]

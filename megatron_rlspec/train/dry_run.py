@@ -22,7 +22,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rlspec.config import Config, ConfigError
-from megatron_rlspec.host.rank_memory import kept
+from megatron_rlspec.host.rank_memory import Bytes, kept
 from megatron_rlspec.models.names import NameTable
 from megatron_rlspec.train import runtime, shards
 from megatron_rlspec.train.activations import Activations, of_micro_batch
@@ -71,21 +71,6 @@ class Stage:
     activations: Activations | None = None
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """Memory of one rank in bytes."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """Return the sum of all four."""
-        return self.weights + self.gradients + self.optimizer + self.activations
-
-
 def stages(config: Config, hf_config: Mapping[str, Any], world: int, *, activations: bool = False) -> list[Stage]:
     """Build every stage of a job of `world` ranks. Raises ConfigError if this layout or model cannot be trained."""
     return [_build(config, hf_config, world, stage, activations) for stage in range(config.parallel.pipeline)]
@@ -112,12 +97,8 @@ def memory(config: Config, hf_config: Mapping[str, Any], built: list[Stage], sta
         replica = hf_config["vocab_size"] // parallel.tensor * width  # the drafter's copy of the embedding
     in_flight = len(built) - stage
     one = here.activations or Activations(0, 0)
-    return Bytes(
-        weights=rank.weights + size * replica,
-        gradients=rank.gradients,
-        optimizer=rank.optimizer,
-        activations=(in_flight - 1) * one.held + one.peak,
-    )
+    activations = (in_flight - 1) * one.held + one.peak
+    return replace(rank, weights=rank.weights + size * replica, activations=activations)
 
 
 def place(rank: int, config: Config, world: int) -> dict[str, int]:

@@ -11,7 +11,6 @@ The norms of the latent vectors take `rms_norm_eps`, as in SGLang. Transformers 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from megatron_rlspec.models.rope import Rope
@@ -32,13 +30,8 @@ if not isinstance(multi_latent_attention.TELinear, type):  # 0.16.1 takes a stan
     multi_latent_attention.HAVE_TE = False
 
 
-@dataclass
-class LatentConfig(MLATransformerConfig):
-    """Megatron's configuration of a model with latent attention."""
-
-
 def options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `LatentConfig` beyond those of other models."""
+    """Return the fields of Megatron's `MLATransformerConfig` beyond those of other models."""
     rope = Rope.of(hf_config)
     return {
         "num_query_groups": hf_config["num_attention_heads"],  # every head has keys of its own, up to the rotated part

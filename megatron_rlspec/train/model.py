@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megatron_rlspec.config import Config, ConfigError
@@ -46,7 +46,7 @@ class DecoderConfig(TransformerConfig):
     yarn_rotary_scaling_factor: float = 1.0
 
 
-def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderConfig | latent.LatentConfig:
+def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderConfig | MLATransformerConfig:
     """Describe the decoder of a family that is trained to Megatron. Call after `init_distributed`.
 
     Raises ConfigError for a setting that is not implemented, such as a sliding window, and for a size that the
@@ -96,7 +96,7 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderC
         **devices,
     )
     if "kv_lora_rank" in hf_config:
-        return latent.LatentConfig(**fields | latent.options(hf_config))
+        return MLATransformerConfig(**fields | latent.options(hf_config))
     yarn = rope.factor if rope.yarn else 1.0
     return DecoderConfig(**fields, rotary_percent=rotary_percent(hf_config), yarn_rotary_scaling_factor=yarn)
 

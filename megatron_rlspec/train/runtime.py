@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,23 +68,14 @@ def be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by its metaclass
 
 
-class DataRank(TypedDict):
-    """A rank's place in the data- and context-parallel groups, and their sizes."""
-
-    dp_size: int
-    dp_rank: int
-    cp_size: int
-    cp_rank: int
-
-
-def placement() -> DataRank:
+def placement() -> dict[str, Any]:
     """Return this rank's data- and context-parallel position, as arguments of `packing.pack.pack`."""
-    return DataRank(
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        cp_size=parallel_state.get_context_parallel_world_size(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-    )
+    return {
+        "dp_size": parallel_state.get_data_parallel_world_size(),
+        "dp_rank": parallel_state.get_data_parallel_rank(),
+        "cp_size": parallel_state.get_context_parallel_world_size(),
+        "cp_rank": parallel_state.get_context_parallel_rank(),
+    }
 
 
 def launch_env() -> None:

@@ -61,7 +61,8 @@ class Run:
 
     def push(self, version, damage=lambda name, tensor: tensor):
         tensors = echo_checkpoint(version)[1]
-        return self.rollouts.push(version, lambda scope: ((n, damage(n, t)) for n, t in tensors.items()))
+        damaged = [(name, damage(name, tensor)) for name, tensor in tensors.items()]
+        return self.rollouts.engines.push(version, lambda scope: iter(damaged), None, "all")
 
     def draw(self, name):
         """Generate an answer to each prompt; with `spec.history` its last one is checked first."""

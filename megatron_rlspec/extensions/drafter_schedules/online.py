@@ -19,7 +19,7 @@ from megatron_rlspec.extensions.drafter_schedules.replay import Replay
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.tasks.rewards import failed
 from megatron_rlspec.train import runtime
-from megatron_rlspec.train.drafter_updates import EverySteps, drafter_weights
+from megatron_rlspec.train.drafter_updates import EverySteps, reward_weights
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample
 
@@ -61,7 +61,8 @@ class OnlineLearner:
         if options.reward_weight == "none":
             return None
         known = [not failed(sample) for sample in samples]
-        return drafter_weights(samples, known, kind=options.reward_weight)
+        of_samples = reward_weights([sample.reward for sample in samples], options.reward_weight, known)
+        return [np.full(len(s.tokens), weight, np.float32) for s, weight in zip(samples, of_samples, strict=True)]
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Store the rollouts of a step, if updates learn from stored ones."""
