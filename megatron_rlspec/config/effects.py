@@ -30,8 +30,7 @@ UNREAD = {
 }
 # What is read only where engines generate.
 GENERATING = (
-    "data.eval_ train.eval_prompts data.label_key data.metadata_key reward. rollout. spec. tail. placement. push. "
-    "health.on_failure"
+    "data.eval_ train.eval_prompts data.label_key data.metadata_key reward. rollout. spec. tail. placement. push."
 )
 DATA = "data."
 POLICY = "optimizer.lr optimizer.warmup_steps optimizer.weight_decay model.moe_"

@@ -23,7 +23,7 @@ _REASON_CHARACTERS = 500
 
 
 class HealthError(RuntimeError):
-    """No engine may serve, or `health.on_failure` is stop. The message lists the findings."""
+    """No engine may serve. The message lists the findings."""
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class HealthSettings:
-    """Thresholds of the checks, and the action after a second push that does not repair an engine.
+    """Thresholds of the checks.
 
-    on_failure         plain: continue without speculation, or without the engine; stop: raise HealthError
     canary_steps       drafts per round of the canary; the engine must be able to run such a chain
     canary_tokens      the longest answer of a canary; many prompts with short answers take less time than few long ones
     canary_share       share of the time since the first canary that canaries may take. A push beyond it runs no canary,
@@ -40,7 +39,6 @@ class HealthSettings:
     correlated_rounds  rounds that the drift test counts as one observation, because rounds of a request are correlated
     """
 
-    on_failure: Literal["plain", "stop"] = "plain"
     canary_steps: int = 3
     canary_tokens: int = 8
     canary_share: float = 0.02

@@ -88,8 +88,7 @@ class Health:
         """Push one version and check every engine.
 
         `predicted` is the accept length under `settings.canary_steps` steps; see `Canary.run`. Raises HealthError if no
-        engine may serve, and if a finding remains after the second push and `settings.on_failure` is "stop". Raises
-        PushError as `Pusher.push` does.
+        engine may serve, and PushError as `Pusher.push` does.
         """
         seconds = self._canary.seconds
         results: dict[str, CanaryResult] = {}
@@ -170,9 +169,7 @@ class Health:
         self._held.discard(name)
 
     def _refuse(self, verdict: Verdict) -> None:
-        """Raise HealthError if the run must stop."""
+        """Raise HealthError if no engine is left."""
         lasting = [f"{r['engine']}: {found}" for r in verdict.records for found in r["after_second_push"]]
-        if lasting and self.settings.on_failure == "stop":
-            raise HealthError("unhealthy after a second push, and health.on_failure is stop: " + "; ".join(lasting))
         if all(action == "drop" for action in verdict.actions.values()):
             raise HealthError("no engine is left to serve: " + "; ".join(lasting))

@@ -209,16 +209,14 @@ def open_health(
     speculate  sets the run's speculation on an engine: (name, engine)
     canary     prompts, of which every engine answers the first `CANARY` after a push
     """
-    options = config.health
     drafter_names = _drafter_names(hf_config)
-    settings = HealthSettings(options.on_failure, speculation.chain)
     return Health(
         Pusher(pool.engines, frozen=() if config.drafter.train else drafter_names),
         drafter_names.__contains__,
         speculate if speculation.drafts else None,
         canary[:CANARY],
         sampling(config),
-        settings,
+        HealthSettings(speculation.chain),
         lambda record: recorder.event("health", contract.summary(record), **record),
     )
 

@@ -212,13 +212,6 @@ def test_canaries_stay_within_their_share_of_the_time(monkeypatch):
     assert "health/canary_accept_length" in report.metrics() and not report.plain
 
 
-def test_stop_by_configuration():
-    health = healthy({"a": MemoryEngine()}, on_failure="stop")
-    push(health, 0)
-    with pytest.raises(HealthError, match="on_failure is stop: a: canary: accept length 1.00"):
-        push(health, 1, source=exporter(1, lambda name, t: t * 2 if is_drafter(name) else t))
-
-
 def test_an_engine_whose_target_stays_wrong_leaves_the_rotation():
     engines = {"a": MemoryEngine("a"), "b": MemoryEngine("b")}
     health = healthy(engines)

@@ -13,7 +13,6 @@ from weight_oracles import echo_checkpoint
 from megatron_rlspec.config import load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.hf_files import write_hf
-from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.detectors import HealthSettings
 from megatron_rlspec.records.recorder import Recorder, read_records
 from megatron_rlspec.rollout.placement import GpuLayout
@@ -131,14 +130,6 @@ def test_old_answers_neither_hide_a_bad_push_nor_raise_an_alarm(run):
     assert run.push(5, half_swap)["health/plain_engines"] == 1
     (event,) = run.events()
     assert "canary: accept length 1." in event["after_second_push"][0]
-
-
-@pytest.mark.parametrize("run", [{"health__on_failure": "stop"}], indirect=True)
-def test_on_failure_stop_ends_the_run_with_a_record(run):
-    run.push(1)
-    with pytest.raises(HealthError, match="on_failure is stop: embedded: canary: accept length 1"):
-        run.push(2, half_swap)
-    assert len(run.events()) == 1
 
 
 def test_a_drafter_that_breaks_during_a_rollout_is_off_until_the_next_push(run):
