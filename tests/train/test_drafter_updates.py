@@ -2,17 +2,9 @@
 
 import json
 
-import numpy as np
 import pytest
 
-from megatron_rlspec.train.drafter_updates import EverySteps, drafter_weights, reward_weights
-from megatron_rlspec.types import Prompt, Sample
-
-
-def sample(response, prompt=4, reward=0.0):
-    tokens = np.arange(prompt + response)
-    mask = (tokens >= prompt).astype(np.float32)
-    return Sample("s", Prompt(0, tokens[:prompt]), tokens, mask, 0 * mask, reward=reward)
+from megatron_rlspec.train.drafter_updates import EverySteps, reward_weights
 
 
 @pytest.mark.parametrize(
@@ -39,12 +31,6 @@ def test_weights_of_rewards(kind, rewards, expected):
 def test_a_failed_reward_weighs_one_and_enters_no_mean(kind):
     weights = reward_weights([1, 99, 3], kind, known=[True, False, True])
     assert weights.tolist() == [*reward_weights([1, 3], kind)[:1], 1, *reward_weights([1, 3], kind)[1:]]
-
-
-def test_a_sample_weighs_the_same_at_every_position():
-    rows = drafter_weights([sample(2, reward=1.0), sample(2, reward=3.0)], [True, True], kind="reward")
-    assert [row.tolist() for row in rows] == [[0.5] * 6, [1.5] * 6]
-    assert rows[0].dtype == np.float32
 
 
 def played(rule, steps):

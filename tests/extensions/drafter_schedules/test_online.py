@@ -15,7 +15,7 @@ from megatron_rlspec.commands import training
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.records.recorder import read_records
-from megatron_rlspec.train.drafter_updates import drafter_weights
+from megatron_rlspec.train.drafter_updates import reward_weights
 
 # With tis_clip the engines' log-probs weigh the policy's loss. Their last bits depend on how many tokens a round
 # verified, and so on the drafts.
@@ -140,7 +140,7 @@ def step_and_oracle(loss, temperature):
     chosen = samples(5)
     for i, sample in enumerate(chosen):
         sample.reward = float(i)
-    weights = drafter_weights(chosen, [True] * 5, kind="reward")
+    weights = reward_weights([sample.reward for sample in chosen], "reward")
     (batch,) = pack(chosen, depth=3, tokens_per_micro_batch=400, drafter_weights=weights)
     outputs, found = [], []
     own_student = trainer.drafter_step.student
