@@ -27,20 +27,18 @@ class Records:
     """
 
     def __init__(self, config: Config, clock: Clock, done: int, main: bool) -> None:
-        """`done`: steps that the run has, from its checkpoint."""
+        """Open the files, which is a run's first write. Raises OSError and RecordError.
+
+        done  steps that the run has, from its checkpoint
+        """
         self.clock = clock
         self.recorder: Recorder | None = None
         self.recorded = done
         self.bad_steps = 0
         self._config = config
-        self._main = main
         self._first = done
-
-    def open(self) -> None:
-        """Open the files, which is a run's first write. Raises OSError and RecordError."""
-        if not self._main:
+        if not main:
             return
-        config, done = self._config, self._first
         run_dir = Path(config.train.run_dir)
         self.recorder = Recorder(run_dir, done, partial(open_sinks, config, run_dir, done))
         self.recorder.started(done)

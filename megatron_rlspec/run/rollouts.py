@@ -24,10 +24,10 @@ from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.detectors import stamp_finding
 from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.placement import GpuLayout
-from megatron_rlspec.rollout.start import StartingEngines, learning
+from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.engines import Engines, open_health, open_pool
-from megatron_rlspec.run.extension import Extensions, Migration
+from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.generation import Generation
 from megatron_rlspec.run.speculating import Speculation
 from megatron_rlspec.run.summaries import rollout_metrics
@@ -37,7 +37,7 @@ from megatron_rlspec.types import Group, Sample
 
 
 class StartingRollouts:
-    """The parts of `Rollouts` that exist before the trainer is built: `prepare` makes them.
+    """The parts of `Rollouts` that exist before the trainer is built. Reward workers run from here on.
 
     held_out   prompts of evaluations by the name of their set (`DataConfig.evaluated`)
     learning   the learning of speculation
@@ -46,12 +46,10 @@ class StartingRollouts:
     migration  an extension that moves running samples; None: they stay
     """
 
-    scorer: rewards.Scorer
-    engines: StartingEngines
-    migration: Migration | None
-
-    def __init__(self, config: Config, hf_config: Mapping[str, Any], tokenizer: Any) -> None:
-        """Raises DataError and CostTableError."""
+    def __init__(
+        self, config: Config, hf_config: Mapping[str, Any], tokenizer: Any, layout: GpuLayout, extensions: Extensions
+    ) -> None:
+        """Connect to engines that run already. Raises ConfigError, DataError and CostTableError."""
         self.config = config
         self.hf_config = hf_config
         self.tokenizer = tokenizer
@@ -59,15 +57,11 @@ class StartingRollouts:
         sets = config.data.evaluated.items()
         self.held_out = {name: data.Prompts(path, tokenizer, config).rows for name, path in sets}
         self.learning = learning(config, hf_config)
-
-    def prepare(self, layout: GpuLayout, extensions: Extensions) -> None:
-        """Start reward workers, and connect to engines that run already. Raises ConfigError and CostTableError."""
-        config = self.config
         self.scorer = rewards.Scorer(config.reward)
         try:
             self.engines = extensions.kind(config.rollout.engine).start(config, self.run_dir, layout)
             build = extensions.migration
-            self.migration = build(self.hf_config, self.engines) if build is not None else None
+            self.migration = build(hf_config, self.engines) if build is not None else None
         except BaseException:
             self.scorer.close()
             raise

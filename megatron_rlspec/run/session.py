@@ -111,8 +111,8 @@ class Session:
         self.loaded = load(self.config, data_path, supervised=self.supervised, generates=self.generates)
         starting: StartingRollouts | None = None
         if self.main and self.generates:
-            starting = StartingRollouts(self.config, self.loaded.hf_config, self.loaded.tokenizer)
-            starting.prepare(self.loaded.layout, extensions)
+            known = self.loaded
+            starting = StartingRollouts(self.config, known.hf_config, known.tokenizer, known.layout, extensions)
             self._closing.callback(starting.close)
             if not self.loaded.layout.together:
                 starting.engines.launch()  # engines start while the trainer is built
@@ -184,7 +184,6 @@ class Session:
         """Open the records, and the recording of the trajectory: the run's first writes."""
         self.records = Records(self.config, self.clock, self.done, self.main)
         self._closing.callback(lambda: self.records.close(self.done))
-        self.records.open()
         if moments:
             self.records.event("drafter", moments)
         self.recording: TrajectoryRecording | None = None

@@ -189,11 +189,8 @@ class Policy(GPTModel):
 
     def head_weight(self) -> Tensor:
         """Return the output head `[V / tensor, H]` on the last stage; the embedding if they are tied."""
-        return self.shared_embedding_or_output_weight() if self._tied else self.output_layer.weight
-
-    @property
-    def _tied(self) -> bool:
-        return self.share_embeddings_and_output_weights
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
 def taps_of(hf_config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -79,7 +79,8 @@ def take(learner: Learner, family: NameTable, file: Mapping[str, Tensor]) -> Non
     """Put this rank's share of the file's moments into an optimizer that has not stepped yet."""
     rank = ps.get_tensor_model_parallel_rank()
     size = ps.get_tensor_model_parallel_world_size()
-    learner.start_from(int(file["updates"]))
+    learner.updates_before = int(file["updates"])
+    learner.create_moments()
     places = dict(learner.optimized())
     for name, canonical in _canonical(learner.ddp.module).items():
         row = family.row(canonical)

@@ -189,11 +189,6 @@ class Learner:
                 inner = outer.optimizer.param_groups[group]["params"][order]
             yield name, Optimized(inner, start, outer.optimizer.state.get(inner, {}))
 
-    def start_from(self, updates_before: int) -> None:
-        """Create moments of 0, as after `updates_before` updates; the caller fills them in."""
-        self.updates_before = updates_before
-        self.create_moments()
-
     def create_moments(self) -> None:
         """Create an optimizer state for every parameter, to load into; none if there was no update yet.
 

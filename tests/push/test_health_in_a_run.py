@@ -30,8 +30,7 @@ CHAIN = SpecConfig(3)
 
 def start(config, hf_config, run_dir, resumed=None):
     config = config.model_copy(update={"train": config.train.model_copy(update={"run_dir": str(run_dir)})})
-    starting = StartingRollouts(config, hf_config, None)
-    starting.prepare(GpuLayout(), Extensions())
+    starting = StartingRollouts(config, hf_config, None, GpuLayout(), Extensions())
     rollouts = Rollouts(starting, starting.engines.wait(), Recorder(run_dir), SimpleNamespace(rows=PROMPTS))
     rollouts.start(resumed or {}, Drawn())
     return rollouts

@@ -46,8 +46,7 @@ class Run:
         self.prompts = data.Prompts(config.data.path, tokenizer, config)
         if order is not None:
             self.prompts.restore(order)
-        starting = StartingRollouts(config, hf_config, tokenizer)
-        starting.prepare(GpuLayout(), Extensions())
+        starting = StartingRollouts(config, hf_config, tokenizer, GpuLayout(), Extensions())
         starting.scorer._judge = lambda sample: (len(sample.response) % 3 / 2, None)
         engines = starting.engines.wait()
         recorder = SimpleNamespace(event=lambda *_, **__: None)
