@@ -97,22 +97,15 @@ class Recorder:
         for left in self.run_dir.glob(".*.partial"):  # from a process that was killed during a write
             if left.is_file():
                 left.unlink()
-        self._metrics = self.run_dir / "metrics.jsonl"
-        self._events = self.run_dir / "events.jsonl"
-        self._samples = self.run_dir / "samples.jsonl"
-        self._moves = self.run_dir / "moves.jsonl"
-        self._process = self.run_dir / "process.jsonl"
-        _keep_before(self._metrics, first_step)
-        _keep_before(self._samples, first_step)
-        _keep_before(self._moves, first_step)
-        _drop_torn_line(self._events)
-        _drop_torn_line(self._process)
+        for name in ("metrics", "samples", "moves"):
+            _keep_before(self.run_dir / f"{name}.jsonl", first_step)
+        for name in ("events", "process"):
+            _drop_torn_line(self.run_dir / f"{name}.jsonl")
         self._sinks = open_sinks()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the record of a step."""
-        record = {"step": step, "time": time.time(), **values}
-        _append(self._metrics, [record])
+        self._add("metrics", [{"step": step, "time": time.time(), **values}])
         self.to_sinks(step, {name: value for name, value in values.items() if isinstance(value, int | float)})
 
     def to_sinks(self, step: int, values: Mapping[str, float]) -> None:
@@ -124,7 +117,7 @@ class Recorder:
         """Print one line on stderr, and add the event to `events.jsonl`. Control characters are escaped."""
         message = texts.printable(message)
         print(f"[{kind}] {message}", file=sys.stderr, flush=True)
-        _append(self._events, [{"time": time.time(), "kind": kind, "message": message, **fields}])
+        self._add("events", [{"time": time.time(), "kind": kind, "message": message, **fields}])
 
     def samples(self, step: int, samples: Sequence[Sample], decode: Decode) -> None:
         """Add texts to `samples.jsonl`, cut into pieces [text, whether its tokens are accepted drafts]."""
@@ -136,23 +129,26 @@ class Recorder:
             row |= {"status": s.status, "accepted": list(s.accepted), "tokens": len(s.response)}
             row["pieces"] = pieces(s, decode)
             rows.append(row)
-        _append(self._samples, rows)
+        self._add("samples", rows)
 
     def started(self, step: int) -> None:
         """Add to `process.jsonl` how the run was started: command line, ranks, versions, and its first step."""
         row: dict[str, Any] = {"kind": "start", "time": time.time(), "step": step}
         row["command"] = shlex.join(["rlspec", *sys.argv[1:]])
         row["ranks"] = int(os.environ.get("WORLD_SIZE", "1"))
-        _append(self._process, [row | {"versions": versions()}])
+        self._add("process", [row | {"versions": versions()}])
 
     def ended(self, step: int) -> None:
         """Add to `process.jsonl` that this process trains no more, after `step` steps."""
         with suppress(OSError):  # the disk may be full, which another line says already
-            _append(self._process, [{"kind": "end", "time": time.time(), "step": step}])
+            self._add("process", [{"kind": "end", "time": time.time(), "step": step}])
 
     def moves(self, step: int, record: Mapping[str, Any]) -> None:
         """Add the moves of one rollout to `moves.jsonl`."""
-        _append(self._moves, [{"step": step, **record}])
+        self._add("moves", [{"step": step, **record}])
+
+    def _add(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        _append(self.run_dir / f"{name}.jsonl", rows)
 
     def close(self) -> None:
         for sink in self._sinks:

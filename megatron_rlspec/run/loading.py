@@ -92,7 +92,7 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
     if rows is not None:
         digests["sft.path" if supervised else "data.path"] = identity.of_rows(rows.rows)
     if replay is not None:
-        digests["replay.run"] = replay.run
+        digests["replay.run"] = replay.recorded.run
     eagle3_ids = words(tensors, hf_config) if DRAFTER in hf_config else None
     return Loaded(hf_config, tensors, eagle3_ids, layout, tokenizer, vocabulary, rows, replay, digests)
 

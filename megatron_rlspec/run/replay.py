@@ -21,10 +21,10 @@ from megatron_rlspec.types import Group
 class Replay:
     """The recorded run that a drafter is trained along. Every rank reads it.
 
-    follows  whether the policy and the rollouts of every step are the recorded ones. If not, the policy stays the one
-             of `replay.policy_step`, and engines generate with it
-    first    step of the policy that the replay begins with
-    run      the name of the recorded run
+    follows   whether the policy and the rollouts of every step are the recorded ones. If not, the policy stays the one
+              of `replay.policy_step`, and engines generate with it
+    first     step of the policy that the replay begins with
+    recorded  what was recorded, with the rollouts of each step
     """
 
     def __init__(self, config: Config, tensors: Tensors) -> None:
@@ -32,25 +32,20 @@ class Replay:
         options = config.replay
         self.follows = options.policy_step < 0
         self.first = max(0, options.policy_step)
-        self._trajectory = Trajectory(Path(options.run))
-        self.run = self._trajectory.run
-        for name, tensor in self._trajectory.policy(0).items():
+        self.recorded = Trajectory(Path(options.run))
+        for name, tensor in self.recorded.policy(0).items():
             if not torch.equal(tensors[name].to(tensor.dtype), tensor):
                 raise CheckpointError(
                     f"model.path={config.model.path}: {name} differs from what {options.run} began with"
                 )
         asked = config.train.steps if self.follows else options.policy_step
-        if asked > self._trajectory.steps:
+        if asked > self.recorded.steps:
             name = "train.steps" if self.follows else "replay.policy_step"
-            raise ConfigError(f"{name}={asked}, but {options.run} has {self._trajectory.steps} recorded steps")
+            raise ConfigError(f"{name}={asked}, but {options.run} has {self.recorded.steps} recorded steps")
 
     def load(self, trainer: Trainer, step: int) -> None:
         """Load the policy that the recorded run had before `step`. The drafter stays."""
-        trainer.load_hf(self._trajectory.policy(step), fresh_drafter=True)
-
-    def groups(self, step: int) -> list[Group]:
-        """Return the rollouts that `step` trained on. Raises CheckpointError."""
-        return self._trajectory.groups(step)
+        trainer.load_hf(self.recorded.policy(step), fresh_drafter=True)
 
 
 class TrajectoryRecording:

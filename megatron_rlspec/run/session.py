@@ -217,7 +217,7 @@ class Session:
         assert replay is not None
         replay.load(self.trainer, step)
         self.drafting.during_rollout(self.done, lambda: None)
-        return replay.groups(step)
+        return replay.recorded.groups(step)
 
     def demonstrations(self) -> list[Group]:
         """Return the next demonstrations; every rank reads the same rows."""
