@@ -71,6 +71,7 @@ class TrainConfig(Section):
     )
     max_bad_steps: Count = Field(
         3,
-        description="stop after so many steps in a row whose loss or gradient is not finite, or in which every reward "
+        description="stop after so many steps in a row that were skipped (a loss or gradient that is not finite, "
+        "log-probabilities that differ by more than health.logprob_gap), or in which every reward "
         "failed; 0: never",
     )

@@ -75,7 +75,8 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
     model.check(hf_config, config)
     layout = place(config, hf_config, tensors) if generates else placement.GpuLayout()
     if os.environ.get("RANK", "0") == "0":
-        print(_announcement(config, hf_config, supervised, generates), flush=True)
+        command = "sft" if supervised else "replay" if config.replay.run else "train"
+        print(_announcement(command, config, hf_config, generates), flush=True)
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(tokenizer, hf_config["vocab_size"])
     vocabulary = draft_vocabulary(config, hf_config)
@@ -152,13 +153,13 @@ def draft_vocabulary(config: Config, hf_config: Mapping[str, Any]) -> DraftVocab
         raise ConfigError(f"drafter.vocabulary={size}: {error}") from None
 
 
-def _announcement(config: Config, hf_config: Mapping[str, Any], supervised: bool, generates: bool) -> str:
+def _announcement(command: str, config: Config, hf_config: Mapping[str, Any], generates: bool) -> str:
     """Return the line that says what is being loaded."""
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     ranks = os.environ.get("WORLD_SIZE", "1")
     engine = f", engine {config.rollout.engine}" if generates else ""
     return (
-        f"rlspec {'sft' if supervised else 'train'}: loading {config.model.path} "
+        f"rlspec {command}: loading {config.model.path} "
         f"({hf_config['architectures'][0]}, {weights / 1e9:.2g} GB) in {config.model.dtype}, "
         f"ranks: {ranks}{engine}; run directory {Path(config.train.run_dir)}"
     )

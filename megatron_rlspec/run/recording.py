@@ -23,7 +23,8 @@ class Records:
     clock      seconds of the parts of a step
     recorder   None on ranks above 0
     recorded   steps that have a record
-    bad_steps  in a row: loss or gradient norm of policy or drafter was not finite
+    bad_steps  in a row, which changed policy or drafter by nothing
+    why_bad    the reason of the newest of them
     """
 
     def __init__(self, config: Config, clock: Clock, done: int, main: bool) -> None:
@@ -35,6 +36,7 @@ class Records:
         self.recorder: Recorder | None = None
         self.recorded = done
         self.bad_steps = 0
+        self.why_bad = ""
         self._config = config
         self._first = done
         if not main:
@@ -78,10 +80,11 @@ class Records:
         self.recorded = step + 1
         skipped = [side for side in ("policy", "drafter") if values.get(f"{side}/skipped")]
         self.bad_steps = self.bad_steps + 1 if skipped else 0
+        self.why_bad = self._why_skipped(skipped, values) if skipped else ""
         if self.recorder is None:
             return
         if skipped:
-            self.recorder.event("loss", f"step {step + 1}: {self._why_skipped(skipped, values)}; step skipped")
+            self.recorder.event("loss", f"step {step + 1}: {self.why_bad}; step skipped")
         record = dict(values) | self.clock.drain()
         if "rollout/reward" in record and (halved := self._reward_watch.observe(record["rollout/reward"])):
             self.recorder.event("reward", f"step {step + 1}: {halved}")

@@ -367,7 +367,7 @@ class Session:
         bad_steps = self.records.bad_steps
         if 0 < options.max_bad_steps <= bad_steps:
             self._stop(
-                f"step {self.done}: loss or gradient norm was not finite {bad_steps} steps in a row "
+                f"step {self.done}: {self.records.why_bad}; {bad_steps} steps in a row were skipped "
                 f"(train.max_bad_steps={options.max_bad_steps})"
             )
         if reason := runtime.first_message(self.interruption.reason):

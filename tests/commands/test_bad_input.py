@@ -280,7 +280,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_checkpoint(tmp_path, toke
     ended = forked.run_module("megatron_rlspec.cli", arguments.split(), folder=tmp_path)
     line = ended.stderr.splitlines()[-1]
     assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr[-2000:]
-    assert line.startswith("rlspec: step ") and "not finite 2 steps in a row (train.max_bad_steps=2)" in line
+    assert (
+        line.startswith("rlspec: step ") and "not finite; 2 steps in a row were skipped (train.max_bad_steps=2)" in line
+    )
     stopped = int(line.split()[2].rstrip(":"))
     assert (tmp_path / line.split()[-1]).is_dir() and line.endswith(f"run/checkpoints/step-{stopped:06d}")
     events = [event["message"] for event in recorder.read_records(tmp_path / "run/events.jsonl")]

@@ -84,3 +84,11 @@ def test_a_warm_start_on_two_ranks_is_evaluated_and_stops_early(start, tmp_path)
     assert names and names == [f"step-{2 * (i + 1):06d}" for i in range(len(names))] and len(names) < 4
     assert len(read_records(tmp_path / "metrics.jsonl")) == 2 * len(names)
     assert (tmp_path / "hf/config.json").exists()
+
+
+def test_a_run_whose_engines_draw_from_other_weights_ends_with_that_reason(start, tmp_path):
+    options = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": 3}
+    options |= {"health__logprob_gap": 1e-12, "train__max_bad_steps": 2}
+    output = run(start, tmp_path, code=1, **options)
+    (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
+    assert "step 2: log-probs of engines and trainer differ by" in line and "2 steps in a row were skipped" in line
