@@ -42,6 +42,7 @@ def events(run_dir: Path, kind: str) -> list[str]:
     return [event["message"] for event in read_records(run_dir / "events.jsonl") if event["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_a_run_starts_plain_and_drafts_when_that_pays(ended):
     records = read_records(ended / "metrics.jsonl")
     plain_steps = [record.get("spec/share_off", 0.0) > 0.5 for record in records]
@@ -52,6 +53,7 @@ def test_a_run_starts_plain_and_drafts_when_that_pays(ended):
     assert "times as fast" not in told  # no round's cost is learnt in this run
 
 
+@pytest.mark.slow
 def test_the_policy_is_that_of_a_run_without_a_drafter(plain, ended, tmp_path):
     run(plain, tmp_path, **OPTIONS, drafter__train="false", spec__mode="off")
     ours, theirs = (read_hf(folder / "hf")[1] for folder in (ended, tmp_path))
