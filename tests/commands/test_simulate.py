@@ -52,7 +52,7 @@ def test_policies_are_compared_on_equal_lengths(cluster, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("H100", "H101"), "cluster.hardware: Input should be"),
+        (("H100", "H101"), "cluster.hardware: expected '', 'A40'"),
         (("engines = 3", "engine = 3"), "cluster.engine: Extra inputs are not permitted"),
         (("median = 40", "median = 400"), "workload: p95=200: expected more than median=400"),
         (('hardware = "H100"', ""), "cluster: expected either table or hardware"),
@@ -86,7 +86,7 @@ def test_steps_are_compared_and_swept(cluster, capsys):
     [
         (["--policies", "off+kd"], "expected a [training] section"),
         (["--sweep", "engines=3"], "expected SECTION.OPTION=VALUE"),
-        (["--sweep", "cluster.engines=0"], "cluster.engines: Input should be greater than 0"),
+        (["--sweep", "cluster.engines=0"], "cluster.engines: expected greater than 0 (got 0)"),
         (["--sweep", "cluster.motors=3"], "cluster.motors: Extra inputs"),
         (["--sweep", "training.steps=3"], "no [training] section"),
         (["--policies", "off,k2t2n4"], "k2t2n4: acceptance.sibling is missing, which chains do not record"),

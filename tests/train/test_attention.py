@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -138,10 +139,22 @@ def meta_plan(lengths, groups, cp_size=1):
     return replace(plan, keys=replace(plan.keys, **tables))
 
 
+class Counted(LiveBytes):
+    """Counts operators as well, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.overloadpacket.__name__] += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def both_passes(plan, dtype, shape, keys, links):
     """Run attention on tensors without values that say that they are on a GPU; return all tensors, reads, memory."""
     inputs = [torch.empty(s, dtype=dtype, device="meta") for s in (shape, keys, keys, *[(shape[0], *keys[1:])] * links)]
-    with HostReads() as reads, LiveBytes() as live:
+    with HostReads() as reads, Counted() as live:
         reads.put(inputs, list(vars(plan.keys).values()))
         for x in inputs:
             x.requires_grad_()

@@ -219,7 +219,7 @@ def masked_and_left_out(weights):
     for loss in ("ce", "forward_kl"):
         cell = PLAIN | {"dtype": "float64", "loss": loss}
         for masked in (True, False):
-            trainer = build(cell, weights[False, False])
+            trainer = build(cell, weights[False])
             given = own_batches(trainer, some=True)
             assert sum(len(b.drafter_part.tokens) for b in given) < 0.8 * sum(len(b.tokens) for b in given)
             if masked:
