@@ -54,9 +54,9 @@ def test_drafter_learns_as_with_whole_experts(tmp_path):
 
 @pytest.mark.timeout(900)
 def test_policy_is_updated_as_without_a_drafter(tmp_path):
-    given = (*MOE.split(), *SPLIT.split())
+    given = (*settings(tmp_path), *MOE.split(), *SPLIT.split())
     without = run_ranks("no_drafter", 1, *given, replicas=2)
-    ours = run_ranks("one_step", 1, *OURS, *settings(tmp_path), *given, replicas=2)
+    ours = run_ranks("one_step", 1, *OURS, *given, replicas=2)
     for bare, rank in zip(without, ours, strict=True):
         assert bare["norm"] == rank["norm"]
         assert not [n for n, v in bare["parameters"].items() if not torch.equal(v, policy(rank["parameters"])[n])]
