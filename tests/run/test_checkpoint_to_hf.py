@@ -77,13 +77,13 @@ def test_a_checkpoint_without_its_run_needs_the_model(ended, start, tmp_path, ca
 
 @pytest.mark.slow
 def test_models_of_steps_and_of_the_best_evaluation_are_kept(start, tmp_path):
-    options = OPTIONS | {"train__eval_prompts": 4, "train__eval_every": 1, "train__keep": 9}
-    options |= {"train__export_every": 2, "train__save_best": "true", "optimizer__lr": 3e-2}
+    options = OPTIONS | {"train__eval_prompts": 4, "train__eval_every": 1}
+    options |= {"train__export_every": 1, "train__save_best": "true", "optimizer__lr": 3e-2}
     run(start, tmp_path / "run", ranks=2, **options, train__steps=3)
     shutil.rmtree(tmp_path / "run/hf")  # as if the run had been interrupted here
     run(start, tmp_path / "run", ranks=2, **options, train__steps=4, train__resume="true")
     assert sorted(path.name for path in (tmp_path / "run").glob("hf*")) == [
-        "hf", "hf-best", "hf-step-000002", "hf-step-000004"
+        "hf", "hf-best", *(f"hf-step-00000{step}" for step in (1, 2, 3, 4))
     ]  # fmt: skip
     assert same(tmp_path / "run/hf-step-000004", tmp_path / "run/hf")
     events = read_records(tmp_path / "run/events.jsonl")
@@ -93,10 +93,9 @@ def test_models_of_steps_and_of_the_best_evaluation_are_kept(start, tmp_path):
     told = [e["message"].split(":")[0] for e in events if e["kind"] == "best"]
     assert told == [name for i, name in enumerate(names) if all(rewards[i] > before for before in rewards[:i])]
     assert len(set(rewards)) > 1
-    for name, step in (("hf-step-000002", "step-000002"), ("hf-best", f"step-{np.argmax(rewards) + 1:06d}")):
-        out = tmp_path / f"{name}-again"
-        assert main([str(tmp_path / "run/checkpoints" / step), str(out), "--quiet"]) == 0
-        assert same(out, tmp_path / "run" / name)
+    assert same(tmp_path / "run/hf-best", tmp_path / f"run/hf-step-{np.argmax(rewards) + 1:06d}")
+    assert main([str(tmp_path / "run/checkpoints/step-000003"), str(tmp_path / "again"), "--quiet"]) == 0
+    assert same(tmp_path / "again", tmp_path / "run/hf-step-000003")
 
 
 LAYOUTS = {
