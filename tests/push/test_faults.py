@@ -285,10 +285,10 @@ def test_a_drafter_that_stays_wrong_decodes_plainly_with_the_right_text():
 
 
 @pytest.mark.slow
-def test_no_false_alarm_in_a_thousand_healthy_pushes():
+def test_no_false_alarm_in_two_hundred_healthy_pushes():
     """Weights change as in training; canary, stamps, log-probs and drift raise no alarm."""
     room = Room()
-    for version in range(1, 1001):
+    for version in range(1, 201):
         room.new = echo_checkpoint(version % 40)[1]
         report = room.health.push(version, lambda scope: room.new.items())
         assert not report.records, (version, report.records)

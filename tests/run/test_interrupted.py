@@ -96,8 +96,7 @@ def test_a_signal_to_one_process(start, whole, tmp_path, number, wait):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("delay", [d / 2 for d in range(9)])
+@pytest.mark.parametrize(("delay", "number"), [(d / 2, (signal.SIGINT, signal.SIGTERM)[d % 2]) for d in range(9)])
 def test_a_signal_before_the_first_step(start, tmp_path, number, delay):
     process = train(start, tmp_path / "run", **OPTIONS, train__steps=STEPS)
     deadline = time.monotonic() + 840
@@ -125,7 +124,7 @@ def whole_on_two(start, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["torchrun", "rank 0", "rank 1", "group"])
+@pytest.mark.parametrize("target", ["torchrun", "rank 1", "group"])
 def test_a_signal_under_torchrun(start, whole_on_two, tmp_path, target):
     process = train(start, tmp_path, ranks=2, **OPTIONS, train__steps=STEPS)
     processes = reach(process, tmp_path, 3)
@@ -238,7 +237,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("size", ["8k", "64k", "200k", "700k", "1500k", "2300k", "3m"])
+@pytest.mark.parametrize("size", ["8k", "200k", "1500k", "3m"])
 def test_a_full_disk_is_reported_in_one_line_and_the_run_continues_later(start, small_disk, whole, size):
     run_dir = small_disk(size) / "run"
     process = train(start, run_dir, **OPTIONS | {"train__save_every": 1}, train__steps=STEPS)

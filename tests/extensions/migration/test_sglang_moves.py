@@ -278,7 +278,7 @@ def disturbed(
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("side, step", STEPS)
+@pytest.mark.parametrize("side, step", STEPS[1::2])
 def test_samples_that_are_aborted_at_any_step_end_once(
     pair: dict[str, MigratableSGLangEngine], side: str, step: str
 ) -> None:
