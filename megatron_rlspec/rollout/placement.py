@@ -254,10 +254,10 @@ def working_bytes(config: Config, hf_config: Mapping[str, Any], gpu: int, kept: 
 
 
 def graph_bytes(config: Config) -> int:
-    """Return the bytes of an engine's CUDA graphs, as if every number of drafts were captured at every batch."""
+    """Return the bytes of an engine's CUDA graphs, as if 0 and every number of drafts were captured at every batch."""
     batch = config.rollout.max_running_requests
     drafting = [steps for steps in _steps(config) if steps]
-    slots = {"1": {"candidate_steps": sorted(drafting)}}
+    slots = {"1": {"candidate_steps": sorted({0, *drafting})}}
     return int(graphs.gib(graphs.count(slots, batch, min(drafting))) * GIB) if drafting else batch * GRAPH_REQUEST
 
 

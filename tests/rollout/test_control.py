@@ -21,7 +21,6 @@ def decider(monkeypatch):
     decider = decisions.Decider(SETTINGS)
     decider.start([0, 1, 3], 3)
     monkeypatch.setattr(decisions, "decider", decider)
-    monkeypatch.setattr(control, "_held", {})
     return decider
 
 
@@ -33,9 +32,9 @@ def test_hold_twice_needs_one_release(decider):
     """For example by a canary and by a push. The second hold must not store "off" as the rule to restore."""
     control._hold(SETTINGS, None, "canary")
     control._hold(SETTINGS, None, "push")
-    assert chosen(decider) == OFF and control._held["reason"] == "push"
+    assert chosen(decider) == OFF and decider.held == "push"
     control._release(SETTINGS, None)
-    assert chosen(decider) == SpecConfig(3) and not control._held
+    assert chosen(decider) == SpecConfig(3) and not decider.held
 
 
 def test_a_hold_keeps_what_the_rule_has_learnt(decider):
@@ -65,7 +64,7 @@ def test_a_rule_set_during_a_hold_is_stored(decider):
     control._set_schedule(SETTINGS, None, SpecSchedule.fixed(SpecConfig(1)).to_json())
     assert chosen(decider) == OFF
     control._set_spec_rule(SETTINGS, None, {"schedule": SpecSchedule.fixed(SpecConfig(1)).to_json()})
-    assert chosen(decider) == OFF and control._held["reason"] == "push"
+    assert chosen(decider) == OFF and decider.held == "push"
     control._release(SETTINGS, None)
     assert chosen(decider) == SpecConfig(1)
 

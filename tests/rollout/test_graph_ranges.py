@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -16,7 +17,7 @@ from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.solver import chains
-from megatron_rlspec.types import OFF, SpecConfig
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 STEPS = (0, 1, 2, 3, 5)
 
@@ -53,7 +54,31 @@ def test_without_a_table_all_that_a_schedule_names_is_captured(files: Path) -> N
     arguments, slots = asked(files, "--num-steps", "3")
     assert "--speculative-num-steps=3" in arguments
     assert 3 in steps_at(slots, 256) and 5 not in steps_at(slots, 256) and 5 in steps_at(slots, 64)
-    assert asked(files, "--spec", "fixed", "--num-steps", "2")[1] == {"1": {"candidate_steps": [2]}}
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        (("--spec", "fixed", "--num-steps", "2"), [SpecConfig(2)]),
+        (("--candidate-steps", "1,3"), [SpecConfig(1), SpecConfig(3)]),
+        (("--candidate-steps", "0,3"), [OFF, SpecConfig(0), SpecConfig(3)]),
+    ],
+)
+def test_every_engine_that_drafts_can_be_held_and_no_rule_gets_a_choice_by_that(
+    files: Path, given: tuple[str, ...], chosen: list[SpecConfig]
+) -> None:
+    _, settings, slots = serve.arguments_for(serve.parser().parse_args(["--model", str(files), *given]), "cuda")
+    assert all(steps_at(slots, batch)[0] == 0 for batch in range(1, 257))
+    decider = decisions.Decider(settings)
+    decider.start(steps_at(slots, 1), max(chosen).num_steps)
+    assert decider.candidates == chosen
+    with pytest.raises(ValueError, match="cannot run off") if OFF not in chosen else nullcontext():
+        decider.set_schedule(SpecSchedule.fixed(OFF))
+    decider.set_schedule(SpecSchedule.fixed(chosen[-1]))
+    decider.hold("a bad push")
+    assert decider.choose(4, 100, None)[0] == OFF
+    decider.held = ""
+    assert decider.choose(4, 100, None)[0] == chosen[-1]
 
 
 def test_sglang_captures_the_ranges(sglang_models: ModuleType, files: Path, tmp_path: Path) -> None:

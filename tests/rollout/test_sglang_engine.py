@@ -814,6 +814,19 @@ def test_refusals_are_one_line(engines: dict[str, SGLangEngine]) -> None:
     engines["unkeyed"].update_weights(3, WEIGHTS.items())
 
 
+def test_an_engine_of_a_fixed_number_of_drafts_can_be_held(engines: dict[str, SGLangEngine]) -> None:
+    engine = engines["unkeyed"]
+    engine.set_schedule(k(3))
+    ran = []
+    for held in ("a bad push", ""):
+        engine.hold(held) if held else engine.release()
+        engine.stats()
+        engine.generate(requests(2), Sampling(max_new_tokens=8, ignore_eos=True))
+        ran.append({str(one.config) for one in engine.stats()})
+        assert engine.describe()["held"] == held
+    assert ran == [{"off"}, {"k3"}]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_cuda_is_refused_where_there_is_none(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -22,6 +22,7 @@ MIXED_CHUNK = "batches that mix prefill and decode are not supported with specul
 class Settings:
     verifier: Verifier = "position_keyed"
     spec_rule: dict[str, Any] | None = None
+    off: bool = True  # whether a rule may choose to draft nothing; `hold` may in any case
     deliveries: bool = False  # remember the fingerprints of what each push gave to the models' loaders
     drafts: Drafts = "coupled"  # with the verifier position_keyed
     sharpness: float = SHARPNESS[0]  # of coupled drafts, to begin with

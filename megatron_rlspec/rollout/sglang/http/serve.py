@@ -248,7 +248,7 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
         rule: dict[str, Any] = {"table": str(Path(options.cost_table).resolve())}
     else:
         rule = {"schedule": schedule.to_json()}
-    return arguments, Settings(options.verifier, rule, drafts=options.drafts), slots
+    return arguments, Settings(options.verifier, rule, off=0 in candidates, drafts=options.drafts), slots
 
 
 def _cost_table(options: argparse.Namespace, schedule: SpecSchedule | None) -> CostTable | None:
@@ -286,13 +286,17 @@ def _candidates(options: argparse.Namespace, schedule: SpecSchedule | None) -> l
 def _slots(
     options: argparse.Namespace, steps: Sequence[int], table: CostTable | None, schedule: SpecSchedule | None
 ) -> dict[str, Any]:
-    """Return the step counts from each batch size on: those that the schedule, the table or a roofline can choose."""
+    """Return the step counts from each batch size on: 0, and what the schedule, the table or a roofline can choose.
+
+    Step 0 is there for `hold`, even where no rule may choose it.
+    """
     most_batch = options.max_running_requests
     layers = json.loads((Path(options.model) / "config.json").read_text()).get("num_hidden_layers", 1)
     most = graphs.needed(chains(steps), most_batch, layers, table, options.max_total_tokens)
     for row in schedule.configs if schedule is not None else ():
         most |= {SpecConfig(c.num_steps) if c.num_steps else OFF: most_batch for c in row}
-    return graphs.slots(most, most_batch)
+    found = graphs.slots(most, most_batch)
+    return {batch: {"candidate_steps": sorted({0, *slot["candidate_steps"]})} for batch, slot in found.items()}
 
 
 def _schedule(text: str) -> SpecSchedule | None:

@@ -43,7 +43,6 @@ METHOD = "rlspec"
 logger = logging.getLogger(__name__)
 _rounds = TimedRounds()
 _deliveries = {"target": Deliveries(), "drafter": Deliveries()}
-_held: dict[str, Any] = {}  # the reason of `hold`, and the rules that `release` restores; empty otherwise
 
 
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
@@ -135,7 +134,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "max_running_requests": scheduler.max_running_requests,
         "draft_vocabulary": draft_vocabulary.size(worker),
         "eagle3": eagle3.describe(scheduler),
-        "held": _held.get("reason", ""),
+        "held": decisions.decider.held,
         "unnamed": scheduler.rlspec_unnamed,
         "nccl_cumem_enable": os.environ.get(SHARED, ""),
         "extensions": list(settings.extensions),
@@ -152,12 +151,12 @@ def _stamp(settings: Settings, scheduler: Any, version: str) -> dict[str, Any]:
 
 def _set_schedule(settings: Settings, scheduler: Any, schedule: dict[str, Any]) -> dict[str, Any]:
     decisions.decider.set_schedule(SpecSchedule.from_json(schedule))
-    return _stay_held()
+    return {}
 
 
 def _set_spec_rule(settings: Settings, scheduler: Any, spec_rule: dict[str, Any]) -> dict[str, Any]:
     decisions.decider.replace(spec_rule)
-    return _stay_held()
+    return {}
 
 
 def _set_draft_vocabulary(settings: Settings, scheduler: Any, words: list[int]) -> dict[str, Any]:
@@ -166,34 +165,12 @@ def _set_draft_vocabulary(settings: Settings, scheduler: Any, words: list[int]) 
 
 
 def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
-    """Disable speculation until `release()`; rules set meanwhile are stored, and the latest one is restored."""
-    decider = decisions.decider
-    if decider.rule is None and not decider.stock:
-        raise ValueError("speculation cannot be switched here: the engine runs no adaptive speculation")
-    if _held:  # already held: keep the stored rule, update the reason
-        _held["reason"] = reason
-    else:
-        _set_aside(reason)
+    decisions.decider.hold(reason)
     return {}
-
-
-def _set_aside(reason: str) -> None:
-    decider = decisions.decider
-    waiting = decider.rule, decider.stock
-    decider.replace({"schedule": SpecSchedule.fixed(OFF).to_json()})
-    _held.update(reason=reason, waiting=waiting)
 
 
 def _release(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    if _held:
-        decisions.decider.rule, decisions.decider.stock = _held["waiting"]
-        _held.clear()
-    return {}
-
-
-def _stay_held() -> dict[str, Any]:
-    if _held:
-        _set_aside(_held["reason"])
+    decisions.decider.held = ""
     return {}
 
 

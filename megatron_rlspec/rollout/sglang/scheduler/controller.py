@@ -116,7 +116,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         Our rule observes rounds in `control.py`, with the configuration that each of them ran: under the overlap
         scheduler the present one may be another.
         """
-        if decisions.decider.stock and self._ranks is None:
+        if decisions.decider.stock and not decisions.decider.held and self._ranks is None:
             decisions.decider.stock.on_verify_complete(num_correct_drafts_per_req, batch_size)
 
     def _round(self, batch: Any, on_publish: Any = None, *args: Any, **kwargs: Any) -> Any:

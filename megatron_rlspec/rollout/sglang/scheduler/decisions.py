@@ -75,7 +75,10 @@ class Decider:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings.spec_rule
+        self._off = settings.off
+        self._can_hold = False  # whether the engine has step 0, in which `OFF` runs
         self.candidates: list[SpecConfig] = []
+        self.held = ""  # why speculation is held off; the rule below then waits
         self.rule: SpecRule | None = None
         self.stock: Any = None  # SGLang's own rule, while it decides
         self._stock: Any = None  # the same, with what it has learnt
@@ -91,7 +94,9 @@ class Decider:
         Step 0 stands for two: the drafter reads along and drafts nothing, or it is off.
         """
         self.alone = ranks == 1
-        self.candidates = [OFF] * (0 in candidate_steps) + [SpecConfig(n) for n in candidate_steps]
+        self._can_hold = 0 in candidate_steps
+        steps = [n for n in candidate_steps if n or self._off]
+        self.candidates = [OFF] * (0 in steps) + [SpecConfig(n) for n in steps]
         if self._settings:
             self.replace(self._settings)
         else:
@@ -132,9 +137,19 @@ class Decider:
         self.stock = None
         self.sharpness.fix(sharpness)
 
+    def hold(self, reason: str) -> None:
+        """Run `OFF` until `held` is "" again. Rules that are set meanwhile decide after that. Raises ValueError."""
+        if self.rule is None:
+            raise ValueError("speculation cannot be switched here: the engine runs no adaptive speculation")
+        if not self._can_hold:
+            raise ValueError("speculation cannot be held off here: the engine was launched without step count 0")
+        self.held = reason
+
     def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None) -> tuple[SpecConfig, int]:
         """Return the next round's configuration, and how many requests' drafters have to catch up before it."""
-        if self.stock:
+        if self.held:
+            config, catch_up = OFF, 0
+        elif self.stock:
             config, catch_up = SpecConfig(self.stock.get_steps_for_batch(batch)), batch
         else:
             assert self.rule is not None, "`start` makes the first rule"
@@ -145,8 +160,8 @@ class Decider:
 
     def timed(self, ran: DecodeRound, batch: int, ms: float) -> None:
         """Let a rule with a cost table learn the duration of a round, if this engine has one rank: clocks differ."""
-        rule = self.rule
-        if self.alone and rule is not None and rule.correct and not self.stock and ran.config in rule.candidates:
+        rule = None if self.stock or self.held else self.rule
+        if self.alone and rule is not None and rule.correct and ran.config in rule.candidates:
             rule.timed(ran.config, batch, ran.context_tokens, ms)
 
     def observe(self, ran: DecodeRound, accepted: Sequence[int], others: int) -> None:
@@ -154,11 +169,13 @@ class Decider:
         self.sharpness.observe(ran.sharpness, ran.config, accepted)
         if ran.number:
             self.late.keep(ran.number, accepted, others)
-        elif self.rule is not None:
+        elif self.rule is not None and not self.held:
             self.rule.observe(ran.config, accepted, others)
 
     def learn(self, config: SpecConfig, accepted: list[int], others: int) -> None:
         """Learn from a round of all ranks."""
+        if self.held:
+            return
         if self.rule is not None:
             self.rule.observe(config, accepted, others)
         if self.stock and accepted:
