@@ -6,8 +6,8 @@ other tokens have loss mask 0. `examples/calculator/` is a worked example. slime
 function (slime/rollout/sglang_rollout.py, `--custom-generate-function-path`).
 
 Conversations run in threads, so while one waits for its tool the engine decodes the others. A prompt's conversations
-stay on one engine, whose prefix cache holds their turns. All turns of a sample have one seed, and noise is keyed by the
-position in the sample, so under the position-keyed verifier the text depends on no timing.
+stay on one engine, whose prefix cache holds their turns. Under the position-keyed verifier all turns of a sample have
+one seed, and noise is keyed by the position in the sample, so the text depends on no timing.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Conversation:
         sampling: Sampling,
         tokenizer: PreTrainedTokenizerBase,
         draw: Callable[[Request, Sampling], Sample],
+        keyed: bool,
     ) -> None:
         self._prompt = locked_prompt(request.prompt)
         self._sampling = sampling
@@ -66,6 +67,7 @@ class Conversation:
         self.finished = False
         self._request = request
         self._draw = draw
+        self._keyed = keyed
         self._status: Status = "truncated"
         self._turns = 0
         self._tokens: list[int] = []
@@ -116,7 +118,7 @@ class Conversation:
                 return ""
             so_far = np.concatenate([np.asarray(self.prompt.tokens, np.int64), np.asarray(self._tokens, np.int64)])
             name = f"{self._request.id}-t{self._turns:04d}"
-            turn = Request(name, replace(self._request.prompt, tokens=so_far), self._request.seed)
+            turn = Request(name, replace(self._request.prompt, tokens=so_far), self._seed())
             self.since = None
             how = replace(self.sampling, max_new_tokens=most, stop_token_ids=stops, stop=strings)
             drawn = self._draw(turn, how)
@@ -128,6 +130,13 @@ class Conversation:
         if drawn.status == "aborted":
             raise _Ended
         return str(self.tokenizer.decode(drawn.response, skip_special_tokens=True))
+
+    def _seed(self) -> int:
+        """Return the next turn's seed. Noise that no position keys would begin again with the same one."""
+        seed = self._request.seed
+        if self._keyed or not self._turns:
+            return seed
+        return int(np.random.SeedSequence((seed, self._turns)).generate_state(1)[0]) & 0x7FFF_FFFF
 
     def append(self, text: str) -> None:
         """Append text that the policy did not write; it is read, and not trained. Text past the limit is cut.
@@ -183,6 +192,7 @@ class Conversations:
     """Draws samples of several turns. `running` holds the ids of the requests that engines hold now.
 
     seconds  that a function may run beside the replies of engines, between two of them
+    keyed    whether the verifier is position-keyed; otherwise every turn of a sample has a seed of its own
     """
 
     def __init__(
@@ -191,6 +201,7 @@ class Conversations:
         engines: EnginePool,
         tokenizer: PreTrainedTokenizerBase,
         seconds: float = 600.0,
+        keyed: bool = True,
     ) -> None:
         self.running: dict[str, None] = {}
         self._function = function
@@ -198,6 +209,7 @@ class Conversations:
         self._engines = engines
         self._tokenizer = tokenizer
         self._seconds = seconds
+        self._keyed = keyed
         self._open: dict[int, Conversation] = {}
         self._failure: BaseException | None = None
         self._until = 0.0  # after a failure: when conversations that do not end are left behind
@@ -234,17 +246,17 @@ class Conversations:
         # A function that never returns keeps its thread. Daemons do not keep the process from ending.
         for _ in range(min(len(requests), MOST_THREADS)):
             threading.Thread(target=work, name="conversation", daemon=True).start()
-        with ended:
-            while len(samples) < len(requests):
-                ended.wait(LOOK_SECONDS)
-                stuck = self._too_long()
-                if stuck and self._failure is None:
-                    reason = f"did not go on for {self._seconds:g} s (rollout.timeout_seconds)"
-                    self._fail(FunctionError(f"{self._named}: the function {reason}"))
-                if self._failure is not None and (
-                    len(samples) + len(stuck) >= len(requests) or time.monotonic() > self._until
-                ):
+        while len(samples) < len(requests):
+            with ended:
+                ended.wait_for(lambda: len(samples) == len(requests), LOOK_SECONDS)
+            stuck = self._too_long()
+            if stuck and self._failure is None:
+                reason = f"did not go on for {self._seconds:g} s (rollout.timeout_seconds)"
+                self._fail(FunctionError(f"{self._named}: the function {reason}"))
+            if self._failure is not None:
+                if len(samples) + len(stuck) >= len(requests) or time.monotonic() > self._until:
                     break
+                self._abort()  # again: some may not have reached their engine
         if self._failure is not None:
             raise self._failure
         return [samples[number] for number in range(len(requests))]
@@ -258,7 +270,7 @@ class Conversations:
     def _converse(
         self, number: int, request: Request, sampling: Sampling, on_sample: Callable[[Sample], None]
     ) -> Sample:
-        conversation = Conversation(request, sampling, self._tokenizer, self._reply)
+        conversation = Conversation(request, sampling, self._tokenizer, self._reply, self._keyed)
         self._open[number] = conversation
         try:
             if self._failure is not None:
@@ -299,6 +311,9 @@ class Conversations:
             if self._failure is None:
                 self._until = time.monotonic() + self._seconds
                 self._failure = error
+        self._abort()
+
+    def _abort(self) -> None:
         for engine in list(self._engines.engines.values()):
             try:
                 engine.abort(list(self.running))
@@ -310,15 +325,19 @@ class Conversations:
         try:
             while self._failure is None:
                 self._engines.check()
-                engines = list(self._engines.engines.items())
-                name, engine = engines[request.prompt.id % len(engines)]
+                engines = dict(self._engines.engines)
+                names = [name for name in self._engines.serving if name in engines]
+                if not names:  # the last one has just been dropped
+                    continue
+                name = names[request.prompt.id % len(names)]
                 try:
-                    return engine.generate([request], sampling)[0]
+                    return engines[name].generate([request], sampling)[0]
                 except RequestError:
                     raise
                 except EngineError as error:
                     request = replace(request, partial=error.begun.get(request.id, request.partial))
                     with self._lock:
+                        self._engines.continued += sum(len(begun.response) for begun in error.begun.values())
                         self._engines.drop(name, error)
         except EngineError as error:  # no engine is left, or none takes the request
             self._fail(error)

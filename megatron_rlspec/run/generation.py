@@ -78,7 +78,8 @@ class Generation:
         self._conversations: Conversations | None = None
         if config.rollout.function:
             function = custom.load("rollout.function", config.rollout.function)
-            self._conversations = Conversations(function, engines.pool, tokenizer, config.rollout.timeout_seconds)
+            seconds, keyed = config.rollout.timeout_seconds, config.spec.verifier == "position_keyed"
+            self._conversations = Conversations(function, engines.pool, tokenizer, seconds, keyed)
 
     def start(self) -> None:
         """Start the thread that ends a rollout when it is cancelled."""

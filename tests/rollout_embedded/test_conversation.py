@@ -16,7 +16,7 @@ from megatron_rlspec.config import ConfigError
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.types import OFF, Sampling, SpecConfig
+from megatron_rlspec.types import OFF, Partial, Sampling, SpecConfig
 
 torch.set_num_threads(1)
 PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
@@ -98,6 +98,20 @@ def test_drafts_go_on_over_turns_and_change_no_text(model):
     assert not any(s.accepted_spans for s in plain)
     after = [any(first >= 7 for first, _ in s.accepted_spans) for s in drafted]  # turn 1 and its tool take 7 tokens
     assert sum(after) >= len(after) - 1
+
+
+def test_a_turn_does_not_repeat_the_noise_of_an_earlier_one(model):
+    """Where the noise is not keyed by the position. At this temperature a token is the one with the largest noise."""
+
+    def two_turns(conversation):
+        conversation.reply(max_new_tokens=8)
+        conversation.reply(max_new_tokens=8)
+
+    engine = oracle.engine_of(*model, OFF, verifier="target_only")
+    conversations = Conversations(two_turns, EnginePool({"a": engine}), Letters(), keyed=False)
+    for sample in conversations.draw(oracle.requests(PROMPTS), Sampling(1e6, max_new_tokens=16, ignore_eos=True)):
+        first, second = sample.response.reshape(2, 8).tolist()
+        assert first != second
 
 
 def test_a_token_that_stops_a_reply(model):
@@ -286,7 +300,7 @@ def raising(error):
 
 
 class Lost:
-    """An engine that fails after its first answer."""
+    """An engine that fails after its first answer. Two tokens of the second one are known."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -294,9 +308,13 @@ class Lost:
 
     def generate(self, requests, sampling):
         self.answers += 1
-        if self.answers > 1:
-            raise EngineError("lost")
-        return self.engine.generate(requests, sampling)
+        if self.answers == 1:
+            return self.engine.generate(requests, sampling)
+        error = EngineError("lost")
+        if self.answers == 2:
+            [begun] = self.engine.generate(requests, replace(sampling, max_new_tokens=2))
+            error.begun = {begun.request_id: Partial.of(begun)}
+        raise error
 
     def abort(self, request_ids):
         raise EngineError("lost")
@@ -312,7 +330,41 @@ def test_another_engine_goes_on_where_one_is_lost(model):
     )
     samples = Conversations(three_turns, pool, Letters()).draw(oracle.requests(PROMPTS, group=2), LONG)
     assert [s.tokens.tolist() for s in samples] == expected
-    assert len(pool.engines) == 1
+    assert len(pool.engines) == 1 and pool.continued == 2
+
+
+def test_a_spare_engine_gets_no_turn_while_another_one_is_left(model):
+    spare = Lost(oracle.engine_of(*model, K3))
+    pool = EnginePool({"spare": spare, "a": oracle.engine_of(*model, K3)}, spare=["spare"])
+    Conversations(three_turns, pool, Letters()).draw(oracle.requests(PROMPTS), LONG)
+    assert spare.answers == 0
+
+
+def test_an_abort_reaches_a_turn_that_is_on_its_way(model):
+    """Its engine has it after the failure of another conversation has aborted all."""
+    asked, aborted, has_it, again = (threading.Event() for _ in range(4))
+    told = []
+
+    class Late:
+        def generate(self, requests, sampling):
+            asked.set()
+            assert aborted.wait(60)
+            has_it.set()
+            told.append(again.wait(60))
+            return [request.aborted() for request in requests]
+
+        def abort(self, ids):
+            (again if has_it.is_set() else aborted).set()
+
+    def fails(conversation):
+        if conversation.prompt.id == 0:
+            asked.wait()
+            raise ValueError("the first failure")
+        conversation.reply()
+
+    with pytest.raises(ValueError, match="the first failure"):
+        Conversations(fails, EnginePool({"a": Late()}), Letters()).draw(oracle.requests(PROMPTS[:2]), LONG)
+    assert told == [True]
 
 
 def test_no_engine_is_left(model):
