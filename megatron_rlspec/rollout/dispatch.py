@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
@@ -133,10 +133,10 @@ class Dispatch:
                     self._collect()
             except BaseException:
                 self.waiting.clear()
-                self._abandon()
                 with self.changed:
                     self.over = True
                 self._end_claims(list(self.claimed))
+                self._abandon()
                 raise
         return [self.samples[r.id] for r in self.requests]
 
@@ -352,15 +352,17 @@ class Dispatch:
         self._end(ended)
 
     def _abandon(self) -> None:
-        """Abort the requests that still run: this `generate` has failed."""
-        for name, requests in self.running.values():
-            engine = self.pool.engines.get(name)
-            if engine is None:
-                continue
-            try:
-                engine.abort([r.id for r in requests])
-            except EngineError as error:
-                logger.warning("abort after a failure: %s", error)
+        """Abort the requests that still run, until their calls have ended: this `generate` has failed."""
+        while left := [call for future, call in self.running.items() if not future.done()]:
+            for name, requests in left:
+                engine = self.pool.engines.get(name)
+                if engine is None:
+                    continue
+                try:
+                    engine.abort([r.id for r in requests])
+                except EngineError as error:
+                    logger.warning("abort after a failure: %s", error)
+            wait(self.running, ABORT_AGAIN)  # again: some may not have reached their engine
 
     def _continued(self, request: Request, sample: Sample) -> Request:
         goes_on = len(sample.response) and self.pool.continues

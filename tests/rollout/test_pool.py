@@ -203,26 +203,43 @@ def test_what_is_taken_over_goes_to_the_engine_that_has_room() -> None:
     assert 0 < pool.stolen <= len(asked)
 
 
+class Late(Slots):
+    """Receives its requests after the first abort, and finishes none until the second."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, slots=1, most=0)
+        self.asked = threading.Event()
+        self.told = threading.Event()
+
+    def generate(self, *args: object) -> list[Sample]:
+        self.asked.set()
+        assert self.told.wait(60)
+        return super().generate(*args)
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        super().abort([request.id for request in self.queue])
+        self.told.set()
+
+
 def test_an_abort_reaches_requests_that_are_on_their_way() -> None:
-    asked = threading.Event()
-    aborted = threading.Event()
-
-    class Late(Slots):
-        """Receives its requests after the abort."""
-
-        def generate(self, *args: object) -> list[Sample]:
-            asked.set()
-            assert aborted.wait(60)
-            return super().generate(*args)
-
-        def abort(self, request_ids: Sequence[str] | None = None) -> None:
-            super().abort([request.id for request in self.queue])
-            aborted.set()
-
-    pool = EnginePool(named([Late("a", slots=1, most=0)]))
-    threading.Thread(target=lambda: asked.wait(60) and pool.abort()).start()
+    late = Late("a")
+    pool = EnginePool(named([late]))
+    threading.Thread(target=lambda: late.asked.wait(60) and pool.abort()).start()
     [sample] = pool.generate(requests(1, per_prompt=1), SAMPLING)
     assert sample.status == "aborted"
+
+
+def test_a_failure_reaches_requests_that_are_on_their_way() -> None:
+    late = Late("late")
+
+    class Failing(Engine):
+        def generate(self, *args: object) -> list[Sample]:
+            assert late.asked.wait(60)
+            raise TypeError("a programmer's mistake")
+
+    with pytest.raises(TypeError, match="a programmer's mistake"):
+        EnginePool(named([late, Failing("failing")])).generate(requests(2, per_prompt=1), SAMPLING)
+    assert len(late.gave) == 1
 
 
 def test_requests_that_wait_fail_when_the_last_engine_is_left_out() -> None:
