@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -193,6 +194,27 @@ def test_nothing_remains_after_a_kill(model: Path, tmp_path: Path, victim: str, 
         engine.launcher.kill()
         engine.launcher.wait()
         assert not ended(engine.directory)
+
+
+@pytest.mark.slow
+def test_nothing_remains_of_an_engine_whose_launcher_ends_at_once(model: Path, tmp_path: Path) -> None:
+    """The engine is still importing when it becomes another process' child."""
+    launches = f"""
+import os, sys
+from megatron_rlspec.rollout.sglang.client.launcher import launch
+process = launch(sys.argv[1], sys.argv[2], arguments=sys.argv[3:], environment={ONE_THREAD})
+print(process.directory, flush=True)
+os._exit(0)
+"""
+    command = [sys.executable, "-c", launches, str(model), str(tmp_path / "log"), *SERVE]
+    directory = Path(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip())
+    try:
+        assert not ended(directory)
+    finally:
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("TMPDIR") == str(directory):
+                    process.kill()
 
 
 def test_ended_processes_that_nobody_waited_for_do_not_delay_the_close(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def launch(
     log = Path(log)
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.http.serve", "--model", str(model)]
-    command += ["--port", str(port), "--stop-with-parent", *arguments]
+    command += ["--port", str(port), f"--stop-with-parent={os.getpid()}", *arguments]
     api_key = known_key(api_key) or secrets.token_urlsafe(32)
     directory = scratch.make()  # SGLang leaves its sockets where it made them
     with log.open("wb") as output:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     descriptor, log = tempfile.mkstemp(prefix=f"rlspec-serve-{options.port}-", suffix=".log")
     with open(descriptor, "wb") as output:
         engine = subprocess.Popen(
-            [sys.executable, "-m", serve.__name__, *argv, "--stop-with-parent"],
+            [sys.executable, "-m", serve.__name__, *argv, f"--stop-with-parent={os.getpid()}"],
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a terminal's Ctrl-C reaches this process only, which passes it on once

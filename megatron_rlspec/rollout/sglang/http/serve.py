@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -33,6 +32,7 @@ from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models.config import sharpness_of
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.rollout.sglang import scratch
+from megatron_rlspec.rollout.sglang.http import parents
 from megatron_rlspec.rollout.sglang.http.checks import ServeError, check, extensions_of, installed_sglang
 from megatron_rlspec.rollout.sglang.settings import APART, KEY, MIXED_CHUNK, Settings, known_key
 from megatron_rlspec.speculation import graphs
@@ -130,7 +130,15 @@ def parser() -> Parser:
     p.add_argument(
         "--extensions", default="", help="what the engine can do beyond that: migration, which tail.rebalance needs"
     )
-    p.add_argument("--stop-with-parent", action="store_true", help="end when the process that started this one ends")
+    p.add_argument(
+        "--stop-with-parent",
+        nargs="?",
+        type=integer(1, 1 << 22),
+        const=-1,
+        default=0,
+        metavar="PID",
+        help="end when the process that started this one ends. With its number this works if it ends at once, too",
+    )
     return p
 
 
@@ -147,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
 def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if options.stop_with_parent:
         _scratch()  # before anything slow: the process that made it may be killed at any time
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        parents.end_with(options.stop_with_parent if options.stop_with_parent > 0 else os.getppid())
     check(options)
     device = _device(options.device)
     if device == "cpu" and options.verifier == "rejection":
@@ -480,15 +488,6 @@ def _treat_interrupt_as_terminate() -> None:
 
     loop = http_server._global_state.tokenizer_manager.event_loop
     loop.call_soon_threadsafe(loop.add_signal_handler, signal.SIGINT, os.kill, os.getpid(), signal.SIGTERM)
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    from sglang.srt.utils import kill_process_tree
-
-    kill_process_tree(os.getpid(), include_parent=False)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
