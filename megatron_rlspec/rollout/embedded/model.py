@@ -82,7 +82,7 @@ class Architecture:
             intermediate=config["intermediate_size"],
             layers=config["num_hidden_layers"],
             heads=config["num_attention_heads"],
-            kv_heads=config.get("num_key_value_heads", config["num_attention_heads"]),
+            kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
             head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
             vocab=config["vocab_size"],
             eps=config["rms_norm_eps"],
@@ -90,7 +90,7 @@ class Architecture:
             qk_norm=facts.has_qk_norm(config),
             qkv_bias=facts.stores_qkv_bias(config),
             tied=bool(config.get("tie_word_embeddings", False)),
-            mtp=not own and facts.embedded_drafter and config.get("num_nextn_predict_layers", 0) > 0,
+            mtp=not own and facts.embedded_drafter and (config.get("num_nextn_predict_layers") or 0) > 0,
             eos=ends_of_text(config),
             **own,
         )
