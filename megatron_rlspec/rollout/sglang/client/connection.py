@@ -51,11 +51,7 @@ class Connection:
 
     def post(self, path: str, **arguments: Any) -> dict[str, Any]:
         with self._send(path, **arguments) as answer:
-            try:
-                body = answer.content
-            except requests.RequestException as error:
-                raise EngineError(f"{self.url}: {path} broke off: {self._why(error)}") from None
-        return self._object(path, body)
+            return self._object(path, answer.content)
 
     def field(self, path: str, name: str, kind: type) -> Any:
         answer = self.post(path)
