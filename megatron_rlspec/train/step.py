@@ -223,18 +223,16 @@ class Trainer:
         """
         depth = max(steps)
         self.policy.eval()
-        found: list[Any] = []
-        if self.drafter is not None and self.drafter_learner is not None:
+        coupled = _drafts_coupled(self.config) and all(batch.noise_seeds is not None for batch in batches)
+        goal = DrafterObjective(depth, "ce", 1.0, tuple(steps), "position_keyed", sampled=False, coupled=coupled)
+        replay = DrafterStep(None, goal)
+        if self.drafter is not None and self.drafter_step is not None:
             self.drafter.eval()
             self.drafter.depth = depth
-            coupled = _drafts_coupled(self.config) and all(batch.noise_seeds is not None for batch in batches)
-            goal = DrafterObjective(depth, "ce", 1.0, tuple(steps), "position_keyed", sampled=False, coupled=coupled)
-            replay = DrafterStep(self.drafter_learner, goal)
-            if self.drafter_step is not None:
-                replay.words = self.drafter_step.words
-                replay.head = self.drafter_step.head
+            replay.words = self.drafter_step.words
+            replay.head = self.drafter_step.head
         try:
-            found = self.run(batches, partial(self._replayed, replay) if self.last_stage else None, forward_only=True)
+            found = self.run(batches, partial(self._replayed, replay), forward_only=True)
         finally:
             if self.drafter is not None:
                 self.drafter.depth = self.config.drafter.depth

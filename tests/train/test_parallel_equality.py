@@ -139,6 +139,7 @@ def measure(cell, weights):
     trainer.train_step(longer, objective=cell["objective"])
     found = trainer.prediction
     result["prediction"] = None if found is None else [found.reached.ravel(), found.accepted.ravel()]
+    result["accepted"] = list(trainer.accept_lengths(longer, range(1, cell["unrolling"] + 1)).values())
     return result
 
 
@@ -204,6 +205,8 @@ def check(cell, want, ranks):
     if theirs is not None and cell["dtype"] == "float64":  # rounding changes a draft where two tokens nearly tie
         assert theirs[1].sum() > 0, "no coupled draft was right, so nothing is compared"
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, err_msg=str(cell))
+    if cell["dtype"] == "float64":
+        assert ranks[0]["accepted"] == pytest.approx(want["accepted"], rel=1e-6), cell
     for name, reference in want["gradients"].items() if "gradients" in ranks[0] else ():
         worst = (ranks[0]["gradients"][name] - reference).abs().max() / reference.abs().max().clamp(min=1e-30)
         assert worst < gradient, f"gradient of {name} is {worst:.1e} off: {cell}"
