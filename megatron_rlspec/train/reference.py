@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron_rlspec.losses.head import VocabParallelHead
 from megatron_rlspec.packing.transfer import to_device
+from megatron_rlspec.train import experts
 from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.objectives import OutputLayer, Sums, reduce_sums
 from megatron_rlspec.types import PackedBatch
@@ -61,7 +62,7 @@ class Reference:
         self._run = run
         self._logprobs = logprobs
         self._layer = layer
-        self._held = Held(policy.parameters())
+        self._held = Held([*policy.parameters(), *experts.biases(policy).values()])
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
