@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -24,6 +25,12 @@ class ParallelConfig(Section):
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence=true needs tensor > 1, but tensor=1")
         return self
+
+    @property
+    def packed(self) -> int:
+        """Return the number of which the tokens of a micro-batch are a multiple (`packing/pack.py`)."""
+        halves = 2 if self.context > 1 else 1
+        return self.context * math.lcm(halves, self.tensor if self.sequence else 1)
 
     def expert_problem(self, world: int) -> str:
         """Say in one line why `expert` does not fit a job of `world` ranks; "" if it does."""

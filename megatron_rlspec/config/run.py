@@ -165,6 +165,8 @@ class Config(Section):
         parallel, longest = self.parallel, self.model.max_length
         shards = parallel.tensor * parallel.pipeline * parallel.context
         sizes = f"parallel.tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context}"
+        room = self.train.tokens_per_micro_batch
+        rounded = f", in multiples of {parallel.packed} by {sizes}," if parallel.packed > 1 else ""
         run_dir = Path(self.train.run_dir)
         problems = (
             (
@@ -201,9 +203,8 @@ class Config(Section):
             (world_size % shards, f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}"),
             (problem := parallel.expert_problem(world_size), problem),
             (
-                self.train.tokens_per_micro_batch < longest,
-                f"train.tokens_per_micro_batch={self.train.tokens_per_micro_batch} cannot hold one sample of "
-                f"model.max_length={longest}",
+                room // parallel.packed * parallel.packed < longest,
+                f"train.tokens_per_micro_batch={room}{rounded} cannot hold one sample of model.max_length={longest}",
             ),
             self._small_cache(),
         )

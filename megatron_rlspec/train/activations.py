@@ -78,12 +78,14 @@ def of_micro_batch(
 
 
 def _batch(config: Config) -> PackedBatch:
+    """Fill a micro-batch with samples of one length, as long as they may be."""
     parallel = config.parallel
-    total = config.train.tokens_per_micro_batch
-    length = min(config.model.max_length, total)
+    total = config.train.tokens_per_micro_batch // parallel.packed * parallel.packed
+    count = -(-total // config.model.max_length)
+    length = total // count // parallel.packed * parallel.packed
     tokens = np.zeros(length, dtype=np.int64)
     mask = (np.arange(length) > 0).astype(np.float32)
-    samples = [Sample(str(i), Prompt(i, tokens[:1]), tokens, mask, -mask) for i in range(total // length)]
+    samples = [Sample(str(i), Prompt(i, tokens[:1]), tokens, mask, -mask) for i in range(count)]
     return pack(
         samples,
         depth=config.drafter.depth,

@@ -114,6 +114,12 @@ CONTRADICTIONS = [
     option("--model.path m", "sft.path is empty", ".jsonl", command="sft"),
     Case("too few ranks", NAMED + "--parallel.tensor 2", ("parallel.tensor=2", "multiple of 2 ranks")),
     Case("small micro-batch", NAMED + "--train.tokens_per_micro_batch 8", ("tokens_per_micro_batch=8", "4096")),
+    Case(
+        "small micro-batch of a layout",
+        NAMED + "--ranks 8 --parallel.tensor 8 --parallel.sequence true --model.max_length 1500 "
+        "--train.tokens_per_micro_batch 1500",
+        ("tokens_per_micro_batch=1500", "1500", "multiples of 8"),
+    ),
     Case("no held-out data", NAMED + "--train.eval_every 8", ("train.eval_every=8", "data.eval_path")),
 ]
 
