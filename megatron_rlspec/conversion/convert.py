@@ -23,7 +23,13 @@ from torch import Tensor
 from megatron_rlspec import files
 from megatron_rlspec.conversion import gguf_file, run_checkpoint
 from megatron_rlspec.conversion.drafter_files import build_drafter, words
-from megatron_rlspec.conversion.torch_dist import TRACKER, TorchDistReader, TorchDistWriter, checkpoint_directory
+from megatron_rlspec.conversion.torch_dist import (
+    TRACKER,
+    TorchDistReader,
+    TorchDistWriter,
+    checkpoint_directory,
+    is_checkpoint,
+)
 from megatron_rlspec.models import hf_files as checkpoint
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER, STATED, refusal
@@ -244,6 +250,7 @@ def plan(
         layout = run_checkpoint.layout_of(source)
         layers = int(layout["drafter"] == "mtp")
         config = {**stated, "num_nextn_predict_layers": layers, **(layout["chosen"] if layers else {})}
+        spec = run_checkpoint.spec_of(source)
         own = name_table(config, spec)
         if layout["drafter"] == "eagle3" and not drop_mtp:
             eagle3 = _eagle3(source, target, drafter_dir)
@@ -299,11 +306,16 @@ def _kinds(source: Path, to: Kind | None, *, changed: bool) -> tuple[Kind | Lite
         raise CheckpointError(f"{source} is a run's directory; expected its hf/, or one of its checkpoints/step-*")
     if source.name == "checkpoints" and (steps := sorted(source.glob("step-*/"))):
         raise CheckpointError(f"{source} holds a run's checkpoints; expected one of them, such as {steps[-1]}")
-    kind: Kind = "hf" if (source / "config.json").exists() else "megatron"
+    kind: Kind = "hf" if is_hf(source) else "megatron"
     to = to or ("megatron" if kind == "hf" else "hf")
     if kind == to and not changed:
         raise ValueError(f"{source} is a {kind} checkpoint already; nothing to do (--add-mtp and --drop-mtp change it)")
     return kind, to
+
+
+def is_hf(path: Path) -> bool:
+    """Return whether a directory is a Hugging Face checkpoint; a step of a converted one has config.json, too."""
+    return (path / "config.json").exists() and not is_checkpoint(path)
 
 
 def _eagle3(source: Path, target: Path, drafter: Path | None) -> Eagle3 | None:
@@ -329,8 +341,8 @@ def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label
     """
     unfinished = work.target.with_name(f".{work.target.name}.partial")
     note = unfinished / "plan.json"
-    if note.exists() and not _continues(note, work):
-        shutil.rmtree(unfinished)  # the interrupted conversion was another one
+    if unfinished.exists() and not _continues(note, work):
+        shutil.rmtree(unfinished)  # the interrupted conversion was another one, or named its files when it ended
     unfinished.mkdir(exist_ok=True)
     write_json(note, work.identity())
     try:

@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +76,12 @@ def layout_of(path: Path) -> dict[str, Any]:
         "drafter": "mtp" if stated is True else stated or "",
         "tensor": layout.get("tensor", 1),
     }
+
+
+def spec_of(path: Path) -> Literal["te", "local"]:
+    """Return the layer specs of the run's ranks: Transformer Engine's hold norms in layers. Raises CheckpointError."""
+    names = (own for shard in _shards(path, {}) for own in shard.names.values())
+    return "te" if any(".layer_norm_weight" in name for name in names) else "local"
 
 
 class RunTensors(Mapping[str, Tensor]):

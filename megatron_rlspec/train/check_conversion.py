@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.config import load
-from megatron_rlspec.conversion.convert import HfSource
+from megatron_rlspec.conversion.convert import HfSource, is_hf
 from megatron_rlspec.conversion.torch_dist import TorchDistReader
 from megatron_rlspec.models.families import record_of
 from megatron_rlspec.models.hf_files import read_hf
@@ -36,11 +36,11 @@ def compare_logits(first: Path, second: Path, tolerance: float = 2e-3) -> str:
     a Megatron one, or also a Hugging Face one, which is then read as Megatron would read it; its drafter may be new, so
     Transformers reads the drafter from there. Both models are in memory at the same time, in float32.
     """
-    hf, megatron = (first, second) if (first / "config.json").exists() else (second, first)
+    hf, megatron = (first, second) if is_hf(first) else (second, first)
     config, tensors = read_hf(hf)
     tokens = torch.randint(0, config["vocab_size"], (_TOKENS,), generator=torch.Generator().manual_seed(0))
     expected = transformers_logits(config, tensors, tokens)
-    if (megatron / "config.json").exists():
+    if is_hf(megatron):
         config, tensors = read_hf(megatron)
         expected = (expected[0], transformers_logits(config, tensors, tokens)[1])
     found = megatron_logits(megatron, config, tokens)
@@ -65,8 +65,7 @@ def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tu
     runtime.init_distributed(options.parallel)
     family = name_table(config)
     device = runtime.device()
-    is_hf = (path / "config.json").exists()
-    source = HfSource(family, read_hf(path)[1]) if is_hf else TorchDistReader(path, family)
+    source = HfSource(family, read_hf(path)[1]) if is_hf(path) else TorchDistReader(path, family)
     model_config = transformer_config(config, options)
     rope = Rope.of(config)
     policy = Policy(model_config, config, options.model.max_length)

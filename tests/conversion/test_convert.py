@@ -16,7 +16,9 @@ from weight_oracles import mimo_checkpoint, one_rank
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.conversion import convert as module
 from megatron_rlspec.conversion.convert import convert, plan
+from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.hf_files import read_hf, write_hf
+from megatron_rlspec.models.names import name_table
 from megatron_rlspec.models.rows import Row
 
 
@@ -50,12 +52,33 @@ def test_round_trip_is_exact(tmp_path, model, spec):
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("spec", ["te", "local"])
+def test_a_checkpoint_of_a_run_is_read_by_the_specs_of_its_ranks(tmp_path, spec):
+    """Local specs cut the down projections of latent attention, and Transformer Engine's hold them whole."""
+    config, tensors = hf_directory(tmp_path, "deepseek_v3")
+    table = name_table(config, spec)
+    step = tmp_path / "run/checkpoints/step-000001"
+    step.mkdir(parents=True)
+    (step / "layout.json").write_text(json.dumps({"tensor": 2, "drafter": True}))
+    for rank in (0, 1):
+        held = {"policy": {}, "drafter": {}}
+        for name, row in table.rows.items():
+            kind = "bias" if name.endswith("expert_bias") else "parameter"
+            shard = table.shard(name, row.layout.fuse([tensors[hf] for hf in row.hf]), rank, 2)
+            of = held["drafter" if table.is_drafter(name) else "policy"]
+            of[f"{kind}.{table.fused(name) if spec == 'te' else name}"] = shard.clone()
+        for which, found in held.items():
+            tensor_file.save(found, step / f"{which}-tensor{rank}-pipeline0.safetensors")
+    convert(plan(step, tmp_path / "out", hf=tmp_path / "hf"))
+    assert same(tensors, tmp_path / "out")
+
+
 def test_bfloat16_keeps_its_bits(tmp_path):
     config, tensors = mimo_checkpoint()
     tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     write_hf(tmp_path / "hf", config, tensors)
     convert(plan(tmp_path / "hf", tmp_path / "megatron"))
-    convert(plan(tmp_path / "megatron", tmp_path / "back"))
+    convert(plan(tmp_path / "megatron/release", tmp_path / "back"))  # one step, beside the tracker file
     assert same(tensors, tmp_path / "back")
 
 
@@ -82,6 +105,26 @@ def test_an_interrupted_conversion_continues(tmp_path, to, monkeypatch):
     if to == "megatron":
         convert(plan(tmp_path / "out", tmp_path / "back"))
     assert same(tensors, tmp_path / ("back" if to == "megatron" else "out"))
+
+
+def test_a_conversion_that_ends_while_it_names_its_files_loses_none(tmp_path, monkeypatch):
+    _, tensors = hf_directory(tmp_path)
+    convert(plan(tmp_path / "hf", tmp_path / "megatron"))
+    monkeypatch.setattr("megatron_rlspec.models.hf_files.SHARD_BYTES", 1)
+    rename, renamed = os.rename, []
+
+    def interrupted(old, new):
+        if len(renamed) == 2:
+            raise KeyboardInterrupt
+        renamed.append(new)
+        rename(old, new)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("megatron_rlspec.models.hf_files.os.rename", interrupted)
+        convert(plan(tmp_path / "megatron", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    convert(plan(tmp_path / "megatron", tmp_path / "out"))
+    assert same(tensors, tmp_path / "out")
 
 
 def test_files_are_large_and_others_may_read_them(tmp_path, monkeypatch):
