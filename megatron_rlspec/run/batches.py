@@ -53,7 +53,7 @@ def micro_batches(
     version          of the policy that trains on them; of use where samples of older versions are trained on
     drafter_weights  of every position, `[L]` for each sample; None: 1
     depth            drafts of each position; 0: drafter.depth
-    supervised       the loss is a mean over all tokens, whatever [algorithm] says
+    supervised       no policy of the run has drawn them; the loss is a mean over all tokens, whatever [algorithm] says
     """
     parallel = config.parallel
     return pack(
@@ -62,7 +62,7 @@ def micro_batches(
         drafter_weights=drafter_weights,
         depth=depth or config.drafter.depth,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
-        version=version if config.rollout.oldest else None,
+        version=version if config.rollout.oldest and not supervised else None,
         aggregation="token" if supervised else config.algorithm.aggregation,
         constant_length=config.rollout.max_new_tokens,
         **runtime.placement(),

@@ -86,7 +86,12 @@ class Evaluation:
         """Measure the drafter on held-out answers. Returns whether its accept length has stopped rising."""
         with self._records.clock("train"):
             packed = batches.micro_batches(
-                self._config, answers, [0.0] * len(answers), version=done + 1, depth=max(HELD_OUT_DRAFTS)
+                self._config,
+                answers,
+                [0.0] * len(answers),
+                version=done + 1,
+                depth=max(HELD_OUT_DRAFTS),
+                supervised=True,
             )
             found = self._trainer.accept_lengths(packed, HELD_OUT_DRAFTS)
         past = self.accept_lengths
