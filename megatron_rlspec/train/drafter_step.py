@@ -62,8 +62,10 @@ class DrafterTargets:
     cu_seqlens_padded  `[n + 1]`, sequence boundaries as laid out before the context-parallel split
     layout             of that split
     rows               `[t]` int64, of each position in the policy's micro-batch, if that has more rows
-    seeds, positions   `[t]` int64, on the CPU, for coupled drafts: the seed of each position's noise, -1 where no
-                       acceptance is predicted, and the position in its sequence; None: not known
+    seeds, positions   `[t]` int64, for coupled drafts: the seed of each position's noise, -1 where no acceptance is
+                       predicted, and the position in its sequence; None: not known
+
+    All tensors but `cu_seqlens_padded` are on one device.
     """
 
     labels: Sequence[Tensor]

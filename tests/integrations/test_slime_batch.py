@@ -81,6 +81,16 @@ def test_fields_of_every_rank(cp, layout):
     assert trained[0] > trained[1] > trained[2] > 0
 
 
+def test_all_fields_are_on_the_device_of_the_samples():
+    """As slime's samples are on a GPU. The drafter's step combines seeds with weights, and reads both by one index."""
+    tokens, masks = ([x.to("meta") for x in column] for column in samples())
+    cu = torch.tensor([0, *laid_out(2, "zigzag")]).cumsum(0).int()
+    batch = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": SimpleNamespace(cu_seqlens_q=cu)}
+    fields = drafter_fields(batch, DEPTH, 0, 2, seeds=SEEDS)
+    found = [*fields.tokens, *fields.labels, *fields.weight, fields.position_ids, fields.seeds, fields.positions]
+    assert {(x.device.type, len(x)) for x in found} == {("meta", int(cu[-1]) // 2)}
+
+
 def test_without_samples_no_token_is_trained():
     assert trained_tokens({"total_lengths": [], "loss_masks": []}, [], 2) == [0.0, 0.0]
 

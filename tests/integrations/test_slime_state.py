@@ -18,6 +18,13 @@ def test_a_prediction_is_read_for_later_rollouts_only(tmp_path):
     assert slime_state.read_prediction(tmp_path, 6) is None
 
 
+def test_a_step_without_a_prediction_leaves_those_of_its_rollout():
+    one = Prediction.of_sums((1,), np.array([[4.0]]), np.array([[2.0]]))
+    assert slime_state.added(one, None) is slime_state.added(None, one) is one
+    assert slime_state.added(None, None) is None
+    assert slime_state.added(one, one).reached.tolist() == (2 * one.reached).tolist()
+
+
 def test_the_learnt_state_is_saved_and_restored(tmp_path):
     run = tmp_path / "run"
     saved = tmp_path / "iter_0000001/rlspec-drafter"

@@ -16,6 +16,7 @@ import torch
 from megatron_rlspec.packing.context_parallel import Layout, slice_for_cp
 from megatron_rlspec.packing.pack import predicted
 from megatron_rlspec.packing.shift import drafter_targets
+from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.train.drafter_step import DrafterTargets
 from megatron_rlspec.train.drafter_updates import RewardWeight, reward_weights
 
@@ -77,37 +78,34 @@ def drafter_fields(
         mask[starts[i] : starts[i] + len(sample)] = token_mask(len(sample), trained)
         if weights is not None:
             weight[starts[i] : starts[i] + len(sample)] = weights[i]
-    noise = {} if seeds is None else _noise(samples, seeds, cu, counts[0] if counts else 0.0)
-    noise = {name: slice_for_cp(x, cu, cp_rank, cp_size, layout) for name, x in noise.items()}
-    cu = cu.to(device)
 
     def share(x: torch.Tensor) -> torch.Tensor:
-        return slice_for_cp(x, cu, cp_rank, cp_size, layout)
+        return to_device(slice_for_cp(x, cu, cp_rank, cp_size, layout), device)
 
-    inputs, labels, masks = drafter_targets(tokens, mask, cu, depth)
-    positions = torch.arange(total, device=device) - cu[:-1].long().repeat_interleave(cu[1:] - cu[:-1])
+    positions = share(torch.arange(total) - cu[:-1].long().repeat_interleave(cu[1:] - cu[:-1]))
+    noise: dict[str, torch.Tensor] = {}
+    if seeds is not None:
+        noise = {"seeds": share(_seeds(samples, seeds, cu, counts[0] if counts else 0.0)), "positions": positions}
+    inputs, labels, masks = drafter_targets(tokens, mask, cu.to(device), depth)
     return DrafterFields(
         tokens=[share(x) for x in inputs],
         labels=[share(x) for x in labels],
         weight=[share(x * weight) for x in masks],
         counts=counts,
-        position_ids=share(positions),
+        position_ids=positions,
         cu_seqlens_padded=cu,
         layout=layout,
         **noise,
     )
 
 
-def _noise(
-    samples: Sequence[torch.Tensor], seeds: Sequence[int], cu: torch.Tensor, step_tokens: float
-) -> dict[str, torch.Tensor]:
-    """Lay out seeds and positions of the noise of whole sequences, on the CPU, which waits for no device."""
+def _seeds(samples: Sequence[torch.Tensor], seeds: Sequence[int], cu: torch.Tensor, step_tokens: float) -> torch.Tensor:
+    """Lay out the seeds of the noise of whole sequences, `[T]`, on the CPU, which waits for no device."""
     total = int(cu[-1])
     laid = torch.full((total,), -1, dtype=torch.int64)
     for sample, seed, start in zip(samples, seeds, cu.tolist(), strict=False):  # a last sequence is padding
         laid[start : start + len(sample)] = seed
-    positions = torch.arange(total) - cu[:-1].long().repeat_interleave(cu[1:] - cu[:-1])
-    return {"seeds": laid.masked_fill(~predicted(total, step_tokens), -1), "positions": positions}
+    return laid.masked_fill(~predicted(total, step_tokens), -1)
 
 
 def trained_tokens(

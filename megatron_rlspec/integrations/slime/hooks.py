@@ -263,9 +263,9 @@ def _write_prediction(step: Mapping[str, Any]) -> None:
     """Write the acceptance predicted by the steps so far on this rollout to the shared folder."""
     global _prediction
     assert _drafter is not None
-    if _drafter.predicted is None:
+    _prediction = slime_state.added(_drafter.predicted, _prediction if step["step_id"] else None)
+    if _prediction is None:
         return
-    _prediction = _drafter.predicted + _prediction if step["step_id"] and _prediction else _drafter.predicted
     if ps.get_data_parallel_rank(with_context_parallel=True) == 0 and ps.get_tensor_model_parallel_rank() == 0:
         slime_state.write_prediction(slime_state.folder(step["args"]), step["rollout_id"], _prediction)
 

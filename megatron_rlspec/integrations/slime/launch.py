@@ -315,8 +315,8 @@ def parser() -> arguments.Parser:
     spec = SpecSection()
     for name in DRAFTER:
         default = getattr(defaults, name)
-        text = DrafterConfig.model_fields[name].description or "weight decay of the drafter"
         kind = str if isinstance(default, bool) else type(default)
+        text = DrafterConfig.model_fields[name].description
         p.add_argument(f"--drafter.{name}", dest=name, type=kind, help=f"{text} ({default})")
     every = TrainConfig.model_fields["drift_every"].default
     p.add_argument(
