@@ -51,9 +51,9 @@ class Student:
                        gradient
     finite, own_finite as in `VocabParallelHead`, for `weight` and `own`
     keep_rows          keeps results of single rows for `kept_rows`
-    noise              (seeds [N], keys [N]) int64 of the noise that the labels were sampled with, on the CPU, for
-                       `keep_rows`: "coupled" [N, F] then says whether a coupled draft is the label, for each of the F
-                       factors of `types.SHARPNESS`, in rows whose seed is not negative
+    noise              (seeds [N], keys [N]) int64 of the noise that the labels were sampled with, on the labels'
+                       device, for `keep_rows`: "coupled" [N, F] then says whether a coupled draft is the label, for
+                       each of the F factors of `types.SHARPNESS`, in rows whose seed is not negative
 
     Metrics are unweighted sums over rows of non-zero weight, `[num_groups]`, or scalars without `groups`: `tokens`,
     `loss`, `ce` and `match` (label = argmax q; of equal logits the lower id). With a teacher also `overlap` (Σ min(p,

@@ -68,8 +68,7 @@ class VocabParallelHead:
         are read and written once a chunk.
         """
         if self.kernel is not None:
-            widest = -(-self.total // (1 if self.group is None else dist.get_world_size(self.group)))
-            rows = BYTES_ON_GPU // (widest * self.weight.element_size())
+            rows = BYTES_ON_GPU // (self.width * self.weight.element_size())
             return min(max(rows // 256 * 256, 1024), 8192)
         return 1024 if self.weight.is_cuda else min(max(LOGITS_ON_CPU // self.width, 32), 1024)
 
@@ -196,8 +195,10 @@ class VocabParallelHead:
         """Gather the columns of `x [C, width]` of all ranks: `[C, V]`."""
         if self.group is None:
             return x
-        widest = self.start // dist.get_rank(self.group) if self.start else self.width
-        return self._gather(torch.nn.functional.pad(x, (0, widest - self.width)))[:, : self.total]
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, x, group=self.group)
+        return torch.cat(parts, 1)
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of `x [C, V]`."""
@@ -207,12 +208,6 @@ class VocabParallelHead:
         local = (ids if ids.ndim == 2 else ids[:, None]) - self.start
         mine = (local >= 0) & (local < self.width)
         return local.masked_fill_(~mine, 0), mine
-
-    def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather `[C, k]` of all ranks into `[C, ranks · k]`."""
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, 1)
 
 
 def all_finite(weight: torch.Tensor) -> bool:
@@ -225,9 +220,9 @@ class DraftHead(VocabParallelHead):
     """The rows of the output layer of the words that drafts are chosen from (FR-Spec, arXiv 2502.14856, section 3).
 
     ids      `[width]` this rank's words, ascending; [-1] on a rank that holds none of them
-    columns  `[width]` their columns in `full`
+    columns  `[width]` their columns in the head over all words
     some     whether this rank holds any of the words
-    own      a head of the drafter's own: the rows of it that this rank computes; else the rows are those of `full`
+    own      a head of the drafter's own: the rows of it that this rank computes; else the rows are the policy's
 
     Methods take and return ids of the full vocabulary. A word outside counts as one that another rank holds.
     """
@@ -235,7 +230,6 @@ class DraftHead(VocabParallelHead):
     ids: torch.Tensor
     columns: torch.Tensor
     some: bool
-    full: VocabParallelHead
     own: slice | None = None
 
     @classmethod
@@ -275,7 +269,6 @@ class DraftHead(VocabParallelHead):
             ids=to_device(ids, full.weight.device),
             columns=columns,
             some=some,
-            full=full,
         )
 
     def holds(self, labels: torch.Tensor) -> torch.Tensor:
@@ -286,7 +279,7 @@ class DraftHead(VocabParallelHead):
         return self.ids[columns]
 
     def of_full(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the columns of the words of log-probabilities `x [C, full.width]`."""
+        """Return the columns of the words of log-probabilities `x [C, V/tp]`."""
         found = x.index_select(1, self.columns)
         return found if self.some else found.fill_(lowest(found.dtype))
 

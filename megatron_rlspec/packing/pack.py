@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from megatron_rlspec.packing.context_parallel import Layout, slice_for_cp
+from megatron_rlspec.packing.context_parallel import slice_for_cp
 from megatron_rlspec.packing.shift import drafter_targets, shift_packed
 from megatron_rlspec.types import PackedBatch, Sample
 
@@ -42,9 +42,7 @@ def pack(
     dp_rank: int = 0,
     cp_size: int = 1,
     cp_rank: int = 0,
-    layout: Layout = "zigzag",
     multiple: int = 1,
-    pad_token: int = 0,
 ) -> list[PackedBatch]:
     """Return this rank's micro-batches of one optimizer step; ranks with too few samples get batches of padding only.
 
@@ -78,9 +76,7 @@ def pack(
     counts = _counts(columns, lengths, depth, aggregation, constant_length)
 
     def batch_of(chosen: list[int]) -> PackedBatch:
-        return _micro_batch(
-            chosen, columns, padded_lengths, batch_unit, depth, counts, cp_size, cp_rank, layout, pad_token
-        )
+        return _micro_batch(chosen, columns, padded_lengths, batch_unit, depth, counts, cp_size, cp_rank)
 
     batches = [batch_of(chosen) for chosen in bins[dp_rank::dp_size]]
     learnt = {i for i, weight in enumerate(columns["drafter_weight"]) if bool(weight.any())}
@@ -255,8 +251,6 @@ def _micro_batch(
     counts: dict[str, float | int | list[float]],
     cp_size: int,
     cp_rank: int,
-    layout: Layout,
-    pad_token: int,
 ) -> PackedBatch:
     """Place the chosen samples one after the other, shift, and return this rank's share.
 
@@ -285,7 +279,7 @@ def _micro_batch(
     drafter_tokens, drafter_labels, drafter_mask = drafter_targets(tokens, mask, cu_padded, depth)
 
     def share(x: torch.Tensor) -> torch.Tensor:
-        return slice_for_cp(x, cu_padded, cp_rank, cp_size, layout)
+        return slice_for_cp(x, cu_padded, cp_rank, cp_size)
 
     def trained(field: str) -> torch.Tensor:
         """Return the shifted values, with 0 where nothing is trained; the values there may be NaN."""
@@ -298,7 +292,7 @@ def _micro_batch(
         return share(lay_out("seeds", -1).masked_fill(~predicted(total, tokens), -1))
 
     return PackedBatch(
-        tokens=share(tokens.masked_fill(sequence_ids < 0, pad_token)),
+        tokens=share(tokens),
         position_ids=share(torch.arange(total) - cu_padded[:-1].repeat_interleave(torch.tensor(padded))),
         labels=share(shift_packed(tokens, cu_padded)),
         loss_mask=share(loss_mask),

@@ -1,4 +1,4 @@
-"""Packed batches against loops over samples: for every (DP, CP, layout, budget) the sums are those of the step."""
+"""Packed batches against loops over samples: for every (DP, CP, budget) the sums are those of the step."""
 
 import numpy as np
 import pytest
@@ -49,14 +49,13 @@ shapes = st.lists(
 parallel = {
     "dp_size": st.integers(1, 3),
     "cp_size": st.integers(1, 3),
-    "layout": st.sampled_from(["zigzag", "contiguous"]),
     "multiple": st.sampled_from([1, 2, 3]),
     "budget": st.sampled_from([36, 72, 1000]),
     "seed": st.integers(0, 1000),
 }
 
 
-def check_every_position(shapes, dp_size, cp_size, layout, multiple, budget, seed):
+def check_every_position(shapes, dp_size, cp_size, multiple, budget, seed):
     samples = make_samples(shapes, seed)
     rng = np.random.default_rng(seed)
     advantages = [rng.normal(size=len(s.tokens)).astype(np.float32) for s in samples]
@@ -66,13 +65,11 @@ def check_every_position(shapes, dp_size, cp_size, layout, multiple, budget, see
         samples,
         dp_size,
         cp_size,
-        layout=layout,
         multiple=multiple,
         tokens_per_micro_batch=budget,
         advantages=advantages,
         reference_logprobs=reference,
         drafter_weights=weights,
-        pad_token=7,
     )
     assert len({len(batches) for row in ranks for batches in row}) == 1
     seen = []
@@ -88,7 +85,7 @@ def check_every_position(shapes, dp_size, cp_size, layout, multiple, budget, see
             at = {name: column[t] for name, column in columns.items()}
             drafts = [[column[t] for column in depth] for depth in drafter]
             if at["sequence_ids"] < 0:
-                assert at.pop("tokens") == 7 and at.pop("sequence_ids") == -1 and at.pop("position_ids") >= 0
+                assert at.pop("sequence_ids") == -1 and at.pop("position_ids") >= 0
                 assert not any(at.values()) and not np.any(drafts)
                 continue
             i, p = at["sequence_ids"], at["position_ids"]
@@ -184,9 +181,8 @@ def test_losses_and_gradients_do_not_depend_on_the_split(aggregation):
         return torch.stack([policy.detach(), drafter.detach()]), leaf.grad
 
     expected, expected_gradient = gradient(lambda tables: plain_losses(samples, aggregation, weights, tables, 16))
-    cases = [(1, 2, 64, "zigzag", 1), (3, 1, 24, "zigzag", 4), (2, 3, 36, "zigzag", 2), (2, 2, 32, "contiguous", 1)]
-    for dp_size, cp_size, budget, layout, multiple in cases:
-        options = {"tokens_per_micro_batch": budget, "layout": layout, "multiple": multiple}
+    for dp_size, cp_size, budget, multiple in ((1, 2, 64, 1), (3, 1, 24, 4), (2, 3, 36, 2)):
+        options = {"tokens_per_micro_batch": budget, "multiple": multiple}
         options |= {"aggregation": aggregation, "constant_length": 16, "drafter_weights": weights}
         batches = flatten(pack_all(samples, dp_size, cp_size, **options))
         got, got_gradient = gradient(
