@@ -122,7 +122,7 @@ if sys.argv[1] == "backwards":
     tensors.reverse()
 memory, most, total = _Memory(), 0, 0
 for lot in bucket.buckets(tensors, 512 << 20):
-    size = sum(bucket.size(tensor) for _, tensor in lot)
+    size = sum(tensor.nbytes for _, tensor in lot)
     with memory.piece(size) as piece:
         piece[-1] = 1
         about = os.statvfs("/dev/shm")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 from short_run import costs_of_tokens, run, train
 from test_interrupted import told
 
@@ -131,9 +133,13 @@ def test_a_rank_killed_in_a_change_of_the_size_ends_the_run_which_resumes(start,
     assert [record["step"] for record in read_records(killed / "metrics.jsonl")] == list(range(4))
     for name, content in recorded.items():
         assert (killed / FOLDER / name).read_bytes() == content, name
-    for folder in (FOLDER, "hf", "checkpoints/step-000004"):
+    for folder in ("hf", "checkpoints/step-000004"):
         for path in (whole / folder).glob("*.safetensors"):
             assert path.read_bytes() == (killed / folder / path.name).read_bytes(), path
+    for path in (whole / FOLDER).iterdir():  # each names its run, too
+        expected, found = load_file(path), load_file(killed / FOLDER / path.name)
+        assert expected and expected.keys() == found.keys(), path
+        assert all(torch.equal(expected[name], found[name]) for name in expected), path
 
 
 @pytest.mark.parametrize(
