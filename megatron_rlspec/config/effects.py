@@ -15,8 +15,7 @@ UNREAD = {
     "sft": "algorithm. answer. replay. health.logprob_gap data.path data.raise_level_at "
     "rollout.prompts_per_step rollout.samples_per_prompt rollout.staleness rollout.partial "
     "rollout.mask_offpolicy rollout.redraw rollout.seeds spec.history drafter.reward_ drafter.share drafter.update_ "
-    "drafter.overlap drafter.replay train.steps train.eval_every train.eval_samples train.eval_temperature "
-    "train.drift_every train.record",
+    "drafter.overlap drafter.replay train.steps train.eval_every train.drift_every train.record",
     "answer": "model.moe_ data.eval_ data.raise_level_at data.shuffle reward. rollout.function "
     "rollout.prompts_per_step rollout.restarts rollout.staleness rollout.partial "
     "rollout.mask_offpolicy rollout.redraw rollout.seeds spec.history tail. "
@@ -29,9 +28,7 @@ UNREAD = {
     "replay": "sft. answer. drafter.fresh health.logprob_gap data.eval_sets train.eval_ train.drift_every",
 }
 # What is read only where engines generate.
-GENERATING = (
-    "data.eval_ train.eval_prompts data.label_key data.metadata_key reward. rollout. spec. tail. placement. push."
-)
+GENERATING = "data.eval_ train.eval_ data.label_key data.metadata_key reward. rollout. spec. tail. placement. push."
 DATA = "data."
 POLICY = "optimizer.lr optimizer.warmup_steps optimizer.weight_decay model.moe_"
 

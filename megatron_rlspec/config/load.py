@@ -104,9 +104,10 @@ def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str])
     if "train.run_dir" not in changed:
         raise ConfigError("train.run_dir is not set; expected a directory for the replay")
     tree["replay"] = {"run": run}
-    tree["train"] |= {"record_gib": 0.0, "resume": False}
-    for section, table in own.items():
-        tree.setdefault(section, {}).update(table)
+    of_the_run = {"record_gib": 0.0, "resume": False, "save_best": False}
+    for section, table in (("train", of_the_run), *own.items()):
+        held = tree.get(section)
+        tree[section] = held | table if isinstance(held, dict) and isinstance(table, dict) else table
     config = _validated(path or recorded, tree, overrides)
     if not config.drafter.train:
         raise ConfigError("a replay trains a drafter; expected drafter.train=true")

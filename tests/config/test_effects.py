@@ -109,6 +109,24 @@ def test_a_replay_that_follows_recorded_rollouts_refuses_what_draws_them(overrid
         load_replay(str(tmp_path), None, given)
 
 
+def test_a_run_that_kept_its_best_policy_can_be_replayed(tmp_path):
+    own = {"model.path": "m", "data.path": "d.jsonl", "data.eval_path": "e.jsonl", "train.save_best": "true"}
+    (tmp_path / "config.json").write_text(json.dumps(load(None, own).model_dump()))
+    given = {"train.run_dir": str(tmp_path / "again")}
+    load_replay(str(tmp_path), None, given).check_run("replay", 1)
+    with pytest.raises(ConfigError, match="train.save_best=true keeps the best policy of `rlspec train`"):
+        load_replay(str(tmp_path), None, given | {"train.save_best": "true"}).check_run("replay", 1)
+
+
+@pytest.mark.parametrize("name", ["train.eval_prompts", "train.eval_samples", "train.eval_temperature"])
+def test_a_warm_start_with_evaluations_takes_how_they_sample(name, tmp_path):
+    own = {"model.path": "m", "sft.path": "s.jsonl", "train.run_dir": str(tmp_path / "run"), name: another(name)}
+    words = [text for key, value in own.items() for text in (f"--{key}", value)]
+    training.parse("sft", [*words, "--data.eval_path", "e.jsonl"])
+    with pytest.raises(ConfigError, match=f"{name} has no effect on rlspec sft without evaluations"):
+        training.parse("sft", [*words, "--data.eval_path", "e.jsonl", "--sft.eval_every", "0"])
+
+
 @pytest.mark.parametrize(
     ("command", "name"),
     [

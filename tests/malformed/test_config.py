@@ -90,6 +90,12 @@ FILES = [
         ("p: expected a regular file, found a pipe",),
         lambda here: os.mkfifo(here / "p"),
     ),
+    Case(
+        "toml of a replay without a table",
+        "replay run --config run.toml --train.run_dir out",
+        ("run.toml", "unknown option steps"),
+        {"run.toml": "steps = 5", "run/config.json": "{}"},
+    ),
     Case("toml is empty", "train --config e.toml", ("model.path is empty",), {"e.toml": ""}),
 ]
 
