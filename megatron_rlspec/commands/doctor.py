@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json and options.json != "-":
         files.check_outputs({"--json": options.json}, {"--config": options.config})
     config = load(options.config) if options.config else None
-    if config is not None and config.drafter.kind == "eagle3":  # wrong layers of the target would only cost acceptance
+    if config is not None and config.drafter.path:  # wrong layers of the target would only cost acceptance
         target = check_model(config.model.path, "train", drafter=False)
         check_drafter(config.drafter.path, target, config.model.path)
     findings = examine(path=options.path)

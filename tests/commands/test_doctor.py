@@ -91,6 +91,14 @@ def test_the_report_has_a_line_for_each_project_and_the_configuration(tmp_path, 
     assert capsys.readouterr().out.splitlines()[-1] == "this configuration needs another megatron-core"
 
 
+def test_a_configuration_whose_drafter_is_not_made_yet_can_start(start, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(doctor.machine, "visible_gpus", lambda: 0)
+    path = json.dumps(str(start / "model"))
+    (tmp_path / "c.toml").write_text(f'[model]\npath = {path}\n[drafter]\nkind = "eagle3"\nfresh = true\n')
+    assert doctor.main(["--config", str(tmp_path / "c.toml")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "this configuration can start"
+
+
 def test_findings_as_json(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.machine, "visible_gpus", lambda: 0)
     assert doctor.main(["--json", str(tmp_path / "x.json")]) == 0
