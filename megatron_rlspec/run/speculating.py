@@ -27,7 +27,7 @@ class Speculation:
         """`rule_file`: where `learn` writes the present rule."""
         self.learning = learning
         self.adaptive = options.mode == "adaptive"
-        self.chain = options.num_steps or max(options.candidate_steps)
+        self.chain = options.num_steps or (max(options.candidate_steps) if self.adaptive else 0)
         self.drafts = options.mode != "off" and self.chain > 0
         self._fixed = SpecSchedule.fixed(options.config())
         self._rule_file = rule_file

@@ -103,6 +103,14 @@ def test_a_healthy_run_is_not_disturbed(run):
     assert run.events() == []
 
 
+@pytest.mark.parametrize("run", [{"spec__num_steps": "0"}], indirect=True)
+def test_a_run_without_drafts_asks_no_canary_to_draft(run):
+    """An engine that was started without drafts cannot."""
+    metrics = run.push(1)
+    assert metrics["health/serving_engines"] == 1 and "health/canary_accept_length" not in metrics
+    assert run.engine.choice.present == SpecSchedule.fixed(OFF)
+
+
 def test_an_exporters_bug_turns_speculation_off_with_a_record(run):
     run.push(1)
     metrics = run.push(2, half_swap)
