@@ -57,8 +57,8 @@ class Checkpoints:
         return self.folder / f"step-{step:06d}"
 
     def whole(self) -> list[Path]:
-        """Return the whole checkpoints, the oldest first."""
-        return sorted(self.folder.glob("step-*/"))
+        """Return the whole checkpoints, the oldest first. A copy that a user named otherwise is none."""
+        return sorted(path for path in self.folder.glob("step-*/") if path.name.removeprefix("step-").isdecimal())
 
     def write_state(self, step: int, state: Mapping[str, Any], drawn: Drawn) -> None:
         """Write the small files. Raises OSError."""

@@ -158,6 +158,15 @@ def test_save_every_0_leaves_a_checkpoint_at_the_end(start, tmp_path):
     assert [path.name for path in Checkpoints(tmp_path).whole()] == ["step-000002"]
 
 
+def test_a_users_copy_is_neither_removed_nor_resumed_from(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for name in ("step-000001", "step-000001.bak", "step-000002", "step-000003", "step-000003.bak"):
+        (checkpoints.folder / name).mkdir(parents=True)
+    checkpoints.prune()
+    assert [path.name for path in checkpoints.whole()] == ["step-000002", "step-000003"]
+    assert len(list(checkpoints.folder.glob("*.bak"))) == 2
+
+
 # ---- damaged checkpoints --------------------------------------------------------------------------------------------
 
 
