@@ -349,7 +349,7 @@ def summary(rows: dict[str, dict[str, Any]], moved: Sequence[dict[str, Any]]) ->
 
 
 def recorded(scenario: Scenario, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return what `tests/sim` needs of a rollout."""
+    """Return what `tests/extensions/simulator` needs of a rollout."""
     assert isinstance(scenario.spec, SpecConfig | SpecSchedule)
     schedule = scenario.spec if isinstance(scenario.spec, SpecSchedule) else SpecSchedule.fixed(scenario.spec)
     rounds = {str(c): float(np.mean([o.rounds[c] for o in outcomes])) for c in CONFIGS}

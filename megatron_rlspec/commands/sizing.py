@@ -1,8 +1,8 @@
 """What a cost table alone cannot answer about a cluster: the part of `rlspec plan` that simulates rollouts.
 
 How many engines, of which tensor-parallel size, on the trainer's GPUs or on GPUs of their own, one step ahead or not,
-and at which caps on the response length speculation pays. Rollouts are simulated with the live policies (`sim/`); a
-training step is a number of seconds, which shrinks with the number of GPUs.
+and at which caps on the response length speculation pays. Rollouts are simulated with the live policies
+(`extensions/simulator/`); a training step is a number of seconds, which shrinks with the number of GPUs.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def _run(command: Command, argv: list[str]) -> None:
 
 def ranks_of(argv: list[str]) -> tuple[int, list[str]]:
     """Return the number of --ranks, 0 without it, and the other arguments. Raises ConfigError."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False)
     parser.add_argument("--ranks", type=int)
     known, rest = parser.parse_known_args(argv)
     if known.ranks is not None and not 1 <= known.ranks <= MOST_RANKS:
@@ -231,16 +231,11 @@ def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | No
     if ranks:
         because = f"--ranks is {ranks}"
     config.check_run(command, started or 1, because)
-    _check_tail(config, started or 1, because)
-    return config
-
-
-def _check_tail(config: Config, ranks: int | None = None, because: str = "") -> None:
-    """Have the extension check the options in [tail], if any differs from its default; see `migration.checks`."""
     if config.tail != TailConfig():
         from megatron_rlspec.extensions.migration import checks
 
-        checks.check(config, ranks, because)
+        checks.check(config, started or 1, because)
+    return config
 
 
 def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
