@@ -106,13 +106,14 @@ def _insert(z, column, score, slots, held_z, held_column, held, floor_z, floor_c
 @triton.jit
 def _stairs(
     logits, row, stride, start, end, offset, words, state, temperature, sharpness, ranked,
-    after_z, after_column, after,
+    after_z, after_column, after, peak,
     MAPPED: tl.constexpr, BLOCK: tl.constexpr, STAIRS: tl.constexpr,
 ):  # fmt: skip
     """Read columns [start, end) of a row once.
 
     after_z, after_column, after   a stair that is kept: only what comes after it in the order and beats it is listed;
                                    (inf, -1, -inf) for none
+    peak   the row's maximum, or _START: with a kept stair it must be known, else no tile before it would be worked on
     Returns the list (z, column, score, [STAIRS] each, free places with score -inf), the floor (z, column), from which
     on stairs may be missing, and the maximum of z with the sum of exp(z - maximum).
     """
@@ -125,7 +126,6 @@ def _stairs(
     best = after
     floor_z = -_INF + temperature
     floor_column = after_column * 0 + _LAST
-    peak = _START + temperature * 0
     top = peak * sharpness
     limit = _limit(top, best)
     totals = tl.zeros((BLOCK,), tl.float32)  # of exp(z - peak), by place in a tile
@@ -251,7 +251,7 @@ def scan(
         logits, row, stride, start, tl.minimum(start + columns_of_part, width), offset, words,
         hash_of_row(seeds, positions, row, request), tl.load(temperatures + request), tl.load(sharpnesses + request),
         ranked, tl.full((), _INF, tl.float32), tl.full((), -1, tl.int32), tl.full((), -_INF, tl.float64),
-        MAPPED, BLOCK, STAIRS,
+        tl.full((), _START, tl.float32), MAPPED, BLOCK, STAIRS,
     )  # fmt: skip
     at = row * PARTS + part
     places = at * STAIRS + tl.arange(0, STAIRS)
@@ -373,7 +373,7 @@ def choose(
         while going_on:
             z, column, score, lowest_z, lowest_column, _, _ = _stairs(
                 logits, row, stride, 0, width, 0, words, state, temperature, tl.load(sharpnesses + request), ranked,
-                best_z, best_column, best, MAPPED, BLOCK, STAIRS,
+                best_z, best_column, best, peak, MAPPED, BLOCK, STAIRS,
             )  # fmt: skip
             tl.debug_barrier()
             tl.store(row_z + places, z)

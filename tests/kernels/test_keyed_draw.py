@@ -189,10 +189,14 @@ def test_tokens_are_those_of_plain_torch(kernel: Interpreter, sharpness: float) 
     assert np.allclose(found.logprobs, probs.log().gather(1, torch.from_numpy(found.tokens)[:, None])[:, 0], atol=2e-6)
 
 
-def test_a_row_of_stairs(kernel: Interpreter) -> None:
-    """Every token beats all that are likelier, so a list of four is full again and again, whatever the limit is."""
+@pytest.mark.parametrize("block", [4, 32])
+def test_a_row_of_stairs(kernel: Interpreter, block: int) -> None:
+    """Every token beats all that are likelier, so a list of four is full again and again, whatever the limit is.
+
+    In tiles of four, the last stairs lie in the first tiles, where nothing is likelier than what was kept.
+    """
     width, rows = 20, 2
-    words = np.arange(width)
+    words = np.argsort(noise(5, 9, np.arange(width)))[::-1].copy()
     order = np.argsort(noise(5, 9, words))
     logits = np.empty((rows, width), np.float32)
     logits[:, order] = -1e-3 * np.arange(width)
@@ -204,8 +208,9 @@ def test_a_row_of_stairs(kernel: Interpreter) -> None:
         "temperatures": np.ones(rows, np.float32),
         "top_ks": top_ks,
         "top_ps": np.full(rows, 0.99999, np.float32),
+        "words": words,
     }
-    found = kernel.sample(sizes={"BLOCK": 32, "STAIRS": 4, "PARTS": 1}, **given)
+    found = kernel.sample(sizes={"BLOCK": block, "STAIRS": 4, "PARTS": 1}, **given)
     gumbel = noise(5, 9, words)[order]
     assert np.diff(gumbel).min() > 1e-3  # more than the steps of the logits
     assert found.tokens.tolist() == [order[k - 1] for k in top_ks]
