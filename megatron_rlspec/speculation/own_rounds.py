@@ -196,9 +196,10 @@ class OwnRounds:
         return self._doubts[at]
 
     def take_up(self, former: OwnRounds, told: Costs, then: Costs) -> None:
-        """Continue with another rule's timings; `told` and `then` are the costs by its table and by this one's."""
-        if former.candidates != self.candidates:
-            return
+        """Continue with the timings of a rule of the same candidates.
+
+        told, then  the costs by its table, and by this one's
+        """
         for (i, at), kept in former._cells.items():
             batch = round(2 ** at[0])
             context = round(batch * 2 ** at[1])
@@ -276,7 +277,7 @@ class TimingPlan:
         catching_up  by the number of requests that would draft, all of them last: rounds that their drafter needs first
         """
         self.left += SHARE
-        if self._more > 0 and at == self._at and self._config != now:
+        if self._more > 0 and at == self._at and self._config != now and rates[self._config] > CLOSED * rates[now]:
             self._more -= 1
             return self._config
         self._more = 0

@@ -204,12 +204,13 @@ class SpecRule:
             self._costs = _round_costs(self.candidates, self.cost, most_batch)
 
     def inherit(self, former: SpecRule) -> None:
-        """Take over the probe budget of `former`, the time of its next probe, and durations that it was told.
+        """Take over the limits and the probe budget of `former`, the time of its next probe, and known durations.
 
         Acceptance is not taken over.
         """
+        self.limit(former._most_batch)
         self.probe_budget.take_up(former.probe_budget, foretold=self._prober.forecast is not None)
-        if self._own is not None and former._own is not None:
+        if self._own is not None and former._own is not None and self.candidates == former.candidates:
             self._own.take_up(former._own, former._costs.at, self._costs.at)
             self._plan = former._plan
         if isinstance(self.cost, LearntCost) and isinstance(former.cost, LearntCost) and former._timings:
@@ -231,7 +232,8 @@ class SpecRule:
         With a `LearntCost` the first drafting round after `OFF` counts only if no other is known: the drafter catches
         up in it. With a table such a round counts without what switching and catching up takes by the table.
         """
-        if self._own is not None and config in self.candidates:  # an engine that cannot draft runs `OFF` in any case
+        known = config in self.candidates  # an engine that cannot draft runs `OFF` in any case
+        if self._own is not None and known and batch <= self._most_batch.get(config, batch):
             told = self._costs.at(batch, context_tokens)
             self._own.timed(config, place(batch, context_tokens), ms, told, self._change_ms.get(config, 0.0))
         if not isinstance(self.cost, LearntCost):

@@ -11,7 +11,7 @@ from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundC
 from megatron_rlspec.speculation.own_rounds import AT_ONCE, CHECKS, FREE, OwnRounds, TimingPlan, place
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import OFF, SpecConfig
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))
 MACHINE = Roofline(4.0, 4.0 / 300, 1e-5, 0.1, host_ms=1.0, pass_ms=0.2)
@@ -141,6 +141,46 @@ def test_a_configuration_without_graphs_is_not_timed():
     rule.limit({SpecConfig(5): 8, SpecConfig(3): 8})
     chosen, _, _ = run(rule, 300, batch=32, rate=0.5)
     assert not {SpecConfig(5), SpecConfig(3)} & set(chosen)
+
+
+def until_it_times(rule, config, batch):
+    """Run rounds until the first of the rounds that time `config` is over."""
+    for t in range(400):
+        chosen = run(rule, 1, batch=batch, seed=t)[0][0]
+        if chosen == config and rule._plan._more:
+            return
+    raise AssertionError(f"{config} was never timed")
+
+
+def test_timing_ends_where_more_requests_come_than_graphs_were_captured_for():
+    """60 and 80 requests are near one power of two, and the graphs of k5 end between them."""
+    rule = SpecRule(CANDIDATES, table(ms=WRONG["only k5 right"][0]), correct=True, probe_share=0.0)
+    rule.limit({SpecConfig(5): 64})
+    until_it_times(rule, SpecConfig(5), 60)
+    assert run(rule, 1, batch=80)[0] != [SpecConfig(5)]
+
+
+def test_a_rule_of_fewer_configurations_ends_what_was_being_timed():
+    rule = SpecRule(CANDIDATES, table(ms=WRONG["only k5 right"][0]), correct=True, probe_share=0.0)
+    until_it_times(rule, SpecConfig(5), 32)
+    after = SpecRule(CANDIDATES[:3], table(), correct=True)
+    after.inherit(rule)
+    assert set(run(after, 3)[0]) <= set(CANDIDATES[:3])
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_what_is_known_of_costs_does_not_depend_on_where_graphs_end(scheduled):
+    """After a push, and after a canary whose schedule runs k5 beyond its graphs."""
+    rule = SpecRule(CANDIDATES, table(), correct=True)
+    rule.limit({SpecConfig(5): 12})
+    assert run(rule, 100, batch=12, rate=0.9)[0][-1] == SpecConfig(5)
+    if scheduled:
+        rule.update(schedule=SpecSchedule.fixed(SpecConfig(5)))
+        run(rule, 20, batch=16, rate=0.9)
+    after = SpecRule(CANDIDATES, table(), correct=True)
+    after.inherit(rule)
+    after.limit({SpecConfig(5): 12})
+    assert after._own.doubt(place(12, 12 * 300)).factors == pytest.approx([1.0] * 5, abs=0.2)
 
 
 def test_what_timing_loses_is_bounded():
