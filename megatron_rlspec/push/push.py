@@ -101,7 +101,6 @@ class Pusher:
         self.engines = engines
         self.frozen = frozenset(frozen)
         self.expected: dict[str, int] = {}
-        self.version = -1
         self._proven: set[str] = set()  # engines that a comparison has shown to hold `expected`
 
     def push(
@@ -141,7 +140,6 @@ class Pusher:
             for memory in {id(feed.memory): feed.memory for feed in feeds.values() if feed.memory}.values():
                 memory.close()
             self.expected = new if scope == "all" else {**self.expected, **new}
-            self.version = version
             verified = time.perf_counter()
             checks = {n: threads.submit(self.compare_with, engines[n]) for n in names if not errors[n]}
             results = {name: check.result() for name, check in checks.items()}

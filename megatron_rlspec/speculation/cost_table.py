@@ -40,6 +40,7 @@ VERSION = 1
 _KEYS = {"schema", "version", "units", "provenance", "switch_ms", "catch_up_ms", "rounds", "prefill"}
 _FORMER = {"links"}  # empty in files of earlier releases
 LEAST_MS = 1e-9  # a smaller value is a mistake, and would overflow the fit of relative errors
+PRIOR_ROUNDS = 32  # by which the factor of all configurations together counts in that of one (`CostTable.calibrated`)
 UNITS = {"time": "ms", "bandwidth": "GB/s", "context": "tokens of the whole batch"}
 
 
@@ -146,16 +147,12 @@ class CostTable:
         return self
 
     def calibrated(
-        self,
-        observed: Iterable[RoundStats],
-        tp: int | None = None,
-        prior_rounds: float = 32,
-        like: Collection[int] = (),
+        self, observed: Iterable[RoundStats], tp: int | None = None, like: Collection[int] = ()
     ) -> CostTable:
         """Scale the rows of each configuration to the durations that engines observed.
 
         The factor of a configuration is the median of observed / predicted ms. It is averaged with the factor of all
-        configurations together, which has the weight of `prior_rounds` rounds. An engine that is equally slow for all
+        configurations together, which has the weight of PRIOR_ROUNDS. An engine that is equally slow for all
         configurations therefore changes no choice. Rows of the sizes in `like` are scaled by that common factor.
         """
         tp = self._tp(tp)
@@ -172,7 +169,7 @@ class CostTable:
         for config in known:
             rounds = sum(n for _, n in logs.get(config, []))
             own = _weighted_median(logs[config]) if rounds else common
-            factor[config] = math.exp((rounds * own + prior_rounds * common) / (rounds + prior_rounds))
+            factor[config] = math.exp((rounds * own + PRIOR_ROUNDS * common) / (rounds + PRIOR_ROUNDS))
         scaled = []
         for c in self.rounds:
             by = factor[c.config] if c.tp == tp else math.exp(common) if c.tp in like else 1.0

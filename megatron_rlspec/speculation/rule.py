@@ -167,18 +167,12 @@ class SpecRule:
         self._tally = _Tally()
         self.update(cost=cost, schedule=schedule)
 
-    def update(
-        self,
-        *,
-        cost: Cost | None = None,
-        schedule: SpecSchedule | None = None,
-        rates: Sequence[float] | None = None,
-    ) -> None:
-        """Set a new cost, a schedule, or predicted acceptance rates, between two rounds.
+    def update(self, *, cost: Cost | None = None, schedule: SpecSchedule | None = None) -> None:
+        """Set a new cost or a schedule, between two rounds. Raises ValueError unless there is one of both.
 
-        A schedule chooses every round until the next cost is set. Raises ValueError.
+        A schedule chooses every round until the next cost is set.
         """
-        if (cost is not None and schedule is not None) or not (cost or schedule or self.cost or self.schedule):
+        if (cost is None) == (schedule is None):
             raise ValueError("speculation rule: expected either a cost or a schedule")
         if cost is not None:
             self.cost = cost
@@ -187,11 +181,9 @@ class SpecRule:
             self._costs = _round_costs(self.candidates, cost, self._most_batch)
             self._plain = PlainRounds.of(cost, self._rounds)
             self._own = OwnRounds(cost, self.candidates) if self.correct and isinstance(cost, CostTable) else None
-        elif schedule is not None:
+        else:
             self.cost = None
             self.schedule = schedule
-        if rates is not None:
-            self.acceptance.predict(rates)
         self._tokens = _expected(self.acceptance, self.candidates)
         self.probe_budget.refresh()
         self._prober.stop()

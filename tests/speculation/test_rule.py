@@ -73,8 +73,6 @@ def test_without_a_probe_budget_off_is_for_good():
     engine.run(200)
     engine.rates = (0.9,) * 5
     assert set(engine.run(1000)) == {OFF}
-    engine.rule.update(rates=[0.9, 0.85, 0.8, 0.75, 0.7])  # the new weights' prediction turns it on
-    assert engine.run(60)[-1].num_steps >= 3
 
 
 def owing(share):
