@@ -31,7 +31,7 @@ WEIGHT = 4  # timings that the mean of a rollout's rounds counts for, at most
 LEAST_DRAWS = 100  # drafts of a depth that must be observed before its rate is used as an expectation
 START_DRAWS = 50.0  # drafts of a depth that count at most when a rollout begins: its texts and weights are new
 TIMED = 0.9  # of the time of drafting rounds: a plain round was timed near their batch sizes
-_ADDED = ("predicted_ms", "predicted_tokens", "emitted_tokens", "switches", "probes")
+_ADDED = ("predicted_ms", "predicted_tokens", "switches", "probes")
 
 
 class Learning:
@@ -188,9 +188,10 @@ class Learning:
         """
         known = state["acceptance"]["depth"] if state.get("acceptance") else 0
         needed = self.acceptance.depth
+        lost = ""
         if 0 < known < needed:
-            return f"the checkpoint holds acceptance of {known} drafts, expected {needed}: it is learned again"
-        if known:
+            lost = f"the checkpoint holds acceptance of {known} drafts, expected {needed}: it is learned again"
+        elif known:
             self.acceptance = Acceptance.from_json(state["acceptance"])
         self.probing = state.get("probing")
         self.sharpness = state.get("sharpness")
@@ -204,7 +205,7 @@ class Learning:
             self.last = Acceptance.from_json(state["last"])
         if state.get("prediction"):
             self.prediction = Prediction.of_sums(*state["prediction"])
-        return ""
+        return lost
 
     def _expected(self, prediction: Prediction) -> dict[int, float]:
         """Return tokens per round of each predicted step count in the next rollout: as observed, else as predicted."""
@@ -269,7 +270,12 @@ class Learning:
         values["spec/probes"] = float(sums["probes"])
         if "table" in self.cost:  # without a table the rule counts in passes, not in ms
             values["spec/predicted_tokens_per_second"] = 1e3 * sums["predicted_tokens"] / sums["predicted_ms"]
-            values["spec/observed_tokens_per_second"] = 1e3 * sums["emitted_tokens"] / ms if ms else math.nan
+            # Of timed rounds alone, and of all ranks of a fleet: reports count other rounds, and of a fleet rank 0's.
+            tokens = sum(
+                stats.rounds * stats.batch * (accept_length(stats.accepted) if any(stats.accepted) else 1.0)
+                for stats in rounds
+            )
+            values["spec/observed_tokens_per_second"] = 1e3 * tokens / ms if ms else math.nan
         return values
 
 
