@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.speculation.acceptance import expected_tokens
-from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.solver import RoundCosts
 from megatron_rlspec.types import SpecConfig
@@ -72,12 +72,15 @@ def needed(
     layers  of the model
     tokens  that the KV cache holds; 0: any number
 
-    Of a table that lacks a candidate, that one gets batch 1.
+    Of a table that lacks a candidate, that one gets batch 1. Raises CostTableError for one that lacks all.
     """
     if table is None:
         roofline = Roofline.of_layers(layers, ridge_tokens=WIDEST_RIDGE)
         return reach(roofline, candidates, max_batch, [1.0])
     known = [c for c in candidates if c in table.configs()]
+    if not known:
+        wanted, has = (", ".join(map(str, configs)) for configs in (candidates, table.configs()))
+        raise CostTableError(f"cost table holds none of {wanted}; it holds {has}")
     return dict.fromkeys(candidates, 1) | reach(table, known, max_batch, table.lengths(), tokens)
 
 

@@ -90,6 +90,12 @@ def test_an_option_without_effect_is_refused(given: list[str], useless: str, fol
         started(folder, *given, flag(useless), another(folder, useless))
 
 
+def test_a_cost_table_of_other_configurations_is_refused(folder: Path) -> None:
+    table = another(folder, "cost_table")
+    with pytest.raises(serve.ServeError, match=f"{table}: cost table holds none of k4; it holds off, k1, k2, k3, k5"):
+        started(folder, "--cost-table", table, "--candidate-steps", "4", "--num-steps", "4")
+
+
 def test_what_a_run_starts_its_engines_with_is_not_refused(folder: Path) -> None:
     spec = {"spec.num_steps": "1", "spec.candidate_steps": "0,1", "drafter.vocabulary": "16", "spec.drafts": "argmax"}
     off = load(None, {"spec.mode": "off"})

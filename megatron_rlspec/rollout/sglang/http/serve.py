@@ -300,7 +300,10 @@ def _slots(
     """
     most_batch = options.max_running_requests
     layers = json.loads((Path(options.model) / "config.json").read_text()).get("num_hidden_layers", 1)
-    most = graphs.needed(chains(steps), most_batch, layers, table, options.max_total_tokens)
+    try:
+        most = graphs.needed(chains(steps), most_batch, layers, table, options.max_total_tokens)
+    except CostTableError as error:
+        raise ServeError(f"--cost-table {options.cost_table}: {error}") from None
     for row in schedule.configs if schedule is not None else ():
         most |= {SpecConfig(c.num_steps) if c.num_steps else OFF: most_batch for c in row}
     found = graphs.slots(most, most_batch)
