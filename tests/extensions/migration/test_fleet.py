@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_ranks import on_ranks
 
+from megatron_rlspec import wire
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, steal
 from megatron_rlspec.extensions.migration.embedded.member import Report
+from megatron_rlspec.push.fingerprint import compare
 from megatron_rlspec.types import Load, Prompt, Request, Sampling
 
 
@@ -44,6 +46,16 @@ def test_a_fleet_draws_what_one_engine_draws(tmp_path, modes):
         # A sample runs on its source in one round, and on its target in the next.
         assert move["rounds"] <= (1 if modes == ("recompute",) else 0)
     assert {id for move in moves for id in move["ids"]} <= {request.id for request in fleet_rank.requests()}
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_tensor_that_one_rank_alone_holds_otherwise_is_found(rank):
+    held = [{"good": 7, "changed": 8, "lost": 9} for _ in range(3)]
+    held[rank] = {"good": 7, "changed": 5, "more": 6}
+    told = SimpleNamespace(tell=lambda order: None)
+    fleet = Fleet(SimpleNamespace(ranks=told, call=lambda *order: [wire.encode(marks) for marks in held]), 8)
+    found = compare({"good": 7, "changed": 8, "lost": 9}, fleet.fingerprints())
+    assert found.differing == ("changed", "lost") and found.extra == ("more",)
 
 
 def test_engines_of_two_ranks_take_requests_by_their_first_rank():

@@ -26,6 +26,7 @@ from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, 
 
 LOST = "gloo/"  # in the errors of collective calls after another rank has ended
 GRACE = 1.0  # seconds
+DIFFERS = -1  # is no tensor's fingerprint
 
 
 class Fleet:
@@ -258,11 +259,13 @@ class Fleet:
         return [stats for data in self._call("stats") for stats in wire.decode(data, list[RoundStats])]
 
     def fingerprints(self) -> dict[str, int]:
-        """Compute the fingerprints on all ranks. Of a tensor that differs between ranks, another rank's is returned."""
-        first, *others = (wire.decode(data, dict[str, int]) for data in self._call("fingerprints"))
-        for other in others:
-            first |= {name: mark for name, mark in other.items() if first.get(name) != mark}
-        return first
+        """Compute the fingerprints on all ranks. That of a tensor that differs between ranks is DIFFERS."""
+        found = [wire.decode(data, dict[str, int]) for data in self._call("fingerprints")]
+        return {
+            name: mark if all(one.get(name) == mark for one in found) else DIFFERS
+            for marks in found
+            for name, mark in marks.items()
+        }
 
     def describe(self) -> EngineDescription:
         found = self.member.engine.describe()
