@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,3 +35,18 @@ def test_an_unknown_extension_is_refused_in_one_line() -> None:
         told = twice if name == "migration" else f"--extensions {name}: expected names of migration"
         with pytest.raises(ServeError, match=told):
             check(options)
+
+
+def test_an_engine_without_a_folder_of_columns_forgets_what_it_could_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that `rlspec serve` did not start. Its server must not ask for the folder again and again."""
+    package = "megatron_rlspec.rollout.sglang.http"  # SGLang's server is not needed here
+    monkeypatch.setitem(sys.modules, f"{package}.bodies", SimpleNamespace(run_command=None))
+    found = runpy.run_path(str(Path(serving.__file__).with_name("reservations.py")))
+    reservations = found["Reservations"]()
+    reservations._files = found["Kept"](seconds=0.0)
+
+    async def keep() -> None:
+        reservations.files(["0" * 32])
+        await asyncio.wait_for(reservations._task, 30)
+
+    asyncio.run(keep())

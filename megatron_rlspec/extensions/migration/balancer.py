@@ -124,7 +124,7 @@ class Balancer:
         for one in moved:
             rounds = one.away_ms / 1e3 / self._clock.seconds
             self.moves.append(replace(one, rounds=rounds, tp=(size, change.tp)))
-            if one.kept and one.bytes:
+            if one.kept and one.bytes and one.away_ms < one.ms:  # others were away while the fleets changed
                 self._planner.moved([(one.bytes, one.ms)])
         if taken:
             row = {"began": began - self._began, "from": size, "to": change.tp, "how": change.how, "ms": ms}

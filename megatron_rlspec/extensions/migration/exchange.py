@@ -71,6 +71,8 @@ class Exchange:
     push   gives the named engines all weights, the drafter's too, of `version`: from the trainer, or a copy on the host
     serve  tells which engines are given requests from now on (`EnginePool.serve`)
     how    samples move; those that are refused are recomputed
+
+    moving_ms  of `run` that samples took, not the fleets
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Exchange:
         self._left: list[tuple[Move, float, list[Request], list[KVTransfer]]] = []
         self._slept = False
         self.moved: list[Moved] = []
+        self.moving_ms = 0.0
 
     def run(self, calls: Collection[Act]) -> None:
         """Make the calls. Raises EngineError; samples go on then, on the old fleet, which is woken if it sleeps."""
@@ -108,7 +111,10 @@ class Exchange:
         ended = False
         try:
             for call in calls:
+                began = time.perf_counter()
                 steps[call]()
+                if call in ("move", "leave", "arrive"):
+                    self.moving_ms += 1e3 * (time.perf_counter() - began)
             ended = True
         finally:
             try:

@@ -168,8 +168,7 @@ class Turns:
             self._leave(self.first)
             self._switched = True
             self.changes += 1
-            moving = sum(moved.ms for moved in exchange.moved)
-            self._ms = max(1e3 * (time.perf_counter() - began) - moving, 0.0)
+            self._ms = 1e3 * (time.perf_counter() - began) - exchange.moving_ms
             return True, exchange.moved
 
     def begin(self, rebalancer: Rebalancer) -> None:

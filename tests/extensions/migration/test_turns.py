@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from test_exchange import MIDDLE, Sleeper, middle
 from test_moves import SAMPLING, length, named, requests, token
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration.balancer import Balancer
 from megatron_rlspec.extensions.migration.exchange import Footprint, order
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Transport
@@ -137,6 +139,20 @@ def test_the_first_fleet_is_back_after_every_rollout_and_gets_the_newest_weights
     run.then = lambda: seen.update(run.wide.held)
     assert run.draw() and run.wide.version == 2 and not run.lost
     assert seen["w"].tolist() == [2.0] * 3 and seen["d"].tolist() == [-2.0] * 2
+
+
+def test_a_change_costs_what_the_fleets_take_while_samples_are_away(tmp_path: Path) -> None:
+    run = Run(tmp_path, 20)
+    wake = run.wide.wake
+    run.wide.wake = lambda: (time.sleep(0.2), wake())  # type: ignore[method-assign, func-returns-value]
+    assert run.draw() and run.turns._ms is not None and run.turns._ms >= 200
+    learned: list[object] = []
+    fleets = SimpleNamespace(first={}, second={}, change=lambda *_: run.changed)
+    planner = SimpleNamespace(moved=lambda *moves: learned.append(moves))
+    balancer = Balancer(SimpleNamespace(), {}, planner, Lengths(), 10, 1, fleets)  # type: ignore[arg-type]
+    balancer._clock.seconds = 1.0
+    balancer._change(CHANGE, [Load("a", (), 0, 0, 1)])
+    assert sum(moved.bytes for moved in balancer.moves) and not learned, "that time is not the link's"
 
 
 @pytest.mark.parametrize("moment", ["asleep", "leaving", "awake"])

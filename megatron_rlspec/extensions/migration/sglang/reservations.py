@@ -76,8 +76,9 @@ class Reservations:
                 logger.info("rlspec: slots of %d samples that did not come, or have come, are given up", len(names))
                 with suppress(ValueError):
                     await run_command("kv_withdraw", {"ids": names})
+            files = self._files.due(now)
             with suppress(OSError), Folder.own() as folder:
-                for name in self._files.due(now):
+                for name in files:
                     folder.remove(f"{name}.")
 
 
