@@ -88,7 +88,7 @@ class Migration(Protocol):
     def observe(self, rounds: Rounds, reports: Reports) -> tuple[Rounds, Reports]:
         """Take the rounds of a rollout, by engine, and the rule reports. Returns both with those of engines that sleep.
 
-        Called once after every rollout, before the push.
+        Called once after every rollout, before the push, and after every evaluation.
         """
 
     def push(self, version: int, source: Source, hot_tokens: np.ndarray | None) -> Source:

@@ -206,7 +206,9 @@ class Generation:
 
     def evaluate(self, name: str) -> dict[str, dict[str, float]]:
         """Generate and score responses to the first prompts of every held-out set, with the same seeds each time."""
-        return {which: self._evaluate(name, which) for which in self.held_out}
+        found = {which: self._evaluate(name, which) for which in self.held_out}
+        self._engines.rounds()  # drops them: the next rollout's are counted and learnt from, at its temperature
+        return found
 
     def _evaluate(self, name: str, which: str) -> dict[str, float]:
         chosen = self.held_out[which][: self._config.train.eval_prompts]

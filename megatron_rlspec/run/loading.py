@@ -60,6 +60,11 @@ class Loaded:
         """Return the demonstrations of a warm start; None in other runs."""
         return self.data if isinstance(self.data, Demonstrations) else None
 
+    @property
+    def followed(self) -> Replay | None:
+        """Return the recorded run whose policies and rollouts the steps have; None in other runs."""
+        return self.replay if self.replay is not None and self.replay.follows else None
+
 
 def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -> Loaded:
     """Read what a run needs, and check that it can work with it. Rank 0 prints what is being loaded.

@@ -7,30 +7,36 @@ from pathlib import Path
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.conversion.drafter_files import Tensors, build_drafter
+from megatron_rlspec.files import read_json
 from megatron_rlspec.host import ranks
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER, STATED
-from megatron_rlspec.models.hf_files import build_hf, publish
+from megatron_rlspec.models.hf_files import build_hf, publish, write_json
 from megatron_rlspec.push.push import Source, exporting
 from megatron_rlspec.run.loading import Loaded
 from megatron_rlspec.train import moments
 from megatron_rlspec.train.step import Trainer
 
+REWARD = "reward.json"  # in hf-best/
+
 
 class Results:
     """Writes the models of a run: at its end, of single steps, and the best one so far. Every rank holds one.
 
-    best  the highest held-out reward after a step, with `train.save_best`
+    best  the reward of the model in hf-best/, which `train.save_best` keeps; -inf: there is none
     """
 
     def __init__(self, config: Config, loaded: Loaded, trainer: Trainer) -> None:
-        self.best = -math.inf
+        note = Path(config.train.run_dir) / "hf-best" / REWARD
+        self.best = read_json(note)["reward"] if note.exists() else -math.inf
         self._config = config
         self._loaded = loaded
         self._trainer = trainer
 
-    def write(self, name: str = "hf") -> None:
+    def write(self, name: str = "hf", reward: float | None = None) -> None:
         """Write policy and drafter to `run_dir/NAME`; an EAGLE-3 drafter goes to `run_dir/NAME_drafter`. Collective.
+
+        reward  of this policy, to lie beside it; None: none
 
         Older directories of other names than hf/ are replaced.
         """
@@ -44,6 +50,8 @@ class Results:
             path = next(iter(built.values())) / moments.FILE
             path.parent.mkdir()
             tensor_file.save(found, path)
+        if built and reward is not None:
+            write_json(built[result] / REWARD, {"reward": reward})
         for target, directory in built.items():
             publish(directory, target, replace=name != "hf")
         if built:
@@ -57,11 +65,11 @@ class Results:
 
         reward  None on other ranks
         """
-        found = float(ranks.job().tell(None if reward is None else repr(reward).encode()))
-        if found <= self.best:
+        if not ranks.job().number(reward is not None and reward > self.best):
             return False
-        self.best = found
-        self.write("hf-best")
+        self.write("hf-best", reward)
+        if reward is not None:
+            self.best = reward
         return True
 
 

@@ -40,6 +40,7 @@ class StartingRollouts:
     """The parts of `Rollouts` that exist before the trainer is built. Reward workers run from here on.
 
     held_out   prompts of evaluations by the name of their set (`DataConfig.evaluated`)
+    left_out   lines about rows of these that are too long
     learning   the learning of speculation
     scorer     reward workers
     engines    of the run, which `launch` starts in the background
@@ -54,8 +55,9 @@ class StartingRollouts:
         self.hf_config = hf_config
         self.tokenizer = tokenizer
         self.run_dir = Path(config.train.run_dir)
-        sets = config.data.evaluated.items()
-        self.held_out = {name: data.Prompts(path, tokenizer, config).rows for name, path in sets}
+        sets = {name: data.Prompts(path, tokenizer, config) for name, path in config.data.evaluated.items()}
+        self.held_out = {name: prompts.rows for name, prompts in sets.items()}
+        self.left_out = [prompts.left_out for prompts in sets.values() if prompts.left_out]
         self.learning = learning(config, hf_config)
         self.scorer = rewards.Scorer(config.reward)
         try:
@@ -115,6 +117,8 @@ class Rollouts:
         self._ahead: Future[Rollout] | None = None
         self._awaits_drafts = False  # a fresh drafter has not drafted in most rounds of a rollout yet
         self._thread = ThreadPoolExecutor(1, "rollout")
+        for line in started.left_out:
+            recorder.event("data", line)
         self.speculation = Speculation(config.spec, started.learning, started.run_dir / "spec_rule.json")
         canary = started.held_out.get("") or (prompts.rows if prompts else [])
         pool = open_pool(config, named, started.engines.spare, lambda name: self.engines.restart(name))
@@ -268,9 +272,10 @@ class Rollouts:
         """
         rounds, reports = self.engines.rounds()
         seen = [stats for _, of_engine in rounds for stats in of_engine]
-        delivered = accept_length(pooled(sample.accepted for group in self.newest.groups for sample in group.samples))
+        drawn = self.newest if self._ahead is None else self._ahead.result()  # whose rounds these are
+        delivered = accept_length(pooled(sample.accepted for group in drawn.groups for sample in group.samples))
         # The prediction is of all positions. Beside old answers the drafter has a selection of them, which are easier.
-        scored = not (self._config.spec.history and self.newest.counts.get("old_tokens", 0))
+        scored = not (self._config.spec.history and drawn.counts.get("old_tokens", 0))
         found = self.speculation.learn(seen, reports, prediction, delivered, scored)
         if self._awaits_drafts and (told := self.speculation.began(seen, delivered)):
             self._recorder.event("drafting", f"step {self._rolling + 1}: {told}")

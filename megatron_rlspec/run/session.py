@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -165,15 +166,12 @@ class Session:
         steps = config.sft.steps if self.supervised else config.train.steps
         state, drawn = (config.train.resume and self.saver.load_newest(steps)) or ({}, Drawn())
         self.done = state.get("step", 0)
-        self.results.best = state.get("best_reward", self.results.best)
-        replay = loaded.replay
-        follows = replay if replay is not None and replay.follows else None
         schedule = None
         learns = config.drafter.train and not self.supervised  # a warm start learns from every batch alike
         if state and loaded.data is not None:
             loaded.data.restore(state["data"])
         if learns and extensions.drafter is not None:
-            load_policy = partial(follows.load, self.trainer) if follows is not None else None
+            load_policy = partial(loaded.followed.load, self.trainer) if loaded.followed is not None else None
             schedule = extensions.drafter(self.trainer, load_policy, state.get("online", {}), drawn.replay)
         fresh = config.drafter.fresh and learns and not config.replay.run
         self.drafting = Drafting(self.trainer, loaded.vocabulary, schedule, records=learns, fresh=fresh)
@@ -186,6 +184,8 @@ class Session:
         self._closing.callback(lambda: self.records.close(self.done))
         if moments:
             self.records.event("drafter", moments)
+        if self.loaded.data is not None and self.loaded.data.left_out:
+            self.records.event("data", self.loaded.data.left_out)
         self.recording: TrajectoryRecording | None = None
         if self.config.train.record_gib and not self.supervised:
             self.recording = open_recording(self.config, self.trainer, self.records, self.done)
@@ -257,12 +257,7 @@ class Session:
 
     def _pack(self, samples: list[Sample], values: list[float], weights: Weights = None) -> list[PackedBatch]:
         return micro_batches(
-            self.config,
-            samples,
-            values,
-            version=self.done + 1,
-            drafter_weights=weights,
-            supervised=self.supervised,
+            self.config, samples, values, version=self.done + 1, drafter_weights=weights, supervised=self.supervised
         )
 
     def train_step(self, batches: list[PackedBatch], **options: Any) -> dict[str, float]:
@@ -373,8 +368,9 @@ class Session:
         if reason := runtime.first_message(self.interruption.reason):
             self._stop(reason)
         if self.due(options.save_every):
-            self.saver.save(self.done, self._state)
+            self._save()
         if self.due(options.export_every):
+            self._catch_up()
             self.results.write(f"hf-step-{self.done:06d}")
 
     def _stop(self, reason: str) -> NoReturn:
@@ -385,17 +381,25 @@ class Session:
         if self.done == 0:
             raise RunStopped(f"{reason}; no step was trained, so there is no checkpoint", code)
         try:
-            path = self.saver.save(self.done, self._state)
+            path = self._save()
         except SaveError as error:
             raise RunStopped(f"{reason}; no checkpoint of step {self.done} could be written: {error}", code) from None
         raise RunStopped(f"{reason}; the last good parameters are in {path}", code)
+
+    def _save(self) -> Path:
+        """Write a checkpoint, and return its path. Raises SaveError."""
+        self._catch_up()
+        return self.saver.save(self.done, self._state)
+
+    def _catch_up(self) -> None:
+        """In a replay that follows a run, load the policy that the run had after as many steps."""
+        if self.loaded.followed is not None:
+            self.loaded.followed.load(self.trainer, self.done)
 
     def _state(self) -> tuple[dict[str, Any], Drawn]:
         """Return the state of all parts for a checkpoint; called on rank 0."""
         state, kept = self.drafting.state()
         state["accept_lengths"] = self.evaluation.accept_lengths
-        if math.isfinite(self.results.best):
-            state["best_reward"] = self.results.best
         if self.loaded.data is not None:
             state["data"] = self.loaded.data.state()
         if self.rollouts is None:
@@ -405,10 +409,7 @@ class Session:
 
     def finish(self) -> None:
         """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`."""
-        replay = self.loaded.replay
-        if replay is not None and replay.follows:
-            replay.load(self.trainer, self.done)
-        self.saver.save(self.done, self._state)
+        self._save()
         self.results.write()
         self.records.summarise()
 

@@ -37,11 +37,11 @@ CHECKED_ROWS = 20_000  # rows that are checked before a run starts; the others a
 
 
 class Source(Generic[Row]):
-    """Rows in memory, drawn in an `Order`. `dropped` counts rows that were too long."""
+    """Rows in memory, drawn in an `Order`. `left_out`: a line about rows that are too long; "" if none is."""
 
-    def __init__(self, rows: list[Row], dropped: int, seed: int, shuffle: bool) -> None:
+    def __init__(self, rows: list[Row], left_out: str, seed: int, shuffle: bool) -> None:
         self.rows = rows
-        self.dropped = dropped
+        self.left_out = left_out
         self.order = Order(len(rows), seed, shuffle)
 
     def __len__(self) -> int:
@@ -113,7 +113,8 @@ class Prompts(Source[Prompt]):
         config = self._config
         longest = config.model.max_length - config.rollout.max_new_tokens
         rows, dropped = read_prompts(self._source, config.data, self._tokenizer, longest, self.level)
-        super().__init__(rows, dropped, config.train.seed, config.data.shuffle)
+        left_out = _left_out(self._source, dropped, len(rows), f"prompts of more than {longest} tokens")
+        super().__init__(rows, left_out, config.train.seed, config.data.shuffle)
 
 
 class Demonstrations(Source[Sample]):
@@ -122,10 +123,11 @@ class Demonstrations(Source[Sample]):
     def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
         longest = config.model.max_length
         rows, dropped = read_demonstrations(path, config.data, tokenizer, longest, config.sft.response_key)
+        left_out = _left_out(path, dropped, len(rows), f"samples of more than {longest} tokens")
         self.held_out: list[Sample] = []
         if config.sft.held_out:
             rows, self.held_out = without_prompts(rows, config.sft.held_out, config.train.seed, path)
-        super().__init__(rows, dropped, config.train.seed, config.data.shuffle)
+        super().__init__(rows, left_out, config.train.seed, config.data.shuffle)
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise DataError for a token id that the model does not have."""
@@ -463,6 +465,10 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_toke
         for index, ids in zip(chosen, batch["input_ids"], strict=True):
             tokens[index] = np.asarray(ids, np.int64)
     return tokens
+
+
+def _left_out(path: str | Path, dropped: int, kept: int, what: str) -> str:
+    return f"{path}: {dropped} of {dropped + kept} rows are left out: {what}" if dropped else ""
 
 
 def _require(path: str | Path, kept: Sequence[Any], dropped: int, what: str) -> None:

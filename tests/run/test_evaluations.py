@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,10 @@ def evaluations(run_dir: Path) -> list[dict]:
 def test_an_evaluation_draws_several_responses(start, tmp_path):
     kind = {"reward__kind": "run_reward:by_length"}
     run(start, tmp_path / "several", **OPTIONS, **kind, train__eval_prompts=4)
-    sets = {"data__eval_sets": f"first-8={start / 'task/rl.jsonl'},own={start / 'task/eval.jsonl'}"}
+    rows = tmp_path / "rows.jsonl"
+    long = {"prompt": "1" * 2000, "label": "1"}
+    rows.write_text((start / "task/rl.jsonl").read_text() + json.dumps(long) + "\n")
+    sets = {"data__path": rows, "data__eval_sets": f"first-8={rows},own={start / 'task/eval.jsonl'}"}
     sets |= {"train__save_best": "true", "train__eval_every": 1}
     greedy = OPTIONS | {"train__eval_samples": 1, "train__eval_temperature": 0}
     run(start, tmp_path / "greedy", **greedy, **kind, train__eval_prompts=4, **sets)
@@ -58,6 +62,13 @@ def test_an_evaluation_draws_several_responses(start, tmp_path):
     records = [json.loads(line) for line in (tmp_path / "greedy/metrics.jsonl").read_text().splitlines()]
     assert records[0]["rollout/reward_std"] > 0  # rollouts keep their temperature
     of_sets(tmp_path / "greedy", greedy)
+    told = [e["message"] for e in read_records(tmp_path / "greedy/events.jsonl") if e["kind"] == "data"]
+    assert told == [f"{rows}: 1 of 65 rows are left out: prompts of more than 232 tokens"] * 2
+    (tmp_path / "greedy/hf-best/reward.json").write_text('{"reward": 1e9}')  # a resumed run keeps no worse policy
+    shutil.rmtree(tmp_path / "greedy/hf")
+    options = OPTIONS | sets | {"train__steps": 2, "train__resume": "true"}
+    run(start, tmp_path / "greedy", **options, **kind, train__eval_prompts=4)
+    assert [e["kind"] for e in read_records(tmp_path / "greedy/events.jsonl")].count("best") == 1
 
 
 def of_sets(run_dir: Path, held_out: dict) -> None:
@@ -69,6 +80,7 @@ def of_sets(run_dir: Path, held_out: dict) -> None:
     best = [e["message"] for e in read_records(run_dir / "events.jsonl") if e["kind"] == "best"]
     last = next(e for e in found if e["name"] == "last" and "set" not in e)
     assert f"reward {last['reward']:.3f} is the highest" in best[0]
+    assert json.loads((run_dir / "hf-best/reward.json").read_text()) == {"reward": last["reward"]}
     board = EventAccumulator(str(run_dir / "tensorboard"))
     board.Reload()
     for which, prefix in (("first-8", "eval/first-8/"), ("", "eval/")):

@@ -12,6 +12,7 @@ from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
 from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.generation import seed_of as seed
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
+from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Request
 
@@ -131,3 +132,23 @@ def test_a_row_that_comes_twice_in_a_step_gets_other_samples(start, tmp_path):
     assert len({s.prompt.id for s in samples}) == 2 and len(samples) == 6 * SAMPLES
     texts = {(s.prompt.id, s.tokens.tobytes()) for s in samples}
     assert len(texts) > 2 * SAMPLES  # copies would leave at most SAMPLES texts of each row
+
+
+def test_what_is_learnt_is_of_the_rollout_whose_rounds_it_is(start, tmp_path):
+    """Not of the one before it, which the step trains on under staleness, and not of evaluations."""
+    config = config_of(start, tmp_path, partial=0, staleness=1)
+    held_out = config.data.model_copy(update={"eval_path": str(start / "task/eval.jsonl")})
+    run = Run(config.model_copy(update={"data": held_out}), tmp_path)
+    told = []
+    run.rollouts.speculation.learn = lambda *given: told.append((len(given[0]), given[3])) or {}
+    lengths = []
+    for step in range(2):
+        groups = run.step(step)
+        lengths.append(accept_length(pooled(sample.accepted for group in groups for sample in group.samples)))
+        run.rollouts.settle()
+        run.rollouts.adapt(None)
+    assert lengths[0] != lengths[1] == told[0][1]
+    run.rollouts.generation.evaluate("step-000002")
+    run.rollouts.adapt(None)
+    assert told[1][0] and not told[2][0]
+    run.rollouts.close()

@@ -54,7 +54,9 @@ def drafter(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_replay_trains_the_same_drafter_bit_for_bit(recorded, start, tmp_path):
-    assert "rlspec replay: loading " in replay(recorded, tmp_path / "same", ranks=2)
+    assert "rlspec replay: loading " in replay(recorded, tmp_path / "same", ranks=2, train__export_every=2)
+    kept = read_hf(tmp_path / "same/hf-step-000002")[1]
+    assert all(torch.equal(kept[name], tensor) for name, tensor in Trajectory(recorded).policy(2).items())
     ours = read_hf(tmp_path / "same/hf")[1]
     theirs = read_hf(recorded / "hf")[1]
     assert ours.keys() == theirs.keys()

@@ -117,9 +117,11 @@ def test_sources_take_their_limits_from_the_config(tmp_path, tokenizer):
     overrides |= {"sft.held_out": "0"}
     config = load(None, overrides)
     prompts = Prompts(path, tokenizer, config)
-    assert len(prompts) == 12 and prompts.dropped == 8
+    assert len(prompts) == 12
+    assert prompts.left_out == f"{path}: 8 of 20 rows are left out: prompts of more than 12 tokens"
     demonstrations = Demonstrations(path, tokenizer, config)
-    assert len(demonstrations) == 24 - 8 - 1 and demonstrations.dropped == 5
+    assert len(demonstrations) == 24 - 8 - 1
+    assert demonstrations.left_out == f"{path}: 5 of 20 rows are left out: samples of more than 24 tokens"
     drawn = prompts.take(12)
     assert sorted(len(p.tokens) for p in drawn) == list(range(1, 13))
     assert [len(p.tokens) for p in drawn] != list(range(1, 13))
