@@ -120,7 +120,8 @@ REASONS = {
 def test_a_killed_second_fleet_costs_no_sample(start, still, tidy, tmp_path, monkeypatch, moment):
     monkeypatch.setenv("KILLED", moment)
     run_dir = tmp_path / "run"
-    finish(train(start, run_dir, program=TURNING, **OPTIONS, **two_fleets(tmp_path / "pays", pays=True)))
+    options = OPTIONS | {"data__eval_path": ""}  # the one sample of an evaluation can end before the kill
+    finish(train(start, run_dir, program=TURNING, **options, **two_fleets(tmp_path / "pays", pays=True)))
     assert drawn(run_dir) == drawn(still)
     told = [event["message"] for event in read_records(run_dir / "events.jsonl") if event["kind"] == "engine"]
     assert len(told) == 1 and told[0].startswith("second-0: left out, 2 remain:"), told
