@@ -60,10 +60,14 @@ def costs_of_tokens(path: Path) -> Path:
 
 
 def words(start: Path, run_dir: Path, command: str, options: dict[str, object]) -> list[str]:
-    """Return the arguments of `rlspec` for a run of a tiny model; the keyword `rollout__engine` is `rollout.engine`."""
+    """Return the arguments of `rlspec` for a run of a tiny model; the keyword `rollout__engine` is `rollout.engine`.
+
+    The keyword `config` is a TOML file.
+    """
     values = SMALL | {"model.path": start / "model", "data.path": start / "task/rl.jsonl"}
     values |= {"data.eval_path": start / "task/eval.jsonl", "train.run_dir": run_dir}
     chosen = {name.replace("__", "."): value for name, value in options.items()}
+    file = chosen.pop("config", None)
     if chosen.get("spec.mode", "adaptive") != "adaptive":
         del values["spec.candidate_steps"]  # it would have no effect, which is refused
     if "rollout.urls" in chosen:
@@ -76,7 +80,8 @@ def words(start: Path, run_dir: Path, command: str, options: dict[str, object]) 
     if command != "train":  # which reads them all
         config = load(None, {name: str(value) for name, value in values.items()})
         values = {n: value for n, value in values.items() if n in chosen or not effects.unread(config, command, n)}
-    return [command, *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
+    given = [command, "--config", str(file)] if file else [command]
+    return [*given, *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
 
 
 def run(start: Path, run_dir: Path, ranks: int = 1, command: str = "train", code: int = 0, **options: object) -> str:

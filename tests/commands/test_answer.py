@@ -253,8 +253,9 @@ def test_a_warm_start_learns_from_them_and_stops_on_a_plateau(start, tmp_path):
         "sft.samples_per_step": 8,
         "data.eval_path": "",
         "train.save_every": 2,
-        "rollout.staleness": 1,  # of the options for `rlspec train`, which may be in the same file
+        "config": tmp_path / "run.toml",
     }
+    warm["config"].write_text("[rollout]\nstaleness = 1\n")  # of `rlspec train`, which takes the same file
     output = short_run.run(start, run_dir, command="sft", **warm, **{"drafter.loss": "forward_kl"})
     lines = output.splitlines()
     assert f"rlspec sft: loading {start / 'model'} (MiMoForCausalLM" in lines[0]

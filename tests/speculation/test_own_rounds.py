@@ -239,6 +239,12 @@ def test_a_probe_of_drafts_that_were_never_timed_goes_on_until_it_tells_their_co
     assert rule._own.doubt(place(32, 32 * 400)).factors == pytest.approx([1.0, 1 / 1.6], rel=0.05)
 
 
+def expect(rule, rate):
+    """Have the rule expect this acceptance of a round's first draft."""
+    rule.acceptance.predict([rate])
+    rule._tokens = [rule.acceptance.totals[config.num_steps] for config in rule.candidates]
+
+
 def test_a_slower_machine_catches_up_more_slowly_and_untimed_drafts_must_earn_all_of_it():
     """By a table of a fourth of the true ms catching up takes 5 rounds, so here 20. Drafts would gain 40 % a round."""
     off, drafting = MACHINE.grid(CANDIDATES[:2], np.array(32), np.array(32 * 400)).tolist()
@@ -246,13 +252,13 @@ def test_a_slower_machine_catches_up_more_slowly_and_untimed_drafts_must_earn_al
     waited = {}
     for timed in (5, 0):
         rule = SpecRule(CANDIDATES[:2], costs, correct=True, start=OFF)
-        rule.update(rates=[0.0])
+        expect(rule, 0.0)
         rule._plan.left = 0.0
         for _ in range(timed):
             rule.timed(CANDIDATES[1], 32, 32 * 400, drafting)
         for t in range(200):
             if t == 20:
-                rule.update(rates=[0.95])
+                expect(rule, 0.95)
             if not rule.choose(32, 32 * 400, lambda n: 10 * n).off:
                 break
             rule.timed(OFF, 32, 32 * 400, off)
