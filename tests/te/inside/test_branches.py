@@ -28,7 +28,7 @@ SLOW_CELLS = {
     "tensor": {"tensor": 2},
     "context": {"context": 2},
     "pipeline": {"pipeline": 2, "tied": True},
-    "recompute": {"recompute": True, "unrolling": "separate"},
+    "recompute": {"recompute": True, "unrolling": 2},
 }
 EXPERTS = {
     "experts": {},
