@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,12 @@ class Pair:
 
 def given_lengths() -> None:
     """Have every request end at its own length, as if it had drawn a stop token there."""
-    plain = client._sampling
+    plain = client._body
 
-    def sampling(common: Sampling, request: Request) -> dict[str, Any]:
-        return plain(common, request) | {"max_new_tokens": _wanted[request.id]}
+    def body(request: Request, common: Sampling) -> dict[str, Any]:
+        return plain(request, replace(common, max_new_tokens=_wanted[request.id]))
 
-    client._sampling = sampling
+    client._body = body
     client._STATUS["length"] = "finished"
 
 

@@ -431,9 +431,9 @@ _own: dict[str, Sampling] = {}  # request -> its sampling; `generate` of SGLang 
 @contextmanager
 def sglang_lab() -> Iterator[SGLangLab]:
     """Launch an engine of the same model."""
-    plain = client._sampling
+    plain = client._body
 
-    client._sampling = lambda sampling, request: plain(_own.get(request.id, sampling), request)
+    client._body = lambda request, sampling: plain(request, _own.get(request.id, sampling))
     client._STATUS["length"] = "finished"  # as if each sample had drawn a stop token there
     config, tensors = moody()
     options = {"max-total-tokens": MOST * CONTEXT, "max-running-requests": MOST, "spec": "adaptive"}
