@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.conversion.drafter_files import Tensors, build_drafter
-from megatron_rlspec.files import read_json
+from megatron_rlspec.files import FileError, read_json
 from megatron_rlspec.host import ranks
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER, STATED
@@ -27,8 +27,7 @@ class Results:
     """
 
     def __init__(self, config: Config, loaded: Loaded, trainer: Trainer) -> None:
-        note = Path(config.train.run_dir) / "hf-best" / REWARD
-        self.best = read_json(note)["reward"] if note.exists() else -math.inf
+        self.best = _reward_of(Path(config.train.run_dir) / "hf-best" / REWARD)
         self._config = config
         self._loaded = loaded
         self._trainer = trainer
@@ -71,6 +70,16 @@ class Results:
         if reward is not None:
             self.best = reward
         return True
+
+
+def _reward_of(note: Path) -> float:
+    """Read the reward of the model in hf-best/; -inf: there is none. Raises FileError."""
+    if not note.exists():
+        return -math.inf
+    found = read_json(note)
+    if not isinstance(found, dict) or not isinstance(found.get("reward"), int | float):
+        raise FileError(f'{note}: expected {{"reward": a number}}')
+    return float(found["reward"])
 
 
 def _build(config: Config, loaded: Loaded, source: Source, target: Path, sharpness: float | None) -> dict[Path, Path]:

@@ -166,6 +166,7 @@ class Session:
         steps = config.sft.steps if self.supervised else config.train.steps
         state, drawn = (config.train.resume and self.saver.load_newest(steps)) or ({}, Drawn())
         self.done = state.get("step", 0)
+        self.results.best = max(self.results.best, state.get("best_reward", -math.inf))  # as runs of 0.3.0 kept it
         schedule = None
         learns = config.drafter.train and not self.supervised  # a warm start learns from every batch alike
         if state and loaded.data is not None:
