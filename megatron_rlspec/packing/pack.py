@@ -62,8 +62,9 @@ def pack(
     divides is 0. Raises ValueError for arguments that do not fit the samples.
     """
     lengths = [len(sample.tokens) for sample in samples]
-    unit = 1 if cp_size == 1 else 2 * cp_size
-    batch_unit = math.lcm(unit, cp_size * multiple)
+    batch_unit = math.lcm(1 if cp_size == 1 else 2 * cp_size, cp_size * multiple)
+    # Where a sample is cut follows from its padded length, which must not depend on the samples beside it.
+    unit = 1 if cp_size == 1 else batch_unit
     padded_lengths = [-(-length // unit) * unit for length in lengths]
     bins = partition(padded_lengths, tokens_per_micro_batch // batch_unit * batch_unit, dp_size)
     columns = _columns(samples, lengths, advantages, old_logprobs, reference_logprobs, drafter_weights)
@@ -74,12 +75,13 @@ def pack(
     if version is not None:
         columns["staleness"] = [_staleness(sample, version) for sample in samples]
     counts = _counts(columns, lengths, depth, aggregation, constant_length)
+    learnt = {i for i, weight in enumerate(columns["drafter_weight"]) if bool(weight.any())}
+    learnt_tokens = sum(float(columns["mask"][i][1:].sum()) for i in learnt)
 
     def batch_of(chosen: list[int]) -> PackedBatch:
-        return _micro_batch(chosen, columns, padded_lengths, batch_unit, depth, counts, cp_size, cp_rank)
+        return _micro_batch(chosen, columns, padded_lengths, batch_unit, depth, counts, learnt_tokens, cp_size, cp_rank)
 
     batches = [batch_of(chosen) for chosen in bins[dp_rank::dp_size]]
-    learnt = {i for i, weight in enumerate(columns["drafter_weight"]) if bool(weight.any())}
     if len(learnt) == len(samples):
         return batches
     parts = [batch_of([i for i in chosen if i in learnt]) for chosen in bins[dp_rank::dp_size]]
@@ -92,7 +94,7 @@ def pack(
 def predicted(total: int, tokens: float) -> torch.Tensor:
     """Return at which of a micro-batch's `total` positions acceptance is predicted, `[total]` bool, on the CPU.
 
-    tokens  of the step, on all ranks
+    tokens  that the drafter learns from in the step, on all ranks
     """
     first = max(32, math.ceil(WINDOW * PREDICTED_TOKENS / max(1.0, tokens)))
     return torch.arange(total) % WINDOW < first
@@ -249,6 +251,7 @@ def _micro_batch(
     batch_unit: int,
     depth: int,
     counts: dict[str, float | int | list[float]],
+    learnt_tokens: float,
     cp_size: int,
     cp_rank: int,
 ) -> PackedBatch:
@@ -287,9 +290,7 @@ def _micro_batch(
 
     def noise_seeds() -> torch.Tensor:
         """Return the seeds of positions where acceptance is predicted, and -1 elsewhere."""
-        tokens = counts["tokens"]
-        assert isinstance(tokens, float)
-        return share(lay_out("seeds", -1).masked_fill(~predicted(total, tokens), -1))
+        return share(lay_out("seeds", -1).masked_fill(~predicted(total, learnt_tokens), -1))
 
     return PackedBatch(
         tokens=share(tokens),

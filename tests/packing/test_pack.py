@@ -204,11 +204,12 @@ def test_counts_are_those_of_the_whole_step():
     assert weighted.counts["drafter"] == [2.5, 2.0]
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_samples_of_weight_0_are_left_out_of_the_drafters_batch(cp_size):
+@pytest.mark.parametrize(("cp_size", "multiple"), [(1, 1), (2, 1), (2, 3), (2, 4), (4, 8)])
+def test_samples_of_weight_0_are_left_out_of_the_drafters_batch(cp_size, multiple):
     samples = make_samples([(2, 7, 0.0), (3, 0, 0.0), (1, 12, 0.3), (4, 5, 0.0), (2, 9, 0.0)])
     weights = [1.0, 1.0, 0.0, 0.5, 0.0]
-    ranks = pack_all(samples, 2, cp_size, drafter_weights=weights)
+    dp_size = 1 if multiple > 1 else 2  # several samples in a batch, whose end is padded for the sake of `multiple`
+    ranks = pack_all(samples, dp_size, cp_size, drafter_weights=weights, multiple=multiple, tokens_per_micro_batch=192)
     alone = pack([samples[i] for i in (0, 1, 3)], depth=DEPTH, tokens_per_micro_batch=64)
     assert flatten(ranks)[0].counts["drafter"] == pytest.approx(
         [float(sum(w * float(m.sum()) for w, m in _weighted(alone, [1.0, 1.0, 0.5], d))) for d in range(DEPTH)]
@@ -218,7 +219,7 @@ def test_samples_of_weight_0_are_left_out_of_the_drafters_batch(cp_size):
         part, rows = batch.drafter_part, batch.drafter_rows
         real = part.sequence_ids >= 0
         seen += part.sequence_ids[real].tolist()
-        assert len(part.tokens) <= max(len(batch.tokens), cp_size) and rows[~real].eq(0).all()
+        assert len(part.tokens) <= max(len(batch.tokens), cp_size * multiple) and rows[~real].eq(0).all()
         for name in ("tokens", "sequence_ids", "position_ids", "drafter_weight"):
             assert torch.equal(getattr(part, name)[real], getattr(batch, name)[rows[real]])
         for name in ("drafter_tokens", "drafter_labels", "drafter_mask"):
