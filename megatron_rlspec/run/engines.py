@@ -9,8 +9,6 @@ import numpy as np
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.models.config import DRAFTER
-from megatron_rlspec.models.names import name_table
 from megatron_rlspec.push import contract
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.detectors import HealthSettings
@@ -21,6 +19,7 @@ from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
 from megatron_rlspec.rollout.start import StartingEngines
 from megatron_rlspec.run.extension import Migration, Reports, Rounds
+from megatron_rlspec.run.loading import drafter_names
 from megatron_rlspec.run.speculating import Speculation
 from megatron_rlspec.types import Prompt, Sampling, Scope
 
@@ -209,10 +208,10 @@ def open_health(
     speculate  sets the run's speculation on an engine: (name, engine)
     canary     prompts, of which every engine answers the first `CANARY` after a push
     """
-    drafter_names = _drafter_names(hf_config)
+    drafter = drafter_names(hf_config)
     return Health(
-        Pusher(pool.engines, frozen=() if config.drafter.train else drafter_names),
-        drafter_names.__contains__,
+        Pusher(pool.engines, frozen=() if config.drafter.train else drafter),
+        drafter.__contains__,
         speculate if speculation.drafts else None,
         canary[:CANARY],
         sampling(config),
@@ -232,9 +231,3 @@ def sampling(config: Config) -> Sampling:
         min_p=rollout.min_p,
         stop=rollout.stop,
     )
-
-
-def _drafter_names(hf_config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the Hugging Face names of the drafter's tensors."""
-    layers = 0 if DRAFTER in hf_config else 1
-    return frozenset(name_table({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)

@@ -18,6 +18,7 @@ from megatron_rlspec import custom
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import Tensors, read_model, words
 from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.names import name_table
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.run import identity
 from megatron_rlspec.run.replay import Replay
@@ -140,6 +141,12 @@ def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> pla
     hopper = torch.cuda.get_device_capability(0)[0] == 9
     need = placement.Need.of(config, hf_config, gpu, sum(sizes.values()), experts, world, hopper)
     return placement.with_memory(layout, need)
+
+
+def drafter_names(hf_config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the Hugging Face names of the drafter's tensors."""
+    layers = 0 if DRAFTER in hf_config else 1
+    return frozenset(name_table({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)
 
 
 def draft_vocabulary(config: Config, hf_config: Mapping[str, Any]) -> DraftVocabulary | None:

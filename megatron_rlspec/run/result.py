@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from pathlib import Path
 
 from megatron_rlspec.config import Config
@@ -13,7 +14,7 @@ from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER, STATED
 from megatron_rlspec.models.hf_files import build_hf, publish, write_json
 from megatron_rlspec.push.push import Source, exporting
-from megatron_rlspec.run.loading import Loaded
+from megatron_rlspec.run.loading import Loaded, drafter_names
 from megatron_rlspec.train import moments
 from megatron_rlspec.train.step import Trainer
 
@@ -91,7 +92,11 @@ def _build(config: Config, loaded: Loaded, source: Source, target: Path, sharpne
     tokenizer = config.model.path
     chosen = {} if sharpness is None else {STATED: sharpness}
     if DRAFTER not in hf_config:
-        return {target: build_hf(target, hf_config | chosen, source("all"), tokenizer)}
+        tensors = source("all")
+        if not config.drafter.train:  # the trainer has no drafter; the engines draft with that of model.path
+            frozen = sorted(drafter_names(hf_config) & loaded.tensors.keys())
+            tensors = chain(tensors, ((name, loaded.tensors[name]) for name in frozen))
+        return {target: build_hf(target, hf_config | chosen, tensors, tokenizer)}
     stated = {key: value for key, value in hf_config.items() if key != DRAFTER}
     built = {}
     if config.drafter.train:
