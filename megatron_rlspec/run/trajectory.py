@@ -82,7 +82,7 @@ class TrajectoryWriter:
         size = sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
         if self._bytes + size > self.limit:
             self.ended = (
-                f"recording ends before step {step}: it needs {_gib(size)} more, and {_gib(self._bytes)} of "
+                f"recording ends before step {step + 1}: it needs {_gib(size)} more, and {_gib(self._bytes)} of "
                 f"train.record_gib={self.limit / 2**30:g} are used; {max(0, step - 1)} steps can be replayed"
             )
             self._held = {}
@@ -93,7 +93,7 @@ class TrajectoryWriter:
         self._bytes += path.stat().st_size
         if step:
             return ""
-        return f"step 0 takes {_gib(size)}; recording ends when train.record_gib={self.limit / 2**30:g} are used"
+        return f"step 1 takes {_gib(size)}; recording ends when train.record_gib={self.limit / 2**30:g} are used"
 
 
 class Trajectory:

@@ -1,6 +1,7 @@
 """Commands to a scheduler process: hold speculation, and the rule that runs after the release."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from megatron_rlspec.rollout.sglang.http import plugin
 from megatron_rlspec.rollout.sglang.scheduler import control, decisions, rounds, served_weights, versions
 from megatron_rlspec.rollout.sglang.settings import VARIABLE, Settings
+from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
@@ -57,6 +59,20 @@ def test_only_an_engine_of_one_rank_learns_from_its_durations(decider, ranks):
         decider.rule.timed = lambda *args, told=told: told.append(args)
         decider.timed(decisions.DecodeRound(SpecConfig(3), 400, None), 4, 7.5)
         assert told == [(SpecConfig(3), 4, 400, 7.5)] * (correct and ranks == 1) and before is correct
+
+
+def test_of_a_table_of_several_sizes_the_engines_own_counts(decider):
+    one = CostTable.load(Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json")
+    both = CostTable(one.provenance, (*one.rounds, *(replace(row, tp=2, ms=row.ms / 2) for row in one.rounds)))
+    decider.start([0, 1, 3], 3, 2)
+    for given in ({}, {"tp": 2}):
+        decider.replace({"table": both.to_json()} | given)
+        assert decider.rule.cost.tps == (2,) and OFF in decider.rule.candidates
+    decider.start([0, 1, 3], 3, 4)
+    with pytest.raises(ValueError, match="tp"):
+        decider.replace({"table": both.to_json()})
+    decider.replace({"table": one.to_json()})
+    assert decider.rule.cost.tps == (1,), "a table of one size counts for any"
 
 
 def test_a_rule_set_during_a_hold_is_stored(decider):

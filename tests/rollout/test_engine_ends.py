@@ -157,6 +157,9 @@ def test_an_engine_has_no_extension_that_it_was_not_asked_for(started: Started, 
     other = load(None, {"rollout.urls": started.url, "spec.verifier": "target_only"})
     with pytest.raises(ConfigError, match="spec.verifier=target_only.*started with --verifier position_keyed"):
         served(other, tmp_path, GpuLayout())
+    fewer = load(None, {"rollout.urls": started.url, "spec.num_steps": "1", "spec.candidate_steps": "1"})
+    with pytest.raises(ConfigError, match="candidate_steps=1, but .* chooses among 0,1.*--num-steps 1 --candidate"):
+        served(fewer, tmp_path, GpuLayout())
 
 
 @pytest.mark.slow

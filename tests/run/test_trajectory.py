@@ -164,7 +164,7 @@ def test_recording_ends_at_the_bound_and_says_so_once(tmp_path):
         if not writer.ended:
             lines.append(writer.keep(step, written[step].items(), groups(step)))
     assert "recording ends when train.record_gib=" in lines[0]
-    assert "recording ends before step 1" in lines[1] and "0 steps can be replayed" in writer.ended
+    assert "recording ends before step 2" in lines[1] and "0 steps can be replayed" in writer.ended
     assert Trajectory(tmp_path).steps == 0
     assert "step 1 was not" in TrajectoryWriter(tmp_path, 1 << 20, 3).ended
 

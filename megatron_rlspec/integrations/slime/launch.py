@@ -196,10 +196,9 @@ def _depth(given: Mapping[str, str | None], depth: int | None, notes: list[str])
 def _captured(given: Mapping[str, str | None], steps: Sequence[int], cost_table: str) -> dict[str, Any]:
     """Return the step counts from each batch size on, for which SGLang captures CUDA graphs. Raises CostTableError."""
     asked = [whole_number(given.get(flag)) for flag in MOST_BATCH]
-    wide = (whole_number(given.get("--rollout-num-gpus-per-engine")) or 1) >= 4
+    wide = refusals.engine_gpus(given) >= 4
     most = next((n for n in asked if n), 512 if wide else 256)  # SGLang's own on GPUs above 60 GiB
-    table = CostTable.load(cost_table) if cost_table else None
-    table = table and table.at(table.tps[0])
+    table = CostTable.load(cost_table).of_engine(refusals.engine_gpus(given)) if cost_table else None
     layers = whole_number(given.get("--num-layers"))
     if layers is None and table is None:
         return {"1": {"candidate_steps": sorted(steps)}}
@@ -338,7 +337,7 @@ def parser() -> arguments.Parser:
     p.add_argument(
         "--cost-table",
         default="",
-        help="file written by `rlspec profile`: engines choose by its times; without it, by the number of passes",
+        help="file written by `rlspec profile`: engines choose by its times; without it, by those of their rounds",
     )
     p.add_argument(
         "--verifier",
@@ -384,7 +383,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not drafter["train"]:
         added.settings["rlspec_drift_every"] = config.train.drift_every
     if table:
-        refusals.check_table(table, added.settings["rlspec_candidate_steps"])
+        tp = refusals.engine_gpus(flags(arguments))
+        refusals.check_table(table, added.settings["rlspec_candidate_steps"], tp)
     if drafter["kind"] == "eagle3":
         refusals.check_target(flags(arguments), drafter["path"])
     if options.yaml:

@@ -124,11 +124,16 @@ def whole_number(value: str | None) -> int | None:
     return int(value) if value and value.isdigit() else None
 
 
-def check_table(cost_table: str, steps: Sequence[int]) -> None:
-    """Raise CostTableError or ConfigError if the engines' rule could not read the table."""
-    CostTable.load(cost_table)
+def engine_gpus(given: Mapping[str, str | None]) -> int:
+    """Return the number of an engine's GPUs, which is its tensor-parallel size."""
+    return whole_number(given.get("--rollout-num-gpus-per-engine")) or 1
+
+
+def check_table(cost_table: str, steps: Sequence[int], tp: int = 1) -> None:
+    """Raise CostTableError or ConfigError if the rule of engines of size `tp` could not read the table."""
+    size = CostTable.load(cost_table).of_engine(tp).tps[0]
     try:
-        SpecRule.from_json(rule(cost_table, steps))
+        SpecRule.from_json(rule(cost_table, steps) | {"tp": size})
     except ValueError as error:
         raise ConfigError(f"--cost-table {cost_table}: {error}") from None
 

@@ -164,7 +164,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     for flag, why in (("--enable-mixed-chunk", MIXED_CHUNK), ("--disaggregation-mode", APART)):
         if options.spec != "off" and any(text.startswith(flag) for text in rest):
             raise ServeError(f"{flag}: {why}; remove it, or serve with --spec off")
-    arguments, settings, slots = arguments_for(options, device)
+    arguments, settings, slots = arguments_for(options, device, tensor_parallel(rest))
     if options.draft_vocabulary and options.spec != "off":
         arguments.append(f"--speculative-token-map={_token_map(options, rest)}")
     if slots:
@@ -203,8 +203,12 @@ def _scratch() -> Path:
     return directory
 
 
-def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], Settings, dict[str, Any]]:
+def arguments_for(
+    options: argparse.Namespace, device: str, tp: str = "1"
+) -> tuple[list[str], Settings, dict[str, Any]]:
     """Return SGLang's command line, the plugin's settings, and the step counts to switch between, by batch size.
+
+    tp  tensor-parallel size, as the command line has it
 
     Raises ServeError for options that exclude each other. Writes nothing.
     """
@@ -233,7 +237,7 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
         return arguments, Settings(options.verifier), {}
 
     schedule = _schedule(options.schedule)
-    table = _cost_table(options, schedule)
+    table = _cost_table(options, schedule, tp)
     candidates = _candidates(options, schedule)
     if table is None:
         schedule = schedule or SpecSchedule.fixed(SpecConfig(options.num_steps))
@@ -259,7 +263,7 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
     return arguments, Settings(options.verifier, rule, off=0 in candidates, drafts=options.drafts), slots
 
 
-def _cost_table(options: argparse.Namespace, schedule: SpecSchedule | None) -> CostTable | None:
+def _cost_table(options: argparse.Namespace, schedule: SpecSchedule | None, tp: str) -> CostTable | None:
     if not options.cost_table:
         return None
     if schedule or options.spec == "fixed":
@@ -267,8 +271,7 @@ def _cost_table(options: argparse.Namespace, schedule: SpecSchedule | None) -> C
     if not Path(options.cost_table).is_file():
         raise ServeError(f"--cost-table {options.cost_table}: no such file")
     try:
-        table = CostTable.load(options.cost_table)
-        return table.at(table.tps[0])  # the candidates' order by cost, for which any tensor-parallel size will do
+        return CostTable.load(options.cost_table).of_engine(int(tp) if tp.isdigit() else 1)
     except CostTableError as error:
         raise ServeError(f"--cost-table {error}") from None
 
@@ -319,7 +322,11 @@ def _schedule(text: str) -> SpecSchedule | None:
         raise ServeError(f"--schedule: {error}") from None
 
 
-_TENSOR_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size")
+def tensor_parallel(rest: Sequence[str]) -> str:
+    """Return the tensor-parallel size among SGLang's own options, as it is written there; "1" without one."""
+    words = [word for text in rest for word in text.split("=", 1)]
+    names = ("--tp", "--tp-size", "--tensor-parallel-size")
+    return next((size for name, size in itertools.pairwise(words) if name in names), "1")
 
 
 def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
@@ -327,9 +334,7 @@ def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
     given = f"--draft-vocabulary {options.draft_vocabulary}"
     if options.verifier == "rejection":
         raise ServeError(f"{given}: SGLang's rejection sampling drafts from all words; expected another --verifier")
-    words_of_rest = [word for text in rest for word in text.split("=", 1)]
-    given_sizes = [size for name, size in itertools.pairwise(words_of_rest) if name in _TENSOR_PARALLEL]
-    if (size := [*given_sizes, "1"][0]) != "1":
+    if (size := tensor_parallel(rest)) != "1":
         raise ServeError(f"{given}: SGLang's token map needs the whole output layer; expected --tp 1, not {size}")
     config = json.loads((Path(options.model) / "config.json").read_text())
     config = config.get("text_config", config)

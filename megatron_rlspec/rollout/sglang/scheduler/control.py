@@ -113,7 +113,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, (ValueError, NotImplementedError)):
         return str(error)
     if isinstance(error, (TypeError, LookupError, AttributeError)):
-        return "the request does not have the expected shape; see docs/serve.md"
+        return "the request does not have the expected shape; see docs/http-api.md"
     return f"internal error ({type(error).__name__}); the engine's log has its traceback"
 
 

@@ -84,7 +84,7 @@ class Decider:
         self._stock: Any = None  # the same, with what it has learnt
         coupled = settings.verifier == "position_keyed" and settings.drafts == "coupled"
         self.sharpness = SharpnessChoice(settings.sharpness, learns=coupled and settings.learns_sharpness)
-        self.alone = False  # whether the engine has one tensor-parallel rank
+        self.ranks = 0  # tensor-parallel size
         self.late = LateRounds()
         self._most: dict[SpecConfig, int] = {}  # the largest batch with captured graphs, where graphs are limited
 
@@ -93,7 +93,7 @@ class Decider:
 
         Step 0 stands for two: the drafter reads along and drafts nothing, or it is off.
         """
-        self.alone = ranks == 1
+        self.ranks = ranks
         self._can_hold = 0 in candidate_steps
         steps = [n for n in candidate_steps if n or self._off]
         self.candidates = [OFF] * (0 in steps) + [SpecConfig(n) for n in steps]
@@ -117,6 +117,7 @@ class Decider:
     def replace(self, data: Mapping[str, Any]) -> None:
         """Decide by `SpecRule.from_json(data)`, over all configurations of the engine if `data` names no `candidates`.
 
+        Of a table of several tensor-parallel sizes this engine's counts, if `data` names no `tp`.
         `sharpness` in `data` is that of coupled drafts from now on. `{"stock": true}` lets SGLang's own adaptive rule
         decide, for comparisons. Raises ValueError, CostTableError.
         """
@@ -125,7 +126,14 @@ class Decider:
         if data.get("stock"):
             self.stock = self._stock = self._stock or self._stock_rule()
             return
-        candidates = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self._priced(data.get("table"))]
+        offered = self.candidates
+        if (table := data.get("table")) is not None:
+            measured = CostTable.load(table) if isinstance(table, str) else CostTable.from_json(table)
+            if data.get("tp") is None:
+                data["tp"] = measured.of_engine(max(self.ranks, 1)).tps[0]
+            known = measured.configs(data["tp"])  # without a cost of step 0, `OFF` emits the same tokens for less
+            offered = [c for c in offered if c != SpecConfig(0) or c in known]
+        candidates = [[c.num_steps, c.topk, c.num_draft_tokens] for c in offered]
         rule = SpecRule.from_json({"candidates": candidates, **data})
         self._check(rule.candidates)
         if rule.schedule is not None:
@@ -161,7 +169,7 @@ class Decider:
     def timed(self, ran: DecodeRound, batch: int, ms: float) -> None:
         """Let a rule with a cost table learn the duration of a round, if this engine has one rank: clocks differ."""
         rule = None if self.stock or self.held else self.rule
-        if self.alone and rule is not None and rule.correct and ran.config in rule.candidates:
+        if self.ranks == 1 and rule is not None and rule.correct and ran.config in rule.candidates:
             rule.timed(ran.config, batch, ran.context_tokens, ms)
 
     def observe(self, ran: DecodeRound, accepted: Sequence[int], others: int) -> None:
@@ -187,14 +195,6 @@ class Decider:
         if self.rule is not None:
             self.rule.update(schedule=schedule)
             self.stock = None
-
-    def _priced(self, table: str | Mapping[str, Any] | None) -> list[SpecConfig]:
-        """Return all candidates, but step 0 only if its cost is known: `OFF` emits the same tokens for less."""
-        if table is None:
-            return self.candidates
-        measured = CostTable.load(table) if isinstance(table, str) else CostTable.from_json(table)
-        known = measured.configs()
-        return [c for c in self.candidates if c != SpecConfig(0) or c in known]
 
     def _stock_rule(self) -> Any:
         """SGLang's own adaptive rule, with its built-in steps per batch size."""
