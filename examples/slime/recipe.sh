@@ -6,7 +6,7 @@
 #   DATA       prompts
 #   RUN        directory for checkpoints
 #   TABLE      optional: the cost table that engines decide by. The command in the recipe's head measures it once, on one
-#              engine like those of the run. Without it engines use a rule of thumb.
+#              engine like those of the run. Without it engines learn costs from their rounds.
 #   DRY_RUN=1  optional: print the command and start nothing
 set -euo pipefail
 for name in SLIME MEGATRON MODEL LOAD DATA RUN; do : "${!name:?set $name, see recipe.sh}"; done
