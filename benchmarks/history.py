@@ -10,8 +10,6 @@ From these texts the program counts:
                "0 steps" is the newest policy itself in batches of another shape: what is below 1 there is rounding
     tokens a   by the run's own drafter, MTP or EAGLE-3, with 3 drafts a round; by the prompt's old answer under the
     round      same seed, with 8
-    redraw     rounds after a push, those of each sample, and tokens that the target verifies: with answers generated
-               from nothing, and with those of one step before checked as drafts (`rollout.redraw`)
 
 Rounds are followed on the final text, from every position at which one can begin. So one engine run serves both.
 Intervals are 95 % bootstrap intervals over prompts (`rlspec compare`). Speed does not matter: the figures are the same
@@ -131,11 +129,8 @@ class Recorded:
             return f"{distance} steps, an epoch"
         return "1 step" if distance == 1 else f"{distance} steps"
 
-    def answers(self, step: int, config: SpecConfig, drafts: Sequence[Sample] | None = None) -> list[Sample]:
-        """Return one answer for each sample of `groups`, in their order, by the policy before `step`.
-
-        drafts  earlier answers, which are checked
-        """
+    def answers(self, step: int, config: SpecConfig) -> list[Sample]:
+        """Return one answer for each sample of `groups`, in their order, by the policy before `step`."""
         self.version += 1
         self.engine.update_weights(self.version, self.trajectory.policy(step).items(), "target")
         self.engine.set_schedule(SpecSchedule.fixed(config))
@@ -143,8 +138,7 @@ class Recorded:
         for i, group in enumerate(self.groups):
             for j, sample in enumerate(group.samples):
                 name = f"v{self.version:04d}-g{i:05d}-s{j:05d}"
-                draft = None if drafts is None else drafts[len(requests)].response
-                requests.append(Request(name, group.prompt, sample.seed or 0, draft=draft))
+                requests.append(Request(name, group.prompt, sample.seed or 0))
         how = sampling(self.config)
         if not self.config.rollout.function:
             return self.engine.generate(requests, how)
@@ -310,21 +304,6 @@ def survival(run: Recorded, texts: Texts) -> list[dict]:
     return rows
 
 
-def redraw(run: Recorded, texts: Texts) -> list[dict]:
-    """Return what the engine computes after a push, without and with the answers of one step before."""
-    rows = []
-    for way, drafts in (("from nothing", None), ("redrawn", texts.old[1])):
-        run.engine.stats()
-        before = run.engine.rounds.verified
-        samples = run.answers(run.steps, SpecConfig(DRAFTS), drafts)
-        same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(samples, texts.new, strict=True)]
-        stats = run.engine.stats()
-        counts = {"rounds": sum(one.rounds for one in stats), "samples": sum(sum(one.accepted) for one in stats)}
-        verified = run.engine.rounds.verified - before
-        rows.append({"way": way, **counts, "verified": verified, "same": float(np.mean(same))})
-    return rows
-
-
 def shifted(samples: Sequence[Sample], group: Sequence[int]) -> list[Sample]:
     """Return for each answer that of a sibling: the same prompt and policy under another seed."""
     members: dict[int, list[int]] = defaultdict(list)
@@ -352,7 +331,6 @@ def measure(name: str, run_dir: Path, prompts: int, samples: int, dtype: str) ->
         "dtype": run.dtype,
         "ways": table(texts),
         "survival": survival(run, texts),
-        "redraw": [] if run.config.rollout.function else redraw(run, texts),
     }
 
 
@@ -372,9 +350,6 @@ def show(found: Mapping) -> None:
         value, low, high = age["share"]
         shown = f"{value:.3f} [{low:.3f}, {high:.3f}]"
         print(f"  {age['age']:42} {shown:24} {age['whole']:13.3f}  {age['tokens']:6.1f}")
-    for way in found["redraw"]:
-        counts = f"{way['rounds']} rounds, {way['samples']} rounds of samples, {way['verified']} tokens verified"
-        print(f"  after a push, {way['way']}: {counts}; {way['same']:.0%} are the newest policy's texts")
 
 
 def plot(results: Sequence[Mapping], path: Path) -> None:

@@ -6,8 +6,7 @@ A RUN_DIR is a run with `--train.record_gib 20` that comes back to its prompts. 
 answers of its last steps again, each step under the policy and with the seeds that it had:
 
     drafter    by the run's own drafter alone
-    checked    with the old answer of the same seed checked whole, if there is one, else the beginning that old answers
-               share, and the drafter behind it: what `spec.history` does
+    checked    with the beginning that old answers share checked, and the drafter behind it: what `spec.history` does
 
 Rounds count for each sample, checks among them. Intervals are 95 % bootstrap intervals over prompts. Texts are compared
 with the recorded ones. Speed does not matter, but for the CPU seconds.
@@ -66,18 +65,16 @@ class Rerun:
             if step >= self.trajectory.steps - self._last:
                 yield groups
             for group in groups:
-                answers = {sample.seed or 0: sample.response for sample in group.samples}
-                self.answers.keep(group.prompt.id, step, answers)
+                self.answers.keep(group.prompt.id, step, [sample.response for sample in group.samples])
 
     def push(self) -> None:
         """Give the engine the policy of the present step. It forgets what it learnt."""
         self._version += 1
         self.engine.update_weights(self._version, self.trajectory.policy(self._step).items(), "target")
 
-    def draft(self, prompt: int, seed: int | None) -> np.ndarray:
+    def draft(self, prompt: int) -> np.ndarray:
         """Return what `spec.history` has an engine check."""
-        old = self.answers.of(prompt)
-        return old[seed] if seed in old else agreed(old.values())
+        return agreed(self.answers.of(prompt))
 
 
 def measure(run_dir: Path, steps: int, num_steps: int) -> dict[str, Way]:
@@ -97,7 +94,7 @@ def measure(run_dir: Path, steps: int, num_steps: int) -> dict[str, Way]:
             requests = []
             for group in groups:
                 for i, sample in enumerate(group.samples):
-                    draft = run.draft(group.prompt.id, sample.seed) if name == "checked" else None
+                    draft = run.draft(group.prompt.id) if name == "checked" else None
                     name_of = f"{group.prompt.id:07d}-{i:04d}"
                     requests.append(Request(name_of, group.prompt, sample.seed, draft=draft))
             run.push()

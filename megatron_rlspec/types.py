@@ -199,8 +199,8 @@ class Request:
     No `id` may be a prefix of another: SGLang aborts by prefix. With `partial`, the engine continues that sample and
     returns the whole of it; `max_new_tokens` counts from the first response token.
 
-    draft [N] int64  what the response may begin with, such as an older policy's under the same seed. A position-keyed
-                     engine may verify it in place of drafts. The text is the same without it
+    draft [N] int64  what the response may begin with, as old answers do. A position-keyed engine may verify it in place
+                     of drafts. The text is the same without it
     """
 
     id: str
@@ -312,14 +312,10 @@ class Group:
 
 @dataclass(eq=False)
 class OpenGroup:
-    """A group that is being generated: all its requests, and the samples that have ended, with their rewards.
-
-    since  the oldest version that has generated a token of it, those included that were redrawn
-    """
+    """A group that is being generated: all its requests, and the samples that have ended, with their rewards."""
 
     requests: list[Request]
     samples: list[Sample] = field(default_factory=list)
-    since: float = math.inf
 
     @property
     def complete(self) -> bool:
@@ -327,27 +323,15 @@ class OpenGroup:
 
     @property
     def oldest(self) -> float:
-        """Return the oldest version that sampled one of its tokens, or `since`; infinity without tokens."""
+        """Return the oldest version that sampled one of its tokens; infinity without tokens."""
         spans = [span for sample in self.samples for span in sample.policy_versions]
         spans += [span for request in self.requests if request.partial for span in request.partial.policy_versions]
-        return min([self.since, *(version for version, _, _ in spans)])
+        return min((version for version, _, _ in spans), default=math.inf)
 
     def group(self) -> Group:
         """Return the samples that have ended, in the order of the requests."""
         by_id = {sample.request_id: sample for sample in self.samples}
         return Group(self.requests[0].prompt, [by_id[r.id] for r in self.requests if r.id in by_id])
-
-    def redrawn(self) -> OpenGroup:
-        """Return the group before its first token, with all that it has as drafts."""
-        known = {request.id: request.partial.response for request in self.requests if request.partial is not None}
-        known |= {sample.request_id: sample.response for sample in self.samples}
-        requests = []
-        for request in self.requests:
-            begun, draft = known.get(request.id), request.draft
-            if begun is not None and (draft is None or not np.array_equal(draft[: len(begun)], begun)):
-                draft = begun  # else all that is known agrees with the draft, which goes on
-            requests.append(replace(request, partial=None, draft=draft))
-        return OpenGroup(requests, since=self.oldest)
 
     def anew(self) -> OpenGroup:
         """Return the group before its first token."""

@@ -47,11 +47,6 @@ class RolloutConfig(Section):
         description="strings that end a response: with the first token after which its text holds one of them. That "
         "token is trained, and the reward reads the whole text",
     )
-    seeds: Literal["fresh", "prompt"] = Field(
-        "fresh",
-        description="fresh: every step samples with seeds of its own; prompt: the i-th sample of a prompt has the same "
-        "seed in every epoch, so it mostly repeats its answer of the epoch before",
-    )
     max_new_tokens: Annotated[int, Field(gt=0, le=LONGEST)] = Field(1024, description="longest response in tokens")
     max_running_requests: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
         256, description="most requests that one engine decodes together"
@@ -84,12 +79,6 @@ class RolloutConfig(Section):
         False, description="do not train the tokens that a sample had before it was continued by a later policy"
     )
 
-    redraw: Annotated[bool, Needs("rollout.staleness", "rollout.partial")] = Field(
-        False,
-        description="check samples of an older policy under the newest one, and generate anew from the first token on "
-        "that it would not say: all trained tokens are the newest policy's own",
-    )
-
     @property
     def oldest(self) -> int:
         """Return how many versions a token may be behind the policy that trains on it."""
@@ -101,10 +90,6 @@ class RolloutConfig(Section):
         return 2 * self.prompts_per_step if self.partial else self.prompts_per_step
 
     def _check_partial(self) -> None:
-        if self.redraw and self.function:
-            raise ValueError(f"redraw=true checks one reply, but function={self.function} draws several turns")
-        if self.redraw and self.mask_offpolicy:
-            raise ValueError("redraw=true leaves no tokens of older policies, but mask_offpolicy=true masks them")
         if self.partial and self.function:
             raise ValueError(
                 f"partial={self.partial} continues one reply, but function={self.function} draws several turns"

@@ -99,22 +99,12 @@ class Config(Section):
         if self._unweighted:
             raise ValueError(
                 "algorithm.tis_clip=0 leaves out the weights that tokens of an older policy need, which "
-                "rollout.staleness=1 and rollout.partial train on; expected more than 0, or rollout.redraw=true"
+                "rollout.staleness=1 and rollout.partial train on; expected more than 0"
             )
         if self.rollout.partial and self.rollout.engine == "sglang" and self.spec.verifier != "position_keyed":
             raise ValueError(
                 f"rollout.partial={self.rollout.partial}: SGLang continues samples only under "
                 f"spec.verifier=position_keyed, not {self.spec.verifier}"
-            )
-        if self.rollout.redraw and self.spec.verifier != "position_keyed":
-            raise ValueError(
-                f"rollout.redraw=true compares keyed tokens: expected spec.verifier=position_keyed, not "
-                f"{self.spec.verifier}"
-            )
-        if self.rollout.redraw and self.rollout.staleness and self.algorithm.dynamic_sampling:
-            raise ValueError(
-                "rollout.redraw=true changes rewards after a rollout with staleness=1, "
-                "but algorithm.dynamic_sampling=true has chosen groups by them; expected one of the two"
             )
         if self.spec.history and self.rollout.function:
             raise ValueError(
@@ -134,7 +124,7 @@ class Config(Section):
         algorithm, rollout = self.algorithm, self.rollout
         weighs = algorithm.loss == "policy_gradient" and algorithm.old_logprobs == "recompute"
         older = rollout.staleness or (rollout.partial and not rollout.mask_offpolicy)
-        return bool(weighs and algorithm.tis_clip == 0 and older and not rollout.redraw)
+        return bool(weighs and algorithm.tis_clip == 0 and older)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -47,8 +47,7 @@ class SpecSection(Section):
     )
     history: Annotated[bool, Needs("spec.mode!=off"), Needs("spec.verifier=position_keyed")] = Field(
         False,
-        description="check an old answer to the prompt before drafting: the whole one of the same seed "
-        "(rollout.seeds), or the beginning that old answers share",
+        description="before drafting, check the beginning that old answers to the prompt share",
     )
     cost_table: Annotated[Text, Needs("spec.mode=adaptive", "tail.rebalance")] = Field(
         "", description="JSON file of `rlspec profile` to choose by; empty: the model's sizes, and what rounds took"

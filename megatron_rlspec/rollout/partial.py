@@ -7,10 +7,8 @@ steps: then the step waits for it. No response is thrown away because it is long
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from megatron_rlspec.types import Group, OpenGroup, Partial, Request, Sample
 
@@ -44,7 +42,7 @@ class Drawing:
     def begin(self, groups: Iterable[OpenGroup]) -> None:
         """Add groups. Those given are not changed."""
         for group in groups:
-            own = OpenGroup(list(group.requests), list(group.samples), group.since)
+            own = OpenGroup(list(group.requests), list(group.samples))
             self.groups.append(own)
             self._of |= {request.id: own for request in own.requests}
             self._count(own)
@@ -91,22 +89,6 @@ class Drawing:
         chosen = [group for group in self.groups if group.complete and self._usable(group.group())][: self._wanted]
         left = [group for group in self.groups if group not in chosen]
         return [group.group() for group in chosen], [g if g.oldest >= self._oldest else g.anew() for g in left]
-
-
-def kept_tokens(drafts: Mapping[str, np.ndarray], samples: Sequence[Sample]) -> dict[str, float]:
-    """Count the tokens of older policies that were checked under the newest one, and those that it generates, too.
-
-    drafts  what older policies generated, by request
-    """
-    checked = kept = 0
-    for sample in samples:
-        old = drafts.get(sample.request_id)
-        if old is not None:
-            both = min(len(old), len(sample.response))
-            differ = np.flatnonzero(old[:both] != sample.response[:both])
-            checked += len(old)
-            kept += int(differ[0]) if len(differ) else both
-    return {"redrawn_tokens": float(checked), "kept_tokens": float(kept)}
 
 
 def mask_continued(samples: Sequence[Sample]) -> None:

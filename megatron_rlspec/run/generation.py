@@ -1,15 +1,13 @@
 """Generate samples of prompts and score them, on rank 0.
 
-Sampling seeds are made from (run seed, step, place in the step), or with `rollout.seeds = "prompt"` from (run seed,
-prompt, how often the step has it). So a resumed run generates the same samples as an uninterrupted one, and a prompt
-that comes twice in a step gets other samples the second time.
+Sampling seeds are made from (run seed, step, place in the step). So a resumed run generates the same samples as an
+uninterrupted one, and a prompt that comes twice in a step gets other samples the second time.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +19,7 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.losses import grpo
 from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
-from megatron_rlspec.rollout.partial import Drawing, kept_tokens, mask_continued
+from megatron_rlspec.rollout.partial import Drawing, mask_continued
 from megatron_rlspec.run.engines import Engines, sampling
 from megatron_rlspec.run.history import History
 from megatron_rlspec.run.summaries import best_of, rollout_metrics, scored
@@ -29,7 +27,6 @@ from megatron_rlspec.tasks import data, rewards
 from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample, Sampling
 
 EVALUATION = 1 << 30  # replaces the step number in the seeds of evaluations, so all evaluations use the same seeds
-OF_PROMPT = EVALUATION + 1  # and in seeds that are the same in every epoch
 CANCEL_AGAIN = 0.2  # seconds
 Failures = list[str]  # one line per sample without a reward
 
@@ -113,23 +110,21 @@ class Generation:
         """
         options = self._config.rollout
         keep_all = not self._config.algorithm.dynamic_sampling
-        carried = [group.redrawn() for group in self.begun] if options.redraw else self.begun
         drawing = Drawing(
-            self.history.attached(carried),
+            self.history.attached(self.begun),
             options.prompts_per_step,
             step + 2 - options.oldest,
             lambda g: keep_all or _has_signal(g),
         )
         failures: Failures = []
         ended = places = 0
-        times = Counter(group.requests[0].prompt.id for group in carried)
-        begun = [r.partial for group in carried for r in group.requests if r.partial is not None]
+        begun = [r.partial for group in self.begun for r in group.requests if r.partial is not None]
         counts["continued_tokens"] = float(sum(len(partial.response) for partial in begun))
         while True:
             # One prompt at least, so that every rollout generates something.
             missing = max(options.begun_prompts - len(drawing.groups), 0 if drawing.requests() else 1)
             prompts = source.take(missing, [group.requests[0].prompt for group in drawing.groups])
-            new = self._requests(f"t{step:06d}", prompts, options.samples_per_prompt, step, places, times)
+            new = self._requests(f"t{step:06d}", prompts, options.samples_per_prompt, step, places)
             drawing.begin(self.history.attached(new))
             places += len(prompts)
             number, failed = self._generate(drawing, counts)
@@ -144,9 +139,6 @@ class Generation:
         self.begun = left
         if options.partial:
             counts["over_drawn"] = float(sum(len(group.requests) for group in self.begun))
-        if options.redraw:
-            drafts = {r.id: r.draft for group in carried for r in group.requests if r.draft is not None}
-            counts |= kept_tokens(drafts, [sample for group in kept for sample in group.samples])
         if options.mask_offpolicy:
             mask_continued([sample for group in kept for sample in group.samples])
         self._learn_lengths(kept)
@@ -156,25 +148,6 @@ class Generation:
         self._record_failures(f"step {step + 1}", ended, failures)
         self._raise_level(step, source, kept)
         return kept
-
-    def redraw(self, step: int, groups: Sequence[Group], counts: dict[str, float]) -> list[Group]:
-        """Return the groups as the engines' present weights generate them from the same seeds, scored anew.
-
-        The given samples are drafts. Adds to `counts`. Raises as `rollout`.
-        """
-        drafts = {sample.request_id: sample.response for group in groups for sample in group.samples}
-        opened = []
-        for group in groups:
-            requests = [Request(s.request_id, group.prompt, s.seed or 0, draft=s.response) for s in group.samples]
-            opened.append(OpenGroup(requests))
-        drawing = Drawing(opened, len(opened), -math.inf)
-        new, failures = self._generate(drawing, counts)
-        self._record_failures(f"step {step + 1}, redrawn", new, failures)
-        redrawn = drawing.batch()[0]
-        for name, tokens in kept_tokens(drafts, [s for group in redrawn for s in group.samples]).items():
-            counts[name] = counts.get(name, 0.0) + tokens
-        self.history.keep(step, redrawn)
-        return redrawn
 
     def _learn_lengths(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -238,29 +211,18 @@ class Generation:
     # ---- samples ----------------------------------------------------------------------------------------------------
 
     def _requests(
-        self,
-        name: str,
-        prompts: Sequence[Prompt],
-        samples: int,
-        salt: int,
-        places: int = 0,
-        times: Counter[int] | None = None,
+        self, name: str, prompts: Sequence[Prompt], samples: int, salt: int, places: int = 0
     ) -> list[OpenGroup]:
         """Return `samples` requests for each prompt.
 
         Request ids have a fixed width, because no id may be a prefix of another. `salt` makes the seeds of one step, in
-        which `places` prompts have begun before. `times` counts how often the step has each; None: an evaluation.
+        which `places` prompts have begun before.
         """
         groups = []
         for place, prompt in enumerate(prompts, places):
-            parts = [salt, place]
-            if times is not None:
-                if self._config.rollout.seeds == "prompt":
-                    parts = [OF_PROMPT, prompt.id, times[prompt.id]]
-                times[prompt.id] += 1
             requests = []
             for i in range(samples):
-                seed = seed_of(self._config.train.seed, *parts, i)
+                seed = seed_of(self._config.train.seed, salt, place, i)
                 requests.append(Request(f"{name}-p{place:07d}-n{i:07d}", prompt, seed))
             groups.append(OpenGroup(requests))
         return groups

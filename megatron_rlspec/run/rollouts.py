@@ -193,12 +193,6 @@ class Rollouts:
         """
         ahead, self._ahead = self._ahead, None
         self.newest = ahead.result() if ahead is not None else self._generate(step)
-        if ahead is not None and self._config.rollout.redraw:
-            try:
-                self.newest = self._redraw(step, self.newest)
-            except BaseException:
-                self._ahead = ahead  # a checkpoint keeps it
-                raise
         groups = self.newest.groups
         current = step + 1
         oldest = max(1, current - self._config.rollout.oldest)
@@ -208,13 +202,6 @@ class Rollouts:
         if self._config.rollout.staleness and step + 1 < self._config.train.steps:
             self.begin(step + 1)
         return groups
-
-    def _redraw(self, step: int, rollout: Rollout) -> Rollout:
-        """Return a rollout that ran ahead as the present weights generate it."""
-        began = time.perf_counter()
-        counts = dict(rollout.counts)
-        groups = self.generation.redraw(step, rollout.groups, counts)
-        return Rollout(groups, rollout.seconds + time.perf_counter() - began, counts)
 
     def begin(self, step: int) -> None:
         """Start the rollout of a step in a thread; `collect` waits for it."""
@@ -275,7 +262,7 @@ class Rollouts:
         drawn = self.newest if self._ahead is None else self._ahead.result()  # whose rounds these are
         delivered = accept_length(pooled(sample.accepted for group in drawn.groups for sample in group.samples))
         # The prediction is of all positions. Beside old answers the drafter has a selection of them, which are easier.
-        scored = not (self._config.spec.history and drawn.counts.get("old_tokens", 0))
+        scored = not drawn.counts.get("old_tokens", 0)
         found = self.speculation.learn(seen, reports, prediction, delivered, scored)
         if self._awaits_drafts and (told := self.speculation.began(seen, delivered)):
             self._recorder.event("drafting", f"step {self._rolling + 1}: {told}")

@@ -1,43 +1,42 @@
 """Old answers as drafts: which are kept, and how a new answer may begin (docs/history.md).
 
-The run keeps the answers of each prompt's last step (`Answers`). An engine checks the answer under the request's own
-seed whole, or else the beginning that old answers share (`agreed`, `Request.draft`).
+The run keeps the answers of each prompt's last step (`Answers`). An engine checks the beginning that they share
+(`agreed`, `Request.draft`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 MOST_TOKENS = 1 << 22  # of all answers that a run keeps
 
-Kept = tuple[int, int, list[tuple[int, np.ndarray]]]  # prompt, step, (seed, tokens) of each answer
+Kept = tuple[int, int, list[np.ndarray]]  # prompt, step, tokens of each answer
 
 
 class Answers:
-    """The answers to each prompt in the last step that had it, by seed. Beyond `most` tokens the oldest prompts go."""
+    """The answers to each prompt in the last step that had it. Beyond `most` tokens the oldest prompts go."""
 
     def __init__(self, most: int = MOST_TOKENS) -> None:
         self.most = most
         self.tokens = 0
-        self._of: dict[int, tuple[int, dict[int, np.ndarray]]] = {}  # prompt -> (step, answers); the oldest first
+        self._of: dict[int, tuple[int, list[np.ndarray]]] = {}  # prompt -> (step, answers); the oldest first
 
-    def keep(self, prompt: int, step: int, answers: Mapping[int, np.ndarray]) -> None:
+    def keep(self, prompt: int, step: int, answers: Iterable[np.ndarray]) -> None:
         """Keep the answers to a prompt, beside those of the same step and in place of those of an earlier one."""
-        before, known = self._of.pop(prompt, (step, {}))
+        before, known = self._of.pop(prompt, (step, []))
         self.tokens -= _size(known)
-        if before == step:
-            answers = known | dict(answers)
-        self._of[prompt] = step, {seed: np.asarray(tokens, np.int32) for seed, tokens in answers.items()}
+        new = [np.asarray(tokens, np.int32) for tokens in answers]
+        self._of[prompt] = step, [*known, *new] if before == step else new
         self.tokens += _size(self._of[prompt][1])
         while self.tokens > self.most:
             oldest = next(iter(self._of))
             self.tokens -= _size(self._of.pop(oldest)[1])
 
-    def of(self, prompt: int) -> Mapping[int, np.ndarray]:
-        """Return the answers to a prompt by seed; {} if none is known."""
-        return self._of[prompt][1] if prompt in self._of else {}
+    def of(self, prompt: int) -> Sequence[np.ndarray]:
+        """Return the answers to a prompt; () if none is known."""
+        return self._of[prompt][1] if prompt in self._of else ()
 
     def clear(self) -> None:
         """Forget all answers: ids name other prompts now."""
@@ -46,16 +45,16 @@ class Answers:
 
     def state(self) -> list[Kept]:
         """Return the state for `restore`."""
-        return [(prompt, step, list(answers.items())) for prompt, (step, answers) in self._of.items()]
+        return [(prompt, step, answers) for prompt, (step, answers) in self._of.items()]
 
     def restore(self, state: Iterable[Kept]) -> None:
         self.clear()
         for prompt, step, answers in state:
-            self.keep(prompt, step, dict(answers))
+            self.keep(prompt, step, answers)
 
 
-def _size(answers: Mapping[int, np.ndarray]) -> int:
-    return sum(len(tokens) for tokens in answers.values())
+def _size(answers: Iterable[np.ndarray]) -> int:
+    return sum(len(tokens) for tokens in answers)
 
 
 def agreed(answers: Iterable[np.ndarray]) -> np.ndarray:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import requests
 import test_sglang_engine as same
+import test_sglang_given_draft as given_draft
 import test_sglang_moves as moves
 import test_sglang_overlap as overlap
-import test_sglang_redraw as redraw
 import tiny_mimo
 import torch
 from test_sglang_engine import CONFIG, WEIGHTS, texts
@@ -104,7 +104,7 @@ def test_results_are_those_of_the_cpu(engines: Engines, check: Callable[[Engines
 @pytest.mark.lossless
 @pytest.mark.parametrize("name", ["adaptive", "plain"])
 def test_no_wrong_draft_shows(engines: Engines, name: str) -> None:
-    redraw.check_drafts(engines[name])
+    given_draft.check_drafts(engines[name])
 
 
 def test_logprobs_are_those_of_an_independent_model(engines: Engines, checkpoint: Path) -> None:

@@ -128,8 +128,10 @@ def test_a_row_that_comes_twice_in_a_step_gets_other_samples(start, tmp_path):
     config = config.model_copy(update={"data": config.data.model_copy(update={"path": f"{tmp_path}/two.jsonl"})})
     run = Run(config, tmp_path)
     samples = [sample for group in run.step(0) for sample in group.samples]
+    later = [sample for group in run.step(1) for sample in group.samples]
     run.rollouts.close()
     assert len({s.prompt.id for s in samples}) == 2 and len(samples) == 6 * SAMPLES
+    assert len({s.seed for s in samples + later}) == 12 * SAMPLES, "no old answer has the seed of a new one"
     texts = {(s.prompt.id, s.tokens.tobytes()) for s in samples}
     assert len(texts) > 2 * SAMPLES  # copies would leave at most SAMPLES texts of each row
 

@@ -10,16 +10,16 @@ from megatron_rlspec.speculation.history import Answers, agreed
 
 def test_the_last_steps_answers_are_kept_within_a_number_of_tokens():
     kept = Answers(most=10)
-    kept.keep(7, 0, {1: np.arange(4)})
-    kept.keep(7, 0, {2: np.arange(3)})  # the prompt came twice in this step
-    kept.keep(8, 0, {5: np.arange(2)})
-    assert {seed: len(tokens) for seed, tokens in kept.of(7).items()} == {1: 4, 2: 3}
-    kept.keep(7, 1, {3: np.arange(5)})
-    assert list(kept.of(7)) == [3] and kept.tokens == 7
+    kept.keep(7, 0, [np.arange(4)])
+    kept.keep(7, 0, [np.arange(3)])  # the prompt came twice in this step
+    kept.keep(8, 0, [np.arange(2)])
+    assert [len(tokens) for tokens in kept.of(7)] == [4, 3]
+    kept.keep(7, 1, [np.arange(5)])
+    assert [len(tokens) for tokens in kept.of(7)] == [5] and kept.tokens == 7
     again = Answers(most=10)
     again.restore(kept.state())
     for one in (kept, again):
-        one.keep(9, 1, {4: np.arange(4)})  # 8 is the oldest, though its id is not the lowest
+        one.keep(9, 1, [np.arange(4)])  # 8 is the oldest, though its id is not the lowest
         assert not one.of(8) and one.of(7) and one.tokens == 9
     assert [(prompt, step) for prompt, step, _ in again.state()] == [(7, 1), (9, 1)]
     kept.clear()

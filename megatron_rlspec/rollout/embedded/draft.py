@@ -45,7 +45,7 @@ class Tree(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """Drafts that rows have before a round: of rows that the target cannot verify yet, or old answers'."""
+    """Drafts that rows have before a round: of rows that the target cannot verify yet."""
 
     rows: np.ndarray
     tree: Tree

@@ -25,7 +25,7 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megatron_rlspec.rollout.sglang.scheduler import control, coupled, decisions, redraw, verifier, versions
+    from megatron_rlspec.rollout.sglang.scheduler import control, coupled, decisions, given_draft, verifier, versions
 
     sglang = versions.installed()  # refused before anything is in force: SGLang logs a plugin's errors and goes on
     if settings.architectures:
@@ -37,7 +37,7 @@ def register() -> None:
         "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController", ScheduleController, HookType.REPLACE
     )
     own = (*control.hooks(settings), *verifier.hooks(settings), *coupled.hooks(settings))
-    for target, hook, kind in (*own, *redraw.hooks(settings), *sglang.hooks()):
+    for target, hook, kind in (*own, *given_draft.hooks(settings), *sglang.hooks()):
         HookRegistry.register(target, hook, HookType[kind])
     if settings.loopback:
         loopback.bind_stores()

@@ -25,7 +25,7 @@ from sglang.srt.managers.io_struct import (
 
 from megatron_rlspec.rollout.sglang import ids, schemas
 from megatron_rlspec.rollout.sglang.extensions import Route, loaded
-from megatron_rlspec.rollout.sglang.http import guard, redraw, weight_routes
+from megatron_rlspec.rollout.sglang.http import given_draft, guard, weight_routes
 from megatron_rlspec.rollout.sglang.http.bodies import (
     Handler,
     answering,
@@ -85,12 +85,12 @@ def _finish(asked: schemas.RequestBody) -> dict[str, Any] | None:
     return ends.of(asked.begun, len(asked.begun) - 1)[1]
 
 
-def _ends(sampling: schemas.SamplingBody) -> redraw.Ends:
+def _ends(sampling: schemas.SamplingBody) -> given_draft.Ends:
     stops: set[int] = set()
     if not sampling.ignore_eos:  # SGLang then ignores stop_token_ids, too
         stops = set(sampling.stop_token_ids) | set(manager().model_config.hf_eos_token_id or ())
     strings = StopStrings(sampling.stop, manager().tokenizer.decode) if sampling.stop else None
-    return redraw.Ends(stops, strings, sampling.max_new_tokens)
+    return given_draft.Ends(stops, strings, sampling.max_new_tokens)
 
 
 async def _lines(
@@ -150,13 +150,14 @@ def _nothing() -> dict[str, Any]:
 
 async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> AsyncIterator[dict[str, Any]]:
     """Yield the lines of a sample: with `progress` its new tokens now and then, and at the end all of it."""
-    redrawn = redraw.Redrawn()
-    if asked.draft and _sglang.redraws and _position_keyed():
-        redrawn = await redraw.check(manager(), _sglang.weight_version, asked, _ends(asked.sampling), GenerateReqInput)
-        if redrawn.finish is not None:
-            yield redrawn.before(_nothing() | {"finish": redrawn.finish})
+    checked = given_draft.Checked()
+    if asked.draft and _sglang.checks_drafts and _position_keyed():
+        ends = _ends(asked.sampling)
+        checked = await given_draft.check(manager(), _sglang.weight_version, asked, ends, GenerateReqInput)
+        if checked.finish is not None:
+            yield checked.before(_nothing() | {"finish": checked.finish})
             return
-    begun = asked.begun + redrawn.tokens
+    begun = asked.begun + checked.tokens
     sampling = asked.sampling.model_dump()
     sampling["max_new_tokens"] -= len(begun)
     if asked.sampling.stop and begun:
@@ -171,8 +172,8 @@ async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> As
     )
     began = _sglang.weight_version(manager())
     sent = Progress()
-    if progress and redrawn.tokens and redrawn.version == began:
-        drawn = {"output_ids": redrawn.tokens, "logprobs": redrawn.logprobs, "drafted": [0] * len(redrawn.tokens)}
+    if progress and checked.tokens and checked.version == began:
+        drawn = {"output_ids": checked.tokens, "logprobs": checked.logprobs, "drafted": [0] * len(checked.tokens)}
         yield {"drawn": drawn, "rounds": 0, "version": began}
     async for answer in manager().generate_request(message, None):
         meta = answer["meta_info"]
@@ -180,7 +181,7 @@ async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> As
         tokens, entries, marks = answer["output_ids"], meta["output_token_logprobs"], meta.get(DRAFTED, [])
         if finish is None:
             # SGLang names the weights of a token when its sample ends. Until then they are known only before a push.
-            if _sglang.weight_version(manager()) == began == (redrawn.version or began):
+            if _sglang.weight_version(manager()) == began == (checked.version or began):
                 line = sent.line(tokens, entries, marks, 1 + meta["num_retractions"])
                 if line is not None:
                     yield line | {"version": began}
@@ -198,7 +199,7 @@ async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> As
             "accepted": meta.get("spec_correct_drafts_histogram", []),
             "drafted": marks,
         }
-        yield redrawn.before(line)
+        yield checked.before(line)
 
 
 async def abort(request: Request) -> JSONResponse:

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from megatron_rlspec.noise import draw
-from megatron_rlspec.rollout.sglang.http import redraw
+from megatron_rlspec.rollout.sglang.http import given_draft
 from megatron_rlspec.texts import StopStrings
 
-GO_ON = redraw.Ends(stops=set(), strings=None, limit=100)
+GO_ON = given_draft.Ends(stops=set(), strings=None, limit=100)
 WEIGHTS = torch.randn(12, 12, generator=torch.Generator().manual_seed(0))  # log-probs of a token after the one before
 
 
@@ -26,12 +26,12 @@ def said(prompt: list[int], seed: int, count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def taken(draft, begun=(), ends=GO_ON, seed=5) -> redraw.Redrawn:
+def taken(draft, begun=(), ends=GO_ON, seed=5) -> given_draft.Checked:
     """Return what holds of a draft by a model of one table, whose logits at every position draw a token."""
     text = [3, 4, *begun, *draft]
     first = len(text) - len(draft)
     drawn = [keyed(text[place - 1], place - 1, seed)[::-1] for place in range(first, len(text))]
-    return redraw.taken(list(begun), draft, drawn, ends, "1")
+    return given_draft.taken(list(begun), draft, drawn, ends, "1")
 
 
 def test_a_draft_holds_up_to_the_first_token_that_the_weights_would_not_draw():
@@ -52,14 +52,14 @@ def test_a_draft_holds_up_to_the_first_token_that_the_weights_would_not_draw():
 @pytest.mark.parametrize(
     ("ends", "count", "reason"),
     [
-        (redraw.Ends(set(), None, 100), 8, None),
-        (redraw.Ends(set(), None, 8), 8, "length"),
-        (redraw.Ends(set(), None, 5), 5, "length"),
-        (redraw.Ends({13}, None, 100), 4, "stop"),
-        (redraw.Ends({13}, None, 4), 4, "stop"),
-        (redraw.Ends({13}, None, 3), 3, "length"),
-        (redraw.Ends(set(), StopStrings(["lm"], lambda ids: "".join(chr(97 + i) for i in ids)), 100), 3, "stop"),
-        (redraw.Ends({10}, StopStrings(["lm"], lambda ids: "".join(chr(97 + i) for i in ids)), 100), 1, "stop"),
+        (given_draft.Ends(set(), None, 100), 8, None),
+        (given_draft.Ends(set(), None, 8), 8, "length"),
+        (given_draft.Ends(set(), None, 5), 5, "length"),
+        (given_draft.Ends({13}, None, 100), 4, "stop"),
+        (given_draft.Ends({13}, None, 4), 4, "stop"),
+        (given_draft.Ends({13}, None, 3), 3, "length"),
+        (given_draft.Ends(set(), StopStrings(["lm"], lambda ids: "".join(chr(97 + i) for i in ids)), 100), 3, "stop"),
+        (given_draft.Ends({10}, StopStrings(["lm"], lambda ids: "".join(chr(97 + i) for i in ids)), 100), 1, "stop"),
     ],
 )
 def test_a_response_ends_where_plain_decoding_ends_it(ends, count, reason):
@@ -71,8 +71,8 @@ def test_a_sample_names_the_weights_of_each_part():
     line = {"output_ids": [8, 9], "logprobs": [-1.0, -2.0], "drafted": [0, 1]}
     for version, spans in (("1", [("1", 0, 5)]), ("2", [("1", 0, 3), ("2", 3, 5)])):
         last = line | {"weight_versions": [{"version": version, "start": 0, "end": 2}]}
-        found = redraw.Redrawn([5, 6, 7], [-0.1, -0.2, -0.3], "1").before(last)
+        found = given_draft.Checked([5, 6, 7], [-0.1, -0.2, -0.3], "1").before(last)
         assert [tuple(span.values()) for span in found["weight_versions"]] == spans
         assert found["output_ids"] == [5, 6, 7, 8, 9] and found["drafted"] == [0, 0, 0, 0, 1]
         np.testing.assert_array_equal(found["logprobs"], [-0.1, -0.2, -0.3, -1.0, -2.0])
-    assert redraw.Redrawn().before(line) is line
+    assert given_draft.Checked().before(line) is line

@@ -1,6 +1,6 @@
-"""Measure what an SGLang engine computes after a push: answers from nothing, and those of one step before redrawn.
+"""Measure what an SGLang engine computes: with the drafter alone, and with what old answers share checked first.
 
-    python benchmarks/redraw_sglang.py RUN_DIR [--old] [--groups N] [--turns N]     # a run with --train.record_gib 20
+    python benchmarks/history_sglang.py RUN_DIR [--groups N] [--turns N]     # a run with --train.record_gib 20
 
 The answers are those of the run's last step, under their seeds. The engine runs on CPU operators with one thread, with
 the run's drafter and 3 drafts a round. Both ways take turns, and CPU seconds of the scheduler's process count, so that
@@ -39,12 +39,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     p.add_argument("--groups", type=int, default=16, help="of the last step; default: 16")
     p.add_argument("--turns", type=int, default=8, help="of each way; default: 8")
-    p.add_argument("--old", action="store_true", help="check what spec.history does: answers of the epoch before")
     options = p.parse_args(argv)
     run = Rerun(options.run_dir, None, 0, 1)
-    last = run.trajectory.steps - 1
-    older = dict(run.trajectory.policy(last).items())
-    newer = dict(run.trajectory.policy(last + 1).items())
+    newest = dict(run.trajectory.policy(run.trajectory.steps).items())
     asked = []
     for group in next(run.steps())[: options.groups]:
         for sample in group.samples:
@@ -54,58 +51,51 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments = [*SERVE, "--spec", "fixed", "--num-steps", "3"]
         with launch(options.run_dir / "hf", log, arguments=arguments, environment={"OMP_NUM_THREADS": "1"}) as process:
             engine = SGLangEngine.of(process.wait())
-            engine.update_weights(1, older.items(), "target")
-            if options.old:
-                drafts = [run.draft(request.prompt.id, request.seed) for request in asked]
-            else:
-                drafts = [sample.response for sample in engine.generate(asked, run.sampling)]
-            redrawn = [replace(request, draft=draft) for request, draft in zip(asked, drafts, strict=True)]
-            show(engine, scheduler_of(process.process.pid), asked, redrawn, run.sampling, newer, options.turns)
+            checked = [replace(request, draft=run.draft(request.prompt.id)) for request in asked]
+            show(engine, scheduler_of(process.process.pid), asked, checked, run.sampling, newest, options.turns)
 
 
 def show(
     engine: SGLangEngine,
     scheduler: psutil.Process,
     asked: Sequence[Request],
-    redrawn: Sequence[Request],
+    checked: Sequence[Request],
     how: Sampling,
-    newer: Mapping[str, Tensor],
+    newest: Mapping[str, Tensor],
     turns: int,
 ) -> None:
-    took: dict[str, list[float]] = {"from nothing": [], "redrawn": []}
-    rounds = dict.fromkeys(took, 0)
+    ways = {"drafter": asked, "checked": checked}
+    took: dict[str, list[float]] = {way: [] for way in ways}
+    rounds = dict.fromkeys(ways, 0)
     texts = {}
     for turn in range(turns + 1):
-        for way, requests in (("from nothing", asked), ("redrawn", redrawn)):
-            engine.update_weights(2 + turn, newer.items(), "target")  # drops the cache
+        for way, requests in ways.items():
+            engine.update_weights(1 + turn, newest.items(), "target")  # drops the cache
             engine.stats()
             began = seconds(scheduler)
             texts[way] = engine.generate(requests, how)
             if turn:  # the first turn warms up
                 took[way].append(seconds(scheduler) - began)
             rounds[way] = sum(sum(stats.accepted) for stats in engine.stats())
-    same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(texts["from nothing"], texts["redrawn"], strict=True)]
+    same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(*texts.values(), strict=True)]
     apart = max(
         float(np.abs(a.behaviour_logprobs - b.behaviour_logprobs).max())
-        for a, b, equal in zip(texts["from nothing"], texts["redrawn"], same, strict=True)
+        for a, b, equal in zip(*texts.values(), same, strict=True)
         if equal
     )
-    tokens = sum(len(sample.response) for sample in texts["redrawn"])
+    tokens = sum(len(sample.response) for sample in texts["checked"])
     kept = 0
-    for request, sample in zip(redrawn, texts["redrawn"], strict=True):
+    for request, sample in zip(checked, texts["checked"], strict=True):
         both = min(len(request.draft), len(sample.response))
         differ = np.flatnonzero(request.draft[:both] != sample.response[:both])
         kept += int(differ[0]) if len(differ) else both
-    print(
-        f"{len(asked)} answers, {tokens} tokens, {kept / sum(len(r.draft) for r in redrawn):.1%} of the old ones hold"
-    )
+    given = sum(len(request.draft) for request in checked)
+    print(f"{len(asked)} answers, {tokens} tokens, {kept / max(given, 1):.1%} of the old ones hold")
     for way, cpu in took.items():
         middle = float(np.median(cpu))
-        print(f"  {way:12}: {rounds[way]:5} rounds of samples, {middle:.2f} s of CPU, {tokens / middle:.0f} tokens/s")
-    ratio = estimate(np.array([took["from nothing"], took["redrawn"]]).T)
-    print(
-        f"  redrawn over from nothing, CPU seconds: {ratio.value - 1:.2f} [{ratio.low - 1:.2f}, {ratio.high - 1:.2f}]"
-    )
+        print(f"  {way:8}: {rounds[way]:5} rounds of samples, {middle:.2f} s of CPU, {tokens / middle:.0f} tokens/s")
+    ratio = estimate(np.array([took["drafter"], took["checked"]]).T)
+    print(f"  checked over the drafter, CPU seconds: {ratio.value - 1:.2f} [{ratio.low - 1:.2f}, {ratio.high - 1:.2f}]")
     print(f"  equal texts: {np.mean(same):.1%}; their log-probs differ by at most {apart:.1e}")
 
 

@@ -1,6 +1,6 @@
 """Draw the keyed token of every position of a given text, in the extend pass that computes its keys and values.
 
-`http/redraw.py` sends an older policy's text as a part of the input, and asks for log-probs from its first token on.
+`http/given_draft.py` sends a request's draft as a part of the input, and asks for log-probs from its first token on.
 Then SGLang computes the logits of these positions in chunks. The hook draws the tokens of each chunk, as plain decoding
 draws them, before SGLang drops its logits. They travel in the place of the log-probs of given tokens.
 """
@@ -20,7 +20,7 @@ from megatron_rlspec.rollout.sglang.settings import DRAW_ALL, Settings
 
 def hooks(settings: Settings) -> Iterator[verifier.Hook]:
     """Yield the hook on the logits of a pass, for an engine that can check a text."""
-    if settings.verifier == "position_keyed" and versions.installed().redraws:
+    if settings.verifier == "position_keyed" and versions.installed().checks_drafts:
         yield "sglang.srt.layers.logits_processor.LogitsProcessor.forward", draw_all, "AROUND"
 
 

@@ -1,4 +1,7 @@
-"""Check the draft of a request: take over what the engine's weights draw of it from the request's own seed."""
+"""Check the draft of a request: take over what the engine's weights draw of it from the request's own seed.
+
+The tokens are drawn in `scheduler/given_draft.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megatron_rlspec.texts import StopStrings
 
 
 @dataclass
-class Redrawn:
+class Checked:
     """What a response has after the check of its draft: the part of the weights of `version`.
 
     finish  SGLang's reason, if the response ends there or was aborted
@@ -73,7 +76,7 @@ class Ends:
         return len(response), None
 
 
-def taken(begun: list[int], draft: Sequence[int], drawn: Sequence[Sequence[Any]], ends: Ends, version: str) -> Redrawn:
+def taken(begun: list[int], draft: Sequence[int], drawn: Sequence[Sequence[Any]], ends: Ends, version: str) -> Checked:
     """Return what holds of a draft: the tokens up to the first that differs, with the one drawn in its place.
 
     Behind it, tokens were drawn after a text that the weights would not have drawn.
@@ -85,12 +88,12 @@ def taken(begun: list[int], draft: Sequence[int], drawn: Sequence[Sequence[Any]]
     held = drawn if count < 0 else drawn[: count + 1]
     last, finish = ends.of(begun + [token for _, token, *_ in held], len(begun))
     held = held[: last - len(begun)]
-    return Redrawn([token for _, token, *_ in held], logprobs(held), version, finish)
+    return Checked([token for _, token, *_ in held], logprobs(held), version, finish)
 
 
 async def check(
     manager: Any, version: Callable[[Any], str], asked: RequestBody, ends: Ends, message: Callable[..., Any]
-) -> Redrawn:
+) -> Checked:
     """Have the engine draw at every position of a request's draft, in one extend pass, and return what holds.
 
     manager  SGLang's TokenizerManager; `version(manager)` is that of its weights
@@ -100,7 +103,7 @@ async def check(
     room = min(manager.max_req_input_len, manager.context_len - manager.num_reserved_tokens) - 1 - len(given)
     draft = asked.draft[: max(0, min(room, ends.limit - len(asked.begun)))]
     if not draft:
-        return Redrawn()
+        return Checked()
     sampling = asked.sampling.model_dump() | {"max_new_tokens": 1, "stop": []}
     while True:
         began = version(manager)
@@ -116,7 +119,7 @@ async def check(
         [answer] = [answer async for answer in manager.generate_request(request, None)]
         meta = answer["meta_info"]
         if meta["finish_reason"]["type"] == "abort":
-            return Redrawn(finish=meta["finish_reason"])
+            return Checked(finish=meta["finish_reason"])
         if version(manager) == began:  # else a push came meanwhile, and its weights draw anew
             # Of the position before the draft on, what it draws next; SGLang puts None before that.
             drawn = [position[0] for position in meta["input_token_ids_logprobs"][1:]]

@@ -59,18 +59,18 @@ def with_drafts(requests: list[Request], drafts: list[np.ndarray]) -> list[Reque
 @pytest.mark.parametrize(
     "sampling", ["ends", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "filtered", "greedy"))]
 )
-def test_an_older_policys_text_is_redrawn_as_the_newest_would_have_drawn_it(model, other, sampling):
+def test_a_text_of_weights_near_the_present_ones_saves_rounds_and_changes_nothing(model, other, sampling):
     how = SAMPLINGS[sampling]
     wanted = oracle.requests(PROMPTS, group=3)
     expected, plain_rounds = drawn(model, wanted, how, OFF)
     old, _ = drawn((model[0], other), wanted, how, OFF)
     texts = [sample.response for sample in old]
     kept = [a.response.tolist() == b.response.tolist() for a, b in zip(old, expected, strict=True)]
-    assert not all(kept), "the older policy says the same, so nothing would be cut"
-    redrawn, rounds = drawn(model, with_drafts(wanted, texts), how, OFF)
-    same(redrawn, expected)
+    assert not all(kept), "the other weights say the same, so nothing would be cut"
+    checked, rounds = drawn(model, with_drafts(wanted, texts), how, OFF)
+    same(checked, expected)
     assert rounds < plain_rounds
-    assert all(sample.accepted_spans == () for sample in redrawn), "only the drafter's drafts count"
+    assert all(sample.accepted_spans == () for sample in checked), "only the drafter's drafts count"
     for spec, options in (
         (SpecConfig(3), {}),
         (SpecConfig(2, 2, 6), {"prefill_chunk": 7}),
