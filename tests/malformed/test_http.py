@@ -138,8 +138,6 @@ NEEDED = {
         "group": "rlspec-a",
         "backend": "gloo",
     },
-    "columns/send": {"name": "0" * 32, "rank": 0},
-    "columns/fetch": {"url": "http://127.0.0.1:9", "names": ["0" * 32]},
     "weights/receive?session=SESSION": {"group": "rlspec-a", "names": [NORM], "dtypes": ["float32"], "shapes": [[64]]},
 }
 
@@ -201,11 +199,6 @@ ATTACKS += [
         {"notes": [{"id": "a", "first": 0, "path": "/etc/rlspec-kv-x"}]},
         ("name is missing",),
     ),
-    Attack("send: a path", "columns/send", {"name": "../../etc/passwd", "rank": 0}, ("name is",)),
-    Attack("send: not there", "columns/send", NEEDED["columns/send"], ("no columns 000",), 404),
-    Attack("fetch: a file", "columns/fetch", NEEDED["columns/fetch"] | {"url": "file:///etc/passwd"}, ("url is",)),
-    Attack("fetch: a query", "columns/fetch", NEEDED["columns/fetch"] | {"url": "http://a/?b"}, ("url is",)),
-    Attack("fetch: nothing there", "columns/fetch", NEEDED["columns/fetch"], ("cannot connect",), 424),
     *(lacking(route, name) for route, body in NEEDED.items() for name in body),
     *(
         Attack(f"{route}: no key", route, b"", ("Bearer KEY",), 401, headers={"Authorization": ""})

@@ -10,9 +10,6 @@ limits.BODY_SECONDS = 2.0
 limits.UPDATE_SILENT = 3.0
 limits.UPDATE_WAIT = 1.0
 migration.RESERVED_SECONDS = 2.0
-migration.SOURCE_SILENT = 1.0
-migration.FETCHES = 2
-migration.FETCHES_WAITING = 1
 
 from megatron_rlspec.rollout.sglang.http import serve  # noqa: E402
 

@@ -136,7 +136,7 @@ def imported(log: Path) -> set[str]:
     return {name for name in names if name.startswith("megatron_rlspec.extensions")}
 
 
-ROUTES = [*(f"control/{name}" for name in schemas.COMMANDS), "columns/send", "columns/fetch"]
+ROUTES = [f"control/{name}" for name in schemas.COMMANDS]
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_an_engine_has_the_extension_that_it_was_asked_for(model: Path, tmp_path
     try:
         assert engine.post("control/describe", {}).json()["extensions"] == ["migration"]
         assert 404 not in [engine.post(path, {}).status_code for path in ROUTES]
-        assert {"kv_moves", "columns"} <= {name.rpartition(".")[2] for name in imported(tmp_path / "log")}
+        assert {"kv_moves", "reservations"} <= {name.rpartition(".")[2] for name in imported(tmp_path / "log")}
     finally:
         engine.launcher.kill()
         engine.launcher.wait()

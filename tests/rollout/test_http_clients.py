@@ -316,16 +316,6 @@ def test_weights_of_nan_are_an_error_of_the_sample(server: Server) -> None:
     assert server.text()
 
 
-def test_slow_sources_keep_their_own_threads(server: Server) -> None:
-    """Sources that accept a connection and say nothing. Files of the engine itself are sent meanwhile."""
-    with socket.create_server(("127.0.0.1", 0), backlog=32) as silent, ThreadPoolExecutor(8) as clients:
-        what = {"url": f"http://127.0.0.1:{silent.getsockname()[1]}", "names": ["0" * 32]}
-        fetches = [clients.submit(server.post, "columns/fetch", json=what) for _ in range(8)]
-        assert "no columns" in server.told("columns/send", 404, json={"name": "0" * 32, "rank": 0})
-        codes = sorted(fetch.result().status_code for fetch in fetches)
-    assert codes == [424] * 3 + [503] * 5  # two at work, one that waits
-
-
 def test_a_large_body_does_not_silence_the_server(server: Server) -> None:
     """Others are answered between two rows. A row is bounded, and so are all of them."""
     row = {"id": "a", "input_ids": [11] * 5000, "sampling": {"max_new_tokens": 4}}
@@ -358,7 +348,6 @@ def hostile(server: Server, seed: int) -> None:
         "offer": lambda: offered(server, f"x{seed}", chance.choice([10, 1000, 4000, 1 << 39])),
         "withdraw": lambda: server.post("control/kv_withdraw", json={"ids": ["run-1", f"x{seed - 1}"]}),
         "accept": lambda: server.post("control/kv_accept", json={"notes": [{"id": "run-1", "name": token}]}),
-        "fetch": lambda: server.post("columns/fetch", json={"url": "http://127.0.0.1:9", "names": [token]}),
         "abort": lambda: server.post("abort", json={"ids": ["run-", "x", "rlspec."]}),
         "junk": lambda: server.post("generate", data=os.urandom(chance.choice([10, 10**5]))),
         "rows": lambda: server.post("generate", json={"requests": [prompt] * 5000}),

@@ -68,7 +68,6 @@ class Balancer:
         self._acted = False  # whether any move was tried
         self._counted: set[str] = set()
         self._refused = ""  # why the last move was refused, if it was
-        self._cut: set[tuple[str, str]] = set()  # engines between which no KV cache travels
         self._began = time.perf_counter()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="balancer", daemon=True)
@@ -166,11 +165,6 @@ class Balancer:
         tp = source.tp, target.tp
         if tp[0] != tp[1]:
             why += f"; tensor-parallel size {tp[0]} to {tp[1]}"
-        way = (move.source, move.target)
-        if way in self._cut:
-            if "recompute" not in self._planner.modes:
-                return
-            move = replace(move, how="recompute")
         self._acted = True
         moved = self._mover.move(move, source.version, why)
         news = moved.refused and moved.refused != self._refused
@@ -178,10 +172,7 @@ class Balancer:
         if moved.ids or news:
             self.moves.append(replace(moved, rounds=moved.away_ms / 1e3 / self._clock.seconds, tp=tp))
         if moved.kept and moved.bytes:
-            self._planner.moved([(moved.bytes, moved.ms)], moved.network)
-        if moved.cut and way not in self._cut:
-            self._cut.add(way)
-            self._move(move, loads)
+            self._planner.moved([(moved.bytes, moved.ms)])
 
 
 class RoundClock:

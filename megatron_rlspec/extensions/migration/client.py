@@ -1,4 +1,4 @@
-"""The client's side of a migration between SGLang engines: KV caches in files, and which server fetches them.
+"""The client's side of a migration between SGLang engines. KV caches travel in files of a /dev/shm that both have.
 
 A migration of samples from one engine to another is
 
@@ -17,14 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_rlspec.extensions.migration.protocol import (
-    KVTransfer,
-    Reservation,
-    RouteError,
-    TransferRequest,
-    TransferSource,
-)
-from megatron_rlspec.rollout.sglang.client.connection import RefusedError
+from megatron_rlspec.extensions.migration.protocol import KVTransfer, Reservation, TransferRequest
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import Held, Load
 
@@ -33,11 +26,10 @@ _SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class Place:
-    """Where an engine leaves KV caches: a name of its /dev/shm, a folder there, and how many ranks write to it."""
+    """Where an engine leaves KV caches: a name of its /dev/shm, and a folder there."""
 
     node: str
     folder: str
-    ranks: int
 
 
 class MigratableSGLangEngine(SGLangEngine):
@@ -45,9 +37,9 @@ class MigratableSGLangEngine(SGLangEngine):
 
     @property
     def node(self) -> str:
-        """Name the /dev/shm of the engine's ranks; "" if they do not share one. Engines of one read each other's files.
+        """Name the /dev/shm of the engine's ranks; the engine's own URL if they do not share one. Raises EngineError.
 
-        Raises EngineError.
+        Engines of one name read each other's files.
         """
         return self.place.node
 
@@ -56,7 +48,7 @@ class MigratableSGLangEngine(SGLangEngine):
         """Return where the engine leaves KV caches; it is asked once. Raises EngineError."""
         found = self.post("control/kv_describe")
         try:
-            return Place(str(found["shared_memory"]), str(found["columns"]), int(found["tp"]))
+            return Place(str(found["shared_memory"]) or self.url, str(found["columns"]))
         except (KeyError, TypeError, ValueError):
             raise self.not_an_engine("control/kv_describe", found) from None
 
@@ -97,44 +89,21 @@ class MigratableSGLangEngine(SGLangEngine):
         names = {grant.id: uuid.uuid4().hex if columns else "" for grant in grants}
         files = {name: f"{_SHARED_MEMORY}/{self.place.folder}/{file}" if file else "" for name, file in names.items()}
         rows = [{"id": grant.id, "first": grant.first, "name": names[grant.id]} for grant in grants]
-        origin = TransferSource(self.node, self.url, self.api_key, self.place.ranks) if columns else None
         return [
-            KVTransfer(
-                row["id"], files[row["id"]], row.get("last", 0), row.get("bytes", 0), row.get("refused", ""), origin
-            )
+            KVTransfer(row["id"], files[row["id"]], row.get("last", 0), row.get("bytes", 0), row.get("refused", ""))
             for row in self._answers(path, {"notes": rows})
         ]
 
     def accept(self, cargo: Sequence[KVTransfer]) -> list[KVTransfer]:
-        """Read the files, all or none of each sample, and keep their columns until the samples arrive, or `withdraw`.
-
-        What was written to another /dev/shm is fetched first. Raises RouteError if one of the files does not come.
-        """
-        places = {piece.id: piece.path.split("/")[-2:] for piece in cargo}
-        for origin in {piece.origin for piece in cargo if piece.origin is not None}:
-            if not origin.node or origin.node != self.node:
-                places |= self._fetched(origin, [piece for piece in cargo if piece.origin == origin])
-        rows = [dict(zip(("id", "folder", "name"), (piece.id, *places[piece.id]), strict=True)) for piece in cargo]
+        """Read the files, all or none of each sample. Their columns are kept until samples arrive, or `withdraw`."""
+        rows = []
+        for piece in cargo:
+            folder, name = piece.path.split("/")[-2:]
+            rows.append({"id": piece.id, "folder": folder, "name": name})
         return [
             KVTransfer(row["id"], last=row.get("last", 0), bytes=row.get("bytes", 0), refused=row.get("refused", ""))
             for row in self._answers("control/kv_accept", {"notes": rows})
         ]
-
-    def _fetched(self, origin: TransferSource, cargo: Sequence[KVTransfer]) -> dict[str, list[str]]:
-        """Return the folder ("", this engine's) and the file of each sample, by its id. Raises RouteError."""
-        if not (origin.node and self.node):
-            engine = self.url if origin.node else origin.url
-            raise RouteError(f"{engine}: its ranks do not share one /dev/shm, so KV caches cannot leave or reach it")
-        names = [piece.path.rpartition("/")[2] for piece in cargo]
-        try:
-            asked = {"url": origin.url, "key": origin.key, "names": names, "ranks": origin.ranks}
-            found = self.post("columns/fetch", json=asked)
-        except RefusedError as error:
-            raise RouteError(str(error)) from None
-        here = found.get("names")
-        if not isinstance(here, list) or len(here) != len(cargo):
-            raise self.not_an_engine("columns/fetch", found)
-        return {piece.id: ["", name] for piece, name in zip(cargo, here, strict=True)}
 
     def withdraw(self, request_ids: Sequence[str] | None = None) -> None:
         """Give up what is kept for these samples, or for all, that have not arrived."""

@@ -20,12 +20,7 @@ import numpy as np
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
-from megatron_rlspec.extensions.migration.protocol import (
-    KVTransfer,
-    Reservation,
-    RouteError,
-    TransferRequest,
-)
+from megatron_rlspec.extensions.migration.protocol import KVTransfer, Reservation, TransferRequest
 from megatron_rlspec.rollout.dispatch import RunningRequests
 from megatron_rlspec.types import Held, Move, Request
 
@@ -46,8 +41,6 @@ class Moved:
     away_ms  of that, from the order to leave on
     rounds   of decoding that take as long as `away_ms`
     tp       tensor-parallel sizes of source and target
-    network  whether the KV cache came from an engine with which the target shares no memory
-    cut      whether nothing moved because the columns did not get from one engine to the other
     """
 
     source: str
@@ -63,8 +56,6 @@ class Moved:
     rounds: float = 0.0
     refused: str = ""
     tp: tuple[int, int] = (1, 1)
-    network: bool = False
-    cut: bool = False
 
 
 class Mover:
@@ -88,7 +79,7 @@ class Mover:
                 files = self._first_stage(source, target, list(requests.values()), version)
                 firsts = {piece.id: piece.last for piece in files if not piece.refused}
                 if refused := next((piece for piece in files if piece.refused), None):
-                    report = replace(report, refused=refused.refused, cut=refused.cut)
+                    report = replace(report, refused=refused.refused)
             if not firsts:
                 return report
             left = time.perf_counter()
@@ -101,8 +92,7 @@ class Mover:
         self._owner.resume(arrived, move.target)
         now = time.perf_counter()
         size = sum(piece.bytes for piece in (*files, *kept))
-        network = bool(kept) and source.node != target.node
-        report = replace(report, ids=tuple(sorted(known)), kept=len(kept), bytes=size, network=network)
+        report = replace(report, ids=tuple(sorted(known)), kept=len(kept), bytes=size)
         self._give_up(target, [name for name in firsts if name not in known], move.how)
         return replace(report, ms=1e3 * (now - began), away_ms=1e3 * (now - left))
 
@@ -121,8 +111,7 @@ class Mover:
             taken = target.accept(ready) if ready else []
         except EngineError as error:
             self._give_up(target, [request.id for request in requests], "kv")
-            cut = isinstance(error, RouteError)
-            failed = [KVTransfer(request.id, refused=str(error), cut=cut) for request in requests]
+            failed = [KVTransfer(request.id, refused=str(error)) for request in requests]
             return failed + [replace(piece, refused=str(error)) for piece in sent]
         answers: list[Reservation | KVTransfer] = [*grants, *sent, *taken]
         refusals = {answer.id: answer.refused for answer in answers if answer.refused}

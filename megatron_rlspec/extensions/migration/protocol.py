@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-
-from megatron_rlspec.engine import EngineError
-
-
-class RouteError(EngineError):
-    """Both engines work, but the columns of a KV cache do not get from one to the other."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +30,11 @@ class Reservation:
 
 
 @dataclass(frozen=True)
-class TransferSource:
-    """The engine that wrote columns: its `node`, where and with which key its server answers, and its ranks."""
-
-    node: str
-    url: str
-    key: str = field(repr=False)
-    ranks: int = 1
-
-
-@dataclass(frozen=True)
 class KVTransfer:
-    """KV-cache columns of a sample in transfer. `refused` says why there are none.
-
-    cut  the way between the engines is the reason
-    """
+    """KV-cache columns of a sample in transfer. `refused` says why there are none."""
 
     id: str
     path: str = ""
     last: int = 0
     bytes: int = 0
     refused: str = ""
-    origin: TransferSource | None = None
-    cut: bool = False

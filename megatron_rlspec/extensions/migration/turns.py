@@ -123,7 +123,7 @@ class Turns:
     def choose(self, rebalancer: Rebalancer, loads: Sequence[Load], lengths: Lengths, cap: int) -> Choice:
         """Choose between staying, moves and the second fleet. It must be whole, and have room for all samples."""
         link = rebalancer.transport
-        rate = link.rate(network=False) if "kv" in rebalancer.modes else 0.0
+        rate = link.rate if "kv" in rebalancer.modes else 0.0
         bytes_of_copy = sum(tensor.nbytes for tensor in self._copy.values())
         spent = bytes_of_copy / WIRE / 1e6 if self._ms is None else self._ms
         self.planner.costs = SwitchCosts(spent, token_bytes=link.token_bytes, gigabytes_per_second=rate)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.engine import RolloutEngine
+from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.extensions.migration.balancer import Balancer
 from megatron_rlspec.extensions.migration.builders import MigratableEngines, rebalancer, sizes_planner
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
@@ -24,6 +25,8 @@ from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.start import StartingEngines
 from megatron_rlspec.run.extension import Reports, Rounds
 from megatron_rlspec.types import RoundStats
+
+logger = logging.getLogger(__name__)
 
 
 class RunMigration:
@@ -51,6 +54,8 @@ class RunMigration:
         if self._started is not None:
             self.turns = self._started.turns(self._sizes_planner, pool, health)
         pool.balance = self._balanced
+        with suppress(EngineError):  # the pool notices an engine that is lost
+            self._tell_apart()
 
     def observe(self, rounds: Rounds, reports: Reports) -> tuple[Rounds, Reports]:
         """Take the rounds, which correct the planner's costs of the engine's size."""
@@ -76,6 +81,22 @@ class RunMigration:
     def counts(self) -> dict[str, float]:
         return {"size_changes": float(self.turns.changes)} if self.turns else {}
 
+    def _tell_apart(self) -> None:
+        """Say between which engines no KV cache travels, and what becomes of samples there. Raises EngineError."""
+        if self._planner is None or "kv" not in self._planner.modes:
+            return
+        groups: dict[str, list[str]] = {}
+        for name, engine in self._movable().items():
+            groups.setdefault(engine.node, []).append(name)
+        if len(groups) > 1:
+            how = "are recomputed" if "recompute" in self._planner.modes else "do not move"
+            apart = " | ".join(map(", ".join, groups.values()))
+            logger.warning("no /dev/shm in common: %s. Between these, running samples %s", apart, how)
+
+    def _movable(self) -> dict[str, MigratableSGLangEngine]:
+        engines = dict(self._pool.engines)
+        return {name: engine for name, engine in engines.items() if isinstance(engine, MigratableSGLangEngine)}
+
     @contextmanager
     def _balanced(self, running: RunningRequests) -> Iterator[None]:
         """Move samples between engines during one `generate`, and record moves and changes of the size."""
@@ -93,9 +114,7 @@ class RunMigration:
             planner.observe(stats, tp)
         if self.turns:
             self.turns.begin(planner)
-        engines = dict(self._pool.engines)
-        movable = {name: engine for name, engine in engines.items() if isinstance(engine, MigratableSGLangEngine)}
-        balancer = Balancer(running, movable, planner, self._lengths, self._cap, self._every, self.turns)
+        balancer = Balancer(running, self._movable(), planner, self._lengths, self._cap, self._every, self.turns)
         try:
             with balancer:
                 yield

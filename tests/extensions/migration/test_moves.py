@@ -23,13 +23,9 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.balancer import Balancer
 from megatron_rlspec.extensions.migration.moves import Moved, Mover
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
-from megatron_rlspec.extensions.migration.plans.rebalance import How, Rebalancer
-from megatron_rlspec.extensions.migration.protocol import (
-    KVTransfer,
-    Reservation,
-    RouteError,
-    TransferRequest,
-)
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
+from megatron_rlspec.extensions.migration.protocol import KVTransfer, Reservation, TransferRequest
+from megatron_rlspec.extensions.migration.wiring import RunMigration
 from megatron_rlspec.rollout.dispatch import RunningRequests
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.learnt_cost import LearntCost
@@ -367,7 +363,7 @@ def test_an_error_of_the_caller_ends_the_moves() -> None:
         pool.generate(requests(12, 0), SAMPLING, fails)
 
 
-def balanced(engines: Sequence[Engine], lengths: Lengths, modes: Sequence[How] = ("kv", "recompute")) -> Balancer:
+def balanced(engines: Sequence[Engine], lengths: Lengths) -> Balancer:
     """Draw 12 samples of one prompt, which one engine gets, and return what balanced the engines."""
     cost = LearntCost(Roofline.of_layers(12, ridge_tokens=1))  # every sample costs as much as the first
     found: list[Balancer] = []
@@ -385,8 +381,7 @@ def balanced(engines: Sequence[Engine], lengths: Lengths, modes: Sequence[How] =
             return super()._loads()
 
     def balance(owner: RunningRequests) -> Balancer:
-        planner = Rebalancer(cost, [OFF], modes=modes)
-        found.append(Ticking(owner, named(engines), planner, lengths, SAMPLING.max_new_tokens, every=4))
+        found.append(Ticking(owner, named(engines), Rebalancer(cost, [OFF]), lengths, SAMPLING.max_new_tokens, every=4))
         return found[0]
 
     pool = EnginePool(named(engines))
@@ -427,22 +422,17 @@ def test_what_a_broken_move_may_have_written_is_given_up() -> None:
     assert withdrawn[-2:] == [("e0", None), ("e1", None)]
 
 
-@pytest.mark.parametrize("modes", [("kv",), ("kv", "recompute")], ids=["kv", "auto"])
-def test_where_no_columns_arrive_samples_are_recomputed_or_stay(modes: tuple[How, ...]) -> None:
-    """Each way is tried once in a rollout. Recomputation takes its place where it is allowed."""
-    engines = [Engine(f"e{i}", random.Random(0)) for i in range(2)]
-    tried: list[str] = []
-
-    def accept(cargo: Sequence[KVTransfer], name: str) -> list[KVTransfer]:
-        tried.append(name)
-        raise RouteError("unreachable")
-
-    for engine in engines:
-        engine.accept = partial(accept, name=engine.name)  # type: ignore[method-assign]
-    balancer = balanced(engines, Lengths(), modes)
-    assert balancer.moves[0].refused == "unreachable" and balancer.moves[0].cut
-    assert len(tried) == len(set(tried)) and not any(engine.reserved for engine in engines)
-    assert {move.how for move in balancer.moves if move.ids} == set(modes) - {"kv"}
+@pytest.mark.parametrize(("modes", "how"), [(("kv",), "do not move"), (("kv", "recompute"), "are recomputed")])
+def test_a_run_says_once_which_engines_share_no_memory(
+    caplog: pytest.LogCaptureFixture, modes: Sequence[str], how: str
+) -> None:
+    engines = {name: SimpleNamespace(node=node) for name, node in {"a": "here", "b": "there", "c": "here"}.items()}
+    migration = SimpleNamespace(_planner=SimpleNamespace(modes=modes), _movable=lambda: engines)
+    RunMigration._tell_apart(migration)  # type: ignore[arg-type]
+    assert caplog.messages == [f"no /dev/shm in common: a, c | b. Between these, running samples {how}"]
+    del engines["b"]
+    RunMigration._tell_apart(migration)  # type: ignore[arg-type]
+    assert len(caplog.messages) == 1
 
 
 def test_a_source_that_refuses_every_piece_is_quoted_and_the_target_is_not_asked() -> None:

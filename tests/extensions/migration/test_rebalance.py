@@ -297,11 +297,6 @@ def test_a_dear_move_is_not_made_and_the_cheaper_way_is_taken():
         rule.ms_per_unit = 1.0
     assert {move.how for move in fast.plan(loads, Lengths(), 8000)} == {"kv"}
     assert {move.how for move in slow.plan(loads, Lengths(), 8000)} == {"recompute"}
-    far = [loads[0], replace(loads[1], node="another machine")]
-    both = planner(transport=Transport(40.0, 150_000, network_gigabytes_per_second=0.01))
-    both.ms_per_unit = 1.0
-    ways = [{move.how for move in both.plan(found, Lengths(), 8000)} for found in (loads, far)]
-    assert ways == [{"kv"}, {"recompute"}]
     only = planner(transport=Transport(0.001, 150_000), modes=("kv",))
     only.ms_per_unit = 1.0
     assert not only.plan([engine("a", [4000] * 12), engine("b", [])], Lengths(), 4010)
@@ -310,10 +305,18 @@ def test_a_dear_move_is_not_made_and_the_cheaper_way_is_taken():
 @pytest.mark.parametrize("cost", [STEEP, LearntCost(Roofline.of_layers(24))], ids=["table", "sizes"])
 def test_a_link_of_unknown_speed_is_not_free(cost):
     """Else a run's first plan moves every cache, however large, over a link that nothing is known of."""
-    rule = planner(cost=cost, transport=Transport(token_bytes=50_000_000))
-    for network in (False, True):
-        work, how = rule.work(4000, engine("b", []), network)
-        assert work > 0 and how == "recompute"
+    work, how = planner(cost=cost, transport=Transport(token_bytes=50_000_000)).work(4000, engine("b", []))
+    assert work > 0 and how == "recompute"
+
+
+@pytest.mark.parametrize(("modes", "there"), [(("kv",), set()), (("kv", "recompute"), {("far", "recompute")})])
+def test_between_engines_that_share_no_memory_samples_are_recomputed_or_stay(modes, there):
+    full, near, far = engine("a", range(100, 124)), engine("b", []), replace(engine("far", []), node="another machine")
+    for rule, loads, here in (("makespan", [full, near, far], {("b", "kv")}), ("threshold", [full, far], set())):
+        fast = planner(rule, cost=STEEP, transport=Transport(1e6, 150_000), modes=modes)
+        fast.ms_per_unit = 1.0
+        moves = fast.plan(loads, of_past_rollouts(), 512)
+        assert {(move.target, move.how) for move in moves} == here | there
 
 
 def test_a_prompt_that_the_target_holds_is_free():
@@ -391,8 +394,7 @@ def test_observed_rounds_change_costs_and_acceptance():
     rule.observe(stats)
     assert rule.ms_per_unit > 0 and rule._acceptance.rates[0] > 0.9
     rule.moved([(10_000_000, 10.0)])
-    rule.moved([(10_000_000, 100.0)], network=True)
-    assert (rule.transport.rate(network=False), rule.transport.rate(network=True)) == pytest.approx((1.0, 0.1))
+    assert rule.transport.rate == pytest.approx(1.0)
     table = roofline_table(L40S, CANDIDATES, (1, 8, 64), (64, 1024), Provenance("m", "h", "bf16", "e", "1", "d", True))
     rule = planner(cost=table)
     before = rule.pace.per_round(np.array(8), 100)

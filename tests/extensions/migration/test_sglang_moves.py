@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,11 +86,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Migrata
                 process.close()
 
 
-def placed(engine: MigratableSGLangEngine, node: str) -> None:
-    """Have others take the engine for one of this machine."""
-    engine.place = replace(engine.place, node=node)
-
-
 class Live(Moving):
     """Random moves between engines that go on by themselves, without `Moving`'s clock."""
 
@@ -101,10 +95,9 @@ class Live(Moving):
 
 
 class Fuzz(Live):
-    """Random moves, half of them between engines that take each other for another machine.
+    """Random moves. Of those by KV cache some ask for a wrong version, and some have a push between the two stages.
 
-    Of those by KV cache some ask for a wrong version, and some have a push between the two stages. The weights of all
-    versions are equal, so a text shows whether any column was computed, or kept, wrongly.
+    The weights of all versions are equal, so a text shows whether any column was computed, or kept, wrongly.
     """
 
     version = 0
@@ -112,8 +105,6 @@ class Fuzz(Live):
 
     def act(self, move: Move) -> None:
         wrong = self.chance.random() < 0.1
-        placed(self.engines[move.target], "this machine")
-        placed(self.engines[move.source], self.chance.choice(["this machine", "another machine"]))
         if self.pushed or self.chance.random() > 0.1:
             self.moved.append(self.mover.move(move, self.version + wrong))
             return
@@ -165,7 +156,6 @@ def drawn(
     finally:
         for engine in engines.values():
             vars(engine).pop("generate")
-            vars(engine).pop("place", None)
     places.check(sample.request_id for sample in samples if sample.status != "aborted")
     return samples
 
@@ -210,9 +200,7 @@ def test_random_moves_and_pushes_change_no_text(pair: dict[str, MigratableSGLang
     kept = sum(m.kept for m in moved)
     assert kept > sum(len(m.ids) for m in moved if m.how == "kv") / 2
     assert any("version" in m.refused for m in moved)
-    far = sum(m.kept for m in moved if m.network)
-    assert 0 < far < kept
-    counts = {"moves": sum(len(m.ids) for m in moved), "with columns": kept, "over HTTP": far, "pushes between": pushed}
+    counts = {"moves": sum(len(m.ids) for m in moved), "with columns": kept, "pushes between": pushed}
     print({"scenarios": number, "refused": sum(bool(m.refused) for m in moved), **counts})
 
 
@@ -363,10 +351,7 @@ def swap_heads(path: str, model: str) -> None:
 def test_samples_move_between_tensor_parallel_sizes(
     pair: dict[str, MigratableSGLangEngine], wide: MigratableSGLangEngine, sizes: str
 ) -> None:
-    """Texts and rounds on the target are those after recomputation there, from files of this machine and over HTTP.
-
-    With heads exchanged they are not.
-    """
+    """Texts and rounds on the target are those after recomputation there; with heads exchanged they are not."""
     source, target = (pair["b"], wide) if sizes == "1 to 2" else (wide, pair["b"])
     sampling = Sampling(temperature=0.3, max_new_tokens=90, ignore_eos=True)
 
@@ -374,16 +359,12 @@ def test_samples_move_between_tensor_parallel_sizes(
         flush(target)
         asked = [Request(f"{tag}-{r.id}", r.prompt, r.seed) for r in cut]
         for piece in delta if tag != "recompute" else ():
-            assert piece.origin is not None
-            cargo = replace(piece, origin=replace(piece.origin, node="another machine"))  # fetched over HTTP, once
-            if tag != "network":
-                path = f"{Path(piece.path).parent}/{uuid.uuid4().hex}"
-                for name in Path(piece.path).parent.glob(f"{Path(piece.path).name}.[01]"):
-                    shutil.copy(name, f"{path}{name.suffix}")
-                cargo = KVTransfer(piece.id, path)
+            path = f"{Path(piece.path).parent}/{uuid.uuid4().hex}"
+            for name in Path(piece.path).parent.glob(f"{Path(piece.path).name}.[01]"):
+                shutil.copy(name, f"{path}{name.suffix}")
             if model:
-                swap_heads(cargo.path, model)
-            (answer,) = target.accept([cargo])
+                swap_heads(path, model)
+            (answer,) = target.accept([KVTransfer(piece.id, path)])
             assert not answer.refused and answer.last > 20, answer
             kept[tag] = kept.get(tag, 0) + answer.bytes // COLUMN
         found = target.generate(rest(asked, begun), sampling)
@@ -412,9 +393,6 @@ def test_samples_move_between_tensor_parallel_sizes(
             spoilt = continued("swapped", "drafter")
             assert texts(spoilt) == texts(again)
             assert [s.accepted_spans for s in spoilt] != [s.accepted_spans for s in again]
-        fetched = continued("network")
-        assert texts(fetched) == texts(again) and kept["network"] == kept["moved"]
-        assert [s.accepted_spans for s in fetched] == [s.accepted_spans for s in again]
     for engine in (source, target):
         engine.update_weights(0, WEIGHTS.items())
         engine.withdraw()

@@ -36,20 +36,19 @@ FASTEST = 4.0  # factor by which a sample may be faster, or slower, than the ave
 class Transport:
     """What it takes to move samples.
 
-    gigabytes_per_second          of the link between two engines; 0: not measured, so `WIRE`
-    token_bytes                   of one token in the KV caches of target and drafter
-    rounds                        that a moved sample misses
-    network_gigabytes_per_second  as the first, between engines that share no memory (`Load.node`)
+    gigabytes_per_second  of the link between two engines; 0: not measured, so `WIRE`
+    token_bytes           of one token in the KV caches of target and drafter
+    rounds                that a moved sample misses
     """
 
     gigabytes_per_second: float = 0.0
     token_bytes: int = 0
     rounds: float = 2.0
-    network_gigabytes_per_second: float = 0.0
 
-    def rate(self, network: bool) -> float:
+    @property
+    def rate(self) -> float:
         """Return GB/s of a link, measured or assumed."""
-        return (self.network_gigabytes_per_second if network else self.gigabytes_per_second) or WIRE
+        return self.gigabytes_per_second or WIRE
 
 
 class Rebalancer:
@@ -63,6 +62,8 @@ class Rebalancer:
     moves and `gain` of the time. Costs are the transfer or the prefill, whichever is cheaper (`modes` restricts that),
     and the rounds that a sample misses. A prompt that the target holds is free. Steps repeat until none pays, each
     judged by itself, so a plan that follows a plan is empty.
+
+    Under both rules no KV cache travels between engines that share no memory (`Load.node`).
 
     cost        a `Roofline`, a `LearntCost`, or a `CostTable`. Of a table of several tensor-parallel sizes, an engine
                 has the rounds of its own size (`Load.tp`)
@@ -135,18 +136,14 @@ class Rebalancer:
             self.ms_per_unit = float(np.median([s.ms / s.rounds / u for s, u in zip(timed, units, strict=True)]))
         self.renew()
 
-    def moved(self, transfers: Iterable[tuple[int, float]], network: bool = False) -> None:
+    def moved(self, transfers: Iterable[tuple[int, float]]) -> None:
         """Learn the bandwidth of a link from transfers: (bytes, ms) each. The newest count half."""
         for size, ms in transfers:
             if size > 0 and ms > 0:
-                link = self.transport
-                known = link.network_gigabytes_per_second if network else link.gigabytes_per_second
+                known = self.transport.gigabytes_per_second
                 measured = size / ms / 1e6
                 rate = math.sqrt(known * measured) if known else measured
-                if network:
-                    self.transport = replace(link, network_gigabytes_per_second=rate)
-                else:
-                    self.transport = replace(link, gigabytes_per_second=rate)
+                self.transport = replace(self.transport, gigabytes_per_second=rate)
 
     def threshold(self, loads: Sequence[Load]) -> int:
         """Return the samples from which on one more adds little throughput, at the mean context of `loads`."""
@@ -184,21 +181,23 @@ class Rebalancer:
         for move in moves:
             target = by_name[move.target]
             moved = [samples[name] for name in move.ids]
-            network = by_name[move.source].node != target.node
-            work = sum(self.work(held.context, target, network)[0] for held in moved)
+            apart = by_name[move.source].node != target.node
+            work = sum(self.work(held.context, target, apart)[0] for held in moved)
             batch = np.array(len(target.running) + len(moved))
             missed = self.transport.rounds * float(self.pace_of(target).per_round(batch, _mean_context(moved)))
             spent[move.target] = spent.get(move.target, 0.0) + work + missed
         return max(spent.values(), default=0.0)
 
-    def work(self, tokens: float, target: Load, network: bool = False) -> tuple[float, How]:
-        """Return the cheaper way to bring `tokens` tokens of a sample to another engine, and its time."""
-        ways = self.ways(np.array([tokens]), target, np.array([network]))
+    def work(self, tokens: float, target: Load, apart: bool = False) -> tuple[float, How]:
+        """Return the cheaper way to bring `tokens` tokens of a sample to another engine, and its time; see `ways`."""
+        ways = self.ways(np.array([tokens]), target, np.array([apart]))
         how = min(ways, key=lambda way: float(ways[way][0]))
         return float(ways[how][0]), how
 
-    def ways(self, tokens: np.ndarray, target: Load, network: np.ndarray) -> dict[How, np.ndarray]:
+    def ways(self, tokens: np.ndarray, target: Load, apart: np.ndarray) -> dict[How, np.ndarray]:
         """Return the time of each way, as `work`, for every one of several samples.
+
+        apart  whether a sample is on an engine that shares no memory with the target: its transfer takes for ever
 
         While the length of a unit of time is not known, a transfer is taken to last as long as a prefill.
         """
@@ -206,8 +205,8 @@ class Rebalancer:
         found["kv"] = found["recompute"]
         size = tokens * self.transport.token_bytes
         if self.ms_per_unit or not size.any():
-            rate = np.where(network, self.transport.rate(True), self.transport.rate(False))
-            found["kv"] = size / (rate * 1e6 * (self.ms_per_unit or 1.0))
+            found["kv"] = size / (self.transport.rate * 1e6 * (self.ms_per_unit or 1.0))
+        found["kv"] = np.where(apart, np.inf, found["kv"])
         return {how: times for how, times in found.items() if how in self.modes}
 
     def _prefill(self, tokens: np.ndarray, target: Load) -> np.ndarray:
@@ -241,7 +240,9 @@ class Rebalancer:
         """Return at most two moves, one by KV and one by recomputation. `chosen`: samples, and tokens to bring over."""
         ways: dict[How, list[str]] = {}
         for held, tokens in chosen:
-            ways.setdefault(self.work(tokens, target, source.node != target.node)[1], []).append(held.id)
+            time, how = self.work(tokens, target, source.node != target.node)
+            if time < math.inf:
+                ways.setdefault(how, []).append(held.id)
         return [Move(source.engine, target.engine, tuple(ids), how) for how, ids in sorted(ways.items())]
 
 
@@ -372,13 +373,15 @@ class _State:
         return None
 
     def _targets(self, source: int, rising: Sequence[int]) -> list[int]:
-        """Return the engines of one version with `source` that finish first, and before it."""
+        """Return the engines that finish first, and before `source`, of those that can take its samples."""
         found: list[int] = []
+        anywhere = "recompute" in self.planner.modes
         if len(self.here[source]):
             for target in rising:
                 if len(found) == TARGETS or self.finish[target] >= self.finish[source]:
                     break
-                if self.loads[target].version == self.loads[source].version:
+                reached = anywhere or self.nodes[target] == self.nodes[source]
+                if reached and self.loads[target].version == self.loads[source].version:
                     found.append(target)
         return found
 
@@ -389,8 +392,8 @@ class _State:
 
     def works(self, samples: np.ndarray, target: int) -> np.ndarray:
         """Return the times in which samples come to an engine."""
-        network = self.nodes[self.all.origin[samples]] != self.nodes[target]
-        ways = self.planner.ways(self.new_tokens(samples, self.groups[target]), self.loads[target], network)
+        apart = self.nodes[self.all.origin[samples]] != self.nodes[target]
+        ways = self.planner.ways(self.new_tokens(samples, self.groups[target]), self.loads[target], apart)
         found: np.ndarray = np.minimum.reduce(list(ways.values()))
         return found
 

@@ -29,8 +29,6 @@ from megatron_rlspec.rollout.sglang.scheduler import bucket_memory
 
 _PREFIX = struct.Struct("<QI")
 _MARK = struct.Struct("<Q")
-HEADER_BYTES = 4096  # of a header, at most, beside its tokens
-TOKEN_BYTES = 9  # of a token in it, at most
 
 
 class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

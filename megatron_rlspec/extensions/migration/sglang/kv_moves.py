@@ -85,12 +85,8 @@ def progress(settings: Settings, scheduler: Any) -> Answer:
 
 
 def describe(settings: Settings, scheduler: Any) -> Answer:
-    """Return the engine's folder of KV caches, a name of the /dev/shm that its ranks share, and their number."""
-    return {
-        "columns": own_name(),
-        "shared_memory": "" if scheduler.rlspec_apart else shared_memory(),
-        "tp": versions.installed().tensor_group().world_size,
-    }
+    """Return the engine's folder of KV caches, and a name of the /dev/shm that its ranks share."""
+    return {"columns": own_name(), "shared_memory": "" if scheduler.rlspec_apart else shared_memory()}
 
 
 def offer(settings: Settings, scheduler: Any, version: str, notes: Sequence[Answer]) -> Answer:
@@ -144,13 +140,6 @@ def withdraw(settings: Settings, scheduler: Any, ids: Sequence[str] | None = Non
     return {}
 
 
-def room(settings: Settings, scheduler: Any) -> Answer:
-    """Return how many bytes of columns a rank has room for, the slots included that are reserved."""
-    free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
-    slots = free + sum(map(len, _reserved.values()))
-    return {"bytes": slots * _layout(scheduler).column_bytes()}
-
-
 def audit(settings: Settings, scheduler: Any) -> Answer:
     """Count the slots of the KV cache: free + evictable + protected + reserved + of requests = total."""
     tree = scheduler.tree_cache
@@ -180,7 +169,6 @@ COMMANDS: dict[str, Callable[..., Answer]] = {
     "kv_detach": detach,
     "kv_accept": accept,
     "kv_withdraw": withdraw,
-    "kv_room": room,
     "kv_audit": audit,
 }
 

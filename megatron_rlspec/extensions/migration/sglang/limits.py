@@ -4,7 +4,3 @@ from __future__ import annotations
 
 GROWTH_TOKENS = 512  # that every running sample keeps room for when slots are reserved
 RESERVED_SECONDS = 180.0  # for which slots and files are kept for a sample that does not come
-SOURCE_SILENT = 10.0  # seconds without a byte of columns, after which their source counts as lost
-SOURCE_SECONDS = 120.0  # for a whole columns/fetch
-FETCHES = 4  # of columns at once
-FETCHES_WAITING = 4

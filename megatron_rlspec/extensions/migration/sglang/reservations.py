@@ -58,10 +58,7 @@ class Reservations:
 
     def of_files(self, body: Export | Detach) -> None:
         """Keep the files that a command writes."""
-        self.files([note.name for note in body.notes if note.name])
-
-    def files(self, names: Iterable[str]) -> None:
-        self._keep(self._files, names)
+        self._keep(self._files, [note.name for note in body.notes if note.name])
 
     def _keep(self, kept: Kept, names: Iterable[str]) -> None:
         kept.add(names, time.monotonic())

@@ -71,22 +71,6 @@ class Withdraw(Strict):
     ids: Annotated[list[Text], Field(max_length=1 << 16)] | None = None
 
 
-class SendBody(Strict):
-    """The file of one rank."""
-
-    name: ColumnsName
-    rank: int = Field(ge=0, le=4095)
-
-
-class FetchBody(Strict):
-    """Files of another engine: where it answers, with which key, and of how many ranks."""
-
-    url: Annotated[str, Field(max_length=1024, pattern=r"^https?://[A-Za-z0-9._:%\[\]-]+(/[A-Za-z0-9._~/-]*)?$")]
-    key: Annotated[str, Field(max_length=4096, pattern=r"^[\x20-\x7e]*$")] = ""
-    names: list[ColumnsName] = Field(min_length=1, max_length=limits.REQUESTS)
-    ranks: int = Field(1, ge=1, le=4096)
-
-
 COMMANDS: dict[str, type[Strict]] = {
     "progress": Nothing,
     "kv_describe": Nothing,
@@ -95,6 +79,5 @@ COMMANDS: dict[str, type[Strict]] = {
     "kv_detach": Detach,
     "kv_accept": Accept,
     "kv_withdraw": Withdraw,
-    "kv_room": Nothing,
     "kv_audit": Nothing,
 }

@@ -14,7 +14,6 @@ __all__ = ["before_round", "commands", "hooks", "routes"]
 
 def routes() -> Mapping[str, Route]:
     # Only the HTTP process has these modules of SGLang's server.
-    from megatron_rlspec.extensions.migration.sglang import columns
     from megatron_rlspec.extensions.migration.sglang.reservations import reservations
     from megatron_rlspec.rollout.sglang.http.bodies import control
 
@@ -24,12 +23,9 @@ def routes() -> Mapping[str, Route]:
         "kv_export": reservations.of_files,
         "kv_detach": reservations.of_files,
     }
-    found: dict[str, Route] = {
+    return {
         f"control/{name}": (control(name, schema, keep.get(name)), schema) for name, schema in schemas.COMMANDS.items()
     }
-    found["columns/send"] = (columns.send, schemas.SendBody)
-    found["columns/fetch"] = (columns.fetch, schemas.FetchBody)
-    return found
 
 
 def commands() -> Mapping[str, Command]:
