@@ -123,7 +123,7 @@ class Balancer:
         for one in moved:
             rounds = one.away_ms / 1e3 / self._clock.seconds
             self.moves.append(replace(one, rounds=rounds, tp=(size, change.tp)))
-            if one.kept and one.bytes and one.away_ms < one.ms:  # others were away while the fleets changed
+            if one.kept and one.bytes and not one.paused:  # else the time is that of the whole change
                 self._planner.moved([(one.bytes, one.ms)])
         if taken:
             row = {"began": began - self._began, "from": size, "to": change.tp, "how": change.how, "ms": ms}

@@ -198,5 +198,6 @@ class Exchange:
             ids = tuple(sorted(known))
             size = sum(piece.bytes for piece in kept)
             ms = 1e3 * (time.perf_counter() - began)
-            moved = Moved(move.source, name, ids, move.how, "another size", len(kept), size, began, ms, ms)
+            why = "another size"
+            moved = Moved(move.source, name, ids, move.how, why, len(kept), size, began, ms, ms, paused=True)
             self.moved += [moved] if self._slept else []

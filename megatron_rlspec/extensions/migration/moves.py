@@ -41,6 +41,7 @@ class Moved:
     away_ms  of that, from the order to leave on
     rounds   of decoding that take as long as `away_ms`
     tp       tensor-parallel sizes of source and target
+    paused   whether all samples were away meanwhile, until one fleet had slept and another one had woken up
     """
 
     source: str
@@ -56,6 +57,7 @@ class Moved:
     rounds: float = 0.0
     refused: str = ""
     tp: tuple[int, int] = (1, 1)
+    paused: bool = False
 
 
 class Mover:

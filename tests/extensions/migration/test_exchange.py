@@ -162,7 +162,7 @@ def test_samples_change_the_fleet_while_both_are_awake(tmp_path: Path) -> None:
     calls, engines, exchange = exchanged(tmp_path, budget=30)
     assert calls == ["wide wakes", "push to wide", "requests to wide", "a sleeps", "b sleeps"]
     assert len({name for moved in exchange.moved for name in moved.ids}) == 9 and engines[2].tokens > 100
-    assert sum(moved.kept for moved in exchange.moved) == 9
+    assert sum(moved.kept for moved in exchange.moved) == 9 and not any(moved.paused for moved in exchange.moved)
 
 
 def test_samples_are_dealt_to_all_engines_of_the_other_fleet(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_samples_wait_on_the_host_where_both_do_not_fit(tmp_path: Path) -> None:
     calls, _, exchange = exchanged(tmp_path, budget=20)
     assert calls == ["requests to wide", "a sleeps", "b sleeps", "wide wakes", "push to wide"]
     assert len({name for moved in exchange.moved for name in moved.ids}) == 9
-    assert sum(moved.kept for moved in exchange.moved) == 9
+    assert sum(moved.kept for moved in exchange.moved) == 9 and all(moved.paused for moved in exchange.moved)
 
 
 def test_a_fleet_without_weights_loses_no_sample(tmp_path: Path) -> None:
