@@ -127,12 +127,6 @@ class Config(Section):
         return bool(weighs and algorithm.tis_clip == 0 and older)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return the tensor-parallel sizes of which `tail.cost_table` must have rounds."""
-        engines = self.tail.tp if len(self.tail.tp) > 1 else (self.placement.tensor,)
-        return tuple(sorted({*engines, self.tail.lane} - {0}))
-
-    @property
     def second(self) -> int:
         """Return the tensor-parallel size of a second fleet of SGLang engines; 0: there is none."""
         return self.tail.tp[-1] if len(self.tail.tp) > 1 and self.rollout.engine == "sglang" else 0

@@ -26,14 +26,6 @@ class TailConfig(Section):
         description="decode rounds between two decisions; with the embedded engine on several ranks, also between the "
         "moments at which they begin requests and return samples",
     )
-    lane: int = Field(
-        0,
-        ge=0,
-        le=64,
-        description="tensor-parallel size of one more SGLang engine, the fast lane, which is given no prompts: running "
-        "samples move to it when they end earlier there; with rollout.urls, the engines of this size are the lane. "
-        "Needs tail.rebalance and tail.cost_table; 0: none",
-    )
     tp: tuple[int, ...] = Field(
         (1,),
         description="tensor-parallel sizes at which the last samples may be drawn, the smallest first; needs "
@@ -43,8 +35,7 @@ class TailConfig(Section):
     )
     cost_table: Text = Field(
         "",
-        description="durations of rounds at these sizes, of tail.tp or of placement.tensor and tail.lane, which "
-        "`rlspec profile --tp 1,2,4` writes",
+        description="durations of rounds at the sizes of tail.tp, which `rlspec profile --tp 1,2,4` writes",
     )
 
     @field_validator("tp")

@@ -137,20 +137,18 @@ def place(
     engines: int,
     tensor: int,
     mode: Literal["auto", "apart", "together"],
-    lane: int = 0,
     second: int = 0,
 ) -> GpuLayout:
     """Give every GPU to trainer ranks, to an engine, or to both. Raises ConfigError if that does not come out even.
 
-    lane    GPUs of one more engine, the last of `GpuLayout.engines`
     second  GPUs of an engine of the second fleet; 0: there is none
     """
     if not gpus:
         return GpuLayout()
     if mode == "auto":
         mode = "apart" if ranks < len(gpus) else "together"
-    wanted = engines * tensor + lane
-    sizes = f"rollout.engines={engines} x placement.tensor={tensor}" + (f" + tail.lane={lane}" if lane else "")
+    wanted = engines * tensor
+    sizes = f"rollout.engines={engines} x placement.tensor={tensor}"
     if ranks > len(gpus):
         raise ConfigError(
             f"{ranks} trainer ranks on a node of {len(gpus)} GPUs, one for each rank; expected fewer --ranks"
@@ -159,7 +157,7 @@ def place(
         left = len(gpus) - ranks
         if wanted != left:
             more = "more than there are" if wanted > left else f"and {left - wanted} would stay idle"
-            ways = _filling(left - lane, engines, tensor)
+            ways = _filling(left, engines, tensor)
             if wanted < len(gpus):
                 ways.append(f"--ranks {len(gpus) - wanted}")
             if wanted < left:
@@ -170,8 +168,6 @@ def place(
             )
         free = iter(gpus[ranks:])
     else:
-        if lane:
-            raise ConfigError(f"tail.lane={lane} needs GPUs of its own, but the trainer ranks have all {len(gpus)}")
         if second:
             raise ConfigError(
                 f"tail.tp={tensor},{second}: two fleets need GPUs without trainer ranks, and those have all {len(gpus)}"
@@ -185,9 +181,8 @@ def place(
                 f"{len(gpus)}; there are {ranks} ranks, and {sizes} needs {wanted}{free_others}"
             )
         free = iter(gpus)
-    ranks_of = [tensor] * engines + ([lane] if lane else [])
-    of_engines = tuple(tuple(next(free) for _ in range(count)) for count in ranks_of)
-    shared = [gpu for group in of_engines[:engines] for gpu in group] if second else []
+    of_engines = tuple(tuple(next(free) for _ in range(tensor)) for _ in range(engines))
+    shared = [gpu for group in of_engines for gpu in group] if second else []
     of_second = tuple(tuple(shared[i : i + second]) for i in range(0, len(shared), second or 1))
     return GpuLayout(mode, tuple(gpus[:ranks]), of_engines, second=of_second)
 

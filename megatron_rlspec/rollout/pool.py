@@ -38,7 +38,6 @@ class EnginePool:
                groups are distributed at the start
     lost       is called with the name of each engine that failed, from the thread that saw the failure
     continues  whether the engines take samples that have begun; otherwise such samples begin anew
-    spare      engines that get no requests while another one is left: samples only move to them
 
     `balance`, if it is set, is entered around every `generate`, and may move its samples through `RunningRequests`.
 
@@ -54,12 +53,11 @@ class EnginePool:
         in_flight: int = 0,
         lost: Callable[[str], None] = lambda name: None,
         continues: bool = True,
-        spare: Collection[str] = (),
     ) -> None:
         if not engines:
             raise ValueError("an EnginePool needs at least one engine")
         self._engines = dict(engines)
-        self._spare = set(spare)
+        self._spare: set[str] = set()  # engines that get no requests while another one is left
         self.in_flight = in_flight
         self._lost = lost
         self.continues = continues

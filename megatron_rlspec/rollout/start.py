@@ -37,12 +37,7 @@ MakeBudget = Callable[[], Budget]
 
 
 class StartingEngines(Protocol):
-    """The engines of a run, on rank 0.
-
-    spare  names of engines that get no requests while another one is left
-    """
-
-    spare: Collection[str]
+    """The engines of a run, on rank 0."""
 
     @property
     def own(self) -> Collection[str]:
@@ -90,7 +85,6 @@ def engines(budget: MakeBudget | None = None) -> dict[str, Kind]:
 class EmbeddedEngines:
     """The engine of a run of one rank, in this process. See `StartingEngines`."""
 
-    spare: Collection[str] = ()
     own: Collection[str] = ()
 
     def __init__(self, config: Config, budget: MakeBudget | None = None) -> None:
@@ -120,7 +114,6 @@ class ServedEngines:
     client: type[SGLangEngine] = SGLangEngine
 
     def __init__(self, config: Config, run_dir: Path, layout: GpuLayout) -> None:
-        self.spare: Collection[str] = ()
         self.sizes: dict[str, int] = {}
         self._config = config
         self._timeout = config.rollout.timeout_seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,7 +173,7 @@ class Engines:
             if isinstance(engine, EngineError):
                 self._recorder.event("engine", f"{name}: not started again: {engine}", engine=name)
                 continue
-            self.pool.add(name, engine, spare=name in self._starting.spare)
+            self.pool.add(name, engine)
             self.health.join(name)
             if self._migration is not None:
                 self._migration.engine_changed(name, engine)
@@ -183,15 +183,15 @@ class Engines:
             raise EngineError("no engine is left, and none could be restarted")
 
 
-def open_pool(config: Config, named: Named, spare: Collection[str], lost: Callable[[str], None]) -> EnginePool:
-    """Return the pool of a run. spare, lost: as `EnginePool` has them."""
+def open_pool(config: Config, named: Named, lost: Callable[[str], None]) -> EnginePool:
+    """Return the pool of a run. lost: as `EnginePool` has it."""
     rollout = config.rollout
     # A single engine in this process has a queue of its own. The round in which a sample begins then does not
     # depend on threads, nor does what unfinished samples have when a batch is full.
     alone = rollout.engine == "embedded"
     in_flight = 0 if alone else rollout.max_running_requests
     continues = alone or config.spec.verifier == "position_keyed"
-    return EnginePool(named, in_flight, lost, continues, spare)
+    return EnginePool(named, in_flight, lost, continues)
 
 
 def open_health(

@@ -37,7 +37,7 @@ def check_inputs(config: Config, command: Command) -> None:
     if config.spec.cost_table:
         CostTable.load(config.spec.cost_table).of_engine(config.placement.tensor)
     if config.tail.cost_table:
-        CostTable.load(config.tail.cost_table).of_sizes(config.sizes)
+        CostTable.load(config.tail.cost_table).of_sizes(config.tail.tp)
     if draws:
         data.check_prompts(config.data.path, config.data)
     elif command == "sft":

@@ -125,10 +125,8 @@ def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> pla
     if config.rollout.engine != "sglang" or config.rollout.urls:
         return placement.GpuLayout()
     options = config.placement
-    lane, second = config.tail.lane, config.second
-    for size, option in ((lane, "tail.lane"), (second, "tail.tp")):
-        placement.check_heads(hf_config, size or 1, option)
-    layout = placement.place(gpus, ranks, config.rollout.engines, options.tensor, options.mode, lane, second)
+    placement.check_heads(hf_config, config.second or 1, "tail.tp")
+    layout = placement.place(gpus, ranks, config.rollout.engines, options.tensor, options.mode, config.second)
     if not layout.engines:
         return layout
     placement.check_heads(hf_config, options.tensor)

@@ -121,7 +121,7 @@ class Rollouts:
             recorder.event("data", line)
         self.speculation = Speculation(config.spec, started.learning, started.run_dir / "spec_rule.json")
         canary = started.held_out.get("") or (prompts.rows if prompts else [])
-        pool = open_pool(config, named, started.engines.spare, lambda name: self.engines.restart(name))
+        pool = open_pool(config, named, lambda name: self.engines.restart(name))
         health = open_health(
             config,
             pool,

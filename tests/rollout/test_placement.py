@@ -132,38 +132,20 @@ def test_an_engine_of_two_gpus_and_without_gpus(monkeypatch, tmp_path):
     assert "--enable-memory-saver" in together and "--enable-draft-weights-cpu-backup" not in together
 
 
-def test_a_fast_lane_has_gpus_of_its_own(monkeypatch, tmp_path):
-    lane = {"tail.lane": "2", "tail.rebalance": "kv", "tail.cost_table": "t.json"}
-    config = load(None, {"rollout.engines": "2", "model.path": "m", **lane})
-    found = start(monkeypatch, tmp_path, config, place(tuple("abcdef"), 2, 2, 1, "auto", lane=2))
-    assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["c", "d", "e,f"]
-    assert [process.command[process.command.index("--tp") + 1] for process in found] == ["1", "1", "2"]
-    on_cpu = start(monkeypatch, tmp_path, config, GpuLayout())
-    assert ["--tp" in process.command for process in on_cpu] == [False, False, True]
-    with pytest.raises(ConfigError, match=r"engines=2 x placement.tensor=1 \+ tail.lane=2 needs 4, more than"):
-        place(tuple("abcde"), 2, 2, 1, "apart", lane=2)
-    with pytest.raises(ConfigError, match="tail.lane=2 needs GPUs of its own, but the trainer ranks have all 4"):
-        place(tuple("abcd"), 4, 2, 1, "auto", lane=2)
-    with pytest.raises(ConfigError, match="tail.lane=3 neither divides nor is a multiple of the model's 2 key"):
-        placement.check_heads({"num_attention_heads": 6, "num_key_value_heads": 2}, 3, "tail.lane")
-
-
 def test_a_second_fleet_has_the_gpus_of_the_first(monkeypatch, tmp_path):
     options = {"tail.tp": "1,2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
-    config = load(None, options | {"rollout.engines": "4", "tail.lane": "2"})
-    layout = place(tuple("abcdefgh"), 2, 4, 1, "auto", lane=2, second=2)
-    assert layout.engines == (("c",), ("d",), ("e",), ("f",), ("g", "h")) and layout.second == (("c", "d"), ("e", "f"))
+    config = load(None, options | {"rollout.engines": "4"})
+    layout = place(tuple("abcdef"), 2, 4, 1, "auto", second=2)
+    assert layout.engines == (("c",), ("d",), ("e",), ("f",)) and layout.second == (("c", "d"), ("e", "f"))
     engines = MigratableEngines(config, tmp_path, layout)
-    saver = []
-    for index in range(7):
+    for index in range(6):
         name = list(engines.sizes)[index]
         arguments, _ = engines._command(name, index)
         cards = layout.environment(index)["CUDA_VISIBLE_DEVICES"].split(",")
         assert arguments[arguments.index("--tp") + 1] == str(len(cards))
-        saver.append("--enable-memory-saver" in arguments)
-    assert saver == [True] * 4 + [False] + [True] * 2  # the lane never sleeps
+        assert "--enable-memory-saver" in arguments
     found = start(monkeypatch, tmp_path, config, layout)
-    assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["c", "d", "e", "f", "g,h"]  # not yet
+    assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["c", "d", "e", "f"]  # not yet
     with pytest.raises(ConfigError, match="tail.tp=1,2: two fleets need GPUs without trainer ranks, and those"):
         place(tuple("abcd"), 4, 4, 1, "auto", second=2)
     need = Need(80 * GIB, 0, 14 * GIB, 1 << 17, 8192, 14 * GIB, 3 * GIB)
@@ -190,39 +172,6 @@ def test_calls_of_an_exchange_follow_from_the_engines_caches():
     with pytest.raises(ValueError, match="does not fit into"):
         acts(500_000, 400_000)
     assert calls(GpuLayout(), {}, {}, {}) == ["wake", "push", "move", "sleep"]
-
-
-def test_running_engines_of_the_lane_s_size_are_the_lane(monkeypatch, tmp_path):
-    lane = {"tail.lane": "2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
-    config = load(None, {"rollout.urls": "http://a:1,http://b:2", **lane})
-    sizes = {"http://a:1": 1, "http://b:2": 2}
-    described = lambda url: {"tensor_parallel": sizes[url], "extensions": ["migration"]}  # noqa: E731
-    engine = lambda run, url: SimpleNamespace(describe=lambda: described(url))  # noqa: E731
-    monkeypatch.setattr(MigratableEngines, "_attach", engine)
-    assert MigratableEngines(config, tmp_path, GpuLayout()).spare == ["http://b:2"]
-    for wrong in (1, 4):
-        sizes["http://b:2"] = wrong
-        with pytest.raises(ConfigError, match=f"placement.tensor=1; http://a:1 has 1, http://b:2 has {wrong}$"):
-            MigratableEngines(config, tmp_path, GpuLayout())
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"tail.rebalance": "off"}, "tail.lane=2 needs moves by tail.rule=makespan, but tail.rebalance=off"),
-        ({"tail.rule": "threshold"}, "and tail.rule=threshold"),
-        ({"placement.tensor": "2"}, "tail.lane=2: expected a larger size than placement.tensor=2"),
-        ({"placement.mode": "together"}, "tail.lane=2 needs GPUs of its own, but placement.mode=together"),
-        ({"tail.cost_table": ""}, "tail.lane=2 needs tail.cost_table; rlspec profile --tp 1,2 writes it"),
-        ({"rollout.engine": "embedded"}, "tail.lane=2 is one more SGLang engine; expected rollout.engine=sglang"),
-    ],
-)
-def test_a_lane_that_cannot_be_is_refused(options, line):
-    lane = {"tail.lane": "2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
-    checks.check(load(None, lane))
-    with pytest.raises(ConfigError) as refused:
-        checks.check(load(None, lane | options))
-    assert line in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -92,13 +92,14 @@ def test_groups_of_known_lengths_are_dealt_by_them() -> None:
 
 def test_a_spare_engine_gets_no_request_while_another_engine_is_left() -> None:
     others = [Engine("a"), Engine("b", dies_after=3)]
-    lane = Engine("lane")
-    pool = EnginePool(named([lane, *others]), spare=["lane"])
+    spare = Engine("spare")
+    pool = EnginePool(named([spare, *others]))
+    pool.serve(["a", "b"])
     pool.generate(requests(8), SAMPLING)
-    assert not lane.drawn and len(others[0].drawn) + 3 == 32
+    assert not spare.drawn and len(others[0].drawn) + 3 == 32
     others[0].left = 2
     assert len(pool.generate(requests(8), SAMPLING)) == 32
-    assert len(lane.drawn) == 32 - 2, "no other one is left"
+    assert len(spare.drawn) == 32 - 2, "no other one is left"
 
 
 class Slots(Engine):

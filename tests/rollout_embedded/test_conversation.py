@@ -335,7 +335,8 @@ def test_another_engine_goes_on_where_one_is_lost(model):
 
 def test_a_spare_engine_gets_no_turn_while_another_one_is_left(model):
     spare = Lost(oracle.engine_of(*model, K3))
-    pool = EnginePool({"spare": spare, "a": oracle.engine_of(*model, K3)}, spare=["spare"])
+    pool = EnginePool({"spare": spare, "a": oracle.engine_of(*model, K3)})
+    pool.serve(["a"])
     Conversations(three_turns, pool, Letters()).draw(oracle.requests(PROMPTS), LONG)
     assert spare.answers == 0
 

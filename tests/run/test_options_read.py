@@ -22,7 +22,7 @@ SERVED = {"rollout__engine": "sglang"}
 WARM = {"sft__steps": 1, "sft__samples_per_step": 2, "sft__drafter_only": "false"}
 JUDGED = {"sft__eval_every": 1, "sft__held_out": 2}
 # Chat templates; a cost table of several sizes; what is read before the command line was checked; `check_run` refuses.
-ELSEWHERE = {"data.system_prompt", "tail.cost_table", "tail.tp", "tail.lane", "train.run_dir", "train.resume"}
+ELSEWHERE = {"data.system_prompt", "tail.cost_table", "tail.tp", "train.run_dir", "train.resume"}
 REFUSED = {"sft": {"train.save_best"}, "replay": {"train.save_best"}}
 
 

@@ -128,8 +128,7 @@ class Balancer:
         if taken:
             row = {"began": began - self._began, "from": size, "to": change.tp, "how": change.how, "ms": ms}
             self.sizes.append(row | {"samples": sum(map(len, change.groups))})
-            others = {name: engine for name, engine in self._engines.items() if name not in self._turns.first}
-            self._engines = others | self._turns.second
+            self._engines = dict(self._turns.second)
 
     def _learn(self) -> None:
         """Count the samples that have ended since the last look. Aborted ones say nothing."""

@@ -41,7 +41,6 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
 EXTENSION = "migration"  # by this name `rlspec serve --extensions` loads the engine's part
-LANE = "lane"  # the engine of tail.lane
 Engines = dict[str, MigratableSGLangEngine]
 SECOND = "second-"  # begins the names of the engines of the second size of tail.tp
 
@@ -82,30 +81,20 @@ class FleetEngines(EmbeddedEngines):
 
 
 class MigratableEngines(ServedEngines):
-    """SGLang's engines whose samples move, the lane of `tail.lane`, and the second fleet of `tail.tp`.
-
-    See `StartingEngines`.
-    """
+    """SGLang's engines whose samples move, and the second fleet of `tail.tp`. See `StartingEngines`."""
 
     client = MigratableSGLangEngine
 
     def __init__(self, config: Config, run_dir: Path, layout: GpuLayout) -> None:
-        """Raises ConfigError also for attached engines without migration, or of other sizes than `tail.lane`."""
+        """Raises ConfigError also for attached engines without migration."""
         super().__init__(config, run_dir, layout)
         self._turning: tuple[Engines, Engines] | None = None
-        lane = config.tail.lane
         for url, engine in self._attached.items():
             if EXTENSION not in engine.describe().get("extensions", ()):
                 raise ConfigError(
                     f"tail.rebalance={config.tail.rebalance}, but the engine at {url} was started without "
                     f"--extensions {EXTENSION}"
                 )
-        if self._attached:
-            self.spare = self._of_lane() if lane else []
-            return
-        if lane:
-            self.spare = [LANE]
-            self.sizes[LANE] = lane
         number = config.rollout.engines * config.placement.tensor // config.second if config.second else 0
         self.sizes |= {f"{SECOND}{index}": config.second for index in range(number)}
 
@@ -133,11 +122,7 @@ class MigratableEngines(ServedEngines):
         It starts after them, because SGLang takes its share of the memory that is free then. Raises EngineError as
         `wait`.
         """
-        first = {
-            name: engine
-            for name, engine in engines.items()
-            if isinstance(engine, MigratableSGLangEngine) and name not in self.spare
-        }
+        first = {name: engine for name, engine in engines.items() if isinstance(engine, MigratableSGLangEngine)}
         second: Engines = {}
         try:
             for engine in first.values():
@@ -165,24 +150,12 @@ class MigratableEngines(ServedEngines):
             raise ConfigError(f"tail.tp={','.join(map(str, self._config.tail.tp))}: {error}") from None
         return Turns(planner, *self._turning, steps, pool, health.pusher, health.speculate)
 
-    def _of_lane(self) -> list[str]:
-        """Return which running engines are the fast lane. Raises ConfigError unless all have one of the two sizes."""
-        lane, tensor = self._config.tail.lane, self._config.placement.tensor
-        self.sizes = {url: engine.describe()["tensor_parallel"] for url, engine in self._attached.items()}
-        if set(self.sizes.values()) != {lane, tensor}:
-            held = ", ".join(f"{url} has {size}" for url, size in self.sizes.items())
-            raise ConfigError(
-                f"tail.lane={lane}: expected engines of this tensor-parallel size in rollout.urls, and others of "
-                f"placement.tensor={tensor}; {held}"
-            )
-        return [url for url, size in self.sizes.items() if size == lane]
-
     def _command(self, name: str, index: int) -> tuple[list[str], dict[str, str]]:
         layout = self._layout
-        sleeps = layout.together or (bool(layout.second) and name not in self.spare)
+        sleeps = layout.together or bool(layout.second)
         arguments = [*engine_arguments(self._config, layout, index, sleeps), "--extensions", EXTENSION]
         environment = layout.environment(index)
-        tp = self.sizes[name] if name == LANE or self._config.second else 1
+        tp = self.sizes[name] if self._config.second else 1
         if tp > 1 and not layout.engines:
             arguments += ["--tp", str(tp)]
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(tp)
@@ -195,8 +168,8 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
     if tail.rebalance == "off":
         return None
     cost: CostTable | LearntCost
-    if tail.lane or config.second:
-        cost = CostTable.load(Path(tail.cost_table)).of_sizes(config.sizes)
+    if config.second:
+        cost = CostTable.load(Path(tail.cost_table)).of_sizes(tail.tp)
     elif spec.cost_table:
         cost = CostTable.load(Path(spec.cost_table)).of_engine(config.placement.tensor)
     else:

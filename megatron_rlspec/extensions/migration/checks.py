@@ -20,7 +20,6 @@ def check(config: Config, ranks: int | None = None, because: str = "") -> None:
     for on, option, problems in (
         (tail.rebalance != "off", f"tail.rebalance={tail.rebalance}", _of_moves(config, ranks)),
         (tail.tp != (1,), sizes, _of_sizes(config, ranks, because)),
-        (tail.lane, f"tail.lane={tail.lane}", _of_lane(config)),
         (tail.cost_table, f"tail.cost_table={tail.cost_table}", _of_costs(config)),
     ):
         for wrong, message in problems if on else ():
@@ -44,7 +43,6 @@ def _of_sizes(config: Config, ranks: int | None, because: str) -> Iterator[Probl
     embedded = config.rollout.engine == "embedded"
     if embedded:
         yield tail.tp[0] != 1, ": expected 1 and then multiples of the size before, such as 1,2,4"
-        yield tail.lane, f" and tail.lane={tail.lane}: expected one of the two"
     else:
         yield from _of_second_fleet(config)
     yield from _of_continued_samples(config)
@@ -69,7 +67,11 @@ def _of_second_fleet(config: Config) -> Iterator[Problem]:
         f": the second fleet has the devices of the first, rollout.engines={config.rollout.engines} x "
         f"placement.tensor={tensor}; expected a size that divides {devices}",
     )
-    yield _without_makespan(config), f": a second fleet{_NEEDS_MAKESPAN}{_moves(config)}"
+    yield (
+        tail.rebalance == "off" or tail.rule != "makespan",
+        f": a second fleet needs moves by tail.rule=makespan, but tail.rebalance={tail.rebalance} and "
+        f"tail.rule={tail.rule}",
+    )
     yield (
         config.placement.mode == "together",
         ": the two fleets take turns while the trainer's memory stays; expected placement.mode=apart",
@@ -80,31 +82,10 @@ def _of_second_fleet(config: Config) -> Iterator[Problem]:
     )
 
 
-def _of_lane(config: Config) -> Iterator[Problem]:
-    tail = config.tail
-    tensor = config.placement.tensor
-    yield config.rollout.engine != "sglang", " is one more SGLang engine; expected rollout.engine=sglang, or tail.tp"
-    yield _without_makespan(config), f"{_NEEDS_MAKESPAN}{_moves(config)}"
-    yield tail.lane <= tensor, f": expected a larger size than placement.tensor={tensor}"
-    yield config.placement.mode == "together", " needs GPUs of its own, but placement.mode=together; expected apart"
-    yield not tail.cost_table, f" needs tail.cost_table; rlspec profile --tp {tensor},{tail.lane} writes it"
-
-
 def _of_costs(config: Config) -> Iterator[Problem]:
-    yield len(config.sizes) == 1, " is for sizes in tail.tp, which has none but 1, and tail.lane"
+    yield len(config.tail.tp) == 1, " is for sizes in tail.tp, which has none but 1"
 
 
 def _of_continued_samples(config: Config) -> Iterator[Problem]:
     wrong = config.spec.mode != "off" and config.spec.verifier != "position_keyed"
     yield wrong, " continues samples, which needs spec.verifier=position_keyed"
-
-
-_NEEDS_MAKESPAN = " needs moves by tail.rule=makespan, but "
-
-
-def _without_makespan(config: Config) -> bool:
-    return config.tail.rebalance == "off" or config.tail.rule != "makespan"
-
-
-def _moves(config: Config) -> str:
-    return f"tail.rebalance={config.tail.rebalance} and tail.rule={config.tail.rule}"

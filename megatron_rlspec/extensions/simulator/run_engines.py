@@ -133,10 +133,9 @@ class EngineRun:
             self.waiting.extend(samples)
         else:
             groups: dict[int | str, int] = {}
-            dealt = [engine for engine in engines if not engine.lane]
             for sample in samples:
                 turn = groups.setdefault(sample.group if sample.group >= 0 else sample.id, len(groups))
-                dealt[turn % len(dealt)].give([sample])
+                engines[turn % len(engines)].give([sample])
         for engine in engines:
             self.refill(engine)
             self.wake(engine)
@@ -162,8 +161,6 @@ class EngineRun:
             self.clock.at(engine.now, lambda: self.round(engine))
 
     def refill(self, engine: SimEngine) -> None:
-        if engine.lane:
-            return
         while self.waiting and len(engine.running) + len(engine.filling) + len(engine.waiting) < self.in_flight:
             engine.give([self.waiting.popleft()])
 

@@ -120,7 +120,6 @@ class SimEngine:
     chunk        most tokens of a prefill pass
     max_running  samples that run at once; max_tokens: room in the KV cache
     ranks        GPUs of the engine: its tensor-parallel size
-    lane         whether samples only move to it
     budget       the live object that says which drafts of a tree are verified; None: those with the best scores, as
                  many as the configuration says
     embedded     False: as SGLang, which prefills before it decodes on; the prefill draws the first token, and the
@@ -139,7 +138,6 @@ class SimEngine:
     max_running: int = 256
     max_tokens: int = 1 << 40
     ranks: int = 1
-    lane: bool = False
     budget: TreeBudget | None = None
     embedded: bool = False
 

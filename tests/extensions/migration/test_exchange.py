@@ -117,7 +117,8 @@ def exchanged(
         engine.asleep = engine.empty = True
     for engine in old:
         engine.limit = MIDDLE
-    pool = EnginePool(named([a, b, wide, *([spare] if fails else [])]), spare={*named(new), "spare"})
+    pool = EnginePool(named([a, b, wide, *([spare] if fails else [])]))
+    pool.serve(list(named(old)))
     found: list[Exchange] = []
 
     def push(names: Collection[str]) -> None:

@@ -110,7 +110,7 @@ ANCHORS = {2: {1: 15.37, 32: 24.41, 128: 60.0}, 8: {1: 9.64, 128: 30.87}}
 
 
 def of_sizes(**options) -> Rebalancer:
-    """Engines of size 2, and a fast lane of size 8."""
+    """Engines of size 2, and one of size 8."""
     here = Provenance(model="m", hardware="A40", dtype="bfloat16", engine="e", engine_version="", date="2026-01-01")
     rounds = []
     for tp, line in ANCHORS.items():
@@ -122,18 +122,18 @@ def of_sizes(**options) -> Rebalancer:
     return Rebalancer(table, [OFF], **options)
 
 
-def test_stragglers_go_to_the_fast_lane_where_that_pays():
+def test_stragglers_go_to_a_larger_size_where_that_pays():
     rule = of_sizes(transport=Transport(5.25, 131072))
-    lane = replace(engine("lane", []), tp=8)
-    moves = rule.plan([engine("a", [4000]), engine("b", [4100]), lane], Lengths(), 16384)
-    assert {(move.source, move.target) for move in moves} == {("a", "lane"), ("b", "lane")}
-    assert not rule.plan([engine("a", [4000]), engine("b", [4100]), replace(lane, tp=2)], Lengths(), 16384)
-    assert not rule.plan([engine("a", [16370]), engine("b", [16372]), lane], Lengths(), 16384)  # they end soon
+    wide = replace(engine("wide", []), tp=8)
+    moves = rule.plan([engine("a", [4000]), engine("b", [4100]), wide], Lengths(), 16384)
+    assert {(move.source, move.target) for move in moves} == {("a", "wide"), ("b", "wide")}
+    assert not rule.plan([engine("a", [4000]), engine("b", [4100]), replace(wide, tp=2)], Lengths(), 16384)
+    assert not rule.plan([engine("a", [16370]), engine("b", [16372]), wide], Lengths(), 16384)  # they end soon
     slow = of_sizes(transport=Transport(0.001, 131072), modes=["kv"])
-    assert not slow.plan([engine("a", [4000]), engine("b", [4100]), lane], Lengths(), 16384)
+    assert not slow.plan([engine("a", [4000]), engine("b", [4100]), wide], Lengths(), 16384)
     others = [engine("a", [], free=10**7), engine("b", [], free=10**7)]
-    back = rule.plan([*others, replace(engine("lane", [400] * 128), tp=8)], Lengths(), 16384)
-    assert {move.source for move in back} == {"lane"}  # many samples are faster on the others
+    back = rule.plan([*others, replace(engine("wide", [400] * 128), tp=8)], Lengths(), 16384)
+    assert {move.source for move in back} == {"wide"}  # many samples are faster on the others
 
 
 def test_rounds_correct_the_costs_of_their_engine_s_size():
@@ -158,9 +158,9 @@ def test_rounds_correct_the_costs_of_their_engine_s_size():
 
 @settings(max_examples=15)
 @given(fleets(most_engines=3, most_samples=12), st.sampled_from([0.001, 0.1, 40.0]), st.booleans(), st.integers(0, 3))
-def test_moves_between_sizes_save_time_with_their_cost_and_are_not_undone(loads, bandwidth, known, lane):
+def test_moves_between_sizes_save_time_with_their_cost_and_are_not_undone(loads, bandwidth, known, wide):
     """What a plan's first step saves is computed again here, from the finishes of engines before and after it."""
-    loads = [replace(load, tp=8 if i == lane else 2) for i, load in enumerate(loads)]
+    loads = [replace(load, tp=8 if i == wide else 2) for i, load in enumerate(loads)]
     rule = of_sizes(transport=Transport(bandwidth, 150_000, 2.0))
     lengths = of_past_rollouts() if known else Lengths()
     moves = rule.plan(loads, lengths, 512)

@@ -410,7 +410,7 @@ def test_a_mover_changes_the_tensor_parallel_size_of_running_samples(
         engine.set_schedule(k(3))
     ways: set[tuple[str, str]] = set()
     for number in range(10):
-        asked = fresh(6, f"lane{number}", 9700 + 10 * number)
+        asked = fresh(6, f"size{number}", 9700 + 10 * number)
         pool = EnginePool(engines)
         found: list[Live] = []
         pool.balance = lambda owner: found.append(Live(owner, engines, random.Random(5))) or found[0]  # noqa: B023

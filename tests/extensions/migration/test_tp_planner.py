@@ -139,34 +139,34 @@ def test_a_change_is_not_followed_by_its_reverse(groups, ended, weights_ms):
         assert plan.decide(there, change.tp, lengths, 16384) is None
 
 
-def choice(*groups: list[int], lane: bool, switch: bool = True, cap: int = 16384, gigabytes: float = 5.25):
+def choice(*groups: list[int], wide: bool, switch: bool = True, cap: int = 16384, gigabytes: float = 5.25):
     sizes = table()
     moving = Rebalancer(sizes, [OFF], Transport(gigabytes, 131072), modes=["kv"])
     situation = [replace(load, tp=2, free_tokens=10**8) for load in loads(*groups)]
-    if lane:
-        situation.append(Load("lane", (), 0, 10**8, 1, 8))
+    if wide:
+        situation.append(Load("wide", (), 0, 10**8, 1, 8))
     return choose(moving, planner() if switch else None, situation, Lengths(), cap)
 
 
-def test_the_cheapest_of_stay_lane_and_switch_is_chosen():
+def test_the_cheapest_of_stay_move_and_switch_is_chosen():
     few = [4000], [4010], [], []
-    fast = choice(*few, lane=True)
-    assert way(fast) == "move" and {move.target for move in fast.moves} == {"lane"}
+    fast = choice(*few, wide=True)
+    assert way(fast) == "move" and {move.target for move in fast.moves} == {"wide"}
     assert fast.saving_ms == pytest.approx(12290 * (15.37 - 9.8), rel=0.05)
-    slower = choice(*few, lane=True, gigabytes=0.5)
+    slower = choice(*few, wide=True, gigabytes=0.5)
     assert fast.saving_ms - slower.saving_ms == pytest.approx(8210 * 131072 * (1 / 0.5 - 1 / 5.25) / 1e6)
-    switched = choice(*few, lane=False)
+    switched = choice(*few, wide=False)
     assert way(switched) == "switch" and switched.change.tp == 8 and 0 < switched.saving_ms < fast.saving_ms
-    assert way(choice(*few, lane=False, switch=False)) == "stay"
-    assert way(choice(*few, lane=True, gigabytes=0.0005)) == "switch"  # the way to the lane is too slow
-    assert way(choice([16370], [16370], [], [], lane=True)) == "stay"  # they end soon
-    assert way(choice(*[[4000] * 32] * 4, lane=False)) == "stay"
+    assert way(choice(*few, wide=False, switch=False)) == "stay"
+    assert way(choice(*few, wide=True, gigabytes=0.0005)) == "switch"  # the way to the wide engine is too slow
+    assert way(choice([16370], [16370], [], [], wide=True)) == "stay"  # they end soon
+    assert way(choice(*[[4000] * 32] * 4, wide=False)) == "stay"
 
 
 @settings(max_examples=10)
 @given(st.lists(st.lists(st.integers(0, 8000), max_size=8), min_size=4, max_size=4), st.booleans())
-def test_what_is_chosen_saves_more_than_it_costs(groups, lane):
-    found = choice(*groups, lane=lane)
+def test_what_is_chosen_saves_more_than_it_costs(groups, wide):
+    found = choice(*groups, wide=wide)
     assert found.saving_ms >= 0 and (way(found) == "stay") == (not found.moves and found.change is None)
     if found.change is not None:
         assert found.change.cost_ms < found.change.stay_ms - (found.change.finish_ms - found.change.cost_ms)

@@ -12,7 +12,6 @@ from megatron_rlspec.extensions.simulator.events import Clock
 from megatron_rlspec.extensions.simulator.run_engines import MoveCost, run_engines
 from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel
 from megatron_rlspec.extensions.simulator.sim_engine import Durations, SimEngine, SimSample
-from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, Prompt, Sample, SpecConfig, SpecSchedule
@@ -95,46 +94,6 @@ def test_moves_of_the_live_rebalancer_shorten_a_skewed_rollout(how):
     moved, stayed = run(True), run(False)
     assert moved.moves and {move.how for _, move in moved.moves} == {how}
     assert moved.makespan_ms < stayed.makespan_ms and moved.tokens == stayed.tokens == 48 * 400
-
-
-# PAT, figure 4: ms a token at tensor-parallel sizes 2 and 8, by the samples of one engine.
-PAT = {2: {1: 15.37, 32: 24.41}, 8: {1: 9.64, 128: 30.87}}
-
-
-def of_sizes() -> CostTable:
-    here = Provenance(model="m", hardware="A40", dtype="bfloat16", engine="e", engine_version="", date="2026-01-01")
-    batches = (1, 2, 4, 8, 16, 32, 64, 128)
-    rounds = []
-    for tp, line in PAT.items():
-        per_sample = (max(line.values()) - min(line.values())) / (max(line) - 1)
-        rounds += [RoundCost(tp, n, n * m, OFF, line[1] + per_sample * (n - 1)) for n in batches for m in (512, 16384)]
-    return CostTable(here, rounds)
-
-
-def makespan(lengths, narrow: int, lane: bool, cap: int) -> float:
-    table = of_sizes()
-
-    def of(name: str, tp: int, **options) -> SimEngine:
-        durations = Durations(table.at(tp), [OFF])
-        rng = np.random.default_rng(0)
-        return SimEngine(name, durations, SpecSchedule.fixed(OFF), PLAIN, rng, ranks=tp, **options)
-
-    engines = [of(f"e{i}", 2) for i in range(narrow)] + ([of("lane", 8, lane=True)] if lane else [])
-    transport = Transport(5.0, 131072)
-    planner = Rebalancer(table, [OFF], transport, modes=["kv"])
-    trace = run_engines(samples(lengths), engines, cap, rebalancer=planner, every=64, cost=MoveCost(131072, 5.0, 30.0))
-    assert trace.tokens == lengths.sum() and not (lane and not trace.moves)
-    return trace.makespan_ms
-
-
-def test_the_last_samples_end_earlier_on_a_fast_lane():
-    """Four engines of size 2 with a lane of size 8, against four and eight of size 2. The median is 148 tokens."""
-    cap = 2048
-    lengths = np.minimum(np.random.default_rng(1).lognormal(5.0, 1.2, 32).astype(int) + 1, cap)
-    fast = makespan(lengths, 4, lane=True, cap=cap)
-    gains = [makespan(lengths, narrow, lane=False, cap=cap) / fast for narrow in (4, 8)]
-    print(f"as fast with the lane: {gains[0]:.2f} times as without, {gains[1]:.2f} times as with as many GPUs")
-    assert gains[0] > 1.3 and gains[1] > 1.2
 
 
 def test_the_live_rule_speculates_for_few_and_stops_for_many():

@@ -60,7 +60,7 @@ class Change:
 class Choice:
     """What is done for the last samples of engines that cannot change their size; nothing without moves and a change.
 
-    moves      between the engines that are awake, a fast lane among them
+    moves      between the engines that are awake
     change     another fleet on the same devices takes over (`exchange`)
     saving_ms  by which the last sample is expected to end earlier, the cost of the way included
     """
