@@ -213,7 +213,7 @@ class Bench:
             )
             draw(self.engines[drafts], self.prompts, self.sampling, "warm-up")  # the first use of memory takes longer
         engine = self.engines[drafts]
-        engine.rounds.sharpness.fix(self.sharpness)
+        engine.rounds.sharpness = self.sharpness
         if tensors:
             self.version += 1
             engine.update_weights(self.version, tensors.items(), "drafter")

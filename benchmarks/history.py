@@ -81,7 +81,7 @@ def engine_of(
         draft_words=words(tensors, hf_config) if DRAFTER in hf_config else None,
     )
     # Drafts of the run's last step were argmax(s · log q + noise) with this s.
-    engine.rounds.sharpness.fix(read_records(run_dir / "metrics.jsonl")[-1].get("spec/sharpness", SHARPNESS[0]))
+    engine.rounds.sharpness = read_records(run_dir / "metrics.jsonl")[-1].get("spec/sharpness", SHARPNESS[0])
     return engine
 
 

@@ -356,7 +356,7 @@ class Work:
                 tensors = {key: file[key] for key in file}
             counts = {key: int(tensors.pop(key)) for key in ("updates", "age")}
             sharpness = float(tensors.pop("sharpness"))
-        engine.rounds.sharpness.fix(sharpness)
+        engine.rounds.sharpness = sharpness
         found = compare.measure(
             engine, {name: tensors}, prompts, Sampling(max_new_tokens=384), (DRAFTS,), version=2 + number
         )

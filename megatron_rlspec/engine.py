@@ -47,7 +47,7 @@ class EngineDescription(TypedDict):
     configs           the speculative configurations that it can switch between, each (num_steps, topk,
                       num_draft_tokens)
     draft_vocabulary  how many words drafts are chosen from; 0: all
-    sharpness         of coupled drafts: the one that is known to be best (docs/losslessness.md)
+    sharpness         of coupled drafts (docs/losslessness.md)
     eagle3            of an EAGLE-3 drafter: `taps`, the layers of the target whose inputs it reads, and `words`, the
                       fingerprint of the tokens that it drafts from; {} or absent without one
     extensions        of an SGLang engine: the names that `rlspec serve --extensions` was given

@@ -278,7 +278,7 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
         raise ConfigError(f"spec.tree_budget={config.spec.tree_budget}: this command drafts chains only; expected none")
     spec = config.spec.config()
     try:
-        engine = kind(
+        return kind(
             hf_config,
             weights_of(tensors),
             dtype=getattr(torch, config.model.dtype),
@@ -297,8 +297,6 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    engine.rounds.sharpness.learns = engine.rounds.coupled and not config.drafter.train
-    return engine
 
 
 def engine_arguments(config: Config, layout: GpuLayout, index: int = 0, sleeps: bool = False) -> list[str]:

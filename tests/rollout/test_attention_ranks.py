@@ -69,7 +69,7 @@ def test_rules_on_two_ranks_learn_the_same_from_late_rounds():
         for decider, counts in zip(deciders, accepted, strict=True):
             if due[0][0] is not None:
                 decider.learn(due[0][0], joint.accepted, joint.others)
-            ran = DecodeRound(SpecConfig(3), 5, None, None, decider.late.begin(SpecConfig(3)), 3)
+            ran = DecodeRound(SpecConfig(3), 5, None, decider.late.begin(SpecConfig(3)), 3)
             if decider is deciders[1]:
                 decider.observe(ran, counts, 0)
             else:

@@ -11,6 +11,7 @@ import torch
 
 from megatron_rlspec.config import load
 from megatron_rlspec.losses.drafter import Student
+from megatron_rlspec.models.config import ModelConfigError, sharpness_of
 from megatron_rlspec.noise import draw, uniform
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.run.speculating import Speculation
@@ -155,18 +156,21 @@ def test_a_flat_drafter_needs_sharper_drafts_and_a_close_one_does_not(model):
     assert weak[1][1] > rounds((config, flat), PLAIN, drafts="argmax")[1]
 
 
-def test_an_engine_learns_the_sharpness_from_its_rounds(model):
-    """It begins with the one that config.json states."""
+def test_an_engine_drafts_with_the_sharpness_that_config_json_states_until_a_rule_names_one(model):
     config, tensors = model
-    flat = dict(tensors)
-    flat["model.mtp_layers.0.final_layernorm.weight"] = tensors["model.mtp_layers.0.final_layernorm.weight"] * 0.3
-    requests = [Request(f"{i}", Prompt(i, np.arange(1, 9)), 977 * i) for i in range(64)]
-    for used, stated, best in ((tensors, None, 1.0), (flat, 1.5, 2.0)):
-        engine = oracle.engine_of(config | {"rlspec_sharpness": stated}, used, CHAIN, max_running_requests=64)
-        assert engine.describe()["sharpness"] == (stated or 2.0)
-        engine.rounds.sharpness.learns = True
-        engine.generate(requests, Sampling(max_new_tokens=100, ignore_eos=True))
-        assert engine.describe()["sharpness"] == best
+    for stated in (None, 1.5):
+        engine = oracle.engine_of(config | {"rlspec_sharpness": stated}, tensors, CHAIN)
+        rule = {"schedule": SpecSchedule.fixed(CHAIN).to_json()}
+        for given, expected in (({}, stated or SHARPNESS[0]), ({"sharpness": 1.0}, 1.0), ({}, 1.0)):
+            engine.set_spec_rule(rule | given)
+            assert engine.describe()["sharpness"] == expected
+
+
+@pytest.mark.parametrize("stated", ["2", [2], True, -1, 0, float("nan"), 101])
+def test_a_sharpness_that_is_none_is_refused(stated):
+    assert sharpness_of({}) == SHARPNESS[0] and sharpness_of({"rlspec_sharpness": 1}) == 1.0
+    with pytest.raises(ModelConfigError, match="rlspec_sharpness=.*expected a number above 0"):
+        sharpness_of({"rlspec_sharpness": stated})
 
 
 @pytest.mark.parametrize("mode", ["fixed", "adaptive"])

@@ -39,8 +39,7 @@ def test_drafts_are_those_of_the_embedded_engine_before_and_after_pushes(tmp_pat
     process = launch(
         model,
         tmp_path / "engine.log",
-        # A given sharpness is not learned, and the embedded engine here learns none.
-        arguments=[*SERVE, "--candidate-steps", "0,1,3", "--draft-vocabulary", str(SIZE), "--sharpness", "2"],
+        arguments=[*SERVE, "--candidate-steps", "0,1,3", "--draft-vocabulary", str(SIZE)],
         environment={"OMP_NUM_THREADS": "1"},
     )
     torch.set_num_threads(1)

@@ -204,7 +204,7 @@ class EmbeddedEngine:
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         with self._lock:
             self.choice.set_rule(rule)
-            self.rounds.sharpness.fix(rule.get("sharpness"))
+            self.rounds.sharpness = rule.get("sharpness") or self.rounds.sharpness
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
         with self._lock:
@@ -230,7 +230,7 @@ class EmbeddedEngine:
         return {
             "verifier": self.rounds.verifier,
             "drafts": "coupled" if self.rounds.coupled else "argmax",
-            "sharpness": self.rounds.sharpness.best,
+            "sharpness": self.rounds.sharpness,
             "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.choice.candidates],
             "speculative": bool(self.arch.draft_layers),
             "tensor_parallel": self.model.comm.size,

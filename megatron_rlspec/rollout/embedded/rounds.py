@@ -12,7 +12,6 @@ from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
 from megatron_rlspec.rollout.embedded.draft import Ahead
 from megatron_rlspec.rollout.embedded.verify import Committed
 from megatron_rlspec.speculation.acceptance import top
-from megatron_rlspec.speculation.sharpness import SharpnessChoice
 from megatron_rlspec.types import OFF, SHARPNESS, Drafts, Sampling, SpecConfig, Verifier
 
 Knobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # temperature, top_p, top_k, min_p
@@ -54,7 +53,7 @@ class RoundRunner:
         self.model = cache.model
         self.verifier = verifier
         self.coupled = drafts == "coupled" and verifier == "position_keyed"
-        self.sharpness = SharpnessChoice(sharpness, learns=False)
+        self.sharpness = sharpness
         self.budget = budget
         self.prefill_chunk = prefill_chunk
         rows = len(cache.length)
@@ -185,7 +184,6 @@ class RoundRunner:
         """Draft, verify and commit at least one token for every row."""
         cache = self.cache
         self.before[rows] = cache.length[rows]
-        self.sharpness.begin(config)
         read = self._read(rows, self.columns(rows, config))
         fresh = len(rows) - (len(ahead.rows) if ahead is not None else 0)
         if fresh:
@@ -206,7 +204,6 @@ class RoundRunner:
             taken = path[i, : count + 1]
             cache.commit(row, targets[i, taken], taken, tree.tokens.shape[1])
             committed.append(Committed(targets[i, taken], logprobs[i, taken], count))
-        self.sharpness.observe(self.sharpness.counted, config, accepted.tolist())
         return committed
 
     def _check(self, rows: np.ndarray) -> list[Committed]:
@@ -273,7 +270,7 @@ class RoundRunner:
             pick = sampled
         elif self.coupled:
             seeds = self._to(self.seeds[rows, 0])
-            coupling = draft.Coupling(seeds, start - 1, *self._sampling(rows), words, self.sharpness.value)
+            coupling = draft.Coupling(seeds, start - 1, *self._sampling(rows), words, self.sharpness)
             pick = draft.coupled(config.topk, coupling)
         else:
             pick = draft.likeliest(config.topk)

@@ -25,8 +25,7 @@ class Settings:
     off: bool = True  # whether a rule may choose to draft nothing; `hold` may in any case
     deliveries: bool = False  # remember the fingerprints of what each push gave to the models' loaders
     drafts: Drafts = "coupled"  # with the verifier position_keyed
-    sharpness: float = SHARPNESS[0]  # of coupled drafts, to begin with
-    learns_sharpness: bool = True  # from rounds, until a rule names one
+    sharpness: float = SHARPNESS[0]  # of coupled drafts, until a rule names one
     architectures: tuple[str, ...] = ()  # import SGLang's files of these alone; (): all its files
     loopback: bool = False  # torch's stores listen on the loopback address only
     extensions: tuple[str, ...] = ()  # names of those that every process imports (`extensions.py`)

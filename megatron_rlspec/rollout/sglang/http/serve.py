@@ -111,7 +111,7 @@ def parser() -> Parser:
         "--sharpness",
         type=number(0, 100),
         default=0.0,
-        help="of coupled drafts; 0: as the drafter's training chose, and then as its rounds show",
+        help="of coupled drafts; 0: as the drafter's training chose, else 2",
     )
     p.add_argument(
         "--max-running-requests",
@@ -180,7 +180,6 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         settings,
         architectures=_architectures(options.model, options.draft_model),
         sharpness=_sharpness(options),
-        learns_sharpness=not options.sharpness,
         extensions=extensions_of(options.extensions),
     )
     os.environ.update(settings.to_environment())

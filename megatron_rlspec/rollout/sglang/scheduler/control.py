@@ -125,7 +125,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "sglang": importlib.metadata.version("sglang"),
         "verifier": settings.verifier,
         "drafts": "coupled" if coupled.active(settings) else "argmax",
-        "sharpness": decisions.decider.sharpness.best,
+        "sharpness": decisions.decider.sharpness,
         "controller": type(adaptive).__name__ if adaptive is not None else "",
         "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in decisions.decider.candidates],
         "speculative": worker is not None,

@@ -134,8 +134,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         else:
             self._decided = True
             result = self._forward(batch, on_publish, *args, **kwargs)
-        counted = decisions.decider.sharpness.counted
-        result.rlspec_round = DecodeRound(self._config, self._context, self._drafting, counted, *self._together)
+        result.rlspec_round = DecodeRound(self._config, self._context, self._drafting, *self._together)
         return result
 
     def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:

@@ -68,7 +68,7 @@ class _Rows:
 
     @classmethod
     def of(cls, info: Any) -> _Rows:
-        sharpness = torch.full_like(info.temperatures, decisions.decider.sharpness.value)
+        sharpness = torch.full_like(info.temperatures, decisions.decider.sharpness)
         return cls(info.sampling_seed, info.temperatures, info.top_ks, sharpness, info.top_ps, info.min_ps, info)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.speculation.sharpness import SharpnessChoice
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 
@@ -22,16 +21,14 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 class DecodeRound:
     """What one decode round ran.
 
-    drafting   indices of the requests whose drafter had caught up; None: all of them
-    sharpness  `SharpnessChoice.counted`
-    number     the round's number from 1, by which all ranks know it; 0 where ranks do not share their rounds, and
-    requests   those of all ranks
+    drafting  indices of the requests whose drafter had caught up; None: all of them
+    number    the round's number from 1, by which all ranks know it; 0 where ranks do not share their rounds, and
+    requests  those of all ranks
     """
 
     config: SpecConfig
     context_tokens: int
     drafting: list[int] | None
-    sharpness: float | None = None
     number: int = 0
     requests: int = 0
 
@@ -82,8 +79,7 @@ class Decider:
         self.rule: SpecRule | None = None
         self.stock: Any = None  # SGLang's own rule, while it decides
         self._stock: Any = None  # the same, with what it has learnt
-        coupled = settings.verifier == "position_keyed" and settings.drafts == "coupled"
-        self.sharpness = SharpnessChoice(settings.sharpness, learns=coupled and settings.learns_sharpness)
+        self.sharpness = settings.sharpness  # of coupled drafts
         self.ranks = 0  # tensor-parallel size
         self.late = LateRounds()
         self._most: dict[SpecConfig, int] = {}  # the largest batch with captured graphs, where graphs are limited
@@ -143,7 +139,7 @@ class Decider:
         rule.limit(self._most)
         self.rule = rule
         self.stock = None
-        self.sharpness.fix(sharpness)
+        self.sharpness = sharpness or self.sharpness
 
     def hold(self, reason: str) -> None:
         """Run `OFF` until `held` is "" again. Rules that are set meanwhile decide after that. Raises ValueError."""
@@ -156,15 +152,12 @@ class Decider:
     def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None) -> tuple[SpecConfig, int]:
         """Return the next round's configuration, and how many requests' drafters have to catch up before it."""
         if self.held:
-            config, catch_up = OFF, 0
-        elif self.stock:
-            config, catch_up = SpecConfig(self.stock.get_steps_for_batch(batch)), batch
-        else:
-            assert self.rule is not None, "`start` makes the first rule"
-            config = self.rule.choose(batch, context_tokens, missed)
-            catch_up = self.rule.catch_up
-        self.sharpness.begin(config)
-        return config, catch_up
+            return OFF, 0
+        if self.stock:
+            return SpecConfig(self.stock.get_steps_for_batch(batch)), batch
+        assert self.rule is not None, "`start` makes the first rule"
+        config = self.rule.choose(batch, context_tokens, missed)
+        return config, self.rule.catch_up
 
     def timed(self, ran: DecodeRound, batch: int, ms: float) -> None:
         """Let a rule with a cost table learn the duration of a round, if this engine has one rank: clocks differ."""
@@ -174,7 +167,6 @@ class Decider:
 
     def observe(self, ran: DecodeRound, accepted: Sequence[int], others: int) -> None:
         """Take what requests of this rank accepted in a round. The last arguments are those of `SpecRule.observe`."""
-        self.sharpness.observe(ran.sharpness, ran.config, accepted)
         if ran.number:
             self.late.keep(ran.number, accepted, others)
         elif self.rule is not None and not self.held:
