@@ -24,7 +24,6 @@ from megatron_rlspec.speculation.probing import MARGIN, PROBE_SHARE, CatchUp, Pr
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
-VERSION = 1
 PATIENCE = 8  # rounds after which a gain of exactly MARGIN leads to a switch
 CATCH_UP_WEIGHT = 0.1  # share of the one-time catch-up cost that staying off must lose before drafting starts
 REPAID = 1000  # rounds of drafting that must repay catching up by a corrected table; else staying off must lose it all
@@ -88,9 +87,6 @@ class _Tally:
     rounds: dict[SpecConfig, int] = field(default_factory=dict)
     switches: int = 0
     probes: int = 0
-    emitted: int = 0  # tokens
-    drafting: int = 0  # sum over rounds of the requests with observed drafts
-    accepted: int = 0  # drafts of these requests
     ms: float = 0.0
     tokens: float = 0.0
     lost_ms: float = 0.0  # compared with the best candidate
@@ -318,20 +314,16 @@ class SpecRule:
 
         `others` counts the requests of the round for which the drafter had not caught up. They had no drafts.
         """
-        tally = self._tally
-        tally.emitted += len(accepted) + others
         if config.num_steps == 0 or not accepted:
             return
         histogram = histogram_of(config.num_steps, accepted)
         drafts = sum(i * n for i, n in enumerate(histogram))
         self.acceptance.observe_histogram(config.num_steps, histogram, max(self._unseen, 1))
         self._unseen = 0
-        tally.emitted += drafts
-        tally.drafting += len(accepted)
-        tally.accepted += drafts
         if self.schedule is None:
             self._tokens = _expected(self.acceptance, self.candidates)
-            tally.probe_ms -= self.probe_budget.refund(config, drafts / len(accepted), len(accepted), others)
+            refund = self.probe_budget.refund(config, drafts / len(accepted), len(accepted), others)
+            self._tally.probe_ms -= refund
 
     def report(self) -> dict[str, Any]:
         """Return the choices since the last report, as JSON. `estimated_regret` uses the rule's own predictions."""
@@ -341,8 +333,6 @@ class SpecRule:
             "rounds": {str(config): n for config, n in sorted(tally.rounds.items())},
             "switches": tally.switches,
             "probes": tally.probes,
-            "tokens_per_drafting_round": 1 + tally.accepted / tally.drafting if tally.drafting else None,
-            "emitted_tokens": tally.emitted,
             "acceptance": [round(rate, 4) for rate in self.acceptance.rates],
             "probing": self.probe_budget.to_json(),
         }
@@ -359,7 +349,6 @@ class SpecRule:
     def to_json(self) -> dict[str, Any]:
         """Return settings and learned state, for `from_json`."""
         data: dict[str, Any] = {
-            "version": VERSION,
             "candidates": [_triple(c) for c in self.candidates],
             "start": _triple(self.candidates[self._current]) if self._current >= 0 else None,
             "probe_share": self.probe_budget.share,
@@ -381,13 +370,11 @@ class SpecRule:
         Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and one of `table`, `roofline`, `learnt`
         (a `LearntCost`) and `schedule`. `table` is a path or a table's own JSON; `tp` selects one TP of it. Optional:
         `start`, `probe_share`, `acceptance`, `forecast` (rates a_1.. of the next rollout),
-        `probing` (as in `report`), `correct` (the table, by the durations of own rounds), `version`.
+        `probing` (as in `report`), `correct` (the table, by the durations of own rounds).
         """
         unknown = set(data) - _KEYS
         if unknown:
             raise ValueError(f"speculation rule: unknown field {min(unknown)!r}, expected among {sorted(_KEYS)}")
-        if data.get("version", VERSION) != VERSION:
-            raise ValueError(f"speculation rule: version {data['version']!r}, but this release reads version {VERSION}")
         if "candidates" not in data:
             raise ValueError("speculation rule: no field 'candidates'")
         names = ("probe_share", "forecast", "correct")
@@ -446,7 +433,7 @@ class SpecRule:
 
 
 _KEYS = {
-    "version", "candidates", "start", "probe_share", "acceptance",
+    "candidates", "start", "probe_share", "acceptance",
     "table", "tp", "roofline", "learnt", "schedule", "forecast", "probing", "correct",
 }  # fmt: skip
 _COSTS = {"table": CostTable, "roofline": Roofline, "learnt": LearntCost}

@@ -123,7 +123,7 @@ def test_a_probe_lets_few_drafters_catch_up_and_a_switch_lets_all():
     asked, read, _ = run(4000, 0.0)
     report = rule.report()
     assert len(asked) == report["probes"] > 20 and max(asked) < 64
-    assert report["probe_share"] <= 0.01 and report["emitted_tokens"] == 64 * 4000
+    assert report["probe_share"] <= 0.01
     assert read < 0.08 * 64 * 4000 and report["catch_up_share"] <= 0.04 * 0.08
     asked, _, chosen = run(400, 0.9)
     assert chosen[-1].num_steps >= 3 and asked[-1] == 64 and not behind.any()
@@ -244,7 +244,6 @@ def test_json_carries_settings_and_learned_state(tmp_path):
         ({"table": "none.json"}, "candidates"),
         ({"candidates": [[1, 1, 2]]}, "exactly one of"),
         ({"candidates": [[1, 1, 2]], "colour": 1}, "unknown field 'colour'"),
-        ({"candidates": [[1, 1, 2]], "version": 7}, "version 7"),
         ({"candidates": [[1, 1, 2]], "table": "none.json"}, "none.json: No such file"),
         ({"candidates": [[1, 1, 2]], "roofline": H20.to_json(), "start": [3, 1, 4]}, "start=k3 is not among"),
         ({"candidates": [[1, 1, 2], [1, 2, 3]], "roofline": H20.to_json()}, "mix topk"),
@@ -272,7 +271,6 @@ def test_the_report_counts_and_starts_again():
     engine.run(100, batch=4)
     report = engine.rule.report()
     assert sum(report["rounds"].values()) == 100
-    assert report["emitted_tokens"] == engine.tokens
     assert report["predicted_ms"] == pytest.approx(engine.ms)
     assert report["predicted_tokens"] == pytest.approx(engine.tokens, rel=0.1)
     assert 0 <= report["estimated_regret"] < 0.05

@@ -148,7 +148,6 @@ class AcceptanceBody(Strict):
 class SpecRuleBody(Strict):
     """`speculation.rule.SpecRule.from_json`; the scheduler checks what depends on the engine."""
 
-    version: int | None = None
     candidates: list[Config] = Field([], max_length=256)
     start: Config | None = None
     probe_share: Share = 0.0
