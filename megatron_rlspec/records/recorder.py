@@ -10,7 +10,6 @@ import platform
 import shlex
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,34 +51,6 @@ class Clock:
         seconds = self._seconds
         self._seconds = {}
         return {f"seconds_{part}": value for part, value in seconds.items()}
-
-
-class RewardWatch:
-    """Find a reward that has halved: the mean over `WINDOW` steps, against the best such mean of earlier steps."""
-
-    WINDOW = 5
-
-    def __init__(self, earlier: Sequence[float] = ()) -> None:
-        """`earlier`: the rewards of the steps before a resume."""
-        self._newest: deque[float] = deque(maxlen=self.WINDOW)
-        self._best = 0.0
-        self._told = False
-        for reward in earlier:
-            self.observe(reward)
-
-    def observe(self, reward: float) -> str:
-        """Return a line when the reward has halved, "" otherwise. It comes again only after a recovery."""
-        self._newest.append(reward)
-        if len(self._newest) < self.WINDOW:
-            return ""
-        mean = sum(self._newest) / self.WINDOW
-        self._best = max(self._best, mean)
-        halved = mean < self._best / 2
-        told = self._told
-        self._told = halved
-        if not halved or told:
-            return ""
-        return f"the reward has halved: {mean:.3f} over the last {self.WINDOW} steps, {self._best:.3f} at its best"
 
 
 class Recorder:

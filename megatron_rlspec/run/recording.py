@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rlspec import files
 from megatron_rlspec.config import Config
 from megatron_rlspec.records.live import line, saved_line
-from megatron_rlspec.records.recorder import Clock, Decode, Recorder, RewardWatch, read_records
+from megatron_rlspec.records.recorder import Clock, Decode, Recorder, read_records
 from megatron_rlspec.records.sinks import open_sinks
 from megatron_rlspec.types import Sample
 
@@ -44,8 +44,6 @@ class Records:
         run_dir = Path(config.train.run_dir)
         self.recorder = Recorder(run_dir, done, partial(open_sinks, config, run_dir, done))
         self.recorder.started(done)
-        earlier = read_records(run_dir / "metrics.jsonl")
-        self._reward_watch = RewardWatch([r["rollout/reward"] for r in earlier if "rollout/reward" in r])
         files.write(run_dir / "config.json", config.model_dump_json(indent=1))
 
     def close(self, done: int) -> None:
@@ -86,8 +84,6 @@ class Records:
         if skipped:
             self.recorder.event("loss", f"step {step + 1}: {self.why_bad}; step skipped")
         record = dict(values) | self.clock.drain()
-        if "rollout/reward" in record and (halved := self._reward_watch.observe(record["rollout/reward"])):
-            self.recorder.event("reward", f"step {step + 1}: {halved}")
         if samples and decode is not None:
             shown = samples[:: max(1, len(samples) // SHOWN_TEXTS)][:SHOWN_TEXTS]
             self.recorder.samples(step, shown, decode)

@@ -10,7 +10,6 @@ from megatron_rlspec.commands import compare
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.files import FileError
 from megatron_rlspec.models.hf_files import read_hf, write_hf
-from megatron_rlspec.records.recorder import RewardWatch
 from megatron_rlspec.speculation.acceptance import accept_length
 
 
@@ -160,12 +159,3 @@ def test_answers_of_one_token_are_one_line(start, tmp_path):
     assert not (tmp_path / "o.json").exists()
     some = np.array([[0, 0]] * 300 + [[3, 1]])  # half of the resamples hold no round
     assert np.isfinite([*vars(compare.estimate(some)).values()]).all()
-
-
-def test_a_reward_that_halves_is_told_once():
-    watch = RewardWatch()
-    told = [watch.observe(reward) for reward in [0.6] * 6 + [0.2] * 8 + [0.7] * 6 + [0.1] * 6]
-    assert [i for i, line in enumerate(told) if line] == [9, 22]
-    assert told[9] == "the reward has halved: 0.280 over the last 5 steps, 0.600 at its best"
-    resumed = RewardWatch([0.6] * 6 + [0.2] * 3)
-    assert resumed.observe(0.2) == told[9] and not RewardWatch().observe(float("nan"))
