@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlspec import arguments, files
-from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.solver import (
     choices,
@@ -78,8 +77,6 @@ def _plan(args: argparse.Namespace) -> None:
     _mark_extrapolation(table, args.max_batch, args.max_length)
     for batch, context in args.why:
         print("\n" + explain(table, args.acceptance, batch, context, candidates))
-    most = graphs.reach(table, candidates, args.max_batch, table.lengths(), args.max_total_tokens)
-    print("\n" + graphs.describe(most, args.max_batch))
     for path, content in outputs:
         files.write_output(path, json.dumps(content, indent=1) + "\n")
         print(f"wrote {path}")
@@ -231,8 +228,6 @@ def parser() -> arguments.Parser:
     length = arguments.integer(1, MOST_LENGTH)
     add("--max-length", type=length, default=8192, help="longest mean context per request (default 8192 tokens)")
     add("--length", type=length, default=2048, help="mean context per request for --sglang and --vllm (default 2048)")
-    tokens = arguments.integer(0, 1 << 40)
-    add("--max-total-tokens", type=tokens, default=0, help="tokens that the KV cache holds; 0: any number")
     add(
         "--why",
         type=arguments.integers(1, 1 << 40, count=2),
@@ -261,8 +256,7 @@ def parser() -> arguments.Parser:
     add("--json", type=Path, metavar="FILE", help="write the schedule for `rlspec serve` and set_schedule")
     add("--sglang", type=Path, metavar="FILE", help="write a --speculative-adaptive-config for plain SGLang")
     add("--vllm", type=Path, metavar="FILE", help="write vLLM's speculative_config entries")
-    of_table = "--tp --acceptance --steps --max-batch --max-length --length --max-total-tokens --why --json"
-    of_table += " --sglang --vllm"
+    of_table = "--tp --acceptance --steps --max-batch --max-length --length --why --json --sglang --vllm"
     of_cluster = "--train-seconds --wake-seconds --seeds"
     p.needs("table", f"{of_table} --check")
     p.needs("--cluster", of_cluster)

@@ -21,9 +21,8 @@ from megatron_rlspec.types import SpecConfig
 MOST_ACCEPTANCE = 0.95  # the highest rate of the first draft that is planned for
 DECAY = 0.95  # the rate of a depth, as a share of the depth above it
 WIDEST_RIDGE = 300.0  # tokens; without a cost table. Of the GPUs in `roofline.HARDWARE`, the H100 has the highest
-# A graph of a model of 7B parameters on one GPU. 459 graphs of 8 of its layers took 25 s and 2.9 GB on an H100. The
-# sizes are estimates for all layers, buffers for activations included.
-SECONDS = 0.05
+# A graph of a model of 7B parameters on one GPU. 459 graphs of 8 of its layers took 2.9 GB on an H100. The sizes are
+# estimates for all layers, buffers for activations included.
 TARGET_GIB = 0.02
 DRAFTER_GIB = 0.005
 
@@ -111,26 +110,6 @@ def count(config: Mapping[str, Any], max_batch: int, start: int) -> dict[int, in
         passes = 3 if k > 1 else 2
         found[k] = passes * (len(sizes) if k == start else sum(s in covered for s in last))
     return found
-
-
-def describe(most: Mapping[SpecConfig, int], max_batch: int) -> str:
-    """Format ranges and graphs of an engine launched with these candidates, beside those without ranges."""
-    drafting = [c.num_steps for c in most if c.num_steps]
-    if not drafting:
-        return "CUDA graphs: no configuration drafts"
-    config = slots(most, max_batch)
-    graphs = count(config, max_batch, min(drafting))
-    total = sum(graphs.values())
-    everywhere = {"1": {"candidate_steps": sorted(graphs)}}
-    without = sum(count(everywhere, max_batch, min(drafting)).values())
-    ranges = ", ".join(f"{c} to batch {n}" for c, n in sorted(most.items()) if c.num_steps)
-    return (
-        f"CUDA graphs of `rlspec serve` with this table, up to batch {max_batch}: {total}, "
-        f"{without} if all were captured at every batch\n"
-        f"captured where rates of up to {MOST_ACCEPTANCE}, falling by 5 % a depth, could choose them: {ranges}\n"
-        f"estimates for 7B parameters on one GPU, seconds as measured with 8 layers: {SECONDS * total:.0f} s and "
-        f"{gib(graphs):.1f} GiB"
-    )
 
 
 def gib(graphs: Mapping[int, int]) -> float:

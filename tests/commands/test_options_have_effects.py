@@ -57,7 +57,6 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         "--max-batch": ("t.json --tp 1", "--max-batch 8"),
         "--max-length": ("t.json --tp 1", "--max-length 300000"),
         "--length": ("t.json --tp 1 --sglang s.json", "--length 200000"),
-        "--max-total-tokens": ("t.json --tp 1", "--max-total-tokens 300"),
         "--why": ("t.json --tp 1", "--why 4,4096"),
         "--cluster": ("--seeds 1", "--cluster c.toml"),
         "--train-seconds": ("--cluster c.toml --seeds 1", "--train-seconds 9"),
