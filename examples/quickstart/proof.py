@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 from rich.console import Console
 from rich.table import Table
+from scipy import stats
 from torch import Tensor
 
 from megatron_rlspec import config as configuration
@@ -89,10 +90,13 @@ def main() -> None:
 
 
 def rewards(run: Path) -> dict:
-    """Read the held-out reward before the first and after the last step, with its 95 % interval."""
+    """Read the held-out reward before the first and after the last step, with Wilson's 95 % interval of a share."""
     found: dict = {}
-    for name, reward in compare.held_out_rewards(run / "rl").items():
-        found |= {f"reward_{name}": reward.value, f"reward_{name}_interval": [reward.low, reward.high]}
+    for event in read_records(run / "rl/events.jsonl"):
+        if event["kind"] == "evaluation" and "reward" in event:
+            name, n = event["name"], round(event["prompts"] - event.get("failed_rewards", 0.0))
+            low, high = stats.binomtest(round(event["reward"] * n), n).proportion_ci(method="wilson")
+            found |= {f"reward_{name}": event["reward"], f"reward_{name}_interval": [float(low), float(high)]}
     return found
 
 

@@ -89,8 +89,13 @@ def engine_of(run: Path, config: Config, dtype: torch.dtype) -> EmbeddedEngine:
 
 
 def rewards(run: Path) -> dict:
-    """Print the held-out reward before and after RL, with 95 % intervals."""
-    found = compare.held_out_rewards(run / "rl")
+    """Print the held-out reward before and after RL, with Wilson's 95 % intervals of shares."""
+    found = {}
+    for event in read_records(run / "rl/events.jsonl"):
+        if event["kind"] == "evaluation" and "reward" in event:
+            n = round(event["prompts"] - event.get("failed_rewards", 0.0))
+            low, high = stats.binomtest(round(event["reward"] * n), n).proportion_ci(method="wilson")
+            found[event["name"]] = compare.Estimate(event["reward"], float(low), float(high))
     for name in ("first", "last"):
         print(f"held-out reward, {name}: {found[name]}")
     return {name: vars(reward) for name, reward in found.items()}

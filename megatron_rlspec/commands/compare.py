@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -170,23 +169,6 @@ def policy_of(run_dir: Path) -> dict[str, float]:
     for event in read_records(run_dir / "events.jsonl"):
         if event["kind"] == "evaluation" and "reward" in event:
             found["_".join(["held_out_reward", *filter(None, [event.get("set")]), event["name"]])] = event["reward"]
-    return found
-
-
-def held_out_rewards(run_dir: Path) -> dict[str, Estimate]:
-    """Return the reward of every evaluation of a run on data.eval_path, as a share of right answers.
-
-    The intervals are Wilson's, 95 %. They hold for rewards of 0 and 1.
-    """
-    found = {}
-    z = 1.959964  # the normal distribution's 97.5 % quantile
-    for event in read_records(run_dir / "events.jsonl"):
-        if event["kind"] == "evaluation" and "reward" in event and "set" not in event:
-            n = event["prompts"] - event.get("failed_rewards", 0.0)
-            share = event["reward"]
-            middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-            half = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
-            found[event["name"]] = Estimate(share, max(middle - half, 0.0), min(middle + half, 1.0))
     return found
 
 

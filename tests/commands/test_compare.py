@@ -56,18 +56,6 @@ def test_an_accept_length_is_a_ratio_of_sums():
     assert seconds.value == pytest.approx(accept_length([5, 5, 0, 1]))
 
 
-def test_a_held_out_reward_has_wilsons_interval(tmp_path):
-    """22 of 128 right answers: 11.6 to 24.7 %; 128 right ones: at least 97.1 %."""
-    events = [("first", 22 / 128), ("last", 1.0)]
-    rows = [{"kind": "evaluation", "name": name, "reward": reward, "prompts": 128.0} for name, reward in events]
-    (tmp_path / "events.jsonl").write_text(
-        "".join(json.dumps({"time": 0.0, "message": ""} | row) + "\n" for row in rows)
-    )
-    found = compare.held_out_rewards(tmp_path)
-    assert (round(found["first"].low, 3), round(found["first"].high, 3)) == (0.116, 0.247)
-    assert (round(found["last"].low, 3), round(found["last"].high, 3)) == (0.971, 1.0)
-
-
 @pytest.fixture(scope="module")
 def drafters(start, tmp_path_factory):
     """Return two model directories that differ in their drafter alone."""
