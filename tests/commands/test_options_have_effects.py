@@ -81,7 +81,6 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         "--candidate-steps": ("--dry-run", "--candidate-steps 0,3"),
         "--num-steps": ("--dry-run", "--num-steps 1"),
         "--cost-table": ("--dry-run --candidate-steps 0,1,3", "--cost-table t.json"),
-        "--train.drift_every": ("--dry-run --drafter.train false", "--train.drift_every 1"),
         "--verifier": ("--dry-run", "--verifier position_keyed"),
         "--folder": ("--dry-run", "--folder elsewhere"),
         "--yaml": ("--dry-run", "--yaml"),

@@ -313,9 +313,9 @@ def resumed(folder, cp, *extra):
 
 
 def frozen(folder, cp, *extra, drafter=True, resumes=True):
-    """Three steps, with slime's `save` before the first and the third; and that third step again by fresh models.
+    """Three steps, with slime's `save` before the third; and that third step again by fresh models.
 
-    Also saves which tokens were the likeliest ones before each step. `drafter`: MTP layers, in slime's model.
+    `drafter`: MTP layers, in slime's model.
     """
     from slime.backends.megatron_utils import model as slime_model
 
@@ -323,42 +323,18 @@ def frozen(folder, cp, *extra, drafter=True, resumes=True):
     rate = "--lr 0.003 --lr-decay-style constant"
     given = f"--save {saved} --save-interval 1 {rate} {' '.join(extra)}"
     args, *built = prepare(folder, int(cp), given, drafter, loading=load_if_saved(saved))
-    found = {"steps": [], "likeliest": []}
-
-    def step(args, built):
-        found["likeliest"].append(likeliest(args, built[0]))
-        args.use_dynamic_batch_size = True
-        found["steps"].append(train_step(args, *built)[0])
-        args.use_dynamic_batch_size = False
-
+    found = {"steps": []}
     for number in range(3):
-        args.no_save_optim = not number  # there are no moments yet
-        if number != 1 and resumes:
+        if number == 2 and resumes:
             slime_model.save(number + 1, *built)
-        step(args, built)
+        found["steps"].append(train_step(args, *built)[0])
     found["parameters"] = parameters(built[0])
     if resumes:
-        resume = resuming(folder, cp, saved, [rate, f"--ref-load {saved} --ref-ckpt-step 1", *extra], drafter)
+        resume = resuming(folder, cp, saved, [rate, *extra], drafter)
         built = build(resume)
-        step(resume, built)
+        found["steps"].append(train_step(resume, *built)[0])
         found["resumed"] = parameters(built[0])
     torch.save(found, Path(folder, f"rank{dist.get_rank()}.pt"))
-
-
-def likeliest(args, model):
-    """Return the ids of the likeliest response tokens of this rank's first micro-batch."""
-    from slime.backends.megatron_utils.data import get_data_iterator
-    from slime.backends.megatron_utils.loss import get_responses
-    from slime.backends.megatron_utils.model import forward_only
-
-    def ids(logits, *, with_entropy, **given):
-        shares = [torch.empty_like(logits) for _ in range(ps.get_tensor_model_parallel_world_size())]
-        dist.all_gather(shares, logits.contiguous(), group=ps.get_tensor_model_parallel_group())
-        whole = torch.cat(shares, -1)
-        return logits.new_empty(0), {"ids": [rows.argmax(-1) for rows, _ in get_responses(whole, **given)]}
-
-    found = forward_only(ids, args, model, get_data_iterator(rollout_data()), [1])
-    return torch.cat(found["ids"]) if found else torch.empty(0)  # not on the last pipeline stage
 
 
 def resuming(folder, cp, saved, extra, drafter=True):

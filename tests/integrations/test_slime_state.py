@@ -37,28 +37,6 @@ def test_the_learnt_state_is_saved_and_restored(tmp_path):
     assert slime_state.read_rollouts(run) is None
 
 
-def test_the_first_value_of_a_run_goes_on_over_resumes(tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    saved = tmp_path / "iter_0000001/rlspec-drafter"
-
-    def begun_again(*found):
-        """What a new process returns, in a run that goes on from `saved` or begins anew."""
-        monkeypatch.setattr(slime_state, "_first", None)
-        slime_state.hand_on(*found)
-        return [slime_state.first(run, now, True) for now in (2.0, 1.5)]
-
-    run.mkdir()
-    assert begun_again(None, run) == [2.0, 2.0]
-    slime_state.hand_on(run, saved)
-    monkeypatch.setattr(slime_state, "_first", None)
-    assert slime_state.first(run, 1.0, True) == 2.0
-    (run / slime_state.FIRST).unlink()
-    slime_state.hand_on(saved, run)
-    monkeypatch.setattr(slime_state, "_first", None)
-    assert slime_state.first(run, 1.0, True) == 2.0
-    assert begun_again(None, run) == [2.0, 2.0]  # anew, in the folder of an older run
-
-
 def test_runs_without_a_folder_write_nothing():
     assert slime_state.folder(SimpleNamespace()) is None
     slime_state.write_rollouts(None, {})

@@ -53,8 +53,7 @@ class Options:
 
     kind: Literal["mtp", "eagle3"] = "mtp"
     path: str = ""  # of an EAGLE-3 drafter
-    train: bool = True  # False: the drafter stays as it is, and the training forward measures how far it has aged
-    drift_every: int = 10  # rollouts between measurements of how far the policy has moved, with a frozen drafter
+    train: bool = True  # False: the drafter stays as it is, and the training forward measures it
     depth: int = 3
     loss: str = "forward_kl"
     depth_decay: float = 0.8

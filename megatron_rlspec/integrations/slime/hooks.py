@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,15 +33,12 @@ from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter, Sl
 from megatron_rlspec.integrations.slime.eagle3 import SlimeEagle3
 from megatron_rlspec.integrations.slime.refusals import outside, split_experts
 from megatron_rlspec.integrations.slime.seeds import seed
-from megatron_rlspec.integrations.slime.starting_policy import StartingPolicy
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train import checkpoint
 from megatron_rlspec.train.optimizer import Learner
 
-logger = logging.getLogger(__name__)
 _drafter: SlimeDrafter | None = None
-_start: StartingPolicy | None = None  # with a frozen drafter
 _prediction: Prediction | None = None  # of all steps so far on this rollout's samples
 
 
@@ -51,8 +47,7 @@ def init(args: Namespace) -> None:
     if inner := getattr(args, "rlspec_inner_init_path", None):
         load_function(inner)(args)
     refuse(args)
-    load = slime_model.load_checkpoint
-    slime_model.load_checkpoint = _after(load, functools.partial(_thaw, load))
+    slime_model.load_checkpoint = _after(slime_model.load_checkpoint, _thaw)
     slime_model.save_checkpoint = _after(slime_model.save_checkpoint, _save)
     slime_model.get_batch = _with_fields(slime_model.get_batch)
     slime_model.train_one_step = _around_step(slime_model.train_one_step)
@@ -112,8 +107,7 @@ def _options(args: Namespace) -> Options:
     return replace(options, zero_first_embedding=facts is not None and facts.zero_first_embedding)
 
 
-def _thaw(load: Callable, loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
-    global _start
+def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
     if getattr(model[0], "role", "actor") != "actor":
         return loaded
     if _drafter is not None:
@@ -130,32 +124,7 @@ def _thaw(load: Callable, loaded: Any, model: Sequence[Any], *_: Any, **__: Any)
         checkpoint.load(directory, _learners(), _layout(args), generators=False)
         if _drafter is not None:
             _drafter.keep()
-    options = Options.from_args(args)
-    _start = None if options.train or not options.drift_every else _starting_policy(args, model, load)
     return loaded
-
-
-def _starting_policy(args: Namespace, model: Sequence[Any], load: Callable) -> StartingPolicy | None:
-    """Keep the weights with which the run began: those just loaded, in a run that goes on those of `--ref-load`."""
-    problem = ""
-    if getattr(args, "fp8_param_gather", False):
-        problem = "parameters in FP8 cannot be exchanged bit for bit"
-    elif not (args.finetune or args.ref_load):
-        problem = "the run goes on, and --ref-load does not say where it began"
-    if problem:
-        logger.warning("rlspec: no drift_changed: %s", problem)
-        return None
-    if args.finetune:
-        return StartingPolicy(model[0])
-    changed = {"load": args.ref_load, "finetune": True, "no_load_optim": True, "no_load_rng": True}
-    if args.ref_ckpt_step is not None:
-        changed["ckpt_step"] = args.ref_ckpt_step
-    given = {name: getattr(args, name) for name in changed}
-    vars(args).update(changed)
-    try:
-        return StartingPolicy(model[0], lambda: load(model, None, None, {}, False))
-    finally:
-        vars(args).update(given)
 
 
 def _save(saved: Any, iteration: int, model: Sequence[Any], *_: Any, **__: Any) -> Any:
@@ -220,13 +189,9 @@ def _around_step(train_one_step: Callable) -> Callable:
 
     @functools.wraps(train_one_step)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        moved = {}
-        if _start is not None and not given["step_id"]:
-            if given["rollout_id"] % Options.from_args(given["args"]).drift_every == 0:
-                moved = _start.drift(given["args"], given["model"], given["data_iterator"])
         if _drafter is None or not _drafter.ready:
             return train_one_step(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
         iterator = given["data_iterator"][0]
         micro_batches = given["num_microbatches"]
         ahead = iterator.micro_batch_indices[iterator.offset : iterator.offset + micro_batches]
@@ -238,9 +203,7 @@ def _around_step(train_one_step: Callable) -> Callable:
         if get_args().enable_mtp_training:
             _fill_tracker(metrics, micro_batches)
         _write_prediction(given)
-        if _drafter.learner is None and _drafter.predicted is not None:
-            metrics["drafter_aged"] = _aged(_drafter.predicted, given["args"])
-        return {**losses, **metrics, **moved}, grad_norm
+        return {**losses, **metrics}, grad_norm
 
     return wrapped
 
@@ -268,16 +231,6 @@ def _write_prediction(step: Mapping[str, Any]) -> None:
         return
     if ps.get_data_parallel_rank(with_context_parallel=True) == 0 and ps.get_tensor_model_parallel_rank() == 0:
         slime_state.write_prediction(slime_state.folder(step["args"]), step["rollout_id"], _prediction)
-
-
-def _aged(predicted: Prediction, args: Namespace) -> float:
-    """Return the share of tokens per round that a frozen drafter has lost since the run's first step.
-
-    Negative: it has gained. Of the largest number of steps; the run goes on over resumes.
-    """
-    most = max(predicted.steps)
-    now = predicted.tokens_per_round(most)
-    return 1 - now / slime_state.first(slime_state.folder(args), now, dist.get_rank() == dist.get_world_size() - 1)
 
 
 def _fill_tracker(metrics: dict[str, float], micro_batches: int) -> None:

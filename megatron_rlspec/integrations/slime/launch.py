@@ -20,7 +20,7 @@ import yaml
 
 from megatron_rlspec import arguments
 from megatron_rlspec.compat.installed import version
-from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, TrainConfig, load
+from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.host import environment
 from megatron_rlspec.integrations.slime import refusals
@@ -317,13 +317,6 @@ def parser() -> arguments.Parser:
         kind = str if isinstance(default, bool) else type(default)
         text = DrafterConfig.model_fields[name].description
         p.add_argument(f"--drafter.{name}", dest=name, type=kind, help=f"{text} ({default})")
-    every = TrainConfig.model_fields["drift_every"].default
-    p.add_argument(
-        "--train.drift_every",
-        dest="drift_every",
-        help="with --drafter.train false: rollouts between measurements of how far the policy is from the weights that "
-        f"it began with; each train rank keeps a copy of its part of them on the host; 0: none ({every})",
-    )
     p.add_argument(
         "--candidate-steps",
         help=f"steps the engines may choose from ({','.join(map(str, spec.candidate_steps))}; where SGLang does not "
@@ -367,21 +360,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = {name: getattr(options, name) for name in DRAFTER if getattr(options, name) is not None}
     if asked.get("kind") == "eagle3" and (theirs := flags(arguments).get(DRAFT_MODEL)):
         asked.setdefault("path", theirs)
-    settings = {f"drafter.{name}": str(value) for name, value in asked.items()}
-    if options.drift_every is not None:
-        settings["train.drift_every"] = options.drift_every
-    config = load(None, settings)
+    config = load(None, {f"drafter.{name}": str(value) for name, value in asked.items()})
     drafter = config.drafter.model_dump()
-    if drafter["train"] and options.drift_every is not None:
-        raise ConfigError(f"--train.drift_every {options.drift_every} is for a frozen drafter: --drafter.train false")
     drafter["depth"] = asked.get("depth")
     if drafter["path"]:
         drafter["path"] = str(Path(drafter["path"]).absolute())
     steps = _numbers(options.candidate_steps) if options.candidate_steps else None
     table = str(Path(options.cost_table).absolute()) if options.cost_table else ""
     added = plan(arguments, drafter, steps, options.num_steps, table, options.verifier, version("sglang"))
-    if not drafter["train"]:
-        added.settings["rlspec_drift_every"] = config.train.drift_every
     if table:
         tp = refusals.engine_gpus(flags(arguments))
         refusals.check_table(table, added.settings["rlspec_candidate_steps"], tp)

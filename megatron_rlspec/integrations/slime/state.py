@@ -1,7 +1,6 @@
 """Small files in `args.rlspec_folder` that slime's train ranks and its RolloutManager exchange.
 
 `prediction.json`  the train ranks' forecast of the next rollout
-`first.json`       tokens per round that a frozen drafter was predicted to yield in the run's first step
 `rollouts.json`    the state learnt from rollouts; train ranks copy it into and out of slime's checkpoints
 """
 
@@ -16,8 +15,6 @@ from megatron_rlspec.speculation.acceptance import Prediction
 
 PREDICTION = "prediction.json"
 ROLLOUTS = "rollouts.json"
-FIRST = "first.json"
-_first: float | None = None  # in this process
 SENT = "rlspec-sent.json"  # beside the files of a full update through the disk: its version and fingerprints
 
 
@@ -52,17 +49,6 @@ def read_sent(args: Any) -> dict[str, Any] | None:
     return _read(Path(args.update_weight_disk_dir), SENT)
 
 
-def first(folder: Path | None, now: float, writes: bool) -> float:
-    """Return the run's first value of `now`, which the rank that `writes` keeps for later steps."""
-    global _first
-    if _first is None:
-        found = _read(folder, FIRST)
-        _first = float(found["tokens"]) if found else now
-        if found is None and folder is not None and writes:
-            files.write(folder / FIRST, json.dumps({"tokens": now}))
-    return _first
-
-
 def write_rollouts(folder: Path | None, state: dict[str, Any]) -> None:
     if folder is not None:
         files.write(folder / ROLLOUTS, json.dumps(state))
@@ -73,14 +59,13 @@ def read_rollouts(folder: Path | None) -> dict[str, Any] | None:
 
 
 def hand_on(source: Path | None, target: Path | None) -> None:
-    """Copy `rollouts.json` and `first.json` from `source` to `target`; remove the target's if the source has none."""
+    """Copy `rollouts.json` from `source` to `target`; remove the target's if the source has none."""
     if target is None:
         return
-    for name in (ROLLOUTS, FIRST):
-        if source is not None and (source / name).exists():
-            files.write(target / name, (source / name).read_bytes())
-        else:
-            (target / name).unlink(missing_ok=True)
+    if source is not None and (source / ROLLOUTS).exists():
+        files.write(target / ROLLOUTS, (source / ROLLOUTS).read_bytes())
+    else:
+        (target / ROLLOUTS).unlink(missing_ok=True)
 
 
 def _read(folder: Path | None, name: str) -> Any:
