@@ -172,9 +172,9 @@ class ServedEngines:
             return engine
         steps = {num_steps for num_steps, *_ in described["configs"]}
         if spec.mode == "adaptive" and not steps <= set(spec.candidate_steps):
-            wanted, theirs = (",".join(map(str, sorted(found))) for found in (spec.candidate_steps, steps))
+            wanted, chosen = (",".join(map(str, sorted(found))) for found in (spec.candidate_steps, steps))
             raise ConfigError(
-                f"spec.candidate_steps={wanted}, but the engine at {url} chooses among {theirs}; expected it to be "
+                f"spec.candidate_steps={wanted}, but the engine at {url} chooses among {chosen}; expected it to be "
                 f"started with --num-steps {spec.num_steps} --candidate-steps {wanted}"
             )
         held = described["draft_vocabulary"]

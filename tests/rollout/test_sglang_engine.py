@@ -348,7 +348,7 @@ def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(
     # Rounds of the whole batch: each of the probes counts the drafts of 8 requests only.
     [whole] = [s for s in stats if (s.config, s.batch) == (SpecConfig(3), len(asked))]
     uncounted = whole.rounds * len(asked) - sum(whole.accepted)
-    assert report["probes"] > 3 and 0 <= uncounted - 4 * report["probes"] <= late
+    assert report["probes"] > 1 and 0 <= uncounted - 4 * report["probes"] <= late
     both = [
         (before[start], after[start])
         for before, after in zip(map(rounds_of, always), map(rounds_of, sometimes), strict=True)
