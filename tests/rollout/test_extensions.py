@@ -46,7 +46,7 @@ def test_an_engine_without_a_folder_of_columns_forgets_what_it_could_not_write(m
     reservations._files = found["Kept"](seconds=0.0)
 
     async def keep() -> None:
-        reservations.files(["0" * 32])
+        reservations.of_files(SimpleNamespace(notes=[SimpleNamespace(name="0" * 32)]))
         await asyncio.wait_for(reservations._task, 30)
 
     asyncio.run(keep())
