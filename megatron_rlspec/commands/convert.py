@@ -18,6 +18,8 @@ from megatron_rlspec.conversion.gguf_file import DTYPES
 from megatron_rlspec.conversion.run_checkpoint import is_run_checkpoint
 from megatron_rlspec.models.config import refusal
 from megatron_rlspec.models.families import names_where
+from megatron_rlspec.models.hf_files import CheckpointError, read_json
+from megatron_rlspec.run import identity
 from megatron_rlspec.texts import printable
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -94,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             spec=options.spec,
             dtype=options.dtype or "",
         )
+        if is_run_checkpoint(work.source):
+            _check_model(work)
         if options.check and not work.family.record.transformers:
             checked = names_where(lambda facts: facts.transformers)
             raise ValueError(f"--check: {refusal(work.family.name, 'checked', checked)}")
@@ -129,6 +133,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"rlspec convert: {printable(str(error))}", file=sys.stderr)
             return 1
     return 0
+
+
+def _check_model(work: Conversion) -> None:
+    """Raise CheckpointError unless config.json and tokenizer come from the model that the run began with."""
+    note = work.source.resolve().with_suffix(".json")
+    known = read_json(note)["identity"]["model.path"] if note.exists() else ""  # a checkpoint moved without it
+    if known and known != identity.of_model(work.small_files):
+        raise CheckpointError(
+            f"{work.small_files}: another content of model.path than the run began with, which wrote {work.source}; "
+            "expected --hf DIR, that model"
+        )
 
 
 def _add_eagle3(options: argparse.Namespace) -> int:

@@ -337,8 +337,18 @@ def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label
     """Convert, or continue an interrupted conversion. Calls `advance(label, bytes)` after every group.
 
     Raises CheckpointError for a damaged source; nothing is then left behind. Raises OSError, for a full disk for
-    example; the same call then continues the conversion.
+    example; the same call then continues the conversion. Raises LockedError if another process writes this target.
     """
+    lock = work.target.with_name(f".{work.target.name}.lock")
+    with files.locked(lock):
+        try:
+            files.check_new_directory(work.target)  # another process may have finished it since it was planned
+            _convert(work, advance)
+        finally:
+            lock.unlink()
+
+
+def _convert(work: Conversion, advance: Callable[[str, int], None]) -> None:
     unfinished = work.target.with_name(f".{work.target.name}.partial")
     note = unfinished / "plan.json"
     if unfinished.exists() and not _continues(note, work):

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from weight_oracles import mimo_checkpoint, one_rank
 
+from megatron_rlspec import files
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.conversion import convert as module
 from megatron_rlspec.conversion.convert import convert, plan
@@ -20,6 +22,7 @@ from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.hf_files import read_hf, write_hf
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.models.rows import Row
+from megatron_rlspec.run import identity
 
 
 def hf_directory(tmp_path, model="mimo", **changes):
@@ -71,6 +74,35 @@ def test_a_checkpoint_of_a_run_is_read_by_the_specs_of_its_ranks(tmp_path, spec)
             tensor_file.save(found, step / f"{which}-tensor{rank}-pipeline0.safetensors")
     convert(plan(step, tmp_path / "out", hf=tmp_path / "hf"))
     assert same(tensors, tmp_path / "out")
+
+
+def test_a_runs_checkpoint_takes_config_and_tokenizer_of_the_model_that_the_run_began_with(
+    tmp_path, capsys, monkeypatch
+):
+    """The run's config.json can name that model by a relative path, and another directory can have this name here."""
+    config, tensors = hf_directory(tmp_path)
+    step = tmp_path / "run/checkpoints/step-000001"
+    step.mkdir(parents=True)
+    (step / "layout.json").write_text(json.dumps({"tensor": 1, "drafter": True}))
+    held = {f"parameter.{name}": row.layout.fuse([tensors[hf] for hf in row.hf]) for name, row in rows(config).items()}
+    tensor_file.save(held, step / "policy-tensor0-pipeline0.safetensors")
+    (tmp_path / "run/config.json").write_text(json.dumps({"model": {"path": "hf"}, "drafter": {"path": ""}}))
+    known = {"model.path": identity.of_model(tmp_path / "hf")}
+    step.with_suffix(".json").write_text(json.dumps({"identity": known}))
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(tmp_path / "hf", tmp_path / "elsewhere/hf")
+    (tmp_path / "elsewhere/hf/config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main([str(step), "out", "--quiet"]) == 2
+    assert "hf: another content of model.path than the run began with" in capsys.readouterr().err
+    assert main([str(step), "out", "--quiet", "--hf", str(tmp_path / "hf")]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main([str(step), "out", "--quiet"]) == 0
+    assert same(tensors, tmp_path / "out") and same(tensors, tmp_path / "elsewhere/out")
+
+
+def rows(config):
+    return name_table(config, "local").rows
 
 
 def test_bfloat16_keeps_its_bits(tmp_path):
@@ -125,6 +157,22 @@ def test_a_conversion_that_ends_while_it_names_its_files_loses_none(tmp_path, mo
     assert not (tmp_path / "out").exists()
     convert(plan(tmp_path / "megatron", tmp_path / "out"))
     assert same(tensors, tmp_path / "out")
+
+
+def test_a_second_conversion_into_the_same_target_is_refused(tmp_path):
+    _, tensors = hf_directory(tmp_path)
+
+    def meanwhile(label, size):
+        with pytest.raises(files.LockedError, match="another process uses it"):
+            convert(plan(tmp_path / "hf", tmp_path / "out", drop_mtp=True))
+
+    late = plan(tmp_path / "hf", tmp_path / "out")
+    convert(plan(tmp_path / "hf", tmp_path / "out"), meanwhile)
+    with pytest.raises(files.FileError, match="exists already"):
+        convert(late)
+    assert not list(tmp_path.glob(".*"))
+    convert(plan(tmp_path / "out", tmp_path / "back"))
+    assert same(tensors, tmp_path / "back")
 
 
 def test_files_are_large_and_others_may_read_them(tmp_path, monkeypatch):
