@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from megatron_rlspec import __version__, texts
+from megatron_rlspec import __version__, files, texts
 from megatron_rlspec.host import memory
 from megatron_rlspec.host.interruption import Interrupted
 
@@ -173,7 +173,8 @@ def run(act: Callable[[], object]) -> int:
     """Run a command and return its exit code. Prints one line for an error that has an `exit_code`; raises others."""
     try:
         ended = act()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
         return 1  # the program that read the output, such as `head`, has ended
@@ -224,9 +225,9 @@ def _complain(message: str, code: int, every_rank: bool = False) -> int:
     message = texts.printable(" ".join(message.split()))
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not rank.isdigit():
-        print(f"rlspec: {message}", file=sys.stderr, flush=True)
+        files.tell(f"rlspec: {message}", sys.stderr)
     elif every_rank:
-        print(f"rlspec: rank {rank}: {message}", file=sys.stderr, flush=True)
+        files.tell(f"rlspec: rank {rank}: {message}", sys.stderr)
     return code
 
 

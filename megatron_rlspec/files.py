@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 READ_MOST = 1 << 28  # bytes of a text file that is read whole; a cost table of 100,000 rows has 2.5e7
 _STREAMS = {"/dev/stdout": "stdout", "/dev/stderr": "stderr"}
@@ -188,7 +188,7 @@ def _locked(path: Path) -> int:
             if handle < 0 or error.errno not in _NO_LOCKS:
                 raise
             line = f"{path}: this file system has no locks ({reason(error)}); let one process at a time use it"
-            print(line, file=sys.stderr, flush=True)
+            tell(line, sys.stderr)
             return handle
         if handle >= 0:
             os.close(handle)
@@ -203,6 +203,22 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+# ---- lines for people --------------------------------------------------------------------------------------------
+
+
+def tell(line: str, stream: TextIO | None) -> None:
+    """Print a line at once. If it cannot be printed, it and all later ones of this stream are dropped.
+
+    The reader of a pipe or a terminal can be gone, or the disk of a log be full. That must not end the work.
+    """
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        assert stream is not None
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 # ---- outputs of commands ------------------------------------------------------------------------------------------

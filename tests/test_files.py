@@ -6,11 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import redirect_stderr
 
 import pytest
 
 from megatron_rlspec import files
 from megatron_rlspec.files import FileError
+from megatron_rlspec.records.recorder import Recorder, read_records
 
 
 @pytest.mark.parametrize(
@@ -149,3 +151,16 @@ def test_outputs_are_compared_with_inputs_and_with_each_other(tmp_path):
     with pytest.raises(FileError, match="cannot be written"):
         files.check_outputs({"--a": tmp_path / "no/file"})
     files.check_outputs({"--a": "/dev/null", "--b": "/dev/null", "--c": "/dev/stdout"}, {"null": "/dev/null"})
+
+
+def test_a_line_that_nobody_can_read_ends_nothing(tmp_path):
+    """The reader of a pipe ends at Ctrl-C, too; a terminal is closed; the disk of a log is full."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    for stream in (os.fdopen(writer, "w"), open("/dev/full", "w")):  # noqa: SIM115
+        with stream:
+            files.tell("a step", stream)
+            files.tell("another step", stream)
+            with redirect_stderr(stream):
+                Recorder(tmp_path).event("push", "is late")
+    assert [row["message"] for row in read_records(tmp_path / "events.jsonl")] == ["is late", "is late"]

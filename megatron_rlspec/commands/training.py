@@ -42,9 +42,10 @@ Every option below can stand in the TOML file, as [section] key = value; the com
 
 The run directory holds metrics.jsonl, events.jsonl, samples.jsonl, config.json, tensorboard/, checkpoints/, logs/ of
 engines and, at the end, hf/: the policy and its drafter as a Hugging Face checkpoint; an EAGLE-3 drafter is in
-hf_drafter/. Ctrl-C and SIGTERM end a run after its present step, with a checkpoint; --train.resume true continues it.
+hf_drafter/. Ctrl-C, SIGTERM and the end of the terminal (SIGHUP, except under nohup) end a run after its present
+step, with a checkpoint; --train.resume true continues it.
 
-Exit codes: 2, a mistake in what was asked; 1, the run failed; 130 and 143, Ctrl-C and SIGTERM."""
+Exit codes: 2, a mistake in what was asked; 1, the run failed; 130, 143 and 129, Ctrl-C, SIGTERM and SIGHUP."""
 
 REPLAY_NOTES = """\
 The options are those of the recorded run, except for what --config and the command line set; train.run_dir must be set.
@@ -105,7 +106,9 @@ def _run(command: Command, argv: list[str]) -> None:
     ranks, argv = ranks_of(argv)
     started = environment.ranks_started(os.environ)
     if ranks and started:
-        raise ConfigError(f"--ranks {ranks}: torchrun started {started} ranks already; leave --ranks out")
+        raise ConfigError(
+            f"--ranks {ranks}: RANK and WORLD_SIZE={started} are set, as by torchrun; unset them, or leave --ranks out"
+        )
     environment.prepare(os.environ)
     config = parse(command, argv, ranks)
     if ranks > 1:
@@ -173,7 +176,7 @@ def answer(argv: list[str]) -> None:
     hf_config = with_drafter(config, hf_config)
     if DRAFTER not in hf_config and not hf_config.get("num_nextn_predict_layers"):
         config = config.model_copy(update={"spec": config.spec.model_copy(update={"mode": "off"})})
-    with Interruption().install().translating():
+    with Interruption("; run the same command again to go on").install().translating():
         from megatron_rlspec.commands import answer
 
         print(answer.answer(config, hf_config))
@@ -217,7 +220,10 @@ def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | No
     overrides = {name: value for name, value in vars(known).items() if name not in ("config", "run")}
     if unknown:
         raise ConfigError(unknown_option(unknown[0].removeprefix("--").partition("=")[0]))
-    config = load_replay(known.run, known.config, overrides) if command == "replay" else load(known.config, overrides)
+    if len(known.config) > 1:
+        raise ConfigError("--config twice: expected one file; options of the command line win over it")
+    file = known.config[0] if known.config else None
+    config = load_replay(known.run, file, overrides) if command == "replay" else load(file, overrides)
     for name in overrides:  # a file may serve several commands
         value, field = option(config, name)
         if command != "replay" and field is not None and value != field.default:
@@ -253,7 +259,9 @@ def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
     parser._negative_number_matcher = re.compile(r"^-\.?(\d|inf|nan)")  # argparse takes -1e-4 for an option
     if command == "replay":
         parser.add_argument("run", metavar="RUN", help="run directory of `rlspec train --train.record_gib 20`")
-    parser.add_argument("--config", metavar="FILE", help="TOML file, one table per section")
+    parser.add_argument(
+        "--config", metavar="FILE", action="append", default=[], help="TOML file, one table per section"
+    )
     if command != "answer":
         help = "training processes, one a GPU (default 1)"
         parser.add_argument("--ranks", metavar="N", default=argparse.SUPPRESS, help=help)

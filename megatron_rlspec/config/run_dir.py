@@ -62,8 +62,8 @@ def taken_by(run_dir: Path, resume: bool) -> str:
     if os.path.lexists(run_dir / "hf_drafter"):
         return "holds hf_drafter/, the result of a finished run; expected another directory, or move it away to go on"
     checkpoints = run_dir / "checkpoints"
-    if checkpoints.exists() and not checkpoints.is_dir():
-        return "checkpoints is a file; expected a directory"
+    if os.path.lexists(checkpoints) and not checkpoints.is_dir():
+        return f"checkpoints is a {'file' if checkpoints.exists() else 'link to nothing'}; expected a directory"
     if resume:
         return ""
     records = run_dir / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""End a run by Ctrl-C, SIGTERM or the death of torchrun: at once before the first step, later with a checkpoint.
+"""End a run by a signal or the death of torchrun: at once before the first step, later with a checkpoint.
 
 Before `defer`, a signal raises `Interrupted` in the main thread, like Ctrl-C in any Python program. After it, a signal
 is only noted, because an exception in the middle of a collective call would leave the other ranks waiting. The run then
@@ -24,25 +24,29 @@ LAUNCHER_GONE_SECONDS = 120.0  # what a rank may take for its checkpoint once to
 class Interrupted(BaseException):
     """A signal ended the run before its first step. It is no Exception, so that no handler swallows it."""
 
-    def __init__(self, reason: str, exit_code: int) -> None:
-        super().__init__(f"{reason} before the first step")
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
         self.exit_code = exit_code
 
 
 class Interruption:
     """The reason to end this process, if there is one. After `install` it records signals and torchrun's death."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: str = " before the first step") -> None:
+        """`note`: what the message of Interrupted says after the reason."""
         self.reason = ""
+        self._note = note
         self.exit_code = 1
         self.asked = threading.Event()
         self._deferred = False
         self._since = 0.0
 
     def install(self) -> Interruption:
-        """Handle SIGINT and SIGTERM from now on, and watch torchrun. For the main thread of a program."""
+        """Handle SIGINT, SIGTERM and SIGHUP from now on, and watch torchrun. For the main thread of a program."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup started this process
+            signal.signal(signal.SIGHUP, self._handle)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent
             threading.Thread(target=self._watch, args=(os.getppid(),), name="launcher", daemon=True).start()
         return self
@@ -71,7 +75,7 @@ class Interruption:
 
     def _raise_if_asked(self) -> None:
         if self.asked.is_set() and not self._deferred:
-            raise Interrupted(self.reason, self.exit_code) from None
+            raise Interrupted(f"{self.reason}{self._note}", self.exit_code) from None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.asked.is_set() and time.monotonic() - self._since > FORCE_SECONDS

@@ -87,7 +87,7 @@ class Recorder:
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Print one line on stderr, and add the event to `events.jsonl`. Control characters are escaped."""
         message = texts.printable(message)
-        print(f"[{kind}] {message}", file=sys.stderr, flush=True)
+        files.tell(f"[{kind}] {message}", sys.stderr)
         self._add("events", [{"time": time.time(), "kind": kind, "message": message, **fields}])
 
     def samples(self, step: int, samples: Sequence[Sample], decode: Decode) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,8 +43,12 @@ class Records:
         if not main:
             return
         run_dir = Path(config.train.run_dir)
+        dropped = read_records(run_dir / "metrics.jsonl") if config.train.resume and not done else []
         self.recorder = Recorder(run_dir, done, partial(open_sinks, config, run_dir, done))
         self.recorder.started(done)
+        if dropped:
+            lost = f"the records of {len(dropped)} steps are dropped"
+            self.event("resume", f"no checkpoint in {run_dir}: the run begins anew, and {lost}")
         files.write(run_dir / "config.json", config.model_dump_json(indent=1))
 
     def close(self, done: int) -> None:
@@ -88,7 +93,7 @@ class Records:
             shown = samples[:: max(1, len(samples) // SHOWN_TEXTS)][:SHOWN_TEXTS]
             self.recorder.samples(step, shown, decode)
         self.recorder.write(step, record)
-        print(line(step, self._total, record), flush=True)
+        files.tell(line(step, self._total, record), sys.stdout)
 
     def summarise(self) -> None:
         """Say at the end of a run what speculation saved in all its steps, on rank 0."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from itertools import chain
 from pathlib import Path
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.conversion.drafter_files import Tensors, build_drafter
-from megatron_rlspec.files import FileError, read_json
+from megatron_rlspec.files import FileError, read_json, tell
 from megatron_rlspec.host import ranks
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER, STATED
@@ -58,7 +59,7 @@ class Results:
             drafter, *policy = built
             what = "policy and drafter as a Hugging Face checkpoint"
             what = f"the policy, and {drafter}, its EAGLE-3 drafter" if policy else what
-            print(f"written: {result}, {what}", flush=True)
+            tell(f"written: {result}, {what}", sys.stdout)
 
     def keep_best(self, reward: float | None) -> bool:
         """Write `run_dir/hf-best` if rank 0's `reward` is the highest so far. Returns whether it is. Collective.

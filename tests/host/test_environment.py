@@ -107,3 +107,9 @@ def test_transformer_engine_gets_the_cudnn_that_torch_brings(tmp_path, monkeypat
     without: dict[str, str] = {}
     environment.prepare(without)
     assert "CUDNN_HOME" not in without
+
+
+def test_a_command_without_a_standard_output_ends_as_with_one(monkeypatch):
+    """`rlspec simulate ... >&-`"""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.run(lambda: None) == 0

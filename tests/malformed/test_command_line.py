@@ -68,13 +68,14 @@ COMMANDS = [
     Case("dry run of no model", "train --dry-run --model.path no --data.path d", ("no: no such directory",)),
     Case("ranks of text", "train --dry-run --ranks two", ("--ranks", "'two'")),
     Case("ranks 1e9", "train --dry-run --ranks 1000000000", ("--ranks 1000000000", "16384")),
-    Case("ranks of torchrun", "train --ranks 4", ("--ranks 4", "torchrun started 1"), environment=TORCHRUN),
+    Case("ranks of torchrun", "train --ranks 4", ("--ranks 4", "WORLD_SIZE=1", "unset them"), environment=TORCHRUN),
     Case("ranks of answers", "answer --ranks 2", ("unknown option ranks",)),
     Case(
         "ranks that do not divide",
         "train --dry-run --ranks 3 --model.path m --data.path d --parallel.tensor 2",
         ("parallel.tensor=2", "multiple of 2 ranks", "--ranks is 3"),
     ),
+    Case("two files", "train --config a.toml --config b.toml", ("--config twice", "expected one file")),
     Case("an abbreviation", "train --optimizer.l 1", ("unknown option optimizer.l", "optimizer.lr")),
     Case(
         "one rank of two",

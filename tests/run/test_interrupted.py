@@ -10,6 +10,7 @@ import psutil
 import pytest
 from short_run import finish, make_start, run, train
 
+from megatron_rlspec.host.interruption import Interrupted, Interruption
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.checkpoints import Checkpoints
 
@@ -177,6 +178,32 @@ for now in (10.0, 10.3, 11.5):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 130, done.stderr
     assert done.stdout.splitlines() == ["10.0 interrupted by SIGINT", "10.3 interrupted by SIGINT"]
+
+
+@pytest.mark.parametrize(("ignored", "told"), [(False, "interrupted by SIGHUP"), (True, "")])
+def test_the_end_of_the_terminal_is_a_signal_to_end_except_under_nohup(ignored, told):
+    code = """
+import signal, sys
+from megatron_rlspec.host.interruption import Interruption
+if sys.argv[1] == "True":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+asked = Interruption().install()
+asked.defer()
+signal.raise_signal(signal.SIGHUP)
+print(asked.reason)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(ignored)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"{told}\n"), done.stderr
+
+
+def test_before_the_first_step_a_signal_ends_the_program_with_its_own_advice(monkeypatch):
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    for asked, told in (Interruption(), " before the first step"), (Interruption("; go on"), "; go on"):
+        asked.install()
+        with pytest.raises(Interrupted) as ended:
+            handlers[signal.SIGINT](signal.SIGINT, None)
+        assert str(ended.value) == f"interrupted by SIGINT{told}"
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rlspec import files
-from megatron_rlspec.config import ConfigError
+from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.config.run_dir import claimed
+from megatron_rlspec.records.recorder import Clock, read_records
+from megatron_rlspec.run.recording import Records
 
 HOLDER = """
 import os, subprocess, sys, time
@@ -65,6 +67,22 @@ def test_what_became_of_the_directory_meanwhile_counts(tmp_path, result, what):
     what(tmp_path / result)
     with pytest.raises(ConfigError, match=f"holds {result}/"), claimed(tmp_path, True):
         pass
+
+
+def test_a_link_of_the_checkpoints_to_nothing_is_refused(tmp_path):
+    """A disk that is not mounted: the run would begin anew, and drop its records."""
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="checkpoints is a link to nothing"), claimed(tmp_path, True):
+        pass
+
+
+def test_a_resume_without_a_checkpoint_says_which_records_it_drops(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    config = load(None, {"train.run_dir": str(tmp_path), "train.resume": "true"})
+    Records(config, Clock(), 0, main=True).close(0)
+    assert "the run begins anew, and the records of 2 steps are dropped" in capsys.readouterr().err
+    Records(config, Clock(), 0, main=True).close(0)
+    assert len(read_records(tmp_path / "events.jsonl")) == 1
 
 
 @pytest.mark.parametrize(
