@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
 # Runs the whole RL loop on a machine without a GPU: warm start, GRPO with a co-trained drafter, and a closing table.
 #   [SEED=2] bash examples/quickstart.sh [RUN_DIR]
-# It takes about 5 minutes on 2 quiet cores after installation. Finished parts are not repeated.
+# It takes about 5 minutes on 2 quiet cores after installation. Finished parts are not repeated, and an interrupted part
+# goes on where it was. Each SEED has a RUN_DIR of its own.
 set -euo pipefail
+run=${1:+$(realpath -m -- "$1")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/setup_cpu.sh
-run=${1:-runs/quickstart}
+run=${run:-runs/quickstart${SEED:+-seed-$SEED}}
 python=.venv/bin/python
 seed=${SEED:-1}
 config=(--config examples/quickstart/quickstart.toml --train.seed "$seed")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-rlspec() { "$python" -m megatron_rlspec.cli "$@" --ranks 2; }
+rlspec() { "$python" -m megatron_rlspec.cli "$@" --ranks 2 --train.resume true; }
 part() { printf '\n== %s\n' "$*"; }
 
 part "a task, and a model of MiMo's shape with random weights"
-[ -e "$run/task/eval.jsonl" ] || "$python" examples/quickstart/make_task.py --out "$run/task" --seed "$seed"
+[ -s "$run/task/tokenizer_config.json" ] || "$python" examples/quickstart/make_task.py --out "$run/task" --seed "$seed"
 [ -e "$run/model" ] || "$python" examples/quickstart/make_model.py --task "$run/task" --out "$run/model" --seed "$seed"
 
 part "warm start: policy and drafter on demonstrations"

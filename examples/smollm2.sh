@@ -6,10 +6,11 @@
 # killed goes on where it was. --quick takes fewer answers and steps. RANKS=1 trains with one process. ENGINE=embedded draws
 # with the embedded engine in place of SGLang's.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 quick=
 [ "${1:-}" != --quick ] || { quick=1; shift; }
-run=${1:-runs/smollm2${quick:+-quick}}
+run=${1:+$(realpath -m -- "$1")}
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+run=${run:-runs/smollm2${quick:+-quick}}
 [ -n "${NO_SETUP:-}" ] || bash tools/setup_cpu.sh
 python=${PYTHON_BIN:-.venv/bin/python}
 config=(--config examples/smollm2/smollm2.toml)
