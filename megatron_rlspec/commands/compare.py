@@ -223,6 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     files.check_outputs({"--out": options.out}, reads)
     if options.run and not (options.run / "metrics.jsonl").is_file():
         own.error(f"--run {options.run}: no metrics.jsonl; expected a run directory of `rlspec train`")
+    beside = {"policy": policy_of(options.run)} if options.run else {}
     hf_config, drafters = read_drafters(options.policy, places)
     policy = next(iter(drafters.values())) if DRAFTER in hf_config else read_hf(options.policy)[1]
     longest = hf_config["max_position_embeddings"]
@@ -256,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
             f"every answer to {options.prompts} ended with its first token, which no drafter can shorten; expected "
             f"longer answers (--max-new-tokens is {most_tokens})"
         )
-    result = found.to_json() | ({"policy": policy_of(options.run)} if options.run else {})
+    result = found.to_json() | beside
     show(result)
     if options.out is not None:
         files.write_output(options.out, (json.dumps(result, indent=1) + "\n").encode())

@@ -119,10 +119,10 @@ def parser() -> arguments.Parser:
         description="Say whether the installed megatron-core, SGLang and slime fit, and what a GPU machine lacks.",
         example="rlspec doctor --gpu",
         first=("--config", "--gpu"),
-        epilog="Exit status: 0; 1 if a run of the configuration given by --config would be refused, or if --gpu finds "
-        "that training or serving on GPUs cannot start; 2 for a mistake.",
+        epilog="Exit status: 0; 1 if what is installed does not fit the configuration given by --config, or if --gpu "
+        "finds that training or serving on GPUs cannot start; 2 for a mistake.",
     )
-    p.add_argument("--config", metavar="FILE", help="say whether a run of this configuration would be refused")
+    p.add_argument("--config", metavar="FILE", help="say whether what is installed fits this configuration")
     p.add_argument(
         "--gpu", action="store_true", help="check the packages for GPUs also where none is visible (image builds)"
     )
@@ -132,7 +132,7 @@ def parser() -> arguments.Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the findings. Returns the exit status: 1 if the configuration or `--gpu` cannot start, else 0."""
+    """Print the findings. Returns the exit status: 1 for a configuration that does not fit, and as `--gpu` says."""
     options = parser().parse_args(argv)
     if options.json and options.json != "-":
         files.check_outputs({"--json": options.json}, {"--config": options.config})
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if lacks == []:
         lines.append("GPU machine: nothing is missing")
     if config is not None:
-        lines.append(f"this configuration {f'needs another {unfit[0]}' if unfit else 'can start'}")
+        lines.append(f"this configuration {f'needs another {unfit[0]}' if unfit else 'fits what is installed'}")
     as_json = json.dumps([asdict(f) for f in findings], indent=2)
     print(as_json if options.json == "-" else "\n".join(lines))
     if options.json and options.json != "-":

@@ -10,6 +10,7 @@ from megatron_rlspec.commands import compare
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.files import FileError
 from megatron_rlspec.models.hf_files import read_hf, write_hf
+from megatron_rlspec.records.recorder import RecordError
 from megatron_rlspec.speculation.acceptance import accept_length
 
 
@@ -104,6 +105,15 @@ def test_drafters_of_one_policy_draw_one_text(start, drafters, tmp_path, capsys)
         )
         assert row["value"] == pytest.approx(own - other) and row["low"] <= row["value"] <= row["high"]
     assert "texts equal under all drafters: 8 of 8" in capsys.readouterr().out
+
+
+def test_records_of_a_run_are_read_before_anything_is_measured(start, tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "events.jsonl").write_text('{"st\n{}\n')
+    monkeypatch.setattr(compare, "measure", lambda *_, **__: pytest.fail("measured"))
+    words = [str(start / "model"), f"own={start / 'model'}", "--prompts", str(start / "task/eval.jsonl")]
+    with pytest.raises(RecordError, match="events.jsonl:1: "):
+        compare.main([*words, "--run", str(tmp_path)])
 
 
 @pytest.mark.parametrize("words", [["nameless"], ["a="], ["a=x", "a=y"]], ids=["no name", "no directory", "twice"])

@@ -85,18 +85,18 @@ def test_the_report_has_a_line_for_each_project_and_the_configuration(tmp_path, 
     assert doctor.main(["--config", str(QUICKSTART), "--path", str(project(tmp_path, "slime"))]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["megatron-core", "sglang", "slime"]
-    assert "a checkout" in lines[2] and lines[-1] == "this configuration can start"
+    assert "a checkout" in lines[2] and lines[-1] == "this configuration fits what is installed"
     monkeypatch.setattr(doctor, "version", lambda name: "0.1")
     assert doctor.main(["--config", str(QUICKSTART)]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "this configuration needs another megatron-core"
 
 
-def test_a_configuration_whose_drafter_is_not_made_yet_can_start(start, tmp_path, capsys, monkeypatch):
+def test_a_configuration_whose_drafter_is_not_made_yet_fits(start, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(doctor.machine, "visible_gpus", lambda: 0)
     path = json.dumps(str(start / "model"))
     (tmp_path / "c.toml").write_text(f'[model]\npath = {path}\n[drafter]\nkind = "eagle3"\nfresh = true\n')
     assert doctor.main(["--config", str(tmp_path / "c.toml")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "this configuration can start"
+    assert capsys.readouterr().out.splitlines()[-1] == "this configuration fits what is installed"
 
 
 def test_findings_as_json(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from unittest import mock
@@ -94,6 +95,16 @@ def test_a_cost_table_of_other_configurations_is_refused(folder: Path) -> None:
     table = another(folder, "cost_table")
     with pytest.raises(serve.ServeError, match=f"{table}: cost table holds none of k4; it holds off, k1, k2, k3, k5"):
         started(folder, "--cost-table", table, "--candidate-steps", "4", "--num-steps", "4")
+
+
+def test_a_schedule_is_a_file_or_a_json_of_any_length(tmp_path: Path) -> None:
+    schedule = SpecSchedule(tuple(range(1, 41)), (1 << 20,), tuple((SpecConfig(3),) for _ in range(40)))
+    text = json.dumps(schedule.to_json())
+    assert serve._schedule(text) == schedule
+    (tmp_path / "s.json").write_text(text)
+    assert serve._schedule(str(tmp_path / "s.json")) == schedule
+    with pytest.raises(serve.ServeError, match=r"no\.json: No such file"):
+        serve._schedule("no.json")
 
 
 def test_what_a_run_starts_its_engines_with_is_not_refused(folder: Path) -> None:

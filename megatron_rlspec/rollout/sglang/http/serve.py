@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_rlspec import files
 from megatron_rlspec.arguments import Parser, integer, number
 from megatron_rlspec.config import RolloutConfig, SpecSection
 from megatron_rlspec.config.base import MOST_TOKENS
@@ -316,7 +317,7 @@ def _schedule(text: str) -> SpecSchedule | None:
     if not text:
         return None
     try:
-        return SpecSchedule.from_json(json.loads(Path(text).read_text() if Path(text).is_file() else text))
+        return SpecSchedule.from_json(json.loads(text if text.lstrip().startswith("{") else files.read_text(text)))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ServeError(f"--schedule: {error}") from None
 
