@@ -123,7 +123,7 @@ class Config(Section):
         """Return whether the loss takes tokens of an older policy as the present one's own."""
         algorithm, rollout = self.algorithm, self.rollout
         weighs = algorithm.loss == "policy_gradient" and algorithm.old_logprobs == "recompute"
-        older = rollout.staleness or (rollout.partial and not rollout.mask_offpolicy)
+        older = rollout.staleness or rollout.partial  # mask_offpolicy keeps samples that ended before their group did
         return bool(weighs and algorithm.tis_clip == 0 and older)
 
     @property

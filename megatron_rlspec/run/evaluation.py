@@ -60,7 +60,7 @@ class Evaluation:
 
         def measure() -> None:
             assert self._rollouts is not None
-            found.update(self._rollouts.generation.evaluate(name))
+            found.update(self._rollouts.generation.evaluate(name, done))
 
         while not self._rank0.run(measure):
             self._push()

@@ -177,13 +177,16 @@ class Generation:
             self._recorder.event("sample", f"{name}: {scored(sample)}")
         self._shown = True
 
-    def evaluate(self, name: str) -> dict[str, dict[str, float]]:
-        """Generate and score responses to the first prompts of every held-out set, with the same seeds each time."""
-        found = {which: self._evaluate(name, which) for which in self.held_out}
+    def evaluate(self, name: str, done: int) -> dict[str, dict[str, float]]:
+        """Generate and score responses to the first prompts of every held-out set, with the same seeds each time.
+
+        name, done  of the events: the evaluation's name, and the steps that the policy has had
+        """
+        found = {which: self._evaluate(name, done, which) for which in self.held_out}
         self._engines.rounds()  # drops them: the next rollout's are counted and learnt from, at its temperature
         return found
 
-    def _evaluate(self, name: str, which: str) -> dict[str, float]:
+    def _evaluate(self, name: str, done: int, which: str) -> dict[str, float]:
         chosen = self.held_out[which][: self._config.train.eval_prompts]
         requests = self._requests(f"e-{name}", chosen, self._config.train.eval_samples, EVALUATION)
         drawing = Drawing(requests, len(chosen), math.inf)
@@ -203,6 +206,7 @@ class Generation:
             f"{shown}: reward {result.get('reward', math.nan):.3f}{passed} on {len(groups)} held-out prompts, "
             f"accept length {result['accept_length']:.2f}",
             name=name,
+            step=done,
             **({"set": which} if which else {}),
             **result,
         )

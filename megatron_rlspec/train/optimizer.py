@@ -81,10 +81,18 @@ class Learner:
     `overlap`: gradients are summed over replicas while the last micro-batch's backward still computes; the schedule
     must run the other micro-batches in `ddp.no_sync()`. After `step`, parameters are complete on every replica once
     `finish_parameters` has returned. The drafter is one layer, and its backward runs in each micro-batch: no overlap.
+
+    `pace`: the rate decays by this learner's updates, if it has any: the drafter can have several in a step, or none.
     """
 
     def __init__(
-        self, module: MegatronModule, adam: OptimizerConfig, *, pipelined: bool, overlap: bool = False
+        self,
+        module: MegatronModule,
+        adam: OptimizerConfig,
+        *,
+        pipelined: bool,
+        overlap: bool = False,
+        pace: Learner | None = None,
     ) -> None:
         dtype = module.config.params_dtype
         low = dtype == torch.bfloat16
@@ -96,6 +104,7 @@ class Learner:
         self.pipelined = pipelined
         self.steps = 0  # updates of this run
         self.updates_before = 0  # updates of the run whose moments this one continues with
+        self._pace = pace or self
         self._biases_before: list[tuple[Tensor, Tensor]] = []
         self.ddp = DistributedDataParallel(
             module.config,
@@ -231,11 +240,11 @@ class Learner:
     def _rate(self) -> float:
         """Return the learning rate of the update that begins: linear warm-up, linear decay to a tenth.
 
-        Updates of the run whose moments this one continues with count in the warm-up only.
+        Updates of the run whose moments this one continues with count in the warm-up only. The decay counts by `pace`.
         """
         adam, step = self.adam, self.steps
         warmup = min(1.0, (step + self.updates_before) / adam.warmup_steps) if adam.warmup_steps else 1.0
-        decay = max(0.1, 1 - 0.9 * step / adam.decay_steps) if adam.decay_steps else 1.0
+        decay = max(0.1, 1 - 0.9 * (self._pace.steps or step) / adam.decay_steps) if adam.decay_steps else 1.0
         return adam.lr * min(warmup, decay)
 
     def finish_parameters(self) -> None:

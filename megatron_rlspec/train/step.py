@@ -77,7 +77,8 @@ class Trainer:
         if options.train and self.last_stage:
             self.drafter = build_drafter(self.model_config, hf_config, options, config.train.seed + 1).to(self.device)
             own = {"lr": options.lr, "weight_decay": 0.0, "warmup_steps": options.warmup_steps}
-            self.drafter_learner = Learner(self.drafter, config.optimizer.model_copy(update=own), pipelined=False)
+            adam = config.optimizer.model_copy(update=own)
+            self.drafter_learner = Learner(self.drafter, adam, pipelined=False, pace=self.learner)
             self.drafter_step = DrafterStep(self.drafter_learner, _drafter_objective(config))
             self.drafter_step.head = getattr(self.drafter, "head", None)
         # After the models are built: layers with experts copy the configuration that they are built from.

@@ -9,7 +9,7 @@ from PIL import Image
 
 from megatron_rlspec.commands import report
 from megatron_rlspec.commands.report import charts, figures
-from megatron_rlspec.commands.report.records import read_run
+from megatron_rlspec.commands.report.records import EventRow, read_run
 from megatron_rlspec.records import recorder
 from megatron_rlspec.records.recorder import pieces
 from megatron_rlspec.types import Prompt, Sample
@@ -122,6 +122,18 @@ def test_hostile_texts_stay_texts(tmp_path):
     found = Tags(hostile_run(tmp_path, HOSTILE))
     assert len(plain.tags) > 100
     assert found.tags == plain.tags and not found.live
+
+
+def test_an_evaluation_is_drawn_once_at_the_steps_that_the_policy_had():
+    """A run that ended after 100 steps went on to 200, and a resumed run evaluated step 40 again."""
+    made = [("first", None, 0.1), ("step-000040", None, 0.2), ("step-000040", 40, 0.3), ("last", 100, 0.4)]
+    made += [("last", 200, 0.5)]
+    events = [
+        EventRow(kind="evaluation", message=name, name=name, reward=reward, **({"step": step} if step else {}))
+        for name, step, reward in made
+    ]
+    found = figures.evaluations([{"step": 199}], events, "reward")
+    assert [(mark.x, mark.value) for mark in found] == [(0, 0.1), (40, 0.3), (100, 0.4), (200, 0.5)]
 
 
 def hostile_run(tmp_path, texts):

@@ -111,6 +111,9 @@ CONTRADICTIONS = [
     option("--algorithm.overlong_tokens 2000", "overlong_tokens=2000 is longer than rollout.max_new_tokens=1024"),
     option("--algorithm.tis_clip 0 --rollout.staleness 1", "algorithm.tis_clip=0 leaves out the weights"),
     option(
+        "--algorithm.tis_clip 0 --rollout.partial 1 --rollout.mask_offpolicy true", "tis_clip=0 leaves out the weights"
+    ),
+    option(
         "--model.path m --sft.path s.jsonl --drafter.train false",
         "sft.drafter_only=true",
         "drafter.train=false",

@@ -150,7 +150,7 @@ def test_what_is_learnt_is_of_the_rollout_whose_rounds_it_is(start, tmp_path):
         run.rollouts.settle()
         run.rollouts.adapt(None)
     assert lengths[0] != lengths[1] == told[0][1]
-    run.rollouts.generation.evaluate("step-000002")
+    run.rollouts.generation.evaluate("step-000002", 2)
     run.rollouts.adapt(None)
     assert told[1][0] and not told[2][0]
     run.rollouts.close()

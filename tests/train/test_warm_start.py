@@ -179,6 +179,21 @@ def test_a_run_that_loaded_moments_resumes_bit_for_bit(tmp_path):
     assert digests[0] == digests[1]
 
 
+def rates_by_pace():
+    """Return both learning rates after two steps, in the first of which the drafter had eight updates more."""
+    trainer = trainer_of(optimizer={"decay_steps": 10})
+    step(trainer, 1)
+    for seed in range(2, 10):
+        step(trainer, seed, train_policy=False)
+    step(trainer, 10)
+    return [learner.optimizer.param_groups[0]["lr"] for learner in (trainer.learner, trainer.drafter_learner)]
+
+
+def test_both_rates_decay_by_steps_however_many_updates_the_drafter_has():
+    (found,) = on_ranks(1, rates_by_pace)
+    assert found == [RATE * (1 - 0.9 * 2 / 10)] * 2
+
+
 def damages(folder):
     """Return the messages of `find` for files that do not fit."""
     weights = warmed(folder, 1)

@@ -107,9 +107,12 @@ def number(value: object) -> float:
 
 
 def evaluations(records: Records, events: Sequence[EventRow], field: str) -> list[Mark]:
-    """Return the evaluations on held-out prompts; a reward's 95 % interval takes its samples for independent."""
+    """Return the evaluations on held-out prompts; a reward's 95 % interval takes its samples for independent.
+
+    Of evaluations after as many steps, which a resumed run can repeat, the newest counts.
+    """
     last = records[-1]["step"] + 1.0 if records else 1.0
-    found = []
+    found: dict[tuple[str, float], Mark] = {}
     for event in events:
         values = event.model_extra or {}
         value = number(values.get(field))
@@ -117,14 +120,16 @@ def evaluations(records: Records, events: Sequence[EventRow], field: str) -> lis
         if event.kind != "evaluation" or math.isnan(value):
             continue
         at = re.fullmatch(r"step-(\d{1,12})", name)
-        x = float(at[1]) if at else {"first": 0.0, "last": last}.get(name)
-        if x is None:
+        x = number(values.get("step"))  # older events have it in their name only
+        if math.isnan(x):
+            x = float(at[1]) if at else {"first": 0.0, "last": last}.get(name, math.nan)
+        if math.isnan(x):
             continue
         error = 0.0
         if field == "reward" and number(values.get("samples")) > 0 and number(values.get("reward_std")) >= 0:
             error = 1.96 * values["reward_std"] / math.sqrt(values["samples"])
-        found.append(Mark(x, value, value - error, value + error))
-    return found
+        found[str(values.get("set", "")), x] = Mark(x, value, value - error, value + error)
+    return list(found.values())
 
 
 def _lines(
