@@ -45,6 +45,17 @@ class Drawn(NamedTuple):
     begun: Sequence[OpenGroup] = ()
     history: Sequence[Kept] = ()
 
+    def age(self, done: int, partial: bool) -> float:
+        """Return how many versions its oldest token will be behind the policy that trains on it.
+
+        done     steps of the run so far, so version `done` + 1 trains next
+        partial  whether begun groups go on; they end in the step after that of `ahead`
+        """
+        spans = [span for group in self.ahead for sample in group.samples for span in sample.policy_versions]
+        ages = [done + 1 - version for version, _, _ in spans]
+        begun = [group.oldest for group in self.begun if partial]
+        return max([0, *ages, *(done + 1 + bool(self.ahead) - version for version in begun)])
+
 
 class Checkpoints:
     """Checkpoints of `run_dir`, of which `prune` keeps the newest `KEPT`."""

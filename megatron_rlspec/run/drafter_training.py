@@ -135,3 +135,4 @@ class Drafting:
         self._rollouts = list(rollouts) if self._teaches else []
         if self._vocabulary is not None and state.get("words"):
             self._vocabulary.restore(state["words"])
+            self._trainer.set_draft_vocabulary(self._vocabulary.ids())  # an update can come before the next rollout

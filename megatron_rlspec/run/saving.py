@@ -26,6 +26,7 @@ class Saver:
     def __init__(self, config: Config, trainer: Trainer, main: bool, known: Mapping[str, str]) -> None:
         """`known`: digests of model and data, by names of options; a checkpoint with others is not resumed from."""
         self.saved = 0
+        self._rollout = config.rollout
         self._checkpoints = Checkpoints(Path(config.train.run_dir))
         self._trainer = trainer
         self._main = main
@@ -35,7 +36,8 @@ class Saver:
         """Load the newest checkpoint into the trainer. Returns the run's state, None without a checkpoint.
 
         Raises CheckpointError for a checkpoint after more than `steps` steps, of another model, of other data or of
-        another version of the package, whose seeds and state can differ.
+        another version of the package, whose seeds and state can differ, and for one whose rollouts are too old for the
+        options of now.
         """
         found = self._checkpoints.whole()
         if not found:
@@ -52,6 +54,12 @@ class Saver:
         if other := identity.difference(state["identity"], self._identity):
             raise CheckpointError(
                 f"{path} is of a run with another content of {other}; expected the same, or another train.run_dir"
+            )
+        rollout = self._rollout
+        if (age := drawn.age(state["step"], rollout.partial > 0)) > rollout.oldest:
+            raise CheckpointError(
+                f"rollout.staleness={rollout.staleness} and rollout.partial={rollout.partial}: {path} holds tokens for "
+                f"the next step that are {age:g} versions old; expected these options as in the run that wrote it"
             )
         self._trainer.load(path)
         self.saved = state["step"]
