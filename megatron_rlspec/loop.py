@@ -15,9 +15,9 @@ def train(config: Config, interruption: Interruption | None = None, extensions: 
     """Train the policy by GRPO, and the drafter with it. Raises RunStopped if the run ends early."""
     with Session(config, config.data.path, interruption=interruption, extensions=extensions) as run:
         run.push()  # the engines need the initial weights
-        if run.done == 0:
-            run.evaluate("first")
         for step in run.records.steps(config.train.steps):
+            if step == 0 or run.due(config.train.eval_every):  # so a resumed run makes up for one that was interrupted
+                run.evaluate(f"step-{step:06d}" if step else "first")
             with run.clock("generate"):
                 groups = run.collect(step)  # rank 0: engines generate, rewards score; all ranks get the groups
             run.keep(groups)  # with train.record_gib: the policy and these rollouts, for `rlspec replay`
@@ -31,8 +31,6 @@ def train(config: Config, interruption: Interruption | None = None, extensions: 
                 run.push()  # both models as one version; compare fingerprints, run the canary prompts
             run.record(step, metrics, groups)
             run.checkpoint()
-            if run.due(config.train.eval_every) and run.done < config.train.steps:
-                run.evaluate(f"step-{run.done:06d}")
         run.keep()
         run.evaluate("last")
         run.finish()

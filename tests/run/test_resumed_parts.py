@@ -1,18 +1,15 @@
 """Parts of a run that goes on from a checkpoint."""
 
-import json
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from megatron_rlspec import loop
 from megatron_rlspec.config import load
-from megatron_rlspec.records.recorder import Clock, read_records
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.drafter_training import Drafting
-from megatron_rlspec.run.evaluation import Evaluation
-from megatron_rlspec.run.recording import Records
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample
 
@@ -40,3 +37,17 @@ def test_a_checkpoint_says_how_old_its_tokens_will_be():
     assert Drawn(begun=[begun]).age(5, partial=True) == 1
     assert Drawn([group(5)], begun=[begun]).age(5, partial=True) == 2
     assert Drawn([group(5)], begun=[begun]).age(5, partial=False) == 1
+
+
+@pytest.mark.parametrize(
+    ("done", "expected"), [(0, ["first", "step-000002", "last"]), (2, ["step-000002", "last"]), (4, ["last"])]
+)
+def test_an_evaluation_that_was_due_when_a_run_ended_is_made_by_the_next(monkeypatch, done, expected):
+    run = MagicMock(done=done)
+    run.__enter__.return_value = run
+    run.due = lambda every: run.done % every == 0
+    run.records.steps = lambda total: iter(range(done, total))
+    run.checkpoint = lambda: setattr(run, "done", run.done + 1)
+    monkeypatch.setattr(loop, "Session", lambda *_, **__: run)
+    loop.train(load(None, {"train.steps": "4", "train.eval_every": "2"}))
+    assert [call.args[0] for call in run.evaluate.call_args_list] == expected
