@@ -32,6 +32,18 @@ def write_drafter(trainer, folder):
     return str(target)
 
 
+def check_read(drafter, folder):
+    """What a checkpoint has of an EAGLE-3 drafter is read back."""
+    folder.mkdir()
+    drafter.write(folder, True)
+    before = {name: p.detach().clone() for name, p in drafter.block.named_parameters()}
+    with torch.no_grad():
+        for parameter in drafter.block.parameters():
+            parameter.zero_()
+    drafter.read(folder)
+    assert not [n for n, p in drafter.block.named_parameters() if not torch.equal(p, before[n])]
+
+
 def own_and_slimes(loss, temperature, folder=None, train=True):
     """Train one step with each; return the drafter's gradients, metrics and predicted tokens per round.
 
@@ -104,6 +116,8 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
     )
     chosen_options = Options.from_args(args)
     slimes = SlimeEagle3(model, chosen_options, args) if folder else SlimeMTP(model, chosen_options)
+    if not folder:  # of a critic, which is never thawed
+        assert slimes._postprocess(lambda states, **_: states, hidden, mtp_kwargs={"mtp_labels": 1}) is hidden
     slimes.thaw()
     order = [int(i) for i in dict.fromkeys(batches[0].sequence_ids.tolist()) if i >= 0]
     laid_out = [chosen[i] for i in order]
@@ -128,6 +142,8 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
     metrics = slimes.step()
     changed = {n for n, p in learnt.items() if not torch.equal(p, before[n])}
     pushed = dict(slimes.tensors()) if folder else {}
+    if folder:
+        check_read(slimes, Path(folder, "saved"))
     slimes.begin(counts)
     assert not slimes.due and slimes.step() == {}  # update_every=2
     slimes.begin(counts)

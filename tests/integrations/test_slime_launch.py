@@ -57,6 +57,12 @@ def test_the_users_own_hooks_are_kept_and_called():
         ("--sglang-enable-dp-attention", {}, "under --sglang-enable-dp-attention SGLang before 0.5.23 does not"),
         ("--sglang-speculative-num-steps 2", {}, "--num-steps 3, but --sglang-speculative-num-steps 2; give one"),
         ("--prefill-num-servers 2", {}, "never run with a drafter that is trained"),
+        ("--fp16", {}, "trained in bfloat16 or float32; expected --bf16"),
+        (
+            "--spec slime_plugins.models.qwen3_5_vl get_qwen3_5_vl_model_provider",
+            {},
+            "qwen3_5_vl: the model holds no MTP layer itself",
+        ),
         ("--sglang-enable-mixed-chunk", {}, "mix prefill and decode are not supported"),
         ("--sglang-speculative-algorithm NGRAM", {}, "does not draft with the MTP layer"),
         ("--sglang-speculative-algorithm EAGLE3", {}, "for a drafter of its own give --drafter.kind eagle3"),
@@ -80,6 +86,18 @@ def test_contradictions_are_refused_in_one_line(command, drafter, message):
     with pytest.raises(ConfigError, match=message) as error:
         planned(command, **drafter)
     assert "\n" not in str(error.value)
+
+
+def test_engines_of_a_file_that_prefill_and_decode_apart_are_refused(tmp_path):
+    file = tmp_path / "engines.yaml"
+    group = "{{worker_type: {0}, num_gpus: 4}}"
+    for key in ("server_groups", "engine_groups"):
+        file.write_text(f"sglang: [{{name: actor, {key}: [{group.format('prefill')}, {group.format('decode')}]}}]\n")
+        with pytest.raises(ConfigError, match=r"engines.yaml: engines that prefill and decode apart were never run"):
+            planned(f"--sglang-config {file}")
+    file.write_text(f"sglang: [{{name: actor, server_groups: [{group.format('regular')}]}}]\n")
+    planned(f"--sglang-config {file}")
+    planned(f"--sglang-config {tmp_path / 'of another machine.yaml'}")
 
 
 def test_the_verifier_reaches_engines_and_hooks():
@@ -332,6 +350,8 @@ def test_what_samples_without_seeds_is_refused_with_a_keyed_verifier(command, me
         ("", "train.py --custom-config-path broken.yaml", "broken.yaml: not valid YAML"),
         ("", "train.py --custom-config-path tag.yaml", "tag.yaml: not valid YAML"),
         ("", "train.py --custom-config-path list.yaml", "list.yaml: expected a mapping"),
+        ("", "ray job submit --runtime-env env.yaml -- train.py", "Ray takes one of them"),
+        ("", "ray job submit --runtime-env=env.yaml -- train.py", "Ray takes one of them"),
         ("", "ray job submit --runtime-env-json { -- train.py", "--runtime-env-json: not valid JSON"),
         ("", "ray job submit --runtime-env-json=[1] -- train.py", "--runtime-env-json: expected an object"),
         (

@@ -220,7 +220,7 @@ class SlimeDrafter:
     def _postprocess(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replace `GPTModel._postprocess`: train the drafter, then return the policy's logits as if without MTP."""
         mtp = kwargs.pop("mtp_kwargs", None)
-        if self.wants(mtp) and self.due and self.model.training and torch.is_grad_enabled():
+        if self.ready and self.wants(mtp) and self.due and self.model.training and torch.is_grad_enabled():
             self._learn(hidden_states.detach(), kwargs)
         kwargs["mtp_in_postprocess"] = False
         return original(hidden_states, *args, **kwargs)

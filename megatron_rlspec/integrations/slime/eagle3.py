@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,19 @@ class SlimeEagle3(SlimeDrafter):
 
     def thaw(self) -> None:
         super().thaw()
-        shards.load(self.table, [self.block], self.block.config, self._tensors)
-        if self.learner is not None:
-            self.learner.optimizer.reload_model_params()
+        self._load(self._tensors)
         self.drafter_step.head = self.block.head
         self.drafter_step.words = self.ids
         self.keep()
+
+    def read(self, folder: Path) -> None:
+        """Load the weights that `write` wrote, of a checkpoint without moments."""
+        self._load(drafter_files.read_drafter(folder / drafter_files.HF_DRAFTER))
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        shards.load(self.table, [self.block], self.block.config, tensors)
+        if self.learner is not None:
+            self.learner.optimizer.reload_model_params()
 
     def build(self) -> Drafter:
         own = replace(self.model.config, calculate_per_token_loss=True)

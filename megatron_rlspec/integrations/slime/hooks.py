@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,13 +32,14 @@ from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weights, trained_tokens
 from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter, SlimeMTP
 from megatron_rlspec.integrations.slime.eagle3 import SlimeEagle3
-from megatron_rlspec.integrations.slime.refusals import outside, split_experts
+from megatron_rlspec.integrations.slime.refusals import FLOAT16, HIDDEN, outside, split_experts
 from megatron_rlspec.integrations.slime.seeds import seed
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train import checkpoint
 from megatron_rlspec.train.optimizer import Learner
 
+logger = logging.getLogger(__name__)
 _drafter: SlimeDrafter | None = None
 _prediction: Prediction | None = None  # of all steps so far on this rollout's samples
 
@@ -49,6 +51,7 @@ def init(args: Namespace) -> None:
     refuse(args)
     slime_model.load_checkpoint = _after(slime_model.load_checkpoint, _thaw)
     slime_model.save_checkpoint = _after(slime_model.save_checkpoint, _save)
+    slime_provider.freeze_model_params = _after(slime_provider.freeze_model_params, _freeze_drafter)
     slime_model.get_batch = _with_fields(slime_model.get_batch)
     slime_model.train_one_step = _around_step(slime_model.train_one_step)
     if not args.debug_train_only:  # then nothing is pushed, and SGLang, which updates need, may be missing
@@ -67,6 +70,8 @@ def refuse(args: Namespace) -> None:
         raise ValueError("--enable-mtp-training is not set: there is no drafter to train; run slime without rlspec")
     elif args.mtp_num_layers != 1:
         raise ValueError(f"--mtp-num-layers {args.mtp_num_layers}, but rlspec repeats one layer: set 1")
+    if args.fp16:
+        raise ValueError(FLOAT16)
     sizes = (args.expert_model_parallel_size, args.expert_tensor_parallel_size, args.tensor_model_parallel_size)
     if args.num_experts and (problem := split_experts(*sizes)):
         raise ValueError(problem)
@@ -88,7 +93,17 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
         _drafter = SlimeEagle3(model, options, args)
     elif getattr(model, "mtp_process", False):
         _drafter = SlimeMTP(model, options)
+    elif post_process:
+        raise ValueError(f"{type(model).__name__} {HIDDEN}")
     return model
+
+
+def _freeze_drafter(done: Any, *_: Any, **__: Any) -> Any:
+    """Freeze the MTP layers again: `--only-train-params-name-list` thaws parameters by their names."""
+    if isinstance(_drafter, SlimeMTP):
+        for parameter in _drafter.model.mtp.parameters():
+            parameter.requires_grad_(False)
+    return done
 
 
 def _beside() -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,28 +131,45 @@ def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
     if getattr(args, "load", None):
         torch_dist.verify_files(args.load, dist.get_rank(), dist.get_world_size())  # Megatron's loader does not
     outside = isinstance(_drafter, SlimeEagle3)  # its weights are nowhere else
-    fresh = args.finetune or (args.no_load_optim and not outside)
-    directory = None if fresh else Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)
-    if dist.get_rank() == 0:
+    directory = None if args.finetune else Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)
+    if dist.get_rank() == 0 and not getattr(args, "update_weight_start_version", 0):  # above 0 the run goes on
         slime_state.hand_on(directory, slime_state.folder(args))
-    if directory is not None and directory.exists():
-        checkpoint.load(directory, _learners(), _layout(args), generators=False)
-        if _drafter is not None:
-            _drafter.keep()
+    if directory is None or (args.no_load_optim and not outside):
+        return loaded
+    if (directory / checkpoint.LAYOUT).exists():
+        _load(directory, args)
+    elif outside and any(Path(args.load).glob(f"iter_*/{FOLDER}/{checkpoint.LAYOUT}")):
+        remedy = "give --ckpt-step of an iteration that has it, or move theirs away to begin from --drafter.path"
+        raise ValueError(f"{directory} is missing, and the drafter with it; {remedy}")
+    elif dist.get_rank() == 0:
+        begins = "the drafter begins from --drafter.path" if outside else "the drafter's moments begin anew"
+        logger.warning("rlspec: no %s: %s", directory, begins)
     return loaded
+
+
+def _load(directory: Path, args: Namespace) -> None:
+    """Load what `_save` wrote; collective. A drafter that was frozen, or is from now on, has no moments there."""
+    learners = _learners() if any(directory.glob("drafter-*")) else {}
+    checkpoint.load(directory, learners, _layout(args), generators=False)
+    if isinstance(_drafter, SlimeEagle3) and not learners:
+        _drafter.read(directory)
+    if _drafter is not None:
+        _drafter.keep()
 
 
 def _save(saved: Any, iteration: int, model: Sequence[Any], *_: Any, **__: Any) -> Any:
     """Save the drafter's moments and float32 weights into the checkpoint's folder; collective."""
     args = get_args()
+    if getattr(model[0], "role", "actor") != "actor":
+        return saved
     outside = isinstance(_drafter, SlimeEagle3)  # slime itself saves the MTP layers' weights
-    if getattr(model[0], "role", "actor") == "actor" and (outside or not args.no_save_optim):
-        directory = Path(get_checkpoint_name(args.save, iteration, return_base_dir=True), FOLDER)
+    directory = Path(get_checkpoint_name(args.save, iteration, return_base_dir=True), FOLDER)
+    if outside or not args.no_save_optim:
         checkpoint.save(directory, _learners(), _layout(args), generators=False)
-        if isinstance(_drafter, SlimeEagle3):
-            _drafter.write(directory, dist.get_rank() == 0)
-        if dist.get_rank() == 0:
-            slime_state.hand_on(slime_state.folder(args), directory)
+    if isinstance(_drafter, SlimeEagle3):
+        _drafter.write(directory, dist.get_rank() == 0)
+    if dist.get_rank() == 0:
+        slime_state.hand_on(slime_state.folder(args), directory)
     return saved
 
 
@@ -189,9 +221,12 @@ def _around_step(train_one_step: Callable) -> Callable:
 
     @functools.wraps(train_one_step)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if _drafter is None or not _drafter.ready:
-            return train_one_step(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
+        if _drafter is None or not _drafter.ready:
+            done = train_one_step(*args, **kwargs)
+            if _drafter is not None and get_args().enable_mtp_training:  # a critic, whose MTP loss slime logs, too
+                _fill_tracker({}, given["num_microbatches"])
+            return done
         iterator = given["data_iterator"][0]
         micro_batches = given["num_microbatches"]
         ahead = iterator.micro_batch_indices[iterator.offset : iterator.offset + micro_batches]

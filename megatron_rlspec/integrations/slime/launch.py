@@ -255,6 +255,8 @@ def _into_job(head: list[str], added: Mapping[str, str]) -> list[str]:
     for i, word in enumerate(head):
         before = head[i - 1] if i else ""
         name, equals, value = word.partition("=")
+        if name == "--runtime-env":
+            raise ConfigError("--runtime-env: rlspec adds --runtime-env-json, and Ray takes one of them; give this one")
         if before == "--runtime-env-json" or (name == "--runtime-env-json" and equals):
             runtime = _runtime(word if not equals or before == "--runtime-env-json" else value)
             runtime["env_vars"] = _of_workers(runtime.get("env_vars", {}), added)

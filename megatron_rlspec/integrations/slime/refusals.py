@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from packaging.version import Version
 
 from megatron_rlspec.config import ConfigError
@@ -26,6 +27,8 @@ DRAFT_MODEL = "--sglang-speculative-draft-model-path"
 MIXED = "--sglang-enable-mixed-chunk"
 SAMPLER = "--sglang-sampling-backend"
 RELATIVES = ("miles", "vime")
+FLOAT16 = "--fp16: the drafter is trained in bfloat16 or float32; expected --bf16, or run slime without rlspec"
+HIDDEN = "holds no MTP layer itself, so slime would train it with the policy; run slime without rlspec"
 LOSSY = ("--sglang-speculative-accept-threshold-single", "--sglang-speculative-accept-threshold-acc")
 
 
@@ -33,6 +36,12 @@ def refuse(given: Mapping[str, str | None], drafter: Mapping[str, Any]) -> None:
     """Raise ConfigError for flags of slime that this drafter cannot be trained or served with."""
     if (servers := given.get("--prefill-num-servers")) not in (None, "0"):
         raise ConfigError(f"--prefill-num-servers {servers}: {APART}; remove the flag, or run slime without rlspec")
+    if _apart(config := given.get("--sglang-config") or ""):
+        raise ConfigError(f"--sglang-config {config}: {APART}; remove them, or run slime without rlspec")
+    if given.get("--spec") == "slime_plugins.models.qwen3_5_vl":
+        raise ConfigError(f"--spec {given['--spec']}: the model {HIDDEN}")
+    if "--fp16" in given:
+        raise ConfigError(FLOAT16)
     if MIXED in given:
         raise ConfigError(f"{MIXED}: {MIXED_CHUNK}; remove the flag, or run slime without rlspec")
     for flag in LOSSY:
@@ -61,6 +70,16 @@ def refuse(given: Mapping[str, str | None], drafter: Mapping[str, Any]) -> None:
     expert, expert_tensor, tensor = (whole_number(given.get(flag)) for flag in sizes)
     if problem := split_experts(expert, expert_tensor if "--num-experts" in given else None, tensor):
         raise ConfigError(problem)
+
+
+def _apart(config: str) -> bool:
+    """Return whether a file of --sglang-config has engines that prefill and decode apart; False if it is not here."""
+    try:
+        models = yaml.safe_load(Path(config).read_text())["sglang"]
+        groups = [group for model in models for group in model.get("server_groups") or model.get("engine_groups") or []]
+        return any(group["worker_type"] in ("prefill", "decode") for group in groups)
+    except (OSError, UnicodeError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+        return False  # slime itself says what is wrong with it
 
 
 def refuse_relative(driver: str) -> None:

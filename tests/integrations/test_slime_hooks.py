@@ -1,0 +1,195 @@
+"""What hooks decide on slime's train ranks, without slime: its functions and Megatron's are stand-ins."""
+
+import importlib
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rlspec.integrations import slime as package
+from megatron_rlspec.integrations.slime import state as slime_state
+
+NAME = "megatron_rlspec.integrations.slime.hooks"
+STANDING_IN = {
+    "megatron.training": {},
+    "megatron.training.checkpointing": {"get_checkpoint_name": lambda save, step, **_: f"{save}/iter_{step:07d}"},
+    "megatron.training.global_vars": {"get_args": None},
+    "slime": {},
+    "slime.backends": {},
+    "slime.backends.megatron_utils": {},
+    "slime.backends.megatron_utils.model": {
+        "get_load_checkpoint_path_by_args": lambda args: f"{args.load}/iter_0000007"
+    },
+    "slime.backends.megatron_utils.model_provider": {"freeze_model_params": None, "_get_model_provider_func": None},
+    "slime.utils": {},
+    "slime.utils.misc": {"load_function": None},
+}
+
+
+@pytest.fixture
+def hooks(monkeypatch):
+    for name, held in STANDING_IN.items():
+        module = ModuleType(name)
+        vars(module).update(held)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, own = name.rpartition(".")
+        if parent in STANDING_IN:
+            setattr(sys.modules[parent], own, module)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    monkeypatch.delattr(package, "hooks", raising=False)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    found = importlib.import_module(NAME)
+    monkeypatch.setattr(found.torch_dist, "verify_files", lambda *_: None)
+    yield found
+    sys.modules.pop(NAME, None)
+
+
+@pytest.fixture
+def given(hooks, tmp_path, monkeypatch):
+    """The arguments of a run that goes on from a checkpoint."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MiMoForCausalLM"]}))
+    args = Namespace(
+        hf_checkpoint=str(tmp_path),
+        rlspec_folder=str(tmp_path / "run"),
+        load=str(tmp_path / "saved"),
+        save=str(tmp_path / "saved"),
+        finetune=False,
+        no_load_optim=False,
+        no_save_optim=False,
+        enable_mtp_training=True,
+        mtp_num_layers=1,
+        num_experts=None,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=1,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+        params_dtype=torch.float32,
+        fp16=False,
+    )
+    monkeypatch.setattr(hooks, "get_args", lambda: args)
+    return args
+
+
+def resume(hooks):
+    return hooks._thaw(None, [SimpleNamespace(role="actor")])
+
+
+def saved(given, step=7):
+    return Path(given.load, f"iter_{step:07d}", "rlspec-drafter")
+
+
+def test_a_model_that_hides_its_mtp_layer_is_refused(hooks, given, monkeypatch):
+    """slime would train the layer with the policy."""
+    hidden = SimpleNamespace(language_model=SimpleNamespace(mtp_process=True))
+    build = lambda pre_process, post_process: hidden  # noqa: E731
+    monkeypatch.setattr(hooks.slime_provider, "_get_model_provider_func", lambda args, role: build)
+    with pytest.raises(ValueError, match="SimpleNamespace holds no MTP layer itself"):
+        hooks.model_provider(post_process=True)
+    assert hooks.model_provider(post_process=False) is hidden  # other pipeline stages have none
+
+
+def test_names_of_parameters_to_train_thaw_no_drafter(hooks, monkeypatch):
+    class MTP(hooks.SlimeMTP):
+        def __init__(self, model):
+            self.model = model
+
+    model = torch.nn.ModuleDict({"mtp": torch.nn.Linear(2, 2), "decoder": torch.nn.Linear(2, 2)})
+    monkeypatch.setattr(hooks, "_drafter", MTP(SimpleNamespace(mtp=model["mtp"])))
+    hooks._freeze_drafter(None, model, Namespace())
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {"decoder.weight", "decoder.bias"}
+
+
+def test_float16_is_refused_on_ranks_too(hooks, given):
+    hooks.refuse(given)
+    given.fp16 = True
+    with pytest.raises(ValueError, match="--fp16"):
+        hooks.refuse(given)
+
+
+def test_what_rollouts_taught_stays_where_only_train_ranks_begin_again(hooks, given, tmp_path):
+    """As under --release-train, which makes train ranks anew after each rollout."""
+    slime_state.write_rollouts(tmp_path / "run", {"learnt": 2})
+    given.update_weight_start_version = 1
+    resume(hooks)
+    assert slime_state.read_rollouts(tmp_path / "run") == {"learnt": 2}
+    given.update_weight_start_version = 0
+    resume(hooks)
+    assert slime_state.read_rollouts(tmp_path / "run") is None
+
+
+def test_what_rollouts_taught_is_kept_without_optimizer_states(hooks, given, tmp_path):
+    slime_state.write_rollouts(tmp_path / "run", {"learnt": 1})
+    given.no_save_optim = given.no_load_optim = True
+    hooks._save(None, 7, [SimpleNamespace(role="actor")])
+    slime_state.write_rollouts(tmp_path / "run", {"learnt": 2})
+    resume(hooks)
+    assert slime_state.read_rollouts(tmp_path / "run") == {"learnt": 1}
+    given.no_load_optim = False
+    resume(hooks)  # there are no moments
+    given.finetune = True
+    resume(hooks)
+    assert slime_state.read_rollouts(tmp_path / "run") is None
+
+
+class Beside:
+    """An EAGLE-3 drafter that is trained, or frozen."""
+
+    def __init__(self, learner):
+        self.learner, self.read_from = learner, None
+
+    def thaw(self):
+        pass
+
+    def keep(self):
+        pass
+
+    def layout(self):
+        return {}
+
+    def read(self, folder):
+        self.read_from = folder
+
+
+@pytest.fixture
+def beside(hooks, given, monkeypatch):
+    """Resume with such a drafter; return it, and the learners whose moments were loaded."""
+    monkeypatch.setattr(hooks, "SlimeEagle3", Beside)
+
+    def resumed(learner):
+        loaded = {}
+        monkeypatch.setattr(hooks.checkpoint, "load", lambda folder, learners, *_, **__: loaded.update(learners))
+        drafter = Beside(learner)
+        monkeypatch.setattr(hooks, "_drafter", drafter)
+        resume(hooks)
+        return drafter, loaded
+
+    return resumed
+
+
+@pytest.mark.parametrize(("before", "now"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_drafter_may_be_frozen_or_trained_from_a_checkpoint_on(before, now, beside, given):
+    saved(given).mkdir(parents=True)
+    (saved(given) / "layout.json").write_text("{}")
+    if before:
+        (saved(given) / "drafter-tensor0-pipeline0.safetensors").touch()
+    drafter, loaded = beside("learner" if now else None)
+    assert loaded == ({"drafter": "learner"} if before and now else {})
+    assert drafter.read_from == (None if before and now else saved(given))
+
+
+def test_a_checkpoint_that_lost_its_drafter_is_refused(beside, given, caplog):
+    saved(given).parent.mkdir(parents=True)
+    beside("learner")
+    assert "the drafter begins from --drafter.path" in caplog.text  # slime alone wrote this checkpoint
+    saved(given, 5).mkdir(parents=True)
+    (saved(given, 5) / "layout.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"iter_0000007/rlspec-drafter is missing, .* --ckpt-step") as error:
+        beside("learner")
+    assert "\n" not in str(error.value)
