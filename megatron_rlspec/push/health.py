@@ -93,6 +93,7 @@ class Health:
         seconds = self._canary.seconds
         results: dict[str, CanaryResult] = {}
         pushes = [self.pusher.push(version, source, scope)]
+        self._held &= self.pusher.engines.keys()  # others have left
         due = self._canary.due() or bool(self._held)
 
         def push_again(names: Sequence[str]) -> dict[str, list[Finding]]:

@@ -223,6 +223,15 @@ def test_an_engine_whose_target_stays_wrong_leaves_the_rotation():
         push(health, 1)
 
 
+def test_an_engine_that_has_left_asks_for_no_canary():
+    engines = {"a": MemoryEngine("a"), "b": MemoryEngine("b")}
+    health = healthy(engines, canary_share=1e-9)
+    engines["b"].wire = lambda n, t: (n, torch.zeros_like(t) if n == "lm_head.weight" else t)
+    assert push(health, 0).serving == ("a",)
+    del engines["b"]
+    assert not push(health, 1).canaries
+
+
 def test_old_version_on_one_of_two_engines():
     """The engine accepts the push but keeps version 0: fingerprints and stamps both show it."""
     engines = {"a": MemoryEngine("a"), "b": MemoryEngine("b")}
