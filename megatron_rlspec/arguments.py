@@ -87,6 +87,15 @@ class Parser(argparse.ArgumentParser):
                 yield f"{action.option_strings[0]} {name}"
         yield "[options]"
 
+    def refuse_typos(self, rest: Sequence[str]) -> None:
+        """Refuse options of another program in `rest` that begin one of ours, or resemble one."""
+        own = [option for action in self._actions for option in action.option_strings if option not in HELP]
+        for word in (text.partition("=")[0] for text in rest if text.startswith("--")):
+            near = [name for name in own if name.startswith(word)]
+            near = near or difflib.get_close_matches(word, own, n=1, cutoff=0.8)
+            if near:
+                self.error(f"unknown option {word}; did you mean {near[0]}?")
+
     def error(self, message: str) -> NoReturn:
         """Print `message` and exit with status 2."""
         message = " ".join(message.split())

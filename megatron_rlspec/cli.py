@@ -190,7 +190,8 @@ def run(act: Callable[[], object]) -> int:
         code = exit_code(error)
         if code is None:
             raise
-        return _complain(_message(error), code, every_rank=getattr(error, "every_rank", False))
+        every_rank = getattr(error, "every_rank", False) or _out_of_memory(error)
+        return _complain(_message(error), code, every_rank)
     return ended if isinstance(ended, int) else 0
 
 
@@ -200,7 +201,8 @@ def exit_code(error: Exception) -> int | None:
         module, _, kind = name.partition(":")
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], kind)):
             return getattr(error, "exit_code", code)
-    return 1 if isinstance(error, OSError) and error.errno in MACHINE or _lost_rank(error) else None
+    failed = isinstance(error, OSError) and error.errno in MACHINE
+    return 1 if failed or _lost_rank(error) or _out_of_memory(error) or _unloadable(error) else None
 
 
 def _lost_rank(error: Exception) -> bool:
@@ -209,7 +211,24 @@ def _lost_rank(error: Exception) -> bool:
     return "DistBackendError" in names or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
+def _out_of_memory(error: Exception) -> bool:
+    """Return whether an allocation failed: of numpy or Python, or of torch on a GPU or a CPU."""
+    of_torch = isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
+    return isinstance(error, MemoryError) or of_torch or type(error).__name__ == "OutOfMemoryError"
+
+
+def _unloadable(error: Exception) -> bool:
+    """Return whether the system's loader refused a library of an installed package, such as torch's CUDA."""
+    of_loader = "cannot open shared object file" in str(error) or "undefined symbol" in str(error)
+    return isinstance(error, ImportError | OSError) and of_loader
+
+
 def _message(error: Exception) -> str:
+    if _out_of_memory(error):
+        reason = next(iter(str(error).splitlines()), "")
+        return f"out of memory: {reason}; `rlspec train --dry-run` counts what a rank holds"
+    if _unloadable(error):
+        return f"an installed package does not load: {error}; `rlspec doctor --gpu` compares what is installed"
     if isinstance(error, OSError) and error.strerror and error.errno != errno.EMFILE:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if os.strerror(errno.EMFILE) in str(error):  # also in errors of gloo

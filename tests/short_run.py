@@ -99,7 +99,8 @@ def train(
     """Start `rlspec train` as a user does; or `program` in its place, as `--ranks` would start it."""
     command = [sys.executable, "-m", "megatron_rlspec.cli", *words(start, run_dir, "train", options)]
     if program:
-        launch = ["-m", "megatron_rlspec.host.launch", "--standalone", "--nproc-per-node", str(ranks)]
+        launch = ["-m", "megatron_rlspec.host.launch", "--standalone", "--local-addr", "127.0.0.1"]
+        launch += ["--nproc-per-node", str(ranks)]
         command[1:3] = [*(launch if ranks > 1 else []), str(program)]
     elif ranks > 1:
         command += ["--ranks", str(ranks)]

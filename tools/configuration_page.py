@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_rlspec.config import Config, options
 from megatron_rlspec.config.load import Option
+from megatron_rlspec.config.other_names import OTHERS
 
 PAGE = Path(__file__).parent.parent / "docs/configuration.md"
 HEAD = """\
@@ -36,25 +37,7 @@ So is an option that has no effect beside the others, unless the command line sw
 
 They are not accepted. The most used ones:
 
-| slime, verl, Megatron or SGLang | here |
-|---|---|
-| `rollout_batch_size`, `train_batch_size` | `rollout.prompts_per_step` |
-| `n_samples_per_prompt`, `rollout.n` | `rollout.samples_per_prompt` |
-| `global_batch_size`, `ppo_mini_batch_size` | one optimizer step takes a whole rollout |
-| `max_tokens_per_gpu`, `micro_batch_size` | `train.tokens_per_micro_batch`: micro-batches are packed by tokens |
-| `rollout_max_response_len`, `max_response_length` | `rollout.max_new_tokens` |
-| `num_rollout`, `total_training_steps`, `train_iters` | `train.steps` |
-| `hf_checkpoint`, `model_name_or_path` | `model.path` |
-| `prompt_data`, `train_files` | `data.path` |
-| `rm_type`, `custom_rm_path`, `reward_fn` | `reward.kind` |
-| `eps_clip`, `clip_ratio` | `algorithm.clip_low`, `algorithm.clip_high` |
-| `kl_loss_coef`, `kl_coeff` | `algorithm.kl_coef` |
-| `loss_agg_mode`, `calculate_per_token_loss` | `algorithm.aggregation` |
-| `tensor_model_parallel_size` and the like | `parallel.tensor` and the like |
-| `gpu_memory_utilization`, `mem_fraction_static` | `rollout.engine_options`, `--mem-fraction-static` |
-| `engine_kwargs`, `sglang_*` | `rollout.engine_options` |
-| `num_layers`, `hidden_size` and the like | `config.json` of `model.path` |
-| `n_gpus_per_node`, `actor_num_nodes` | torchrun's `--nproc-per-node` and `--nnodes` |
+OTHER_NAMES
 
 ## A reward of one's own
 
@@ -70,7 +53,9 @@ An http(s) address gets the same four as a JSON object by POST, and answers a nu
 
 def page() -> str:
     """Render the page."""
-    lines = [HEAD]
+    names = ["| slime, verl, Megatron or SGLang | here |", "|---|---|"]
+    names += [f"| {', '.join(f'`{name}`' for name in others)} | {ours} |" for others, ours in OTHERS.items()]
+    lines = [HEAD.replace("OTHER_NAMES", "\n".join(names))]
     section = ""
     for option in options():
         if option.name.partition(".")[0] != section:

@@ -35,7 +35,7 @@ def describe(args: argparse.Namespace, vocabulary: int, eos: int, pad: int) -> d
         "attention_bias": True,
         "hidden_act": "silu",
         "vocab_size": vocabulary,
-        "max_position_embeddings": args.max_length,
+        "max_position_embeddings": args.max_length + 64,  # SGLang keeps some behind a sample, for drafts
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000,
         "tie_word_embeddings": False,

@@ -26,7 +26,7 @@ launch() {
     ((nodes == 1)) || : "${ENGINES:?set ENGINES, see recipe.sh}"
     arguments+=(--rollout.engines $((8 - gpus)))
   fi
-  local master=(--standalone)
+  local master=(--standalone --local-addr 127.0.0.1)
   ((nodes > 1)) && master=(--node-rank "${NODE_RANK:?}" --master-addr "${MASTER_ADDR:?}" --master-port "${MASTER_PORT:-29500}")
   exec torchrun --nnodes "$nodes" --nproc-per-node "$gpus" "${master[@]}" \
     -m megatron_rlspec.cli "${arguments[@]}"

@@ -9,6 +9,8 @@ it ended. `FILE.settings.json` holds what all rows share.
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -23,8 +26,9 @@ from megatron_rlspec import files
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.kinds import KINDS
-from megatron_rlspec.rollout.placement import GpuLayout
+from megatron_rlspec.rollout.placement import GpuLayout, devices
 from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.rollout.sglang.http.serve import tensor_parallel
 from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run import identity
 from megatron_rlspec.run.engines import sampling
@@ -65,7 +69,7 @@ def _answer(config: Config, hf_config: dict[str, Any]) -> str:
             f"engine {config.rollout.engine}; {len(missing)} answers are missing in {path}",
             flush=True,
         )
-        starting = KINDS[config.rollout.engine].start(config, path.with_name(f"{path.name}.logs"), GpuLayout())
+        starting = KINDS[config.rollout.engine].start(config, path.with_name(f"{path.name}.logs"), layout(config))
         try:
             starting.launch()
             engines = starting.wait()
@@ -81,6 +85,20 @@ def _answer(config: Config, hf_config: dict[str, Any]) -> str:
         f"{path}: {len(journal.done)} answers to {len(prompts)} prompts, of which {ended} ended by themselves{rate}"
         f"{left_out}"
     )
+
+
+def layout(config: Config) -> GpuLayout:
+    """Give each of several engines GPUs of its own. Raises ConfigError if there are too few."""
+    gpus = devices(os.environ, torch.cuda.device_count())
+    count = config.rollout.engines
+    if count == 1 or not gpus or config.rollout.engine != "sglang" or config.rollout.urls:
+        return GpuLayout()
+    size = int(tensor_parallel(shlex.split(config.rollout.engine_options)))
+    if count * size > len(gpus):
+        raise ConfigError(
+            f"rollout.engines={count}: {count * size} GPUs, {size} for each engine, but this machine has {len(gpus)}"
+        )
+    return GpuLayout("apart", engines=tuple(gpus[i * size : (i + 1) * size] for i in range(count)))
 
 
 def requests(config: Config, prompts: Sequence[Prompt]) -> Iterator[Request]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_rlspec import arguments, files
@@ -241,9 +242,12 @@ def main(argv: list[str] | None = None) -> int:
         engine = SGLangEngine(options.url)
         engine.update_weights(1, weights_of(policy))
     else:
+        gpu = torch.cuda.is_available()
         engine = EmbeddedEngine(
             hf_config,
             weights_of(policy),
+            device="cuda" if gpu else "cpu",
+            dtype=policy[next(iter(policy))].dtype if gpu else torch.float32,
             draft_words=words(policy, hf_config) if DRAFTER in hf_config else None,
             max_length=longest,
             max_running_requests=options.max_running_requests,

@@ -7,6 +7,8 @@ Nothing of them is imported. If a GPU is visible, or with `--gpu`, it prints wha
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -133,7 +135,11 @@ def parser() -> arguments.Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the findings. Returns the exit status: 1 for a configuration that does not fit, and as `--gpu` says."""
-    options = parser().parse_args(argv)
+    own = parser()
+    options = own.parse_args(argv)
+    for path in options.path:
+        if not os.path.isdir(path):
+            own.error(f"--path {path or repr(path)}: no such directory")
     if options.json and options.json != "-":
         files.check_outputs({"--json": options.json}, {"--config": options.config})
     config = load(options.config) if options.config else None
@@ -153,7 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines.append(f"{f.name}: {f.text}; {UPSTREAM[f.name].install}")
         elif f.name in UPSTREAM:
             lines.append(f"{f.name} {version(f.name) or '(no wheel)'}: {f.text}")
-    lines += [f"patches/{name}: {now}" for name, now in patches.found(options.path).items()]
+    if shutil.which("git"):
+        lines += [f"patches/{name}: {now}" for name, now in patches.found(options.path).items()]
+    else:
+        lines.append("patches: not compared, because git is not installed")
     lines += [f"GPU machine: {f.text}" for f in findings if f.name not in UPSTREAM]
     if lacks == []:
         lines.append("GPU machine: nothing is missing")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import difflib
 import importlib.metadata
 import os
 import platform
@@ -56,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure. Returns 0, or 2 after one line about a mistake or an engine that cannot be measured."""
     own = parser()
     args, serve = own.parse_known_args(argv)
-    _refuse_typos(own, args, serve)
+    own.refuse_typos(serve)
+    if serve and (args.url or args.engine == "embedded"):
+        own.error(f"unrecognized arguments: {' '.join(serve)} (no engine is started that could take them)")
     try:
         _check(args)
         for tp in _sizes(args):
@@ -69,18 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("rlspec profile: interrupted; run the same command again to continue", file=sys.stderr)
         return 130
     return 0
-
-
-def _refuse_typos(parser: arguments.Parser, args: argparse.Namespace, serve: Sequence[str]) -> None:
-    """Refuse unknown options that resemble one of ours; refuse all of them if no `rlspec serve` is started."""
-    own = [option for action in parser._actions for option in action.option_strings]
-    for argument in serve:
-        name = argument.partition("=")[0]
-        near = difflib.get_close_matches(name, own, n=1, cutoff=0.8) if name.startswith("--") else []
-        if near:
-            parser.error(f"unknown option {name}; did you mean {near[0]}?")
-    if serve and (args.url or args.engine == "embedded"):
-        parser.error(f"unrecognized arguments: {' '.join(serve)} (no engine is started that could take them)")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -298,7 +287,7 @@ def _start(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -
     given = ["--dtype", args.dtype, "--spec", "adaptive", "--candidate-steps", ",".join(map(str, steps))]
     given += ["--num-steps", str(steps[-1]), *(["--tp", str(args.tp)] if args.tp > 1 else [])]
     given += [*(["--draft-model", args.draft_model] if args.draft_model else []), *serve]
-    log = args.out.with_name(f"{args.out.stem}.log")
+    log = args.out.with_name(f"{args.out.name}.log")
     print(f"rlspec profile: loading {args.model} into an engine; its log: {log}", flush=True)
     process = closing.enter_context(launch(args.model, log, arguments=given))
     with _progress() as bar:

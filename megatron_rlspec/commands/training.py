@@ -23,11 +23,12 @@ from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.run.inputs import check_inputs, with_drafter
 from megatron_rlspec.tasks import data
+from megatron_rlspec.texts import printable
 
 if TYPE_CHECKING:
     from megatron_rlspec.run.extension import Extensions
 
-TORCHRUN = ("-m", "megatron_rlspec.host.launch", "--standalone", "--nproc-per-node")
+TORCHRUN = ("-m", "megatron_rlspec.host.launch", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node")
 MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
 TRAIN_NOTES = """\
 --ranks N starts N training processes on this machine, one for each GPU that trains. On several machines, start
@@ -59,9 +60,10 @@ docs/replay.md has the variants."""
 # Of each command: what it does, an example, and the options that `--help` shows; `--help-all` shows the rest.
 FIRST: dict[Command | Literal["answer"], tuple[str, str, str]] = {
     "train": (
-        "GRPO with a drafter that learns in the same step. With --dry-run it only prints the memory of each rank.",
+        "GRPO with a drafter that learns in the same step.",
         "rlspec train --config run.toml --model.path MODEL --drafter.fresh true",
-        "model.path data.path data.eval_path reward.kind drafter.fresh train.steps train.run_dir",
+        "dry-run model.path data.path data.eval_path reward.kind drafter.fresh rollout.samples_per_prompt optimizer.lr "
+        "train.steps train.run_dir train.resume",
     ),
     "sft": (
         "Supervised warm start of policy and drafter, or of the drafter alone.",
@@ -171,7 +173,8 @@ def extensions(config: Config) -> Extensions:
 def answer(argv: list[str]) -> None:
     """Run `rlspec answer`. Prints at its end what the file holds."""
     config = parse("answer", argv)
-    hf_config = check_model(config.model.path, "serve", drafter=False, longest=config.model.max_length)
+    longest = config.model.max_length
+    hf_config = check_model(config.model.path, "serve", drafter=False, longest=longest, spare=config.spare)
     data.check_prompts(config.data.path, config.data)
     hf_config = with_drafter(config, hf_config)
     if DRAFTER not in hf_config and not hf_config.get("num_nextn_predict_layers"):
@@ -193,8 +196,8 @@ def dry_run(argv: list[str]) -> None:
     if options.gpu_gib is not None and not options.gpu_gib > 0:
         raise ConfigError(f"--gpu-gib {options.gpu_gib:g}: expected a number above 0")
     config = parse("train", rest, ranks)
-    longest = config.model.max_length
-    hf_config = check_model(config.model.path, "train", drafter=False, weights=False, tokenizer=False, longest=longest)
+    sizes = {"longest": config.model.max_length, "spare": config.spare}
+    hf_config = check_model(config.model.path, "train", drafter=False, weights=False, tokenizer=False, **sizes)
     if config.drafter.fresh:
         from megatron_rlspec.run.fresh import described
 
@@ -219,7 +222,11 @@ def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | No
     known, unknown = parser.parse_known_args(argv)
     overrides = {name: value for name, value in vars(known).items() if name not in ("config", "run")}
     if unknown:
-        raise ConfigError(unknown_option(unknown[0].removeprefix("--").partition("=")[0]))
+        name, equals, value = unknown[0].partition("=")
+        if not name.startswith("-"):
+            wanted = f"--{name} {value}" if equals else f"--config {name}"
+            raise ConfigError(printable(f"unexpected word {unknown[0][:80]}; expected {wanted[:80]}"))
+        raise ConfigError(unknown_option(name.removeprefix("--")))
     if len(known.config) > 1:
         raise ConfigError("--config twice: expected one file; options of the command line win over it")
     file = known.config[0] if known.config else None
@@ -265,6 +272,9 @@ def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
     if command != "answer":
         help = "training processes, one a GPU (default 1)"
         parser.add_argument("--ranks", metavar="N", default=argparse.SUPPRESS, help=help)
+    if command == "train":
+        help = "start nothing: print parameters, memory and place of each rank"
+        parser.add_argument("--dry-run", action="store_true", default=argparse.SUPPRESS, help=help)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for known in options():
         section = known.name.partition(".")[0]

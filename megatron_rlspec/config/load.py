@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from megatron_rlspec import files
 from megatron_rlspec.config.base import ConfigError, expectation, shown
 from megatron_rlspec.config.effects import option, unread, useless
+from megatron_rlspec.config.other_names import OTHERS
 from megatron_rlspec.config.run import Config
 from megatron_rlspec.texts import printable
 
@@ -205,4 +206,7 @@ def unknown_option(dotted: str) -> str:
         closest = difflib.get_close_matches(written, keys, n=1, cutoff=0.75)
         near = [name for name, key in zip(names, keys, strict=True) if key in closest]
     hint = f"did you mean {' or '.join(near)}?" if near else "--help-all lists all"
+    for others, ours in OTHERS.items():
+        if any(f".{dotted.replace('-', '_')}".endswith(f".{name}") for name in others):
+            hint = f"here: {ours.replace('`', '')}"
     return f"unknown option {printable(dotted)[:80]}; {hint}"

@@ -131,6 +131,14 @@ class Config(Section):
         """Return the tensor-parallel size of a second fleet of SGLang engines; 0: there is none."""
         return self.tail.tp[-1] if len(self.tail.tp) > 1 and self.rollout.engine == "sglang" else 0
 
+    @property
+    def spare(self) -> int:
+        """Return how many positions of the model's context SGLang takes no sample of.
+
+        It keeps one for each token of a round, and takes prompts, and samples that go on, up to six below its end.
+        """
+        return max(6, 1 + max(self.spec.steps)) if self.rollout.engine == "sglang" else 0
+
     def generates(self, command: Command) -> bool:
         """Return whether a run of this command has engines: a warm start to evaluate, a replay if one policy stays."""
         if command == "sft":
@@ -202,6 +210,10 @@ class Config(Section):
     def _small_cache(self) -> tuple[bool, str]:
         longest, room = self.model.max_length, self.rollout.max_total_tokens
         wrong = f"rollout.max_total_tokens={room} cannot hold one sample of model.max_length={longest}"
+        if self.rollout.engine == "sglang":  # its rounds overlap, and it ends an only sample without room for two
+            rounds = 2 * (1 + max(self.spec.steps)) + 2
+            longest += max(6, rounds)
+            wrong += f" and what SGLang needs behind it; expected at least {longest}"
         return 0 < room < longest, wrong
 
     def check_answer(self) -> None:

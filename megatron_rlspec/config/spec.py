@@ -75,6 +75,11 @@ class SpecSection(Section):
             raise ValueError(f"num_steps={self.num_steps} is not among candidate_steps={list(steps)}")
         return self
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Return the numbers of drafts that an engine may be told."""
+        return {"off": (0,), "fixed": (self.num_steps,), "adaptive": self.candidate_steps}[self.mode]
+
     def config(self) -> SpecConfig:
         """Return the configuration that mode=fixed runs and other modes start with. Raises ValueError."""
         if self.mode != "fixed" or self.num_steps == 0:

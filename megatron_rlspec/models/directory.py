@@ -48,6 +48,7 @@ def check_model(
     weights: bool = True,
     tokenizer: bool = True,
     longest: int = 0,
+    spare: int = 0,
 ) -> dict[str, Any]:
     """Return config.json. Raises ModelConfigError, one line, for a directory that cannot be used.
 
@@ -56,6 +57,7 @@ def check_model(
     weights    compare the tensors with config.json
     tokenizer  the files of a tokenizer must be there
     longest    model.max_length, which must not exceed max_position_embeddings
+    spare      positions that must be left beyond that
     """
     directory = Path(path)
     if wrong := no_checkpoint(directory):
@@ -70,9 +72,11 @@ def check_model(
             "`rlspec convert --add-mtp` adds one, drafter.train=false goes without"
         )
     context = typed.max_position_embeddings
-    if context and longest > context:
+    if context and longest + spare > context:
+        kept = f" and {spare} more, which SGLang needs" if spare else ""
         raise ModelConfigError(
-            f"config.json of {path}: max_position_embeddings={context}; expected at least model.max_length={longest}"
+            f"config.json of {path}: max_position_embeddings={context}; "
+            f"expected at least model.max_length={longest}{kept}"
         )
     if weights and use == "train":
         _check_stated(config, str(path))

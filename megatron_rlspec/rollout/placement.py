@@ -242,7 +242,7 @@ def working_bytes(config: Config, hf_config: Mapping[str, Any], gpu: int, kept: 
     prefill = next(tokens for least, tokens in PREFILLS if gpu >= least)
     theirs = BASE + prefill * PREFILL_TOKEN + batch * GRAPH_REQUEST
     theirs += PREFILL_GRAPHS[bool(hf_config.get("kv_lora_rank"))] + config.placement.tensor * GIB // 8
-    rows = batch * (1 + max(_steps(config)))
+    rows = batch * (1 + max(config.spec.steps))
     hidden = prefill * int(hf_config["hidden_size"]) * getattr(torch, config.model.dtype).itemsize
     ours = kept + LOGITS_ROWS * rows * int(hf_config["vocab_size"]) * 4 + PREFILL_ROWS * hidden
     return max(theirs, ours, FLOOR if gpu > 60 * GIB else 0)
@@ -251,20 +251,14 @@ def working_bytes(config: Config, hf_config: Mapping[str, Any], gpu: int, kept: 
 def graph_bytes(config: Config) -> int:
     """Return the bytes of an engine's CUDA graphs, as if 0 and every number of drafts were captured at every batch."""
     batch = config.rollout.max_running_requests
-    drafting = [steps for steps in _steps(config) if steps]
+    drafting = [steps for steps in config.spec.steps if steps]
     slots = {"1": {"candidate_steps": sorted({0, *drafting})}}
     return int(graphs.gib(graphs.count(slots, batch, min(drafting))) * GIB) if drafting else batch * GRAPH_REQUEST
 
 
 def workspace_bytes(config: Config) -> int:
     """Return the bytes of FlashInfer's workspaces in an engine."""
-    return WORKSPACE * (1 + sum(1 for steps in _steps(config) if steps))
-
-
-def _steps(config: Config) -> Sequence[int]:
-    """Return the numbers of drafts that an engine may be told."""
-    spec = config.spec
-    return {"off": (0,), "fixed": (spec.num_steps,), "adaptive": spec.candidate_steps}[spec.mode]
+    return WORKSPACE * (1 + sum(1 for steps in config.spec.steps if steps))
 
 
 def token_bytes(config: Config, hf_config: Mapping[str, Any], tensor: int = 1) -> int:

@@ -61,6 +61,10 @@ class Restarts:
                 found[name] = error or future.result()
         return found
 
+    def settle(self) -> None:
+        """Wait until no engine is starting any more. `back` returns what came of them."""
+        wait(self._pending.values())
+
     def close(self) -> None:
         """Stop starting engines. Call it before ending the processes that `start` waits for."""
         self._closed.set()

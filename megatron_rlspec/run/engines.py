@@ -94,8 +94,15 @@ class Engines:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Let every engine release its memory. The next push wakes them, and sends them all tensors."""
+        """Let every engine release its memory. The next push wakes them, and sends them all tensors.
+
+        Waits for engines that are starting, and adds them. Raises EngineError if no engine is left then.
+        """
         if not self._asleep:  # a warm start takes several steps before a push
+            if self._restarts.pending:  # they would take the step's memory
+                self._restarts.settle()
+                self.record_losses()
+                self._add_restarted()
             self.pool.everywhere(lambda engine: engine.sleep())
             self._asleep = True
 

@@ -28,7 +28,8 @@ def check_inputs(config: Config, command: Command) -> None:
     mtp = config.drafter.kind == "mtp"
     has_drafter = mtp and config.drafter.train and not config.drafter.fresh
     model = config.model.path
-    found = check_model(model, "train", drafter=has_drafter, longest=config.model.max_length)
+    spare = config.spare if generates else 0
+    found = check_model(model, "train", drafter=has_drafter, longest=config.model.max_length, spare=spare)
     with_drafter(config, found)
     if not mtp and config.drafter.path:
         problem = without_eagle3(found) if draws and config.rollout.engine == "sglang" else ""

@@ -108,6 +108,11 @@ def check_machine(config: Config) -> None:
     """Raise ConfigError if this machine cannot run the configuration."""
     rollout = config.rollout
     gpus = torch.cuda.device_count()
+    if gpus and not torch.cuda.is_available():
+        raise ConfigError(
+            f"torch {torch.__version__} cannot use the {gpus} GPUs of this machine; `rlspec doctor --gpu` says why. "
+            "With an empty CUDA_VISIBLE_DEVICES the CPU computes"
+        )
     if not gpus and rollout.engine == "sglang" and not rollout.urls and config.spec.verifier == "rejection":
         raise ConfigError(
             "spec.verifier=rejection needs SGLang's GPU kernels, and there is no GPU here; "
@@ -167,9 +172,10 @@ def _announcement(command: str, config: Config, hf_config: Mapping[str, Any], ge
     """Return the line that says what is being loaded."""
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     ranks = os.environ.get("WORLD_SIZE", "1")
+    place = "GPUs" if torch.cuda.is_available() else "the CPU"
     engine = f", engine {config.rollout.engine}" if generates else ""
     return (
         f"rlspec {command}: loading {config.model.path} "
         f"({hf_config['architectures'][0]}, {weights / 1e9:.2g} GB) in {config.model.dtype}, "
-        f"ranks: {ranks}{engine}; run directory {Path(config.train.run_dir)}"
+        f"ranks: {ranks} on {place}{engine}; run directory {Path(config.train.run_dir)}"
     )

@@ -243,7 +243,7 @@ class Acceptance:
             self.draws[d] *= keep
             if d >= num_steps or reached <= 0:
                 continue
-            passed = reached - (histogram[d] if d < len(histogram) else 0.0)
+            passed = max(0.0, reached - (histogram[d] if d < len(histogram) else 0.0))  # rounding may go below
             self.ratio_hits[d] += passed
             self.ratio_base[d] += reached * (self.rates[d - 1] if d else 1.0)
             _cap(self.ratio_hits, self.ratio_base, d, 10 * self.most_draws)
@@ -305,6 +305,9 @@ class Acceptance:
                     f"acceptance state: {name} must hold {acceptance.depth} finite numbers, got {data[name]}"
                 )
             setattr(acceptance, name, values)
+        drawn = zip(acceptance.hits, acceptance.draws, strict=True)
+        if min(*acceptance.hits, *acceptance.ratio_hits, *acceptance.ratio_base) < 0 or any(h > d for h, d in drawn):
+            raise ValueError("acceptance state: expected 0 <= hits <= draws, and no negative ratio")
         acceptance._refresh()
         return acceptance
 

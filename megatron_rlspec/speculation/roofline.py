@@ -96,6 +96,8 @@ class Roofline:
         for name, value in asdict(self).items():
             if not 0 <= value <= MOST_MS:
                 raise ValueError(f"{name}={value}: expected a number from 0 to {MOST_MS:g}")
+        if not self.used:
+            raise ValueError("used=0: expected the share of the experts that a token uses, 1 without experts")
         if self.weights_ms + self.token_ms + self.host_ms < LEAST_WEIGHTS:  # tokens are divided by it
             raise ValueError("weights_ms, token_ms and host_ms are 0: expected a round that takes time")
 

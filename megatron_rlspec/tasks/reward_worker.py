@@ -30,7 +30,9 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
+from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.texts import one_line, shown
 
 Reward = Callable[..., Any]  # prompt, response, label and metadata, by name
@@ -77,6 +79,7 @@ def http_reward(url: str, limit: float) -> Reward:
     import requests
 
     session = requests.Session()
+    session.trust_env = not is_loopback(urlsplit(url).hostname or "")  # a proxy cannot reach this machine's own
 
     def reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> Any:
         body: dict[str, Any] = {"prompt": prompt, "response": response, "label": label, "metadata": dict(metadata)}

@@ -295,3 +295,22 @@ def test_a_defect_keeps_its_traceback():
     assert cli.exit_code(KeyError("x")) is None and cli.exit_code(FileNotFoundError("x")) is None
     assert cli.exit_code(OSError(28, "No space left on device")) == 1
     assert Config().train.max_bad_steps > 0
+
+
+def unloadable() -> None:
+    raise ImportError("libcudart.so.12: cannot open shared object file: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("act", "expects"),
+    [
+        (lambda: np.empty(10**16), ("out of memory: ", "--dry-run` counts")),
+        (lambda: torch.empty(10**16), ("out of memory: ", "DefaultCPUAllocator")),
+        (unloadable, ("does not load: libcudart.so.12", "rlspec doctor")),
+    ],
+    ids=["numpy", "torch", "torch's libraries"],
+)
+def test_what_the_machine_cannot_do_is_one_line(act, expects, capsys):
+    assert cli.run(act) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and all(part in err for part in expects), err

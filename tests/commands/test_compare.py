@@ -157,3 +157,19 @@ def test_answers_of_one_token_are_one_line(start, tmp_path):
     assert not (tmp_path / "o.json").exists()
     some = np.array([[0, 0]] * 300 + [[3, 1]])  # half of the resamples hold no round
     assert np.isfinite([*vars(compare.estimate(some)).values()]).all()
+
+
+@pytest.mark.parametrize(("gpu", "expected"), [(True, ("cuda", torch.float32)), (False, ("cpu", torch.float32))])
+def test_the_embedded_engine_has_the_gpu(start, monkeypatch, gpu, expected):
+    """The model of this test is float32 as saved."""
+    made = {}
+
+    def engine(*_, **options):
+        made.update(options)
+        raise ConfigError("made")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(compare, "EmbeddedEngine", engine)
+    with pytest.raises(ConfigError, match="^made$"):
+        compare.main([str(start / "model"), f"a={start / 'model'}", "--prompts", str(start / "task/eval.jsonl")])
+    assert (made["device"], made["dtype"]) == expected

@@ -110,3 +110,11 @@ def test_a_file_that_cannot_be_written_is_reported_before_anything_is_read(tmp_p
     monkeypatch.setattr(doctor, "examine", lambda **_: pytest.fail("examined"))
     with pytest.raises(files.FileError, match="there is no directory"):
         doctor.main(["--json", str(tmp_path / "no" / "x.json")])
+
+
+def test_the_rest_is_reported_without_git(capsys, monkeypatch):
+    monkeypatch.setattr(doctor.machine, "visible_gpus", lambda: 0)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert doctor.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("megatron-core") and lines[-1] == "patches: not compared, because git is not installed"

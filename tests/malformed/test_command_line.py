@@ -77,6 +77,10 @@ COMMANDS = [
     ),
     Case("two files", "train --config a.toml --config b.toml", ("--config twice", "expected one file")),
     Case("an abbreviation", "train --optimizer.l 1", ("unknown option optimizer.l", "optimizer.lr")),
+    Case("words of Hydra", "train optimizer.lr=1e-5", ("unexpected word optimizer.lr=1e-5", "--optimizer.lr 1e-5")),
+    Case("a file", "train run.toml", ("unexpected word run.toml", "--config run.toml")),
+    Case("a name of verl", "train --data.train_files a", ("unknown option data.train_files", "here: data.path")),
+    Case("doctor of no path", ["doctor", "--path", ""], ("--path ''", "no such directory")),
     Case(
         "one rank of two",
         TRAIN + "--parallel.tensor 2",

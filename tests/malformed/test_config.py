@@ -63,7 +63,7 @@ PATHS = [
 
 UNKNOWN = [
     option("--lr 8", "unknown option lr", "did you mean optimizer.lr or drafter.lr?"),
-    toml("[rollout]\nn_samples_per_prompt = 8", "did you mean rollout.samples_per_prompt?"),
+    toml("[rollout]\nn_samples_per_prompt = 8", "here: rollout.samples_per_prompt"),
     option("--model.parth m", "unknown option model.parth", "did you mean model.path?"),
     option("--optimizer.lr", "--optimizer.lr", "expected one argument"),
     option("--reward exact", "unknown option reward;", "reward.kind"),
@@ -122,6 +122,7 @@ CONTRADICTIONS = [
     option("--model.path m", "data.path is empty", ".jsonl"),
     option("--model.path m", "sft.path is empty", ".jsonl", command="sft"),
     Case("too few ranks", NAMED + "--parallel.tensor 2", ("parallel.tensor=2", "multiple of 2 ranks")),
+    Case("small cache", NAMED + "--rollout.max_total_tokens 4109", ("max_total_tokens=4109", "at least 4110")),
     Case("small micro-batch", NAMED + "--train.tokens_per_micro_batch 8", ("tokens_per_micro_batch=8", "4096")),
     Case(
         "small micro-batch of a layout",

@@ -84,6 +84,7 @@ VALUES = [  # one for each type and rule
     value("hidden_size", 24, "hidden_size=24, but lm_head.weight has 16"),
     value("num_hidden_layers", 11, "the weights hold 1 layers"),
     value("max_position_embeddings", 32, "model.max_length=64"),
+    value("max_position_embeddings", 69, "model.max_length=64 and 6 more, which SGLang needs"),
     value("tie_word_embeddings", True, "lm_head.weight of their own"),
     value("torch_dtype", "bogus", "'bfloat16'"),
     value("dtype", "bfloat16", "torch_dtype=float32"),

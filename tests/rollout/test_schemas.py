@@ -69,6 +69,9 @@ def test_what_no_schema_can_know_is_refused():
     assert "given to two requests" in refused(lambda: check_batch(batch(request(), request()), 64, 128))
     assert "context of 128" in refused(lambda: check_batch(batch(request(input_ids=[1] * 128)), 64, 128))
     assert "make 129" in refused(lambda: check_batch(batch(request(input_ids=[1] * 125)), 64, 128))
+    check_batch(batch(request(input_ids=[1] * 118)), 64, 128, 6)
+    told = refused(lambda: check_batch(batch(request(input_ids=[1] * 119)), 64, 128, 6))
+    assert "make 123; expected at most the model's context of 128 less 6 for drafts" in told
 
 
 def test_every_command_has_a_schema():

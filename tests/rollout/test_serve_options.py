@@ -9,12 +9,14 @@ from unittest import mock
 
 import pytest
 import tiny_mimo
+import torch
 from roofline_tables import roofline_table
 
-from megatron_rlspec.config import load
+from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.http import serve
 from megatron_rlspec.rollout.start import engine_arguments
+from megatron_rlspec.run import loading
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.solver import chains
@@ -115,3 +117,33 @@ def test_what_a_run_starts_its_engines_with_is_not_refused(folder: Path) -> None
         off.model_copy(update={"drafter": off.drafter.model_copy(update={"vocabulary": 16})}),
     ):
         started(folder, *engine_arguments(other, GpuLayout()))
+
+
+@pytest.mark.parametrize(
+    "words", [["--hos", "0.0.0.0"], ["--por=30001"], ["--max-running-request", "9"], ["--candidatesteps", "0,1"]]
+)
+def test_what_sglang_would_complete_to_an_option_of_ours_is_refused(words: list[str], capsys) -> None:
+    with pytest.raises(SystemExit):
+        serve.parsed(["--model", "m", *words])
+    assert capsys.readouterr().err.startswith(f"rlspec serve: unknown option {words[0].split('=')[0]}; did you mean --")
+
+
+def test_options_of_sglang_are_passed_on() -> None:
+    given = ["--tp", "2", "--ep", "2", "--log-level", "info", "--model-path=x"]
+    assert serve.parsed(["--model", "m", *given])[1] == given
+
+
+def test_the_address_of_an_engine_can_be_asked() -> None:
+    for host, url in (("::1", "http://[::1]:30000"), ("127.0.0.1", "http://127.0.0.1:30000")):
+        assert serve._url(serve.parsed(["--model", "m", "--host", host])[0]) == url
+
+
+def test_gpus_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that is too old for torch's CUDA: NVML counts the GPUs, and CUDA has none."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(serve.ServeError, match="cannot use the GPUs .* --device cpu"):
+        serve._device("auto")
+    assert serve._device("cpu") == "cpu"
+    with pytest.raises(ConfigError, match="cannot use the 8 GPUs of this machine; `rlspec doctor --gpu` says why"):
+        loading.check_machine(load())

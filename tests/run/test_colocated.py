@@ -1,8 +1,16 @@
 """An engine on the trainer's devices sleeps while training and is given all weights when it wakes."""
 
+import time
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
 import forked
 import pytest
 from short_run import TESTS, words
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.run.engines import Engines
 
 STARTED = ["load_hf", "_free_memory", "launch"]
 
@@ -41,3 +49,22 @@ def test_a_warm_start_lets_engines_sleep_over_several_steps(start, tmp_path):
     calls = calls_of(start, tmp_path / "run", "sft", options | {"train.eval_prompts": 1})
     evaluation = ["_free_memory", "wake", "update_weights", "fingerprints", "generate"]
     assert calls == [*STARTED, "sleep", "train_step", "train_step", *evaluation, "sleep", "train_step"]
+
+
+def test_an_engine_that_is_restarted_sleeps_during_the_step_too():
+    old, lost, new = MagicMock(), MagicMock(), MagicMock()
+
+    def again(name, number):
+        time.sleep(0.2)
+        return new
+
+    pool = EnginePool({"a": old, "b": lost}, lost=lambda name: engines.restart(name))
+    starting = SimpleNamespace(again=again, own={"a", "b"}, spare=())
+    engines = Engines(pool, MagicMock(), starting, MagicMock(), MagicMock(), 1)
+    pool.drop("b", EngineError("gone"))
+    engines.sleep()
+    assert pool.engines == {"a": old, "b": new}
+    old.sleep.assert_called_once_with()
+    new.sleep.assert_called_once_with()
+    engines.wake()
+    new.wake.assert_called_once_with()

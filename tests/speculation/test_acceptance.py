@@ -121,6 +121,15 @@ def test_the_state_survives_json():
         Acceptance.from_json({**acceptance.to_json(), "hits": [1.0]})
 
 
+@pytest.mark.parametrize("changed", [{"hits": [-16.8]}, {"hits": [1e308]}, {"ratio_hits": [-1.0]}])
+def test_a_state_that_no_rounds_give_is_refused(changed):
+    """A rate of it below 0 or above 1 would end the scheduler, or keep it drafting."""
+    state = {"depth": 1, "hits": [1.0], "draws": [10.0], "ratio_hits": [1.0], "ratio_base": [2.0]}
+    Acceptance.from_json(state)
+    with pytest.raises(ValueError, match="expected 0 <= hits <= draws, and no negative ratio"):
+        Acceptance.from_json(state | changed)
+
+
 def test_impossible_counts_are_refused():
     assert histogram_of(2, [0, 2, 2, 1]) == [1, 1, 2]
     for bad in ([3], [-1]):

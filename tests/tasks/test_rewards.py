@@ -290,6 +290,12 @@ def test_http(url):
     assert [line[:2] for line in failures] == ["r2", "r3"] and "500 Server Error" in failures[0]
 
 
+def test_no_proxy_lies_before_a_reward_server_of_this_machine(url, monkeypatch):
+    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9" if name == "http_proxy" else "")
+    assert reward_worker.http_reward(f"{url}/reward", 60)("prompt", "a", "", {}) == 6
+
+
 def test_a_reward_server_that_is_down_fails_the_samples():
     rewards, failures = score("http://127.0.0.1:9/", [sample("a")], workers=1)
     assert rewards == [0] and "ConnectionError" in failures[0]

@@ -170,7 +170,9 @@ def engine_urls(args: Namespace) -> list[str]:
     """Return the URLs of the engines behind slime's router; [] if rollouts are read from a file."""
     if not getattr(args, "sglang_router_ip", None) or getattr(args, "load_debug_rollout_data", None):
         return []
-    answer = requests.get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers", timeout=60)
+    with requests.Session() as session:
+        session.trust_env = False  # no proxy lies between the machines of a job
+        answer = session.get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers", timeout=60)
     answer.raise_for_status()
     return sorted(worker["url"] for worker in answer.json()["workers"])
 

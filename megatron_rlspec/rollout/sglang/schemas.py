@@ -301,8 +301,11 @@ def parse_query(model: type[Body], query: Sequence[tuple[str, str]]) -> Body:
         raise Refusal(400, "query: " + sentence(error)) from None
 
 
-def check_batch(body: GenerateBody, vocabulary: int, context: int) -> None:
-    """Refuse token ids outside the vocabulary, prompts that are too long, and ids that come twice."""
+def check_batch(body: GenerateBody, vocabulary: int, context: int, reserved: int = 0) -> None:
+    """Refuse token ids outside the vocabulary, prompts that are too long, and ids that come twice.
+
+    reserved  tokens of the model's context that SGLang keeps for drafts
+    """
     for i, request in enumerate(body.requests):
         ids = request.input_ids
         for name, tokens in (("input_ids", ids), ("begun", request.begun), ("draft", request.draft)):
@@ -316,11 +319,12 @@ def check_batch(body: GenerateBody, vocabulary: int, context: int) -> None:
                 f"request {request.id}: {len(ids)} prompt tokens; expected fewer than the model's context of {context}",
             )
         asked = len(ids) + request.sampling.max_new_tokens
-        if asked > context:
+        if asked > context - reserved:
+            less = f" less {reserved} for drafts" if reserved else ""
             raise Refusal(
                 400,
                 f"request {request.id}: {len(ids)} prompt tokens and max_new_tokens={request.sampling.max_new_tokens} "
-                f"make {asked}; expected at most the model's context of {context}",
+                f"make {asked}; expected at most the model's context of {context}{less}",
             )
     names = sorted(request.id for request in body.requests)
     for before, after in zip(names, names[1:], strict=False):

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron_rlspec.rollout.sglang.http import checks, serve
-from megatron_rlspec.rollout.sglang.settings import known_key
 
 OWN = b"rlspec serve: "
 READY = OWN + b"ready on "
@@ -29,11 +28,10 @@ def main(argv: Sequence[str]) -> int:
 
     With `--stop-with-parent` the program that started this process reads the output itself, and gets all of it.
     """
-    options, _ = serve.parser().parse_known_args(argv)
+    options, _ = serve.parsed(argv)
     if options.stop_with_parent:
         serve.main(list(argv))
         return 0
-    options.api_key = known_key(options.api_key)
     checks.check(options)
     checks.installed_sglang()
     descriptor, log = tempfile.mkstemp(prefix=f"rlspec-serve-{options.port}-", suffix=".log")

@@ -60,11 +60,13 @@ async def generate(request: Request) -> StreamingResponse:
     body = await parsed(request, schemas.GenerateBody)
     tokenizer = manager()
     await weight_routes.may_generate()
-    await asyncio.to_thread(schemas.check_batch, body, tokenizer.model_config.vocab_size, tokenizer.context_len)
+    sizes = tokenizer.model_config.vocab_size, tokenizer.context_len, tokenizer.num_reserved_tokens
+    await asyncio.to_thread(schemas.check_batch, body, *sizes)
     if tokenizer.tokenizer is None and any(asked.sampling.stop for asked in body.requests):
         raise Refusal(400, "sampling.stop needs a tokenizer, and the model's directory has none")
     finished = {asked.id: _finish(asked) for asked in body.requests if asked.begun}
-    progress = body.progress and _position_keyed()
+    # With --incremental-streaming-output the last answer of a stream is only its end.
+    progress = body.progress and _position_keyed() and not tokenizer.server_args.incremental_streaming_output
     return StreamingResponse(_lines(body.requests, finished, progress), media_type="application/x-ndjson")
 
 
@@ -89,6 +91,8 @@ def _ends(sampling: schemas.SamplingBody) -> given_draft.Ends:
     stops: set[int] = set()
     if not sampling.ignore_eos:  # SGLang then ignores stop_token_ids, too
         stops = set(sampling.stop_token_ids) | set(manager().model_config.hf_eos_token_id or ())
+        if (tokenizer := manager().tokenizer) is not None:
+            stops |= {tokenizer.eos_token_id, *(tokenizer.additional_stop_token_ids or ())} - {None}
     strings = StopStrings(sampling.stop, manager().tokenizer.decode) if sampling.stop else None
     return given_draft.Ends(stops, strings, sampling.max_new_tokens)
 
@@ -188,6 +192,8 @@ async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> As
             continue
         if finish["type"] == "abort" and finish.get("status_code"):  # not by us; SGLang raises it without `stream`
             raise HTTPException(finish["status_code"], finish["message"])
+        if len(tokens) < len(entries):  # SGLang 0.5.15 gives the last token only if a sample is aborted while it waits
+            tokens = [token for _, token, *_ in entries]
         line = {
             "output_ids": tokens,
             "logprobs": logprobs(entries),

@@ -143,9 +143,17 @@ def parser() -> Parser:
     return p
 
 
-def main(argv: list[str] | None = None) -> None:
-    options, rest = parser().parse_known_args(argv)
+def parsed(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return our options and SGLang's. SGLang would complete the beginning of an option of ours, past our checks."""
+    own = parser()
+    options, rest = own.parse_known_args(argv)
+    own.refuse_typos(rest)
     options.api_key = known_key(options.api_key)
+    return options, rest
+
+
+def main(argv: list[str] | None = None) -> None:
+    options, rest = parsed(argv)
     try:
         _serve(options, rest)
     except ServeError as error:
@@ -363,6 +371,9 @@ def _device(asked: str) -> str:
     found = torch.cuda.is_available()
     if asked == "cuda" and not found:
         raise ServeError("--device cuda, but torch finds no CUDA device here; use --device cpu")
+    if asked == "auto" and not found and torch.cuda.device_count():
+        why = "`rlspec doctor --gpu` says why; --device cpu serves on the CPU"
+        raise ServeError(f"torch {torch.__version__} cannot use the GPUs of this machine; {why}")
     return ("cuda" if found else "cpu") if asked == "auto" else asked
 
 
@@ -461,9 +472,13 @@ def _listening(options: argparse.Namespace) -> bool:
     return True
 
 
-def _ask(options: argparse.Namespace, path: str) -> Any:
+def _url(options: argparse.Namespace) -> str:
     host = f"[{options.host}]" if ":" in options.host else options.host
-    request = urllib.request.Request(f"http://{host}:{options.port}/{path}", b"{}")
+    return f"http://{host}:{options.port}"
+
+
+def _ask(options: argparse.Namespace, path: str) -> Any:
+    request = urllib.request.Request(f"{_url(options)}/{path}", b"{}")
     request.add_header("Authorization", f"Bearer {options.api_key}")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=60) as response:
@@ -487,7 +502,7 @@ def _confirm(options: argparse.Namespace) -> None:
 
         kill_process_tree(os.getpid())
     _treat_interrupt_as_terminate()
-    print(f"rlspec serve: ready on http://{options.host}:{options.port}", flush=True)
+    print(f"rlspec serve: ready on {_url(options)}", flush=True)
 
 
 def _treat_interrupt_as_terminate() -> None:

@@ -11,7 +11,9 @@ from datetime import timedelta
 from functools import partial, update_wrapper
 from typing import Any, cast
 
+from megatron_rlspec.rollout.sglang import ids
 from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER
+from megatron_rlspec.rollout.sglang.settings import DRAW_ALL, Settings
 
 TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 SAMPLING = "sglang.srt.sampling.sampling_params.SamplingParams"
@@ -70,7 +72,18 @@ def _bounded(request: Any) -> Iterator[None]:
 
 
 def check_token_ids(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
-    """Raise ValueError for a token id outside the vocabulary: the embedding lookup would end the scheduler."""
+    """Raise ValueError for a token id outside the vocabulary: the embedding lookup would end the scheduler.
+
+    Also for what our drawing of tokens has no room for, see `verifier.py`.
+    """
+    if getattr(obj, "token_ids_logprob", None) == DRAW_ALL and ids.outer(obj.rid) == obj.rid:
+        raise ValueError(f"token_ids_logprob is {DRAW_ALL}, which only our own routes ask for; expected each id once")
+    settings = Settings.from_environment()
+    if getattr(obj, "return_sampling_mask", False) and settings is not None and settings.verifier == "position_keyed":
+        raise ValueError(
+            "return_sampling_mask changes how other samples of its batch are drawn; expected an engine without "
+            "--verifier position_keyed"
+        )
     if not input_ids or getattr(obj, "image_data", None) is not None:  # images put hashes in the place of ids
         return
     size = manager.model_config.vocab_size
