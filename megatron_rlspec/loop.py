@@ -16,7 +16,7 @@ def train(config: Config, interruption: Interruption | None = None, extensions: 
     with Session(config, config.data.path, interruption=interruption, extensions=extensions) as run:
         run.push()  # the engines need the initial weights
         for step in run.records.steps(config.train.steps):
-            if step == 0 or run.due(config.train.eval_every):  # so a resumed run makes up for one that was interrupted
+            if run.due(config.train.eval_every) or step == 0:  # so a resumed run makes up for one that was interrupted
                 run.evaluate(f"step-{step:06d}" if step else "first")
             with run.clock("generate"):
                 groups = run.collect(step)  # rank 0: engines generate, rewards score; all ranks get the groups

@@ -60,10 +60,9 @@ docs/replay.md has the variants."""
 # Of each command: what it does, an example, and the options that `--help` shows; `--help-all` shows the rest.
 FIRST: dict[Command | Literal["answer"], tuple[str, str, str]] = {
     "train": (
-        "GRPO with a drafter that learns in the same step.",
+        "GRPO with a drafter that learns in the same step. With --dry-run it only prints the memory of each rank.",
         "rlspec train --config run.toml --model.path MODEL --drafter.fresh true",
-        "dry-run model.path data.path data.eval_path reward.kind drafter.fresh rollout.samples_per_prompt optimizer.lr "
-        "train.steps train.run_dir train.resume",
+        "model.path data.path data.eval_path reward.kind drafter.fresh optimizer.lr train.steps train.run_dir",
     ),
     "sft": (
         "Supervised warm start of policy and drafter, or of the drafter alone.",

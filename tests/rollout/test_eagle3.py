@@ -127,7 +127,7 @@ def test_a_run_with_such_a_target_is_refused_before_anything_starts(tmp_path):
         "model.path": str(model),
         "drafter.kind": "eagle3",
         "drafter.path": str(path),
-        "model.max_length": "4096",
+        "model.max_length": "2048",
     }
     with pytest.raises(
         ConfigError, match="drafter.kind=eagle3: SGLang's MiMoForCausalLM is not known to give an EAGLE-3"
