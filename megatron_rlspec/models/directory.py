@@ -75,8 +75,8 @@ def check_model(
     if context and longest + spare > context:
         kept = f" and {spare} more, which SGLang needs" if spare else ""
         raise ModelConfigError(
-            f"config.json of {path}: max_position_embeddings={context}; "
-            f"expected at least model.max_length={longest}{kept}"
+            f"config.json of {path}: max_position_embeddings={context} is less than model.max_length={longest}{kept}; "
+            f"expected model.max_length of at most {context - spare}"
         )
     if weights and use == "train":
         _check_stated(config, str(path))

@@ -16,7 +16,7 @@ ERRORS = {
 CONFIG = (
     '{"architectures": ["MiMoForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, '
     '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "num_nextn_predict_layers": 1, '
-    '"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": false, '
+    '"max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": false, '
     '"hidden_act": "silu", "attention_bias": true, "model_type": "mimo"}'
 )
 
