@@ -15,7 +15,8 @@ socket.getfqdn = lambda *_: "no-such-host.invalid"
 def test_the_host_s_name_need_not_resolve(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(NAMELESS)
     program = tmp_path / "rank.py"
-    program.write_text('import os; print(os.environ["MASTER_ADDR"], os.environ["RANK"], flush=True)')
+    # One write each: the ranks share the pipe, and `print` writes the line's end on its own.
+    program.write_text("""import os; os.write(1, f"{os.environ['MASTER_ADDR']} {os.environ['RANK']}\\n".encode())""")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, *TORCHRUN, "2", str(program)],

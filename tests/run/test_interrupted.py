@@ -185,8 +185,7 @@ def test_the_end_of_the_terminal_is_a_signal_to_end_except_under_nohup(ignored, 
     code = """
 import signal, sys
 from megatron_rlspec.host.interruption import Interruption
-if sys.argv[1] == "True":
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "True" else signal.SIG_DFL)  # or inherited
 asked = Interruption().install()
 asked.defer()
 signal.raise_signal(signal.SIGHUP)
