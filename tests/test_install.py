@@ -44,6 +44,7 @@ class Held:
 class Environment:
     holds: dict[str, Held]
     extras: tuple[str, ...] = field(default=EXTRAS)  # those that bring nothing that the environment lacks
+    constrained: bool = False  # the image's PIP_CONSTRAINT pins what it holds
 
 
 # slime 624b824a8's image: Megatron-LM as a checkout of a pre-release, numpy below 2.
@@ -73,7 +74,8 @@ SGLANG = Environment(
         "numpy": Held("2.3.5"),
     }
 )
-# NVIDIA's PyTorch image: pre-releases of torch and Transformer Engine, and nothing to serve with.
+# NVIDIA's PyTorch image: pre-releases of torch and Transformer Engine, and nothing to serve with. Since 25.03 it pins
+# its packages by /etc/pip/constraint.txt (release notes of the image). scipy 1.18 needs numpy 2, so pip takes an older one.
 PYTORCH = Environment(
     {
         "torch": Held("2.13.0a0+0123abc.nv26.05"),
@@ -81,6 +83,7 @@ PYTORCH = Environment(
         "numpy": Held("1.26.4"),
     },
     ("", "train", "dev"),
+    constrained=True,
 )
 ENVIRONMENTS = {"slime": SLIME, "sglang": SGLANG, "pytorch": PYTORCH}
 
@@ -112,7 +115,9 @@ def make_environment(python: str, folder: Path, holds: dict[str, Held]) -> str:
     return str(folder / "bin/python")
 
 
-def would_install(python: str, what: list[str], report: Path, *, index: bool) -> dict[str, str]:
+def would_install(
+    python: str, what: list[str], report: Path, *, index: bool, constraints: dict[str, Held] | None = None
+) -> dict[str, str]:
     """Return names and versions that `pip install WHAT` would put into the environment of `python`."""
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--quiet", "--report", report]
     environment = dict(os.environ)
@@ -120,6 +125,10 @@ def would_install(python: str, what: list[str], report: Path, *, index: bool) ->
         command.append("--no-index")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
         environment["PIP_CONFIG_FILE"] = os.devnull
+    if constraints:
+        pinned = report.with_suffix(".constraints")
+        pinned.write_text("".join(f"{name}=={held.version}\n" for name, held in constraints.items()))
+        environment["PIP_CONSTRAINT"] = str(pinned)
     done = subprocess.run([*command, *what], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     planned = [item["metadata"] for item in json.loads(report.read_text())["install"]]
@@ -205,11 +214,14 @@ def test_pip_replaces_nothing_if_everything_is_installed(name, wheel, tmp_path):
 )
 def test_pip_replaces_nothing_that_trains_or_serves(name, extra, version, wheel, tmp_path):
     """With the package index, which has newer versions of everything: pip keeps what is installed."""
-    python = make_environment(interpreter(version), tmp_path / "venv", ENVIRONMENTS[name].holds)
-    planned = would_install(python, [f"{wheel}[{extra}]" if extra else str(wheel)], tmp_path / "r.json", index=True)
+    image = ENVIRONMENTS[name]
+    python = make_environment(interpreter(version), tmp_path / "venv", image.holds)
+    constraints = image.holds if image.constrained else None
+    wanted = [f"{wheel}[{extra}]" if extra else str(wheel)]
+    planned = would_install(python, wanted, tmp_path / "r.json", index=True, constraints=constraints)
     assert "megatron-rlspec" in planned
-    replaced = set(planned) & set(ENVIRONMENTS[name].holds)
-    assert not replaced, {held: (ENVIRONMENTS[name].holds[held].version, planned[held]) for held in replaced}
+    replaced = set(planned) & set(image.holds)
+    assert not replaced, {held: (image.holds[held].version, planned[held]) for held in replaced}
 
 
 @pytest.mark.slow
