@@ -75,7 +75,7 @@ SGLANG = Environment(
     }
 )
 # NVIDIA's PyTorch image: pre-releases of torch and Transformer Engine, and nothing to serve with. Since 25.03 it pins
-# its packages by /etc/pip/constraint.txt (release notes of the image). scipy 1.18 needs numpy 2, so pip takes an older one.
+# its packages by /etc/pip/constraint.txt (the image's release notes). scipy 1.18 needs numpy 2: pip takes an older one.
 PYTORCH = Environment(
     {
         "torch": Held("2.13.0a0+0123abc.nv26.05"),

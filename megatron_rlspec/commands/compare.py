@@ -168,8 +168,9 @@ def policy_of(run_dir: Path) -> dict[str, float]:
     for record in read_records(run_dir / "metrics.jsonl"):
         found |= {name: record[name] for name in BESIDE if name in record}
     for event in read_records(run_dir / "events.jsonl"):
-        if event["kind"] == "evaluation" and "reward" in event:
-            found["_".join(["held_out_reward", *filter(None, [event.get("set")]), event["name"]])] = event["reward"]
+        if event.get("kind") == "evaluation" and "reward" in event:
+            names = filter(None, [event.get("set"), event.get("name")])
+            found["_".join(["held_out_reward", *names])] = event["reward"]
     return found
 
 

@@ -116,6 +116,12 @@ def test_records_of_a_run_are_read_before_anything_is_measured(start, tmp_path, 
         compare.main([*words, "--run", str(tmp_path)])
 
 
+def test_an_event_of_no_kind_tells_nothing_of_a_policy(tmp_path):
+    event = {"kind": "evaluation", "set": "hard", "name": "policy", "reward": 0.5}
+    (tmp_path / "events.jsonl").write_text(f'{{"step": 1}}\n{json.dumps(event)}\n')
+    assert compare.policy_of(tmp_path) == {"held_out_reward_hard_policy": 0.5}
+
+
 @pytest.mark.parametrize("words", [["nameless"], ["a="], ["a=x", "a=y"]], ids=["no name", "no directory", "twice"])
 def test_a_drafter_without_a_name_is_refused(start, words, capsys):
     with pytest.raises(SystemExit) as ended:
