@@ -19,14 +19,12 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rlspec.config import AlgorithmConfig, Config, ConfigError
-from megatron_rlspec.host.exits import ProcessExit, inside, own_frame
 from megatron_rlspec.host.interruption import Interrupted
 from megatron_rlspec.texts import one_line, shown
 
@@ -147,15 +145,14 @@ def is_function(text: str) -> bool:
 def load(option: str, name: str) -> Callable[..., Any]:
     """Import `module:function` from the working directory. Raises ConfigError, one line that names `option`.
 
-    The function that is returned raises FunctionError, with file and line, for whatever the user's code raises, and if
-    it would end the process.
+    The function that is returned raises FunctionError, with file and line, for whatever the user's code raises, the
+    SystemExit of `sys.exit` included.
     """
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        with inside(), _outputs_kept():
-            found = getattr(importlib.import_module(module), function)
+        found = getattr(importlib.import_module(module), function)
     except OURS:
         raise
     except BaseException as error:  # the module's own code can raise any error
@@ -177,12 +174,11 @@ def load(option: str, name: str) -> Callable[..., Any]:
     @functools.wraps(found)
     def told(rows: Any, /) -> Any:
         try:
-            with inside(), _outputs_kept():
-                return found(rows)
+            return found(rows)
         except OURS:
             raise
         except BaseException as error:  # whatever the function's own code raises
-            place = own_frame(traceback.extract_tb(error.__traceback__))
+            place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{place.filename}:{place.lineno}, in {place.name}"
             raise FunctionError(f"{option}={name}: {described(error)} ({where})") from error
 
@@ -205,48 +201,11 @@ class Unwound(BaseException):
 OURS = (Unwound, Interrupted)  # what passes through the user's code and is not of it; signals raise Interrupted
 
 
-class OutputClosed(RuntimeError):
-    """The user's code closed the standard output or the standard error of the run."""
-
-
-@contextmanager
-def _outputs_kept() -> Iterator[None]:
-    """Raise OutputClosed, and open them again, if the block closes an output. Later lines of the run would fail."""
-    had = [number for number in _OUTPUTS if _is_open(number)]
-    spare = {number: os.dup(number) for number in had}
-    try:
-        yield
-    finally:
-        lost = [number for number in had if not _is_open(number)]
-        for number in had:
-            if number in lost:
-                os.dup2(spare[number], number)
-                setattr(sys, _OUTPUTS[number], open(number, "w", closefd=False))  # noqa: SIM115
-            os.close(spare[number])
-    if lost:
-        raise OutputClosed(f"it closed sys.{_OUTPUTS[lost[0]]}, which the run writes to")
-
-
-_OUTPUTS = {1: "stdout", 2: "stderr"}
-
-
-def _is_open(number: int) -> bool:
-    stream = getattr(sys, _OUTPUTS[number])
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return not getattr(stream, "closed", False)
-
-
 def described(error: BaseException) -> str:
     """Return kind and text of an error of the user's code in one line. Its own methods may fail, too."""
     if isinstance(error, SystemExit):
         return f"it would end the process with exit code {shown(error.args[0] if error.args else 0)}"
-    if isinstance(error, ProcessExit):
-        return str(error)
-    with inside():
-        return one_line(error)
+    return one_line(error)
 
 
 def locked(samples: Sequence[Sample]) -> list[Sample]:

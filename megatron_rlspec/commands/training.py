@@ -17,7 +17,7 @@ from megatron_rlspec.config.effects import option, unread
 from megatron_rlspec.config.load import unknown_option
 from megatron_rlspec.config.run_dir import claimed
 from megatron_rlspec.config.tail import TailConfig
-from megatron_rlspec.host import environment, exits
+from megatron_rlspec.host import environment
 from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import check_model
@@ -122,7 +122,7 @@ def _run(command: Command, argv: list[str]) -> None:
 
             config = with_fresh_drafter(config)
         interruption = Interruption().install()
-        with interruption.translating(), exits.watched():
+        with interruption.translating():
             doctor.refuse_if_affected(config, engines=config.generates(command))
             from megatron_rlspec import loop
             from megatron_rlspec.train import runtime

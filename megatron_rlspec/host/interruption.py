@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from megatron_rlspec.host import exits
-
 FORCE_SECONDS = 1.0  # a second Ctrl-C after this time ends the process; an earlier one is an echo of the first
 LAUNCHER_GONE_SECONDS = 120.0  # what a rank may take for its checkpoint once torchrun is gone
 
@@ -80,7 +78,7 @@ class Interruption:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.asked.is_set() and time.monotonic() - self._since > FORCE_SECONDS
         if again and number == signal.SIGINT:
-            exits.leave(128 + number)
+            os._exit(128 + number)
         self.ask(f"interrupted by {signal.Signals(number).name}", 128 + number)
         self._raise_if_asked()
 
@@ -91,4 +89,4 @@ class Interruption:
         self.ask("torchrun ended", 1)
         if self._deferred:
             time.sleep(LAUNCHER_GONE_SECONDS)
-        exits.leave(1)
+        os._exit(1)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_rlspec.custom import FunctionError, Unwound, inside, locked_prompt, named
+from megatron_rlspec.custom import FunctionError, Unwound, locked_prompt, named
 from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.acceptance import pooled
@@ -298,11 +298,9 @@ class Conversations:
     def _number(self, reward: object) -> float:
         """Return a function's reward. Raises FunctionError."""
         try:
-            with inside():
-                return number(reward)
+            return number(reward)
         except ValueError:
-            with inside():
-                returned = f"the function returned {shown(reward)}"
+            returned = f"the function returned {shown(reward)}"
             raise FunctionError(f"{self._named}: {returned}; expected None or a finite number") from None
 
     def _fail(self, error: BaseException) -> None:

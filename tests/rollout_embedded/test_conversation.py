@@ -1,7 +1,6 @@
 """Samples of several turns, in the embedded engine: text, masks, log-probs, drafts, and what ends a conversation."""
 
 import contextlib
-import os
 import sys
 import threading
 from dataclasses import replace
@@ -153,9 +152,6 @@ def test_no_token_past_the_limit(model):
         ),
         (lambda conversation: raising(KeyboardInterrupt()), "m:f: KeyboardInterrupt "),
         (lambda conversation: sys.exit(0), "m:f: it would end the process with exit code 0 "),
-        (lambda conversation: os._exit(0), "m:f: it would end the process with exit code 0 "),
-        (lambda conversation: raising(Ending()), r"m:f: Ending: \(Ending, whose str\(\) raised ProcessExit\)"),
-        (lambda conversation: Ending(), r"returned \(Ending, whose repr\(\) raised ProcessExit\)"),
         (lambda conversation: raising(Silent("x")), r"m:f: Silent: \(Silent, whose str\(\) raised RuntimeError\)"),
         (lambda conversation: conversation.prompt.tokens.fill(5), "m:f: ValueError: .*read-only"),
         (lambda conversation: setattr(conversation, "prompt", None), "m:f: AttributeError: .*'prompt'"),
@@ -284,15 +280,6 @@ class Silent(Exception):
         raise RuntimeError("no text")
 
     __str__ = __repr__
-
-
-class Ending(Exception):
-    """A value, or an error, that would end the process when it is read."""
-
-    def item(self):
-        os._exit(0)
-
-    __repr__ = __str__ = item
 
 
 def raising(error):

@@ -6,6 +6,7 @@ main threads may train meanwhile, and take part in the export of a push.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import traceback
@@ -20,7 +21,6 @@ import torch
 from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.extensions.migration.embedded.member import Drawn, Member, Order, Tick
-from megatron_rlspec.host import exits
 from megatron_rlspec.push.push import PushError
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
 
@@ -339,7 +339,7 @@ class Follower:
                 time.sleep(GRACE)  # the main thread may see it, too
             else:
                 traceback.print_exc()
-            exits.leave(1)  # a rank that stays alive, and silent, would let others wait for it
+            os._exit(1)  # a rank that stays alive, and silent, would let others wait for it
 
     def _follow(self) -> None:
         ranks = self.member.ranks
