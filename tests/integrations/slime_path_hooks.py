@@ -64,8 +64,7 @@ def log_rollout(rollout_id, args, samples, extra, seconds):
         ask(url, "rlspec/control/set_schedule", schedule=SpecSchedule.fixed(SpecConfig(3)).to_json())
     again = drawn_again(args, engines, samples) if seeds.keyed(args) else []
     answers = [greedy(router, s.tokens[: len(s.tokens) - s.response_length]) for s in samples[::8]]
-    for url in engines:
-        ask(url, "rlspec/control/stats")  # these rounds do not belong to a rollout
+    rounds = [row for url in engines for row in ask(url, "rlspec/control/stats")["rounds"]]  # they are of no rollout
     row = {
         "rollout": rollout_id,
         "seconds": seconds,
@@ -77,8 +76,9 @@ def log_rollout(rollout_id, args, samples, extra, seconds):
         "versions": sorted({str(v) for s in samples for v in s.weight_versions}),
         "engines": told,
         "again": again,
+        "steps": sorted({row["config"]["num_steps"] for row in rounds}),
         "greedy": [(prompt, text) for prompt, text, _ in answers],
-        "accept_length": sum(len(text) - 1 for _, text, _ in answers) / sum(rounds for *_, rounds in answers),
+        "accept_length": sum(len(text) - 1 for _, text, _ in answers) / sum(verified for *_, verified in answers),
     }
     with open(Path(os.environ["RLSPEC_PATH_FOLDER"], "rollouts.jsonl"), "a") as file:
         file.write(json.dumps(row) + "\n")

@@ -300,7 +300,7 @@ def test_ranks_of_an_engine_adapt_together_under_attention_data_parallelism(run,
             with torch.no_grad():
                 most = model(torch.tensor([prompt + text])).logits[0].argmax(-1).tolist()
             assert text == most[len(prompt) - 1 : -1]
-        assert row["accept_length"] > 1  # of the greedy texts
+        assert row["steps"] == [3]  # of the greedy texts; a new drafter's drafts may all be refused
     assert logged["rollout", 0]["rollout/spec_share_off"] > 0  # by the cost table
     first, second = (step["train/drafter_loss_1"] for step in steps(logged))
     assert second < first
