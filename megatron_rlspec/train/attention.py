@@ -395,5 +395,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 def _attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of one part; `out` and `lse` are those of all parts joined."""
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    """Return dq, dk, dv of one part; `out` and `lse` are those of all parts joined.
+
+    torch's kernel takes several times as long for bfloat16 as for float32 where rows are few.
+    """
+    exact = torch.promote_types(q.dtype, torch.float32)
+    parts = [x.to(exact) for x in (grad, q, k, v, out)]
+    found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*parts, lse, 0.0, causal, scale=scale)
+    dq, dk, dv = (x.to(q.dtype) for x in found)
+    return dq, dk, dv
