@@ -173,7 +173,7 @@ def run(act: Callable[[], object]) -> int:
     """Run a command and return its exit code. Prints one line for an error that has an `exit_code`; raises others."""
     try:
         ended = act()
-        if sys.stdout is not None:
+        if sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends

@@ -211,8 +211,11 @@ os.register_at_fork(after_in_child=_close_in_child)
 def tell(line: str, stream: TextIO | None) -> None:
     """Print a line at once. If it cannot be printed, it and all later ones of this stream are dropped.
 
-    The reader of a pipe or a terminal can be gone, or the disk of a log be full. That must not end the work.
+    The reader of a pipe or a terminal can be gone, the disk of a log be full, or a function of the user's have closed
+    the stream. That must not end the work.
     """
+    if stream is not None and stream.closed:
+        return
     try:
         print(line, file=stream, flush=True)
     except OSError:

@@ -201,6 +201,18 @@ def test_a_function_cannot_end_the_process_by_sys_exit(tmp_path, when):
     assert "algorithm.loss=ending:own: " in ended.stderr and "would end the process with exit code 0" in ended.stderr
 
 
+def test_a_function_that_closes_the_output_ends_nothing(tmp_path):
+    (tmp_path / "closing.py").write_text("import sys\ndef own(rows): sys.stdout.close()\n")
+    program = "from megatron_rlspec import cli, custom, files\nimport sys\n"
+    program += (
+        "def act():\n    custom.load('algorithm.loss', 'closing:own')(None)\n    files.tell('a step', sys.stdout)\n"
+    )
+    program += "    return 7\nsys.exit(cli.run(act))"
+    (tmp_path / "program_that_closes.py").write_text(program)
+    ended = forked.run_module("program_that_closes", [], folder=tmp_path)
+    assert ended.returncode == 7 and not ended.stderr, ended.stderr
+
+
 def test_an_exception_in_the_function_is_reported_in_one_line_with_its_place(tmp_path, monkeypatch, capsys):
     (tmp_path / "broken_losses.py").write_text("def own(rows):\n    return {}['no such\\nkey']\n")
     monkeypatch.chdir(tmp_path)
