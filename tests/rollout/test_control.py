@@ -176,3 +176,33 @@ def test_the_first_rounds_of_an_engine_are_not_timed(monkeypatch):
     [stats] = log.take()
     assert stats.rounds == 4 and stats.ms == pytest.approx(20)
     assert stats.accepted == (len(durations), len(durations))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_catching_up_is_time_of_the_round_that_it_precedes(overlap, monkeypatch):
+    """The overlap scheduler launches that round before it processes the results of the round before."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: clock.now)
+    log = rounds.TimedRounds()
+    launched = []
+
+    def launch(config, catching_up=0.0):
+        clock.now += 0.001 + catching_up
+        if catching_up:
+            log.catching_up(catching_up)
+        launched.append((config, catching_up))
+
+    def process():
+        config, caught_up = launched.pop(0)
+        clock.now += 0.004
+        return log.observe(config, 40, [0], last=False, caught_up=caught_up)
+
+    plan = [(OFF, 0.0)] * (rounds.WARM_UP + 3) + [(SpecConfig(3), 6.0), (SpecConfig(3), 0.0), (SpecConfig(3), 0.0)]
+    found = []
+    for config, catching_up in plan:
+        launch(config, catching_up)
+        if not overlap or len(launched) > 1:
+            found.append(process())
+    found += [process() for _ in launched]
+    expected = [None] * rounds.WARM_UP + [5.0] * 3 + [6005.0, 5.0, 5.0 - overlap]
+    assert found == [None if ms is None else pytest.approx(ms) for ms in expected]

@@ -28,7 +28,7 @@ from megatron_rlspec.rollout.sglang.scheduler import (
     stop_strings,
     versions,
 )
-from megatron_rlspec.rollout.sglang.scheduler.rounds import TimedRounds
+from megatron_rlspec.rollout.sglang.scheduler.rounds import rounds
 from megatron_rlspec.rollout.sglang.scheduler.served_weights import (
     Deliveries,
     UnnamedError,
@@ -41,7 +41,6 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 METHOD = "rlspec"
 logger = logging.getLogger(__name__)
-_rounds = TimedRounds()
 _deliveries = {"target": Deliveries(), "drafter": Deliveries()}
 
 
@@ -180,7 +179,7 @@ def _spec_rule_report(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _stats(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    return {"rounds": [asdict(s) for s in _rounds.take()]}
+    return {"rounds": [asdict(s) for s in rounds.take()]}
 
 
 def _not_begun(settings: Settings, scheduler: Any) -> dict[str, Any]:
@@ -188,7 +187,7 @@ def _not_begun(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _recent_rounds(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    return {"rounds": [[asdict(config), *rest] for config, *rest in _rounds.take_recent()]}
+    return {"rounds": [[asdict(config), *rest] for config, *rest in rounds.take_recent()]}
 
 
 def _fingerprints(settings: Settings, scheduler: Any) -> dict[str, Any]:
@@ -292,7 +291,7 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     going_on = [not (request.finished() or request.is_retracted) for request in batch.reqs]
     returned = original(processor, batch, result)
     if not any(going_on):
-        _rounds.interrupt()
+        rounds.interrupt()
         return returned
     accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
     drafting = range(len(accepted)) if ran.drafting is None else ran.drafting
@@ -300,7 +299,7 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     decisions.decider.observe(ran, counted, sum(going_on) - len(counted))
     last = all(request.finished() for request in batch.reqs)
     others = (ran.requests or len(accepted)) - len(counted)
-    ms = _rounds.observe(ran.config, ran.context_tokens, counted, last, others)
+    ms = rounds.observe(ran.config, ran.context_tokens, counted, last, others, ran.caught_up)
     if ms is not None:
         decisions.decider.timed(ran, len(accepted), ms)
     return returned
@@ -320,7 +319,7 @@ def _before_prefill(processor: Any, batch: Any, result: Any) -> None:
 
     The token that a prefill samples is no draft.
     """
-    _rounds.interrupt()
+    rounds.interrupt()
     prefix_tree.follow(batch.reqs, ())
     if batch.spec_algorithm.is_none():
         return
@@ -337,4 +336,4 @@ def _marks(request: Any) -> list[int]:
 
 
 def _after_pause(returned: Any, *args: Any, **kwargs: Any) -> None:
-    _rounds.interrupt()
+    rounds.interrupt()

@@ -18,6 +18,8 @@ before. So request lengths (`Req.seqlen`) lag by one round, and the rule observe
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +32,7 @@ from megatron_rlspec.rollout.sglang.scheduler.attention_ranks import AttentionRa
 from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
 from megatron_rlspec.rollout.sglang.scheduler.known_lengths import known
+from megatron_rlspec.rollout.sglang.scheduler.rounds import rounds
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.types import SpecConfig
 
@@ -53,6 +56,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         self._ranks = None if parallel is None else AttentionRanks(parallel, max(self.candidate_steps))
         self.gap = DrafterGap(worker, self._ranks)
         self._drafting: list[int] | None = None  # indices of the requests whose drafter has caught up; None: all
+        self._caught_up = 0.0  # seconds that this took
         self._batch: Any = None
         self._context = 0  # tokens
         self._together: tuple[int, int] = (0, 0)  # number of the round and its requests, where ranks decide together
@@ -79,6 +83,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
     def _decide(self, batch_size: int) -> None:
         reqs = self._batch.reqs
         gap = self.gap
+        self._caught_up = 0.0
         if self._ranks is not None:
             self._decide_together(self._ranks)
         elif reqs:
@@ -88,8 +93,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             self._config, n = decisions.decider.choose(batch_size, self._context, missed)
             needed = [i for extension in self._extensions for i in extension.before_round(reqs)]
             closing = gap.open and (bool(needed) or not self._config.off)
-            drafting = gap.close(self._batch, 0 if self._config.off else n, needed) if closing else None
-            self._drafting = None if self._config.off else drafting
+            self._drafting = self._catch_up(n, needed) if closing else None
         if self._config.num_steps != self.worker.speculative_num_steps:
             self._activate(self._config.num_steps)
 
@@ -105,10 +109,16 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         self._context, self._plain = joint.context, joint.plain
         self._config, n = decider.choose(joint.batch, joint.context, joint.missed if joint.open else _nothing)
         self._together = decider.late.begin(self._config), joint.batch
-        drafting = None
-        if joint.open and (joint.needed or not self._config.off):
-            drafting = gap.close(self._batch, 0 if self._config.off else joint.own(n), needed)
-        self._drafting = None if self._config.off else drafting
+        closing = joint.open and (joint.needed or not self._config.off)
+        self._drafting = self._catch_up(joint.own(n), needed) if closing else None
+
+    def _catch_up(self, n: int, needed: Sequence[int]) -> list[int] | None:
+        """Let n drafters read what they missed if the round drafts, and the needed ones. Returns `_drafting`."""
+        began = time.perf_counter()
+        drafting = self.gap.close(self._batch, 0 if self._config.off else n, needed)
+        self._caught_up = time.perf_counter() - began
+        rounds.catching_up(self._caught_up)
+        return None if self._config.off else drafting
 
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
         """Pass the counts to SGLang's rule if that decides.
@@ -134,7 +144,9 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         else:
             self._decided = True
             result = self._forward(batch, on_publish, *args, **kwargs)
-        result.rlspec_round = DecodeRound(self._config, self._context, self._drafting, *self._together)
+        result.rlspec_round = DecodeRound(
+            self._config, self._context, self._drafting, *self._together, caught_up=self._caught_up
+        )
         return result
 
     def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:

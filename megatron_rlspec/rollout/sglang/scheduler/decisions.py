@@ -24,6 +24,7 @@ class DecodeRound:
     drafting  indices of the requests whose drafter had caught up; None: all of them
     number    the round's number from 1, by which all ranks know it; 0 where ranks do not share their rounds, and
     requests  those of all ranks
+    caught_up seconds in which drafters caught up when it was launched
     """
 
     config: SpecConfig
@@ -31,6 +32,7 @@ class DecodeRound:
     drafting: list[int] | None
     number: int = 0
     requests: int = 0
+    caught_up: float = 0.0
 
     def behind(self, batch: int) -> set[int]:
         """Return the indices of the requests, of `batch` many, whose drafter has not read this round's tokens."""

@@ -25,7 +25,7 @@ import torch
 
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.scheduler.attention_ranks import AttentionRanks
-from megatron_rlspec.rollout.sglang.scheduler.stash import Missed, Rows, SkippedRound, Stash, find, sort
+from megatron_rlspec.rollout.sglang.scheduler.stash import Buffer, Missed, Rows, SkippedRound, Stash, find, sort
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class DrafterGap:
         self.every = every
         self.most = most
         self._stash = Stash()
+        self._buffers = Buffer(), Buffer()
         self._reset()
 
     def _reset(self) -> None:
@@ -161,7 +162,7 @@ class DrafterGap:
             places, counts = find(keys, *asked)
             hidden, tokens = ([getattr(kept, name) for kept in self._rounds] for name in ("hidden", "tokens"))
             found.append(Rows(order[places], counts, torch.cat(hidden), torch.cat([part.long() for part in tokens])))
-        return Missed(found, len(rids))
+        return Missed(found, len(rids), self._buffers)
 
     def _run(self, batch: Any, passes: Iterator[Pass]) -> None:
         """Run these passes. Other ranks may run more: this one then takes part without tokens."""

@@ -15,10 +15,13 @@ class TimedRounds(RoundLog):
     """A round lasts from the end of the round before to its own end, when its results are processed.
 
     A round after a prefill, a pause or an empty engine has no start time, and the first WARM_UP rounds are not timed.
+    The overlap scheduler launches a round before it processes the results of the one before. What drafters catch up on
+    at that launch is time of the round that is launched.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self._caught_up = 0.0  # seconds, at launches since the last round's end
         self._last_end: float | None = None
         self._warm_up = WARM_UP  # rounds to come
 
@@ -26,18 +29,35 @@ class TimedRounds(RoundLog):
         """Note that something else than a decode round ran, so that the next round has no start time."""
         self._last_end = None
 
+    def catching_up(self, seconds: float) -> None:
+        """Note that drafters caught up for so long when a round was launched."""
+        self._caught_up += seconds
+
     def observe(
-        self, config: SpecConfig, context_tokens: int, accepted: Sequence[int], last: bool, others: int = 0
+        self,
+        config: SpecConfig,
+        context_tokens: int,
+        accepted: Sequence[int],
+        last: bool,
+        others: int = 0,
+        caught_up: float = 0.0,
     ) -> float | None:
         """Record a round in which the i-th request accepted accepted[i] drafts; `last` if no request continues.
 
         `others`: requests of the same round whose drafts do not count, because their drafter had not caught up or they
-        had ended before. Returns the round's duration in ms, or None if it has no start time.
+        had ended before. `caught_up`: what `catching_up` was told at its launch. Returns the round's duration in ms, or
+        None if it has no start time.
         """
         now = time.perf_counter()
-        ms = None if self._last_end is None or self._warm_up else 1000 * (now - self._last_end)
+        ms = None
+        if self._last_end is not None and not self._warm_up:
+            ms = 1000 * (now - self._last_end - self._caught_up + caught_up)
+        self._caught_up = 0.0
         self._warm_up = max(self._warm_up - 1, 0)
         self._last_end = None if last else now
         histogram = [accepted.count(n) for n in range(max(accepted, default=-1) + 1)]
         self.add(config, len(accepted) + others, context_tokens, ms, histogram)
         return ms
+
+
+rounds = TimedRounds()  # of this process

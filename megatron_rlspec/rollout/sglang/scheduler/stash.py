@@ -44,13 +44,15 @@ class Rows:
 class Missed:
     """What some requests missed, request by request: `counts` [k] rows of each, which end before row `ends` [k].
 
-    found  rows of these requests, in the order of time
+    found    rows of these requests, in the order of time
+    buffers  for hidden and tokens that lie in host memory
     """
 
-    def __init__(self, found: Sequence[Rows], requests: int) -> None:
+    def __init__(self, found: Sequence[Rows], requests: int, buffers: tuple[Buffer, Buffer]) -> None:
         self.counts = sum((rows.counts for rows in found), np.zeros(requests, np.int64))
         self.ends = np.cumsum(self.counts)
         self._found = found
+        self._buffers = buffers
         owners = [np.repeat(np.arange(requests), rows.counts) for rows in found]
         order = np.argsort(np.concatenate([np.empty(0, np.int64), *owners]), kind="stable")
         self._source = np.repeat(np.arange(len(found)), [len(rows.places) for rows in found])[order]
@@ -60,24 +62,51 @@ class Missed:
         """Return hidden and tokens (int64) of rows [first, last). Copies no others."""
         source = self._source[first:last]
         order = np.argsort(source, kind="stable")
-        places = self._places[first:last][order]
-        hidden, tokens = [], []
+        places = torch.from_numpy(self._places[first:last][order])
+        sources, sizes = np.unique(source, return_counts=True)
+        picked = list(zip(sources.tolist(), places.split(sizes.tolist()), strict=True))
+        hidden = self._buffers[0].gather([(self._found[i].hidden, index) for i, index in picked], device)
+        tokens = self._buffers[1].gather([(self._found[i].tokens, index) for i, index in picked], device)
+        back = torch.from_numpy(np.argsort(order)).to(device)  # waits for the device, which computes until here
+        return hidden[back], tokens[back]
+
+
+class Buffer:
+    """Host memory through which rows go to the device, pinned for a GPU. It is allocated once."""
+
+    def __init__(self) -> None:
+        self._rows = torch.empty(0)
+        self._copied: torch.cuda.Event | None = None  # when the device has read what the buffer holds
+
+    def gather(self, picked: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> torch.Tensor:
+        """Return the rows at an index of each of some tensors, concatenated on the device.
+
+        Those in host memory come first. The host gathers them while the device computes, and waits for it only before
+        it fills the buffer again. On a CPU the result may be the buffer itself, so the caller copies it.
+        """
+        host = [(rows, index) for rows, index in picked if not rows.is_cuda]
+        parts = []
+        if host:
+            parts.append(self._from_host(host, device))
+        for rows, index in picked[len(host) :]:
+            parts.append(rows[index.to(device)])
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _from_host(self, picked: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> torch.Tensor:
+        count, (like, _) = sum(len(index) for _, index in picked), picked[0]
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._rows.dtype != like.dtype or self._rows.shape[1:] != like.shape[1:] or len(self._rows) < count:
+            rows = torch.empty(count, *like.shape[1:], dtype=like.dtype)
+            self._rows = rows.pin_memory() if device.type == "cuda" else rows
         at = 0
-        for i, size in zip(*np.unique(source, return_counts=True), strict=True):
-            rows = self._found[i]
-            index = torch.from_numpy(places[at : at + size]).to(rows.hidden.device)
-            hidden.append(rows.hidden[index])
-            tokens.append(rows.tokens[index].to(torch.int64))
-            at += size
-        back = torch.from_numpy(np.argsort(order)).to(device)
-        return _joined(hidden, device)[back], _joined(tokens, device)[back]
-
-
-def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Concatenate parts, of which the first ones are in host memory, with one copy to the device."""
-    host = [part for part in parts if not part.is_cuda]
-    moved = [torch.cat(host).to(device)] if host else []
-    return torch.cat([*moved, *parts[len(host) :]])
+        for rows, index in picked:
+            torch.index_select(rows, 0, index, out=self._rows[at : at + len(index)])
+            at += len(index)
+        moved = self._rows[:count].to(device, non_blocking=True)
+        if device.type == "cuda":
+            self._copied = torch.cuda.current_stream(device).record_event()
+        return moved
 
 
 def sort(rounds: Sequence[SkippedRound], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
