@@ -1,4 +1,7 @@
-"""Compare contestants on one speculating engine with engines that draft the likeliest tokens, and that do not draft."""
+"""Compare contestants on one speculating engine with engines that draft the likeliest tokens, and that do not draft.
+
+Rounds of one batch size are profiled there, too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import numpy as np
 from adaptive_sglang import ratio, share_a_key, shares, tokens_per_round
 
-from gpu import serving
+from gpu import rounds, serving
 from gpu.figures import Figures
 from gpu.plan import Plan
 from megatron_rlspec.commands import profile
@@ -48,6 +51,8 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
         for batch in plan.batches:
             with figures.attempt(f"contestants at batch {batch}"):
                 _compete(plan, figures, engines, learning, batch)
+            if batch == plan.shared_batch:
+                rounds.profile(plan, figures, engines["plain"], engines["speculating"])
 
 
 def _compete(plan: Plan, figures: Figures, engines: dict[str, SGLangEngine], learning: Learning, batch: int) -> None:
@@ -57,7 +62,7 @@ def _compete(plan: Plan, figures: Figures, engines: dict[str, SGLangEngine], lea
     others = {name: engine for name, engine in engines.items() if engine is not spec}
     names = (*others, *fixed, "adaptive")
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    rounds: dict[str, list[Any]] = {name: [] for name in names}
+    ran: dict[str, list[Any]] = {name: [] for name in names}
     equal = []
     for repetition in range(-1, plan.repetitions):
         turn = max(repetition, 0) % len(names)
@@ -78,12 +83,12 @@ def _compete(plan: Plan, figures: Figures, engines: dict[str, SGLangEngine], lea
                 learning.observe(stats, [spec.spec_rule_report()])
             if repetition >= 0:
                 seconds[name].append(taken)
-                rounds[name] += stats
+                ran[name] += stats
         equal += [np.mean([texts[name][i] == texts["plain"][i] for i in range(batch)]) for name in names[1:]]
     for name in names:
         speed = batch * plan.tokens / statistics.median(seconds[name])
-        per_round = "" if name == "plain" else f"{tokens_per_round(rounds[name]):.2f} tokens a round; "
-        chosen = "" if name == "plain" else f"rounds: {shares(rounds[name])}"
+        per_round = "" if name == "plain" else f"{tokens_per_round(ran[name]):.2f} tokens a round; "
+        chosen = "" if name == "plain" else f"rounds: {shares(ran[name])}"
         figures.say(f"{name}, batch {batch}", speed, "tokens/s", per_round + chosen)
     for name in names[1:]:
         middle, low, high = ratio(np.array(seconds["plain"]), np.array(seconds[name]))

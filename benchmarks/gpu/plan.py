@@ -29,9 +29,10 @@ class Part:
 PARTS: dict[str, Part] = {
     "model": Part("writes the model that engines serve, unless --model names one", 30, 180),
     "decode": Part(
-        "tokens/s: plain, off, fixed steps, adaptive, at three batch sizes; CUDA graphs; ms of a round", 300, 600
+        "tokens/s: plain, off, fixed steps, adaptive, at three batch sizes; CUDA graphs; ms of a round, and a profile",
+        340,
+        600,
     ),
-    "rounds": Part("how long the GPU works in a round of plain, off and drafts, and on what: a profile", 120, 300),
     "shared": Part("decoding alone, beside a process that waits, beside one whose kernel spins", 80, 200),
     "fit": Part("memory: graphs, a round of 256 x 4, a long prefill, with the share that placement computes", 100, 300),
     "push": Part("GB/s of each transport that works with one card", 120, 300),
@@ -47,7 +48,7 @@ PARTS: dict[str, Part] = {
     "attention": Part("the drafter's attention, forward and backward: ms, peak memory", 20, 90),
 }
 MOST_FOR_THREE = 24  # layers of a model of which three engines fit into 80 GB
-SERVING = ("decode", "rounds", "shared", "push", "sleep", "moves", "catchup")  # these need the part `model`
+SERVING = ("decode", "shared", "push", "sleep", "moves", "catchup")  # these need the part `model`
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Plan:
     batches       requests that decode at the same time, one measurement each; every request generates `tokens` tokens
     repetitions   counted ones of each contestant, after one that is not
     steps         the engine's candidates; `fixed` are also contestants by themselves
-    shared_batch  requests that decode beside the other process
+    shared_batch  requests that decode beside the other process, and whose rounds are profiled
     fit           (requests, drafts a round, tokens of a prefill)
     push_rounds   pushes of each transport, the first one included
     draws         (requests, nodes of each), in a vocabulary of `shape`

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from adaptive_sglang import share_a_key
 
 from gpu import serving
 from gpu.figures import Figures
@@ -24,34 +23,28 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.settings import KEY
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
-MARGIN = 64  # tokens of a request that its engine holds beside those of the plan
+MARGIN = 32  # tokens beside those of the plan
 LONGEST = 6  # kernels that are named
 SECONDS = 60  # within which a trace is written
 
 
-def run(plan: Plan, folder: Path, figures: Figures) -> None:
-    share_a_key()
-    batch = plan.shared_batch
-    shared = serving.options(plan, batch, batch * (serving.PROMPT + plan.tokens + MARGIN), 0.85, serving.UNCACHED)
+def profile(plan: Plan, figures: Figures, plain: SGLangEngine, speculating: SGLangEngine) -> None:
+    """Profile rounds of an engine without speculation, and of one that can draft. Both have just run such rollouts."""
+    _profile(plan, figures, plain, "plain")
     drafts = max(plan.fixed)
-    adaptive = ["--spec", "adaptive", "--candidate-steps", ",".join(map(str, plan.steps)), "--num-steps", str(drafts)]
-    starts = {"plain": [*shared, "--spec", "off"], "speculating": [*shared, *adaptive]}
-    with serving.launched_together(plan, folder, figures, starts) as processes:
-        plain, speculating = (SGLangEngine.of(process, timeout=300) for process in processes)
-        _profile(plan, figures, plain, "plain")
-        for name, config in (("off", OFF), (f"k{drafts}", SpecConfig(drafts))):
-            speculating.set_schedule(SpecSchedule.fixed(config))
-            _profile(plan, figures, speculating, name)
+    for name, config in (("off", OFF), (f"k{drafts}", SpecConfig(drafts))):
+        speculating.set_schedule(SpecSchedule.fixed(config))
+        _profile(plan, figures, speculating, name)
 
 
 def _profile(plan: Plan, figures: Figures, engine: SGLangEngine, name: str) -> None:
     """Profile some rounds after the prefill of a rollout, and write what they took."""
-    tokens = plan.tokens + MARGIN // 2
+    tokens = plan.tokens + MARGIN
     rounds = min(10, tokens // 16)  # a rollout has more of them, though each may bring some tokens
     with figures.attempt(name):
-        serving.speed(plan, engine, plan.shared_batch)
         traces = figures.out.parent / "traces" / name
         asked = {"output_dir": str(traces), "num_steps": rounds, "profile_by_stage": True}
+        asked["with_stack"] = False  # recording Python's functions keeps the GPU waiting
         asked["activities"] = ["CPU", "GPU"] if plan.on_gpu else ["CPU"]
         headers = {"Authorization": f"Bearer {os.environ[KEY]}"}
         requests.post(f"{engine.url}/start_profile", json=asked, headers=headers, timeout=60).raise_for_status()

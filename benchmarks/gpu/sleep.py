@@ -63,7 +63,7 @@ def _push(figures: Figures, pusher: Pusher, tensors: dict[str, torch.Tensor], ve
     report = pusher.push(version, lambda scope: tensors.items())
     if report.failed:
         raise RuntimeError(report.failed["engine"])
-    figures.say(f"a push by files, {when}", report.seconds, "s", "fingerprints compared")
+    figures.say(f"a push by ipc, {when}", report.seconds, "s", "fingerprints compared")
 
 
 def _canary(plan: Plan, figures: Figures, engine: SGLangEngine, version: int, when: str) -> float:
