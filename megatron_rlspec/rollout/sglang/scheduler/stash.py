@@ -67,12 +67,12 @@ class Missed:
         picked = list(zip(sources.tolist(), places.split(sizes.tolist()), strict=True))
         hidden = self._buffers[0].gather([(self._found[i].hidden, index) for i, index in picked], device)
         tokens = self._buffers[1].gather([(self._found[i].tokens, index) for i, index in picked], device)
-        back = torch.from_numpy(np.argsort(order)).to(device)  # waits for the device, which computes until here
+        back = torch.from_numpy(np.argsort(order)).to(device)  # waits until the pass before has been computed
         return hidden[back], tokens[back]
 
 
 class Buffer:
-    """Host memory through which rows go to the device, pinned for a GPU. It is allocated once."""
+    """Host memory through which rows go to the device, pinned for a GPU. It stays, and grows for more rows."""
 
     def __init__(self) -> None:
         self._rows = torch.empty(0)
