@@ -104,6 +104,15 @@ def test_what_one_gpu_needs_is_packed_and_the_rest_is_not(bundle, tmp_path):
     assert "requirements/offline-bundle.txt colorama==0.4.6" in asked and asked.count("--no-deps") == 2
 
 
+def test_flash_attention_comes_with_the_engine_s_option(python, tmp_path):
+    done = pack(python, "--attention", "fa3", str(tmp_path / "bundle.tar.xz"))
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / "bundle.tar.xz") as archive:
+        assert "rlspec-offline/site/sgl_kernel/flash_ops.abi3.so" in archive.getnames()
+        environment = archive.extractfile("rlspec-offline/env.sh").read().decode()
+    assert 'RLSPEC_ENGINE="--attention-backend fa3 --grammar-backend none' in environment
+
+
 def test_stubs_have_the_names_that_sglang_imports(bundle):
     code = "from xgrammar import StructuralTag; from xgrammar.structural_tag import AnyTextFormat, JSONSchemaFormat"
     subprocess.run([sys.executable, "-c", code], cwd=bundle / "site", check=True)
@@ -145,7 +154,12 @@ def test_the_environment_is_sourced_from_anywhere(bundle, tmp_path, toolkit):
         (["bundle.zip"], "expected one archive to write, FILE.tar.xz"),
         (["--arch", "70", "bundle.tar.xz"], "--arch 70: expected 90 or 100"),
         (["--arch"], "--arch needs a value"),
-        (["--small", "yes", "bundle.tar.xz"], "--small: expected --arch or --add"),
+        (["--small", "yes", "bundle.tar.xz"], "--small: expected --arch, --attention or --add"),
+        (["--attention", "fa4", "bundle.tar.xz"], "--attention fa4: expected triton, or fa3 for --arch 90"),
+        (
+            ["--arch", "100", "--attention", "fa3", "bundle.tar.xz"],
+            "--attention fa3: expected triton, or fa3 for --arch 90",
+        ),
         (["no/such/bundle.tar.xz"], "no/such: no such directory"),
     ],
 )

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Packs what a GPU machine without a network lacks into one archive of about 40 MB: SGLang, its kernel library, megatron-core,
 # this package with benchmarks/, and their dependencies (requirements/offline-bundle.txt has the versions and what must be there).
-#   bash tools/offline_bundle.sh [--arch 90] [--add REQUIREMENT]... FILE.tar.xz
-#     --arch   GPU architecture of the kernel library: 90 (H100, H200) or 100 (B200)
-#     --add    one more distribution, as colorama==0.4.6, without its dependencies
+#   bash tools/offline_bundle.sh [--arch 90] [--attention triton] [--add REQUIREMENT]... FILE.tar.xz
+#     --arch       GPU architecture of the kernel library: 90 (H100, H200) or 100 (B200)
+#     --attention  triton, or fa3: FlashAttention 3, SGLang's default on an H100 or H200, as a part of the archive
+#     --add        one more distribution, as colorama==0.4.6, without its dependencies
 #   PYTHON   an interpreter with pip; any version
-# It downloads about 450 MB. docs/install.md says how the archive is used. Left out, because it is large and one GPU with Triton's
-# attention does not need it:
+# It downloads about 450 MB. docs/install.md says how the archive is used. Left out, because it is large and one GPU does not need it:
 #   sglang         image and video models, its tests, its Rust extensions (a Python implementation takes their place)
-#   sglang-kernel  FlashAttention 3 (1.1 GB unpacked), libraries of other architectures
+#   sglang-kernel  FlashAttention 3 (1.1 GB unpacked) without --attention fa3, libraries of other architectures
 #   xgrammar       structured output: stubs for the names that SGLang imports. Use --grammar-backend none
 #   flashinfer     its filters of probabilities are those of sglang-kernel
 #   flash_mla      attention of DeepSeek's models: stubs for the names that every speculating engine imports
@@ -17,19 +17,22 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 arch=90
+attention=triton
 added=()
 fail() { echo "offline_bundle: $1" >&2; exit 2; }
 while [[ ${1-} == --* ]]; do
   [[ $# -gt 1 ]] || fail "$1 needs a value"
   case $1 in
     --arch) arch=$2 ;;
+    --attention) attention=$2 ;;
     --add) added+=("$2") ;;
-    *) fail "$1: expected --arch or --add" ;;
+    *) fail "$1: expected --arch, --attention or --add" ;;
   esac
   shift 2
 done
 [[ $# == 1 && $1 == *.tar.xz ]] || fail "expected one archive to write, FILE.tar.xz"
 [[ $arch == 90 || $arch == 100 ]] || fail "--arch $arch: expected 90 or 100"
+[[ $attention == triton || $attention == fa3 && $arch == 90 ]] || fail "--attention $attention: expected triton, or fa3 for --arch 90"
 [[ -d $(dirname "$1") ]] || fail "$(dirname "$1"): no such directory"
 archive=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 for program in "$python" unzip tar xz sha256sum; do
@@ -57,7 +60,10 @@ done
 echo "offline_bundle: unpacking"
 for wheel in "$wheels"/*.whl; do
   case $(basename "$wheel") in
-    sglang_kernel-*) unzip -qo "$wheel" 'sgl_kernel/*.py' "sgl_kernel/sm$arch/*" '*.dist-info/*' -d "$site" ;;
+    sglang_kernel-*)
+      kept=('sgl_kernel/*.py' "sgl_kernel/sm$arch/*" '*.dist-info/*')
+      [[ $attention == triton ]] || kept+=('sgl_kernel/flash_ops.*')
+      unzip -qo "$wheel" "${kept[@]}" -d "$site" ;;
     sglang-*) unzip -qo "$wheel" -x 'sglang/multimodal_gen/*' 'sglang/test/*' '*.so' -d "$site" ;;
     torch_memory_saver-*) unzip -qo "$wheel" -x '*_cu12.abi3.so' '*_preload.abi3.so' '*_torch.abi3.so' -d "$site" ;;
     *) unzip -qo "$wheel" -d "$site" ;;
@@ -135,8 +141,9 @@ export SGLANG_CACHE_DIR=${SGLANG_CACHE_DIR:-$RLSPEC_OFFLINE/cache} HF_HUB_OFFLIN
 export SGLANG_JIT_CACHE_DIR=$SGLANG_CACHE_DIR/jit TRITON_CACHE_DIR=$SGLANG_CACHE_DIR/triton
 rlspec() { python3 -m megatron_rlspec.cli "$@"; }
 # Options of engines for which this archive has the kernels.
-export RLSPEC_ENGINE="--attention-backend triton --grammar-backend none --disable-prefill-cuda-graph --disable-flashinfer-autotune"
+export RLSPEC_ENGINE="--attention-backend ATTENTION --grammar-backend none --disable-prefill-cuda-graph --disable-flashinfer-autotune"
 END
+sed -i "s/ATTENTION/$attention/" "$root/env.sh"
 (cd "$wheels" && sha256sum ./*.whl) | sed 's|\./||' > "$root/wheels.sha256"
 (cd "$root" && find . -type f ! -name files.sha256 -print0 | sort -z | xargs -0 sha256sum) > "$root/files.sha256"
 
