@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Packs what a GPU machine without a network lacks into one archive of about 40 MB: SGLang, its kernel library, megatron-core,
+# Packs what a GPU machine without a network lacks into one archive of about 40 MB (180 with FlashAttention 3): SGLang, its kernel library, megatron-core,
 # this package with benchmarks/, and their dependencies (requirements/offline-bundle.txt has the versions and what must be there).
 #   bash tools/offline_bundle.sh [--arch 90] [--attention triton] [--add REQUIREMENT]... FILE.tar.xz
 #     --arch       GPU architecture of the kernel library: 90 (H100, H200) or 100 (B200)
-#     --attention  triton, or fa3: FlashAttention 3, SGLang's default on an H100 or H200, as a part of the archive
+#     --attention  triton, or fa3: FlashAttention 3, SGLang's default on an H100 or H200
 #     --add        one more distribution, as colorama==0.4.6, without its dependencies
 #   PYTHON   an interpreter with pip; any version
 # It downloads about 450 MB. docs/install.md says how the archive is used. Left out, because it is large and one GPU does not need it:

@@ -214,16 +214,23 @@ class SpecRule:
         """Return whether `timed` has an effect."""
         return self._own is not None or isinstance(self.cost, LearntCost)
 
-    def timed(self, config: SpecConfig, batch: int, context_tokens: int, ms: float) -> None:
+    def timed(
+        self, config: SpecConfig, batch: int, context_tokens: int, ms: float, caught_up_ms: float | None = None
+    ) -> None:
         """Learn the duration of a round, if `times`. All tensor-parallel ranks must pass the same.
 
         With a `LearntCost` the first drafting round after `OFF` counts only if no other is known: the drafter catches
         up in it. With a table such a round counts without what switching and catching up takes by the table.
+        `caught_up_ms`: how long it caught up, where that was measured. Then this time counts in neither.
         """
+        change_ms = self._change_ms.get(config, 0.0)
+        if caught_up_ms is not None:
+            ms -= caught_up_ms
+            change_ms = self.cost.switch_ms if self.cost is not None else 0.0
         known = config in self.candidates  # an engine that cannot draft runs `OFF` in any case
         if self._own is not None and known and batch <= self._most_batch.get(config, batch):
             told = self._costs.at(batch, context_tokens)
-            self._own.timed(config, place(batch, context_tokens), ms, told, self._change_ms.get(config, 0.0))
+            self._own.timed(config, place(batch, context_tokens), ms, told, change_ms)
         if not isinstance(self.cost, LearntCost):
             return
         former = self._timed

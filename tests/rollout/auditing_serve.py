@@ -98,7 +98,7 @@ def tensors_of(value: Any, depth: int = 3) -> list[torch.Tensor]:
 def streams() -> None:
     """Let copies on a stream of its own run on a machine without streams."""
     event = SimpleNamespace(synchronize=lambda: None)
-    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: event)
+    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: event, synchronize=lambda: None)
     torch.cuda.Stream = torch.cuda.current_stream = lambda *_: stream
     torch.cuda.stream = lambda _: contextlib.nullcontext()
     torch.Tensor.record_stream = lambda *_: None

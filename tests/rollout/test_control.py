@@ -59,8 +59,8 @@ def test_only_an_engine_of_one_rank_learns_from_its_durations(decider, ranks):
         before = decider.rule.times
         told = []
         decider.rule.timed = lambda *args, told=told: told.append(args)
-        decider.timed(decisions.DecodeRound(SpecConfig(3), 400, None), 4, 7.5)
-        assert told == [(SpecConfig(3), 4, 400, 7.5)] * (correct and ranks == 1) and before is correct
+        decider.timed(decisions.DecodeRound(SpecConfig(3), 400, None, caught_up=0.002), 4, 7.5)
+        assert told == [(SpecConfig(3), 4, 400, 7.5, 2.0)] * (correct and ranks == 1) and before is correct
 
 
 def test_of_a_table_of_several_sizes_the_engines_own_counts(decider):
@@ -206,3 +206,27 @@ def test_catching_up_is_time_of_the_round_that_it_precedes(overlap, monkeypatch)
     found += [process() for _ in launched]
     expected = [None] * rounds.WARM_UP + [5.0] * 3 + [6005.0, 5.0, 5.0 - overlap]
     assert found == [None if ms is None else pytest.approx(ms) for ms in expected]
+
+
+def test_the_round_that_a_gpu_still_computes_is_no_time_of_catching_up(monkeypatch):
+    """The first copy of what drafters missed waits for it."""
+    from megatron_rlspec.rollout.sglang.scheduler import controller
+
+    clock = SimpleNamespace(now=0.0, computing=0.01)
+
+    def wait():
+        clock.now += clock.computing
+        clock.computing = 0.0
+
+    def close(*_):
+        wait()
+        clock.now += 6.0
+
+    monkeypatch.setattr(controller.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(controller.torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=wait))
+    told = []
+    monkeypatch.setattr(controller, "rounds", SimpleNamespace(catching_up=told.append))
+    batch = SimpleNamespace(seq_lens=SimpleNamespace(device=SimpleNamespace(type="cuda")))
+    ours = SimpleNamespace(gap=SimpleNamespace(close=close), _batch=batch, _config=SpecConfig(3))
+    controller.ScheduleController._catch_up(ours, 4, [])
+    assert told == [pytest.approx(6.0)] and ours._caught_up == pytest.approx(6.0)

@@ -56,6 +56,18 @@ def rule_of(model=SMALL, **options):
     return SpecRule(CANDIDATES, LearntCost(Roofline.of_model(model)), **options)
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_measured_time_of_catching_up_is_none_of_the_round(measured):
+    """Else the first round that drafts after a long time off would say that drafts cost so much."""
+    machine, rule = MACHINES["gpu"], rule_of()
+    for config, late in ((OFF, 0.0), (SpecConfig(1), 600.0)):
+        ms = float(machine.grid([config], np.array(32), np.array(3200))[0])
+        rule.timed(OFF, 32, 3200, ms)
+        rule.timed(config, 32, 3200, ms + late, late if measured else None)
+    costs = rule.cost.grid([OFF, SpecConfig(1)], np.array(32), np.array(3200))
+    assert (costs[1] < 2 * costs[0]) == measured, costs
+
+
 def test_a_draft_costs_its_layer_and_its_head():
     """By hand: a layer has 3.54M parameters, its projection 0.66M, the head 28.3M, the model 134.5M."""
     assert Roofline.of_model(SMALL).drafter == pytest.approx((3.54 + 0.66 + 28.31) / 134.5, rel=0.005)

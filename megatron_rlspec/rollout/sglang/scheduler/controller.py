@@ -113,7 +113,13 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         self._drafting = self._catch_up(joint.own(n), needed) if closing else None
 
     def _catch_up(self, n: int, needed: Sequence[int]) -> list[int] | None:
-        """Let n drafters read what they missed if the round drafts, and the needed ones. Returns `_drafting`."""
+        """Let n drafters read what they missed if the round drafts, and the needed ones. Returns `_drafting`.
+
+        Its first copy to a GPU waits for the round before. That is no time of catching up.
+        """
+        device = self._batch.seq_lens.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         began = time.perf_counter()
         drafting = self.gap.close(self._batch, 0 if self._config.off else n, needed)
         self._caught_up = time.perf_counter() - began

@@ -165,7 +165,7 @@ class Decider:
         """Let a rule with a cost table learn the duration of a round, if this engine has one rank: clocks differ."""
         rule = None if self.stock or self.held else self.rule
         if self.ranks == 1 and rule is not None and rule.correct and ran.config in rule.candidates:
-            rule.timed(ran.config, batch, ran.context_tokens, ms)
+            rule.timed(ran.config, batch, ran.context_tokens, ms, 1000 * ran.caught_up)
 
     def observe(self, ran: DecodeRound, accepted: Sequence[int], others: int) -> None:
         """Take what requests of this rank accepted in a round. The last arguments are those of `SpecRule.observe`."""
