@@ -21,7 +21,14 @@ class Parser(argparse.ArgumentParser):
               `--help-all` shows every option, and the epilog
     """
 
-    def __init__(self, *, example: str = "", first: Sequence[str] = (), add_help: bool = True, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        example: str = "",
+        first: Sequence[str] = (),
+        add_help: bool = True,
+        **settings: Any,
+    ) -> None:
         text = settings.get("description") or ""
         settings["description"] = text[:1].upper() + text[1:]
         super().__init__(**{"allow_abbrev": False, **settings, "add_help": False})
@@ -29,7 +36,9 @@ class Parser(argparse.ArgumentParser):
         self.first = first
         self._rules: list[tuple[bool, str, str]] = []
         if add_help:
-            self.add_argument("-h", "--help", action=_FirstHelp, nargs=0, help="the options that most people need")
+            self.add_argument(
+                "-h", "--help", action=_FirstHelp, nargs=0, help="the options that most people need"
+            )
             self.add_argument("--help-all", action="help", help="every option")
 
     def needs(self, wanted: str, options: str) -> None:
@@ -58,8 +67,14 @@ class Parser(argparse.ArgumentParser):
 
     def first_help(self) -> str:
         """Return the help text with the options of `first` and the example, `WIDTH` columns wide."""
-        options = [a for a in self._actions if a.help != argparse.SUPPRESS and not {*a.option_strings} & HELP]
-        shown = [copy.copy(action) for action in options if not self.first or self._is_first(action)]
+        options = [
+            a
+            for a in self._actions
+            if a.help != argparse.SUPPRESS and not {*a.option_strings} & HELP
+        ]
+        shown = [
+            copy.copy(action) for action in options if not self.first or self._is_first(action)
+        ]
         for action in shown:
             action.help = textwrap.shorten(action.help or "", 100, placeholder=" ...")
         formatter = argparse.HelpFormatter(self.prog, max_help_position=28, width=WIDTH)
@@ -75,21 +90,32 @@ class Parser(argparse.ArgumentParser):
         return text + (f"\n{rest} more options: {self.prog} --help-all\n" if rest else "")
 
     def _is_first(self, action: argparse.Action) -> bool:
-        return not action.option_strings or action.required or bool(set(action.option_strings) & set(self.first))
+        return (
+            not action.option_strings
+            or action.required
+            or bool(set(action.option_strings) & set(self.first))
+        )
 
     def _words(self) -> Iterator[str]:
         """Yield the words of a short usage line: positional arguments, required options, and [options]."""
         for action in self._actions:
             name = str(action.metavar or action.dest).upper()
             if not action.option_strings:
-                yield {"*": f"[{name} ...]", "+": f"{name} ...", "?": f"[{name}]"}.get(str(action.nargs), name)
+                yield {"*": f"[{name} ...]", "+": f"{name} ...", "?": f"[{name}]"}.get(
+                    str(action.nargs), name
+                )
             elif action.required:
                 yield f"{action.option_strings[0]} {name}"
         yield "[options]"
 
     def refuse_typos(self, rest: Sequence[str]) -> None:
         """Refuse options of another program in `rest` that begin one of ours, or resemble one."""
-        own = [option for action in self._actions for option in action.option_strings if option not in HELP]
+        own = [
+            option
+            for action in self._actions
+            for option in action.option_strings
+            if option not in HELP
+        ]
         for word in (text.partition("=")[0] for text in rest if text.startswith("--")):
             near = [name for name in own if name.startswith(word)]
             near = near or difflib.get_close_matches(word, own, n=1, cutoff=0.8)
@@ -103,7 +129,11 @@ class Parser(argparse.ArgumentParser):
             word = message.split()[2].partition("=")[0]
             known = [option for action in self._actions for option in action.option_strings]
             near = difflib.get_close_matches(word, known, n=1)
-            message += f"; did you mean {near[0]}?" if near else f"; `{self.prog} --help-all` lists the options"
+            message += (
+                f"; did you mean {near[0]}?"
+                if near
+                else f"; `{self.prog} --help-all` lists the options"
+            )
         elif message.startswith("the following arguments are required"):
             message += f"; `{self.prog} --help` shows an example"
         self.exit(2, f"{self.prog}: {message}\n")
@@ -131,7 +161,9 @@ def number(low: float, high: float) -> Callable[[str], float]:
     return _bounded(float, low, high, f"numbers from {low:g} to {high:g}")
 
 
-def integers(low: int, high: int, *, count: int | None = None, most: int = 64) -> Callable[[str], list[int]]:
+def integers(
+    low: int, high: int, *, count: int | None = None, most: int = 64
+) -> Callable[[str], list[int]]:
     """Return a type: integers from `low` to `high` with commas; exactly `count` of them, or 1 to `most`."""
     return _list(integer(low, high), count, most, f"integers from {low} to {high}")
 
@@ -150,7 +182,9 @@ def distinct_integers(low: int, high: int, *, most: int = 64) -> Callable[[str],
 Value = TypeVar("Value", int, float)
 
 
-def _bounded(kind: Callable[[str], Value], low: float, high: float, wanted: str) -> Callable[[str], Value]:
+def _bounded(
+    kind: Callable[[str], Value], low: float, high: float, wanted: str
+) -> Callable[[str], Value]:
     def parse(text: str) -> Value:
         try:
             value = kind(text)
@@ -163,10 +197,16 @@ def _bounded(kind: Callable[[str], Value], low: float, high: float, wanted: str)
     return parse
 
 
-def _list(parse: Callable[[str], Value], count: int | None, most: int, wanted: str) -> Callable[[str], list[Value]]:
+def _list(
+    parse: Callable[[str], Value], count: int | None, most: int, wanted: str
+) -> Callable[[str], list[Value]]:
     def parse_all(text: str) -> list[Value]:
         parts = text.split(",")
-        if len(parts) > most or not all(part.strip() for part in parts) or (count and len(parts) != count):
+        if (
+            len(parts) > most
+            or not all(part.strip() for part in parts)
+            or (count and len(parts) != count)
+        ):
             expected = f"{count or f'1 to {most}'} {wanted}, with commas"
             raise argparse.ArgumentTypeError(f"{text[:80]!r}: expected {expected}")
         try:

@@ -41,7 +41,9 @@ COMMANDS = {
         "commands.training:train_parser",
     ),
     "report": Command(
-        "commands.report:main", "one HTML page of a run, or of several side by side", "rlspec report runs/mine"
+        "commands.report:main",
+        "one HTML page of a run, or of several side by side",
+        "rlspec report runs/mine",
     ),
     "convert": Command(
         "commands.convert:main",
@@ -77,17 +79,27 @@ COMMANDS = {
         "rlspec slime -- python train.py --sglang-speculative-algorithm NEXTN",
     ),
     "doctor": Command(
-        "commands.doctor:main", "whether what is installed fits; what a GPU machine lacks", "rlspec doctor"
+        "commands.doctor:main",
+        "whether what is installed fits; what a GPU machine lacks",
+        "rlspec doctor",
     ),
-    "plan": Command("commands.plan:main", "how many drafts at which batch; engines, TP and caps of a cluster"),
+    "plan": Command(
+        "commands.plan:main", "how many drafts at which batch; engines, TP and caps of a cluster"
+    ),
     "replay": Command(
         "commands.training:replay",
         "train a drafter again along a recorded run",
         parser="commands.training:replay_parser",
     ),
-    "profile": Command("commands.profile:main", "measure how long an engine's decode rounds take: a cost table"),
-    "simulate": Command("commands.simulate:main", "what a rollout would take on a cluster, under several policies"),
-    "completion": Command("commands.completion:main", "completion of commands and options by the Tab key"),
+    "profile": Command(
+        "commands.profile:main", "measure how long an engine's decode rounds take: a cost table"
+    ),
+    "simulate": Command(
+        "commands.simulate:main", "what a rollout would take on a cluster, under several policies"
+    ),
+    "completion": Command(
+        "commands.completion:main", "completion of commands and options by the Tab key"
+    ),
 }
 # Errors that are printed as one line -> exit code: 2 for a mistake of the user, 1 for a failure of the run. The modules
 # are not imported for this: an error of a module can only occur after its import.
@@ -117,12 +129,31 @@ EXTRAS = {
 # Six warnings that Megatron prints at its import. They are dropped on a machine without a GPU, where the fallback is
 # intended. On a GPU they stay, because training is slow there without these packages.
 MEGATRON_FALLS_BACK = r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "
-MEGATRON_OWN_DEFAULT = "full scope is deprecated"  # megatron-core's warning about its own default of cuda_graph_scope
-COMPUTING = ("train", "sft", "replay", "answer")  # commands that compute with the model in their own process
+# megatron-core's warning about its own default of cuda_graph_scope
+MEGATRON_OWN_DEFAULT = "full scope is deprecated"
+# commands that compute with the model in their own process
+COMPUTING = ("train", "sft", "replay", "answer")
 GPU_DEVICE = "/dev/nvidiactl"
 # The disk is full or read-only, or a path is of no use: no bug of ours.
-MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.EEXIST}
-MACHINE |= {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTEMPTY, errno.EMFILE}
+MACHINE = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.EFBIG,
+    errno.EEXIST,
+}
+MACHINE |= {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOTEMPTY,
+    errno.EMFILE,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -137,7 +168,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv[0] not in COMMANDS:
         near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         hint = f"did you mean `rlspec {near[0]}`?" if near else f"one of: {', '.join(COMMANDS)}"
-        sys.exit(_complain(f"unknown command {argv[0]!r}; {hint} `rlspec --help` shows examples", 2))
+        sys.exit(
+            _complain(f"unknown command {argv[0]!r}; {hint} `rlspec --help` shows examples", 2)
+        )
     if not os.path.exists(GPU_DEVICE):
         warnings.filterwarnings("ignore", MEGATRON_FALLS_BACK, UserWarning)
         if argv[0] in COMPUTING:
@@ -158,7 +191,11 @@ def overview(every: bool = False) -> str:
     if every:
         lines += [f"  {name:11} {command.text}" for name, command in COMMANDS.items()]
         return "\n".join(
-            [*lines, "", "An example: `rlspec COMMAND --help`. Every option: `rlspec COMMAND --help-all`."]
+            [
+                *lines,
+                "",
+                "An example: `rlspec COMMAND --help`. Every option: `rlspec COMMAND --help-all`.",
+            ]
         )
     for name, command in COMMANDS.items():
         if command.example:
@@ -208,7 +245,9 @@ def exit_code(error: Exception) -> int | None:
 def _lost_rank(error: Exception) -> bool:
     """Return whether a collective call failed because another rank ended. That rank, or torchrun, prints the reason."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    return "DistBackendError" in names or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+    return "DistBackendError" in names or (
+        isinstance(error, RuntimeError) and "gloo/" in str(error)
+    )
 
 
 def _out_of_memory(error: Exception) -> bool:

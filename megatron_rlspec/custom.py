@@ -164,7 +164,9 @@ def load(option: str, name: str) -> Callable[..., Any]:
         inspect.signature(found).bind(None)
     except TypeError as error:
         signature = f"{function}{inspect.signature(found)}"
-        raise ConfigError(f"{option}={name}: {signature}: {error}; expected a function of one argument") from None
+        raise ConfigError(
+            f"{option}={name}: {signature}: {error}; expected a function of one argument"
+        ) from None
     except ValueError:  # some built-in callables have no signature
         pass
 
@@ -198,13 +200,16 @@ class Unwound(BaseException):
     """Ends a function of the user's from inside a call that it made. No Exception, so its handlers do not catch it."""
 
 
-OURS = (Unwound, Interrupted)  # what passes through the user's code and is not of it; signals raise Interrupted
+# what passes through the user's code and is not of it; signals raise Interrupted
+OURS = (Unwound, Interrupted)
 
 
 def described(error: BaseException) -> str:
     """Return kind and text of an error of the user's code in one line. Its own methods may fail, too."""
     if isinstance(error, SystemExit):
-        return f"it would end the process with exit code {shown(error.args[0] if error.args else 0)}"
+        return (
+            f"it would end the process with exit code {shown(error.args[0] if error.args else 0)}"
+        )
     return one_line(error)
 
 
@@ -256,7 +261,9 @@ def checked(option: str, result: Any, like: Tensor, mask: Tensor | None = None) 
 
     expected = f"expected a tensor {list(like.shape)} of floating point on {like.device}"
     if not isinstance(result, torch.Tensor):
-        raise FunctionError(f"{option}: the function returned {shown(result)}, a {type(result).__name__}; {expected}")
+        raise FunctionError(
+            f"{option}: the function returned {shown(result)}, a {type(result).__name__}; {expected}"
+        )
     found = f"a tensor {list(result.shape)} of {str(result.dtype).removeprefix('torch.')} on {result.device}"
     if result.layout != torch.strided:
         found = f"a sparse tensor {list(result.shape)}"
@@ -273,7 +280,9 @@ def checked(option: str, result: Any, like: Tensor, mask: Tensor | None = None) 
         result = result.masked_fill(~mask, 0)
     if not bool(result.detach().isfinite().all()) and bool(like.detach().isfinite().all()):
         bad = int(result.detach().isfinite().logical_not().nonzero()[0])
-        raise FunctionError(f"{option}: the function returned {float(result[bad])} at [{bad}]; expected finite numbers")
+        raise FunctionError(
+            f"{option}: the function returned {float(result[bad])} at [{bad}]; expected finite numbers"
+        )
     return result
 
 
@@ -289,7 +298,9 @@ def check_depends(option: str, result: Tensor, sources: Sequence[Tensor], names:
         node = waiting.pop()
         if any(node is end or getattr(node, "variable", None) is end for end in ends):
             return
-        further = {link for link, _ in getattr(node, "next_functions", ()) if link is not None} - seen
+        further = {
+            link for link, _ in getattr(node, "next_functions", ()) if link is not None
+        } - seen
         seen |= further
         waiting += further
     if ends:
@@ -307,7 +318,10 @@ def numbers(option: str, result: Any, count: int) -> np.ndarray:
         found = np.asarray(result)
     except BaseException:  # a tensor with a gradient, or an object with __array__ of its own
         found = np.asarray(None)
-    plain = found.astype(np.float64) if found.dtype.kind in "fiub" else np.asarray(None, np.float64)  # NaN
+    # NaN
+    plain = found.astype(np.float64) if found.dtype.kind in "fiub" else np.asarray(None, np.float64)
     if plain.shape != (count,) or not (np.abs(plain) <= MOST).all():
-        raise FunctionError(f"{option}: the function returned {shown(result)}; expected {count} finite numbers")
+        raise FunctionError(
+            f"{option}: the function returned {shown(result)}; expected {count} finite numbers"
+        )
     return plain

@@ -103,7 +103,10 @@ class RolloutEngine(Protocol):
         """Return the memory of the buckets that `update_weights` takes (`push.push.in_buckets`); None: tensors."""
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        on_sample: Callable[[Sample], None] | None = None,
     ) -> list[Sample]:
         """Generate one sample per request, returned in the order of the requests.
 
@@ -115,7 +118,9 @@ class RolloutEngine(Protocol):
         Raises ValueError if two requests have one id.
         """
 
-    def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
+    def update_weights(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all"
+    ) -> None:
         """Replace weights by full, unsharded tensors under Hugging Face checkpoint names, as one versioned session.
 
         After an error the engine serves nothing until a later update succeeds.

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-READ_MOST = 1 << 28  # bytes of a text file that is read whole; a cost table of 100,000 rows has 2.5e7
+# bytes of a text file that is read whole; a cost table of 100,000 rows has 2.5e7
+READ_MOST = 1 << 28
 _STREAMS = {"/dev/stdout": "stdout", "/dev/stderr": "stderr"}
 
 
@@ -41,7 +42,8 @@ def read_bytes(path: str | Path, most: int = READ_MOST) -> bytes:
     """Read a regular file of at most `most` bytes. Raises FileError, also for a directory, a pipe or a device."""
     path = Path(path)
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer must not block
+        # a pipe without a writer must not block
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(handle, "rb") as file:
             about = os.fstat(handle)
             if not stat.S_ISREG(about.st_mode):
@@ -61,7 +63,9 @@ def read_text(path: str | Path, most: int = READ_MOST) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise FileError(f"{path}: not UTF-8 text (byte {error.start}: {content[error.start]:#04x})") from None
+        raise FileError(
+            f"{path}: not UTF-8 text (byte {error.start}: {content[error.start]:#04x})"
+        ) from None
 
 
 def read_json(path: str | Path, most: int = READ_MOST, *, finite: bool = True) -> Any:
@@ -259,7 +263,9 @@ def check_outputs(
     Call it before the work begins. Files are compared by their resolved paths, and by inode where they exist. Devices,
     pipes and standard streams may be shared. Raises FileError.
     """
-    taken = [(Path(path), f"this file is read: {what}") for what, path in (inputs or {}).items() if path]
+    taken = [
+        (Path(path), f"this file is read: {what}") for what, path in (inputs or {}).items() if path
+    ]
     for option, name in outputs.items():
         if not name:
             continue
@@ -278,7 +284,9 @@ def _same(path: Path, other: Path) -> bool:
     path = Path(os.path.realpath(path))
     if other.is_dir():
         return path.exists() and path.is_relative_to(os.path.realpath(other))
-    return path == Path(os.path.realpath(other)) or (path.exists() and other.exists() and path.samefile(other))
+    return path == Path(os.path.realpath(other)) or (
+        path.exists() and other.exists() and path.samefile(other)
+    )
 
 
 def check_new_directory(path: str | Path) -> None:
@@ -296,7 +304,9 @@ def check_new_directory(path: str | Path) -> None:
         problem = f"cannot be made: {path.parent} is not a directory"
     elif not problem and (refused := _refuses(path.parent)):
         problem = f"cannot be made: {path.parent}: {refused}"
-    elif not problem and len(os.fsencode(path.name)) > 240:  # the temporary name beside it is longer
+    elif (
+        not problem and len(os.fsencode(path.name)) > 240
+    ):  # the temporary name beside it is longer
         problem = "cannot be made: File name too long"
     if problem:
         raise FileError(f"{shown(path)}: {problem}")
@@ -371,7 +381,8 @@ def _write_through(path: Path, data: bytes) -> None:
         return
     if stat.S_ISBLK(path.stat().st_mode):
         raise OSError(errno.EPERM, "a disk device is not written to")
-    handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a reader must not block
+    # a pipe without a reader must not block
+    handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     os.set_blocking(handle, True)
     with open(handle, "wb") as file:
         file.write(data)

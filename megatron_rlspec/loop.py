@@ -11,24 +11,33 @@ from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.session import Session
 
 
-def train(config: Config, interruption: Interruption | None = None, extensions: Extensions | None = None) -> None:
+def train(
+    config: Config, interruption: Interruption | None = None, extensions: Extensions | None = None
+) -> None:
     """Train the policy by GRPO, and the drafter with it. Raises RunStopped if the run ends early."""
     with Session(config, config.data.path, interruption=interruption, extensions=extensions) as run:
         run.push()  # the engines need the initial weights
         for step in run.records.steps(config.train.steps):
-            if run.due(config.train.eval_every) or step == 0:  # so a resumed run makes up for one that was interrupted
+            # so a resumed run makes up for one that was interrupted
+            if run.due(config.train.eval_every) or step == 0:
                 run.evaluate(f"step-{step:06d}" if step else "first")
             with run.clock("generate"):
-                groups = run.collect(step)  # rank 0: engines generate, rewards score; all ranks get the groups
-            run.keep(groups)  # with train.record_gib: the policy and these rollouts, for `rlspec replay`
+                # rank 0: engines generate, rewards score; all ranks get the groups
+                groups = run.collect(step)
+            # with train.record_gib: the policy and these rollouts, for `rlspec replay`
+            run.keep(groups)
             with run.clock("train"):
-                batches = run.pack(groups)  # advantages within each group, then this rank's micro-batches
-                metrics = run.train_step(batches, objective="grpo")  # one optimizer step of policy and drafter each
+                # advantages within each group, then this rank's micro-batches
+                batches = run.pack(groups)
+                # one optimizer step of policy and drafter each
+                metrics = run.train_step(batches, objective="grpo")
             with run.clock("generate"):
-                run.settle()  # with rollout.staleness: wait for the next step's rollout, which already runs
+                # with rollout.staleness: wait for the next step's rollout, which already runs
+                run.settle()
             run.adapt()  # give the speculation rule the engines' acceptance and round times
             with run.clock("push"):
-                run.push()  # both models as one version; compare fingerprints, run the canary prompts
+                # both models as one version; compare fingerprints, run the canary prompts
+                run.push()
             run.record(step, metrics, groups)
             run.checkpoint()
         run.keep()
@@ -36,16 +45,22 @@ def train(config: Config, interruption: Interruption | None = None, extensions: 
         run.finish()
 
 
-def warm_start(config: Config, interruption: Interruption | None = None, extensions: Extensions | None = None) -> None:
+def warm_start(
+    config: Config, interruption: Interruption | None = None, extensions: Extensions | None = None
+) -> None:
     """Train policy and drafter on demonstrations, until held-out reward and accept length are good enough for RL.
 
     Raises RunStopped if the run ends early.
     """
-    with Session(config, config.sft.path, supervised=True, interruption=interruption, extensions=extensions) as run:
+    with Session(
+        config, config.sft.path, supervised=True, interruption=interruption, extensions=extensions
+    ) as run:
         for step in run.records.steps(config.sft.steps):
             with run.clock("train"):
                 batches = run.pack(run.demonstrations())
-                metrics = run.train_step(batches, objective="sft", train_policy=not config.sft.drafter_only)
+                metrics = run.train_step(
+                    batches, objective="sft", train_policy=not config.sft.drafter_only
+                )
             run.record(step, metrics)
             run.checkpoint()
             if run.good_enough():
@@ -53,7 +68,9 @@ def warm_start(config: Config, interruption: Interruption | None = None, extensi
         run.finish()
 
 
-def replay(config: Config, interruption: Interruption | None = None, extensions: Extensions | None = None) -> None:
+def replay(
+    config: Config, interruption: Interruption | None = None, extensions: Extensions | None = None
+) -> None:
     """Train a drafter along a recorded run: with the policy and rollouts of every step, or with one policy of it.
 
     Only the drafter learns, so the policy runs forward only. Raises RunStopped if the run ends early.

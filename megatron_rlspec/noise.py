@@ -27,7 +27,8 @@ def _rotate(x: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, by: int) -> torch.Tensor:
-    return (x >> by).bitwise_and_((1 << (32 - by)) - 1)  # int32 shifts repeat the sign bit: mask it off
+    # int32 shifts repeat the sign bit: mask it off
+    return (x >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 
 def _scramble(k: torch.Tensor) -> torch.Tensor:
@@ -43,7 +44,9 @@ def _columns(width: int, device: torch.device) -> torch.Tensor:
     return _scramble(torch.arange(width, dtype=torch.int32, device=device))
 
 
-def murmur3(seeds: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
+def murmur3(
+    seeds: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor
+) -> torch.Tensor:
     """Return hashes [N, V] of (seeds [N] int64, positions [N], token), as int32 bit patterns; arithmetic wraps.
 
     tokens  the ids of the columns, [V] or [N, V]; or V, if column i is token i
@@ -82,14 +85,20 @@ def _noisy(logprobs: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
 
 
 def noisy(
-    logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor, words: torch.Tensor | None = None
+    logprobs: torch.Tensor,
+    seeds: torch.Tensor,
+    keys: torch.Tensor,
+    words: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return log p + Gumbel noise, float64 [N, V]; arguments as for `draw`."""
     return _noisy(logprobs, murmur3(seeds, keys, logprobs.shape[1] if words is None else words))
 
 
 def draw(
-    logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor, words: torch.Tensor | None = None
+    logprobs: torch.Tensor,
+    seeds: torch.Tensor,
+    keys: torch.Tensor,
+    words: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draw one column [N] per row of `logprobs [N, V]` (up to a constant per row), by the Gumbel-max trick.
 
@@ -111,7 +120,9 @@ def draw_each(
     rows = max(1, (_CHUNK if on_cpu else _CHUNK_ON_DEVICE) // logprobs.shape[1])
     tokens = logprobs.shape[1] if words is None else words
     picks = []
-    for part, seed, key in zip(logprobs.split(rows), seeds.split(rows), keys.split(rows), strict=True):
+    for part, seed, key in zip(
+        logprobs.split(rows), seeds.split(rows), keys.split(rows), strict=True
+    ):
         hashes = murmur3(seed, key, tokens)
         scaled = [part if factor == 1 else part * factor for factor in factors]
         picks.append(torch.stack([likeliest(one, hashes) for one in scaled], 1))
@@ -129,10 +140,13 @@ def _likeliest(logprobs: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     The noise is computed for few columns. For x in [0, 1], exp(-(log p + noise)) = -log(x) / p, which is at least
     (1 - x) / p. So a column whose (1 - x) / p exceeds the left side of another column cannot win.
     """
-    least = (~hashes).view(torch.uint32).to(torch.float32).div_(logprobs.exp().clamp_(min=1e-38))  # (1 - x) / p · 2³²
+    # (1 - x) / p · 2³²
+    least = (~hashes).view(torch.uint32).to(torch.float32).div_(logprobs.exp().clamp_(min=1e-38))
     first = least.argmin(1, keepdim=True)
     bound = _noisy(logprobs.gather(1, first), hashes.gather(1, first)).neg_().exp_()
-    row, column = (least <= bound.mul_(2.0**32 * (1 + 1e-4)).to(torch.float32)).nonzero(as_tuple=True)
+    row, column = (least <= bound.mul_(2.0**32 * (1 + 1e-4)).to(torch.float32)).nonzero(
+        as_tuple=True
+    )
     score = _noisy(logprobs[row, column], hashes[row, column])
     best = score.new_full((len(logprobs),), float("-inf")).scatter_reduce_(0, row, score, "amax")
     won = score == best[row]

@@ -88,7 +88,9 @@ def score(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -
 
     question = metadata.get(KEY)
     if question is None:
-        raise TaskError(f"the prompt's metadata has no {KEY!r}; expected prompts of data.path={PREFIX}TASK")
+        raise TaskError(
+            f"the prompt's metadata has no {KEY!r}; expected prompts of data.path={PREFIX}TASK"
+        )
     dataset, entry = _question(question["task"], json.dumps(question["options"]), question["index"])
     answer = extract_answer(response)
     return float(dataset.score_answer(response.strip() if answer is None else answer, entry))
@@ -129,7 +131,9 @@ def _dataset(path: str, task: str, options: Mapping[str, Any]) -> Any:
     """Return the task's dataset. Raises TaskError."""
     datasets = _registered(path)[0]
     if task not in datasets:
-        raise TaskError(f"{path}: reasoning_gym has no task {task!r}; it has {', '.join(sorted(datasets))}")
+        raise TaskError(
+            f"{path}: reasoning_gym has no task {task!r}; it has {', '.join(sorted(datasets))}"
+        )
     made, config = datasets[task]
     given = {name: value for name, value in options.items() if name != "level"}
     try:
@@ -158,8 +162,9 @@ def _curriculum(path: str, task: str) -> Any:
 def _registered(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the package's tables of tasks and of curricula."""
     try:
-        import reasoning_gym  # noqa: F401  the import fills the tables
         from reasoning_gym.factory import CURRICULA, DATASETS
+
+        import reasoning_gym  # noqa: F401  the import fills the tables
     except ModuleNotFoundError as error:
         raise TaskError(
             f"{path}: the package {error.name} is not installed; `pip install megatron_rlspec[tasks]` installs it"

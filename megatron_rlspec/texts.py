@@ -10,7 +10,9 @@ def printable(text: str) -> str:
     """Escape what could drive a terminal, such as escape codes and line ends: ESC becomes `\\x1b`."""
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def shown(value: Any, by: Callable[[Any], str] = repr) -> str:

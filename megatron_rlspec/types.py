@@ -45,9 +45,13 @@ class SpecConfig:
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 0:
-            object.__setattr__(self, "num_draft_tokens", self.num_steps + 1 if self.topk == 1 else self.max_nodes)
+            object.__setattr__(
+                self, "num_draft_tokens", self.num_steps + 1 if self.topk == 1 else self.max_nodes
+            )
         if self.num_steps < 0 or self.topk < 0:
-            raise ValueError(f"num_steps={self.num_steps} and topk={self.topk} must not be negative")
+            raise ValueError(
+                f"num_steps={self.num_steps} and topk={self.topk} must not be negative"
+            )
         if self.topk == 1 and self.num_draft_tokens != self.num_steps + 1:
             raise ValueError(
                 f"num_draft_tokens={self.num_draft_tokens}, but a chain of num_steps={self.num_steps} "
@@ -73,7 +77,11 @@ class SpecConfig:
     def __str__(self) -> str:
         if self.off:
             return "off"
-        return f"k{self.num_steps}" if self.topk == 1 else f"k{self.num_steps}t{self.topk}n{self.num_draft_tokens}"
+        return (
+            f"k{self.num_steps}"
+            if self.topk == 1
+            else f"k{self.num_steps}t{self.topk}n{self.num_draft_tokens}"
+        )
 
 
 OFF = SpecConfig(num_steps=0, topk=0, num_draft_tokens=0)
@@ -93,11 +101,18 @@ class SpecSchedule:
     configs: tuple[tuple[SpecConfig, ...], ...]
 
     def __post_init__(self) -> None:
-        for name, edges in (("batch_edges", self.batch_edges), ("context_edges", self.context_edges)):
+        for name, edges in (
+            ("batch_edges", self.batch_edges),
+            ("context_edges", self.context_edges),
+        ):
             if not edges or list(edges) != sorted(set(edges)):
                 raise ValueError(f"{name}={edges} must be a non-empty, strictly increasing tuple")
-        if len(self.configs) != len(self.batch_edges) or any(len(r) != len(self.context_edges) for r in self.configs):
-            raise ValueError(f"configs must have {len(self.batch_edges)} rows of {len(self.context_edges)} columns")
+        if len(self.configs) != len(self.batch_edges) or any(
+            len(r) != len(self.context_edges) for r in self.configs
+        ):
+            raise ValueError(
+                f"configs must have {len(self.batch_edges)} rows of {len(self.context_edges)} columns"
+            )
 
     @classmethod
     def fixed(cls, config: SpecConfig) -> SpecSchedule:
@@ -110,7 +125,11 @@ class SpecSchedule:
 
     def to_json(self) -> dict[str, Any]:
         cells = [[[c.num_steps, c.topk, c.num_draft_tokens] for c in row] for row in self.configs]
-        return {"batch_edges": list(self.batch_edges), "context_edges": list(self.context_edges), "configs": cells}
+        return {
+            "batch_edges": list(self.batch_edges),
+            "context_edges": list(self.context_edges),
+            "configs": cells,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SpecSchedule:
@@ -179,7 +198,9 @@ class Partial:
         first = sample.prompt_len
         logprobs = sample.behaviour_logprobs[first:]
         spans = sample.policy_versions
-        return cls(sample.response, logprobs, spans, sample.accepted, sample.accepted_spans, sample.draws)
+        return cls(
+            sample.response, logprobs, spans, sample.accepted, sample.accepted_spans, sample.draws
+        )
 
     def then(self, more: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
         """Return the versions of the whole response, given those of the tokens after this one's."""
@@ -225,14 +246,20 @@ class Request:
         )
 
     def sample(
-        self, status: Status, response: Sequence[int] | np.ndarray, logprobs: Sequence[float] | np.ndarray, **more: Any
+        self,
+        status: Status,
+        response: Sequence[int] | np.ndarray,
+        logprobs: Sequence[float] | np.ndarray,
+        **more: Any,
     ) -> Sample:
         """Return the sample of a response, all of whose tokens are trained. `more`: other fields of `Sample`."""
         zeros = np.zeros(len(self.prompt.tokens), np.float32)
         return Sample(
             request_id=self.id,
             prompt=self.prompt,
-            tokens=np.concatenate([np.asarray(self.prompt.tokens, np.int64), np.asarray(response, np.int64)]),
+            tokens=np.concatenate(
+                [np.asarray(self.prompt.tokens, np.int64), np.asarray(response, np.int64)]
+            ),
             loss_mask=np.concatenate([zeros, np.ones(len(response), np.float32)]),
             behaviour_logprobs=np.concatenate([zeros, np.asarray(logprobs, np.float32)]),
             status=status,
@@ -288,17 +315,23 @@ class Sample:
         return self.tokens[self.prompt_len :]
 
 
-def ended(response: Sequence[int] | np.ndarray, stops: Collection[int], limit: int) -> Status | None:
+def ended(
+    response: Sequence[int] | np.ndarray, stops: Collection[int], limit: int
+) -> Status | None:
     """Return how a sample ends after these response tokens, or None if it goes on.
 
     Raises ValueError for a response that an engine would have ended before.
     """
     tokens = np.asarray(response)
     if len(tokens) > limit:
-        raise ValueError(f"{len(tokens)} response tokens were drawn before; expected at most max_new_tokens={limit}")
+        raise ValueError(
+            f"{len(tokens)} response tokens were drawn before; expected at most max_new_tokens={limit}"
+        )
     found = np.flatnonzero(np.isin(tokens, list(stops)))
     if len(found) and found[0] < len(tokens) - 1:
-        raise ValueError(f"response token {found[0]} of {len(tokens)} drawn before is {tokens[found[0]]}, a stop token")
+        raise ValueError(
+            f"response token {found[0]} of {len(tokens)} drawn before is {tokens[found[0]]}, a stop token"
+        )
     return "finished" if len(found) else "truncated" if len(tokens) == limit else None
 
 
@@ -325,7 +358,12 @@ class OpenGroup:
     def oldest(self) -> float:
         """Return the oldest version that sampled one of its tokens; infinity without tokens."""
         spans = [span for sample in self.samples for span in sample.policy_versions]
-        spans += [span for request in self.requests if request.partial for span in request.partial.policy_versions]
+        spans += [
+            span
+            for request in self.requests
+            if request.partial
+            for span in request.partial.policy_versions
+        ]
         return min((version for version, _, _ in spans), default=math.inf)
 
     def group(self) -> Group:

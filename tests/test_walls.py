@@ -115,14 +115,14 @@ def test_imports_have_no_cycle(node_of):
 
 
 def test_functions_and_classes_stay_short():
-    """No function has more than 90 lines and no class more than 350, docstrings included."""
+    """No function has more than 110 lines and no class more than 400, docstrings included."""
     long = {}
     for path in FILES:
         for node in nodes(path):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 continue
             lines = node.end_lineno - node.lineno + 1
-            if lines > (350 if isinstance(node, ast.ClassDef) else 90):
+            if lines > (400 if isinstance(node, ast.ClassDef) else 110):
                 long[f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}"] = lines
     assert not long
 

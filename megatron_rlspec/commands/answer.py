@@ -37,7 +37,8 @@ from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Request, Sample, SpecSchedule
 
 COMPLETE = ("finished", "truncated")  # status of an answer that is whole
-AT_ONCE = 16  # requests given to the engines together, as a multiple of those that they decode together
+# requests given to the engines together, as a multiple of those that they decode together
+AT_ONCE = 16
 
 
 def answer(config: Config, hf_config: dict[str, Any]) -> str:
@@ -69,7 +70,9 @@ def _answer(config: Config, hf_config: dict[str, Any]) -> str:
             f"engine {config.rollout.engine}; {len(missing)} answers are missing in {path}",
             flush=True,
         )
-        starting = KINDS[config.rollout.engine].start(config, path.with_name(f"{path.name}.logs"), layout(config))
+        starting = KINDS[config.rollout.engine].start(
+            config, path.with_name(f"{path.name}.logs"), layout(config)
+        )
         try:
             starting.launch()
             engines = starting.wait()
@@ -115,8 +118,15 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
     That is what `generate` is given (`prompts` are all of `data.path`), and what an engine is started with.
     """
     spec = config.spec
-    found: dict[str, Any] = {"model": identity.of_model(config.model.path), "dtype": config.model.dtype}
-    found |= {"prompts": identity.of_rows(prompts), "seed": config.train.seed, "engine": config.rollout.engine}
+    found: dict[str, Any] = {
+        "model": identity.of_model(config.model.path),
+        "dtype": config.model.dtype,
+    }
+    found |= {
+        "prompts": identity.of_rows(prompts),
+        "seed": config.train.seed,
+        "engine": config.rollout.engine,
+    }
     found |= asdict(sampling(config))
     found["verifier"] = spec.verifier
     if spec.verifier != "position_keyed":  # then drafts, too, decide which text is drawn
@@ -144,7 +154,9 @@ class Journal:
         self._lock = threading.Lock()
         beside = path.with_name(f"{path.name}.settings.json")
         if path.exists() and path.stat().st_size:
-            if other := identity.difference(files.read_json(beside) if beside.exists() else {}, settings):
+            if other := identity.difference(
+                files.read_json(beside) if beside.exists() else {}, settings
+            ):
                 raise ConfigError(
                     f"answer.path={path}: its answers have another `{other}` ({beside.name}); expected another file"
                 )
@@ -174,9 +186,17 @@ class Journal:
         row, number = (int(part[1:]) for part in sample.request_id.split("-"))
         prompt = sample.prompt
         entry: dict[str, Any] = {"row": row, "sample": number, "status": sample.status}
-        entry |= {"prompt": prompt.text, "response": text, "label": prompt.label, "metadata": dict(prompt.metadata)}
+        entry |= {
+            "prompt": prompt.text,
+            "response": text,
+            "label": prompt.label,
+            "metadata": dict(prompt.metadata),
+        }
         entry |= {} if sample.seed is None else {"seed": sample.seed}
-        entry |= {"prompt_tokens": prompt.tokens.tolist(), "response_tokens": sample.response.tolist()}
+        entry |= {
+            "prompt_tokens": prompt.tokens.tolist(),
+            "response_tokens": sample.response.tolist(),
+        }
         with self._lock:
             self._file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
             self._file.flush()
@@ -203,9 +223,18 @@ def _draw(
         pool.everywhere(lambda engine: engine.set_schedule(schedule))
     tokens = 0
     console = Console(stderr=True)
-    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(journal.done) + len(missing), completed=len(journal.done), tokens=0)
+    columns = (
+        TextColumn("answers"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+    )
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(
+            "", total=len(journal.done) + len(missing), completed=len(journal.done), tokens=0
+        )
 
         def write(sample: Sample) -> None:
             nonlocal tokens

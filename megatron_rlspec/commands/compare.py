@@ -84,11 +84,15 @@ class Comparison:
         """Return every accept length and every paired difference."""
         names = list(dict.fromkeys(name for name, _ in self.rounds))
         steps = list(dict.fromkeys(k for _, k in self.rounds))
-        lengths = [{"steps": k, "drafter": n, **vars(self.length(n, k))} for k in steps for n in names]
+        lengths = [
+            {"steps": k, "drafter": n, **vars(self.length(n, k))} for k in steps for n in names
+        ]
         differences = []
         for k, (name, other) in itertools.product(steps, itertools.combinations(names, 2)):
             found = self.difference(name, other, k)
-            differences.append({"steps": k, "drafter": name, "minus": other, **vars(found), "shown": found.shown})
+            differences.append(
+                {"steps": k, "drafter": name, "minus": other, **vars(found), "shown": found.shown}
+            )
         return {
             "prompts": len(self.samples),
             "equal_texts": self.equal_texts,
@@ -104,12 +108,14 @@ def estimate(rounds: np.ndarray, other: np.ndarray | None = None, seed: int = 1)
     difference.
     """
     n = len(rounds)
-    draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)  # of each prompt
+    # of each prompt
+    draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
     draws = np.concatenate([np.ones((1, n), np.int64), draws])
 
     def lengths(table: np.ndarray) -> np.ndarray:
         total = draws @ table.astype(np.float64)
-        return 1 + total[:, 1] / np.where(total[:, 0] > 0, total[:, 0], 1)  # without a round no draft
+        # without a round no draft
+        return 1 + total[:, 1] / np.where(total[:, 0] > 0, total[:, 0], 1)
 
     values = lengths(rounds) - (0 if other is None else lengths(other))
     low, high = np.percentile(values[1:], [2.5, 97.5])
@@ -145,7 +151,9 @@ def measure(
             rounds[name, k] = np.array([rounds_of(sample) for sample in samples])
             texts.append([tuple(sample.response) for sample in samples])
             first = first or samples
-    return Comparison(rounds, first, sum(len(set(drawn)) == 1 for drawn in zip(*texts, strict=True)))
+    return Comparison(
+        rounds, first, sum(len(set(drawn)) == 1 for drawn in zip(*texts, strict=True))
+    )
 
 
 def draw(
@@ -188,9 +196,18 @@ def parser() -> arguments.Parser:
         metavar="NAME=DIR",
         help="Hugging Face directory with a drafter, or a checkpoint of slime's",
     )
-    p.add_argument("--prompts", type=Path, required=True, help="held-out prompts, as data.eval_path")
-    p.add_argument("--config", type=Path, metavar="FILE", help="TOML file of a run: its [data] makes prompts of rows")
-    p.add_argument("--count", type=arguments.integer(2, 10**6), default=512, help="prompts; default: 512")
+    p.add_argument(
+        "--prompts", type=Path, required=True, help="held-out prompts, as data.eval_path"
+    )
+    p.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML file of a run: its [data] makes prompts of rows",
+    )
+    p.add_argument(
+        "--count", type=arguments.integer(2, 10**6), default=512, help="prompts; default: 512"
+    )
     p.add_argument(
         "--steps",
         type=arguments.distinct_integers(1, 63),
@@ -201,9 +218,16 @@ def parser() -> arguments.Parser:
     most = "default: 1024, or half of the model's context if that is less"
     p.add_argument("--max-new-tokens", type=arguments.integer(1, 2**24), help=most)
     p.add_argument("--max-running-requests", type=arguments.integer(1, 2**20), default=256)
-    p.add_argument("--max-total-tokens", type=arguments.integer(1, 2**31 - 1), help=f"default: {TOTAL_TOKENS}")
-    p.add_argument("--url", help="a running `rlspec serve`, which gets the policy; default: the embedded engine")
-    p.add_argument("--run", type=Path, help="run directory whose KL, entropy and reward stand beside the table")
+    p.add_argument(
+        "--max-total-tokens", type=arguments.integer(1, 2**31 - 1), help=f"default: {TOTAL_TOKENS}"
+    )
+    p.add_argument(
+        "--url",
+        help="a running `rlspec serve`, which gets the policy; default: the embedded engine",
+    )
+    p.add_argument(
+        "--run", type=Path, help="run directory whose KL, entropy and reward stand beside the table"
+    )
     p.add_argument("--out", type=Path, metavar="FILE", help="also write the table as JSON")
     p.excludes("--url", "--max-running-requests --max-total-tokens")
     return p
@@ -224,18 +248,26 @@ def main(argv: list[str] | None = None) -> int:
     reads |= {f"the drafter {name}": place for name, place in places.items()}
     files.check_outputs({"--out": options.out}, reads)
     if options.run and not (options.run / "metrics.jsonl").is_file():
-        own.error(f"--run {options.run}: no metrics.jsonl; expected a run directory of `rlspec train`")
+        own.error(
+            f"--run {options.run}: no metrics.jsonl; expected a run directory of `rlspec train`"
+        )
     beside = {"policy": policy_of(options.run)} if options.run else {}
     hf_config, drafters = read_drafters(options.policy, places)
     policy = next(iter(drafters.values())) if DRAFTER in hf_config else read_hf(options.policy)[1]
     longest = hf_config["max_position_embeddings"]
-    config = Config.model_validate({"model": {"max_length": longest}, "rollout": {"max_new_tokens": 1}})
+    config = Config.model_validate(
+        {"model": {"max_length": longest}, "rollout": {"max_new_tokens": 1}}
+    )
     tokenizer = data.load_tokenizer(options.policy)
     most_tokens = options.max_new_tokens or min(1024, longest // 2)
     if most_tokens >= longest:
-        own.error(f"--max-new-tokens {most_tokens}: {options.policy} has room for {longest} tokens, prompt included")
+        own.error(
+            f"--max-new-tokens {most_tokens}: {options.policy} has room for {longest} tokens, prompt included"
+        )
     if options.max_total_tokens and options.max_total_tokens < longest + 64:
-        own.error(f"--max-total-tokens {options.max_total_tokens}: expected at least {longest + 64}, one whole sample")
+        own.error(
+            f"--max-total-tokens {options.max_total_tokens}: expected at least {longest + 64}, one whole sample"
+        )
     rows = load(options.config).data if options.config else config.data
     prompts, _ = data.read_prompts(options.prompts, rows, tokenizer, longest - most_tokens)
     engine: RolloutEngine
@@ -256,7 +288,9 @@ def main(argv: list[str] | None = None) -> int:
         )
     sampling = Sampling(options.temperature, max_new_tokens=most_tokens)
     with closing(engine):
-        found = measure(engine, drafters, prompts[: options.count], sampling, options.steps, version=2)
+        found = measure(
+            engine, drafters, prompts[: options.count], sampling, options.steps, version=2
+        )
     if not all(rounds[:, 0].any() for rounds in found.rounds.values()):
         raise ConfigError(
             f"every answer to {options.prompts} ended with its first token, which no drafter can shorten; expected "
@@ -274,7 +308,9 @@ def show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"Tokens per round, {result['prompts']} prompts, 95 % intervals over prompts")
+    table = Table(
+        title=f"Tokens per round, {result['prompts']} prompts, 95 % intervals over prompts"
+    )
     for column in ("drafts", "drafter", "accept length", "shown"):
         table.add_column(column)
     for row in result["accept_lengths"]:

@@ -16,7 +16,9 @@ rlspec completion fish > ~/.config/fish/completions/rlspec.fish"""
 
 
 def parser() -> arguments.Parser:
-    p = arguments.Parser(prog="rlspec completion", description=__doc__.partition(": ")[2], example=EXAMPLE)
+    p = arguments.Parser(
+        prog="rlspec completion", description=__doc__.partition(": ")[2], example=EXAMPLE
+    )
     p.add_argument("shell", choices=SHELLS)
     return p
 
@@ -35,7 +37,9 @@ def whole() -> argparse.ArgumentParser:
     commands = top.add_subparsers(parser_class=argparse.ArgumentParser)
     for name, command in COMMANDS.items():
         own = parser_of(name)
-        commands.add_parser(name, help=command.text.replace("%", "%%"), parents=[own] if own else [], add_help=False)
+        commands.add_parser(
+            name, help=command.text.replace("%", "%%"), parents=[own] if own else [], add_help=False
+        )
     return top
 
 
@@ -43,7 +47,9 @@ def parser_of(name: str) -> arguments.Parser | None:
     """Return the parser of a command, or None if a package that a bare `pip install` leaves out is missing."""
     command = COMMANDS[name]
     try:
-        found: arguments.Parser = named(command.parser or f"{command.run.partition(':')[0]}:parser")()
+        found: arguments.Parser = named(
+            command.parser or f"{command.run.partition(':')[0]}:parser"
+        )()
         return found
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRAS:

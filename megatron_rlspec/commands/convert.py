@@ -8,7 +8,14 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from megatron_rlspec import arguments, files
@@ -42,14 +49,24 @@ def parser() -> arguments.Parser:
         "or a .gguf file",
     )
     p.add_argument("target", help="directory to write; it must not exist")
-    p.add_argument("--to", choices=("hf", "megatron"), help="default: the other kind than the source; GGUF: hf")
-    p.add_argument("--dtype", choices=tuple(DTYPES), help="dequantise a GGUF file to this type (default bfloat16)")
+    p.add_argument(
+        "--to", choices=("hf", "megatron"), help="default: the other kind than the source; GGUF: hf"
+    )
+    p.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="dequantise a GGUF file to this type (default bfloat16)",
+    )
     p.add_argument(
         "--hf",
         metavar="DIR",
         help="config.json and tokenizer for a Megatron source without its own, or a run's model.path that has moved",
     )
-    p.add_argument("--add-mtp", action="store_true", help="give the model a fresh drafter, made from its first layer")
+    p.add_argument(
+        "--add-mtp",
+        action="store_true",
+        help="give the model a fresh drafter, made from its first layer",
+    )
     p.add_argument(
         "--drop-mtp",
         action="store_true",
@@ -67,9 +84,18 @@ def parser() -> arguments.Parser:
         metavar="N",
         help=f"words of lowest ids that a drafter of --add-eagle3 drafts from (default: all, at most {MOST_WORDS})",
     )
-    p.add_argument("--spec", choices=("te", "local"), default="te", help="layer specs that will read it (default te)")
+    p.add_argument(
+        "--spec",
+        choices=("te", "local"),
+        default="te",
+        help="layer specs that will read it (default te)",
+    )
     p.add_argument("--dry-run", action="store_true", help="show what would be written, and stop")
-    p.add_argument("--check", action="store_true", help="compare logits, policy's and drafter's, with Transformers'")
+    p.add_argument(
+        "--check",
+        action="store_true",
+        help="compare logits, policy's and drafter's, with Transformers'",
+    )
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     p.needs("--add-eagle3", "--draft-vocabulary")
     p.excludes("--add-eagle3", "--to --dtype --hf --add-mtp --drop-mtp --spec --dry-run --check")
@@ -102,7 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             checked = names_where(lambda facts: facts.transformers)
             raise ValueError(f"--check: {refusal(work.family.name, 'checked', checked)}")
         if options.check and work.source.is_file() and work.to == "megatron":
-            raise ValueError("--check: of a GGUF file the Hugging Face form is checked; expected --to hf")
+            raise ValueError(
+                "--check: of a GGUF file the Hugging Face form is checked; expected --to hf"
+            )
         if options.dry_run:
             _show(work)
             return 0
@@ -118,7 +146,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except OSError as error:
         note = "; run the same command again to go on" if error.errno in DISK_FULL else ""
-        print(f"rlspec convert: {error.filename or options.target}: {files.reason(error)}{note}", file=sys.stderr)
+        print(
+            f"rlspec convert: {error.filename or options.target}: {files.reason(error)}{note}",
+            file=sys.stderr,
+        )
         return 1 if note else 2
     except KeyboardInterrupt:
         print("rlspec convert: interrupted; run the same command again to go on", file=sys.stderr)
@@ -138,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_model(work: Conversion) -> None:
     """Raise CheckpointError unless config.json and tokenizer come from the model that the run began with."""
     note = work.source.resolve().with_suffix(".json")
-    known = read_json(note)["identity"]["model.path"] if note.exists() else ""  # a checkpoint moved without it
+    # a checkpoint moved without it
+    known = read_json(note)["identity"]["model.path"] if note.exists() else ""
     if known and known != identity.of_model(work.small_files):
         raise CheckpointError(
             f"{work.small_files}: another content of model.path than the run began with, which wrote {work.source}; "
@@ -158,11 +190,18 @@ def _add_eagle3(options: argparse.Namespace) -> int:
 
 
 def _convert_visibly(work: Conversion, quiet: bool) -> None:
-    columns = (TextColumn("{task.description:24}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description:24}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     console = Console(stderr=True)
     hidden = quiet or not console.is_terminal
     with Progress(*columns, TimeRemainingColumn(), disable=hidden, console=console) as progress:
-        task = progress.add_task("starting", total=sum(file.stat().st_size for file in weight_files(work.source)))
+        task = progress.add_task(
+            "starting", total=sum(file.stat().st_size for file in weight_files(work.source))
+        )
 
         def advance(label: str, size: int) -> None:
             progress.update(task, description=label, advance=size)
@@ -171,7 +210,12 @@ def _convert_visibly(work: Conversion, quiet: bool) -> None:
 
 
 def _show(work: Conversion) -> None:
-    table = Table("group", "tensors", "first", title=f"{work.family.name}: {work.source} -> {work.target} ({work.to})")
+    table = Table(
+        "group",
+        "tensors",
+        "first",
+        title=f"{work.family.name}: {work.source} -> {work.target} ({work.to})",
+    )
     for label, names in work.groups:
         fresh = " (fresh)" if work.fresh_drafter and work.family.is_drafter(names[0]) else ""
         table.add_row(label + fresh, str(len(names)), names[0])

@@ -53,7 +53,10 @@ UPSTREAM = {
         "pip install 'megatron_rlspec[sglang]', or set rollout.engine=\"embedded\" or rollout.urls",
     ),
     "slime": Upstream(
-        "slime", (">=0",), "use slime 624b824a8, or adapt integrations/ to this version", "only `rlspec slime` needs it"
+        "slime",
+        (">=0",),
+        "use slime 624b824a8, or adapt integrations/ to this version",
+        "only `rlspec slime` needs it",
     ),
 }
 
@@ -87,7 +90,9 @@ def examine(names: Iterable[str] = tuple(UPSTREAM), path: Sequence[str] = ()) ->
             findings.append(Finding(name, "missing", "not installed"))
         elif place != locate(module):
             findings.append(Finding(name, "fits", "a checkout, whose version is not compared"))
-        elif not found or any(SpecifierSet(one).contains(found, prereleases=True) for one in upstream.versions):
+        elif not found or any(
+            SpecifierSet(one).contains(found, prereleases=True) for one in upstream.versions
+        ):
             findings.append(Finding(name, "fits", "fits"))
         else:
             findings.append(Finding(name, "differs", f"{found} is installed; {upstream.remedy}"))
@@ -124,12 +129,20 @@ def parser() -> arguments.Parser:
         epilog="Exit status: 0; 1 if what is installed does not fit the configuration given by --config, or if --gpu "
         "finds that training or serving on GPUs cannot start; 2 for a mistake.",
     )
-    p.add_argument("--config", metavar="FILE", help="say whether what is installed fits this configuration")
     p.add_argument(
-        "--gpu", action="store_true", help="check the packages for GPUs also where none is visible (image builds)"
+        "--config", metavar="FILE", help="say whether what is installed fits this configuration"
     )
-    p.add_argument("--path", action="append", default=[], metavar="DIR", help="look here first (checkouts)")
-    p.add_argument("--json", metavar="FILE", help="write the findings as JSON; - for standard output")
+    p.add_argument(
+        "--gpu",
+        action="store_true",
+        help="check the packages for GPUs also where none is visible (image builds)",
+    )
+    p.add_argument(
+        "--path", action="append", default=[], metavar="DIR", help="look here first (checkouts)"
+    )
+    p.add_argument(
+        "--json", metavar="FILE", help="write the findings as JSON; - for standard output"
+    )
     return p
 
 
@@ -143,15 +156,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json and options.json != "-":
         files.check_outputs({"--json": options.json}, {"--config": options.config})
     config = load(options.config) if options.config else None
-    if config is not None and config.drafter.path:  # wrong layers of the target would only cost acceptance
+    # wrong layers of the target would only cost acceptance
+    if config is not None and config.drafter.path:
         target = check_model(config.model.path, "train", drafter=False)
         check_drafter(config.drafter.path, target, config.model.path)
     findings = examine(path=options.path)
-    unfit = [f.name for f in findings if f.state != "fits" and config is not None and f.name in needed(config)]
+    unfit = [
+        f.name
+        for f in findings
+        if f.state != "fits" and config is not None and f.name in needed(config)
+    ]
     lacks = None
     if options.gpu or machine.visible_gpus():
         lacks = machine.lacks(machine.gather(options.path))
-        findings += [Finding(lack.name, "stops" if lack.stops else "lacks", lack.text) for lack in lacks]
+        findings += [
+            Finding(lack.name, "stops" if lack.stops else "lacks", lack.text) for lack in lacks
+        ]
 
     lines = []
     for f in findings:
@@ -167,7 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if lacks == []:
         lines.append("GPU machine: nothing is missing")
     if config is not None:
-        lines.append(f"this configuration {f'needs another {unfit[0]}' if unfit else 'fits what is installed'}")
+        lines.append(
+            f"this configuration {f'needs another {unfit[0]}' if unfit else 'fits what is installed'}"
+        )
     as_json = json.dumps([asdict(f) for f in findings], indent=2)
     print(as_json if options.json == "-" else "\n".join(lines))
     if options.json and options.json != "-":

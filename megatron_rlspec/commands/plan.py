@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = parser()
     args = own.parse_args(argv)
     if args.table is None and args.cluster is None:
-        own.error("the following arguments are required: table, written by `rlspec profile`, or --cluster FILE")
+        own.error(
+            "the following arguments are required: table, written by `rlspec profile`, or --cluster FILE"
+        )
     try:
         if args.check:
             return _check(args.table)
@@ -56,7 +58,9 @@ def _plan(args: argparse.Namespace) -> None:
     files.check_outputs(named, {"the cost table": args.table})
     for batch, context in args.why:
         if context < batch:
-            raise ValueError(f"--why {batch},{context}: expected a context of at least one token for each request")
+            raise ValueError(
+                f"--why {batch},{context}: expected a context of at least one token for each request"
+            )
     table = CostTable.load(args.table)
     table = table.at(args.tp if args.tp is not None else _only_tp(table))
     candidates = _candidates(table, args.steps)
@@ -68,9 +72,13 @@ def _plan(args: argparse.Namespace) -> None:
     if args.json:
         outputs.append((args.json, schedule.to_json()))
     if args.sglang:
-        outputs.append((args.sglang, sglang_adaptive_config(table, args.acceptance, candidates, **settings)))
+        outputs.append(
+            (args.sglang, sglang_adaptive_config(table, args.acceptance, candidates, **settings))
+        )
     if args.vllm:
-        outputs.append((args.vllm, vllm_batch_schedule(table, args.acceptance, candidates, **settings)))
+        outputs.append(
+            (args.vllm, vllm_batch_schedule(table, args.acceptance, candidates, **settings))
+        )
     _header(table, args.acceptance)
     print(render(schedule, args.max_batch))
     print("\n" + gains(table, args.acceptance, candidates, args.max_batch))
@@ -89,10 +97,16 @@ def _cluster(args: argparse.Namespace) -> None:
     config = simulate.read(args.cluster)
     if args.table:
         config = config.model_copy(
-            update={"cluster": config.cluster.model_copy(update={"table": str(args.table), "hardware": ""})}
+            update={
+                "cluster": config.cluster.model_copy(
+                    update={"table": str(args.table), "hardware": ""}
+                )
+            }
         )
         print()
-    for line in sizing.answers(sizing.Rollouts(config, args.seeds), args.train_seconds, args.wake_seconds):
+    for line in sizing.answers(
+        sizing.Rollouts(config, args.seeds), args.train_seconds, args.wake_seconds
+    ):
         print(line, flush=True)
 
 
@@ -137,7 +151,9 @@ def lacking(table: CostTable) -> Iterator[str]:
 def render(schedule: SpecSchedule, max_batch: int) -> str:
     """Format a schedule as a table: a row per range of running requests, a column per range of total context."""
     lasts = [edge - 1 for edge in schedule.batch_edges[1:]] + [max_batch]
-    names = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(schedule.batch_edges, lasts, strict=True)]
+    names = [
+        f"{a}" if a == b else f"{a}-{b}" for a, b in zip(schedule.batch_edges, lasts, strict=True)
+    ]
     smallest = "any" if len(schedule.context_edges) == 1 else "less"
     heads = [f">= {edge}" if edge else smallest for edge in schedule.context_edges]
     width = max(9, *(len(head) + 2 for head in heads))
@@ -148,7 +164,9 @@ def render(schedule: SpecSchedule, max_batch: int) -> str:
     return "\n".join(lines)
 
 
-def gains(table: CostTable, rates: Sequence[float], candidates: Sequence[SpecConfig], max_batch: int) -> str:
+def gains(
+    table: CostTable, rates: Sequence[float], candidates: Sequence[SpecConfig], max_batch: int
+) -> str:
     """Say how many times as fast as plain decoding the best configuration is, at a few numbers of running requests."""
     length = table.lengths()[len(table.lengths()) // 2]
     found = []
@@ -160,25 +178,38 @@ def gains(table: CostTable, rates: Sequence[float], candidates: Sequence[SpecCon
             return "the table has no plain decoding (off), so it does not say what drafts gain"
         found.append(f"{batch}: {ranked[0].rate / plain.rate:.2f} ({ranked[0].config})")
         batch *= 4
-    return f"times plain decoding, by running requests with {length:.0f} tokens each: " + ", ".join(found)
+    return f"times plain decoding, by running requests with {length:.0f} tokens each: " + ", ".join(
+        found
+    )
 
 
 def _header(table: CostTable, rates: Sequence[float]) -> None:
     p = table.provenance
     kind = "simulated" if p.simulated else "measured"
-    print(f"{kind} on {p.hardware}: {p.model}, {p.dtype}, {p.engine} {p.engine_version}, {p.date}, tp={table.tps[0]}")
-    print(f"batches {table.batches()[0]}..{table.batches()[-1]}, mean context {table.lengths()[0]:.0f}..", end="")
-    print(f"{table.lengths()[-1]:.0f}; costs outside come from a fitted model, median error {table.fit_error():.1%}")
+    print(
+        f"{kind} on {p.hardware}: {p.model}, {p.dtype}, {p.engine} {p.engine_version}, {p.date}, tp={table.tps[0]}"
+    )
+    print(
+        f"batches {table.batches()[0]}..{table.batches()[-1]}, mean context {table.lengths()[0]:.0f}..",
+        end="",
+    )
+    print(
+        f"{table.lengths()[-1]:.0f}; costs outside come from a fitted model, median error {table.fit_error():.1%}"
+    )
     print("acceptance by depth: " + " ".join(f"{rate:.2f}" for rate in rates))
     if table.repairs:
         worst = max(table.repairs, key=lambda r: abs(r.ms / r.cell.ms - 1))
-        print(f"{len(table.repairs)} cells, measured cheaper than cells with less work, were repaired; worst: {worst}")
+        print(
+            f"{len(table.repairs)} cells, measured cheaper than cells with less work, were repaired; worst: {worst}"
+        )
     print()
 
 
 def _mark_extrapolation(table: CostTable, max_batch: int, max_length: int) -> None:
     if max_batch > table.batches()[-1] or max_length > table.lengths()[-1]:
-        print(f"beyond batch {table.batches()[-1]} or mean context {table.lengths()[-1]:.0f} costs are extrapolated")
+        print(
+            f"beyond batch {table.batches()[-1]} or mean context {table.lengths()[-1]:.0f} costs are extrapolated"
+        )
 
 
 def _candidates(table: CostTable, steps: Sequence[int] | None) -> list[SpecConfig]:
@@ -188,7 +219,9 @@ def _candidates(table: CostTable, steps: Sequence[int] | None) -> list[SpecConfi
     chosen = [c for c in known if c.num_steps in steps]
     missing = sorted(set(steps) - {c.num_steps for c in chosen})
     if missing:
-        raise CostTableError(f"cost table holds no num_steps={missing[0]}; it holds {', '.join(map(str, known))}")
+        raise CostTableError(
+            f"cost table holds no num_steps={missing[0]}; it holds {', '.join(map(str, known))}"
+        )
     return chosen
 
 
@@ -207,7 +240,11 @@ def parser() -> arguments.Parser:
     )
     add = p.add_argument
     add("table", type=Path, nargs="?", help="cost table written by `rlspec profile`")
-    add("--tp", type=arguments.integer(1, 4096), help="tensor parallel size, if the table holds several")
+    add(
+        "--tp",
+        type=arguments.integer(1, 4096),
+        help="tensor parallel size, if the table holds several",
+    )
     add(
         "--acceptance",
         type=arguments.numbers(0, 1),
@@ -226,8 +263,18 @@ def parser() -> arguments.Parser:
         help=f"most running requests to plan for, up to {MOST_BATCH} (default 256)",
     )
     length = arguments.integer(1, MOST_LENGTH)
-    add("--max-length", type=length, default=8192, help="longest mean context per request (default 8192 tokens)")
-    add("--length", type=length, default=2048, help="mean context per request for --sglang and --vllm (default 2048)")
+    add(
+        "--max-length",
+        type=length,
+        default=8192,
+        help="longest mean context per request (default 8192 tokens)",
+    )
+    add(
+        "--length",
+        type=length,
+        default=2048,
+        help="mean context per request for --sglang and --vllm (default 2048)",
+    )
     add(
         "--why",
         type=arguments.integers(1, 1 << 40, count=2),
@@ -236,7 +283,12 @@ def parser() -> arguments.Parser:
         metavar="BATCH,CONTEXT",
         help="explain the choice for this many requests with this many tokens together; repeatable",
     )
-    add("--cluster", type=Path, metavar="FILE", help="simulate this cluster and workload: a file of `rlspec simulate`")
+    add(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="simulate this cluster and workload: a file of `rlspec simulate`",
+    )
     add(
         "--train-seconds",
         type=arguments.number(0, 1e6),
@@ -251,12 +303,33 @@ def parser() -> arguments.Parser:
         metavar="S",
         help="in which colocated engines release their memory and take it back, a step (default 5)",
     )
-    add("--seeds", type=arguments.integer(1, 1000), default=3, help="simulated rollouts of each case (default 3)")
-    add("--check", action="store_true", help="only say whether the table can join the gallery of examples/cost_tables")
-    add("--json", type=Path, metavar="FILE", help="write the schedule for `rlspec serve` and set_schedule")
-    add("--sglang", type=Path, metavar="FILE", help="write a --speculative-adaptive-config for plain SGLang")
+    add(
+        "--seeds",
+        type=arguments.integer(1, 1000),
+        default=3,
+        help="simulated rollouts of each case (default 3)",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="only say whether the table can join the gallery of examples/cost_tables",
+    )
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the schedule for `rlspec serve` and set_schedule",
+    )
+    add(
+        "--sglang",
+        type=Path,
+        metavar="FILE",
+        help="write a --speculative-adaptive-config for plain SGLang",
+    )
     add("--vllm", type=Path, metavar="FILE", help="write vLLM's speculative_config entries")
-    of_table = "--tp --acceptance --steps --max-batch --max-length --length --why --json --sglang --vllm"
+    of_table = (
+        "--tp --acceptance --steps --max-batch --max-length --length --why --json --sglang --vllm"
+    )
     of_cluster = "--train-seconds --wake-seconds --seeds"
     p.needs("table", f"{of_table} --check")
     p.needs("--cluster", of_cluster)

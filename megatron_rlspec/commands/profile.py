@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, serve = own.parse_known_args(argv)
     own.refuse_typos(serve)
     if serve and (args.url or args.engine == "embedded"):
-        own.error(f"unrecognized arguments: {' '.join(serve)} (no engine is started that could take them)")
+        own.error(
+            f"unrecognized arguments: {' '.join(serve)} (no engine is started that could take them)"
+        )
     try:
         _check(args)
         for tp in _sizes(args):
@@ -67,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlspec profile: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("rlspec profile: interrupted; run the same command again to continue", file=sys.stderr)
+        print(
+            "rlspec profile: interrupted; run the same command again to continue", file=sys.stderr
+        )
         return 130
     return 0
 
@@ -80,7 +84,9 @@ def _check(args: argparse.Namespace) -> None:
         wrong = "--url" if args.url else "no --model"
         raise SweepError(f"{wrong}: --engine embedded measures --model in this process")
     if args.url and len(args.tp) > 1:
-        raise SweepError(f"--tp {','.join(map(str, args.tp))}: the engines at --url have one size; expected one")
+        raise SweepError(
+            f"--tp {','.join(map(str, args.tp))}: the engines at --url have one size; expected one"
+        )
     for url in args.url:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -99,7 +105,9 @@ def _sizes(args: argparse.Namespace) -> list[int]:
     left = [tp for tp in args.tp if tp not in held]
     if not left:
         sizes = ",".join(map(str, args.tp))
-        raise SweepError(f"{args.out} already holds tp={sizes}; measure again with --fresh, or name another file")
+        raise SweepError(
+            f"{args.out} already holds tp={sizes}; measure again with --fresh, or name another file"
+        )
     return left
 
 
@@ -110,7 +118,9 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
         hardware=args.hardware or hardware(threads=args.engine == "embedded"),
         dtype=args.dtype,
         engine=args.engine,
-        engine_version=importlib.metadata.version("sglang" if args.engine == "sglang" else "megatron_rlspec"),
+        engine_version=importlib.metadata.version(
+            "sglang" if args.engine == "sglang" else "megatron_rlspec"
+        ),
         date=datetime.date.today().isoformat(),
         note=args.note,
     )
@@ -167,7 +177,9 @@ def hardware(*, threads: bool = False) -> str:
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+        name = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name
+        )
     except OSError:
         pass  # not Linux: the name that Python's platform module gives
     name += f", {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
@@ -197,13 +209,17 @@ def validation(again: Sequence[tuple[RoundCost, float]]) -> str:
     """Format measured and predicted costs at points off the grid."""
     if not again:
         return "no point off the grid fits into this engine, so nothing was validated"
-    lines = [f"{'batch':>8}{'context':>9}{'config':>8}{'measured':>10}{'predicted':>10}{'error':>8}"]
+    lines = [
+        f"{'batch':>8}{'context':>9}{'config':>8}{'measured':>10}{'predicted':>10}{'error':>8}"
+    ]
     errors = []
     for cell, predicted in again:
         errors.append(abs(predicted / cell.ms - 1))
         context = cell.context_tokens // cell.batch
         change = predicted / cell.ms - 1
-        lines.append(f"{cell.batch:8}{context:9}{cell.config!s:>8}{cell.ms:10.3f}{predicted:10.3f}{change:+8.1%}")
+        lines.append(
+            f"{cell.batch:8}{context:9}{cell.config!s:>8}{cell.ms:10.3f}{predicted:10.3f}{change:+8.1%}"
+        )
     lines.append(f"error off the grid: median {np.median(errors):.1%}, worst {np.max(errors):.1%}")
     return "\n".join(lines)
 
@@ -217,7 +233,9 @@ def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack)
         engines = [SGLangEngine(url, api_key=args.api_key) for url in args.url]
         for url, engine in zip(args.url, engines, strict=True):
             if (size := engine.describe()["tensor_parallel"]) != args.tp:
-                raise SweepError(f"--tp {args.tp}: the engine at {url} has tensor parallel size {size}")
+                raise SweepError(
+                    f"--tp {args.tp}: the engine at {url} has tensor parallel size {size}"
+                )
     elif args.model:
         engines = [_start(args, serve, closing)]
     else:
@@ -231,16 +249,31 @@ def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack)
         if configs:
             benches.append(Bench(engine, configs, vocabulary, seed))
     if wanted:
-        has = ", ".join(str(config) for engine in engines for config in configs_of(engine)) or "no configuration"
-        raise SweepError(f"no engine here runs {', '.join(map(str, sorted(wanted)))}; the engines run {has}")
+        has = (
+            ", ".join(str(config) for engine in engines for config in configs_of(engine))
+            or "no configuration"
+        )
+        raise SweepError(
+            f"no engine here runs {', '.join(map(str, sorted(wanted)))}; the engines run {has}"
+        )
     return benches
 
 
 def _embedded(args: argparse.Namespace, closing: ExitStack) -> MeasuredEngine:
     """Build the embedded engine, in this process and `tp` - 1 others. Raises SweepError."""
     if args.dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
-        raise SweepError(f"--dtype {args.dtype}: expected auto, float32, bfloat16, float16 or float64")
-    made = partial(_embedded_rank, args.model, args.draft_model, args.dtype, args.steps, args.batches, args.lengths)
+        raise SweepError(
+            f"--dtype {args.dtype}: expected auto, float32, bfloat16, float16 or float64"
+        )
+    made = partial(
+        _embedded_rank,
+        args.model,
+        args.draft_model,
+        args.dtype,
+        args.steps,
+        args.batches,
+        args.lengths,
+    )
     print(f"rlspec profile: loading {args.model} into the embedded engine", flush=True)
     try:
         if args.tp == 1:
@@ -284,7 +317,14 @@ def _embedded_rank(
 
 def _start(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> SGLangEngine:
     steps = sorted({0, *args.steps})  # off is step 0 without the drafter
-    given = ["--dtype", args.dtype, "--spec", "adaptive", "--candidate-steps", ",".join(map(str, steps))]
+    given = [
+        "--dtype",
+        args.dtype,
+        "--spec",
+        "adaptive",
+        "--candidate-steps",
+        ",".join(map(str, steps)),
+    ]
     given += ["--num-steps", str(steps[-1]), *(["--tp", str(args.tp)] if args.tp > 1 else [])]
     given += [*(["--draft-model", args.draft_model] if args.draft_model else []), *serve]
     log = args.out.with_name(f"{args.out.name}.log")
@@ -326,7 +366,12 @@ def _vocabulary(model: str) -> int:
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     return Progress(*columns, transient=True)
 
 
@@ -345,13 +390,38 @@ def parser() -> arguments.Parser:
     add = p.add_argument
     add("out", type=Path, help="cost table to write (JSON)")
     add("--model", default="", metavar="DIR", help="Hugging Face directory; starts an engine")
-    add("--draft-model", default="", metavar="DIR", help="Hugging Face directory of an EAGLE-3 drafter for --model")
-    add("--engine", choices=("sglang", "embedded"), default="sglang", help="engine to measure (default sglang)")
-    add("--url", action="append", default=[], help="measure this running `rlspec serve` instead; repeatable")
+    add(
+        "--draft-model",
+        default="",
+        metavar="DIR",
+        help="Hugging Face directory of an EAGLE-3 drafter for --model",
+    )
+    add(
+        "--engine",
+        choices=("sglang", "embedded"),
+        default="sglang",
+        help="engine to measure (default sglang)",
+    )
+    add(
+        "--url",
+        action="append",
+        default=[],
+        help="measure this running `rlspec serve` instead; repeatable",
+    )
     add("--api-key", default="", help="key of the engines at --url; better in RLSPEC_API_KEY")
-    add("--tp", type=integers(1, 4096), default=[1], help="tensor parallel sizes to measure, such as 1,2,4 (default 1)")
+    add(
+        "--tp",
+        type=integers(1, 4096),
+        default=[1],
+        help="tensor parallel sizes to measure, such as 1,2,4 (default 1)",
+    )
     add("--dtype", default="auto", help="as for `rlspec serve`; recorded in the table")
-    add("--steps", type=integers(0, 64), default=[0, 1, 2, 3, 5], help="num_steps to measure (default 0,1,2,3,5)")
+    add(
+        "--steps",
+        type=integers(0, 64),
+        default=[0, 1, 2, 3, 5],
+        help="num_steps to measure (default 0,1,2,3,5)",
+    )
     add(
         "--batches",
         type=integers(1, 1 << 16),
@@ -364,7 +434,12 @@ def parser() -> arguments.Parser:
         default=[64, 512],
         help="prompt tokens of each request on the coarse grid (default 64,512)",
     )
-    add("--seconds", type=number(0, 1e7), default=900.0, help="time budget of the sweep (default 900)")
+    add(
+        "--seconds",
+        type=number(0, 1e7),
+        default=900.0,
+        help="time budget of the sweep (default 900)",
+    )
     add(
         "--tolerance",
         type=number(0, 10),
@@ -372,9 +447,19 @@ def parser() -> arguments.Parser:
         help="measure until noise makes no choice lose more than this share, and add a batch where the cost deviates "
         "from a straight line by more (default 0.03)",
     )
-    add("--validate", type=integer(0, 1000), default=0, metavar="N", help="also measure N random points off the grid")
+    add(
+        "--validate",
+        type=integer(0, 1000),
+        default=0,
+        metavar="N",
+        help="also measure N random points off the grid",
+    )
     add("--model-name", default="", help="name recorded in the table; default: the directory's")
-    add("--hardware", default="", help="name recorded in the table; default: this machine's GPU or processor")
+    add(
+        "--hardware",
+        default="",
+        help="name recorded in the table; default: this machine's GPU or processor",
+    )
     add("--note", default="", help="free text recorded in the table")
     add("--fresh", action="store_true", help="discard an interrupted sweep and an existing table")
     p.needs("--model", "--draft-model")

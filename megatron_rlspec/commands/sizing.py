@@ -56,7 +56,8 @@ class Rollouts:
             room = cluster.max_tokens * tp // cluster.tp
             given = self.config.model_copy(
                 update={
-                    "training": None,  # only rollouts: --train-seconds stands for the rest of a step
+                    # only rollouts: --train-seconds stands for the rest of a step
+                    "training": None,
                     "cluster": cluster.model_copy(
                         update={"engines": engines, "tp": tp, "sizes": (tp,), "max_tokens": room}
                     ),
@@ -64,7 +65,9 @@ class Rollouts:
                 }
             )
             runs = simulate.compare(given, {policy: Policies.of(policy)}, self.seeds)[policy]
-            self.extrapolated = max(self.extrapolated, *(run.traces[0].extrapolated for run in runs))
+            self.extrapolated = max(
+                self.extrapolated, *(run.traces[0].extrapolated for run in runs)
+            )
             seconds = np.array([run.seconds for run in runs])
             self.known[key] = (seconds, float(np.mean([run.tokens_per_second for run in runs])))
         return self.known[key]
@@ -77,7 +80,10 @@ def answers(rollouts: Rollouts, train_seconds: float, wake_seconds: float) -> It
     wake_seconds   for engines on the trainer's GPUs to release their memory and take it back
     """
     cluster, work = rollouts.config.cluster, rollouts.config.workload
-    source = cluster.table or f"data sheet of {cluster.hardware}, {cluster.parameters / 1e9:.3g} B parameters"
+    source = (
+        cluster.table
+        or f"data sheet of {cluster.hardware}, {cluster.parameters / 1e9:.3g} B parameters"
+    )
     yield f"simulated, {rollouts.seeds} rollouts each with the policy {POLICY}; costs: {source}"
     yield f"{work.prompts} x {work.samples} samples, cap {work.cap}; 95 % intervals over seeds"
     yield ""
@@ -135,8 +141,14 @@ def _sizes(rollouts: Rollouts) -> Iterator[str]:
 def _placements(rollouts: Rollouts, train_seconds: float, wake_seconds: float) -> Iterator[str]:
     cluster = rollouts.config.cluster
     gpus = cluster.engines * cluster.tp
-    found = {"colocated, staleness 0": rollouts.seconds(cluster.engines, cluster.tp) + train_seconds + wake_seconds}
-    splits = sorted({round(cluster.engines * share) for share in (0.25, 0.5, 0.75)} - {0, cluster.engines})
+    found = {
+        "colocated, staleness 0": rollouts.seconds(cluster.engines, cluster.tp)
+        + train_seconds
+        + wake_seconds
+    }
+    splits = sorted(
+        {round(cluster.engines * share) for share in (0.25, 0.5, 0.75)} - {0, cluster.engines}
+    )
     for engines in splits:
         draw = rollouts.seconds(engines, cluster.tp)
         train = train_seconds * gpus / (gpus - engines * cluster.tp)
@@ -157,7 +169,9 @@ def _placements(rollouts: Rollouts, train_seconds: float, wake_seconds: float) -
 
 def _caps(rollouts: Rollouts) -> Iterator[str]:
     cluster, work = rollouts.config.cluster, rollouts.config.workload
-    caps = [cap for factor in (0.0625, 0.125, 0.25, 0.5, 1, 2) if (cap := int(work.cap * factor)) >= 16]
+    caps = [
+        cap for factor in (0.0625, 0.125, 0.25, 0.5, 1, 2) if (cap := int(work.cap * factor)) >= 16
+    ]
     pays: dict[int, bool] = {}
     yield "at which caps on the response length speculation pays:"
     yield f"{'cap':>10} {'plain s':>9} {'adaptive s':>11} {'plain / adaptive':>22}"
@@ -168,7 +182,9 @@ def _caps(rollouts: Rollouts) -> Iterator[str]:
         yield f"{cap:10} {plain.mean():9.1f} {ours.mean():11.1f} {_ratio(plain, ours)!s:>22}"
     yes = [str(cap) for cap, good in pays.items() if good]
     no = [str(cap) for cap, good in pays.items() if not good]
-    yield f"  pays at {', '.join(yes) or 'none'}" + (f"; not shown to pay at {', '.join(no)}" if no else "")
+    yield f"  pays at {', '.join(yes) or 'none'}" + (
+        f"; not shown to pay at {', '.join(no)}" if no else ""
+    )
 
 
 def _ratio(base: np.ndarray, other: np.ndarray) -> Ratio:

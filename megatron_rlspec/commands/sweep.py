@@ -21,7 +21,8 @@ SEGMENT = 12  # tokens that each request emits under one configuration before th
 CYCLES = 3  # segments of each configuration in one generation
 TRIES = 4  # generations at a point, at most, until every configuration has enough rounds
 ROUNDS = 12  # of each configuration that one visit of a point measures, at least
-INTERVAL = 3.6  # half the 95 % interval of a median: 1.96 * 1.253 * 1.483 times half the interquartile range / sqrt(n)
+# half the 95 % interval of a median: 1.96 * 1.253 * 1.483 times half the interquartile range / sqrt(n)
+INTERVAL = 3.6
 Point = tuple[int, int]  # running requests, prompt tokens of each
 
 
@@ -72,7 +73,9 @@ class Bench:
     recorded apart, because it includes the switch.
     """
 
-    def __init__(self, engine: MeasuredEngine, configs: Sequence[SpecConfig], vocabulary: int, seed: int = 0) -> None:
+    def __init__(
+        self, engine: MeasuredEngine, configs: Sequence[SpecConfig], vocabulary: int, seed: int = 0
+    ) -> None:
         self.engine = engine
         self.configs = list(configs)
         self._vocabulary = vocabulary
@@ -86,7 +89,9 @@ class Bench:
     def fits(self, point: Point, new_tokens: int) -> bool:
         """Return whether the engine can run `point` with `new_tokens` for each request."""
         batch, length = point
-        return batch <= self._most_requests and batch * (length + new_tokens + 16) <= self._most_tokens
+        return (
+            batch <= self._most_requests and batch * (length + new_tokens + 16) <= self._most_tokens
+        )
 
     def measure(self, point: Point, new_tokens: int, samples: int) -> Measured:
         """Measure at least `samples` rounds of each configuration at this point. Raises SweepError if one never runs.
@@ -99,13 +104,17 @@ class Bench:
             self.engine.set_schedule(self._turns(point, new_tokens))
         for _ in range(TRIES):
             self.engine.recent_rounds()
-            self.engine.generate(self._requests(batch, length), Sampling(max_new_tokens=new_tokens, ignore_eos=True))
+            self.engine.generate(
+                self._requests(batch, length), Sampling(max_new_tokens=new_tokens, ignore_eos=True)
+            )
             found.add(self.engine.recent_rounds(), batch)
             if all(len(found.steady.get(config, ())) >= samples for config in self.configs):
                 return found
         missing = [str(c) for c in self.configs if c not in found.steady]
         if missing:
-            raise SweepError(f"batch {batch}, prompt {length}: the engine ran no round of {', '.join(missing)}")
+            raise SweepError(
+                f"batch {batch}, prompt {length}: the engine ran no round of {', '.join(missing)}"
+            )
         return found
 
     def prefill(self, tokens: int, repeats: int = 5) -> list[float]:
@@ -113,7 +122,9 @@ class Bench:
         took = []
         for _ in range(repeats + 1):
             start = time.perf_counter()
-            self.engine.generate(self._requests(1, tokens), Sampling(max_new_tokens=1, ignore_eos=True))
+            self.engine.generate(
+                self._requests(1, tokens), Sampling(max_new_tokens=1, ignore_eos=True)
+            )
             took.append(1000 * (time.perf_counter() - start))
         return took[1:]
 
@@ -121,12 +132,17 @@ class Bench:
         batch, length = point
         turns = -(-new_tokens // SEGMENT)
         edges = (0, *(batch * (length + SEGMENT * i) for i in range(1, turns)))
-        return SpecSchedule((1,), edges, (tuple(self.configs[i % len(self.configs)] for i in range(turns)),))
+        return SpecSchedule(
+            (1,), edges, (tuple(self.configs[i % len(self.configs)] for i in range(turns)),)
+        )
 
     def _requests(self, batch: int, length: int) -> list[Request]:
         serial = next(self._serial)
         prompts = self._rng.integers(3, self._vocabulary, (batch, length))
-        return [Request(f"profile-{serial}-{i:04d}.", Prompt(i, p), seed=serial) for i, p in enumerate(prompts)]
+        return [
+            Request(f"profile-{serial}-{i:04d}.", Prompt(i, p), seed=serial)
+            for i, p in enumerate(prompts)
+        ]
 
 
 def configs_of(engine: MeasuredEngine) -> list[SpecConfig]:
@@ -158,13 +174,18 @@ class Sweep:
         self.tp = tp
         configs = sorted(config for bench in benches for config in bench.configs)
         if OFF not in configs:
-            raise SweepError("no engine here decodes without a drafter, so the cost of OFF would be unknown")
+            raise SweepError(
+                "no engine here decodes without a drafter, so the cost of OFF would be unknown"
+            )
         if len(configs) != len(set(configs)):
-            raise SweepError(f"two engines run the same configuration: {', '.join(map(str, configs))}")
+            raise SweepError(
+                f"two engines run the same configuration: {', '.join(map(str, configs))}"
+            )
         self.new_tokens = max(tokens_of_a_point(len(b.configs)) for b in benches)
         self.cells: dict[Point, list[RoundCost]] = {}
         self.prefill: list[PrefillCost] = []
-        self.switches: list[float] = []  # extra ms of a change between configurations that both draft
+        # extra ms of a change between configurations that both draft
+        self.switches: list[float] = []
         # Changes from OFF: tokens on which the drafter had not run, and the extra ms to run on them.
         self.catch_ups: list[tuple[int, float]] = []
         if known is not None:
@@ -184,7 +205,9 @@ class Sweep:
                 low, middle, high = np.quantile(ms, [0.25, 0.5, 0.75])
                 context = batch * (length + self.new_tokens // 2)
                 spread = float(high - low) / 2
-                cells.append(RoundCost(self.tp, batch, context, config, float(middle), spread, len(ms)))
+                cells.append(
+                    RoundCost(self.tp, batch, context, config, float(middle), spread, len(ms))
+                )
             medians = {config: statistics.median(ms) for config, ms in found.steady.items()}
             for before, after, first_ms in found.switched:
                 extra = first_ms - medians.get(after, first_ms)
@@ -197,21 +220,27 @@ class Sweep:
     def add(self, point: Point) -> None:
         """Measure a point, or measure it again, and add it to the table."""
         former = {cell.config: cell for cell in self.cells.get(point, ())}
-        self.cells[point] = [_together(former.get(cell.config), cell) for cell in self.measure(point)]
+        self.cells[point] = [
+            _together(former.get(cell.config), cell) for cell in self.measure(point)
+        ]
 
     def add_prefill(self, lengths: Sequence[int]) -> None:
         """Measure prefills of one request with these prompt lengths."""
         for tokens in lengths:
             ms = self.benches[0].prefill(tokens)
             low, middle, high = np.quantile(ms, [0.25, 0.5, 0.75])
-            self.prefill.append(PrefillCost(self.tp, 1, tokens, float(middle), float(high - low) / 2, len(ms)))
+            self.prefill.append(
+                PrefillCost(self.tp, 1, tokens, float(middle), float(high - low) / 2, len(ms))
+            )
 
     def table(self) -> CostTable:
         """Return the cost table of all points measured so far."""
         rounds = [cell for cells in self.cells.values() for cell in cells]
         switch = max(statistics.median(self.switches), 0.0) if self.switches else 0.0
         catch_up = _slope(self.catch_ups, switch)
-        return CostTable(self.provenance, rounds, self.prefill, switch_ms=switch, catch_up_ms=catch_up)
+        return CostTable(
+            self.provenance, rounds, self.prefill, switch_ms=switch, catch_up_ms=catch_up
+        )
 
     def undecided(self, tolerance: float) -> dict[Point, float]:
         """Return the points at which noise can hide the best configuration, the worst first.
@@ -222,10 +251,15 @@ class Sweep:
         found = {}
         for point, cells in self.cells.items():
             ms = np.log([cell.ms for cell in cells])
-            width = np.array([INTERVAL * cell.spread_ms / cell.ms / cell.samples**0.5 for cell in cells])
+            width = np.array(
+                [INTERVAL * cell.spread_ms / cell.ms / cell.samples**0.5 for cell in cells]
+            )
             most = 0.0
             for first in np.linspace(0, MOST_ACCEPTANCE, 20):
-                rates = [first * DECAY**d for d in range(max(cell.config.num_steps for cell in cells) + 1)]
+                rates = [
+                    first * DECAY**d
+                    for d in range(max(cell.config.num_steps for cell in cells) + 1)
+                ]
                 cost = ms - np.log([expected_tokens(cell.config, rates) for cell in cells])
                 best = int(cost.argmin())
                 behind = cost[best] - cost + np.hypot(width, width[best])
@@ -299,7 +333,9 @@ class Sweep:
             self.cells.setdefault((cell.batch, length), []).append(cell)
         self.prefill = list(known.prefill)
         self.switches = [known.switch_ms]
-        self.catch_ups = [(tokens, known.switch_ms + tokens * known.catch_up_ms) for tokens in (1, 1000)]
+        self.catch_ups = [
+            (tokens, known.switch_ms + tokens * known.catch_up_ms) for tokens in (1, 1000)
+        ]
 
 
 def _together(former: RoundCost | None, cell: RoundCost) -> RoundCost:
@@ -355,13 +391,17 @@ def sweep(
     coarse = [(b, n) for b in dict.fromkeys(outward) for n in sorted(lengths)]
     coarse = [point for point in coarse if run.fits(point)]
     if not coarse and not run.cells:
-        raise SweepError(f"no point of batches {list(batches)} x lengths {list(lengths)} fits into this engine")
+        raise SweepError(
+            f"no point of batches {list(batches)} x lengths {list(lengths)} fits into this engine"
+        )
     if not run.prefill:
         run.add_prefill([n for n in sorted(lengths) if run.fits((1, n))])
     while True:
         missing = [point for point in coarse if point not in run.cells]
         undecided = run.undecided(tolerance)
-        left = missing or list(undecided) or [p for p in run.closer(tolerance) if p not in run.cells]
+        left = (
+            missing or list(undecided) or [p for p in run.closer(tolerance) if p not in run.cells]
+        )
         if not left:
             progress("done", len(run.cells), len(run.cells))
             return "able to decide at each of them"
@@ -370,7 +410,9 @@ def sweep(
         began = time.monotonic()
         batch, length = left[0]
         again = " again" if left[0] in run.cells else ""
-        progress(f"batch {batch}, context {length}{again}", len(run.cells), len(run.cells) + len(left))
+        progress(
+            f"batch {batch}, context {length}{again}", len(run.cells), len(run.cells) + len(left)
+        )
         run.add(left[0])
         slowest = max(slowest, time.monotonic() - began)
         keep(run.table())
@@ -387,5 +429,9 @@ def _short_of(missing: Sequence[Point], undecided: Mapping[Point, float], tolera
     if not parts:
         return f"{end} before the grid was smooth"
     most = max(undecided.values(), default=0.0)
-    lose = f"; a choice may lose {most:.0%} there, expected at most {tolerance:.0%}" if undecided else ""
+    lose = (
+        f"; a choice may lose {most:.0%} there, expected at most {tolerance:.0%}"
+        if undecided
+        else ""
+    )
     return f"{end}; it cannot decide at batches {' and '.join(parts)}{lose}. Use an idle machine or more --seconds"

@@ -28,7 +28,14 @@ from megatron_rlspec.texts import printable
 if TYPE_CHECKING:
     from megatron_rlspec.run.extension import Extensions
 
-TORCHRUN = ("-m", "megatron_rlspec.host.launch", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node")
+TORCHRUN = (
+    "-m",
+    "megatron_rlspec.host.launch",
+    "--standalone",
+    "--local-addr",
+    "127.0.0.1",
+    "--nproc-per-node",
+)
 MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
 TRAIN_NOTES = """\
 --ranks N starts N training processes on this machine, one for each GPU that trains. On several machines, start
@@ -114,7 +121,10 @@ def _run(command: Command, argv: list[str]) -> None:
     config = parse(command, argv, ranks)
     if ranks > 1:
         check_inputs(config, command)
-        os.execv(sys.executable, [sys.executable, *TORCHRUN, str(ranks), "-m", "megatron_rlspec.cli", command, *argv])
+        os.execv(
+            sys.executable,
+            [sys.executable, *TORCHRUN, str(ranks), "-m", "megatron_rlspec.cli", command, *argv],
+        )
     with claimed(Path(config.train.run_dir), config.train.resume):
         check_inputs(config, command)
         if config.drafter.fresh and command != "replay":
@@ -150,7 +160,9 @@ def extensions(config: Config) -> Extensions:
 
     drafter = None
     options = config.drafter
-    if options.train and (options.separate or options.update_every > 1 or options.reward_weight != "none"):
+    if options.train and (
+        options.separate or options.update_every > 1 or options.reward_weight != "none"
+    ):
         from megatron_rlspec.extensions.drafter_schedules.online import OnlineLearner
 
         drafter = partial(OnlineLearner, config)
@@ -161,7 +173,9 @@ def extensions(config: Config) -> Extensions:
 
         migration = partial(RunMigration, config)
     kinds = None
-    several = config.rollout.engine == "embedded" and (environment.ranks_started(os.environ) or 1) > 1
+    several = (
+        config.rollout.engine == "embedded" and (environment.ranks_started(os.environ) or 1) > 1
+    )
     if migrates or several or config.spec.tree_budget != "none":
         from megatron_rlspec.extensions.kinds import KINDS
 
@@ -173,7 +187,9 @@ def answer(argv: list[str]) -> None:
     """Run `rlspec answer`. Prints at its end what the file holds."""
     config = parse("answer", argv)
     longest = config.model.max_length
-    hf_config = check_model(config.model.path, "serve", drafter=False, longest=longest, spare=config.spare)
+    hf_config = check_model(
+        config.model.path, "serve", drafter=False, longest=longest, spare=config.spare
+    )
     data.check_prompts(config.data.path, config.data)
     hf_config = with_drafter(config, hf_config)
     if DRAFTER not in hf_config and not hf_config.get("num_nextn_predict_layers"):
@@ -196,7 +212,9 @@ def dry_run(argv: list[str]) -> None:
         raise ConfigError(f"--gpu-gib {options.gpu_gib:g}: expected a number above 0")
     config = parse("train", rest, ranks)
     sizes = {"longest": config.model.max_length, "spare": config.spare}
-    hf_config = check_model(config.model.path, "train", drafter=False, weights=False, tokenizer=False, **sizes)
+    hf_config = check_model(
+        config.model.path, "train", drafter=False, weights=False, tokenizer=False, **sizes
+    )
     if config.drafter.fresh:
         from megatron_rlspec.run.fresh import described
 
@@ -215,21 +233,31 @@ class _Parser(arguments.Parser):
         raise ConfigError(message)
 
 
-def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | None = None) -> Config:
+def parse(
+    command: Command | Literal["answer"], argv: list[str], ranks: int | None = None
+) -> Config:
     """Return the configuration of a command line, for `ranks` or as many as torchrun started. Raises ConfigError."""
     parser = parser_of(command)
     known, unknown = parser.parse_known_args(argv)
-    overrides = {name: value for name, value in vars(known).items() if name not in ("config", "run")}
+    overrides = {
+        name: value for name, value in vars(known).items() if name not in ("config", "run")
+    }
     if unknown:
         name, equals, value = unknown[0].partition("=")
         if not name.startswith("-"):
             wanted = f"--{name} {value}" if equals else f"--config {name}"
-            raise ConfigError(printable(f"unexpected word {unknown[0][:80]}; expected {wanted[:80]}"))
+            raise ConfigError(
+                printable(f"unexpected word {unknown[0][:80]}; expected {wanted[:80]}")
+            )
         raise ConfigError(unknown_option(name.removeprefix("--")))
     if len(known.config) > 1:
-        raise ConfigError("--config twice: expected one file; options of the command line win over it")
+        raise ConfigError(
+            "--config twice: expected one file; options of the command line win over it"
+        )
     file = known.config[0] if known.config else None
-    config = load_replay(known.run, file, overrides) if command == "replay" else load(file, overrides)
+    config = (
+        load_replay(known.run, file, overrides) if command == "replay" else load(file, overrides)
+    )
     for name in overrides:  # a file may serve several commands
         value, field = option(config, name)
         if command != "replay" and field is not None and value != field.default:
@@ -237,9 +265,14 @@ def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | No
                 raise ConfigError(f"{name} has no effect on {where}")
     if command == "answer":
         config.check_answer()
-        return config.model_copy(update={"tail": TailConfig()})  # answers stay on the engine where they began
+        # answers stay on the engine where they began
+        return config.model_copy(update={"tail": TailConfig()})
     started = ranks or environment.ranks_started(os.environ)
-    because = f"torchrun started {started}" if started else "this is one process; --ranks N starts several"
+    because = (
+        f"torchrun started {started}"
+        if started
+        else "this is one process; --ranks N starts several"
+    )
     if ranks:
         because = f"--ranks is {ranks}"
     config.check_run(command, started or 1, because)
@@ -260,13 +293,24 @@ def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
         epilog=REPLAY_NOTES if command == "replay" else TRAIN_NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         example=example,
-        first=["--config", *(["--ranks"] if command != "answer" else []), *(f"--{name}" for name in first.split())],
+        first=[
+            "--config",
+            *(["--ranks"] if command != "answer" else []),
+            *(f"--{name}" for name in first.split()),
+        ],
     )
-    parser._negative_number_matcher = re.compile(r"^-\.?(\d|inf|nan)")  # argparse takes -1e-4 for an option
+    # argparse takes -1e-4 for an option
+    parser._negative_number_matcher = re.compile(r"^-\.?(\d|inf|nan)")
     if command == "replay":
-        parser.add_argument("run", metavar="RUN", help="run directory of `rlspec train --train.record_gib 20`")
+        parser.add_argument(
+            "run", metavar="RUN", help="run directory of `rlspec train --train.record_gib 20`"
+        )
     parser.add_argument(
-        "--config", metavar="FILE", action="append", default=[], help="TOML file, one table per section"
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="TOML file, one table per section",
     )
     if command != "answer":
         help = "training processes, one a GPU (default 1)"
@@ -280,9 +324,14 @@ def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
         group = groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
         text = f"{known.help} (default {known.shown})" if known.shown else known.help
         group.add_argument(
-            f"--{known.name}", metavar=known.metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%")
+            f"--{known.name}",
+            metavar=known.metavar,
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
         )
     return parser
 
 
-train_parser, sft_parser, answer_parser, replay_parser = (partial(parser_of, name) for name in FIRST)
+train_parser, sft_parser, answer_parser, replay_parser = (
+    partial(parser_of, name) for name in FIRST
+)

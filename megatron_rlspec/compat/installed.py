@@ -12,7 +12,9 @@ def locate(module: str, path: Sequence[str] = ()) -> Path | None:
     """Return the file of a module: in the directories of `path`, else where Python would find it; None if nowhere."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)  # of a dotted name it would import the parents
-    installed = [Path(place).parent for place in (spec.submodule_search_locations or () if spec else ())]
+    installed = [
+        Path(place).parent for place in (spec.submodule_search_locations or () if spec else ())
+    ]
     if spec and not rest and spec.origin:
         installed.append(Path(spec.origin).parent)
     for root in [*map(Path, path), *installed]:

@@ -26,9 +26,31 @@ from megatron_rlspec.host import environment
 OWN = "megatron-rlspec"
 # Distributions whose requirements are compared with what is installed, and the distributions that are compared. Others
 # differ in every image, mostly without harm.
-ASKING = (OWN, "sglang", "transformers", "megatron-core", "transformer-engine", "transformer-engine-torch", "slime")
-COMPARED = {"torch", "transformers", "megatron-core", "sglang", "sglang-kernel", "numpy", "triton", "flashinfer-python"}
-COMPARED |= {"transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch"}
+ASKING = (
+    OWN,
+    "sglang",
+    "transformers",
+    "megatron-core",
+    "transformer-engine",
+    "transformer-engine-torch",
+    "slime",
+)
+COMPARED = {
+    "torch",
+    "transformers",
+    "megatron-core",
+    "sglang",
+    "sglang-kernel",
+    "numpy",
+    "triton",
+    "flashinfer-python",
+}
+COMPARED |= {
+    "transformer-engine",
+    "transformer-engine-cu12",
+    "transformer-engine-cu13",
+    "transformer-engine-torch",
+}
 MODULES = (
     "torch",
     "megatron.core",
@@ -41,8 +63,17 @@ MODULES = (
     "slime",
 )
 # Compiled against one torch and one CUDA: an import shows whether they fit. Module -> the module that must be there.
-COMPILED = {"torch": "torch", "transformer_engine.pytorch": "transformer_engine", "sgl_kernel": "sgl_kernel"}
-NEEDED = {"torch": "torch", "megatron.core": "megatron-core", "transformers": "transformers", "sglang": "sglang"}
+COMPILED = {
+    "torch": "torch",
+    "transformer_engine.pytorch": "transformer_engine",
+    "sgl_kernel": "sgl_kernel",
+}
+NEEDED = {
+    "torch": "torch",
+    "megatron.core": "megatron-core",
+    "transformers": "transformers",
+    "sglang": "sglang",
+}
 # Why train ranks set the variables of environment.RANKS, for a machine where another value is set.
 BECAUSE = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "below Blackwell, Megatron's tensor and context parallelism need 1",
@@ -106,14 +137,26 @@ def lacks(machine: Machine) -> list[Lack]:
 def _missing(machine: Machine) -> Iterator[Lack]:
     for requirement, version in _unmet(machine, OWN):
         state = f"{version} is installed" if version else "is not installed"
-        yield Lack("gpu-dependency", f"{requirement} is needed, {state}: see docs/install.md for this machine", True)
+        yield Lack(
+            "gpu-dependency",
+            f"{requirement} is needed, {state}: see docs/install.md for this machine",
+            True,
+        )
     for module, distribution in NEEDED.items():
         if module not in machine.modules:
-            yield Lack(f"gpu-{distribution}", f"{distribution} is not installed: see docs/install.md", True)
-    if "torch" in machine.modules and "torch" not in machine.failures and machine.torch_cuda is None:
+            yield Lack(
+                f"gpu-{distribution}", f"{distribution} is not installed: see docs/install.md", True
+            )
+    if (
+        "torch" in machine.modules
+        and "torch" not in machine.failures
+        and machine.torch_cuda is None
+    ):
         version = machine.versions.get("torch", "")
         yield Lack(
-            "gpu-torch", f"torch {version} is built without CUDA: install the build of requirements/gpu.txt", True
+            "gpu-torch",
+            f"torch {version} is built without CUDA: install the build of requirements/gpu.txt",
+            True,
         )
     if "transformer_engine" not in machine.modules:
         yield Lack(
@@ -142,14 +185,18 @@ def _unfit(machine: Machine) -> Iterator[Lack]:
             if canonicalize_name(requirement.name) not in COMPARED:
                 continue
             asking = f"{distribution} {machine.versions[distribution]} asks for {requirement}"
-            yield Lack("gpu-versions", f"{asking}, but {f'{version} is' if version else 'none is'} installed")
+            yield Lack(
+                "gpu-versions",
+                f"{asking}, but {f'{version} is' if version else 'none is'} installed",
+            )
 
 
 def _apex(machine: Machine) -> Iterator[Lack]:
     if "apex" in machine.modules and "apex.optimizers" not in machine.modules:
         version = machine.versions.get("apex", "")
         yield Lack(
-            "gpu-apex", f"apex {version} is not NVIDIA's Apex but another project of that name: pip uninstall apex"
+            "gpu-apex",
+            f"apex {version} is not NVIDIA's Apex but another project of that name: pip uninstall apex",
         )
     elif "apex" not in machine.modules and "slime" in machine.modules:
         yield Lack(
@@ -180,7 +227,11 @@ def _driver(machine: Machine) -> Iterator[Lack]:
 def _surroundings(machine: Machine) -> Iterator[Lack]:
     wanted = SHARED_BYTES_PER_GPU * machine.gpus
     if machine.shared_bytes is None or machine.shared_bytes < wanted:
-        size = "is missing" if machine.shared_bytes is None else f"holds {machine.shared_bytes >> 20} MiB"
+        size = (
+            "is missing"
+            if machine.shared_bytes is None
+            else f"holds {machine.shared_bytes >> 20} MiB"
+        )
         yield Lack(
             "gpu-shared-memory",
             f"/dev/shm {size}, but pushing weights to {machine.gpus} engines needs up to {wanted >> 20} MiB: start the "
@@ -221,10 +272,19 @@ def gather(path: Sequence[str] = ()) -> Machine:
     compiled = [module for module, there in COMPILED.items() if locate(f"{there}.__init__", path)]
     driver = _driver_cuda()
     with ThreadPoolExecutor(len(COMPILED)) as threads:
-        errors = dict(zip(compiled, threads.map(lambda module: _import_error(module, path), compiled), strict=True))
+        errors = dict(
+            zip(
+                compiled,
+                threads.map(lambda module: _import_error(module, path), compiled),
+                strict=True,
+            )
+        )
     failures = {module: error for module, error in errors.items() if error}
-    if driver is None:  # as while an image is built: a missing libcuda.so.1 is then no fault of the package
-        failures = {module: error for module, error in failures.items() if "libcuda.so.1" not in error}
+    # as while an image is built: a missing libcuda.so.1 is then no fault of the package
+    if driver is None:
+        failures = {
+            module: error for module, error in failures.items() if "libcuda.so.1" not in error
+        }
     return Machine(
         gpus=visible_gpus(),
         driver_cuda=driver,
@@ -267,7 +327,9 @@ def _import_error(module: str, path: Sequence[str]) -> str:
     own = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     try:
-        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+        done = subprocess.run(
+            command, env=own, capture_output=True, text=True, timeout=IMPORT_SECONDS
+        )
     except subprocess.TimeoutExpired:
         return f"no answer within {IMPORT_SECONDS} s"
     if done.returncode == 0:

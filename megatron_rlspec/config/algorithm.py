@@ -31,17 +31,23 @@ class AlgorithmConfig(Section):
         description="importance ratio: of a token (GRPO), of a sequence (GSPO), clipped and detached (cispo); with "
         "old_logprobs=recompute it is 1",
     )
-    normalise_std: bool = Field(True, description="divide a group's advantages by the deviation of its rewards")
+    normalise_std: bool = Field(
+        True, description="divide a group's advantages by the deviation of its rewards"
+    )
     clip_low: Annotated[float, Field(ge=0, le=1), RATIO] = Field(
         0.2, description="the ratio is clipped below at 1 - clip_low"
     )
-    clip_high: Annotated[Weight, RATIO] = Field(0.28, description="the ratio is clipped above at 1 + clip_high")
+    clip_high: Annotated[Weight, RATIO] = Field(
+        0.28, description="the ratio is clipped above at 1 + clip_high"
+    )
     dual_clip: Annotated[Weight, RATIO] = Field(
-        0.0, description="bound on the loss of a negative advantage A: at most dual_clip * |A|; above 1, or 0 for none"
+        0.0,
+        description="bound on the loss of a negative advantage A: at most dual_clip * |A|; above 1, or 0 for none",
     )
     kl_coef: Weight = Field(0.0, description="weight of the KL divergence from model.path; 0: none")
     kl_kind: Annotated[Literal["k1", "k2", "k3"], Needs("algorithm.kl_coef")] = Field(
-        "k3", description="estimator of that KL from r = log p - log p_ref: r (k1), r^2/2 (k2), exp(-r) - 1 + r (k3)"
+        "k3",
+        description="estimator of that KL from r = log p - log p_ref: r (k1), r^2/2 (k2), exp(-r) - 1 + r (k3)",
     )
     entropy_coef: float = Field(0.0, ge=-1e6, le=1e6, description="weight of the entropy bonus")
     aggregation: Literal["token", "sample", "constant"] = Field(
@@ -50,7 +56,8 @@ class AlgorithmConfig(Section):
         "rollout.max_new_tokens (constant)",
     )
     old_logprobs: Literal["recompute", "engine"] = Field(
-        "recompute", description="denominator of the ratio: computed by the trainer, or as the engine reported it"
+        "recompute",
+        description="denominator of the ratio: computed by the trainer, or as the engine reported it",
     )
     tis_clip: Annotated[Weight, WEIGHT] = Field(
         2.0,
@@ -58,7 +65,8 @@ class AlgorithmConfig(Section):
         "tokens of an older policy need (rollout.staleness, rollout.partial)",
     )
     dynamic_sampling: bool = Field(
-        False, description="drop groups whose rewards are all equal, and sample other prompts in their place (DAPO)"
+        False,
+        description="drop groups whose rewards are all equal, and sample other prompts in their place (DAPO)",
     )
     overlong_tokens: Annotated[int, Field(ge=0, le=LONGEST)] = Field(
         0,
@@ -75,5 +83,7 @@ class AlgorithmConfig(Section):
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip={self.dual_clip} must be above 1, or 0 for none")
         if self.dual_clip and self.ratio == "cispo":
-            raise ValueError(f"dual_clip={self.dual_clip} bounds a clipped loss, but ratio=cispo does not clip it")
+            raise ValueError(
+                f"dual_clip={self.dual_clip} bounds a clipped loss, but ratio=cispo does not clip it"
+            )
         return self

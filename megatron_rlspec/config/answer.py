@@ -8,5 +8,10 @@ from megatron_rlspec.config.base import Count, Section, Text
 
 
 class AnswerConfig(Section):
-    path: Text = Field("", description="JSONL file that `rlspec answer` writes; rows that it holds already are kept")
-    prompts: Count = Field(0, description="answer so many prompts of data.path, the first ones; 0: all")
+    path: Text = Field(
+        "",
+        description="JSONL file that `rlspec answer` writes; rows that it holds already are kept",
+    )
+    prompts: Count = Field(
+        0, description="answer so many prompts of data.path, the first ones; 0: all"
+    )

@@ -29,13 +29,17 @@ class ConfigError(ValueError):
 def expectation(error: Mapping[str, Any]) -> str:
     """Return the message of one of pydantic's errors as ours are written: `expected a valid integer`."""
     message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "expected")
-    return message.replace("a valid boolean", "true or false").replace("a valid tuple", "a valid list")
+    return message.replace("a valid boolean", "true or false").replace(
+        "a valid tuple", "a valid list"
+    )
 
 
 def first_mistake(error: ValidationError) -> str:
     """Format the first mistake that pydantic found: place, what was expected, and the value, which our checks name."""
     first = error.errors(include_url=False)[0]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+    place = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
+    ).removeprefix(".")
     got = "" if first["type"] in ("missing", "value_error") else f" (got {shown(first['input'])})"
     return f"{place}: {expectation(first)}{got}"
 
@@ -83,7 +87,12 @@ class Section(BaseModel):
     """A frozen table of options. An unknown name, a wrong type or a value out of bounds raises `ValidationError`."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=False, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=False,
+        protected_namespaces=(),
     )
 
     @model_validator(mode="before")

@@ -18,12 +18,19 @@ class DataConfig(Section):
     )
     eval_path: Text = Field("", description="held-out prompts, as for path; empty: no evaluation")
     eval_sets: Annotated[tuple[Name, ...], Needs("data.eval_path")] = Field(
-        (), description="further held-out prompts, each NAME=PATH: evaluations report them by name, one after the other"
+        (),
+        description="further held-out prompts, each NAME=PATH: evaluations report them by name, one after the other",
     )
     prompt_key: Name = Field("prompt", description="column of the prompt: text, or chat messages")
-    label_key: Text = Field("label", description="column of the right answer, which the reward gets; empty: no labels")
-    metadata_key: Text = Field("metadata", description="optional column with an object, which the reward gets too")
-    apply_chat_template: bool = Field(False, description="format prompts with the tokenizer's chat template")
+    label_key: Text = Field(
+        "label", description="column of the right answer, which the reward gets; empty: no labels"
+    )
+    metadata_key: Text = Field(
+        "metadata", description="optional column with an object, which the reward gets too"
+    )
+    apply_chat_template: bool = Field(
+        False, description="format prompts with the tokenizer's chat template"
+    )
     system_prompt: Text = Field(
         "", description="system message of the chat template, for prompts without one; empty: none"
     )
@@ -33,7 +40,9 @@ class DataConfig(Section):
         le=1e6,
         description="mean reward of a step from which reasoning_gym's curriculum goes to its next level; 0: never",
     )
-    shuffle: bool = Field(True, description="draw prompts in a new random order every epoch, seeded by train.seed")
+    shuffle: bool = Field(
+        True, description="draw prompts in a new random order every epoch, seeded by train.seed"
+    )
 
     @property
     def evaluated(self) -> dict[str, str]:
@@ -45,11 +54,17 @@ class DataConfig(Section):
     def _consistent(self) -> DataConfig:
         for named in self.eval_sets:
             if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}=.+", named, re.ASCII):
-                raise ValueError(f"eval_sets={named}: expected NAME=PATH, a name of letters, digits, '_', '-' and '.'")
+                raise ValueError(
+                    f"eval_sets={named}: expected NAME=PATH, a name of letters, digits, '_', '-' and '.'"
+                )
         if len({named.partition("=")[0] for named in self.eval_sets}) < len(self.eval_sets):
-            raise ValueError(f"eval_sets={','.join(self.eval_sets)}: one name twice; expected each once")
+            raise ValueError(
+                f"eval_sets={','.join(self.eval_sets)}: one name twice; expected each once"
+            )
         if self.system_prompt and not self.apply_chat_template:
-            raise ValueError("system_prompt needs apply_chat_template=true, which writes it into the prompt")
+            raise ValueError(
+                "system_prompt needs apply_chat_template=true, which writes it into the prompt"
+            )
         if self.raise_level_at and not environments.is_source(self.path):
             raise ValueError(
                 f"raise_level_at={self.raise_level_at:g}, but path={self.path} has no levels; expected "

@@ -76,7 +76,9 @@ class DrafterConfig(Section):
         description="train the drafter on earlier rollouts while engines generate the next one; the push after the "
         "next step publishes it",
     )
-    replay: Annotated[Literal["none", "newest", "uniform", "reward", "disagreement"], Needs("drafter.train")] = Field(
+    replay: Annotated[
+        Literal["none", "newest", "uniform", "reward", "disagreement"], Needs("drafter.train")
+    ] = Field(
         "none",
         description="none: an update learns from the step's rollouts; else from a buffer of earlier ones, in a pass "
         "of its own: the newest samples, or drawn alike, by reward, or by the share of tokens that were no drafts",
@@ -100,7 +102,9 @@ class DrafterConfig(Section):
     def _known_loss(self) -> DrafterConfig:
         if self.loss not in LOSSES and not FUNCTION.fullmatch(self.loss):
             known = "'ce', 'forward_kl', 'reverse_kl' or 'tv'"
-            raise ValueError(f"loss={self.loss}: expected {known}, or module:function (got {self.loss!r})")
+            raise ValueError(
+                f"loss={self.loss}: expected {known}, or module:function (got {self.loss!r})"
+            )
         if self.vocabulary and self.loss not in LOSSES:
             raise ValueError(
                 f"vocabulary={self.vocabulary}: a loss of your own sees all words; expected vocabulary=0, or loss=ce, "
@@ -112,7 +116,9 @@ class DrafterConfig(Section):
     def _kind_fits(self) -> DrafterConfig:
         if self.kind == "mtp":
             if self.path:
-                raise ValueError(f"path={self.path}: kind=mtp has its drafter in model.path; expected kind=eagle3")
+                raise ValueError(
+                    f"path={self.path}: kind=mtp has its drafter in model.path; expected kind=eagle3"
+                )
             return self
         if not self.path and not self.fresh:
             raise ValueError(
@@ -120,7 +126,9 @@ class DrafterConfig(Section):
                 "`rlspec convert --add-eagle3` makes one"
             )
         if self.loss not in LOSSES:
-            raise ValueError(f"loss={self.loss}: a loss of your own sees all words, and kind=eagle3 drafts from a part")
+            raise ValueError(
+                f"loss={self.loss}: a loss of your own sees all words, and kind=eagle3 drafts from a part"
+            )
         if self.vocabulary:
             raise ValueError(f"vocabulary={self.vocabulary}: expected 0 with kind=eagle3")
         return self

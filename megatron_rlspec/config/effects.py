@@ -47,7 +47,11 @@ def unread(config: Any, command: str, name: str) -> str:
         if name.startswith(tuple(GENERATING.split())):
             return f"{found} without evaluations by an engine (sft.eval_every, data.eval_path)"
     if command == "replay" and config.replay.policy_step < 0 and not taught:
-        drawn = config.drafter.separate or config.drafter.learnt_share < 1 or config.replay.fresh_drafter
+        drawn = (
+            config.drafter.separate
+            or config.drafter.learnt_share < 1
+            or config.replay.fresh_drafter
+        )
         seed = name == "train.seed" and not drawn
         if seed or name.startswith((DATA, *GENERATING.split())):
             return "a replay that follows the recorded rollouts"
@@ -74,7 +78,9 @@ def useless(config: Section, given: Mapping[str, int]) -> Iterator[str]:
 def lacking(config: Section, field: FieldInfo) -> Iterator[Needs]:
     """Yield what a field needs and the other settings do not give."""
     for needs in field.metadata:
-        if isinstance(needs, Needs) and not any(_holds(config, setting) for setting in needs.settings):
+        if isinstance(needs, Needs) and not any(
+            _holds(config, setting) for setting in needs.settings
+        ):
             yield needs
 
 

@@ -68,13 +68,17 @@ def _effective(config: Config, given: Mapping[str, int], path: str | Path | None
     return config
 
 
-def _validated(path: str | Path | None, tree: dict[str, Any], overrides: Mapping[str, str]) -> Config:
+def _validated(
+    path: str | Path | None, tree: dict[str, Any], overrides: Mapping[str, str]
+) -> Config:
     fields = dict(_fields())
     for dotted, text in overrides.items():
         section, _, key = dotted.partition(".")
         table = tree.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {section}: expected a table [{section}] (got {shown(table)})")
+            raise ConfigError(
+                f"{path}: {section}: expected a table [{section}] (got {shown(table)})"
+            )
         table[key] = _converted(text, fields[dotted]) if dotted in fields else text
     try:
         return Config.model_validate(tree)
@@ -108,12 +112,16 @@ def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str])
     of_the_run = {"record_gib": 0.0, "resume": False, "save_best": False}
     for section, table in (("train", of_the_run), *own.items()):
         held = tree.get(section)
-        tree[section] = held | table if isinstance(held, dict) and isinstance(table, dict) else table
+        tree[section] = (
+            held | table if isinstance(held, dict) and isinstance(table, dict) else table
+        )
     config = _validated(path or recorded, tree, overrides)
     if not config.drafter.train:
         raise ConfigError("a replay trains a drafter; expected drafter.train=true")
     for name in changed:
-        if option(config, name)[0] != option(before, name)[0] and (where := unread(config, "replay", name)):
+        if option(config, name)[0] != option(before, name)[0] and (
+            where := unread(config, "replay", name)
+        ):
             raise ConfigError(f"{name} has no effect on {where}")
     return _effective(config, changed, path)
 
@@ -132,7 +140,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{error}; expected a TOML file") from None
     except RecursionError:
         raise ConfigError(f"{path}: not valid TOML: nested too deeply") from None
-    except ValueError as error:  # also an integer of more digits than Python converts, a date that does not exist
+    except (
+        ValueError
+    ) as error:  # also an integer of more digits than Python converts, a date that does not exist
         raise ConfigError(f"{path}: not valid TOML: {printable(str(error))[:80]}") from None
 
 
@@ -153,7 +163,9 @@ def _converted(text: str, field: FieldInfo) -> Any:
                 return tomllib.loads(f"list = {text}")["list"]
             except (ValueError, RecursionError):
                 return text
-        return [_number(part, int) if _of_integers(field) else part for part in text.split(",") if part]
+        return [
+            _number(part, int) if _of_integers(field) else part for part in text.split(",") if part
+        ]
     return _number(text, kind) if kind in (int, float) else text
 
 
@@ -200,7 +212,8 @@ def unknown_option(dotted: str) -> str:
         inside = [name for name in names if name.startswith(f"{dotted}.")]
         return f"unknown option {dotted}; that is a section, with options such as {' and '.join(inside[:2])}"
     near = difflib.get_close_matches(dotted, [*names, *Config.model_fields], n=1, cutoff=0.8)
-    if not near:  # the section may be missing or another one: `lr`, `data.seed`, `n_samples_per_prompt`
+    # the section may be missing or another one: `lr`, `data.seed`, `n_samples_per_prompt`
+    if not near:
         keys = [name.rpartition(".")[2] for name in names]
         written = dotted.replace("-", "_").rpartition(".")[2]
         closest = difflib.get_close_matches(written, keys, n=1, cutoff=0.75)

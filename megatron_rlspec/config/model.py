@@ -13,11 +13,18 @@ LONGEST = 2**24  # tokens of one sample
 
 class ModelConfig(Section):
     path: Text = Field("", description="Hugging Face directory: model and tokenizer")
-    dtype: Literal["float32", "bfloat16", "float64"] = Field("bfloat16", description="type of parameters, activations")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        "bfloat16", description="type of parameters, activations"
+    )
     max_length: Annotated[int, Field(gt=0, le=LONGEST)] = Field(
         4096, description="longest sample in tokens: prompt and response together"
     )
     moe_router_bias_update_rate: float = Field(
-        0.0, ge=0, le=1, description="step by which a router's expert biases move towards equal load; 0: fixed biases"
+        0.0,
+        ge=0,
+        le=1,
+        description="step by which a router's expert biases move towards equal load; 0: fixed biases",
     )
-    moe_aux_loss_coeff: Weight = Field(0.0, description="weight of the load-balancing loss of experts; 0: none")
+    moe_aux_loss_coeff: Weight = Field(
+        0.0, description="weight of the load-balancing loss of experts; 0: none"
+    )

@@ -9,19 +9,29 @@ from megatron_rlspec.config.base import Count, LearningRate, Section, Weight
 
 class OptimizerConfig(Section):
     lr: LearningRate = Field(1e-6, description="learning rate of the policy")
-    warmup_steps: Count = Field(0, description="steps over which the learning rate rises linearly from 0")
+    warmup_steps: Count = Field(
+        0, description="steps over which the learning rate rises linearly from 0"
+    )
     decay_steps: Count = Field(
-        0, description="steps until both learning rates, also drafter.lr, have fallen linearly to a tenth; 0: no fall"
+        0,
+        description="steps until both learning rates, also drafter.lr, have fallen linearly to a tenth; 0: no fall",
     )
     weight_decay: Weight = Field(0.0, description="AdamW's decoupled weight decay")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Adam's decay of the mean squared gradient, drafter too")
-    clip_grad: Weight = Field(
-        1.0, description="largest norm of the policy's gradient, and of the drafter's; 0: not clipped"
+    beta2: float = Field(
+        0.95, ge=0, lt=1, description="Adam's decay of the mean squared gradient, drafter too"
     )
-    distributed: bool = Field(False, description="split Adam's state over data-parallel ranks (Megatron's, ZeRO-1)")
+    clip_grad: Weight = Field(
+        1.0,
+        description="largest norm of the policy's gradient, and of the drafter's; 0: not clipped",
+    )
+    distributed: bool = Field(
+        False, description="split Adam's state over data-parallel ranks (Megatron's, ZeRO-1)"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:
         if 0 < self.decay_steps < self.warmup_steps:
-            raise ValueError(f"decay_steps={self.decay_steps} end before warmup_steps={self.warmup_steps} do")
+            raise ValueError(
+                f"decay_steps={self.decay_steps} end before warmup_steps={self.warmup_steps} do"
+            )
         return self

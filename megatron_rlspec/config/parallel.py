@@ -16,9 +16,13 @@ class ParallelConfig(Section):
     tensor: Ranks = Field(1, description="tensor parallel size")
     pipeline: Ranks = Field(1, description="pipeline parallel size")
     context: Ranks = Field(1, description="context parallel size")
-    expert: Ranks = Field(1, description="expert parallel size; it divides context x data parallel size")
+    expert: Ranks = Field(
+        1, description="expert parallel size; it divides context x data parallel size"
+    )
     sequence: bool = Field(False, description="sequence parallelism over the tensor parallel ranks")
-    recompute: bool = Field(False, description="recompute every layer in the backward pass, to save memory")
+    recompute: bool = Field(
+        False, description="recompute every layer in the backward pass, to save memory"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:

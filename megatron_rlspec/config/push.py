@@ -10,7 +10,9 @@ from megatron_rlspec.config.base import Name, Needs, Section
 
 
 class PushConfig(Section):
-    transport: Annotated[Literal["auto", "http", "ipc", "handles", "group"], Needs("rollout.engine=sglang")] = Field(
+    transport: Annotated[
+        Literal["auto", "http", "ipc", "handles", "group"], Needs("rollout.engine=sglang")
+    ] = Field(
         "auto",
         description="http: in requests; ipc: in memory that engines on the same machine map; handles: the same in the "
         "trainer's GPU, which engines must see; group: over NCCL, or gloo without a GPU. auto: http to engines at "

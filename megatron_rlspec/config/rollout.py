@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import FUNCTION, MOST_TOKENS, Count, Name, Needs, Seconds, Section, Text
+from megatron_rlspec.config.base import (
+    FUNCTION,
+    MOST_TOKENS,
+    Count,
+    Name,
+    Needs,
+    Seconds,
+    Section,
+    Text,
+)
 from megatron_rlspec.config.model import LONGEST
 from megatron_rlspec.config.reward import address_problem
 
@@ -16,30 +25,43 @@ MOST_SAMPLES = 2**20  # of one step
 
 class RolloutConfig(Section):
     engine: Literal["sglang", "embedded"] = Field(
-        "sglang", description="sglang: servers of their own; embedded: in the trainer's process, for small models"
+        "sglang",
+        description="sglang: servers of their own; embedded: in the trainer's process, for small models",
     )
     urls: tuple[Name, ...] = Field(
         (),
         description="use these running `rlspec serve` engines, such as http://127.0.0.1:30000, and launch none; their "
         "key is read from the environment variable RLSPEC_API_KEY",
     )
-    engines: Annotated[int, Field(gt=0, le=1024)] = Field(1, description="engines to launch if urls is empty")
+    engines: Annotated[int, Field(gt=0, le=1024)] = Field(
+        1, description="engines to launch if urls is empty"
+    )
     function: Text = Field(
         "",
         description="module:function(conversation) that draws a sample in several turns, with a tool or an "
         "environment between them; empty: one reply to each prompt",
     )
-    prompts_per_step: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(32, description="prompts of one RL step")
+    prompts_per_step: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
+        32, description="prompts of one RL step"
+    )
     samples_per_prompt: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
         8, description="responses to each prompt: the GRPO group size"
     )
     temperature: float = Field(1.0, ge=0, le=100, description="sampling temperature; 0: greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="sample from the smallest set with this probability; 1: from all")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="sample from the smallest set with this probability; 1: from all",
+    )
     top_k: Annotated[int, Field(ge=-1, le=MOST_SAMPLES)] = Field(
         -1, description="sample from so many most probable tokens; -1: from all"
     )
     min_p: float = Field(
-        0.0, ge=0, le=1, description="sample from the tokens at least so many times as likely as the likeliest; 0: all"
+        0.0,
+        ge=0,
+        le=1,
+        description="sample from the tokens at least so many times as likely as the likeliest; 0: all",
     )
     stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
         (),
@@ -47,7 +69,9 @@ class RolloutConfig(Section):
         description="strings that end a response: with the first token after which its text holds one of them. That "
         "token is trained, and the reward reads the whole text",
     )
-    max_new_tokens: Annotated[int, Field(gt=0, le=LONGEST)] = Field(1024, description="longest response in tokens")
+    max_new_tokens: Annotated[int, Field(gt=0, le=LONGEST)] = Field(
+        1024, description="longest response in tokens"
+    )
     max_running_requests: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
         256, description="most requests that one engine decodes together"
     )
@@ -68,7 +92,8 @@ class RolloutConfig(Section):
         3, description="how often a run restarts engines it launched, if they fail"
     )
     staleness: Annotated[int, Field(ge=0, le=1)] = Field(
-        0, description="0: sample, then train; 1: sample the next step meanwhile, with weights one step older"
+        0,
+        description="0: sample, then train; 1: sample the next step meanwhile, with weights one step older",
     )
     partial: Annotated[int, Field(ge=0, le=1024)] = Field(
         0,
@@ -76,7 +101,8 @@ class RolloutConfig(Section):
         "on in the next steps, and after n of them the step waits for it; 0: a rollout ends with its last sample",
     )
     mask_offpolicy: Annotated[bool, Needs("rollout.partial")] = Field(
-        False, description="do not train the tokens that a sample had before it was continued by a later policy"
+        False,
+        description="do not train the tokens that a sample had before it was continued by a later policy",
     )
 
     @property
@@ -103,11 +129,15 @@ class RolloutConfig(Section):
         try:
             shlex.split(self.engine_options)
         except ValueError as error:
-            raise ValueError(f"engine_options={self.engine_options}: {error}; expected options as in a shell") from None
+            raise ValueError(
+                f"engine_options={self.engine_options}: {error}; expected options as in a shell"
+            ) from None
         if self.top_k == 0:
             raise ValueError("top_k=0 leaves no token to sample; expected 1 or more, or -1 for all")
         if 0 < self.temperature < 0.001:
-            raise ValueError(f"temperature={self.temperature}: expected 0 (greedy), or a number from 0.001 to 100")
+            raise ValueError(
+                f"temperature={self.temperature}: expected 0 (greedy), or a number from 0.001 to 100"
+            )
         if self.prompts_per_step * self.samples_per_prompt > MOST_SAMPLES:
             raise ValueError(
                 f"prompts_per_step={self.prompts_per_step} x samples_per_prompt={self.samples_per_prompt}: "

@@ -57,9 +57,17 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.rollout.engine != "embedded" and (self.spec.topk > 1 or self.spec.tree_budget != "none"):
-            asked = f"spec.topk={self.spec.topk}" if self.spec.topk > 1 else f"spec.tree_budget={self.spec.tree_budget}"
-            raise ValueError(f"{asked} needs rollout.engine=embedded, but rollout.engine={self.rollout.engine}")
+        if self.rollout.engine != "embedded" and (
+            self.spec.topk > 1 or self.spec.tree_budget != "none"
+        ):
+            asked = (
+                f"spec.topk={self.spec.topk}"
+                if self.spec.topk > 1
+                else f"spec.tree_budget={self.spec.tree_budget}"
+            )
+            raise ValueError(
+                f"{asked} needs rollout.engine=embedded, but rollout.engine={self.rollout.engine}"
+            )
         if self.rollout.max_new_tokens >= self.model.max_length:
             raise ValueError(
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt "
@@ -86,7 +94,11 @@ class Config(Section):
                 f"train.eval_samples={self.train.eval_samples}: at temperature 0 all responses to a prompt are one; "
                 "expected 1, or another train.eval_temperature"
             )
-        if self.reward.kind in ("exact", "math") and not self.data.label_key and not self.rollout.function:
+        if (
+            self.reward.kind in ("exact", "math")
+            and not self.data.label_key
+            and not self.rollout.function
+        ):
             raise ValueError(
                 f"reward.kind={self.reward.kind} compares with the label, but data.label_key is empty; expected the "
                 "column of the right answers"
@@ -101,7 +113,11 @@ class Config(Section):
                 "algorithm.tis_clip=0 leaves out the weights that tokens of an older policy need, which "
                 "rollout.staleness=1 and rollout.partial train on; expected more than 0"
             )
-        if self.rollout.partial and self.rollout.engine == "sglang" and self.spec.verifier != "position_keyed":
+        if (
+            self.rollout.partial
+            and self.rollout.engine == "sglang"
+            and self.spec.verifier != "position_keyed"
+        ):
             raise ValueError(
                 f"rollout.partial={self.rollout.partial}: SGLang continues samples only under "
                 f"spec.verifier=position_keyed, not {self.spec.verifier}"
@@ -123,7 +139,8 @@ class Config(Section):
         """Return whether the loss takes tokens of an older policy as the present one's own."""
         algorithm, rollout = self.algorithm, self.rollout
         weighs = algorithm.loss == "policy_gradient" and algorithm.old_logprobs == "recompute"
-        older = rollout.staleness or rollout.partial  # mask_offpolicy keeps samples that ended before their group did
+        # mask_offpolicy keeps samples that ended before their group did
+        older = rollout.staleness or rollout.partial
         return bool(weighs and algorithm.tis_clip == 0 and older)
 
     @property
@@ -150,7 +167,9 @@ class Config(Section):
 
         because  where the number of ranks comes from, for the message
         """
-        source, what = ("sft.path", self.sft.path) if command == "sft" else ("data.path", self.data.path)
+        source, what = (
+            ("sft.path", self.sft.path) if command == "sft" else ("data.path", self.data.path)
+        )
         evaluates = self.train.eval_every
         warm = command == "sft"
         alone = warm and self.sft.drafter_only
@@ -180,7 +199,9 @@ class Config(Section):
                 "train.save_best=true keeps the best policy of `rlspec train`; expected false",
             ),
             (
-                command == "train" and evaluates not in (0, TrainConfig().eval_every) and not self.data.eval_path,
+                command == "train"
+                and evaluates not in (0, TrainConfig().eval_every)
+                and not self.data.eval_path,
                 f"train.eval_every={evaluates}, but data.eval_path is empty",
             ),
             (
@@ -192,7 +213,10 @@ class Config(Section):
                 f"sft.held_out={self.sft.held_out} measures a drafter that is trained; expected sft.held_out=0, or "
                 "drafter.train=true",
             ),
-            (world_size % shards, f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}"),
+            (
+                world_size % shards,
+                f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}",
+            ),
             (problem := parallel.expert_problem(world_size), problem),
             (
                 room // parallel.packed * parallel.packed < longest,
@@ -209,8 +233,11 @@ class Config(Section):
 
     def _small_cache(self) -> tuple[bool, str]:
         longest, room = self.model.max_length, self.rollout.max_total_tokens
-        wrong = f"rollout.max_total_tokens={room} cannot hold one sample of model.max_length={longest}"
-        if self.rollout.engine == "sglang":  # its rounds overlap, and it ends an only sample without room for two
+        wrong = (
+            f"rollout.max_total_tokens={room} cannot hold one sample of model.max_length={longest}"
+        )
+        # its rounds overlap, and it ends an only sample without room for two
+        if self.rollout.engine == "sglang":
             rounds = 2 * (1 + max(self.spec.steps)) + 2
             longest += max(6, rounds)
             wrong += f" and what SGLang needs behind it; expected at least {longest}"
@@ -223,7 +250,10 @@ class Config(Section):
                 not self.model.path,
                 "model.path is empty; expected a Hugging Face directory; `rlspec answer --help` shows one",
             ),
-            (not self.data.path, "data.path is empty; expected a .jsonl or .parquet file of prompts"),
+            (
+                not self.data.path,
+                "data.path is empty; expected a .jsonl or .parquet file of prompts",
+            ),
             (
                 not self.answer.path.endswith(".jsonl"),
                 f"answer.path={self.answer.path}: expected a .jsonl file to write",
@@ -241,7 +271,9 @@ def check_writable(run_dir: Path, option: str = "train.run_dir") -> None:
     try:
         if missing.is_dir():
             if not os.access(missing, os.W_OK | os.X_OK):
-                raise ConfigError(f"{option}={run_dir}: not writable; expected a directory that the run can write to")
+                raise ConfigError(
+                    f"{option}={run_dir}: not writable; expected a directory that the run can write to"
+                )
             return
         while not os.path.lexists(missing.parent):
             missing = missing.parent

@@ -28,8 +28,11 @@ def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     with suppress(OSError):
         about = lock.lstat()
-        if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:  # a link's target would be locked, and replaced
-            linked = stat.S_ISLNK(about.st_mode) or (stat.S_ISREG(about.st_mode) and about.st_nlink > 1)
+        # a link's target would be locked, and replaced
+        if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+            linked = stat.S_ISLNK(about.st_mode) or (
+                stat.S_ISREG(about.st_mode) and about.st_nlink > 1
+            )
             what = f"{LOCK} is {'a link' if linked else 'no file'}"
             raise ConfigError(f"{option}: {what}; expected a file of this run's own, or none")
     with ExitStack() as held:
@@ -38,7 +41,9 @@ def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
         except files.LockedError:
             with suppress(files.FileError):
                 option += f" ({files.read_text(lock, 200)})"
-            raise ConfigError(f"{option}: another run goes on in it; expected one run at a time") from None
+            raise ConfigError(
+                f"{option}: another run goes on in it; expected one run at a time"
+            ) from None
         except OSError as error:
             wanted = "expected a directory that the run can write to"
             raise ConfigError(f"{option}: {files.reason(error)}; {wanted}") from None
@@ -57,7 +62,8 @@ def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
 
 def taken_by(run_dir: Path, resume: bool) -> str:
     """Return why no run can start in `run_dir`, or with `resume` continue there; "" if it can."""
-    if os.path.lexists(run_dir / "hf"):  # also a link to nothing, which the result could not replace
+    # also a link to nothing, which the result could not replace
+    if os.path.lexists(run_dir / "hf"):
         return "holds hf/, the result of a finished run; expected another directory, or move hf/ away to go on"
     if os.path.lexists(run_dir / "hf_drafter"):
         return "holds hf_drafter/, the result of a finished run; expected another directory, or move it away to go on"

@@ -17,14 +17,17 @@ class SftConfig(Section):
         description="steps; with sft.drafter_only fewer, if the accept length has stopped rising: if an evaluation "
         "adds less than 0.01, and with sft.held_out the last two together",
     )
-    samples_per_step: Annotated[int, Field(gt=0, le=2**20)] = Field(128, description="responses of one step")
+    samples_per_step: Annotated[int, Field(gt=0, le=2**20)] = Field(
+        128, description="responses of one step"
+    )
     held_out: Count = Field(
         64,
         description="keep the answers to so many prompts of sft.path out of training; every sft.eval_every steps the "
         "trainer measures the accept length of spec.drafts on them at 1, 3 and 5 drafts a round, without an engine",
     )
     drafter_only: bool = Field(
-        True, description="train the drafter, leave the policy as it is; false: demonstrations train both"
+        True,
+        description="train the drafter, leave the policy as it is; false: demonstrations train both",
     )
     eval_every: Count = Field(
         50,

@@ -16,13 +16,15 @@ DraftSteps = Annotated[int, Field(ge=0, le=MOST_DRAFTS)]
 
 class SpecSection(Section):
     mode: Literal["adaptive", "fixed", "off"] = Field(
-        "adaptive", description="adaptive: num_steps is chosen while the engines run; fixed: num_steps; off: no drafts"
+        "adaptive",
+        description="adaptive: num_steps is chosen while the engines run; fixed: num_steps; off: no drafts",
     )
     num_steps: Annotated[DraftSteps, Needs("spec.mode!=off")] = Field(
         3, description="drafter passes per round (fixed), or at the start (adaptive)"
     )
     topk: Annotated[int, Field(gt=0, le=MOST_DRAFTS)] = Field(
-        1, description="children of a drafted node; 1: a chain; more: a tree, with mode=fixed and the embedded engine"
+        1,
+        description="children of a drafted node; 1: a chain; more: a tree, with mode=fixed and the embedded engine",
     )
     num_draft_tokens: Annotated[int, Field(ge=0, le=4096), Needs("spec.mode=fixed")] = Field(
         0, description="most tokens that a round verifies for one sample; 0: all that were drafted"
@@ -33,7 +35,8 @@ class SpecSection(Section):
         "mode=fixed and the embedded engine",
     )
     candidate_steps: Annotated[tuple[DraftSteps, ...], Needs("spec.mode=adaptive")] = Field(
-        (0, 1, 2, 3, 5), description="values of num_steps that mode=adaptive chooses from; 0: no drafts"
+        (0, 1, 2, 3, 5),
+        description="values of num_steps that mode=adaptive chooses from; 0: no drafts",
     )
     verifier: Verifier = Field(
         "position_keyed",
@@ -45,12 +48,15 @@ class SpecSection(Section):
         description="under verifier=position_keyed. coupled: drafts take the verifier's noise, so more are accepted "
         "above temperature 0; argmax: the drafter's likeliest token. The text is the same",
     )
-    history: Annotated[bool, Needs("spec.mode!=off"), Needs("spec.verifier=position_keyed")] = Field(
-        False,
-        description="before drafting, check the beginning that old answers to the prompt share",
+    history: Annotated[bool, Needs("spec.mode!=off"), Needs("spec.verifier=position_keyed")] = (
+        Field(
+            False,
+            description="before drafting, check the beginning that old answers to the prompt share",
+        )
     )
     cost_table: Annotated[Text, Needs("spec.mode=adaptive", "tail.rebalance")] = Field(
-        "", description="JSON file of `rlspec profile` to choose by; empty: the model's sizes, and what rounds took"
+        "",
+        description="JSON file of `rlspec profile` to choose by; empty: the model's sizes, and what rounds took",
     )
     learn_costs: Annotated[bool, Needs("spec.mode=adaptive")] = Field(
         True,
@@ -62,23 +68,31 @@ class SpecSection(Section):
     def _consistent(self) -> SpecSection:
         steps = self.candidate_steps
         if not steps or len(set(steps)) < len(steps):
-            raise ValueError(f"candidate_steps={list(steps)}: expected different numbers from 0 to {MOST_DRAFTS}")
+            raise ValueError(
+                f"candidate_steps={list(steps)}: expected different numbers from 0 to {MOST_DRAFTS}"
+            )
         if self.topk > 1 or self.tree_budget != "none":
             trees = f"topk={self.topk}" if self.topk > 1 else f"tree_budget={self.tree_budget}"
             if self.mode != "fixed":
                 raise ValueError(f"{trees} is for mode=fixed, but mode={self.mode}")
             if self.verifier == "rejection":
-                raise ValueError(f"{trees} is not lossless with verifier=rejection; expected verifier=position_keyed")
+                raise ValueError(
+                    f"{trees} is not lossless with verifier=rejection; expected verifier=position_keyed"
+                )
         if self.mode == "fixed":
             self.config()  # raises ValueError for numbers that do not fit together
         if self.mode == "adaptive" and self.num_steps not in steps:
-            raise ValueError(f"num_steps={self.num_steps} is not among candidate_steps={list(steps)}")
+            raise ValueError(
+                f"num_steps={self.num_steps} is not among candidate_steps={list(steps)}"
+            )
         return self
 
     @property
     def steps(self) -> tuple[int, ...]:
         """Return the numbers of drafts that an engine may be told."""
-        return {"off": (0,), "fixed": (self.num_steps,), "adaptive": self.candidate_steps}[self.mode]
+        return {"off": (0,), "fixed": (self.num_steps,), "adaptive": self.candidate_steps}[
+            self.mode
+        ]
 
     def config(self) -> SpecConfig:
         """Return the configuration that mode=fixed runs and other modes start with. Raises ValueError."""

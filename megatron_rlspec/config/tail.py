@@ -21,10 +21,12 @@ class TailConfig(Section):
         description="which samples move: those by which the rollout ends earlier (makespan), or by RLHFSpec's rule "
         "(threshold)",
     )
-    every: Annotated[Positive, Needs("tail.rebalance", "tail.tp", "rollout.engine=embedded")] = Field(
-        32,
-        description="decode rounds between two decisions; with the embedded engine on several ranks, also between the "
-        "moments at which they begin requests and return samples",
+    every: Annotated[Positive, Needs("tail.rebalance", "tail.tp", "rollout.engine=embedded")] = (
+        Field(
+            32,
+            description="decode rounds between two decisions; with the embedded engine on several ranks, also between "
+            "the moments at which they begin requests and return samples",
+        )
     )
     tp: tuple[int, ...] = Field(
         (1,),
@@ -41,7 +43,9 @@ class TailConfig(Section):
     @field_validator("tp")
     @classmethod
     def _ever_larger(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        ordered = all(small < large and large % small == 0 for small, large in itertools.pairwise(sizes))
+        ordered = all(
+            small < large and large % small == 0 for small, large in itertools.pairwise(sizes)
+        )
         if not sizes or sizes[0] < 1 or not ordered or sizes[-1] > 1024:
             raise ValueError("expected multiples of the size before, such as 1,2,4")
         return sizes

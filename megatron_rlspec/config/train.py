@@ -31,7 +31,8 @@ class TrainConfig(Section):
         "SIGTERM",
     )
     export_every: Count = Field(
-        0, description="steps between models of policy and drafter in run_dir/hf-step-N, which all stay; 0: only hf/"
+        0,
+        description="steps between models of policy and drafter in run_dir/hf-step-N, which all stay; 0: only hf/",
     )
     save_best: Annotated[bool, Needs("data.eval_path")] = Field(
         False,
@@ -44,10 +45,14 @@ class TrainConfig(Section):
     )
     eval_prompts: int = Field(128, gt=0, le=2**20, description="held-out prompts of one evaluation")
     eval_samples: Annotated[int, Field(gt=0, le=2**20), Needs("data.eval_path")] = Field(
-        1, description="responses to each of them; with n, evaluations report pass_k, the best reward of k, up to k = n"
+        1,
+        description="responses to each of them; with n, evaluations report pass_k, the best reward of k, up to k = n",
     )
     eval_temperature: Annotated[float, Needs("data.eval_path")] = Field(
-        -1.0, ge=-1, le=100, description="sampling temperature of evaluations; 0: greedy; -1: rollout.temperature"
+        -1.0,
+        ge=-1,
+        le=100,
+        description="sampling temperature of evaluations; 0: greedy; -1: rollout.temperature",
     )
 
     @field_validator("eval_temperature")

@@ -58,7 +58,11 @@ class HfSource(Mapping[str, Tensor]):
         return row.layout.fuse([self.tensors[hf] for hf in row.hf])
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, row in self.family.rows.items() if all(hf in self.tensors for hf in row.hf))
+        return (
+            name
+            for name, row in self.family.rows.items()
+            if all(hf in self.tensors for hf in row.hf)
+        )
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -83,7 +87,11 @@ class WithFreshDrafter(Mapping[str, Tensor]):
         self.source = source
         # The first layer of the drafter's own kind: with experts, or with full attention, if the drafter has them.
         wanted = _parts(family, "mtp.layers.0.transformer_layer.")
-        kinds = (n for n in range(family.geometry.layers) if _parts(family, f"decoder.layers.{n}.") == wanted)
+        kinds = (
+            n
+            for n in range(family.geometry.layers)
+            if _parts(family, f"decoder.layers.{n}.") == wanted
+        )
         self._template = next(kinds)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -98,7 +106,8 @@ class WithFreshDrafter(Mapping[str, Tensor]):
             return ((norm.double() + self._zero) * self._final_scale - self._zero).to(norm.dtype)
         if inner == "eh_proj.weight":
             eye = torch.eye(self.family.geometry.hidden, dtype=norm.dtype)
-            return torch.cat((eye, torch.zeros_like(eye)), dim=1)  # Megatron's order: embedding, hidden
+            # Megatron's order: embedding, hidden
+            return torch.cat((eye, torch.zeros_like(eye)), dim=1)
         return torch.full_like(norm, self._embedding_rms - self._zero)
 
     def __iter__(self) -> Iterator[str]:
@@ -159,7 +168,11 @@ def config_without_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
     counts = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     config = {key: value for key, value in config.items() if key != STATED}
     if config["architectures"] != ["MiMoForCausalLM"] or config.get("model_type") != "qwen2":
-        return {**config, "num_nextn_predict_layers": 0, **{key: 0 for key in counts if key in config}}
+        return {
+            **config,
+            "num_nextn_predict_layers": 0,
+            **{key: 0 for key in counts if key in config},
+        }
     llama = config.get("attention_bias") is False
     found = {key: value for key, value in config.items() if key not in counts}
     found["architectures"] = ["LlamaForCausalLM" if llama else "Qwen2ForCausalLM"]
@@ -189,14 +202,23 @@ class Conversion:
     groups: tuple[tuple[str, tuple[str, ...]], ...]
     small_files: Path
     fresh_drafter: bool
-    made: TemporaryDirectory[str] | None = None  # `small_files` of a GGUF source; removed with this object
+    # `small_files` of a GGUF source; removed with this object
+    made: TemporaryDirectory[str] | None = None
     eagle3: Eagle3 | None = None
 
     def identity(self) -> dict[str, Any]:
         """Return the properties that an interrupted conversion must share with this one to be continued."""
-        stamps = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(weight_files(self.source))}
+        stamps = {
+            f.name: [f.stat().st_size, f.stat().st_mtime_ns]
+            for f in sorted(weight_files(self.source))
+        }
         shape = {"to": self.to, "spec": self.family.spec, "fresh_drafter": self.fresh_drafter}
-        return {**shape, "source": str(self.source.resolve()), "files": stamps, "config": self.config}
+        return {
+            **shape,
+            "source": str(self.source.resolve()),
+            "files": stamps,
+            "config": self.config,
+        }
 
 
 def plan(
@@ -242,14 +264,20 @@ def plan(
     stated = check_model(small_files, "convert", weights=False, tokenizer=False)
     own = name_table(stated, spec)
     if add_mtp and own.drafter_names and _has_drafter(kind, source, own):
-        raise ValueError(f"{source}: has a drafter already ({own.drafter_names[0]}, ...); --add-mtp would replace it")
+        raise ValueError(
+            f"{source}: has a drafter already ({own.drafter_names[0]}, ...); --add-mtp would replace it"
+        )
     if drop_mtp and not own.drafter_names and kind != "run":
         raise ValueError(f"{source}: has no drafter that --drop-mtp could leave out")
     config, eagle3 = stated, None
     if kind == "run":
         layout = run_checkpoint.layout_of(source)
         layers = int(layout["drafter"] == "mtp")
-        config = {**stated, "num_nextn_predict_layers": layers, **(layout["chosen"] if layers else {})}
+        config = {
+            **stated,
+            "num_nextn_predict_layers": layers,
+            **(layout["chosen"] if layers else {}),
+        }
         spec = run_checkpoint.spec_of(source)
         own = name_table(config, spec)
         if layout["drafter"] == "eagle3" and not drop_mtp:
@@ -259,16 +287,32 @@ def plan(
     family = name_table(config, spec)
     tensors: Mapping[str, Tensor]
     if gguf is not None:
-        tensors = HfSource(own, gguf_file.GgufTensors(source, gguf, own, stated, dtype or "bfloat16"))
+        tensors = HfSource(
+            own, gguf_file.GgufTensors(source, gguf, own, stated, dtype or "bfloat16")
+        )
     elif kind == "hf":
         changed = add_mtp or drop_mtp
         check_model(source, "convert", drafter=not changed, tokenizer=False)
         tensors = HfSource(own, read_hf(source)[1])
     else:
-        tensors = _megatron_tensors(source, own if drop_mtp else family, family, fresh_drafter=add_mtp)
+        tensors = _megatron_tensors(
+            source, own if drop_mtp else family, family, fresh_drafter=add_mtp
+        )
     if add_mtp:
         tensors = WithFreshDrafter(family, tensors)
-    return Conversion(source, target, to, family, config, tensors, _groups(family), small_files, add_mtp, made, eagle3)
+    return Conversion(
+        source,
+        target,
+        to,
+        family,
+        config,
+        tensors,
+        _groups(family),
+        small_files,
+        add_mtp,
+        made,
+        eagle3,
+    )
 
 
 def _megatron_tensors(
@@ -280,17 +324,25 @@ def _megatron_tensors(
     """
     tensors: run_checkpoint.RunTensors | TorchDistReader
     if run_checkpoint.is_run_checkpoint(source):
-        tensors = run_checkpoint.RunTensors(source, read_as, run_checkpoint.layout_of(source)["tensor"])
+        tensors = run_checkpoint.RunTensors(
+            source, read_as, run_checkpoint.layout_of(source)["tensor"]
+        )
     else:
         tensors = TorchDistReader(source, read_as)
     known = set(tensors)
-    lost = [n for n in family.rows if n not in known and not (fresh_drafter and family.is_drafter(n))]
+    lost = [
+        n for n in family.rows if n not in known and not (fresh_drafter and family.is_drafter(n))
+    ]
     if lost:
-        raise CheckpointError(f"{source}: lacks {len(lost)} tensors of {family.name}, such as {lost[0]}")
+        raise CheckpointError(
+            f"{source}: lacks {len(lost)} tensors of {family.name}, such as {lost[0]}"
+        )
     return tensors
 
 
-def _kinds(source: Path, to: Kind | None, *, changed: bool) -> tuple[Kind | Literal["gguf", "run"], Kind]:
+def _kinds(
+    source: Path, to: Kind | None, *, changed: bool
+) -> tuple[Kind | Literal["gguf", "run"], Kind]:
     """Return the kinds of source and target. Raises CheckpointError or ValueError.
 
     changed  a drafter is added or left out, so source and target may be of one kind
@@ -299,17 +351,25 @@ def _kinds(source: Path, to: Kind | None, *, changed: bool) -> tuple[Kind | Lite
         return "gguf", to or "hf"
     if not source.is_dir():
         what = "not a directory" if source.exists() else "no such directory"
-        raise CheckpointError(f"{source}: {what}; expected a Hugging Face or a Megatron checkpoint, or a .gguf file")
+        raise CheckpointError(
+            f"{source}: {what}; expected a Hugging Face or a Megatron checkpoint, or a .gguf file"
+        )
     if run_checkpoint.is_run_checkpoint(source):
         return "run", to or "hf"
     if (source / "checkpoints").is_dir():
-        raise CheckpointError(f"{source} is a run's directory; expected its hf/, or one of its checkpoints/step-*")
+        raise CheckpointError(
+            f"{source} is a run's directory; expected its hf/, or one of its checkpoints/step-*"
+        )
     if source.name == "checkpoints" and (steps := sorted(source.glob("step-*/"))):
-        raise CheckpointError(f"{source} holds a run's checkpoints; expected one of them, such as {steps[-1]}")
+        raise CheckpointError(
+            f"{source} holds a run's checkpoints; expected one of them, such as {steps[-1]}"
+        )
     kind: Kind = "hf" if is_hf(source) else "megatron"
     to = to or ("megatron" if kind == "hf" else "hf")
     if kind == to and not changed:
-        raise ValueError(f"{source} is a {kind} checkpoint already; nothing to do (--add-mtp and --drop-mtp change it)")
+        raise ValueError(
+            f"{source} is a {kind} checkpoint already; nothing to do (--add-mtp and --drop-mtp change it)"
+        )
     return kind, to
 
 
@@ -324,7 +384,9 @@ def _eagle3(source: Path, target: Path, drafter: Path | None) -> Eagle3 | None:
     drafter  the directory that the run's drafter started from
     """
     if drafter is None or not drafter.is_dir():
-        raise CheckpointError(f"{source}: the run's drafter.path={drafter} is not here; expected it, or --drop-mtp")
+        raise CheckpointError(
+            f"{source}: the run's drafter.path={drafter} is not here; expected it, or --drop-mtp"
+        )
     config, tensors = read_hf(drafter)
     ids = words(tensors, config)
     run_checkpoint.check_words(source, ids)
@@ -333,7 +395,9 @@ def _eagle3(source: Path, target: Path, drafter: Path | None) -> Eagle3 | None:
     return Eagle3(beside, {**config, **run_checkpoint.layout_of(source)["chosen"]}, drafter, ids)
 
 
-def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label, size: None) -> None:
+def convert(
+    work: Conversion, advance: Callable[[str, int], None] = lambda label, size: None
+) -> None:
     """Convert, or continue an interrupted conversion. Calls `advance(label, bytes)` after every group.
 
     Raises CheckpointError for a damaged source; nothing is then left behind. Raises OSError, for a full disk for
@@ -342,7 +406,8 @@ def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label
     lock = work.target.with_name(f".{work.target.name}.lock")
     with files.locked(lock):
         try:
-            files.check_new_directory(work.target)  # another process may have finished it since it was planned
+            # another process may have finished it since it was planned
+            files.check_new_directory(work.target)
             _convert(work, advance)
         finally:
             lock.unlink()
@@ -352,7 +417,8 @@ def _convert(work: Conversion, advance: Callable[[str, int], None]) -> None:
     unfinished = work.target.with_name(f".{work.target.name}.partial")
     note = unfinished / "plan.json"
     if unfinished.exists() and not _continues(note, work):
-        shutil.rmtree(unfinished)  # the interrupted conversion was another one, or named its files when it ended
+        # the interrupted conversion was another one, or named its files when it ended
+        shutil.rmtree(unfinished)
     unfinished.mkdir(exist_ok=True)
     write_json(note, work.identity())
     try:
@@ -365,7 +431,8 @@ def _convert(work: Conversion, advance: Callable[[str, int], None]) -> None:
     built = None if work.eagle3 is None else _build_eagle3(work.eagle3, work)
     note.unlink()
     sink.finish()
-    if work.eagle3 is not None and built is not None:  # after the last error that the same call is to repair
+    # after the last error that the same call is to repair
+    if work.eagle3 is not None and built is not None:
         checkpoint.publish(built, work.eagle3.target)
 
 
@@ -374,7 +441,9 @@ def _build_eagle3(drafter: Eagle3, work: Conversion) -> Path:
     table = name_table(described)
     tensor = run_checkpoint.layout_of(work.source)["tensor"]
     held = run_checkpoint.RunTensors(work.source, table, tensor)
-    own = (pair for name in held if table.is_drafter(name) for pair in table.to_hf(name, held[name]))
+    own = (
+        pair for name in held if table.is_drafter(name) for pair in table.to_hf(name, held[name])
+    )
     return build_drafter(drafter.target, drafter.config, own, drafter.ids, drafter.source)
 
 
@@ -416,7 +485,9 @@ class _HfSink:
         self.work = work
         self.directory = directory
         self._held: dict[str, Tensor] = {}
-        self._written = max((int(file.stem.removeprefix("shard-")) for file in self._files()), default=-1)
+        self._written = max(
+            (int(file.stem.removeprefix("shard-")) for file in self._files()), default=-1
+        )
 
     def write(self, index: int, names: Sequence[str]) -> int:
         if index <= self._written:

@@ -25,7 +25,8 @@ from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
 
 SLIME_FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
 HF_DRAFTER = "hf_drafter"  # within that, an EAGLE-3 drafter
-MOST_WORDS = 32_000  # of a fresh drafter, unless asked for more; the size that published drafters have
+# of a fresh drafter, unless asked for more; the size that published drafters have
+MOST_WORDS = 32_000
 _SAME = (
     "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps rope_theta "
     "rope_scaling rope_parameters max_position_embeddings initializer_range hidden_act torch_dtype dtype eos_token_id "
@@ -101,16 +102,21 @@ def read_drafters(
     if kinds == {False}:
         return hf_config, {name: tensors for name, (_, tensors) in found.items()}
     if len(kinds) > 1:
-        raise CheckpointError(f"{', '.join(places.values())}: expected MTP layers or EAGLE-3 drafters, not both")
+        raise CheckpointError(
+            f"{', '.join(places.values())}: expected MTP layers or EAGLE-3 drafters, not both"
+        )
     for place in places.values():
         check_drafter(place, hf_config, str(policy))
     joined = {name: read_model(policy, place) for name, place in places.items()}
     first, tensors = next(iter(joined.values()))
-    unlike = dict.fromkeys(("dtype", "torch_dtype", STATED))  # in which drafters of one kind may differ
+    # in which drafters of one kind may differ
+    unlike = dict.fromkeys(("dtype", "torch_dtype", STATED))
     for name, (config, others) in joined.items():
         own, expected = (stated[DRAFTER] | unlike for stated in (config, first))
         if own != expected or not torch.equal(words(others, config), words(tensors, first)):
-            raise CheckpointError(f"{places[name]}: differs in config.json or words from the first drafter")
+            raise CheckpointError(
+                f"{places[name]}: differs in config.json or words from the first drafter"
+            )
     return first, {name: others for name, (_, others) in joined.items()}
 
 
@@ -123,7 +129,9 @@ def _in_slime(place: Path) -> str:
     return str(eagle3 if eagle3.is_dir() else iteration)
 
 
-def _read(place: str, policy: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors | dict[str, Tensor]]:
+def _read(
+    place: str, policy: Mapping[str, Any]
+) -> tuple[dict[str, Any], Tensors | dict[str, Tensor]]:
     """Return config.json and tensors of a directory; of a Megatron checkpoint of `policy` the MTP layers alone."""
     if not torch_dist.is_checkpoint(Path(place)):
         return read_hf(place)
@@ -131,8 +139,12 @@ def _read(place: str, policy: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor
     reader = torch_dist.TorchDistReader(place, family)
     names = [name for name in family.rows if family.is_drafter(name) and name in reader]
     if not names:
-        raise CheckpointError(f"{place}: has no MTP layer, and no {SLIME_FOLDER}/{HF_DRAFTER}; expected a drafter")
-    return dict(policy), {hf: tensor for name in names for hf, tensor in family.to_hf(name, reader[name])}
+        raise CheckpointError(
+            f"{place}: has no MTP layer, and no {SLIME_FOLDER}/{HF_DRAFTER}; expected a drafter"
+        )
+    return dict(policy), {
+        hf: tensor for name in names for hf, tensor in family.to_hf(name, reader[name])
+    }
 
 
 def words(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
@@ -160,7 +172,9 @@ def build_drafter(
     return build_hf(path, config, [*named, *maps.items()], tokenizer_from)
 
 
-def make_drafter(source: str | Path, target: str | Path, size: int = 0, seed: int = 0) -> dict[str, Any]:
+def make_drafter(
+    source: str | Path, target: str | Path, size: int = 0, seed: int = 0
+) -> dict[str, Any]:
     """Write a fresh EAGLE-3 drafter for the model in `source` to the directory `target`. Returns its config.json.
 
     size  words of drafts; 0: all, but at most `MOST_WORDS`. They are those of the lowest ids, which BPE merged first,
@@ -185,7 +199,9 @@ def make_drafter(source: str | Path, target: str | Path, size: int = 0, seed: in
         taps = check_drafter_config(config, str(target)).taps(layers)
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from None
-    head = tensors["model.embed_tokens.weight" if hf_config.get("tie_word_embeddings") else "lm_head.weight"]
+    head = tensors[
+        "model.embed_tokens.weight" if hf_config.get("tie_word_embeddings") else "lm_head.weight"
+    ]
     made = _fresh(config, len(taps), head.index_select(0, ids), tensors["model.norm.weight"], seed)
     publish(build_drafter(target, config, made, ids, tokenizer_from=source), Path(target))
     check_drafter(target, hf_config, str(source))
@@ -205,13 +221,20 @@ def config_of_drafter(hf_config: Mapping[str, Any], size: int = 0) -> dict[str, 
         "tie_word_embeddings": False,
     }
     # SGLang's default, and for a smaller model the outputs of the last three layers but one, or of as many as it has.
-    inputs = (2, layers // 2, layers - 3) if layers >= 7 else tuple(range(max(0, layers - 3), layers))
+    inputs = (
+        (2, layers // 2, layers - 3) if layers >= 7 else tuple(range(max(0, layers - 3), layers))
+    )
     outputs = [i - 1 for i in inputs]
-    config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs}
+    config["eagle_config"] = {
+        "use_aux_hidden_state": True,
+        "eagle_aux_hidden_state_layer_ids": outputs,
+    }
     return config
 
 
-def _fresh(config: Mapping[str, Any], taps: int, head: Tensor, norm: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
+def _fresh(
+    config: Mapping[str, Any], taps: int, head: Tensor, norm: Tensor, seed: int
+) -> Iterator[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     std = config.get("initializer_range", 0.02)
     for name, shape in shapes(check_drafter_config(config, "a fresh drafter"), taps).items():

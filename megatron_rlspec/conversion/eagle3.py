@@ -27,7 +27,9 @@ _OTHER_NAMES = {  # which SGLang reads, too
 }
 
 
-def check_drafter(path: str | Path, target: Mapping[str, Any], target_path: str, *, weights: bool = True) -> Eagle3:
+def check_drafter(
+    path: str | Path, target: Mapping[str, Any], target_path: str, *, weights: bool = True
+) -> Eagle3:
     """Return the drafter's config.json, typed. Raises ModelConfigError for one that the target cannot be drafted with.
 
     A drafter that reads the wrong layers of its target runs, and no draft is accepted. So its layers are compared here.
@@ -79,7 +81,8 @@ def shapes(config: Eagle3, taps: int) -> dict[str, tuple[int, ...]]:
     if config.norms_each:
         found |= {f"fc_norm.{tap}.weight": (hidden,) for tap in range(taps)}
     for index in range(config.num_hidden_layers):
-        read = hidden if index else 2 * hidden  # the first layer's attention reads embedding and hidden state
+        # the first layer's attention reads embedding and hidden state
+        read = hidden if index else 2 * hidden
         layer = {
             "hidden_norm": (hidden,),
             "post_attention_layernorm": (hidden,),
@@ -98,7 +101,10 @@ def shapes(config: Eagle3, taps: int) -> dict[str, tuple[int, ...]]:
 
 
 def _check_tensors(
-    directory: Path, headers: Mapping[str, Header], wanted: Mapping[str, tuple[int, ...]], layers: int
+    directory: Path,
+    headers: Mapping[str, Header],
+    wanted: Mapping[str, tuple[int, ...]],
+    layers: int,
 ) -> None:
     for name, shape in wanted.items():
         if name not in headers:
@@ -109,8 +115,12 @@ def _check_tensors(
                 f"{list(shape)} by config.json and the layers that the drafter reads"
             )
         if headers[name].dtype not in FLOATS:
-            raise ModelConfigError(f"{directory}: {name} has type {headers[name].dtype}, expected {', '.join(FLOATS)}")
-    unused = {"embed_tokens.weight"} | {f"layers.{index}.input_layernorm.weight" for index in range(1, layers)}
+            raise ModelConfigError(
+                f"{directory}: {name} has type {headers[name].dtype}, expected {', '.join(FLOATS)}"
+            )
+    unused = {"embed_tokens.weight"} | {
+        f"layers.{index}.input_layernorm.weight" for index in range(1, layers)
+    }
     unknown = sorted(headers.keys() - wanted.keys() - unused - set(MAPS))
     if unknown:
         raise ModelConfigError(
@@ -136,7 +146,9 @@ def _check_words(directory: Path, headers: Mapping[str, Header], config: Eagle3)
         expected[words] = True
         if (wrong := np.flatnonzero(drafted != expected)).size:
             said = "a word of drafts" if drafted[wrong[0]] else "not a word of drafts"
-            raise ModelConfigError(f"{directory}: t2d says that token {wrong[0]} is {said}, and d2t does not")
+            raise ModelConfigError(
+                f"{directory}: t2d says that token {wrong[0]} is {said}, and d2t does not"
+            )
 
 
 def _words(directory: Path, header: Header, config: Eagle3) -> np.ndarray:
@@ -149,7 +161,9 @@ def _words(directory: Path, header: Header, config: Eagle3) -> np.ndarray:
     return words
 
 
-def _map(directory: Path, header: Header, name: str, types: tuple[str, ...], size: int) -> np.ndarray:
+def _map(
+    directory: Path, header: Header, name: str, types: tuple[str, ...], size: int
+) -> np.ndarray:
     """Return a map. numpy has not every type that a file can have, so the header is looked at first."""
     if header.dtype not in types or header.shape != (size,):
         raise ModelConfigError(

@@ -38,7 +38,9 @@ def add_mtp(source: str | Path, target: Path) -> None:
             os.symlink((old.directory / file).resolve(), partial / shard)
         own = f"shard-{len(shards):05d}.safetensors"
         tensor_file.save(new, partial / own)
-        file_of = {tensor: shards[file] for tensor, file in old.file_of.items()} | dict.fromkeys(new, own)
+        file_of = {tensor: shards[file] for tensor, file in old.file_of.items()} | dict.fromkeys(
+            new, own
+        )
         complete(partial, work.config, file_of, work.small_files)
         publish(partial, target)
     except BaseException:
@@ -46,7 +48,9 @@ def add_mtp(source: str | Path, target: Path) -> None:
         raise
 
 
-def _new_tensors(family: NameTable, tensors: Mapping[str, Tensor], old: LazyTensors) -> Iterator[tuple[str, Tensor]]:
+def _new_tensors(
+    family: NameTable, tensors: Mapping[str, Tensor], old: LazyTensors
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that `old` lacks, by Hugging Face names, each with storage of its own."""
     for name, row in family.rows.items():
         if all(hf in old for hf in row.hf):

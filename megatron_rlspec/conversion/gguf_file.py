@@ -25,7 +25,11 @@ from megatron_rlspec.texts import first_line, one_line, printable
 if TYPE_CHECKING:
     from gguf import ReaderTensor
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Tensors that hold no weights of the model: llama.cpp writes the factors of scaled rotary embeddings as a tensor.
 _SCALED_ROTARY = "rope_freqs.weight"
@@ -66,7 +70,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "nextn_predict_layers": (0,),
 }
 _WHOLE = {"split.count": (0, 1), "general.type": ("model",)}  # the same, of every architecture
-_NEEDED = [key for key in _STATED if key not in ("attention.head_count_kv", "attention.key_length", "rope.freq_base")]
+_NEEDED = [
+    key
+    for key in _STATED
+    if key not in ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
+]
 _TOKEN_IDS = ("bos", "eos", "padding")
 
 
@@ -104,44 +112,77 @@ def write_small_files(path: Path, held: Gguf, directory: Path, dtype: str) -> No
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, local_files_only=True
+        )
         tokenizer.save_pretrained(directory)
-    except Exception as error:  # a file with other metadata than expected raises errors of any kind there
-        raise CheckpointError(f"{path}: Transformers cannot read its tokenizer ({first_line(error)})") from None
+    except (
+        Exception
+    ) as error:  # a file with other metadata than expected raises errors of any kind there
+        raise CheckpointError(
+            f"{path}: Transformers cannot read its tokenizer ({first_line(error)})"
+        ) from None
 
 
 def config_of(path: Path, held: Gguf) -> dict[str, Any]:
     """Return config.json. Raises CheckpointError for metadata by which llama.cpp computes something else."""
     given = held.metadata
     if _SCALED_ROTARY in held.tensors:
-        raise CheckpointError(f"{path}: {_SCALED_ROTARY}: scaled rotary embeddings are not read from GGUF")
+        raise CheckpointError(
+            f"{path}: {_SCALED_ROTARY}: scaled rotary embeddings are not read from GGUF"
+        )
     kind = str(given.get("general.architecture", "nothing"))
     if kind not in ARCHITECTURES:
-        raise CheckpointError(f"{path}: general.architecture is {kind[:60]}; expected {', '.join(ARCHITECTURES)}")
+        raise CheckpointError(
+            f"{path}: general.architecture is {kind[:60]}; expected {', '.join(ARCHITECTURES)}"
+        )
     tokens = given.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list):
-        raise CheckpointError(f"{path}: no tokenizer.ggml.tokens; expected a file with its tokenizer")
-    own = {key.removeprefix(f"{kind}."): value for key, value in given.items() if key.startswith(f"{kind}.")}
+        raise CheckpointError(
+            f"{path}: no tokenizer.ggml.tokens; expected a file with its tokenizer"
+        )
+    own = {
+        key.removeprefix(f"{kind}."): value
+        for key, value in given.items()
+        if key.startswith(f"{kind}.")
+    }
     config = {ours: own.pop(theirs) for theirs, ours in _STATED.items() if theirs in own}
     if lacking := [theirs for theirs in _NEEDED if _STATED[theirs] not in config]:
         raise CheckpointError(f"{path}: no {kind}.{lacking[0]}; expected a whole model")
     for key, value in config.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{path}: {key} is {str(value)[:60]}; expected one number for all layers")
-    head_dim = config.setdefault("head_dim", config["hidden_size"] // max(config["num_attention_heads"], 1))
+            raise CheckpointError(
+                f"{path}: {key} is {str(value)[:60]}; expected one number for all layers"
+            )
+    head_dim = config.setdefault(
+        "head_dim", config["hidden_size"] // max(config["num_attention_heads"], 1)
+    )
     config.setdefault("rope_theta", 10_000.0)  # llama.cpp's default
-    fixed = {"vocab_size": (len(tokens),), "rope.dimension_count": (head_dim,), "attention.value_length": (head_dim,)}
+    fixed = {
+        "vocab_size": (len(tokens),),
+        "rope.dimension_count": (head_dim,),
+        "attention.value_length": (head_dim,),
+    }
     fixed["rope.scaling.original_context_length"] = (config.get("max_position_embeddings"),)
     named = {f"{kind}.{name}": (value, (_NEUTRAL | fixed).get(name)) for name, value in own.items()}
     named |= {name: (given[name], values) for name, values in _WHOLE.items() if name in given}
     for name, (value, neutral) in named.items():
         if neutral is None or value not in neutral:
-            wanted = f"expected {' or '.join(map(str, neutral))}" if neutral else "this key is not read from GGUF"
+            wanted = (
+                f"expected {' or '.join(map(str, neutral))}"
+                if neutral
+                else "this key is not read from GGUF"
+            )
             raise CheckpointError(f"{path}: {name[:80]} is {str(value)[:60]}; {wanted}")
     embedding = held.tensors.get("token_embd.weight")
     if embedding is not None and embedding.shape[-1] != len(tokens):
-        raise CheckpointError(f"{path}: {len(tokens)} tokens, but token_embd.weight has {embedding.shape[-1]} rows")
-    ids = {f"{name.replace('padding', 'pad')}_token_id": f"tokenizer.ggml.{name}_token_id" for name in _TOKEN_IDS}
+        raise CheckpointError(
+            f"{path}: {len(tokens)} tokens, but token_embd.weight has {embedding.shape[-1]} rows"
+        )
+    ids = {
+        f"{name.replace('padding', 'pad')}_token_id": f"tokenizer.ggml.{name}_token_id"
+        for name in _TOKEN_IDS
+    }
     return {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
@@ -161,7 +202,9 @@ class GgufTensors(Mapping[str, Tensor]):
     shape that `config` gives it.
     """
 
-    def __init__(self, path: Path, file: Gguf, family: NameTable, config: Mapping[str, Any], dtype: str) -> None:
+    def __init__(
+        self, path: Path, file: Gguf, family: NameTable, config: Mapping[str, Any], dtype: str
+    ) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         typed = check_config(config, str(path), trained=False)
@@ -169,7 +212,9 @@ class GgufTensors(Mapping[str, Tensor]):
         self.geometry = family.geometry
         self.dtype = DTYPES[dtype]
         held = dict(file.tensors)
-        kind = next(kind for kind, architecture in ARCHITECTURES.items() if architecture == family.name)
+        kind = next(
+            kind for kind, architecture in ARCHITECTURES.items() if architecture == family.name
+        )
         self.permuted = kind == "llama"
         model = next(key for key, name in MODEL_ARCH_NAMES.items() if name == kind)
         names = get_tensor_name_map(model, family.geometry.layers)
@@ -181,7 +226,9 @@ class GgufTensors(Mapping[str, Tensor]):
                 raise CheckpointError(f"{path}: lacks {theirs}, which {family.name} needs")
             self._held[name] = held.pop(theirs)
         if held:
-            raise CheckpointError(f"{path}: {min(held)} has no place in {family.name}; expected no such tensor")
+            raise CheckpointError(
+                f"{path}: {min(held)} has no place in {family.name}; expected no such tensor"
+            )
         for name, tensor in self._held.items():
             wanted = expected_shape(name, typed) or {}
             shape = tensor.shape[::-1].tolist()

@@ -59,7 +59,9 @@ def model_of(path: Path) -> tuple[Path, Path | None]:
             f"{path}: no config.json of its run at {file}; expected --hf DIR, its model.path"
         ) from None
     if not model.is_dir():
-        raise CheckpointError(f"{path}: the run's model.path={model} is not here; expected --hf DIR, that model")
+        raise CheckpointError(
+            f"{path}: the run's model.path={model} is not here; expected --hf DIR, that model"
+        )
     return model, Path(drafter) if drafter else None
 
 
@@ -98,7 +100,9 @@ class RunTensors(Mapping[str, Tensor]):
                     self._parts.setdefault(name, []).append((opened[shard.path], own))
         for name, parts in self._parts.items():
             if len(parts) != tensor:
-                raise CheckpointError(f"{path}: {len(parts)} parts of {name}, expected {tensor}: files are missing")
+                raise CheckpointError(
+                    f"{path}: {len(parts)} parts of {name}, expected {tensor}: files are missing"
+                )
 
     def __getitem__(self, name: str) -> Tensor:
         return self._table.unshard(name, [file[own] for file, own in self._parts[name]])
@@ -125,9 +129,13 @@ def _shards(path: Path, opened: dict[Path, TensorFile]) -> list[Shard]:
         tensor, expert, pipeline = places[file]
         opened[file] = TensorFile(file)
         held = {prefix: [n for n in opened[file] if n.startswith(prefix)] for prefix in _HELD}
-        names = {canonical(n.removeprefix(prefix)): n for prefix, found in held.items() for n in found}
+        names = {
+            canonical(n.removeprefix(prefix)): n for prefix, found in held.items() for n in found
+        }
         shards.append(Shard(tensor, expert, pipeline, file, names))
-    return sorted(shards, key=lambda shard: (shard.pipeline, shard.expert, shard.tensor, shard.path.name))
+    return sorted(
+        shards, key=lambda shard: (shard.pipeline, shard.expert, shard.tensor, shard.path.name)
+    )
 
 
 def _renumbered(shards: list[Shard]) -> Iterator[Shard]:
@@ -159,4 +167,6 @@ def check_words(path: Path, words: Tensor) -> None:
     stated = str(read_json(path / LAYOUT).get("eagle3", ""))
     own = f"{zlib.crc32(words.to(torch.int64).numpy().tobytes()):08x}"
     if stated and own not in stated:
-        raise CheckpointError(f"{path}: its drafter drafts from other words than drafter.path of its run has now")
+        raise CheckpointError(
+            f"{path}: its drafter drafts from other words than drafter.path of its run has now"
+        )

@@ -99,7 +99,10 @@ def _stored_name(family: NameTable, name: str, spec: str) -> str:
         return family.fused(name)
     if any("linear_kv_up_proj" in row for row in family.rows):
         return name
-    fused = (("input_layernorm.", "self_attention.linear_qkv."), ("pre_mlp_layernorm.", "mlp.linear_fc1."))
+    fused = (
+        ("input_layernorm.", "self_attention.linear_qkv."),
+        ("pre_mlp_layernorm.", "mlp.linear_fc1."),
+    )
     for norm, layer in fused:
         name = name.replace(f".{norm}", f".{layer}layer_norm_")
     return name
@@ -123,13 +126,16 @@ class TorchDistReader(Mapping[str, Tensor]):
     def __init__(self, path: str | Path, family: NameTable) -> None:
         self.directory = checkpoint_directory(Path(path))
         if read_json(self.directory / _BACKEND).get("sharded_backend") != "torch_dist":
-            raise CheckpointError(f"{self.directory / _BACKEND}: not a checkpoint of the torch_dist format")
+            raise CheckpointError(
+                f"{self.directory / _BACKEND}: not a checkpoint of the torch_dist format"
+            )
         self._written = Checksums.load(self.directory / CHECKSUMS)
         index = load_index(self.directory / _INDEX, self._written.index)
         self._stored = index.tensors
         self._where = index.parts
         for (key, _), info in self._where.items():
-            if self._written.parts and key not in self._stored:  # a module's extra state: small, and not read later
+            # a module's extra state: small, and not read later
+            if self._written.parts and key not in self._stored:
                 self._bytes(key, info)
         self._places = {name: self._find(family, name) for name in family.rows}
 
@@ -147,7 +153,9 @@ class TorchDistReader(Mapping[str, Tensor]):
         elements = math.prod(stored.size[lead:])
         present = sum(math.prod(chunk.sizes[lead:]) for chunk in chunks)
         if present != elements:  # checked before memory is allocated for the size in the index
-            raise CheckpointError(f"{self.directory}: {found.key} is not whole ({present} of {elements} elements)")
+            raise CheckpointError(
+                f"{self.directory}: {found.key} is not whole ({present} of {elements} elements)"
+            )
         full: Tensor | None = None
         filled = torch.zeros(0)
         for chunk in chunks:
@@ -155,7 +163,9 @@ class TorchDistReader(Mapping[str, Tensor]):
             if full is None:
                 full = torch.empty(stored.size[lead:], dtype=stored.properties.dtype)
                 filled = torch.zeros(stored.size[lead:], dtype=torch.bool)
-            inside = tuple(at - start for at, start in zip(found.at, chunk.offsets[:lead], strict=True))
+            inside = tuple(
+                at - start for at, start in zip(found.at, chunk.offsets[:lead], strict=True)
+            )
             spans = zip(chunk.offsets[lead:], chunk.sizes[lead:], strict=True)
             target = tuple(slice(start, start + size) for start, size in spans)
             if filled[target].any():
@@ -173,14 +183,20 @@ class TorchDistReader(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
     def _find(self, family: NameTable, name: str) -> Place | None:
-        candidates = (place(family, name, stacked, spec) for stacked in (True, False) for spec in ("te", "local"))
+        candidates = (
+            place(family, name, stacked, spec)
+            for stacked in (True, False)
+            for spec in ("te", "local")
+        )
         return next((c for c in candidates if c.key in self._stored), None)
 
     def _read(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         """Read one stored part. Raises CheckpointError if it is missing or damaged, or has another shape or dtype."""
         info = self._where.get((key, chunk.offsets)) or self._where.get((key, ()))
         if info is None:
-            raise CheckpointError(f"{self.directory / _INDEX}: no place for the part of {key} at {chunk.offsets}")
+            raise CheckpointError(
+                f"{self.directory / _INDEX}: no place for the part of {key} at {chunk.offsets}"
+            )
         part = _load_part(self._bytes(key, info), f"{self.directory / info.relative_path}: {key}")
         if tuple(part.shape) != chunk.sizes or part.dtype != dtype:
             raise CheckpointError(
@@ -196,7 +212,9 @@ class TorchDistReader(Mapping[str, Tensor]):
             if not file.is_file():
                 raise CheckpointError(f"{file}: no such file, though the index names it")
             if file.stat().st_size < info.offset + info.length:
-                raise CheckpointError(f"{file}: truncated; {key} should end at byte {info.offset + info.length}")
+                raise CheckpointError(
+                    f"{file}: truncated; {key} should end at byte {info.offset + info.length}"
+                )
             with file.open("rb") as stream:
                 stream.seek(info.offset)
                 data = stream.read(info.length)
@@ -250,7 +268,9 @@ def checkpoint_directory(path: Path) -> Path:
             raise CheckpointError(f"{tracker}: {step!r}, expected `release` or a step number")
         path /= "release" if step == "release" else f"iter_{int(step):07d}"
     if not (path / _INDEX).exists():
-        raise CheckpointError(f"{path}: neither {TRACKER} nor {_INDEX}; expected a torch_dist checkpoint")
+        raise CheckpointError(
+            f"{path}: neither {TRACKER} nor {_INDEX}; expected a torch_dist checkpoint"
+        )
     return path
 
 
@@ -265,7 +285,9 @@ def _load_part(data: bytes, where: str) -> Tensor:
     except CheckpointError:
         raise
     except Exception as error:  # damaged bytes make zipfile and torch.load raise almost anything
-        raise CheckpointError(f"{where}: damaged, or something else than a tensor ({first_line(error)})") from None
+        raise CheckpointError(
+            f"{where}: damaged, or something else than a tensor ({first_line(error)})"
+        ) from None
     if not isinstance(part, Tensor) or part.is_sparse or part.is_quantized:
         raise CheckpointError(f"{where}: expected a tensor, found {type(part).__name__}")
     return part
@@ -297,7 +319,10 @@ class TorchDistWriter:
         """Write one group and return its bytes. Tensors are consumed one by one. Raises OSError."""
         entries: list[dict[str, Any]] = []
         checksums = {}
-        with files.replacing(self.directory / _file(group)) as partial, partial.open("w+b") as stream:
+        with (
+            files.replacing(self.directory / _file(group)) as partial,
+            partial.open("w+b") as stream,
+        ):
             for name, tensor in tensors:
                 checksums[name] = checksum(tensor)
                 where = place(self.family, name, self.stacked, self.family.spec)
@@ -307,10 +332,17 @@ class TorchDistWriter:
                 if whole.untyped_storage().nbytes() != whole.nbytes:
                     whole = whole.clone()
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                stated = {"at": where.at, "of": where.of, "shape": tuple(tensor.shape), "dtype": dtype}
+                stated = {
+                    "at": where.at,
+                    "of": where.of,
+                    "shape": tuple(tensor.shape),
+                    "dtype": dtype,
+                }
                 entries.append({"key": where.key, **stated, **_append(stream, whole)})
                 for key in _extra_states(where.key, self.family.spec):
-                    entries.append({"key": key, **stated, "shape": (), "dtype": "", **_append(stream, [None])})
+                    entries.append(
+                        {"key": key, **stated, "shape": (), "dtype": "", **_append(stream, [None])}
+                    )
         write_json(self._note(group), {"entries": entries, "checksums": checksums})
         return sum(entry["length"] for entry in entries)
 
@@ -338,7 +370,9 @@ class TorchDistWriter:
                 properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
                 stored = parts.setdefault(key, TensorStorageMetadata(properties, size, []))
                 if stored.size != size:
-                    raise CheckpointError(f"{key}: layers differ in shape, {list(stored.size)} and {list(size)}")
+                    raise CheckpointError(
+                        f"{key}: layers differ in shape, {list(stored.size)} and {list(size)}"
+                    )
                 stored.chunks.append(chunk)
                 where[MetadataIndex(key, offset)] = info
         index = pickle.dumps(Metadata(parts, planner_data=None, storage_data=where))
@@ -346,7 +380,11 @@ class TorchDistWriter:
         written = {"tensors": checksums, "parts": crcs, "index": zlib.crc32(index)}
         write_json(self.directory / CHECKSUMS, written)
         torch.save({"iteration": 0, "checkpoint_version": 3.0}, self.directory / _COMMON)
-        versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+        versions = {
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
         write_json(self.directory / _BACKEND, {"sharded_backend": "torch_dist", **versions})
         for group in range(groups):
             self._note(group).unlink()

@@ -48,8 +48,12 @@ class Stored(_Record):
     def _chunks_lie_inside(self) -> Stored:
         for chunk in self.chunks:
             ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-            if len(ends) != len(self.size) or any(end > size for end, size in zip(ends, self.size, strict=True)):
-                raise ValueError(f"a part at {chunk.offsets} of {chunk.sizes} lies outside a tensor of {self.size}")
+            if len(ends) != len(self.size) or any(
+                end > size for end, size in zip(ends, self.size, strict=True)
+            ):
+                raise ValueError(
+                    f"a part at {chunk.offsets} of {chunk.sizes} lies outside a tensor of {self.size}"
+                )
         return self
 
 
@@ -91,7 +95,9 @@ class Checksums(_Record):
         """Return a part's CRC; None without a list of CRCs. Raises CheckpointError for a part that is not listed."""
         key = f"{where.relative_path}:{where.offset}:{where.length}"
         if self.parts and key not in self.parts:
-            raise CheckpointError(f"{CHECKSUMS}: lists no part {key}: the index or the list is damaged")
+            raise CheckpointError(
+                f"{CHECKSUMS}: lists no part {key}: the index or the list is damaged"
+            )
         return self.parts.get(key)
 
 
@@ -131,7 +137,11 @@ class _IndexUnpickler(pickle.Unpickler):
         "torch.distributed.checkpoint.planner",
         "torch.distributed.checkpoint.filesystem",
     }
-    _OTHERS = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
+    _OTHERS = {
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+    }
     _DATACLASS = re.compile(r"^_?[A-Z][A-Za-z_]+$")
 
     def find_class(self, module: str, name: str) -> Any:
@@ -140,8 +150,11 @@ class _IndexUnpickler(pickle.Unpickler):
         if is_dtype or is_part or (module, name) in self._OTHERS:
             return super().find_class(module, name)
         if module.startswith("megatron.core.dist_checkpointing"):
-            return type(name, (), {})  # Megatron 0.15 wrapped metadata and plan; the reader does not use them
-        raise CheckpointError(f"the index refers to {module}.{name}, which no checkpoint index needs")
+            # Megatron 0.15 wrapped metadata and plan; the reader does not use them
+            return type(name, (), {})
+        raise CheckpointError(
+            f"the index refers to {module}.{name}, which no checkpoint index needs"
+        )
 
 
 def load_index(file: Path, expected: int | None) -> Index:
@@ -162,4 +175,6 @@ def load_index(file: Path, expected: int | None) -> Index:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))[:100]
-        raise CheckpointError(f"{file}: not the index of a checkpoint: {place}: {first['msg']}") from None
+        raise CheckpointError(
+            f"{file}: not the index of a checkpoint: {place}: {first['msg']}"
+        ) from None

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-FORCE_SECONDS = 1.0  # a second Ctrl-C after this time ends the process; an earlier one is an echo of the first
+# a second Ctrl-C after this time ends the process; an earlier one is an echo of the first
+FORCE_SECONDS = 1.0
 LAUNCHER_GONE_SECONDS = 120.0  # what a rank may take for its checkpoint once torchrun is gone
 
 
@@ -46,7 +47,9 @@ class Interruption:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup started this process
             signal.signal(signal.SIGHUP, self._handle)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent
-            threading.Thread(target=self._watch, args=(os.getppid(),), name="launcher", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(os.getppid(),), name="launcher", daemon=True
+            ).start()
         return self
 
     def defer(self) -> None:

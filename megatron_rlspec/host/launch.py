@@ -19,14 +19,21 @@ def main() -> int:
 
     The largest one is the reason: ranks that end because another one ended have 1.
     """
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+    for name in [
+        name
+        for name in logging.root.manager.loggerDict
+        if name.startswith("torch.distributed.elastic")
+    ]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         run.main()
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         if first.exitcode < 0:
-            print(f"rlspec: rank {rank} was ended by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
+            print(
+                f"rlspec: rank {rank} was ended by {signal.Signals(-first.exitcode).name}",
+                file=sys.stderr,
+            )
         return max(1, *(int(failure.exitcode) for failure in error.failures.values()))
     except SignalException as error:
         return 128 + int(error.sigval)

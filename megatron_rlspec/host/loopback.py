@@ -28,7 +28,13 @@ def bind_stores() -> None:
     """Make every store that `init_process_group` opens under a loopback address listen on that address only."""
     from torch.distributed import TCPStore
 
-    def store(host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any) -> Any:
+    def store(
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        **options: Any,
+    ) -> Any:
         if is_master and is_loopback(host_name):
             options["master_listen_fd"] = listener(host_name, port).detach()
         return TCPStore(host_name, port, world_size, is_master, **options)

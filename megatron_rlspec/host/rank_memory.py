@@ -33,5 +33,6 @@ def kept(config: Config, world: int, itemsize: int, dense: int, experts: int = 0
     if config.optimizer.distributed:
         stepped = dense // replicas + experts // (replicas // config.parallel.expert)
     exact = max(itemsize, 4)
-    state = 2 * exact + (4 if itemsize < 4 else 0)  # two moments, and a float32 copy of 16-bit weights
+    # two moments, and a float32 copy of 16-bit weights
+    state = 2 * exact + (4 if itemsize < 4 else 0)
     return Bytes(itemsize * (dense + experts), exact * (dense + experts), state * stepped)

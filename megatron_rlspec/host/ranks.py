@@ -31,7 +31,9 @@ class Ranks:
         """Return rank 0's message on every rank."""
         size = torch.tensor([0 if message is None else len(message)])
         dist.broadcast(size, src=0, group=self.group)
-        data = _tensor(message) if message is not None else torch.empty(int(size), dtype=torch.uint8)
+        data = (
+            _tensor(message) if message is not None else torch.empty(int(size), dtype=torch.uint8)
+        )
         dist.broadcast(data, src=0, group=self.group)
         return data.numpy().tobytes()
 
@@ -109,4 +111,8 @@ class Pending:
 
 
 def _tensor(message: bytes | Sequence[int]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if message
+        else torch.empty(0, dtype=torch.uint8)
+    )

@@ -55,14 +55,22 @@ def on_all(here: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     flag = torch.tensor(int(here), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
     if here and not flag:
-        logger.warning("rlspec: losses are computed by plain torch on %s, because another rank has no kernels", device)
+        logger.warning(
+            "rlspec: losses are computed by plain torch on %s, because another rank has no kernels",
+            device,
+        )
     return bool(flag)
 
 
 def prepare() -> None:
     """Choose for the current CUDA device, before graphs are captured: in a capture the host cannot compare tokens."""
     if torch.cuda.is_available():
-        _choose("sampling", draws_agree, "tokens are drawn", torch.device("cuda", torch.cuda.current_device()))
+        _choose(
+            "sampling",
+            draws_agree,
+            "tokens are drawn",
+            torch.device("cuda", torch.cuda.current_device()),
+        )
 
 
 @cache
@@ -76,9 +84,13 @@ def _choose(name: str, agrees: Agrees, what: str, device: torch.device) -> Modul
         reason = "the kernel's results are other ones here"
     except ImportError:
         pass
-    except Exception as error:  # of Triton's compiler, whose version is not ours; plain torch has the same results
+    except (
+        Exception
+    ) as error:  # of Triton's compiler, whose version is not ours; plain torch has the same results
         reason = f"the kernel does not run here: {error}"
-    logger.warning("rlspec: %s by plain torch on %s, in more memory and time: %s", what, device, reason)
+    logger.warning(
+        "rlspec: %s by plain torch on %s, in more memory and time: %s", what, device, reason
+    )
     return None
 
 
@@ -88,7 +100,9 @@ def draws_agree(kernel: ModuleType, device: torch.device) -> bool:
     logits = (3 * torch.randn(64, 5000, generator=generator)).to(device)
     rows = torch.arange(64, device=device)
     top_ks = torch.where(rows % 3 == 0, 1 + rows, 5000).to(torch.int32)
-    tokens, _ = kernel.sample(logits, kernel.Draws(rows, rows * 7, torch.ones(64, device=device), top_ks))
+    tokens, _ = kernel.sample(
+        logits, kernel.Draws(rows, rows * 7, torch.ones(64, device=device), top_ks)
+    )
     ranks = logits.argsort(dim=1, descending=True, stable=True).argsort(1)
     kept = logits.masked_fill(ranks >= top_ks[:, None], float("-inf"))
     return bool((draw(kept, rows, rows * 7) == tokens).all())
@@ -106,7 +120,11 @@ def losses_agree(kernel: ModuleType, device: torch.device) -> bool:
         labels = draw(logp, rows, rows)
         teacher = kernel.Teacher(taught, torch.logsumexp(taught.double() / 0.9, 1), rows)
         noise = kernel.Noise(
-            rows, rows, labels, z.detach().gather(1, labels[:, None])[:, 0].float(), z.new_tensor(SHARPNESS).float()
+            rows,
+            rows,
+            labels,
+            z.detach().gather(1, labels[:, None])[:, 0].float(),
+            z.new_tensor(SHARPNESS).float(),
         )
         near = []
         for kind, loss in {
@@ -116,7 +134,9 @@ def losses_agree(kernel: ModuleType, device: torch.device) -> bool:
             "reverse_kl": (logq.exp() * (logq - logp)).sum(1),
             "tv": 1 - torch.minimum(logq.exp(), logp.exp()).sum(1),
         }.items():
-            found = kernel.read(student, 2500, 0.9, "none" if kind in ("ce", "tv") else kind, teacher, noise)
+            found = kernel.read(
+                student, 2500, 0.9, "none" if kind in ("ce", "tv") else kind, teacher, noise
+            )
             lse = found.peak.double() + found.total.double().log()
             overlap, loser = kernel.write_against(student, 2500, 0.9, lse, "tv", teacher)
             log_total = found.total.log()

@@ -52,7 +52,9 @@ def add_rows(places, programs, sums, BLOCK: tl.constexpr, ROW: tl.constexpr):
     # The bytes after the last whole word, filled up with zeros; none in other rows.
     rest = tl.arange(0, 8)
     at = whole * 8 + rest
-    one = tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=(at < size) & (end > whole), other=0)
+    one = tl.load(
+        address.to(tl.pointer_type(tl.uint8)) + at, mask=(at < size) & (end > whole), other=0
+    )
     word = tl.sum(one.to(tl.uint64) << (8 * rest).to(tl.uint64), 0)
     tail = (word ^ (word >> 32)) * mixed(((first + whole) % ROW + (1 << 40)).to(tl.uint64))
     found = (tl.sum(total, 0) + tail) * mixed((row % ROW + 1).to(tl.uint64))
@@ -66,7 +68,10 @@ def sums(parts: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
     """
     aligned = [tensor if tensor.data_ptr() % 8 == 0 else tensor.clone() for tensor, _ in parts]
     device = aligned[0].device
-    places = np.array([(x.data_ptr(), x.nbytes, first) for x, (_, first) in zip(aligned, parts, strict=True)], np.int64)
+    places = np.array(
+        [(x.data_ptr(), x.nbytes, first) for x, (_, first) in zip(aligned, parts, strict=True)],
+        np.int64,
+    )
     begins = places[:, 2] // ROW
     rows = np.maximum((places[:, 2] + (places[:, 1] + 7) // 8 - 1) // ROW - begins + 1, 0)
     rows[places[:, 1] == 0] = 0
@@ -76,5 +81,7 @@ def sums(parts: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
     there = torch.from_numpy(table).to(device)
     found = torch.zeros(len(parts), dtype=torch.int64, device=device)
     if len(which):
-        add_rows[(len(which),)](there[: places.size], there[places.size :], found, BLOCK=BLOCK, ROW=ROW)
+        add_rows[(len(which),)](
+            there[: places.size], there[places.size :], found, BLOCK=BLOCK, ROW=ROW
+        )
     return found

@@ -115,8 +115,16 @@ def write_against(
     Σ q log(q / p) for reverse_kl, Σ of q where q < p for tv.
     """
     overlap, loser = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
-    rest = {"scales": scales, "seconds": second, "masses": second, "overlaps": overlap, "losers": loser}
-    _second_pass(logits, width, temperature, lse, kind, teacher=teacher, write=scales is not None, **rest)
+    rest = {
+        "scales": scales,
+        "seconds": second,
+        "masses": second,
+        "overlaps": overlap,
+        "losers": loser,
+    }
+    _second_pass(
+        logits, width, temperature, lse, kind, teacher=teacher, write=scales is not None, **rest
+    )
     return overlap, loser
 
 

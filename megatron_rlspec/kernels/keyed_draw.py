@@ -39,7 +39,8 @@ _INF = tl.constexpr(float("inf"))
 _LAST = tl.constexpr(2**31 - 1)  # behind every column
 _LOWEST = tl.constexpr(-1e30)  # stands for -inf where a difference must not be NaN
 _START = tl.constexpr(-9e29)  # before any logit is read
-_CERTAIN = tl.constexpr(2.0**32 - 2048)  # 2^32 - 1 less the rounding of float32, in sums of two numbers up to it
+# 2^32 - 1 less the rounding of float32, in sums of two numbers up to it
+_CERTAIN = tl.constexpr(2.0**32 - 2048)
 
 
 @triton.jit
@@ -132,7 +133,8 @@ def _stairs(
     following = _tile(logits, row, stride, start, end, temperature, BLOCK)
     for tile in range(start, end, BLOCK):
         z = following
-        following = _tile(logits, row, stride, tile + BLOCK, end, temperature, BLOCK)  # while this tile is worked on
+        # while this tile is worked on
+        following = _tile(logits, row, stride, tile + BLOCK, end, temperature, BLOCK)
         here = tile + tl.arange(0, BLOCK)
         columns = here + offset
         if MAPPED:
@@ -141,10 +143,12 @@ def _stairs(
             noisy = columns
         hashed = hash_of(state, noisy)
         weights = tl.exp(z - peak)
-        reached = tl.fma(weights, limit, hashed.to(tl.float32))  # 1 - u <= limit · weight, times 2^32
+        # 1 - u <= limit · weight, times 2^32
+        reached = tl.fma(weights, limit, hashed.to(tl.float32))
         if sharpness != 1.0:
             reached = tl.fma(tl.exp(z * sharpness - top), limit, hashed.to(tl.float32))
-            reached = tl.where(z > peak, _INF, reached)  # a large weight would make the sum infinite
+            # a large weight would make the sum infinite
+            reached = tl.where(z > peak, _INF, reached)
         if ranked:
             reached = tl.where(z >= best_z, _INF, reached)
         if tl.max(reached, 0) >= _CERTAIN:
@@ -161,7 +165,9 @@ def _stairs(
             bound = tl.where(chances > 0, rest / chances, _INF)
             if ranked:
                 bound = tl.where(_before(after_z, after_column, z, columns), bound, _INF)
-            open_ = ((ranked != 0) & _before(z, columns, best_z, best_column)) | (bound <= _limit(top, best))
+            open_ = ((ranked != 0) & _before(z, columns, best_z, best_column)) | (
+                bound <= _limit(top, best)
+            )
             bound = tl.where(open_ & _before(z, columns, floor_z, floor_column), bound, _INF)
             while tl.min(bound, 0) < _INF:
                 i = tl.argmin(bound, 0)
@@ -172,20 +178,34 @@ def _stairs(
                 else:
                     word = column
                 score = score_of(new_z * sharpness, hash_of(state, word))
-                rules = (_before(held_z, held_column, new_z, column) | (ranked == 0)) & (held > -_INF)
+                rules = (_before(held_z, held_column, new_z, column) | (ranked == 0)) & (
+                    held > -_INF
+                )
                 rules = rules & beats(held, held_column, score, column)
-                ruler_z = tl.max(tl.where(rules, held_z, -_INF), 0)  # the first in the order of those that rule it out
+                # the first in the order of those that rule it out
+                ruler_z = tl.max(tl.where(rules, held_z, -_INF), 0)
                 ruler_column = tl.min(tl.where(rules & (held_z == ruler_z), held_column, _LAST), 0)
                 ruler = tl.max(tl.where(rules & (held_column == ruler_column), held, -_INF), 0)
                 if ruler == -_INF:
                     held_z, held_column, held, floor_z, floor_column = _insert(
-                        new_z, column, score, slots, held_z, held_column, held, floor_z, floor_column, ranked
+                        new_z,
+                        column,
+                        score,
+                        slots,
+                        held_z,
+                        held_column,
+                        held,
+                        floor_z,
+                        floor_column,
+                        ranked,
                     )
                     best_z, best_column, best = _best(held_z, held_column, held, held > -_INF)
                     ruler_z = new_z
                     ruler_column = column
                     ruler = score
-                open_ = ((ranked != 0) & _before(z, columns, ruler_z, ruler_column)) | (bound <= _limit(top, ruler))
+                open_ = ((ranked != 0) & _before(z, columns, ruler_z, ruler_column)) | (
+                    bound <= _limit(top, ruler)
+                )
                 open_ = open_ & (columns != column) & _before(z, columns, floor_z, floor_column)
                 bound = tl.where(open_, bound, _INF)
             limit = _limit(top, best)
@@ -223,7 +243,12 @@ def _sums(
 def _kept(z, score, numbers, masses, whole, peak, top_k, top_p, min_p):
     """Return which stairs the limits keep [STAIRS]."""
     most = tl.where(top_p < 1, top_p.to(tl.float64) * whole.to(tl.float64), _INF)
-    return (score > -_INF) & (numbers < top_k) & (masses.to(tl.float64) <= most) & (tl.exp(z - peak) >= min_p)
+    return (
+        (score > -_INF)
+        & (numbers < top_k)
+        & (masses.to(tl.float64) <= most)
+        & (tl.exp(z - peak) >= min_p)
+    )
 
 
 @triton.jit

@@ -53,7 +53,11 @@ def _teacher(logits, start, columns, at, inside, temperature, high, low, MAPPED:
     place = at
     if MAPPED:
         place = tl.load(columns + at, mask=inside, other=0)
-    return _scaled(tl.load(logits + start + place, mask=inside, other=0.0), inside, temperature) - high - low
+    return (
+        _scaled(tl.load(logits + start + place, mask=inside, other=0.0), inside, temperature)
+        - high
+        - low
+    )
 
 
 @triton.jit
@@ -89,7 +93,9 @@ def statistics(
         label_score = tl.load(label_scores + row)
         own = score_of(label_score * factor, hash_of(state, label))
         limit = tl.exp(-score_of(label_score * 0, hash_of(state, label)).to(tl.float32)) * SLACK
-        lost = (slots * 0 + (tl.load(seeds + row) < 0).to(tl.int32)) | (slots >= FACTORS).to(tl.int32)
+        lost = (slots * 0 + (tl.load(seeds + row) < 0).to(tl.int32)) | (slots >= FACTORS).to(
+            tl.int32
+        )
     for tile in range(0, width, BLOCK):
         at = tile + lanes
         inside = at < width
@@ -101,7 +107,9 @@ def statistics(
         if KIND == "entropy":
             second = decay * (second + (peak - higher) * total) + weight * (z - higher)
         if KIND == "forward_kl" or KIND == "reverse_kl":
-            logp = _teacher(teacher, teacher_start, columns, at, inside, temperature, high, low, MAPPED)
+            logp = _teacher(
+                teacher, teacher_start, columns, at, inside, temperature, high, low, MAPPED
+            )
             if KIND == "reverse_kl":
                 second = decay * (second + (peak - higher) * total) + weight * (z - higher - logp)
             else:
@@ -126,7 +134,9 @@ def statistics(
                     i = tl.argmax(left.to(tl.int32), 0)
                     it = lanes == i
                     rival = tl.max(tl.where(it, word, -1), 0)
-                    score = score_of(tl.sum(tl.where(it, z, 0.0), 0) * factor, hash_of(state, rival))
+                    score = score_of(
+                        tl.sum(tl.where(it, z, 0.0), 0) * factor, hash_of(state, rival)
+                    )
                     lost = lost | beats(score, rival, own, label).to(tl.int32)
                     left = left & (it == 0) & (tl.min(lost, 0) == 0)
     top = tl.max(peak, 0)
@@ -138,7 +148,10 @@ def statistics(
         tl.store(seconds + row, tl.sum(scale * (second + (peak - top) * total), 0))
     tl.store(peaks + row, top)
     tl.store(totals + row, tl.sum(total * scale, 0))
-    tl.store(bests + row, tl.minimum(tl.min(tl.where(peak == top, best, _LAST), 0), tl.maximum(width - 1, 0)))
+    tl.store(
+        bests + row,
+        tl.minimum(tl.min(tl.where(peak == top, best, _LAST), 0), tl.maximum(width - 1, 0)),
+    )
     if FACTORS > 0:
         tl.store(beaten + row * SLOTS + slots, lost)
 

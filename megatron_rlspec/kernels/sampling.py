@@ -48,7 +48,9 @@ class _Rows:
 
     def __init__(self, logits: torch.Tensor, draws: Draws, offset: int = 0, ranks: int = 1) -> None:
         if logits.stride(1) != 1:
-            raise ValueError(f"logits have a stride of {logits.stride(1)} between columns; expected 1")
+            raise ValueError(
+                f"logits have a stride of {logits.stride(1)} between columns; expected 1"
+            )
         self.draws, self.device = draws, logits.device
         self.rows, width = logits.shape
         vocabulary = width * ranks
@@ -58,7 +60,9 @@ class _Rows:
         b, k, p, least = draws.seeds.shape, draws.top_ks, draws.top_ps, draws.min_ps
         sharp = torch.ones(b, device=self.device) if draws.sharpness is None else draws.sharpness
         limits: dict[str, Any] = {
-            "top_ks": torch.full(b, vocabulary, dtype=torch.int32, device=self.device) if k is None else k,
+            "top_ks": torch.full(b, vocabulary, dtype=torch.int32, device=self.device)
+            if k is None
+            else k,
             "top_ps": torch.ones(b, device=self.device) if p is None else p,
             "min_ps": torch.zeros(b, device=self.device) if least is None else least,
             "vocabulary": vocabulary,
@@ -108,7 +112,9 @@ class _Rows:
 
     def merge(self, lists: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the list of each row, and the number of stairs in it: tensors [N, ...]."""
-        merged = self._list("row", self.rows) | {"counts": self._empty(self.rows, dtype=torch.int32)}
+        merged = self._list("row", self.rows) | {
+            "counts": self._empty(self.rows, dtype=torch.int32)
+        }
         parts = lists["part_peak"].shape[1]
         keyed_draw.merge[(self.rows,)](**lists, **merged, PARTS=parts, **self._of_merge)
         return merged
@@ -146,14 +152,18 @@ def sample(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tens
     The log-prob is of all tokens, whatever the limits are. The host does not wait for the device.
     """
     if not len(logits):
-        return draws.positions.new_empty(0, dtype=torch.int64), logits.new_empty(0, dtype=torch.float32)
+        return draws.positions.new_empty(0, dtype=torch.int64), logits.new_empty(
+            0, dtype=torch.float32
+        )
     rows = _Rows(logits, draws)
     merged = rows.merge(rows.scan())
     tokens, logprobs, _ = rows.choose(merged, rows.add_up(merged), whole=True)
     return tokens, logprobs
 
 
-def sample_shards(logits: torch.Tensor, draws: Draws, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_shards(
+    logits: torch.Tensor, draws: Draws, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw as `sample` does where the columns lie on the ranks of a group: logits [N, V / ranks], in the ranks' order.
 
     All ranks return the same tokens and log-probs. `draws.words` are those of this rank's columns. Ranks exchange lists
@@ -176,7 +186,9 @@ def sample_shards(logits: torch.Tensor, draws: Draws, group: dist.ProcessGroup) 
         words = None if draws.words is None else _joined(draws.words[None], group)[0]
         requests = again // (len(logits) // len(draws.seeds))
         names = ("seeds", "temperatures", "top_ks", "top_ps", "min_ps", "sharpness")
-        given = {name: value[requests] for name in names if (value := getattr(draws, name)) is not None}
+        given = {
+            name: value[requests] for name in names if (value := getattr(draws, name)) is not None
+        }
         some = Draws(**given, positions=draws.positions[again], words=words)
         tokens[again], logprobs[again] = sample(_joined(logits[again], group), some)
     return tokens, logprobs

@@ -86,12 +86,17 @@ class Student:
         if kind not in KINDS and not callable(kind):
             raise ValueError(f"kind={kind!r}; expected one of {', '.join(KINDS)}, or a function")
         if callable(kind) and words is not None:
-            raise ValueError(f"a function as drafter loss sees the full vocabulary; expected one of {', '.join(KINDS)}")
+            raise ValueError(
+                f"a function as drafter loss sees the full vocabulary; expected one of {', '.join(KINDS)}"
+            )
         self._kind = kind
         self._head = VocabParallelHead.of(weight, temperature, tp_group, finite)
         self._chunk = chunk or self._head.chunk
-        self._reduced = None if words is None else DraftHead.of_words(self._head, words, own, own_finite)
-        self._fused = self._head.kernel is not None and not callable(kind)  # a function sees whole distributions
+        self._reduced = (
+            None if words is None else DraftHead.of_words(self._head, words, own, own_finite)
+        )
+        # a function sees whole distributions
+        self._fused = self._head.kernel is not None and not callable(kind)
         rows = self._head.rows_of(token_weight, labels)
         # Sorting by teacher row makes the students of consecutive teacher rows one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
@@ -102,8 +107,12 @@ class Student:
         self._source = hidden
         self._hidden = hidden.detach().index_select(0, self._rows)
         self._labels = to_device(labels.index_select(0, rows), device)
-        self._weight = to_device(token_weight.detach().index_select(0, rows).to(accumulate_in(hidden)), device)
-        self._groups = to_device(torch.zeros_like(rows) if groups is None else groups.index_select(0, rows), device)
+        self._weight = to_device(
+            token_weight.detach().index_select(0, rows).to(accumulate_in(hidden)), device
+        )
+        self._groups = to_device(
+            torch.zeros_like(rows) if groups is None else groups.index_select(0, rows), device
+        )
         self._noise = None if noise is None else tuple(x.index_select(0, rows) for x in noise)
         self._scalar_metrics = groups is None
         learns = torch.is_grad_enabled()
@@ -140,7 +149,9 @@ class Student:
                     lse = self._head.log_sum_exp(scores)
                 else:
                     scores = self._head.logits(hidden)
-                    lse = FusedRows(self._head, scores, to_device(torch.zeros_like(rows), scores.device)).lse
+                    lse = FusedRows(
+                        self._head, scores, to_device(torch.zeros_like(rows), scores.device)
+                    ).lse
                 self.observe(rows, scores, lse)
 
     @torch.no_grad()
@@ -163,7 +174,9 @@ class Student:
             part = slice(start, min(start + self._chunk, last))
             at = torch.searchsorted(rows, self._teacher[part])
             if not torch.equal(rows[at], self._teacher[part]):
-                raise ValueError("the teacher of a drafter row is not among the rows with computed logits")
+                raise ValueError(
+                    "the teacher of a drafter row is not among the rows with computed logits"
+                )
             at = to_device(at, scores.device)
             if self._fused:
                 self._learn(part, taught=Taught(self._head, scores, lse, at))
@@ -173,17 +186,25 @@ class Student:
     def finish(self) -> tuple[torch.Tensor, Metrics]:
         """Return (Σ token_weight · loss, metrics). Raises ValueError if some row had no teacher."""
         if self._learned != len(self._rows):
-            raise ValueError(f"{len(self._rows) - self._learned} of {len(self._rows)} drafter rows had no teacher")
+            raise ValueError(
+                f"{len(self._rows) - self._learned} of {len(self._rows)} drafter rows had no teacher"
+            )
         total = self._total
         if self._grad is not None:
             self._head.sum(self._grad)
             if self._own_grad is not None:
                 self._head.sum(self._own_grad)
-            total = _Precomputed.apply(self._source, total, self._rows, self._grad, self._own, self._own_grad)
+            total = _Precomputed.apply(
+                self._source, total, self._rows, self._grad, self._own, self._own_grad
+            )
         metrics = self._metrics
         if not self._taught:
-            metrics = {name: x for name, x in metrics.items() if name not in ("overlap", "argmax_prob")}
-        return total, {name: x[0] for name, x in metrics.items()} if self._scalar_metrics else metrics
+            metrics = {
+                name: x for name, x in metrics.items() if name not in ("overlap", "argmax_prob")
+            }
+        return total, {
+            name: x[0] for name, x in metrics.items()
+        } if self._scalar_metrics else metrics
 
     def kept_rows(self) -> dict[str, torch.Tensor]:
         """Return the results of single rows, `[N]` or `[N, F]` by name; zeros for rows without a weight."""
@@ -196,7 +217,9 @@ class Student:
         return rows
 
     @torch.no_grad()
-    def _learn(self, part: slice, logp: torch.Tensor | None = None, taught: Taught | None = None) -> None:
+    def _learn(
+        self, part: slice, logp: torch.Tensor | None = None, taught: Taught | None = None
+    ) -> None:
         """Add loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
         head = self._reduced or self._head
         weight = self._weight[part]
@@ -211,13 +234,19 @@ class Student:
             self._grad[part] = back if self._fused else back * scale[:, None]
         if self._own_grad is not None and self._reduced is not None:
             hidden = self._hidden[part]
-            product = grad.t() @ hidden if self._fused else (grad * scale[:, None]).t() @ hidden.to(scale.dtype)
+            product = (
+                grad.t() @ hidden
+                if self._fused
+                else (grad * scale[:, None]).t() @ hidden.to(scale.dtype)
+            )
             self._own_grad[self._reduced.own] += product
         for name, x in (sums | {"loss": loss}).items():
             self._metrics[name].index_add_(0, self._groups[part], x)
         self._learned += len(weight)
 
-    def _of_torch(self, part: slice, logp: torch.Tensor | None) -> tuple[Metrics, torch.Tensor, torch.Tensor]:
+    def _of_torch(
+        self, part: slice, logp: torch.Tensor | None
+    ) -> tuple[Metrics, torch.Tensor, torch.Tensor]:
         """Return metrics and loss `[C]`, and the loss's gradient in the scores, `[C, width]`; keep results of rows."""
         full = self._head
         head = self._reduced or full
@@ -240,7 +269,9 @@ class Student:
                 label_p = full.sum(full.pick(logp, labels))
                 self._keep(part, label_ratio=(-ce - label_p).exp() * sums.get("covered", 1.0))
         if logp is not None:
-            sums["overlap"], divergence, grad = self._against(logq, logp, labels, self._groups[part] + 1)
+            sums["overlap"], divergence, grad = self._against(
+                logq, logp, labels, self._groups[part] + 1
+            )
             sums["argmax_prob"] = full.sum(full.pick(logp, best)).exp()
         if self._kind == "ce":
             grad = head.add_at(logq.exp_(), labels, -1)
@@ -261,11 +292,18 @@ class Student:
         logits = head.logits(self._hidden[part])
         noise = None
         if self._noise is not None and self.rows is not None:
-            noise = to_device(self._noise[0][part], logits.device), to_device(self._noise[1][part], logits.device)
+            noise = (
+                to_device(self._noise[0][part], logits.device),
+                to_device(self._noise[1][part], logits.device),
+            )
         moment = kind if kind in ("forward_kl", "reverse_kl") else "none"
         rows = FusedRows(head, logits, labels, moment, taught, noise)
         best = rows.best()
-        sums = {"tokens": torch.ones_like(scale), "ce": -rows.logprob, "match": (best == labels).to(scale.dtype)}
+        sums = {
+            "tokens": torch.ones_like(scale),
+            "ce": -rows.logprob,
+            "match": (best == labels).to(scale.dtype),
+        }
         if self._reduced is not None:
             sums["covered"] = self._reduced.holds(labels)
             sums["ce"] = sums["ce"] * sums["covered"]
@@ -277,7 +315,9 @@ class Student:
         learns = self._grad is not None or self._own_grad is not None
         if taught is not None:
             sums["argmax_prob"] = taught.logprob(best).exp()
-            sums["overlap"], divergence = rows.against(kind, scale if learns and kind != "ce" else None)
+            sums["overlap"], divergence = rows.against(
+                kind, scale if learns and kind != "ce" else None
+            )
             kept |= {name: sums[name] for name in ("argmax_prob", "overlap")}
             kept["label_ratio"] = (-loss - taught.logprob(labels)).exp() * covered
             loss = loss if kind == "ce" else divergence
@@ -287,7 +327,9 @@ class Student:
             self._keep(part, **kept)
         return sums, loss, logits
 
-    def _coupled(self, part: slice, logq: torch.Tensor, labels: torch.Tensor, head: VocabParallelHead) -> torch.Tensor:
+    def _coupled(
+        self, part: slice, logq: torch.Tensor, labels: torch.Tensor, head: VocabParallelHead
+    ) -> torch.Tensor:
         """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
         assert self._noise is not None
         seeds, keys = (x[part] for x in self._noise)
@@ -333,7 +375,14 @@ class _Precomputed(torch.autograd.Function):
         rows, grad, own_grad = ctx.saved_tensors
         out = grad.new_zeros(ctx.rows, grad.shape[1])
         out.index_copy_(0, rows, (grad * upstream).to(grad.dtype))
-        return out, None, None, None, None if own_grad is None else (own_grad * upstream).to(ctx.own_type), None
+        return (
+            out,
+            None,
+            None,
+            None,
+            None if own_grad is None else (own_grad * upstream).to(ctx.own_type),
+            None,
+        )
 
 
 def _divergence(

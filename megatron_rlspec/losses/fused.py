@@ -30,7 +30,9 @@ class Taught:
     def logprob(self, ids: Tensor) -> Tensor:
         """Return log p `[C]` of `ids [C]`."""
         place = self.head.places(ids)
-        x = _scaled(self.logits[self.rows, place.clamp(min=0)], self.head).masked_fill_(place < 0, 0)
+        x = _scaled(self.logits[self.rows, place.clamp(min=0)], self.head).masked_fill_(
+            place < 0, 0
+        )
         return (self.head.sum(x).double() - self.lse[self.rows]).float()
 
 
@@ -63,7 +65,9 @@ class FusedRows:
             logits.zero_()  # of a word that this rank does not have: its gradient is 0
         self._chunk = logits, width, head.temperature
         columns = None if words is None else words.columns.to(torch.int32)
-        self._teacher = teacher and kernel.Teacher(teacher.logits, teacher.lse, teacher.rows, columns)
+        self._teacher = teacher and kernel.Teacher(
+            teacher.logits, teacher.lse, teacher.rows, columns
+        )
         label = head.sum(_scaled(head.pick(logits, labels), head))
         draws = None
         if noise is not None:
@@ -86,9 +90,13 @@ class FusedRows:
         if moment == "forward_kl":
             # Over a part of the vocabulary: p(S) · KL(p / p(S) ‖ q), as in `losses/drafter.py`.
             self._mass = torch.ones_like(label) if words is None else second[1].float()
-            self.value = (second[0] + second[1] * total.log()).float() - torch.xlogy(self._mass, self._mass)
+            self.value = (second[0] + second[1] * total.log()).float() - torch.xlogy(
+                self._mass, self._mass
+            )
         elif moment != "none":
-            self.value = (second[0] / total - total.log()).float() * (-1 if moment == "entropy" else 1)
+            self.value = (second[0] / total - total.log()).float() * (
+                -1 if moment == "entropy" else 1
+            )
 
     def best(self) -> Tensor:
         """Return the ids `[C]` of the largest logits; of equal ones the lowest id."""
@@ -100,7 +108,9 @@ class FusedRows:
 
     def write_label(self, on_logprob: Tensor) -> None:
         """Replace the logits by `on_logprob [C]` times the gradient of log q(label) in q's scores."""
-        self._kernel.write_label(*self._chunk, self.lse, self._head.places(self._labels), on_logprob)
+        self._kernel.write_label(
+            *self._chunk, self.lse, self._head.places(self._labels), on_logprob
+        )
 
     def against(self, kind: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return Σ min(p, q) and the loss of `kind`, `[C]`, and replace the logits by `scales [C]` times its gradient.
@@ -112,7 +122,9 @@ class FusedRows:
             second = self._mass if kind == "forward_kl" else self.value
             overlap, _ = run(*self._chunk, self.lse, kind, self._teacher, scales, second)
             return self._head.sum(overlap), self.value
-        overlap, losers = self._head.sum(torch.stack(run(*self._chunk, self.lse, "tv", self._teacher)))
+        overlap, losers = self._head.sum(
+            torch.stack(run(*self._chunk, self.lse, "tv", self._teacher))
+        )
         if scales is not None:
             run(*self._chunk, self.lse, "tv", self._teacher, scales, losers)
         return overlap, 1 - overlap

@@ -29,7 +29,8 @@ from megatron_rlspec.custom import (
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import PackedBatch, Sample
 
-STD_FLOOR = 1e-6  # slime's value: added to a group's standard deviation; a smaller deviation carries no signal
+# slime's value: added to a group's standard deviation; a smaller deviation carries no signal
+STD_FLOOR = 1e-6
 
 
 def advantages(
@@ -147,15 +148,21 @@ def policy_loss(
     loss = pg_loss
     if algorithm.kl_coef:
         if batch.reference_logprobs is None:
-            raise ValueError(f"kl_coef={algorithm.kl_coef} needs reference_logprobs, but the batch has none")
-        sums["kl_loss"] = kl_estimate(logprobs, trained(batch.reference_logprobs), algorithm.kl_kind)
+            raise ValueError(
+                f"kl_coef={algorithm.kl_coef} needs reference_logprobs, but the batch has none"
+            )
+        sums["kl_loss"] = kl_estimate(
+            logprobs, trained(batch.reference_logprobs), algorithm.kl_kind
+        )
         loss = loss + algorithm.kl_coef * sums["kl_loss"]
     if entropy is not None:
         sums["entropy"] = trained(entropy)
         if algorithm.entropy_coef:
             loss = loss - algorithm.entropy_coef * sums["entropy"]
     elif algorithm.entropy_coef:
-        raise ValueError(f"entropy_coef={algorithm.entropy_coef} needs the entropy of every position, but it is None")
+        raise ValueError(
+            f"entropy_coef={algorithm.entropy_coef} needs the entropy of every position, but it is None"
+        )
 
     metrics = {name: (values.detach().to(logprobs) * mask).sum() for name, values in sums.items()}
     metrics["tokens"] = mask.sum().to(logprobs)
@@ -191,16 +198,25 @@ def _own_loss(
     loss = checked(option, own(tokens), logprobs, mask)
     if bool(mask.any()):  # else nothing depends on the result
         check_depends(
-            option, loss, [t for t in (logprobs, entropy) if t is not None], "tokens.logprobs or tokens.entropy"
+            option,
+            loss,
+            [t for t in (logprobs, entropy) if t is not None],
+            "tokens.logprobs or tokens.entropy",
         )
     return loss.to(logprobs)
 
 
 def own_advantages(
-    own: Advantage, samples: Sequence[Sample], rewards: Sequence[float], known: Sequence[bool], options: AlgorithmConfig
+    own: Advantage,
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    known: Sequence[bool],
+    options: AlgorithmConfig,
 ) -> np.ndarray:
     """Compute the user's advantage of each sample, `[n]`. Raises FunctionError if they are not n finite numbers."""
-    group = RewardedGroup(locked(samples), np.array(rewards, np.float64), np.array(known, bool), options)
+    group = RewardedGroup(
+        locked(samples), np.array(rewards, np.float64), np.array(known, bool), options
+    )
     return numbers(named(f"algorithm.advantage={options.advantage}", own), own(group), len(samples))
 
 
@@ -218,7 +234,10 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "
 
 
 def _sequence_log_ratio(
-    log_ratio: Tensor, mask: Tensor, batch: PackedBatch, sequence_sum: Callable[[Tensor], Tensor] | None
+    log_ratio: Tensor,
+    mask: Tensor,
+    batch: PackedBatch,
+    sequence_sum: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """Return per token the mean log-ratio of its sequence, with the gradient of the token's own log-probability.
 

@@ -54,7 +54,14 @@ class VocabParallelHead:
         rank = 0 if group is None else dist.get_rank(group)
         size = 1 if group is None else dist.get_world_size(group)
         held = weight.shape[0]
-        return cls(weight.detach(), temperature, rank * held, size * held, group if size > 1 else None, finite)
+        return cls(
+            weight.detach(),
+            temperature,
+            rank * held,
+            size * held,
+            group if size > 1 else None,
+            finite,
+        )
 
     @property
     def width(self) -> int:
@@ -87,7 +94,9 @@ class VocabParallelHead:
         if bool(((used < 0) | (used >= self.total)).any()):
             first = int(used.min())
             last = int(used.max())
-            raise ValueError(f"labels lie outside the vocabulary of {self.total}: {first} to {last}")
+            raise ValueError(
+                f"labels lie outside the vocabulary of {self.total}: {first} to {last}"
+            )
         return rows
 
     @cached_property
@@ -115,7 +124,11 @@ class VocabParallelHead:
 
     def normalised(self, logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """Return log-probabilities `[C, width]` from `logits` and `lse [C]`, log Σ exp(logits / temperature)."""
-        z = logits.to(accumulate_in(logits)).div_(self.temperature).clamp_(min=lowest(accumulate_in(logits)))
+        z = (
+            logits.to(accumulate_in(logits))
+            .div_(self.temperature)
+            .clamp_(min=lowest(accumulate_in(logits)))
+        )
         return z.sub_(lse[:, None])
 
     def back(self, grad: torch.Tensor) -> torch.Tensor:
@@ -153,7 +166,11 @@ class VocabParallelHead:
         return self.best(value, self.ids_of(column))
 
     def sample(
-        self, logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor, factors: Sequence[float]
+        self,
+        logprobs: torch.Tensor,
+        seeds: torch.Tensor,
+        keys: torch.Tensor,
+        factors: Sequence[float],
     ) -> torch.Tensor:
         """Return the ids `[C, F]` of the largest factor · log-probability + noise, for each of F factors (`noise.py`).
 
@@ -184,7 +201,9 @@ class VocabParallelHead:
         local, mine = self._local(ids)
         return local.masked_fill_(~mine, -1)[:, 0]
 
-    def add_at(self, x: torch.Tensor, ids: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    def add_at(
+        self, x: torch.Tensor, ids: torch.Tensor, value: torch.Tensor | float
+    ) -> torch.Tensor:
         """Add `value` to `x [C, width]`, in place, at the `ids` that this rank holds."""
         local, mine = self._local(ids)
         value = value.to(x.dtype) if isinstance(value, torch.Tensor) else x.new_full((), value)
@@ -249,7 +268,9 @@ class DraftHead(VocabParallelHead):
         """
         words = words.cpu().sort().values
         if not len(words) or int(words[0]) < 0 or int(words[-1]) >= full.total:
-            raise ValueError(f"draft vocabulary: expected ids from 0 to {full.total - 1}, at least one")
+            raise ValueError(
+                f"draft vocabulary: expected ids from 0 to {full.total - 1}, at least one"
+            )
         columns = words[(words >= full.start) & (words < full.start + full.width)] - full.start
         some = bool(len(columns))
         if not some:

@@ -52,7 +52,9 @@ def policy_logprobs(
         (head, chunk or head.chunk, with_entropy, observe, chosen),
     )
     zeros = picked.new_zeros(len(labels))
-    return zeros.index_copy(0, rows, picked), zeros.index_copy(0, rows, entropy) if with_entropy else None
+    return zeros.index_copy(0, rows, picked), zeros.index_copy(
+        0, rows, entropy
+    ) if with_entropy else None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -62,7 +64,9 @@ class _LogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, labels, options):
         head, chunk, with_entropy, observe, rows = options
         picked = hidden.new_zeros(len(labels), dtype=accumulate_in(hidden))
-        lses = torch.zeros_like(picked, dtype=picked.dtype if head.kernel is None else torch.float64)
+        lses = torch.zeros_like(
+            picked, dtype=picked.dtype if head.kernel is None else torch.float64
+        )
         entropy = torch.zeros_like(picked)
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
@@ -93,13 +97,17 @@ class _LogProbs(torch.autograd.Function):
         head, chunk, with_entropy, *_ = ctx.options
         grad_hidden = torch.zeros_like(hidden)
         # Chunks are summed in float32 or float64, because bfloat16 would lose small contributions.
-        grad_weight = torch.zeros_like(weight, dtype=entropy.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            torch.zeros_like(weight, dtype=entropy.dtype) if ctx.needs_input_grad[1] else None
+        )
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
             if head.kernel is not None:
                 grad = head.logits(hidden[part])
                 above = grad_picked[part] / head.temperature
-                spread = (grad_entropy[part] / head.temperature, entropy[part]) if with_entropy else None
+                spread = (
+                    (grad_entropy[part] / head.temperature, entropy[part]) if with_entropy else None
+                )
                 row = head.width, head.temperature, lses[part], head.places(labels[part])
                 head.kernel.write_label(grad, *row, above, spread)
             else:
@@ -110,9 +118,18 @@ class _LogProbs(torch.autograd.Function):
                     grad = p.mul_(spread - grad_picked[part, None])
                 else:
                     grad = p.mul_(-grad_picked[part, None])
-                grad = head.add_at(grad, labels[part], grad_picked[part]).div_(head.temperature).to(hidden.dtype)
+                grad = (
+                    head.add_at(grad, labels[part], grad_picked[part])
+                    .div_(head.temperature)
+                    .to(hidden.dtype)
+                )
             grad_hidden[part] = head.back(grad)
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part]
         head.sum(grad_hidden)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None,
+        )

@@ -34,7 +34,9 @@ def of_rows(
     """
     if verifier == "rejection":
         if not sampled or "overlap" not in rows:
-            raise ValueError("verifier=rejection: acceptance can be predicted from an unfiltered teacher only")
+            raise ValueError(
+                "verifier=rejection: acceptance can be predicted from an unfiltered teacher only"
+            )
         accept = rows["overlap"]
         reach = rows["label_ratio"].clamp(max=1.0)
     elif "coupled" in rows:
@@ -74,7 +76,8 @@ def walk(
     valid = mask != 0
     alpha = accept.detach().double().masked_fill(~valid, 0)
     carried = reach.detach().double().masked_fill(~valid, 0).cumprod(1)
-    carried = torch.nn.functional.pad(carried, (1, 0), value=1.0)  # [T, D + 1]: depth d reached from t
+    # [T, D + 1]: depth d reached from t
+    carried = torch.nn.functional.pad(carried, (1, 0), value=1.0)
     reached = alpha.new_zeros(len(steps), depth)
     accepted = torch.zeros_like(reached)
     for row, k in enumerate(steps):
@@ -124,7 +127,8 @@ def _solved(offset: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
     a round from t - 1 - j accepts j drafts.
     """
     positions, size = carried.shape
-    band = torch.ones(size + 1, positions, dtype=carried.dtype)  # row i, column u: entry (u + i, u) of the matrix
+    # row i, column u: entry (u + i, u) of the matrix
+    band = torch.ones(size + 1, positions, dtype=carried.dtype)
     band[1:-1] = (carried[:, 1:] - carried[:, :-1]).t()
     band[-1] = -carried[:, -1]
     for ahead in range(1, min(size, positions - 1) + 1):

@@ -38,7 +38,8 @@ HARMLESS = frozenset(
 )
 
 
-STATED = "rlspec_sharpness"  # key of config.json beside the drafter: the sharpness that its training chose
+# key of config.json beside the drafter: the sharpness that its training chose
+STATED = "rlspec_sharpness"
 
 
 class ModelConfigError(ConfigError):
@@ -51,8 +52,12 @@ class Shared(BaseModel):
     This is all of a family whose tensors are converted, but whose forward pass is not computed here.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=())
-    architectures: list[str] = Field(min_length=1, max_length=1, description="one architecture is loaded")
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=()
+    )
+    architectures: list[str] = Field(
+        min_length=1, max_length=1, description="one architecture is loaded"
+    )
     model_type: str | None = None
     hidden_size: Size
     num_hidden_layers: Layers
@@ -77,7 +82,8 @@ class Shared(BaseModel):
     moe_intermediate_size: Size | None = None
     n_routed_experts: Size | None = None
     n_shared_experts: Annotated[int, Field(ge=0, le=1024)] | None = None
-    rlspec_sharpness: Annotated[float, Field(gt=0, le=100)] | None = None  # of coupled drafts, chosen in training
+    # of coupled drafts, chosen in training
+    rlspec_sharpness: Annotated[float, Field(gt=0, le=100)] | None = None
 
     @property
     def groups(self) -> int:
@@ -93,16 +99,24 @@ class Shared(BaseModel):
     def _sizes_fit(self) -> Shared:
         heads = self.num_attention_heads
         if heads % self.groups:
-            raise ValueError(f"num_key_value_heads={self.groups}: expected a divisor of num_attention_heads={heads}")
+            raise ValueError(
+                f"num_key_value_heads={self.groups}: expected a divisor of num_attention_heads={heads}"
+            )
         if not self.head_dim and self.hidden_size % heads:
-            raise ValueError(f"num_attention_heads={heads}: expected a divisor of hidden_size={self.hidden_size}")
+            raise ValueError(
+                f"num_attention_heads={heads}: expected a divisor of hidden_size={self.hidden_size}"
+            )
         for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
             value = getattr(self, key)
             for token in value if isinstance(value, list) else [value]:
                 if token is not None and token >= self.vocab_size:
-                    raise ValueError(f"{key}={token}: expected an id below vocab_size={self.vocab_size}")
+                    raise ValueError(
+                        f"{key}={token}: expected an id below vocab_size={self.vocab_size}"
+                    )
         if self.dtype and self.torch_dtype and self.dtype != self.torch_dtype:
-            raise ValueError(f"torch_dtype={self.torch_dtype}: expected the same as dtype={self.dtype}")
+            raise ValueError(
+                f"torch_dtype={self.torch_dtype}: expected the same as dtype={self.dtype}"
+            )
         return self
 
 
@@ -161,13 +175,21 @@ class Trained(Shared):
 
     intermediate_size: Size  # type: ignore[assignment]  # required in these families
     hidden_act: Literal["silu"] = Field("silu", description="other activations are not implemented")
-    use_sliding_window: Literal[False] | None = Field(False, description="only full attention is implemented")
+    use_sliding_window: Literal[False] | None = Field(
+        False, description="only full attention is implemented"
+    )
     sliding_window: Size | None = None
     layer_types: list[str] | None = None
     attention_bias: bool | None = None
-    attention_dropout: Annotated[float, Field(ge=0, le=0)] = Field(0.0, description="dropout is not implemented")
-    quantization_config: None = Field(None, description="quantised weights are neither trained nor converted")
-    compression_config: None = Field(None, description="quantised weights are neither trained nor converted")
+    attention_dropout: Annotated[float, Field(ge=0, le=0)] = Field(
+        0.0, description="dropout is not implemented"
+    )
+    quantization_config: None = Field(
+        None, description="quantised weights are neither trained nor converted"
+    )
+    compression_config: None = Field(
+        None, description="quantised weights are neither trained nor converted"
+    )
     is_encoder_decoder: Literal[False] = False
     pretraining_tp: Literal[1] = 1
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -180,21 +202,30 @@ class Trained(Shared):
     @model_validator(mode="after")
     def _only_what_is_implemented(self) -> Trained:
         if self.model_type is not None and self.model_type not in self.model_types:
-            raise ValueError(f"model_type={self.model_type}: expected {' or '.join(self.model_types)}")
+            raise ValueError(
+                f"model_type={self.model_type}: expected {' or '.join(self.model_types)}"
+            )
         scaling, parameters = self.rope_scaling or {}, self.rope_parameters or {}
         self._check_rope("rope_scaling", scaling)
         self._check_rope("rope_parameters", parameters)
-        for name in {**scaling, **parameters} if scaling and parameters else ():  # versions of Transformers read either
+        # versions of Transformers read either
+        for name in {**scaling, **parameters} if scaling and parameters else ():
             if name != "rope_theta" and scaling.get(name) != parameters.get(name):
                 raise ValueError(
                     f"rope_scaling.{name}={shown(scaling.get(name))}: expected the same as rope_parameters.{name}="
                     f"{shown(parameters.get(name))}, or one of the two tables"
                 )
-        bases = [base for base in (self.rope_theta, self.rope.get("rope_theta")) if base is not None]
+        bases = [
+            base for base in (self.rope_theta, self.rope.get("rope_theta")) if base is not None
+        ]
         if len(set(bases)) > 1:
-            raise ValueError(f"rope_theta={bases[0]:g}: expected the same as rope_parameters.rope_theta={bases[1]:g}")
+            raise ValueError(
+                f"rope_theta={bases[0]:g}: expected the same as rope_parameters.rope_theta={bases[1]:g}"
+            )
         if self.head_size % 2:
-            raise ValueError(f"head_dim={self.head_size}: expected an even number, for rotary embeddings")
+            raise ValueError(
+                f"head_dim={self.head_size}: expected an even number, for rotary embeddings"
+            )
         other = [kind for kind in self.layer_types or () if kind != "full_attention"]
         if other:
             raise ValueError(f"layer_types holds {other[0]}: only full_attention is implemented")
@@ -210,7 +241,9 @@ class Trained(Shared):
         for kind in kinds:
             if not isinstance(kind, str) or kind not in known or kind != kinds[0]:
                 *some, last = known
-                raise ValueError(f"{key}: rotary embedding of type {shown(kind)}; expected {', '.join(some)} or {last}")
+                raise ValueError(
+                    f"{key}: rotary embedding of type {shown(kind)}; expected {', '.join(some)} or {last}"
+                )
         schema = known[kinds[0]]
         try:
             found = schema.model_validate(dict(rope))
@@ -218,7 +251,9 @@ class Trained(Shared):
             raise ValueError(_one_line(error, schema, rope, f"{key}.")) from None
         for name, value in (found.model_extra or {}).items():
             if value and name not in ("rope_type", "type"):
-                raise ValueError(f"{key}.{name}={shown(value)}: not implemented; expected no such key")
+                raise ValueError(
+                    f"{key}.{name}={shown(value)}: not implemented; expected no such key"
+                )
 
 
 class WhollyRotated(Trained):
@@ -243,27 +278,37 @@ class Dense(WhollyRotated):
     def _without_experts(self) -> Dense:
         for key in ("n_routed_experts", "n_shared_experts", "moe_intermediate_size"):
             if getattr(self, key):
-                raise ValueError(f"{key}={getattr(self, key)}: this architecture has no experts; expected null")
+                raise ValueError(
+                    f"{key}={getattr(self, key)}: this architecture has no experts; expected null"
+                )
         return self
 
 
 class Llama(Dense):
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
 
-    attention_bias: Literal[False] | None = Field(None, description="biases of Llama's attention are not implemented")
-    mlp_bias: Literal[False] | None = Field(None, description="biases of Llama's MLP are not implemented")
+    attention_bias: Literal[False] | None = Field(
+        None, description="biases of Llama's attention are not implemented"
+    )
+    mlp_bias: Literal[False] | None = Field(
+        None, description="biases of Llama's MLP are not implemented"
+    )
 
 
 class Qwen2(Dense):
     model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
 
-    attention_bias: Literal[True] | None = Field(None, description="this architecture always has q, k and v biases")
+    attention_bias: Literal[True] | None = Field(
+        None, description="this architecture always has q, k and v biases"
+    )
 
 
 class MiMo(Dense):
     model_types: ClassVar[tuple[str, ...]] = ("mimo", "qwen2")
 
-    attention_bias: bool | None = Field(None, description="false: the q, k and v biases in the checkpoint are all 0")
+    attention_bias: bool | None = Field(
+        None, description="false: the q, k and v biases in the checkpoint are all 0"
+    )
 
 
 class Qwen3(Dense):
@@ -279,11 +324,15 @@ class Qwen3Moe(WhollyRotated):
     num_experts_per_tok: Size
     moe_intermediate_size: Size  # type: ignore[assignment]  # required here
     norm_topk_prob: bool = False
-    decoder_sparse_step: Literal[1] = Field(1, description="only experts in every layer are implemented")
+    decoder_sparse_step: Literal[1] = Field(
+        1, description="only experts in every layer are implemented"
+    )
     mlp_only_layers: Annotated[list[int], Field(max_length=0)] | None = Field(
         None, description="only experts in every layer are implemented"
     )
-    attention_bias: Literal[False] | None = Field(None, description="biases of its attention are not implemented")
+    attention_bias: Literal[False] | None = Field(
+        None, description="biases of its attention are not implemented"
+    )
     n_routed_experts: None = Field(None, description="Qwen3-MoE calls them num_experts")  # type: ignore[assignment]
     n_shared_experts: None = Field(None, description="Qwen3-MoE has no shared experts")  # type: ignore[assignment]
 
@@ -314,11 +363,17 @@ class SigmoidExperts(Trained):
         experts = self.n_routed_experts or 0
         chosen = self.num_experts_per_tok or 0
         if chosen > experts:
-            raise ValueError(f"num_experts_per_tok={chosen}: expected at most n_routed_experts={experts}")
+            raise ValueError(
+                f"num_experts_per_tok={chosen}: expected at most n_routed_experts={experts}"
+            )
         if experts % self.n_group:
-            raise ValueError(f"n_group={self.n_group}: expected a divisor of n_routed_experts={experts}")
+            raise ValueError(
+                f"n_group={self.n_group}: expected a divisor of n_routed_experts={experts}"
+            )
         if self.topk_group > self.n_group:
-            raise ValueError(f"topk_group={self.topk_group}: expected at most n_group={self.n_group}")
+            raise ValueError(
+                f"topk_group={self.topk_group}: expected at most n_group={self.n_group}"
+            )
         if self.first_k_dense_replace > self.num_hidden_layers:
             raise ValueError(
                 f"first_k_dense_replace={self.first_k_dense_replace}: expected at most "
@@ -362,15 +417,27 @@ class DeepseekV3(SigmoidExperts):
     v_head_dim: Size
     qk_head_dim: Size | None = None
     rope_interleave: Literal[True] = True
-    attention_bias: Literal[False] | None = Field(None, description="biases of latent attention are not implemented")
+    attention_bias: Literal[False] | None = Field(
+        None, description="biases of latent attention are not implemented"
+    )
 
     @model_validator(mode="after")
     def _heads_fit(self) -> DeepseekV3:
         whole = self.qk_nope_head_dim + self.qk_rope_head_dim
         wanted = (
             (self.groups, self.num_attention_heads, "num_key_value_heads", "num_attention_heads"),
-            (self.qk_head_dim or whole, whole, "qk_head_dim", "qk_nope_head_dim + qk_rope_head_dim"),
-            (self.head_dim or self.qk_rope_head_dim, self.qk_rope_head_dim, "head_dim", "qk_rope_head_dim"),
+            (
+                self.qk_head_dim or whole,
+                whole,
+                "qk_head_dim",
+                "qk_nope_head_dim + qk_rope_head_dim",
+            ),
+            (
+                self.head_dim or self.qk_rope_head_dim,
+                self.qk_rope_head_dim,
+                "head_dim",
+                "qk_rope_head_dim",
+            ),
         )
         for found, size, key, other in wanted:
             if found != size:
@@ -378,7 +445,9 @@ class DeepseekV3(SigmoidExperts):
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim={self.qk_rope_head_dim}: expected an even number")
         if self.v_head_dim > whole:
-            raise ValueError(f"v_head_dim={self.v_head_dim}: expected at most qk_nope_head_dim + qk_rope_head_dim")
+            raise ValueError(
+                f"v_head_dim={self.v_head_dim}: expected at most qk_nope_head_dim + qk_rope_head_dim"
+            )
         return self
 
 
@@ -394,8 +463,10 @@ SCHEMAS: dict[str, type[Shared]] = {
 EAGLE3 = "LlamaForCausalLMEagle3"
 # config.json of a target with an EAGLE-3 drafter, in memory: the drafter's under this key, which no file has.
 DRAFTER = "eagle3"
-PREFIX = "eagle3."  # of such a drafter's tensors beside the target's: in memory, in pushes and among moments
-MAPS = ("d2t", "t2d")  # of its tensors those that are not trained: words of drafts to token ids, and back
+# of such a drafter's tensors beside the target's: in memory, in pushes and among moments
+PREFIX = "eagle3."
+# of its tensors those that are not trained: words of drafts to token ids, and back
+MAPS = ("d2t", "t2d")
 
 
 GEMMA3 = " (megatron-core's layer has no norms behind attention and MLP, and its model one rotary base for all layers)"
@@ -410,7 +481,9 @@ def sharpness_of(config: Mapping[str, Any]) -> float:
     if stated is None:
         return SHARPNESS[0]
     if isinstance(stated, bool) or not isinstance(stated, int | float) or not 0 < stated <= 100:
-        raise ModelConfigError(f"config.json: {STATED}={stated!r}; expected a number above 0 and at most 100")
+        raise ModelConfigError(
+            f"config.json: {STATED}={stated!r}; expected a number above 0 and at most 100"
+        )
     return float(stated)
 
 
@@ -438,7 +511,9 @@ def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True)
     found = validated(schema, config, where)
     if not trained:
         if config.get("quantization_config"):
-            raise ModelConfigError(f"config.json of {where}: quantization_config: quantised weights are not converted")
+            raise ModelConfigError(
+                f"config.json of {where}: quantization_config: quantised weights are not converted"
+            )
         return found
     return without_unknown(found, name, where)
 
@@ -450,7 +525,9 @@ def validated(schema: type[_Schema], config: Mapping[str, Any], where: str) -> _
     try:
         return schema.model_validate(dict(config))
     except ValidationError as error:
-        raise ModelConfigError(f"config.json of {where}: {_one_line(error, schema, config)}") from None
+        raise ModelConfigError(
+            f"config.json of {where}: {_one_line(error, schema, config)}"
+        ) from None
 
 
 def without_unknown(found: Shared, name: str, where: str) -> Shared:
@@ -463,7 +540,9 @@ def without_unknown(found: Shared, name: str, where: str) -> Shared:
     return found
 
 
-def _one_line(error: ValidationError, schema: type[BaseModel], config: Mapping[str, Any], of: str = "") -> str:
+def _one_line(
+    error: ValidationError, schema: type[BaseModel], config: Mapping[str, Any], of: str = ""
+) -> str:
     first = error.errors(include_url=False)[0]
     if first["type"] == "value_error":
         return str(first["msg"]).removeprefix("Value error, ")

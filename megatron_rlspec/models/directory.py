@@ -15,7 +15,13 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from megatron_rlspec import files
-from megatron_rlspec.models.config import SCHEMAS, DeepseekV3, ModelConfigError, Shared, check_config
+from megatron_rlspec.models.config import (
+    SCHEMAS,
+    DeepseekV3,
+    ModelConfigError,
+    Shared,
+    check_config,
+)
 from megatron_rlspec.texts import shown
 
 SINGLE = "model.safetensors"
@@ -26,7 +32,8 @@ TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _MTP_LAYER = re.compile(r"^(?:model\.mtp_layers|mtp\.layers)\.(\d+)\.")
 _OF_WORDS = ("model.embed_tokens.weight", "lm_head.weight")  # in every family
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$|^model\.visual\.|^visual\.")  # buffers, and towers that are not used
+# buffers, and towers that are not used
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$|^model\.visual\.|^visual\.")
 
 Use = Literal["train", "convert", "serve"]
 
@@ -105,7 +112,10 @@ def _check_stated(config: Mapping[str, Any], where: str) -> None:
     """Refuse a config.json without a key for which trainer and engines would fill in defaults of their own."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     wanted = {
-        "rope_theta": (config.get("rope_theta", rope.get("rope_theta")), "a number greater than 0, such as 10000"),
+        "rope_theta": (
+            config.get("rope_theta", rope.get("rope_theta")),
+            "a number greater than 0, such as 10000",
+        ),
         "rms_norm_eps": (config.get("rms_norm_eps"), "a number greater than 0, such as 1e-6"),
         "eos_token_id": (config.get("eos_token_id"), "the token at which a response ends"),
     }
@@ -142,7 +152,9 @@ def read_headers(directory: Path) -> dict[str, Header]:
     if (directory / INDEX).exists():
         placed = read_object(directory / INDEX, files.READ_MOST).get("weight_map")
         if not isinstance(placed, dict) or not placed:
-            raise ModelConfigError(f"{directory / INDEX}: expected weight_map, an object of tensor name and file name")
+            raise ModelConfigError(
+                f"{directory / INDEX}: expected weight_map, an object of tensor name and file name"
+            )
         found: dict[str, Header] = {}
         for name, file in placed.items():
             if not isinstance(file, str) or Path(file).name != file:
@@ -153,7 +165,9 @@ def read_headers(directory: Path) -> dict[str, Header]:
             found |= dict(_headers_of(directory / file))
         for name, file in placed.items():
             if name not in found or found[name].file != file:
-                raise ModelConfigError(f"{directory / file}: lacks {name}, which {INDEX} places there")
+                raise ModelConfigError(
+                    f"{directory / file}: lacks {name}, which {INDEX} places there"
+                )
         return {name: found[name] for name in placed}
     if not (directory / SINGLE).exists():
         if any(directory.glob("*.bin")):
@@ -161,7 +175,9 @@ def read_headers(directory: Path) -> dict[str, Header]:
                 f"{directory}: its weights are a pickle (.bin), which is not read; expected {SINGLE}: load the "
                 "file with torch.load(FILE, weights_only=True), and save it with safetensors.torch.save_file"
             )
-        raise ModelConfigError(f"{directory}: neither {SINGLE} nor {INDEX}; other formats are not read")
+        raise ModelConfigError(
+            f"{directory}: neither {SINGLE} nor {INDEX}; other formats are not read"
+        )
     return dict(_headers_of(directory / SINGLE))
 
 
@@ -175,10 +191,14 @@ def _headers_of(file: Path) -> Iterator[tuple[str, Header]]:
                 about = opened.get_slice(name)
                 yield name, Header(file.name, tuple(about.get_shape()), about.get_dtype())
     except (SafetensorError, OSError, ValueError) as error:
-        raise ModelConfigError(f"{file}: truncated or not safetensors ({shown(error, str)})") from None
+        raise ModelConfigError(
+            f"{file}: truncated or not safetensors ({shown(error, str)})"
+        ) from None
 
 
-def _check_weights(directory: Path, config: Mapping[str, Any], typed: Shared, *, drafter: bool) -> None:
+def _check_weights(
+    directory: Path, config: Mapping[str, Any], typed: Shared, *, drafter: bool
+) -> None:
     headers = read_headers(directory)
     where = f"config.json of {directory}"
     if typed.tie_word_embeddings and "lm_head.weight" in headers:
@@ -193,7 +213,8 @@ def _check_weights(directory: Path, config: Mapping[str, Any], typed: Shared, *,
                 f"{directory / header.file}: {name} has type {header.dtype}, expected {', '.join(FLOATS)}"
             )
     known = typed.architectures[0] in SCHEMAS
-    sized = known and ("kv_lora_rank" not in config or isinstance(typed, DeepseekV3))  # conversion leaves it unchecked
+    # conversion leaves it unchecked
+    sized = known and ("kv_lora_rank" not in config or isinstance(typed, DeepseekV3))
     shaped = headers if sized else {name: headers[name] for name in _OF_WORDS if name in headers}
     _check_shapes(directory, shaped, typed)
     _check_names(directory, config, headers, drafter=drafter, extra=known)
@@ -218,7 +239,12 @@ def _check_layers(where: str, headers: Mapping[str, Header], typed: Shared) -> N
 
 
 def _check_names(
-    directory: Path, config: Mapping[str, Any], headers: Mapping[str, Header], *, drafter: bool, extra: bool
+    directory: Path,
+    config: Mapping[str, Any],
+    headers: Mapping[str, Header],
+    *,
+    drafter: bool,
+    extra: bool,
 ) -> None:
     """Compare the tensors' names with the family's table."""
     from megatron_rlspec.models.names import name_table  # imports torch
@@ -229,7 +255,9 @@ def _check_names(
         raise ModelConfigError(f"{directory}: {error}") from None
     lost = [name for name in family.target_names if name not in headers]
     if lost:
-        raise ModelConfigError(f"{directory}: lacks {_some(lost)}, which {family.name} needs by config.json")
+        raise ModelConfigError(
+            f"{directory}: lacks {_some(lost)}, which {family.name} needs by config.json"
+        )
     lost = [name for name in family.drafter_names if name not in headers]
     if drafter and lost:
         raise ModelConfigError(
@@ -242,7 +270,9 @@ def _check_names(
     unknown = [name for name in headers if name not in family.by_hf and name not in copies]
     unknown = [name for name in unknown if not _IGNORED.search(name)]
     if unknown:
-        raise ModelConfigError(f"{directory}: {_some(unknown)}: not part of {family.name} by config.json")
+        raise ModelConfigError(
+            f"{directory}: {_some(unknown)}: not part of {family.name} by config.json"
+        )
 
 
 def _check_shapes(directory: Path, headers: Mapping[str, Header], typed: Shared) -> None:
@@ -272,7 +302,9 @@ def expected_shape(name: str, config: Shared) -> dict[str, int] | None:
     head = {"head_dim": config.head_size}
     wide = _mlp_width(name, config)
     routed = getattr(config, "num_experts", None)  # Qwen3-MoE's name
-    experts = {"num_experts": routed} if routed else {"n_routed_experts": config.n_routed_experts or 0}
+    experts = (
+        {"num_experts": routed} if routed else {"n_routed_experts": config.n_routed_experts or 0}
+    )
     shapes = {
         "embed_tokens": words | hidden,
         "lm_head": words | hidden,
@@ -302,18 +334,28 @@ def expected_shape(name: str, config: Shared) -> dict[str, int] | None:
 
 def _latent_attention(config: DeepseekV3) -> dict[str, dict[str, int]]:
     """Return the shapes of latent attention's tensors, by the last part of their names."""
-    heads, content, turned = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+    heads, content, turned = (
+        config.num_attention_heads,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+    )
     hidden = {"hidden_size": config.hidden_size}
     low = {"q_lora_rank": config.q_lora_rank or 0}
     latent = {"kv_lora_rank": config.kv_lora_rank}
-    queries = {"num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)": heads * (content + turned)}
-    up = {"num_attention_heads x (qk_nope_head_dim + v_head_dim)": heads * (content + config.v_head_dim)}
+    queries = {
+        "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)": heads * (content + turned)
+    }
+    up = {
+        "num_attention_heads x (qk_nope_head_dim + v_head_dim)": heads
+        * (content + config.v_head_dim)
+    }
     return {
         "q_proj": queries | hidden,
         "q_a_proj": low | hidden,
         "q_a_layernorm": low,
         "q_b_proj": queries | low,
-        "kv_a_proj_with_mqa": {"kv_lora_rank + qk_rope_head_dim": config.kv_lora_rank + turned} | hidden,
+        "kv_a_proj_with_mqa": {"kv_lora_rank + qk_rope_head_dim": config.kv_lora_rank + turned}
+        | hidden,
         "kv_a_layernorm": latent,
         "kv_b_proj": up | latent,
         "o_proj": hidden | {"num_attention_heads x v_head_dim": heads * config.v_head_dim},
@@ -337,7 +379,12 @@ def _check_tokenizer(directory: Path, typed: Shared) -> None:
     if not any(all((directory / name).is_file() for name in names) for names in TOKENIZERS):
         known = ", ".join(" with ".join(names) for names in TOKENIZERS)
         raise ModelConfigError(f"{directory}: no tokenizer; expected one of {known}")
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "generation_config.json",
+    ):
         if (directory / name).exists():
             found = read_object(directory / name, files.READ_MOST)
             if name == "generation_config.json":
@@ -349,7 +396,9 @@ def _check_stop_tokens(file: Path, given: Any, vocabulary: int) -> None:
         if token is None:
             continue
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
-            raise ModelConfigError(f"{file}: eos_token_id={token!r}: expected ids below vocab_size={vocabulary}")
+            raise ModelConfigError(
+                f"{file}: eos_token_id={token!r}: expected ids below vocab_size={vocabulary}"
+            )
 
 
 def _some(names: list[str]) -> str:

@@ -7,7 +7,15 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.models.config import EAGLE3, Llama, ModelConfigError, Size, shown, validated, without_unknown
+from megatron_rlspec.models.config import (
+    EAGLE3,
+    Llama,
+    ModelConfigError,
+    Size,
+    shown,
+    validated,
+    without_unknown,
+)
 
 _TAPPED = "eagle_aux_hidden_state_layer_ids"
 _JOINED_NORM = "norm_before_fc"
@@ -17,7 +25,9 @@ class Eagle3(Llama):
     """The config.json of an EAGLE-3 drafter, as SGLang's `models/llama_eagle3.py` and SpecForge write and read it."""
 
     draft_vocab_size: Size
-    tie_word_embeddings: Literal[False] = Field(False, description="the drafter has a head of its own")  # type: ignore[assignment]
+    tie_word_embeddings: Literal[False] = Field(
+        False, description="the drafter has a head of its own"
+    )  # type: ignore[assignment]
     target_hidden_size: Size | None = None
     num_aux_hidden_states: Size | None = None
     eagle_config: dict[str, Any] | None = None
@@ -32,12 +42,16 @@ class Eagle3(Llama):
         stated = self.eagle_config or {}
         for key, value in stated.items():
             if key not in ("use_aux_hidden_state", _JOINED_NORM, _TAPPED) and value:
-                raise ValueError(f"eagle_config.{key}={shown(value)}: not implemented; expected no such key")
+                raise ValueError(
+                    f"eagle_config.{key}={shown(value)}: not implemented; expected no such key"
+                )
         if stated.get("use_aux_hidden_state", True) is not True:
             raise ValueError("eagle_config.use_aux_hidden_state: only true is implemented")
         ids = stated.get(_TAPPED)
         if ids is not None and (not isinstance(ids, list) or any(type(i) is not int for i in ids)):
-            raise ValueError(f"eagle_config.{_TAPPED}={shown(ids)}: expected a list of layer numbers")
+            raise ValueError(
+                f"eagle_config.{_TAPPED}={shown(ids)}: expected a list of layer numbers"
+            )
         return self
 
     @property
@@ -63,14 +77,21 @@ class Eagle3(Llama):
         """
         ids = (self.eagle_config or {}).get(_TAPPED)
         found = (2, layers // 2, layers - 3) if ids is None else tuple(i + 1 for i in ids)
-        if len(found) < 2 or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] >= layers:
+        if (
+            len(found) < 2
+            or list(found) != sorted(set(found))
+            or found[0] < 0
+            or found[-1] >= layers
+        ):
             raise ValueError(
                 f"eagle_config.{_TAPPED}={'SGLang default ' if ids is None else ''}{[i - 1 for i in found]}: "
                 f"the target has {layers} layers; expected "
                 f"at least two ascending numbers from -1 (its embedding) to {layers - 2}"
             )
         if self.num_aux_hidden_states not in (None, len(found)):
-            raise ValueError(f"num_aux_hidden_states={self.num_aux_hidden_states}: expected {len(found)}, as layers")
+            raise ValueError(
+                f"num_aux_hidden_states={self.num_aux_hidden_states}: expected {len(found)}, as layers"
+            )
         return found
 
 
@@ -83,7 +104,9 @@ def check_drafter_config(config: Mapping[str, Any], where: str) -> Eagle3:
     """Check the config.json of an EAGLE-3 drafter and return it typed. Raises ModelConfigError."""
     names = config.get("architectures")
     if names != [EAGLE3]:
-        raise ModelConfigError(f"config.json of {where}: architectures={shown(names)}: expected [{EAGLE3}]")
+        raise ModelConfigError(
+            f"config.json of {where}: architectures={shown(names)}: expected [{EAGLE3}]"
+        )
     found = validated(Eagle3, config, where)
     without_unknown(found, EAGLE3, where)
     return found

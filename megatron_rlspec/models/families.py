@@ -74,7 +74,10 @@ def dense(config: Mapping[str, Any]) -> Iterator[Row]:
         yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.")
     for n in range(g.mtp_layers):
         hf = f"model.mtp_layers.{n}."
-        names = [f"{hf}{x}" for x in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")]
+        names = [
+            f"{hf}{x}"
+            for x in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+        ]
         yield from mtp_layer(n, names, block(f"mtp.layers.{n}.transformer_layer.", hf), SWAP_HALVES)
 
 
@@ -100,7 +103,9 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
         if n < dense:
             yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
         else:
-            yield from experts(f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=True, shared=shared)
+            yield from experts(
+                f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=True, shared=shared
+            )
 
     yield from outer(g, mtp_copies=True)
     for n in range(g.layers):
@@ -108,7 +113,9 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
     for n in range(g.mtp_layers):  # they follow the last layer in the checkpoint
         hf = f"model.layers.{g.layers + n}."
         names = [f"{hf}{x}" for x in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
-        yield from mtp_layer(n, names, block(f"mtp.layers.{n}.transformer_layer.", hf, g.layers + n))
+        yield from mtp_layer(
+            n, names, block(f"mtp.layers.{n}.transformer_layer.", hf, g.layers + n)
+        )
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> Iterator[Row]:
@@ -120,7 +127,9 @@ def qwen3_moe(config: Mapping[str, Any]) -> Iterator[Row]:
     g = Geometry.of(config)
     count = need(config, "num_experts")
     if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
-        raise ValueError("decoder_sparse_step and mlp_only_layers: only experts in every layer are supported")
+        raise ValueError(
+            "decoder_sparse_step and mlp_only_layers: only experts in every layer are supported"
+        )
     if config.get("attention_bias"):
         raise ValueError("attention_bias: biases of Qwen3-MoE's attention are not supported")
 
@@ -144,7 +153,9 @@ def qwen3_next(config: Mapping[str, Any]) -> Iterator[Row]:
     """
     g = Geometry.of(config)
     every = config.get("full_attention_interval", 4)
-    types = config.get("layer_types") or ["full_attention" if (n + 1) % every == 0 else "" for n in range(g.layers)]
+    types = config.get("layer_types") or [
+        "full_attention" if (n + 1) % every == 0 else "" for n in range(g.layers)
+    ]
     count = config.get("num_experts") or 0
 
     def block(megatron: str, hf: str, full: bool) -> Iterator[Row]:
@@ -154,7 +165,9 @@ def qwen3_next(config: Mapping[str, Any]) -> Iterator[Row]:
         else:
             yield from delta_net(megatron, hf, config)
         if count:
-            yield from experts(f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=False, shared="shared_expert")
+            yield from experts(
+                f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=False, shared="shared_expert"
+            )
         else:
             yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
 
@@ -168,7 +181,12 @@ def delta_net(megatron: str, hf: str, config: Mapping[str, Any]) -> Iterator[Row
     """Yield a gated delta net. Qwen3-Next groups its input projection by key head, in two tensors; Qwen3.5 has four."""
     key_heads = need(config, "linear_num_key_heads")
     value_heads = need(config, "linear_num_value_heads")
-    shape = (key_heads, value_heads, need(config, "linear_key_head_dim"), need(config, "linear_value_head_dim"))
+    shape = (
+        key_heads,
+        value_heads,
+        need(config, "linear_key_head_dim"),
+        need(config, "linear_value_head_dim"),
+    )
     q, k, v, z, b, a = sizes = gated_delta_net_sizes(*shape)
     to = f"{megatron}self_attention."
     frm = f"{hf}linear_attn."
@@ -206,7 +224,9 @@ def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
         layer, frm = f"{to}decoder.layers.{index}.", layer_of_drafter(index)
         yield Row(f"{layer}input_layernorm.weight", (f"{frm}hidden_norm.weight",))
         yield Row(f"{layer}pre_mlp_layernorm.weight", (f"{frm}post_attention_layernorm.weight",))
-        yield from attention(layer, frm, g, bias=bool(config.get("attention_bias", False)), qk_norm=False)
+        yield from attention(
+            layer, frm, g, bias=bool(config.get("attention_bias", False)), qk_norm=False
+        )
         yield from mlp(f"{layer}mlp.", f"{frm}mlp.")
     yield Row(f"{to}decoder.final_layernorm.weight", ("norm.weight",))
     # Whole on every rank: the words of one rank's share of the target's vocabulary are no even share of its rows.
@@ -268,7 +288,12 @@ class Family:
     def has_qkv_bias(self, config: Mapping[str, Any]) -> bool:
         """Return whether this model's q, k and v projections have biases other than 0."""
         stated = config.get("attention_bias")
-        answers = {"always": True, "never": False, "config": bool(stated), "or_zero": stated is not False}
+        answers = {
+            "always": True,
+            "never": False,
+            "config": bool(stated),
+            "or_zero": stated is not False,
+        }
         return answers[self.qkv_bias]
 
     def stores_qkv_bias(self, config: Mapping[str, Any]) -> bool:
@@ -277,7 +302,11 @@ class Family:
 
     def has_qk_norm(self, config: Mapping[str, Any]) -> bool:
         """Return whether this model normalises queries and keys."""
-        return bool(config.get("use_qk_norm")) if self.qk_norm == "config" else self.qk_norm == "always"
+        return (
+            bool(config.get("use_qk_norm"))
+            if self.qk_norm == "config"
+            else self.qk_norm == "always"
+        )
 
 
 _NEXTN = (("model.decoder.", "model.layers.{layers}."), ("model.", "model.layers.{layers}."))
@@ -361,9 +390,15 @@ FAMILIES: dict[str, Family] = {
         pushed=True,
         served=True,
     ),
-    "Qwen3NextForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3NextForCausalLM"),
-    "Qwen3_5ForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5ForCausalLM"),
-    "Qwen3_5MoeForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5MoeForCausalLM"),
+    "Qwen3NextForCausalLM": Family(
+        qwen3_next, zero_centered_norms=True, added_drafter="Qwen3NextForCausalLM"
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5ForCausalLM"
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5MoeForCausalLM"
+    ),
     "LlamaForCausalLMEagle3": Family(
         eagle3,
         sglang_files=("llama_eagle3",),

@@ -52,7 +52,9 @@ class LazyTensors(Mapping[str, Tensor]):
         tensor = file[name]
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
             if not all(bound.isfinite() for bound in tensor.aminmax()):
-                raise CheckpointError(f"{file.path}: {name} holds NaN or infinity; expected finite numbers")
+                raise CheckpointError(
+                    f"{file.path}: {name} holds NaN or infinity; expected finite numbers"
+                )
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -176,7 +178,10 @@ def complete(
         os.rename(partial / shard, partial / name)
         total += (partial / name).stat().st_size
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": {n: final[f] for n, f in file_of.items()}}
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {n: final[f] for n, f in file_of.items()},
+        }
         write_json(partial / INDEX, index)
     write_json(partial / "config.json", config)
     if tokenizer_from is not None:

@@ -117,7 +117,9 @@ def gated_delta_net(key_heads: int, value_heads: int, key_dim: int, value_dim: i
     return Layout(fuse, split)
 
 
-def gated_delta_net_sizes(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
+def gated_delta_net_sizes(
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int
+) -> tuple[int, ...]:
     """Return the numbers of rows of Q, K, V, Z, B and A."""
     qk = key_heads * key_dim
     v = value_heads * value_dim
@@ -129,7 +131,9 @@ def _grouped(groups: int, sizes: tuple[int, ...]) -> Layout:
 
     def fuse(parts: Sequence[Tensor]) -> Tensor:
         rest = parts[0].shape[1:]
-        blocks = [part.reshape(groups, size, *rest) for part, size in zip(parts, sizes, strict=True)]
+        blocks = [
+            part.reshape(groups, size, *rest) for part, size in zip(parts, sizes, strict=True)
+        ]
         return torch.cat(blocks, dim=1).reshape(-1, *rest)
 
     def split(full: Tensor) -> Sequence[Tensor]:
@@ -158,7 +162,9 @@ class Cut:
         for block in blocks:
             if block.shape[self.dim] % size:
                 parts = len(blocks) * size
-                raise ValueError(f"dimension {self.dim} of shape {list(full.shape)} does not divide into {parts} parts")
+                raise ValueError(
+                    f"dimension {self.dim} of shape {list(full.shape)} does not divide into {parts} parts"
+                )
         return torch.cat([block.chunk(size, dim=self.dim)[rank] for block in blocks])
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:

@@ -136,7 +136,9 @@ class NameTable:
     @cached_property
     def drafter_names(self) -> tuple[str, ...]:
         """Hugging Face names of the drafter's own tensors; () if the model has no drafter."""
-        return tuple(hf for row in self.rows.values() if self.is_drafter(row.megatron) for hf in row.hf)
+        return tuple(
+            hf for row in self.rows.values() if self.is_drafter(row.megatron) for hf in row.hf
+        )
 
     @cached_property
     def experts(self) -> int:
@@ -147,7 +149,9 @@ class NameTable:
     @cached_property
     def target_names(self) -> tuple[str, ...]:
         """Hugging Face names of the target's tensors."""
-        return tuple(hf for row in self.rows.values() if not self.is_drafter(row.megatron) for hf in row.hf)
+        return tuple(
+            hf for row in self.rows.values() if not self.is_drafter(row.megatron) for hf in row.hf
+        )
 
     def _cut(self, megatron_name: str) -> Cut:
         row = self.row(megatron_name)

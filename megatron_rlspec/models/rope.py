@@ -44,7 +44,9 @@ class Rope:
             slow, fast = float(stated.get("beta_slow") or 1), float(stated.get("beta_fast") or 32)
             original = int(stated["original_max_position_embeddings"])
             mscale = float(stated.get("mscale_all_dim") or 0)
-            return cls(base, float(stated["factor"]), slow, fast, original, yarn=True, mscale=mscale)
+            return cls(
+                base, float(stated["factor"]), slow, fast, original, yarn=True, mscale=mscale
+            )
         return cls(
             base,
             float(stated["factor"]),
@@ -77,11 +79,16 @@ class Rope:
     @property
     def magnitude(self) -> float:
         """Return the factor on cosine and sine. YaRN thereby makes attention sharper, as its contexts are longer."""
-        return 0.1 * math.log(self.factor) + 1 if self.yarn and self.factor > 1 and not self.mscale else 1.0
+        return (
+            0.1 * math.log(self.factor) + 1
+            if self.yarn and self.factor > 1 and not self.mscale
+            else 1.0
+        )
 
     def _unscaled(self, dims: int) -> Tensor:
         """Return, for each of YaRN's frequencies, the share that is not divided by `factor`, `[dims / 2]` float32."""
-        first, last = (  # indices of the frequencies that turn so many times within the original context
+        # indices of the frequencies that turn so many times within the original context
+        first, last = (
             dims * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.base))
             for turns in (self.high, self.low)
         )

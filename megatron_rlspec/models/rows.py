@@ -63,7 +63,9 @@ class Geometry:
         hidden = need(config, "hidden_size")
         # Qwen3-Next has one drafter layer, and its config.json does not mention it.
         unmentioned = int((config.get("architectures") or [""])[0] == "Qwen3NextForCausalLM")
-        mtp = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", unmentioned))
+        mtp = config.get(
+            "num_nextn_predict_layers", config.get("mtp_num_hidden_layers", unmentioned)
+        )
         geometry = cls(
             layers=need(config, "num_hidden_layers"),
             mtp_layers=mtp or 0,
@@ -75,7 +77,9 @@ class Geometry:
             tied=bool(config.get("tie_word_embeddings", False)),
         )
         if geometry.heads % geometry.groups:
-            raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={geometry.groups}")
+            raise ValueError(
+                f"num_attention_heads={heads} is not a multiple of num_key_value_heads={geometry.groups}"
+            )
         return geometry
 
 
@@ -96,12 +100,19 @@ def outer(g: Geometry, mtp_copies: bool = False) -> Iterator[Row]:
     prefixes = [f"model.layers.{g.layers + n}." for n in range(g.mtp_layers)] if mtp_copies else []
     copies = tuple(f"{prefix}embed_tokens.weight" for prefix in prefixes)
     yield Row(
-        "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), COPY, COLUMN, vocabulary=True, copies=copies
+        "embedding.word_embeddings.weight",
+        ("model.embed_tokens.weight",),
+        COPY,
+        COLUMN,
+        vocabulary=True,
+        copies=copies,
     )
     yield Row("decoder.final_layernorm.weight", ("model.norm.weight",))
     if not g.tied:
         copies = tuple(f"{prefix}shared_head.head.weight" for prefix in prefixes)
-        yield Row("output_layer.weight", ("lm_head.weight",), COPY, COLUMN, vocabulary=True, copies=copies)
+        yield Row(
+            "output_layer.weight", ("lm_head.weight",), COPY, COLUMN, vocabulary=True, copies=copies
+        )
 
 
 def norms(megatron: str, hf: str) -> Iterator[Row]:
@@ -111,7 +122,14 @@ def norms(megatron: str, hf: str) -> Iterator[Row]:
 
 
 def attention(
-    megatron: str, hf: str, g: Geometry, *, bias: bool, qk_norm: bool, gate: bool = False, zero_bias: bool = False
+    megatron: str,
+    hf: str,
+    g: Geometry,
+    *,
+    bias: bool,
+    qk_norm: bool,
+    gate: bool = False,
+    zero_bias: bool = False,
 ) -> Iterator[Row]:
     """Yield grouped-query attention.
 
@@ -121,7 +139,9 @@ def attention(
     """
     sizes = (g.groups, g.heads // g.groups, g.head_dim)
     layout = (gated_qkv if gate else grouped_qkv)(*sizes)
-    names = {part: tuple(f"{hf}self_attn.{x}_proj.{part}" for x in "qkv") for part in ("weight", "bias")}
+    names = {
+        part: tuple(f"{hf}self_attn.{x}_proj.{part}" for x in "qkv") for part in ("weight", "bias")
+    }
     qkv = f"{megatron}self_attention.linear_qkv."
     if zero_bias:
         yield Row(f"{qkv}weight", names["weight"] + names["bias"], zero_biased_qkv(*sizes), COLUMN)
@@ -130,8 +150,13 @@ def attention(
             yield Row(f"{qkv}{part}", names[part], layout, COLUMN)
     if qk_norm:
         for x in "qk":
-            yield Row(f"{megatron}self_attention.{x}_layernorm.weight", (f"{hf}self_attn.{x}_norm.weight",))
-    yield Row(f"{megatron}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), cut=ROW)
+            yield Row(
+                f"{megatron}self_attention.{x}_layernorm.weight",
+                (f"{hf}self_attn.{x}_norm.weight",),
+            )
+    yield Row(
+        f"{megatron}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), cut=ROW
+    )
 
 
 def latent_attention(megatron: str, hf: str, q_lora_rank: int | None) -> Iterator[Row]:
@@ -144,10 +169,20 @@ def latent_attention(megatron: str, hf: str, q_lora_rank: int | None) -> Iterato
     if q_lora_rank is None:
         yield Row(f"{to}linear_q_proj.weight", (f"{frm}q_proj.weight",), cut=COLUMN)
     else:
-        yield Row(f"{to}linear_q_down_proj.weight", (f"{frm}q_a_proj.weight",), cut=COLUMN, te_cut=REPLICATED)
+        yield Row(
+            f"{to}linear_q_down_proj.weight",
+            (f"{frm}q_a_proj.weight",),
+            cut=COLUMN,
+            te_cut=REPLICATED,
+        )
         yield Row(f"{to}q_layernorm.weight", (f"{frm}q_a_layernorm.weight",))
         yield Row(f"{to}linear_q_up_proj.weight", (f"{frm}q_b_proj.weight",), cut=COLUMN)
-    yield Row(f"{to}linear_kv_down_proj.weight", (f"{frm}kv_a_proj_with_mqa.weight",), cut=COLUMN, te_cut=REPLICATED)
+    yield Row(
+        f"{to}linear_kv_down_proj.weight",
+        (f"{frm}kv_a_proj_with_mqa.weight",),
+        cut=COLUMN,
+        te_cut=REPLICATED,
+    )
     yield Row(f"{to}kv_layernorm.weight", (f"{frm}kv_a_layernorm.weight",))
     yield Row(f"{to}linear_kv_up_proj.weight", (f"{frm}kv_b_proj.weight",), cut=COLUMN)
     yield Row(f"{to}linear_proj.weight", (f"{frm}o_proj.weight",), cut=ROW)
@@ -155,7 +190,12 @@ def latent_attention(megatron: str, hf: str, q_lora_rank: int | None) -> Iterato
 
 def mlp(megatron: str, hf: str) -> Iterator[Row]:
     """Yield a gated MLP."""
-    yield Row(f"{megatron}linear_fc1.weight", (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"), GATE_UP, COLUMN_GATE_UP)
+    yield Row(
+        f"{megatron}linear_fc1.weight",
+        (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"),
+        GATE_UP,
+        COLUMN_GATE_UP,
+    )
     yield Row(f"{megatron}linear_fc2.weight", (f"{hf}down_proj.weight",), cut=ROW)
 
 
@@ -172,7 +212,9 @@ def experts(megatron: str, hf: str, count: int, *, router_bias: bool, shared: st
             yield Row(f"{megatron}shared_experts.gate_weight", (f"{hf}shared_expert_gate.weight",))
 
 
-def mtp_layer(n: int, names: Sequence[str], block: Iterator[Row], layout: Layout = COPY) -> Iterator[Row]:
+def mtp_layer(
+    n: int, names: Sequence[str], block: Iterator[Row], layout: Layout = COPY
+) -> Iterator[Row]:
     """Yield MTP layer n.
 
     names   the checkpoint's of the norms of embedding and hidden state, of the input projection and the final norm
@@ -191,7 +233,9 @@ def mtp_layer(n: int, names: Sequence[str], block: Iterator[Row], layout: Layout
 def mtp_module(g: Geometry, block: Callable[[str, str], Iterator[Row]]) -> Iterator[Row]:
     """Yield the rows of Qwen's drafters, `mtp.*` in the checkpoint. Raises ValueError for more than one layer."""
     if g.mtp_layers > 1:
-        raise ValueError(f"{g.mtp_layers} MTP layers, but this family's names (mtp.fc, ...) have room for one")
+        raise ValueError(
+            f"{g.mtp_layers} MTP layers, but this family's names (mtp.fc, ...) have room for one"
+        )
     if g.mtp_layers:
         names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
         yield from mtp_layer(0, names, block("mtp.layers.0.transformer_layer.", "mtp.layers.0."))

@@ -41,11 +41,15 @@ def checksum(tensor: Tensor) -> str:
 def verify(tensor: Tensor, expected: str | None, where: str) -> Tensor:
     """Return `tensor`. Raises CheckpointError, which names `where`, if its checksum is not `expected`."""
     if expected is not None and checksum(tensor) != expected:
-        raise CheckpointError(f"{where}: its checksum differs from what was written: the file is damaged")
+        raise CheckpointError(
+            f"{where}: its checksum differs from what was written: the file is damaged"
+        )
     return tensor
 
 
-def save(tensors: Mapping[str, Tensor], path: Path, notes: Mapping[str, str] = MappingProxyType({})) -> None:
+def save(
+    tensors: Mapping[str, Tensor], path: Path, notes: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Write one safetensors file, whole or not at all, with a checksum of every tensor. Raises OSError.
 
     `tensors` must not share storage. `notes` go into the file's metadata. The mode follows the umask: safetensors
@@ -56,7 +60,11 @@ def save(tensors: Mapping[str, Tensor], path: Path, notes: Mapping[str, str] = M
         try:
             partial.touch()
             mode = stat.S_IMODE(partial.stat().st_mode)
-            save_file(dict(tensors), partial, metadata={"format": "pt", CHECKSUMS: json.dumps(checksums), **notes})
+            save_file(
+                dict(tensors),
+                partial,
+                metadata={"format": "pt", CHECKSUMS: json.dumps(checksums), **notes},
+            )
         except SafetensorError as error:
             number = _OS_ERROR.search(str(error))
             code = int(number[1]) if number else errno.EIO
@@ -95,7 +103,9 @@ class TensorFile(Mapping[str, Tensor]):
         self._checksums = _checksums(path, metadata.get(CHECKSUMS))
         lost = sorted(self._checksums.keys() ^ set(self._names)) if self._checksums else []
         if lost:
-            raise CheckpointError(f"{path}: {lost[0]} is in the list of checksums or in the file, not in both")
+            raise CheckpointError(
+                f"{path}: {lost[0]} is in the list of checksums or in the file, not in both"
+            )
 
     @property
     def checked(self) -> bool:
@@ -114,7 +124,9 @@ class TensorFile(Mapping[str, Tensor]):
         try:
             tensor = self._file.get_tensor(name)
         except (SafetensorError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{self.path}: {name} cannot be read: {shown(error, str)}") from None
+            raise CheckpointError(
+                f"{self.path}: {name} cannot be read: {shown(error, str)}"
+            ) from None
         return verify(tensor, self._checksums.get(name), f"{self.path}: {name}")
 
     def __contains__(self, name: object) -> bool:
@@ -139,12 +151,18 @@ class TensorFile(Mapping[str, Tensor]):
 
 def _open(path: Path) -> Any:
     if not path.is_file():
-        what = f"expected a file, found a {files.kind(path.stat().st_mode)}" if path.exists() else "no such file"
+        what = (
+            f"expected a file, found a {files.kind(path.stat().st_mode)}"
+            if path.exists()
+            else "no such file"
+        )
         raise CheckpointError(f"{path}: {what}")
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: truncated or not safetensors ({shown(error, str)})") from None
+        raise CheckpointError(
+            f"{path}: truncated or not safetensors ({shown(error, str)})"
+        ) from None
 
 
 def _checksums(path: Path, text: str | None) -> dict[str, str]:

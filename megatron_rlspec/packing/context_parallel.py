@@ -19,7 +19,9 @@ from megatron_rlspec.packing.transfer import to_device
 Layout = Literal["zigzag", "contiguous"]
 
 
-def cp_index(cu_seqlens_padded: torch.Tensor, rank: int, size: int, layout: Layout = "zigzag") -> torch.Tensor:
+def cp_index(
+    cu_seqlens_padded: torch.Tensor, rank: int, size: int, layout: Layout = "zigzag"
+) -> torch.Tensor:
     """Return the global position of each token that `rank` holds: `[T / size] int64`, in the rank's own order.
 
     Raises ValueError if the tokens do not divide: for zigzag every padded length must be a multiple of 2·size, for
@@ -31,34 +33,54 @@ def cp_index(cu_seqlens_padded: torch.Tensor, rank: int, size: int, layout: Layo
         return torch.arange(total, device=cu.device)
     if layout == "contiguous":
         if total % size:
-            raise ValueError(f"{total} packed tokens do not split into {size} equal contiguous runs")
+            raise ValueError(
+                f"{total} packed tokens do not split into {size} equal contiguous runs"
+            )
         return torch.arange(rank * total // size, (rank + 1) * total // size, device=cu.device)
     lengths = cu[1:] - cu[:-1]
     if bool((lengths % (2 * size)).any()):
         bad = lengths[lengths % (2 * size) != 0][0]
-        raise ValueError(f"padded length {int(bad)} is not a multiple of {2 * size}, twice the context-parallel size")
+        raise ValueError(
+            f"padded length {int(bad)} is not a multiple of {2 * size}, twice the context-parallel size"
+        )
     chunk = lengths // (2 * size)
     # Front and back chunk of sequence 0, then of sequence 1, ...
-    starts = torch.stack([cu[:-1] + rank * chunk, cu[:-1] + (2 * size - 1 - rank) * chunk], dim=1).flatten()
+    starts = torch.stack(
+        [cu[:-1] + rank * chunk, cu[:-1] + (2 * size - 1 - rank) * chunk], dim=1
+    ).flatten()
     widths = chunk.repeat_interleave(2)
     local_starts = widths.cumsum(0) - widths
-    return torch.arange(total // size, device=cu.device) + (starts - local_starts).repeat_interleave(widths)
+    return torch.arange(total // size, device=cu.device) + (
+        starts - local_starts
+    ).repeat_interleave(widths)
 
 
 def slice_for_cp(
-    x: torch.Tensor, cu_seqlens_padded: torch.Tensor, rank: int, size: int, layout: Layout = "zigzag", dim: int = -1
+    x: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor,
+    rank: int,
+    size: int,
+    layout: Layout = "zigzag",
+    dim: int = -1,
 ) -> torch.Tensor:
     """Return the share of `rank` in `x`. Dimension `dim` of `x` is the T packed tokens. Raises ValueError."""
     index = cp_index(cu_seqlens_padded, rank, size, layout).to(x.device)
     if x.shape[dim] != size * len(index):
-        raise ValueError(f"dimension {dim} of x is {x.shape[dim]}, but cu_seqlens_padded ends at {size * len(index)}")
+        raise ValueError(
+            f"dimension {dim} of x is {x.shape[dim]}, but cu_seqlens_padded ends at {size * len(index)}"
+        )
     return x.index_select(dim, index)
 
 
 def join_from_cp(
-    shards: Sequence[torch.Tensor], cu_seqlens_padded: torch.Tensor, layout: Layout = "zigzag", dim: int = -1
+    shards: Sequence[torch.Tensor],
+    cu_seqlens_padded: torch.Tensor,
+    layout: Layout = "zigzag",
+    dim: int = -1,
 ) -> torch.Tensor:
     """Join all ranks' shares, given in rank order, to the whole batch. Inverse of `slice_for_cp`."""
     size = len(shards)
     order = torch.cat([cp_index(cu_seqlens_padded, rank, size, layout) for rank in range(size)])
-    return torch.cat(list(shards), dim).index_select(dim, to_device(order.argsort(), shards[0].device))
+    return torch.cat(list(shards), dim).index_select(
+        dim, to_device(order.argsort(), shards[0].device)
+    )

@@ -67,11 +67,15 @@ def pack(
     unit = 1 if cp_size == 1 else batch_unit
     padded_lengths = [-(-length // unit) * unit for length in lengths]
     bins = partition(padded_lengths, tokens_per_micro_batch // batch_unit * batch_unit, dp_size)
-    columns = _columns(samples, lengths, advantages, old_logprobs, reference_logprobs, drafter_weights)
+    columns = _columns(
+        samples, lengths, advantages, old_logprobs, reference_logprobs, drafter_weights
+    )
     columns["policy_weight"] = _policy_weight(samples, aggregation)
     seeds = [sample.seed for sample in samples if sample.seed is not None]
     if len(seeds) == len(samples):
-        columns["seeds"] = [torch.full((length,), seed) for seed, length in zip(seeds, lengths, strict=True)]
+        columns["seeds"] = [
+            torch.full((length,), seed) for seed, length in zip(seeds, lengths, strict=True)
+        ]
     if version is not None:
         columns["staleness"] = [_staleness(sample, version) for sample in samples]
     counts = _counts(columns, lengths, depth, aggregation, constant_length)
@@ -79,7 +83,17 @@ def pack(
     learnt_tokens = sum(float(columns["mask"][i][1:].sum()) for i in learnt)
 
     def batch_of(chosen: list[int]) -> PackedBatch:
-        return _micro_batch(chosen, columns, padded_lengths, batch_unit, depth, counts, learnt_tokens, cp_size, cp_rank)
+        return _micro_batch(
+            chosen,
+            columns,
+            padded_lengths,
+            batch_unit,
+            depth,
+            counts,
+            learnt_tokens,
+            cp_size,
+            cp_rank,
+        )
 
     batches = [batch_of(chosen) for chosen in bins[dp_rank::dp_size]]
     if len(learnt) == len(samples):
@@ -146,8 +160,12 @@ def _columns(
     if old_logprobs is None:
         old_logprobs = behaviour
     columns = {
-        "tokens": [torch.as_tensor(np.asarray(sample.tokens), dtype=torch.int64) for sample in samples],
-        "mask": [torch.as_tensor(np.asarray(sample.loss_mask), dtype=torch.float32) for sample in samples],
+        "tokens": [
+            torch.as_tensor(np.asarray(sample.tokens), dtype=torch.int64) for sample in samples
+        ],
+        "mask": [
+            torch.as_tensor(np.asarray(sample.loss_mask), dtype=torch.float32) for sample in samples
+        ],
         "advantages": _floats("advantages", advantages, lengths),
         "behaviour_logprobs": _floats("behaviour_logprobs", behaviour, lengths),
         "drafter_weight": _floats("drafter_weights", drafter_weights, lengths),
@@ -156,11 +174,15 @@ def _columns(
     if reference_logprobs is not None:
         columns["reference_logprobs"] = _floats("reference_logprobs", reference_logprobs, lengths)
     if any(bool((weight < 0).any()) for weight in columns["drafter_weight"]):
-        raise ValueError("drafter_weights must not be negative: they scale a loss and its denominator")
+        raise ValueError(
+            "drafter_weights must not be negative: they scale a loss and its denominator"
+        )
     return columns
 
 
-def _floats(name: str, values: Sequence[float] | PerToken, lengths: list[int]) -> list[torch.Tensor]:
+def _floats(
+    name: str, values: Sequence[float] | PerToken, lengths: list[int]
+) -> list[torch.Tensor]:
     if len(values) != len(lengths):
         raise ValueError(f"{name} has {len(values)} entries for {len(lengths)} samples")
     columns = []
@@ -169,7 +191,9 @@ def _floats(name: str, values: Sequence[float] | PerToken, lengths: list[int]) -
         if column.ndim == 0:
             column = column.expand(length)
         if len(column) != length:
-            raise ValueError(f"{name}[{i}] has {len(column)} values, but sample {i} has {length} tokens")
+            raise ValueError(
+                f"{name}[{i}] has {len(column)} values, but sample {i} has {length} tokens"
+            )
         columns.append(column)
     return columns
 
@@ -224,10 +248,14 @@ def _counts(
         policy = float(len(lengths))
     elif aggregation == "constant":
         if not constant_length:
-            raise ValueError("aggregation='constant' needs constant_length, the number of tokens to divide by")
+            raise ValueError(
+                "aggregation='constant' needs constant_length, the number of tokens to divide by"
+            )
         policy = float(len(lengths) * constant_length)
     else:
-        raise ValueError(f"aggregation={aggregation!r}, but losses are averaged by 'token', 'sample' or 'constant'")
+        raise ValueError(
+            f"aggregation={aggregation!r}, but losses are averaged by 'token', 'sample' or 'constant'"
+        )
     return {
         "policy": policy or 1.0,
         "drafter": [float((weight * trained).sum()) or 1.0 for trained in masks],
@@ -268,8 +296,11 @@ def _micro_batch(
     cu_padded = torch.tensor([0, *padded]).cumsum(0).int()
 
     def lay_out(field: str, empty: int = 0) -> torch.Tensor:
-        flat = torch.full((total,), empty, dtype=torch.int64 if field in ("tokens", "seeds") else torch.float32)
-        for i, start in zip(chosen, cu_padded.tolist(), strict=False):  # no sequence starts at the last boundary
+        flat = torch.full(
+            (total,), empty, dtype=torch.int64 if field in ("tokens", "seeds") else torch.float32
+        )
+        # no sequence starts at the last boundary
+        for i, start in zip(chosen, cu_padded.tolist(), strict=False):
             flat[start : start + len(columns[field][i])] = columns[field][i]
         return flat
 
@@ -294,13 +325,17 @@ def _micro_batch(
 
     return PackedBatch(
         tokens=share(tokens),
-        position_ids=share(torch.arange(total) - cu_padded[:-1].repeat_interleave(torch.tensor(padded))),
+        position_ids=share(
+            torch.arange(total) - cu_padded[:-1].repeat_interleave(torch.tensor(padded))
+        ),
         labels=share(shift_packed(tokens, cu_padded)),
         loss_mask=share(loss_mask),
         advantages=trained("advantages"),
         old_logprobs=trained("old_logprobs"),
         behaviour_logprobs=trained("behaviour_logprobs"),
-        reference_logprobs=trained("reference_logprobs") if "reference_logprobs" in columns else None,
+        reference_logprobs=trained("reference_logprobs")
+        if "reference_logprobs" in columns
+        else None,
         staleness=trained("staleness") if "staleness" in columns else None,
         sequence_ids=share(sequence_ids),
         policy_weight=trained("policy_weight"),

@@ -30,7 +30,10 @@ def drafter_targets(
     Entry d - 1 of the three lists, all `[T]`: token t + d (the input), token t + 1 + d (the label), and 1 in the mask's
     type where that label is trained. Beyond a sequence's end all three are 0.
     """
-    shifted = [[shift_packed(x, cu_seqlens, steps) for x in (tokens, mask)] for steps in range(1, depth + 2)]
+    shifted = [
+        [shift_packed(x, cu_seqlens, steps) for x in (tokens, mask)]
+        for steps in range(1, depth + 2)
+    ]
     trained = shifted[0][1] != 0
     masks = []
     for _, ahead in shifted[1:]:
@@ -44,5 +47,6 @@ def drafter_targets(
 def _ends(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
     """Return `[total]`, the end of each position's sequence; 0 for positions in no sequence."""
     ends = cu_seqlens[1:].long()
-    sequence = torch.searchsorted(ends, torch.arange(total, device=ends.device), right=True)  # skips empty sequences
+    # skips empty sequences
+    sequence = torch.searchsorted(ends, torch.arange(total, device=ends.device), right=True)
     return torch.cat([ends, ends.new_zeros(1)])[sequence]

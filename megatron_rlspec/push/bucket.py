@@ -68,7 +68,9 @@ class Memory:
     Between pushes CPU memory is kept, pinned if there is a GPU, and GPU memory is returned.
     """
 
-    def __init__(self, device: str | torch.device = "cpu", pieces: int = 2, headed: bool = False) -> None:
+    def __init__(
+        self, device: str | torch.device = "cpu", pieces: int = 2, headed: bool = False
+    ) -> None:
         """`headed`: buckets begin with a safetensors header."""
         self.device = torch.device(device)
         self.headed = headed
@@ -143,7 +145,10 @@ class Bucket:
             piece[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         tensors = [tensor.detach() for _, tensor in self.tensors]
         parts = self.data().split([tensor.nbytes for tensor in tensors])
-        places = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        places = [
+            part.view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(parts, tensors, strict=True)
+        ]
         torch._foreach_copy_(places, tensors, non_blocking=True)
         if any(tensor.is_cuda for _, tensor in self.tensors):
             self._copied = torch.cuda.Event()

@@ -84,10 +84,15 @@ class Canary:
         began = time.perf_counter()
         if not self.seconds:
             self._began = began
-        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.settings.canary_tokens))
+        sampling = replace(
+            sampling, max_new_tokens=min(sampling.max_new_tokens, self.settings.canary_tokens)
+        )
         with ThreadPoolExecutor(len(engines)) as threads:
             results = threads.map(
-                lambda name: self._ask(name, engines[name], versions[name], prompts, sampling, chain, expected), engines
+                lambda name: self._ask(
+                    name, engines[name], versions[name], prompts, sampling, chain, expected
+                ),
+                engines,
             )
             found = dict(zip(engines, results, strict=True))
         self.seconds += time.perf_counter() - began
@@ -128,9 +133,15 @@ class Canary:
         accepted: tuple[int, ...] = ()
         if chain is not None:
             accepted = _histogram(pooled(sample.accepted for sample in samples), chain.num_steps)
-            known = [length for length in (expected, self._accept_lengths.get(name)) if length is not None]
+            known = [
+                length
+                for length in (expected, self._accept_lengths.get(name))
+                if length is not None
+            ]
             floor_share = self.settings.floor_share
-            findings.append(canary_finding(accepted, min(known, default=None), floor_share, self.settings.z))
+            findings.append(
+                canary_finding(accepted, min(known, default=None), floor_share, self.settings.z)
+            )
         return CanaryResult(tuple(finding for finding in findings if finding), accepted)
 
 

@@ -56,7 +56,9 @@ def enforce(
     if doubted:
         for name in doubted:
             hold(name, first[name])
-        second = {name: first[name] for name in doubted} if push_again is None else push_again(doubted)
+        second = (
+            {name: first[name] for name in doubted} if push_again is None else push_again(doubted)
+        )
     actions: dict[str, Action] = {}
     records = []
     for name, findings in first.items():
@@ -76,7 +78,10 @@ def lines(findings: Sequence[Finding]) -> list[str]:
 
 def summary(record: Mapping[str, Any]) -> str:
     """Format a record in one line: engine, version, action, findings."""
-    outcomes = {"speculate": "healthy after a second push", "plain": "no speculation until a later push"}
+    outcomes = {
+        "speculate": "healthy after a second push",
+        "plain": "no speculation until a later push",
+    }
     outcome = outcomes.get(record["action"], "may not serve")
     lasting = record["after_second_push"] or record["found"]
     return f"{record['engine']}, version {record['version']}: {outcome}: {'; '.join(lasting)}"

@@ -64,17 +64,23 @@ def stamp_finding(samples: Sequence[Sample], oldest: int, newest: int) -> Findin
     return None
 
 
-def fingerprint_finding(difference: Difference, is_drafter: Callable[[str], bool]) -> Finding | None:
+def fingerprint_finding(
+    difference: Difference, is_drafter: Callable[[str], bool]
+) -> Finding | None:
     """Return the finding of an engine that does not hold what it was sent; None if it does.
 
     The target is sound if only tensors of the drafter differ.
     """
     if difference.empty:
         return None
-    return Finding("fingerprint", str(difference), target=not all(map(is_drafter, difference.names)))
+    return Finding(
+        "fingerprint", str(difference), target=not all(map(is_drafter, difference.names))
+    )
 
 
-def canary_finding(accepted: Sequence[int], predicted: float | None, floor_share: float, z: float) -> Finding | None:
+def canary_finding(
+    accepted: Sequence[int], predicted: float | None, floor_share: float, z: float
+) -> Finding | None:
     """Check that a histogram of accepted drafts per round (index = accepted) reaches its floor.
 
     `predicted` is the expected accept length: tokens per round, with the target's own token. With None the canary only
@@ -141,7 +147,11 @@ class Drift:
         if self.log_evidence < -math.log(self.settings.false_alarm):
             return None
         mean = 1 + self.accepted / max(1, self.rounds)
-        return Finding("drift", f"accept length {mean:.2f} over {self.rounds} rounds since the push", target=False)
+        return Finding(
+            "drift",
+            f"accept length {mean:.2f} over {self.rounds} rounds since the push",
+            target=False,
+        )
 
 
 class DriftWatch:
@@ -155,7 +165,9 @@ class DriftWatch:
         """Start a new test for an engine with new weights."""
         self._tests[name] = Drift(self.settings, {})
 
-    def observe(self, name: str, stats: Sequence[RoundStats], predicted: Mapping[SpecConfig, float]) -> Finding | None:
+    def observe(
+        self, name: str, stats: Sequence[RoundStats], predicted: Mapping[SpecConfig, float]
+    ) -> Finding | None:
         """Test an engine's rounds. `predicted` are accept lengths by configuration; later calls update them."""
         if name not in self._tests:
             self.begin(name)

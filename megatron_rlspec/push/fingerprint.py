@@ -69,9 +69,14 @@ def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
         place, device = len(found), tensor.device
         found.append(0)
         if chosen.fingerprints(device, agrees) is None:
-            on_device.append(([place], _sum_on_device(_bytes(tensor), _first_word(tensor, start))[None]))
+            on_device.append(
+                ([place], _sum_on_device(_bytes(tensor), _first_word(tensor, start))[None])
+            )
             continue
-        waiting.setdefault(device, {})[place] = tensor.detach().contiguous(), _first_word(tensor, start)
+        waiting.setdefault(device, {})[place] = (
+            tensor.detach().contiguous(),
+            _first_word(tensor, start),
+        )
         held[device] = held.get(device, 0) + tensor.nbytes
         if held[device] + tensor.nbytes > _AT_ONCE:
             launch(device)
@@ -91,7 +96,9 @@ def agrees(kernel: ModuleType, device: torch.device) -> bool:
     there = data.to(device)
     places = [(0, 9 << 16, 5), (0, 13, 0), (3, 5 << 16, 70_000)]
     found = kernel.sums([(there[begin:end], first) for begin, end, first in places]).tolist()
-    return [one % (1 << 64) for one in found] == [_sum_on_cpu(data[a:b].numpy(), first) for a, b, first in places]
+    return [one % (1 << 64) for one in found] == [
+        _sum_on_cpu(data[a:b].numpy(), first) for a, b, first in places
+    ]
 
 
 def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
@@ -112,7 +119,9 @@ def read(sums: Sequence[int | Tensor]) -> list[int]:
 def _first_word(tensor: Tensor, start: int) -> int:
     first_byte = start * tensor.element_size()
     if first_byte % _WORD:
-        raise ValueError(f"a shard that starts at byte {first_byte} of its tensor: expected a multiple of {_WORD}")
+        raise ValueError(
+            f"a shard that starts at byte {first_byte} of its tensor: expected a multiple of {_WORD}"
+        )
     return first_byte // _WORD
 
 
@@ -161,7 +170,9 @@ def _sum_on_device(data: Tensor, first: int) -> Tensor:
     row_factors, column_factors = _factors(data.device)
     size = len(data)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    buffer = torch.empty(min(_ROWS_AT_ONCE * _ROW, -(-size // _WORD)), dtype=torch.int64, device=data.device)
+    buffer = torch.empty(
+        min(_ROWS_AT_ONCE * _ROW, -(-size // _WORD)), dtype=torch.int64, device=data.device
+    )
     done = 0
     while done < size:
         row, column = divmod(first + done // _WORD, _ROW)
@@ -223,8 +234,15 @@ class Difference:
         return self.missing + self.extra + self.differing
 
     def __str__(self) -> str:
-        parts = (("lacks", self.missing), ("has besides", self.extra), ("holds otherwise", self.differing))
-        return "; ".join(f"{verb} {_list(names)}" for verb, names in parts if names) or "holds what it was sent"
+        parts = (
+            ("lacks", self.missing),
+            ("has besides", self.extra),
+            ("holds otherwise", self.differing),
+        )
+        return (
+            "; ".join(f"{verb} {_list(names)}" for verb, names in parts if names)
+            or "holds what it was sent"
+        )
 
 
 def compare(expected: Mapping[str, int], held: Mapping[str, int]) -> Difference:
@@ -232,11 +250,15 @@ def compare(expected: Mapping[str, int], held: Mapping[str, int]) -> Difference:
     return Difference(
         missing=tuple(sorted(expected.keys() - held.keys())),
         extra=tuple(sorted(held.keys() - expected.keys())),
-        differing=tuple(sorted(name for name in expected.keys() & held.keys() if expected[name] != held[name])),
+        differing=tuple(
+            sorted(name for name in expected.keys() & held.keys() if expected[name] != held[name])
+        ),
     )
 
 
-def as_delivered(delivered: Mapping[str, Mapping[str, int]], is_drafter: Callable[[str], bool]) -> dict[str, int]:
+def as_delivered(
+    delivered: Mapping[str, Mapping[str, int]], is_drafter: Callable[[str], bool]
+) -> dict[str, int]:
     """Join the fingerprints of what an engine's loaders of `target` and `drafter` were given.
 
     A push gives each loader all tensors, and each takes its own. So the drafter's tensors count by the drafter's loader

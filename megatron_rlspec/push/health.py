@@ -111,7 +111,9 @@ class Health:
         self._refuse(verdict)
         plain = verdict.engines("plain")
         serving = tuple(name for name, action in verdict.actions.items() if action != "drop")
-        return HealthReport(tuple(pushes), serving, plain, verdict.records, results, self._canary.seconds - seconds)
+        return HealthReport(
+            tuple(pushes), serving, plain, verdict.records, results, self._canary.seconds - seconds
+        )
 
     def join(self, name: str) -> None:
         """Take a new engine of this name into account. The next push runs its canary and sets its speculation."""
@@ -119,7 +121,9 @@ class Health:
         self._canary.forget(name)
         self._held.add(name)
 
-    def watch(self, name: str, stats: Sequence[RoundStats], predicted: Mapping[SpecConfig, float]) -> Finding | None:
+    def watch(
+        self, name: str, stats: Sequence[RoundStats], predicted: Mapping[SpecConfig, float]
+    ) -> Finding | None:
         """Run one engine's drift test on the result of its `stats()`. A finding disables its speculation.
 
         A finding is returned once. The next push starts a new test.
@@ -130,7 +134,11 @@ class Health:
         return finding
 
     def _examine(
-        self, report: PushReport, predicted: float | None, results: dict[str, CanaryResult], canary: bool
+        self,
+        report: PushReport,
+        predicted: float | None,
+        results: dict[str, CanaryResult],
+        canary: bool,
     ) -> dict[str, list[Finding]]:
         """Return the findings of every engine. Adds the canaries' results to `results`."""
         findings: dict[str, list[Finding]] = {name: [] for name in report.engines}
@@ -144,7 +152,9 @@ class Health:
         sound = {name: self.pusher.engines[name] for name, found in findings.items() if not found}
         versions = dict.fromkeys(sound, report.version)
         chain = SpecConfig(self.settings.canary_steps) if self.speculate is not None else None
-        for name, result in self._canary.run(sound, versions, self.prompts, self.sampling, chain, predicted).items():
+        for name, result in self._canary.run(
+            sound, versions, self.prompts, self.sampling, chain, predicted
+        ).items():
             results[name] = result
             findings[name] += result.findings
             if result.error:
@@ -171,6 +181,8 @@ class Health:
 
     def _refuse(self, verdict: Verdict) -> None:
         """Raise HealthError if no engine is left."""
-        lasting = [f"{r['engine']}: {found}" for r in verdict.records for found in r["after_second_push"]]
+        lasting = [
+            f"{r['engine']}: {found}" for r in verdict.records for found in r["after_second_push"]
+        ]
         if all(action == "drop" for action in verdict.actions.values()):
             raise HealthError("no engine is left to serve: " + "; ".join(lasting))

@@ -97,7 +97,9 @@ class Pusher:
     The exporter runs ahead of the slowest engine by two buckets.
     """
 
-    def __init__(self, engines: Mapping[str, RolloutEngine], *, frozen: Collection[str] = ()) -> None:
+    def __init__(
+        self, engines: Mapping[str, RolloutEngine], *, frozen: Collection[str] = ()
+    ) -> None:
         self.engines = engines
         self.frozen = frozenset(frozen)
         self.expected: dict[str, int] = {}
@@ -121,7 +123,8 @@ class Pusher:
         serve nothing until a later push.
         """
         began = time.perf_counter()
-        engines = dict(self.engines)  # of this push, though another thread may leave one out meanwhile
+        # of this push, though another thread may leave one out meanwhile
+        engines = dict(self.engines)
         names = list(engines) if only is None else list(only)
         if scope != "all" and any(name not in self._proven for name in names):
             scope = "all"
@@ -130,18 +133,25 @@ class Pusher:
         limit = min((bucket_bytes(memory) for memory in memories.values()), default=1)
         feeds = {name: Feed(2 * limit, memory) for name, memory in memories.items()}
         with ThreadPoolExecutor(max(1, len(names))) as threads:
-            updates = {n: threads.submit(_update, engines[n], version, scope, feeds[n]) for n in names}
+            updates = {
+                n: threads.submit(_update, engines[n], version, scope, feeds[n]) for n in names
+            }
             try:
                 new, total, spent = _stream(source(scope), list(feeds.values()), limit, known or {})
             finally:
                 for feed in feeds.values():
-                    feed.close(PushError("the exporter stopped early"))  # no effect on a feed that has ended
+                    # no effect on a feed that has ended
+                    feed.close(PushError("the exporter stopped early"))
             errors = {name: update.result() for name, update in updates.items()}
-            for memory in {id(feed.memory): feed.memory for feed in feeds.values() if feed.memory}.values():
+            for memory in {
+                id(feed.memory): feed.memory for feed in feeds.values() if feed.memory
+            }.values():
                 memory.close()
             self.expected = new if scope == "all" else {**self.expected, **new}
             verified = time.perf_counter()
-            checks = {n: threads.submit(self.compare_with, engines[n]) for n in names if not errors[n]}
+            checks = {
+                n: threads.submit(self.compare_with, engines[n]) for n in names if not errors[n]
+            }
             results = {name: check.result() for name, check in checks.items()}
         ended = time.perf_counter()
         reports = {}
@@ -151,7 +161,9 @@ class Pusher:
             reports[name] = EngineReport(feed.seconds, feed.sent_bytes, error, difference)
             if reports[name].ok:
                 self._proven.add(name)
-        return PushReport(version, scope, ended - began, total, len(new), spent, ended - verified, reports)
+        return PushReport(
+            version, scope, ended - began, total, len(new), spent, ended - verified, reports
+        )
 
     def compare_with(self, engine: RolloutEngine) -> tuple[str, Difference]:
         """Return the error, or "", and the difference between what an engine was sent and what it holds."""
@@ -160,7 +172,9 @@ class Pusher:
         except EngineError as error:
             return str(error), Difference()
         unsent = self.frozen - self.expected.keys()
-        return "", compare(self.expected, {tensor: mark for tensor, mark in held.items() if tensor not in unsent})
+        return "", compare(
+            self.expected, {tensor: mark for tensor, mark in held.items() if tensor not in unsent}
+        )
 
     def forget(self, name: str) -> None:
         """Forget what this engine holds: the next push sends it all tensors."""
@@ -414,4 +428,6 @@ def finite_of(tensors: Sequence[Tensor]) -> Tensor:
 def finite_sums(tensors: Sequence[Tensor]) -> Tensor:
     """Return bool [n], by one call for all tensors: calls for each would take a GPU's host longer than the GPU."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch.isfinite(torch.stack(torch._foreach_norm([tensor.detach() for tensor in tensors], 1, dtype=wide)))
+    return torch.isfinite(
+        torch.stack(torch._foreach_norm([tensor.detach() for tensor in tensors], 1, dtype=wide))
+    )

@@ -28,8 +28,14 @@ Numbers = Mapping[str, float]
 
 def line(step: int, total: int, values: Numbers) -> str:
     """Return one step as a line of text."""
-    numbers = [f"{name} {style.format(values[key])}" for key, (name, style) in SHOWN.items() if key in values]
-    return "  ".join(part for part in (f"step {step + 1}/{total}", *numbers, configs(values)) if part)
+    numbers = [
+        f"{name} {style.format(values[key])}"
+        for key, (name, style) in SHOWN.items()
+        if key in values
+    ]
+    return "  ".join(
+        part for part in (f"step {step + 1}/{total}", *numbers, configs(values)) if part
+    )
 
 
 def saved_line(records: Sequence[Numbers]) -> str:
@@ -40,10 +46,16 @@ def saved_line(records: Sequence[Numbers]) -> str:
         return ""
     seconds = sum(values["spec/saved_seconds"] for values in known)
     spent = sum(values["spec/rounds"] * values["spec/ms_per_round"] for values in known) / 1e3
-    did = f"{'saved' if seconds >= 0 else 'cost'} about {abs(seconds):.1f} s of the engines' decoding"
+    did = (
+        f"{'saved' if seconds >= 0 else 'cost'} about {abs(seconds):.1f} s of the engines' decoding"
+    )
     if abs(seconds) < CLEAR * spent:
         did = "neither saved nor cost a clear part of the engines' decoding"
-    steps = f"in {len(known)} of the {len(drafted)} steps with drafts, " if len(known) < len(drafted) else ""
+    steps = (
+        f"in {len(known)} of the {len(drafted)} steps with drafts, "
+        if len(known) < len(drafted)
+        else ""
+    )
     return (
         f"{steps}speculation {did}: {spent:.1f} s with drafts, about {spent + seconds:.1f} s without. This is "
         "an estimate from its rounds and their costs; prefill, and training and pushing the drafter, are not counted"
@@ -52,6 +64,10 @@ def saved_line(records: Sequence[Numbers]) -> str:
 
 def configs(values: Numbers) -> str:
     """Return each configuration's share of the decode rounds, the largest first: "k3 84%, off 16%"."""
-    shares = {key.removeprefix("spec/share_"): share for key, share in values.items() if key.startswith("spec/share_")}
+    shares = {
+        key.removeprefix("spec/share_"): share
+        for key, share in values.items()
+        if key.startswith("spec/share_")
+    }
     largest_first = sorted(shares.items(), key=lambda item: -item[1])
     return printable(", ".join(f"{name} {share:.0%}" for name, share in largest_first if share > 0))

@@ -37,7 +37,8 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 
 METRICS = tuple(
-    Metric(key, **fields) for key, fields in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
+    Metric(key, **fields)
+    for key, fields in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
 )
 _PATTERNS = [(_pattern(metric.key), metric) for metric in METRICS]
 

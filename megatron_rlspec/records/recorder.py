@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 Decode = Callable[[Sequence[int] | np.ndarray], str]  # token ids -> text
 READ_MOST = 1 << 31  # bytes of a file of records
-VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers")  # of packages that decide results
+# of packages that decide results
+VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers")
 
 
 class RecordError(ValueError):
@@ -60,12 +61,16 @@ class Recorder:
     """
 
     def __init__(
-        self, run_dir: str | Path, first_step: int = 0, open_sinks: Callable[[], Sequence[Sink]] = tuple
+        self,
+        run_dir: str | Path,
+        first_step: int = 0,
+        open_sinks: Callable[[], Sequence[Sink]] = tuple,
     ) -> None:
         """`open_sinks` is called once the directory is as at `first_step`."""
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        for left in self.run_dir.glob(".*.partial"):  # from a process that was killed during a write
+        # from a process that was killed during a write
+        for left in self.run_dir.glob(".*.partial"):
             if left.is_file():
                 left.unlink()
         for name in ("metrics", "samples", "moves"):
@@ -77,7 +82,9 @@ class Recorder:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the record of a step."""
         self._add("metrics", [{"step": step, "time": time.time(), **values}])
-        self.to_sinks(step, {name: value for name, value in values.items() if isinstance(value, int | float)})
+        self.to_sinks(
+            step, {name: value for name, value in values.items() if isinstance(value, int | float)}
+        )
 
     def to_sinks(self, step: int, values: Mapping[str, float]) -> None:
         """Send numbers of a step to the sinks of [log] only."""
@@ -94,9 +101,16 @@ class Recorder:
         """Add texts to `samples.jsonl`, cut into pieces [text, whether its tokens are accepted drafts]."""
         rows = []
         for s in samples:
-            row: dict[str, Any] = {"step": step, "prompt": s.prompt.text, "response": s.text, "label": s.prompt.label}
+            row: dict[str, Any] = {
+                "step": step,
+                "prompt": s.prompt.text,
+                "response": s.text,
+                "label": s.prompt.label,
+            }
             error = s.metadata.get("reward_error")
-            row |= {"reward": s.reward} if error is None else {"reward": None, "reward_error": error}
+            row |= (
+                {"reward": s.reward} if error is None else {"reward": None, "reward_error": error}
+            )
             row |= {"status": s.status, "accepted": list(s.accepted), "tokens": len(s.response)}
             row["pieces"] = pieces(s, decode)
             rows.append(row)

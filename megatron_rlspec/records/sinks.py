@@ -62,7 +62,9 @@ class WeightsAndBiases:
             )
         except wandb.Error as error:
             reason = " ".join(str(error).split())
-            raise ConfigError(f"log.sinks=wandb: {reason}; WANDB_MODE=offline writes to {run_dir}/wandb") from None
+            raise ConfigError(
+                f"log.sinks=wandb: {reason}; WANDB_MODE=offline writes to {run_dir}/wandb"
+            ) from None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

@@ -77,7 +77,8 @@ class Conversation:
         self._accepted: list[int] = []
         self._drafted: list[tuple[int, int]] = []
         self._turn = threading.Lock()  # a reply goes on, or text is appended
-        self.since: float | None = time.monotonic()  # when the function went on; None while an engine replies
+        # when the function went on; None while an engine replies
+        self.since: float | None = time.monotonic()
 
     @property
     def prompt(self) -> Prompt:
@@ -101,14 +102,21 @@ class Conversation:
         return str(self.tokenizer.decode(self._tokens, skip_special_tokens=True))
 
     def reply(
-        self, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = (), stop: Sequence[str] = ()
+        self,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
     ) -> str:
         """Let the policy continue and return its text; "" if no token may follow.
 
         The reply ends with the model's end-of-sequence token, one of `stop_token_ids`, the token that completes one of
         the strings `stop` or of `rollout.stop`, after `max_new_tokens`, or where nothing remains.
         """
-        most = self.remaining if max_new_tokens is None else min(operator.index(max_new_tokens), self.remaining)
+        most = (
+            self.remaining
+            if max_new_tokens is None
+            else min(operator.index(max_new_tokens), self.remaining)
+        )
         stops = tuple(operator.index(token) for token in stop_token_ids)
         strings = (*self.sampling.stop, *((stop,) if isinstance(stop, str) else stop))
         with self._alone():
@@ -116,7 +124,9 @@ class Conversation:
                 self.finished = False
                 self._status = "truncated"
                 return ""
-            so_far = np.concatenate([np.asarray(self.prompt.tokens, np.int64), np.asarray(self._tokens, np.int64)])
+            so_far = np.concatenate(
+                [np.asarray(self.prompt.tokens, np.int64), np.asarray(self._tokens, np.int64)]
+            )
             name = f"{self._request.id}-t{self._turns:04d}"
             turn = Request(name, replace(self._request.prompt, tokens=so_far), self._seed())
             self.since = None
@@ -155,7 +165,9 @@ class Conversation:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         if not self._turn.acquire(blocking=False):
-            raise RuntimeError("a reply to this conversation goes on in another thread; expected one turn at a time")
+            raise RuntimeError(
+                "a reply to this conversation goes on in another thread; expected one turn at a time"
+            )
         try:
             yield
         finally:
@@ -166,13 +178,17 @@ class Conversation:
         self._tokens += drawn.response.tolist()
         self._trained += [True] * len(drawn.response)
         self._logprobs += drawn.behaviour_logprobs[drawn.prompt_len :].tolist()
-        self._spans += [(version, start + first, start + last) for version, first, last in drawn.policy_versions]
+        self._spans += [
+            (version, start + first, start + last) for version, first, last in drawn.policy_versions
+        ]
         self._drafted += [(start + first, start + last) for first, last in drawn.accepted_spans]
         self._accepted = pooled([self._accepted, drawn.accepted]).tolist()
 
     def sample(self) -> Sample:
         """Return the sample of all turns. Tokens that the policy did not write get the version of a reply beside."""
-        changes = [span for i, span in enumerate(self._spans) if i == 0 or span[0] != self._spans[i - 1][0]]
+        changes = [
+            span for i, span in enumerate(self._spans) if i == 0 or span[0] != self._spans[i - 1][0]
+        ]
         versions = [version for version, _, _ in changes]
         ends = [first for _, first, _ in changes[1:]] + [len(self._tokens)]
         starts = [0, *ends[:-1]]
@@ -265,7 +281,9 @@ class Conversations:
         """Return the numbers of the conversations whose function has run too long."""
         now = time.monotonic()
         began = [(number, conversation.since) for number, conversation in list(self._open.items())]
-        return [number for number, since in began if since is not None and now - since > self._seconds]
+        return [
+            number for number, since in began if since is not None and now - since > self._seconds
+        ]
 
     def _converse(
         self, number: int, request: Request, sampling: Sampling, on_sample: Callable[[Sample], None]
@@ -277,18 +295,24 @@ class Conversations:
                 raise _Ended
             reward = self._function(conversation)
             if conversation.replying:
-                raise FunctionError(f"{self._named}: the function returned while a thread of it waits for a reply")
+                raise FunctionError(
+                    f"{self._named}: the function returned while a thread of it waits for a reply"
+                )
             sample = conversation.sample()
             if reward is not None:
                 sample.reward = self._number(reward)
                 sample.metadata["own_reward"] = True
             if not sample.loss_mask.any():
-                raise FunctionError(f"{self._named}: the function asked for no reply; expected at least one")
+                raise FunctionError(
+                    f"{self._named}: the function asked for no reply; expected at least one"
+                )
             conversation.since = None
             on_sample(sample)
         except _Ended:
             return conversation.sample()
-        except BaseException as error:  # of `on_sample` or an engine, or what `custom.load` made of the function's own
+        except (
+            BaseException
+        ) as error:  # of `on_sample` or an engine, or what `custom.load` made of the function's own
             self._fail(error)
             return conversation.sample()
         finally:
@@ -301,7 +325,9 @@ class Conversations:
             return number(reward)
         except ValueError:
             returned = f"the function returned {shown(reward)}"
-            raise FunctionError(f"{self._named}: {returned}; expected None or a finite number") from None
+            raise FunctionError(
+                f"{self._named}: {returned}; expected None or a finite number"
+            ) from None
 
     def _fail(self, error: BaseException) -> None:
         """Keep the first failure, and abort what engines decode for the other conversations."""
@@ -335,7 +361,9 @@ class Conversations:
                 except EngineError as error:
                     request = replace(request, partial=error.begun.get(request.id, request.partial))
                     with self._lock:
-                        self._engines.continued += sum(len(begun.response) for begun in error.begun.values())
+                        self._engines.continued += sum(
+                            len(begun.response) for begun in error.begun.values()
+                        )
                         self._engines.drop(name, error)
         except EngineError as error:  # no engine is left, or none takes the request
             self._fail(error)

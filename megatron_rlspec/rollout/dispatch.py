@@ -17,7 +17,8 @@ from megatron_rlspec.types import Partial, Request, Sample, Sampling
 
 ABORT_AGAIN = 0.2  # seconds
 logger = logging.getLogger(__name__)
-Returned = Callable[[str, Request | None], None]  # (id, the request to continue); see `RunningRequests.claim`
+# (id, the request to continue); see `RunningRequests.claim`
+Returned = Callable[[str, Request | None], None]
 
 
 class RunningRequests(Protocol):
@@ -104,9 +105,12 @@ class Dispatch:
         self.where: dict[str, tuple[str, Request]] = {}  # by the request's id
         self.claimed: dict[str, Returned] = {}
         self.coming: deque[tuple[str, list[Request]]] = deque()  # continued by `resume`
-        self.over = False  # whether `finish` has failed: calls that failed return no samples, so nothing is claimed
-        self.freed = False  # whether a sample has ended, or an abort has come, since the last look at stealing
-        self.ran_dry = False  # whether an engine has taken over requests; then they go where the fewest are
+        # whether `finish` has failed: calls that failed return no samples, so nothing is claimed
+        self.over = False
+        # whether a sample has ended, or an abort has come, since the last look at stealing
+        self.freed = False
+        # whether an engine has taken over requests; then they go where the fewest are
+        self.ran_dry = False
         self.changed = threading.Condition()
 
     def _enqueue(self, requests: Sequence[Request]) -> None:
@@ -121,7 +125,8 @@ class Dispatch:
         return max(1.0, self.lengths.get(request.prompt.id, self.unknown) - begun)
 
     def finish(self) -> list[Sample]:
-        with ThreadPoolExecutor(max(1, len(self.requests))) as threads:  # a call generates at least one sample
+        # a call generates at least one sample
+        with ThreadPoolExecutor(max(1, len(self.requests))) as threads:
             try:
                 while len(self.samples) < len(self.requests) or self.running:
                     self._continue(threads)
@@ -142,7 +147,13 @@ class Dispatch:
 
     def _busy(self) -> bool:
         ended = len(self.samples) == len(self.requests) and not self.running
-        return ended or self.freed or any(future.done() for future in self.running) or bool(self.coming) or self._room()
+        return (
+            ended
+            or self.freed
+            or any(future.done() for future in self.running)
+            or bool(self.coming)
+            or self._room()
+        )
 
     def _room(self) -> bool:
         return bool(self.waiting) and self._least_loaded() is not None
@@ -185,7 +196,9 @@ class Dispatch:
                 del self.where[name]
                 self._count(engine, [call[name][1]], -1)
                 returned = self.claimed.pop(name, None)
-                leaves = returned is not None and sample.status == "aborted" and name not in self.aborted
+                leaves = (
+                    returned is not None and sample.status == "aborted" and name not in self.aborted
+                )
                 if not leaves:
                     self.samples[name] = sample
                 self.freed = True
@@ -260,9 +273,12 @@ class Dispatch:
             self.aborted |= names - self.samples.keys()
             self.abort_at = time.monotonic() + ABORT_AGAIN
             self.freed = True
-            self.changed.notify()  # `finish` repeats the abort for requests that have not reached their engine yet
+            # `finish` repeats the abort for requests that have not reached their engine yet
+            self.changed.notify()
             groups = list(self.waiting)
-            self.waiting = deque(left for group in groups if (left := [r for r in group if r.id not in names]))
+            self.waiting = deque(
+                left for group in groups if (left := [r for r in group if r.id not in names])
+            )
         self._end([request for group in groups for request in group if request.id in names])
 
     def _end(self, requests: Iterable[Request]) -> None:
@@ -319,7 +335,11 @@ class Dispatch:
     def claim(self, engine: str, ids: Iterable[str], returned: Returned) -> list[str]:
         with self.changed:
             ids = [] if self.over else ids
-            free = [id for id in ids if id not in self.claimed and self.where.get(id, ("",))[0] == engine]
+            free = [
+                id
+                for id in ids
+                if id not in self.claimed and self.where.get(id, ("",))[0] == engine
+            ]
             self.claimed.update(dict.fromkeys(free, returned))
         return free
 
@@ -337,7 +357,9 @@ class Dispatch:
     def _continue(self, threads: ThreadPoolExecutor) -> None:
         while self.coming:
             engine, requests = self.coming.popleft()
-            if engine in self.pool.engines and not self.aborted.intersection(r.id for r in requests):
+            if engine in self.pool.engines and not self.aborted.intersection(
+                r.id for r in requests
+            ):
                 with self.changed:
                     self._count(engine, requests, 1)
                     self._start(threads, engine, requests)

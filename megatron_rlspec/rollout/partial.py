@@ -51,12 +51,19 @@ class Drawing:
         """Return the requests whose samples have not ended."""
         with self._lock:
             ended = {sample.request_id for group in self.groups for sample in group.samples}
-        return [request for group in self.groups for request in group.requests if request.id not in ended]
+        return [
+            request
+            for group in self.groups
+            for request in group.requests
+            if request.id not in ended
+        ]
 
     @property
     def full(self) -> bool:
         """Return whether there is a batch, and every group has ended that the next step may not train on."""
-        return self._ready >= self._wanted and all(g.complete or g.oldest >= self._oldest for g in self.groups)
+        return self._ready >= self._wanted and all(
+            g.complete or g.oldest >= self._oldest for g in self.groups
+        )
 
     def add(self, sample: Sample) -> bool:
         """Add a sample that has ended. Returns True once: when the batch is full."""
@@ -77,7 +84,8 @@ class Drawing:
         found = {sample.request_id: sample for sample in aborted if len(sample.response)}
         for group in self.groups:
             group.requests = [
-                replace(r, partial=Partial.of(found[r.id])) if r.id in found else r for r in group.requests
+                replace(r, partial=Partial.of(found[r.id])) if r.id in found else r
+                for r in group.requests
             ]
 
     def drop_unusable(self) -> None:
@@ -86,9 +94,13 @@ class Drawing:
 
     def batch(self) -> tuple[list[Group], list[OpenGroup]]:
         """Return the groups of the batch and those that go on. A group too old for the next step begins anew."""
-        chosen = [group for group in self.groups if group.complete and self._usable(group.group())][: self._wanted]
+        chosen = [group for group in self.groups if group.complete and self._usable(group.group())][
+            : self._wanted
+        ]
         left = [group for group in self.groups if group not in chosen]
-        return [group.group() for group in chosen], [g if g.oldest >= self._oldest else g.anew() for g in left]
+        return [group.group() for group in chosen], [
+            g if g.oldest >= self._oldest else g.anew() for g in left
+        ]
 
 
 def mask_continued(samples: Sequence[Sample]) -> None:

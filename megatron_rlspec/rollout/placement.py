@@ -26,7 +26,8 @@ SPARE = 0.05
 # of a prefill, a request in a CUDA graph, and graphs of prefills, without and with latent attention; above 60 GiB at
 # least FLOOR.
 BASE = 512 * MIB
-PREFILLS = (160 * GIB, 16384), (60 * GIB, 8192), (20 * GIB, 4096), (0, 2048)  # tokens of a prefill, by bytes of a GPU
+# tokens of a prefill, by bytes of a GPU
+PREFILLS = (160 * GIB, 16384), (60 * GIB, 8192), (20 * GIB, 4096), (0, 2048)
 PREFILL_TOKEN = 3 * MIB // 2
 GRAPH_REQUEST = 2 * MIB
 PREFILL_GRAPHS = 512 * MIB, 1536 * MIB
@@ -68,7 +69,11 @@ class GpuLayout:
 
     def environment(self, engine: int) -> dict[str, str]:
         """Return the variables of the engine's process. Those of the second fleet count after all others."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join((*self.engines, *self.second)[engine])} if self.engines else {}
+        return (
+            {"CUDA_VISIBLE_DEVICES": ",".join((*self.engines, *self.second)[engine])}
+            if self.engines
+            else {}
+        )
 
 
 @dataclass(frozen=True)
@@ -156,12 +161,16 @@ def place(
     if mode == "apart":
         left = len(gpus) - ranks
         if wanted != left:
-            more = "more than there are" if wanted > left else f"and {left - wanted} would stay idle"
+            more = (
+                "more than there are" if wanted > left else f"and {left - wanted} would stay idle"
+            )
             ways = _filling(left, engines, tensor)
             if wanted < len(gpus):
                 ways.append(f"--ranks {len(gpus) - wanted}")
             if wanted < left:
-                ways.append(f"CUDA_VISIBLE_DEVICES={','.join(gpus[: ranks + wanted])}, which leaves the others free")
+                ways.append(
+                    f"CUDA_VISIBLE_DEVICES={','.join(gpus[: ranks + wanted])}, which leaves the others free"
+                )
             raise ConfigError(
                 f"placement.mode=apart: {len(gpus)} GPUs less {ranks} trainer ranks leave {left}, "
                 f"but {sizes} needs {wanted}, {more}; expected {' or '.join(ways) or 'fewer ranks'}"
@@ -175,7 +184,9 @@ def place(
         if not ranks == wanted == len(gpus):
             free_others = ""
             if ranks < len(gpus):
-                free_others = f"; CUDA_VISIBLE_DEVICES={','.join(gpus[:ranks])} leaves the other GPUs free"
+                free_others = (
+                    f"; CUDA_VISIBLE_DEVICES={','.join(gpus[:ranks])} leaves the other GPUs free"
+                )
             raise ConfigError(
                 f"placement.mode=together: expected as many trainer ranks and GPUs of engines as there are GPUs, "
                 f"{len(gpus)}; there are {ranks} ranks, and {sizes} needs {wanted}{free_others}"
@@ -197,7 +208,9 @@ def _filling(count: int, engines: int, tensor: int) -> list[str]:
     return ways
 
 
-def check_heads(hf_config: Mapping[str, Any], tensor: int, option: str = "placement.tensor") -> None:
+def check_heads(
+    hf_config: Mapping[str, Any], tensor: int, option: str = "placement.tensor"
+) -> None:
     """Raise ConfigError unless `tensor` GPUs can share the model's attention heads as SGLang shares them."""
     heads = int(hf_config.get("num_attention_heads", tensor))
     kv_heads = int(hf_config.get("num_key_value_heads") or heads)
@@ -219,11 +232,18 @@ def with_memory(layout: GpuLayout, need: Need) -> GpuLayout:
     free = need.gpu - PROCESS_BYTES
     if layout.together or layout.second:
         asleep = need.kept if layout.second else 0
-        free = int(need.gpu * (1 - SPARE)) - 2 * PROCESS_BYTES - asleep - (need.train if layout.together else 0)
+        free = (
+            int(need.gpu * (1 - SPARE))
+            - 2 * PROCESS_BYTES
+            - asleep
+            - (need.train if layout.together else 0)
+        )
     room = free - need.working
     engine = (need.weights + need.token * need.longest) / tensor
     if engine > room:
-        trainer = f", of which a trainer rank keeps {need.train / GIB:.1f}" if layout.together else ""
+        trainer = (
+            f", of which a trainer rank keeps {need.train / GIB:.1f}" if layout.together else ""
+        )
         raise ConfigError(
             f"an engine does not fit: weights and one sample of {need.longest} tokens need {engine / GIB:.1f} GiB "
             f"on each of its {tensor} GPUs, CUDA graphs, logits and prefills {need.working / GIB:.1f}, "
@@ -241,7 +261,9 @@ def working_bytes(config: Config, hf_config: Mapping[str, Any], gpu: int, kept: 
     batch = config.rollout.max_running_requests
     prefill = next(tokens for least, tokens in PREFILLS if gpu >= least)
     theirs = BASE + prefill * PREFILL_TOKEN + batch * GRAPH_REQUEST
-    theirs += PREFILL_GRAPHS[bool(hf_config.get("kv_lora_rank"))] + config.placement.tensor * GIB // 8
+    theirs += (
+        PREFILL_GRAPHS[bool(hf_config.get("kv_lora_rank"))] + config.placement.tensor * GIB // 8
+    )
     rows = batch * (1 + max(config.spec.steps))
     hidden = prefill * int(hf_config["hidden_size"]) * getattr(torch, config.model.dtype).itemsize
     ours = kept + LOGITS_ROWS * rows * int(hf_config["vocab_size"]) * 4 + PREFILL_ROWS * hidden
@@ -253,7 +275,11 @@ def graph_bytes(config: Config) -> int:
     batch = config.rollout.max_running_requests
     drafting = [steps for steps in config.spec.steps if steps]
     slots = {"1": {"candidate_steps": sorted({0, *drafting})}}
-    return int(graphs.gib(graphs.count(slots, batch, min(drafting))) * GIB) if drafting else batch * GRAPH_REQUEST
+    return (
+        int(graphs.gib(graphs.count(slots, batch, min(drafting))) * GIB)
+        if drafting
+        else batch * GRAPH_REQUEST
+    )
 
 
 def workspace_bytes(config: Config) -> int:
@@ -274,13 +300,21 @@ def token_bytes(config: Config, hf_config: Mapping[str, Any], tensor: int = 1) -
         return layers * (int(rank) + int(hf_config.get("qk_rope_head_dim", 0))) * itemsize * tensor
     heads = int(hf_config["num_attention_heads"])
     width = int(hf_config.get("head_dim") or hf_config["hidden_size"] // heads)
-    return 2 * layers * max(int(hf_config.get("num_key_value_heads") or heads), tensor) * width * itemsize
+    return (
+        2
+        * layers
+        * max(int(hf_config.get("num_key_value_heads") or heads), tensor)
+        * width
+        * itemsize
+    )
 
 
 def check_together(config: Config) -> None:
     """Raise ConfigError for options that need engines while training, or two processes of NCCL on one GPU."""
     if config.rollout.staleness:
-        raise ConfigError("rollout.staleness=1 draws samples while training, but engines on the ranks' GPUs sleep then")
+        raise ConfigError(
+            "rollout.staleness=1 draws samples while training, but engines on the ranks' GPUs sleep then"
+        )
     if config.drafter.overlap:
         raise ConfigError(
             "drafter.overlap=true trains while engines generate, but engines on the ranks' GPUs need the memory"

@@ -121,7 +121,9 @@ class EnginePool:
             every = first.keys() | other.keys()
             different = sorted(tensor for tensor in every if first.get(tensor) != other.get(tensor))
             if different:
-                raise EngineError(f"{name}: {len(different)} tensors differ from {one}: {different[0]}")
+                raise EngineError(
+                    f"{name}: {len(different)} tensors differ from {one}: {different[0]}"
+                )
         return first
 
     def close(self) -> None:
@@ -181,7 +183,11 @@ class EnginePool:
                 results[name] = future.result()
             except EngineError as error:
                 failed[name] = error
-        if failed and not results and all(isinstance(error, RequestError) for error in failed.values()):
+        if (
+            failed
+            and not results
+            and all(isinstance(error, RequestError) for error in failed.values())
+        ):
             raise next(iter(failed.values()))
         for name in failed:
             self.drop(name, failed[name])

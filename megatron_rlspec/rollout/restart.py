@@ -11,7 +11,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
 
-PAUSES = (0.0, 5.0, 20.0)  # seconds before the first, second, third start of one run; later ones wait as the last
+# seconds before the first, second, third start of one run; later ones wait as the last
+PAUSES = (0.0, 5.0, 20.0)
 
 
 class Restarts:
@@ -21,7 +22,10 @@ class Restarts:
     """
 
     def __init__(
-        self, start: Callable[[str, int], RolloutEngine], most: int, pauses: tuple[float, ...] = PAUSES
+        self,
+        start: Callable[[str, int], RolloutEngine],
+        most: int,
+        pauses: tuple[float, ...] = PAUSES,
     ) -> None:
         self.start = start
         self.most = most

@@ -30,8 +30,10 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tasks.data import load_tokenizer
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
-UNPLACED = 0.7  # share of a GPU's memory for an engine that no layout of GPUs has, as those of `rlspec answer`
-LEAST_STARTUP = 600.0  # seconds: a rollout.timeout_seconds that soon finds a hung engine is too short to load weights
+# share of a GPU's memory for an engine that no layout of GPUs has, as those of `rlspec answer`
+UNPLACED = 0.7
+# seconds: a rollout.timeout_seconds that soon finds a hung engine is too short to load weights
+LEAST_STARTUP = 600.0
 Engine = TypeVar("Engine", bound=EmbeddedEngine)
 MakeBudget = Callable[[], Budget]
 
@@ -123,7 +125,9 @@ class ServedEngines:
         self._logs = run_dir / "logs"
         self._processes: dict[str, EngineProcess] = {}
         self._closed = False
-        self._attached: dict[str, RolloutEngine] = {url: self._attach(url) for url in config.rollout.urls}
+        self._attached: dict[str, RolloutEngine] = {
+            url: self._attach(url) for url in config.rollout.urls
+        }
         if not config.rollout.urls:
             tensor = config.placement.tensor
             self.sizes = {f"engine-{index}": tensor for index in range(config.rollout.engines)}
@@ -161,7 +165,9 @@ class ServedEngines:
         try:
             described = engine.describe()
         except EngineError as error:
-            raise ConfigError(f"rollout.urls={url}: no engine of `rlspec serve` answers there: {error}") from None
+            raise ConfigError(
+                f"rollout.urls={url}: no engine of `rlspec serve` answers there: {error}"
+            ) from None
         spec = self._config.spec
         if spec.verifier != described["verifier"]:
             raise ConfigError(
@@ -172,7 +178,9 @@ class ServedEngines:
             return engine
         steps = {num_steps for num_steps, *_ in described["configs"]}
         if spec.mode == "adaptive" and not steps <= set(spec.candidate_steps):
-            wanted, chosen = (",".join(map(str, sorted(found))) for found in (spec.candidate_steps, steps))
+            wanted, chosen = (
+                ",".join(map(str, sorted(found))) for found in (spec.candidate_steps, steps)
+            )
             raise ConfigError(
                 f"spec.candidate_steps={wanted}, but the engine at {url} chooses among {chosen}; expected it to be "
                 f"started with --num-steps {spec.num_steps} --candidate-steps {wanted}"
@@ -184,7 +192,11 @@ class ServedEngines:
                 f"--draft-vocabulary {held}; SGLang fixes the size when it starts"
             )
         options = self._config.drafter
-        drafter = describe_drafter(self._config.model.path, options.path) if options.kind == "eagle3" else {}
+        drafter = (
+            describe_drafter(self._config.model.path, options.path)
+            if options.kind == "eagle3"
+            else {}
+        )
         theirs = described.get("eagle3", {})
         if drafter != theirs:
             raise ConfigError(
@@ -196,12 +208,16 @@ class ServedEngines:
     def _launch(self, name: str, suffix: str = "") -> EngineProcess:
         log = self._logs / f"{name}{suffix}.log"
         arguments, environment = self._command(name, list(self.sizes).index(name))
-        self._processes[name] = launch(self._config.model.path, log, arguments=arguments, environment=environment)
+        self._processes[name] = launch(
+            self._config.model.path, log, arguments=arguments, environment=environment
+        )
         return self._processes[name]
 
     def _command(self, name: str, index: int) -> tuple[list[str], dict[str, str]]:
         """Return the arguments and the environment of the engine `name`, the one of this index among `sizes`."""
-        arguments = engine_arguments(self._config, self._layout, index, sleeps=self._layout.together)
+        arguments = engine_arguments(
+            self._config, self._layout, index, sleeps=self._layout.together
+        )
         return arguments, self._layout.environment(index)
 
     def _connected(self, process: EngineProcess) -> SGLangEngine:
@@ -251,11 +267,15 @@ def _transport(config: Config, layout: GpuLayout) -> Transport:
         apart = layout.engines and not (layout.together or layout.second)
         cards = {*layout.train, *(card for engine in layout.engines for card in engine)}
         shared = layout.together and len(cards) == 1  # an engine sees its own cards only
-        way = "http" if config.rollout.urls else "group" if apart else "handles" if shared else "ipc"
+        way = (
+            "http" if config.rollout.urls else "group" if apart else "handles" if shared else "ipc"
+        )
     if way == "group":
         return GroupBroadcast(config.push.address)
     if config.push.transport == "handles" and not torch.cuda.is_available():
-        raise ConfigError("push.transport=handles is for memory of a GPU, and this machine has none; expected ipc")
+        raise ConfigError(
+            "push.transport=handles is for memory of a GPU, and this machine has none; expected ipc"
+        )
     return Http() if way == "http" else Ipc(handles=way == "handles")
 
 
@@ -275,7 +295,9 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
     hf_config, tensors = read_model(config.model.path, config.drafter.path)
     budgeted = config.spec.tree_budget != "none"
     if budgeted and budget is None:
-        raise ConfigError(f"spec.tree_budget={config.spec.tree_budget}: this command drafts chains only; expected none")
+        raise ConfigError(
+            f"spec.tree_budget={config.spec.tree_budget}: this command drafts chains only; expected none"
+        )
     spec = config.spec.config()
     try:
         return kind(
@@ -299,7 +321,9 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
         raise ConfigError(str(error)) from None
 
 
-def engine_arguments(config: Config, layout: GpuLayout, index: int = 0, sleeps: bool = False) -> list[str]:
+def engine_arguments(
+    config: Config, layout: GpuLayout, index: int = 0, sleeps: bool = False
+) -> list[str]:
     """Return the command-line options of `rlspec serve` for one of this run's engines.
 
     index   of the engine, in `GpuLayout.engines` and then `GpuLayout.second`

@@ -51,7 +51,12 @@ class Drawn(NamedTuple):
         done     steps of the run so far, so version `done` + 1 trains next
         partial  whether begun groups go on; they end in the step after that of `ahead`
         """
-        spans = [span for group in self.ahead for sample in group.samples for span in sample.policy_versions]
+        spans = [
+            span
+            for group in self.ahead
+            for sample in group.samples
+            for span in sample.policy_versions
+        ]
         ages = [done + 1 - version for version, _, _ in spans]
         begun = [group.oldest for group in self.begun if partial]
         return max([0, *ages, *(done + 1 + bool(self.ahead) - version for version in begun)])
@@ -69,7 +74,11 @@ class Checkpoints:
 
     def whole(self) -> list[Path]:
         """Return the whole checkpoints, the oldest first. A copy that a user named otherwise is none."""
-        return sorted(path for path in self.folder.glob("step-*/") if path.name.removeprefix("step-").isdecimal())
+        return sorted(
+            path
+            for path in self.folder.glob("step-*/")
+            if path.name.removeprefix("step-").isdecimal()
+        )
 
     def write_state(self, step: int, state: Mapping[str, Any], drawn: Drawn) -> None:
         """Write the small files. Raises OSError."""
@@ -89,7 +98,9 @@ class Checkpoints:
             state = read_json(file)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {advice(path)}") from None
-        if state.pop(_CHECKSUM, None) != _checksum(state) or state.get("step") != int(path.name.removeprefix("step-")):
+        if state.pop(_CHECKSUM, None) != _checksum(state) or state.get("step") != int(
+            path.name.removeprefix("step-")
+        ):
             raise CheckpointError(_damaged(file))
         parts = [
             _read_groups(path.with_suffix(suffix), state.pop(_checksum_name(suffix), ""), kind)
@@ -139,7 +150,9 @@ def _read_groups(file: Path, checksum: str, kind: type[list[Any]]) -> list[Any]:
             raise CheckpointError(_damaged(file))
         return wire.decode(content, kind)
     except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{file}: {files.reason(error)}; {advice(file.with_suffix(''))}") from None
+        raise CheckpointError(
+            f"{file}: {files.reason(error)}; {advice(file.with_suffix(''))}"
+        ) from None
 
 
 def _damaged(file: Path) -> str:

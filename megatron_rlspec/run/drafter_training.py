@@ -68,7 +68,9 @@ class Drafting:
         if self.schedule is not None:
             self.schedule.observe(groups)
         if self._vocabulary is not None:
-            self._vocabulary.observe(sample.response for group in groups for sample in group.samples)
+            self._vocabulary.observe(
+                sample.response for group in groups for sample in group.samples
+            )
             self._trainer.set_draft_vocabulary(self._vocabulary.ids())
 
     def during_rollout(self, step: int, begin: Callable[[], object]) -> None:
@@ -77,7 +79,11 @@ class Drafting:
             self.schedule.during_rollout(step, begin)
 
     def train_step(
-        self, step: int, batches: Sequence[PackedBatch], options: Mapping[str, Any], rollout_seconds: float | None
+        self,
+        step: int,
+        batches: Sequence[PackedBatch],
+        options: Mapping[str, Any],
+        rollout_seconds: float | None,
     ) -> dict[str, float]:
         """Take the step of the policy and of the drafter; `options` as `Trainer.train_step`. Returns the metrics."""
 
@@ -96,7 +102,12 @@ class Drafting:
         self.tokens += int(metrics.get("drafter/tokens_1", 0))
         return metrics
 
-    def teach(self, step: int, groups: Sequence[Group], pack: Callable[[list[Sample]], Sequence[PackedBatch]]) -> None:
+    def teach(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        pack: Callable[[list[Sample]], Sequence[PackedBatch]],
+    ) -> None:
         """Update a fresh drafter several times after each of a run's first steps, on all rollouts so far.
 
         The policy runs forward only. `pack` makes this rank's micro-batches of samples. Collective.
@@ -135,4 +146,5 @@ class Drafting:
         self._rollouts = list(rollouts) if self._teaches else []
         if self._vocabulary is not None and state.get("words"):
             self._vocabulary.restore(state["words"])
-            self._trainer.set_draft_vocabulary(self._vocabulary.ids())  # an update can come before the next rollout
+            # an update can come before the next rollout
+            self._trainer.set_draft_vocabulary(self._vocabulary.ids())

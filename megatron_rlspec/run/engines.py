@@ -53,7 +53,8 @@ class Engines:
         self._recorder = recorder
         self._restarts = Restarts(starting.again, restarts)
         self._migration = migration
-        self._restarting: dict[str, int] = {}  # engine that has no event yet -> number of its restart
+        # engine that has no event yet -> number of its restart
+        self._restarting: dict[str, int] = {}
         self._restarted = 0  # engines, since the last `restarted`
         self._asleep = False
 
@@ -114,7 +115,9 @@ class Engines:
                 self.health.pusher.forget(name)
             self.pool.everywhere(lambda engine: engine.wake())
 
-    def push(self, version: int, source: Source, hot_tokens: np.ndarray | None, scope: Scope) -> dict[str, float]:
+    def push(
+        self, version: int, source: Source, hot_tokens: np.ndarray | None, scope: Scope
+    ) -> dict[str, float]:
         """Send the tensors of `source` to every engine and check the engines. Returns metrics.
 
         hot_tokens  the ids that drafts are chosen from, from now on; None: no change
@@ -141,7 +144,8 @@ class Engines:
         if self._speculation.learning.renews:
             for name in self.pool.engines.keys() & (set(report.serving) - set(report.plain)):
                 self.speculate(name, self.pool.engines[name])
-        self.pool.everywhere(lambda engine: engine.stats())  # drop the canary's rounds, which are not part of a rollout
+        # drop the canary's rounds, which are not part of a rollout
+        self.pool.everywhere(lambda engine: engine.stats())
         self.record_losses()
         return report.metrics()
 
@@ -165,7 +169,9 @@ class Engines:
             remaining -= 1
             again = self._restarting.pop(name, 0)
             restart = f"; restart {again} of {self._restarts.most} begins" if again else ""
-            self._recorder.event("engine", f"{name}: left out, {remaining} remain: {reason}{restart}", engine=name)
+            self._recorder.event(
+                "engine", f"{name}: left out, {remaining} remain: {reason}{restart}", engine=name
+            )
 
     def restart(self, name: str) -> None:
         """Restart an engine that the pool has dropped, if this run started it. The pool's `lost` calls this."""
@@ -185,7 +191,9 @@ class Engines:
             if self._migration is not None:
                 self._migration.engine_changed(name, engine)
             self._restarted += 1
-            self._recorder.event("engine", f"{name}: started again, {len(self.pool.engines)} serve", engine=name)
+            self._recorder.event(
+                "engine", f"{name}: started again, {len(self.pool.engines)} serve", engine=name
+            )
         if not self.pool.engines:
             raise EngineError("no engine is left, and none could be restarted")
 

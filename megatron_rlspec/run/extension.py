@@ -79,7 +79,9 @@ class Migration(Protocol):
     `EnginePool.generate` the pool has the engines that it had when the run began, or their replacements.
     """
 
-    def attach(self, pool: EnginePool, health: Health, record: Callable[[Mapping[str, Any]], None]) -> None:
+    def attach(
+        self, pool: EnginePool, health: Health, record: Callable[[Mapping[str, Any]], None]
+    ) -> None:
         """Join the engines, once all of them answer. Sets `pool.balance`, which is entered around every `generate`.
 
         record  is called with what a line of `moves.jsonl` holds
@@ -104,7 +106,8 @@ class Migration(Protocol):
         """Return numbers that grow with every rollout, by the names of their metrics."""
 
 
-MigrationBuilder = Callable[[Mapping[str, Any], StartingEngines], Migration]  # of hf_config, before engines start
+# of hf_config, before engines start
+MigrationBuilder = Callable[[Mapping[str, Any], StartingEngines], Migration]
 
 
 @dataclass(frozen=True)

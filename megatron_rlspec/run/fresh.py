@@ -78,18 +78,24 @@ def _kind(config: Config, hf_config: Mapping[str, Any]) -> str:
             f"drafter.fresh=true makes a drafter, but drafter.path={options.path}; expected one of the two"
         )
     if hf_config.get("num_nextn_predict_layers"):
-        raise ConfigError(f"drafter.fresh=true: {model} has a drafter; expected drafter.fresh=false")
+        raise ConfigError(
+            f"drafter.fresh=true: {model} has a drafter; expected drafter.fresh=false"
+        )
     if options.kind == "mtp" and record_of(hf_config).added_drafter:
         return "mtp"
     if config.rollout.engine == "sglang" and (problem := without_eagle3(hf_config)):
-        raise ConfigError(f"drafter.fresh=true: {problem}, or a family with an MTP layer (docs/families.md)")
+        raise ConfigError(
+            f"drafter.fresh=true: {problem}, or a family with an MTP layer (docs/families.md)"
+        )
     return "eagle3"
 
 
 def _changed(config: Config, kind: str, target: Path) -> Config:
     """Return the configuration with the directory `target` of the drafter. Raises ConfigError if it does not fit."""
     if kind == "mtp":
-        return config.model_copy(update={"model": config.model.model_copy(update={"path": str(target)})})
+        return config.model_copy(
+            update={"model": config.model.model_copy(update={"path": str(target)})}
+        )
     drafter = config.drafter.model_dump() | {"kind": kind, "path": str(target)}
     try:
         return Config.model_validate(config.model_dump() | {"drafter": drafter})

@@ -26,7 +26,8 @@ from megatron_rlspec.run.summaries import best_of, rollout_metrics, scored
 from megatron_rlspec.tasks import data, rewards
 from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample, Sampling
 
-EVALUATION = 1 << 30  # replaces the step number in the seeds of evaluations, so all evaluations use the same seeds
+# replaces the step number in the seeds of evaluations, so all evaluations use the same seeds
+EVALUATION = 1 << 30
 CANCEL_AGAIN = 0.2  # seconds
 Failures = list[str]  # one line per sample without a reward
 
@@ -75,7 +76,10 @@ class Generation:
         self._conversations: Conversations | None = None
         if config.rollout.function:
             function = custom.load("rollout.function", config.rollout.function)
-            seconds, keyed = config.rollout.timeout_seconds, config.spec.verifier == "position_keyed"
+            seconds, keyed = (
+                config.rollout.timeout_seconds,
+                config.spec.verifier == "position_keyed",
+            )
             self._conversations = Conversations(function, engines.pool, tokenizer, seconds, keyed)
 
     def start(self) -> None:
@@ -122,7 +126,9 @@ class Generation:
         counts["continued_tokens"] = float(sum(len(partial.response) for partial in begun))
         while True:
             # One prompt at least, so that every rollout generates something.
-            missing = max(options.begun_prompts - len(drawing.groups), 0 if drawing.requests() else 1)
+            missing = max(
+                options.begun_prompts - len(drawing.groups), 0 if drawing.requests() else 1
+            )
             prompts = source.take(missing, [group.requests[0].prompt for group in drawing.groups])
             new = self._requests(f"t{step:06d}", prompts, options.samples_per_prompt, step, places)
             drawing.begin(self.history.attached(new))
@@ -163,12 +169,15 @@ class Generation:
             self._lengths.clear()  # ids name other prompts now
             self.history.answers.clear()
             self._recorder.event(
-                "curriculum", f"step {step + 1}: mean reward {reward:.3f}, level {source.level} from here on"
+                "curriculum",
+                f"step {step + 1}: mean reward {reward:.3f}, level {source.level} from here on",
             )
 
     def _record_failures(self, name: str, samples: int, failures: Failures) -> None:
         if failures:
-            message = f"{name}: {len(failures)} of {samples} rewards failed; the first: {failures[0]}"
+            message = (
+                f"{name}: {len(failures)} of {samples} rewards failed; the first: {failures[0]}"
+            )
             self._recorder.event("reward", message, failed=len(failures), samples=samples)
 
     def _show(self, name: str, sample: Sample) -> None:
@@ -183,7 +192,8 @@ class Generation:
         name, done  of the events: the evaluation's name, and the steps that the policy has had
         """
         found = {which: self._evaluate(name, done, which) for which in self.held_out}
-        self._engines.rounds()  # drops them: the next rollout's are counted and learnt from, at its temperature
+        # drops them: the next rollout's are counted and learnt from, at its temperature
+        self._engines.rounds()
         return found
 
     def _evaluate(self, name: str, done: int, which: str) -> dict[str, float]:
@@ -231,21 +241,31 @@ class Generation:
             groups.append(OpenGroup(requests))
         return groups
 
-    def _generate(self, drawing: Drawing, counts: dict[str, float] | None = None) -> tuple[int, Failures]:
+    def _generate(
+        self, drawing: Drawing, counts: dict[str, float] | None = None
+    ) -> tuple[int, Failures]:
         """Generate and score what has not ended until the batch is full.
 
         Returns the number of samples that ended, and one line per failed reward. `counts` is given for training.
         """
         scoring = rewards.Scoring(self._scorer)
-        predicted = {} if counts is None else {name: tokens / n for name, (tokens, n) in self._lengths.items()}
+        predicted = (
+            {}
+            if counts is None
+            else {name: tokens / n for name, (tokens, n) in self._lengths.items()}
+        )
         try:
             how = self._of_evaluations if counts is None else self.sampling
             requests = drawing.requests()
-            samples = self._answer(requests, how, lambda sample: self._ended(sample, drawing, scoring), predicted)
+            samples = self._answer(
+                requests, how, lambda sample: self._ended(sample, drawing, scoring), predicted
+            )
             ended = [sample for sample in samples if sample.status != "aborted"]
             for sample in ended:
                 sample.text = self.decode(sample.response)
-            failures = scoring.finish([sample for sample in ended if "own_reward" not in sample.metadata])
+            failures = scoring.finish(
+                [sample for sample in ended if "own_reward" not in sample.metadata]
+            )
         except BaseException:
             scoring.cancel()
             raise
@@ -271,8 +291,12 @@ class Generation:
         sample.text = self.decode(sample.response)
         if "own_reward" in sample.metadata:
             add(sample)
-        elif self._config.algorithm.dynamic_sampling:  # whether a group counts depends on its rewards
-            scoring.add(sample).add_done_callback(lambda future: None if future.cancelled() else add(future))
+        elif (
+            self._config.algorithm.dynamic_sampling
+        ):  # whether a group counts depends on its rewards
+            scoring.add(sample).add_done_callback(
+                lambda future: None if future.cancelled() else add(future)
+            )
         else:
             scoring.add(sample)
             add(sample)

@@ -27,7 +27,11 @@ class History:
         for group in groups:
             shared = agreed(self.answers.of(group.requests[0].prompt.id))
             draft = shared if len(shared) else None
-            found.append(replace(group, requests=[replace(request, draft=draft) for request in group.requests]))
+            found.append(
+                replace(
+                    group, requests=[replace(request, draft=draft) for request in group.requests]
+                )
+            )
         return found
 
     def keep(self, step: int, groups: Sequence[Group]) -> dict[str, float]:

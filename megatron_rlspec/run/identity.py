@@ -60,4 +60,6 @@ def _contents(path: Path) -> bytes:
 def difference(known: object, present: Mapping[str, Any]) -> str:
     """Return the first part of `present` that `known` lacks or has otherwise; "" if there is none."""
     held = known if isinstance(known, Mapping) else {}
-    return next((part for part, value in present.items() if part not in held or held[part] != value), "")
+    return next(
+        (part for part, value in present.items() if part not in held or held[part] != value), ""
+    )

@@ -29,7 +29,9 @@ def check_inputs(config: Config, command: Command) -> None:
     has_drafter = mtp and config.drafter.train and not config.drafter.fresh
     model = config.model.path
     spare = config.spare if generates else 0
-    found = check_model(model, "train", drafter=has_drafter, longest=config.model.max_length, spare=spare)
+    found = check_model(
+        model, "train", drafter=has_drafter, longest=config.model.max_length, spare=spare
+    )
     with_drafter(config, found)
     if not mtp and config.drafter.path:
         problem = without_eagle3(found) if draws and config.rollout.engine == "sglang" else ""
@@ -46,10 +48,13 @@ def check_inputs(config: Config, command: Command) -> None:
     for path in config.data.evaluated.values() if generates else ():
         data.check_prompts(path, config.data)
     if generates:
-        rewards.Scorer(config.reward.model_copy(update={"workers": 1})).close()  # raises ConfigError
+        # raises ConfigError
+        rewards.Scorer(config.reward.model_copy(update={"workers": 1})).close()
 
 
-def with_drafter(config: Config, hf_config: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
+def with_drafter(
+    config: Config, hf_config: dict[str, Any], *, weights: bool = True
+) -> dict[str, Any]:
     """Check an EAGLE-3 drafter and return `hf_config` with its config.json, if the run has one. Raises ConfigError."""
     if config.drafter.kind == "mtp" or not config.drafter.path:
         return hf_config

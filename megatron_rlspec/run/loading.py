@@ -101,7 +101,9 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
     if replay is not None:
         digests["replay.run"] = replay.recorded.run
     eagle3_ids = words(tensors, hf_config) if DRAFTER in hf_config else None
-    return Loaded(hf_config, tensors, eagle3_ids, layout, tokenizer, vocabulary, rows, replay, digests)
+    return Loaded(
+        hf_config, tensors, eagle3_ids, layout, tokenizer, vocabulary, rows, replay, digests
+    )
 
 
 def check_machine(config: Config) -> None:
@@ -113,7 +115,12 @@ def check_machine(config: Config) -> None:
             f"torch {torch.__version__} cannot use the {gpus} GPUs of this machine; `rlspec doctor --gpu` says why. "
             "With an empty CUDA_VISIBLE_DEVICES the CPU computes"
         )
-    if not gpus and rollout.engine == "sglang" and not rollout.urls and config.spec.verifier == "rejection":
+    if (
+        not gpus
+        and rollout.engine == "sglang"
+        and not rollout.urls
+        and config.spec.verifier == "rejection"
+    ):
         raise ConfigError(
             "spec.verifier=rejection needs SGLang's GPU kernels, and there is no GPU here; "
             "expected position_keyed or target_only"
@@ -131,7 +138,9 @@ def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> pla
         return placement.GpuLayout()
     options = config.placement
     placement.check_heads(hf_config, config.second or 1, "tail.tp")
-    layout = placement.place(gpus, ranks, config.rollout.engines, options.tensor, options.mode, config.second)
+    layout = placement.place(
+        gpus, ranks, config.rollout.engines, options.tensor, options.mode, config.second
+    )
     if not layout.engines:
         return layout
     placement.check_heads(hf_config, options.tensor)
@@ -168,7 +177,9 @@ def draft_vocabulary(config: Config, hf_config: Mapping[str, Any]) -> DraftVocab
         raise ConfigError(f"drafter.vocabulary={size}: {error}") from None
 
 
-def _announcement(command: str, config: Config, hf_config: Mapping[str, Any], generates: bool) -> str:
+def _announcement(
+    command: str, config: Config, hf_config: Mapping[str, Any], generates: bool
+) -> str:
     """Return the line that says what is being loaded."""
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     ranks = os.environ.get("WORLD_SIZE", "1")

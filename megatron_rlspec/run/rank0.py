@@ -30,7 +30,11 @@ class Rank0:
     """
 
     def __init__(
-        self, main: bool, interruption: Interruption, awaited: Callable[[], bool], stop: Callable[[str], NoReturn]
+        self,
+        main: bool,
+        interruption: Interruption,
+        awaited: Callable[[], bool],
+        stop: Callable[[str], NoReturn],
     ) -> None:
         self.main = main
         self._interruption = interruption
@@ -53,7 +57,8 @@ class Rank0:
             reason = self._interruption.reason
         except PushError as error:
             if self.main:
-                raise  # the export failed, so a checkpoint of the same parameters may be wrong as well
+                # the export failed, so a checkpoint of the same parameters may be wrong as well
+                raise
             reason = str(error)
         outcome = DONE
         if self.main and reason:
@@ -67,4 +72,6 @@ class Rank0:
         """Return rank 0's groups on every rank. Collective."""
         if dist.get_world_size() == 1:
             return groups
-        return wire.decode(ranks.job().tell(wire.encode(groups) if self.main else None), list[Group])
+        return wire.decode(
+            ranks.job().tell(wire.encode(groups) if self.main else None), list[Group]
+        )

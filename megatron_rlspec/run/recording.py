@@ -43,7 +43,9 @@ class Records:
         if not main:
             return
         run_dir = Path(config.train.run_dir)
-        dropped = read_records(run_dir / "metrics.jsonl") if config.train.resume and not done else []
+        dropped = (
+            read_records(run_dir / "metrics.jsonl") if config.train.resume and not done else []
+        )
         self.recorder = Recorder(run_dir, done, partial(open_sinks, config, run_dir, done))
         self.recorder.started(done)
         if dropped:
@@ -66,7 +68,9 @@ class Records:
         """Send the result of an evaluation after `done` steps to the sinks, as `eval/reward` or `eval/SET/reward`."""
         if self.recorder is not None:
             prefix = f"eval/{which}/" if which else "eval/"
-            self.recorder.to_sinks(done, {f"{prefix}{name}": value for name, value in result.items()})
+            self.recorder.to_sinks(
+                done, {f"{prefix}{name}": value for name, value in result.items()}
+            )
 
     def steps(self, total: int) -> Iterator[int]:
         """Yield the numbers of the remaining steps."""
@@ -74,7 +78,11 @@ class Records:
         yield from range(self._first, total)
 
     def write(
-        self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = (), decode: Decode | None = None
+        self,
+        step: int,
+        values: Mapping[str, float],
+        samples: Sequence[Sample] = (),
+        decode: Decode | None = None,
     ) -> None:
         """Write the record of a step, a line on the terminal, and a few texts. Counts bad steps in a row.
 

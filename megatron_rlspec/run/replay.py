@@ -41,7 +41,9 @@ class Replay:
         asked = config.train.steps if self.follows else options.policy_step
         if asked > self.recorded.steps:
             name = "train.steps" if self.follows else "replay.policy_step"
-            raise ConfigError(f"{name}={asked}, but {options.run} has {self.recorded.steps} recorded steps")
+            raise ConfigError(
+                f"{name}={asked}, but {options.run} has {self.recorded.steps} recorded steps"
+            )
 
     def load(self, trainer: Trainer, step: int) -> None:
         """Load the policy that the recorded run had before `step`. The drafter stays."""
@@ -65,15 +67,23 @@ class TrajectoryRecording:
         if not ranks.job().number(writer is not None and not writer.ended):
             return  # the bytes of train.record_gib are used
         with self._records.clock("record"), exporting(self._trainer.export) as source:
-            if source is not None and writer is not None and (line := writer.keep(step, source("target"), groups)):
+            if (
+                source is not None
+                and writer is not None
+                and (line := writer.keep(step, source("target"), groups))
+            ):
                 self._records.event("trajectory", line)
 
 
-def open_recording(config: Config, trainer: Trainer, records: Records, done: int) -> TrajectoryRecording:
+def open_recording(
+    config: Config, trainer: Trainer, records: Records, done: int
+) -> TrajectoryRecording:
     """Begin or continue to record a run that has `done` steps."""
     writer = None
     if records.recorder is not None:
-        writer = TrajectoryWriter(Path(config.train.run_dir), int(config.train.record_gib * 2**30), done)
+        writer = TrajectoryWriter(
+            Path(config.train.run_dir), int(config.train.record_gib * 2**30), done
+        )
         if writer.ended:
             records.event("trajectory", writer.ended)
     return TrajectoryRecording(trainer, records, writer)

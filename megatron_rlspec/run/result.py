@@ -42,7 +42,8 @@ class Results:
         Older directories of other names than hf/ are replaced.
         """
         result = Path(self._config.train.run_dir) / name
-        built: dict[Path, Path] = {}  # directories by the names that they get at the end; the policy's is the last
+        # directories by the names that they get at the end; the policy's is the last
+        built: dict[Path, Path] = {}
         with exporting(self._trainer.export) as source:
             if source is not None:
                 built = _build(self._config, self._loaded, source, result, self._trainer.sharpness)
@@ -84,7 +85,9 @@ def _reward_of(note: Path) -> float:
     return float(found["reward"])
 
 
-def _build(config: Config, loaded: Loaded, source: Source, target: Path, sharpness: float | None) -> dict[Path, Path]:
+def _build(
+    config: Config, loaded: Loaded, source: Source, target: Path, sharpness: float | None
+) -> dict[Path, Path]:
     """Write the directories of drafter and policy, which can be one, beside their names. Return them by name.
 
     sharpness  with which drafts begin that are drawn from the drafter; None: as config.json says
@@ -94,7 +97,8 @@ def _build(config: Config, loaded: Loaded, source: Source, target: Path, sharpne
     chosen = {} if sharpness is None else {STATED: sharpness}
     if DRAFTER not in hf_config:
         tensors = source("all")
-        if not config.drafter.train:  # the trainer has no drafter; the engines draft with that of model.path
+        # the trainer has no drafter; the engines draft with that of model.path
+        if not config.drafter.train:
             frozen = sorted(drafter_names(hf_config) & loaded.tensors.keys())
             tensors = chain(tensors, ((name, loaded.tensors[name]) for name in frozen))
         return {target: build_hf(target, hf_config | chosen, tensors, tokenizer)}
@@ -104,7 +108,11 @@ def _build(config: Config, loaded: Loaded, source: Source, target: Path, sharpne
         assert loaded.eagle3_ids is not None
         own = target.with_name(f"{target.name}_drafter")
         built[own] = build_drafter(
-            own, hf_config[DRAFTER] | chosen, source("drafter"), loaded.eagle3_ids, config.drafter.path
+            own,
+            hf_config[DRAFTER] | chosen,
+            source("drafter"),
+            loaded.eagle3_ids,
+            config.drafter.path,
         )
     return built | {target: build_hf(target, stated, source("target"), tokenizer)}
 

@@ -48,20 +48,30 @@ class StartingRollouts:
     """
 
     def __init__(
-        self, config: Config, hf_config: Mapping[str, Any], tokenizer: Any, layout: GpuLayout, extensions: Extensions
+        self,
+        config: Config,
+        hf_config: Mapping[str, Any],
+        tokenizer: Any,
+        layout: GpuLayout,
+        extensions: Extensions,
     ) -> None:
         """Connect to engines that run already. Raises ConfigError, DataError and CostTableError."""
         self.config = config
         self.hf_config = hf_config
         self.tokenizer = tokenizer
         self.run_dir = Path(config.train.run_dir)
-        sets = {name: data.Prompts(path, tokenizer, config) for name, path in config.data.evaluated.items()}
+        sets = {
+            name: data.Prompts(path, tokenizer, config)
+            for name, path in config.data.evaluated.items()
+        }
         self.held_out = {name: prompts.rows for name, prompts in sets.items()}
         self.left_out = [prompts.left_out for prompts in sets.values() if prompts.left_out]
         self.learning = learning(config, hf_config)
         self.scorer = rewards.Scorer(config.reward)
         try:
-            self.engines = extensions.kind(config.rollout.engine).start(config, self.run_dir, layout)
+            self.engines = extensions.kind(config.rollout.engine).start(
+                config, self.run_dir, layout
+            )
             build = extensions.migration
             self.migration = build(hf_config, self.engines) if build is not None else None
         except BaseException:
@@ -115,11 +125,14 @@ class Rollouts:
         self._migration = started.migration
         self._rolling = 0  # the step whose rollout runs
         self._ahead: Future[Rollout] | None = None
-        self._awaits_drafts = False  # a fresh drafter has not drafted in most rounds of a rollout yet
+        # a fresh drafter has not drafted in most rounds of a rollout yet
+        self._awaits_drafts = False
         self._thread = ThreadPoolExecutor(1, "rollout")
         for line in started.left_out:
             recorder.event("data", line)
-        self.speculation = Speculation(config.spec, started.learning, started.run_dir / "spec_rule.json")
+        self.speculation = Speculation(
+            config.spec, started.learning, started.run_dir / "spec_rule.json"
+        )
         canary = started.held_out.get("") or (prompts.rows if prompts else [])
         pool = open_pool(config, named, lambda name: self.engines.restart(name))
         health = open_health(
@@ -132,7 +145,9 @@ class Rollouts:
             recorder,
         )
         restarts = config.rollout.restarts
-        self.engines = Engines(pool, health, started.engines, self.speculation, recorder, restarts, started.migration)
+        self.engines = Engines(
+            pool, health, started.engines, self.speculation, recorder, restarts, started.migration
+        )
         self.generation = Generation(
             config,
             started.tokenizer,
@@ -149,7 +164,9 @@ class Rollouts:
             self._migration.attach(self.engines.pool, self.engines.health, self._record_moves)
         if drawn.ahead:
             self._ahead = Future()
-            self._ahead.set_result(Rollout(list(drawn.ahead), math.nan, dict(resumed.get("ahead", {}))))
+            self._ahead.set_result(
+                Rollout(list(drawn.ahead), math.nan, dict(resumed.get("ahead", {})))
+            )
         self.generation.start()
         if lost := self.speculation.learning.restore(resumed):
             self._recorder.event("resume", lost)
@@ -172,7 +189,11 @@ class Rollouts:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON, without what `drawn` returns."""
         ahead = self._ahead.result().counts if self._ahead is not None else {}
-        own = {"ahead": ahead, "lengths": self.generation.state(), "drafts": not self._awaits_drafts}
+        own = {
+            "ahead": ahead,
+            "lengths": self.generation.state(),
+            "drafts": not self._awaits_drafts,
+        }
         return self.speculation.learning.state() | own
 
     def drawn(self, replay: Sequence[Group]) -> Drawn:
@@ -247,7 +268,9 @@ class Rollouts:
         found["tokens_per_second"] = found["response_tokens"] / self.newest.seconds
         found |= self.newest.counts
         restarted = float(self.engines.restarted())
-        return {f"rollout/{name}": value for name, value in found.items()} | {"engine/restarts": restarted}
+        return {f"rollout/{name}": value for name, value in found.items()} | {
+            "engine/restarts": restarted
+        }
 
     # ---- weights and speculation ------------------------------------------------------------------------------------
 
@@ -259,8 +282,11 @@ class Rollouts:
         """
         rounds, reports = self.engines.rounds()
         seen = [stats for _, of_engine in rounds for stats in of_engine]
-        drawn = self.newest if self._ahead is None else self._ahead.result()  # whose rounds these are
-        delivered = accept_length(pooled(sample.accepted for group in drawn.groups for sample in group.samples))
+        # whose rounds these are
+        drawn = self.newest if self._ahead is None else self._ahead.result()
+        delivered = accept_length(
+            pooled(sample.accepted for group in drawn.groups for sample in group.samples)
+        )
         # The prediction is of all positions. Beside old answers the drafter has a selection of them, which are easier.
         scored = not drawn.counts.get("old_tokens", 0)
         found = self.speculation.learn(seen, reports, prediction, delivered, scored)

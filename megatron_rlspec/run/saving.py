@@ -23,7 +23,9 @@ class Saver:
     saved  steps of the newest checkpoint that this process wrote or loaded
     """
 
-    def __init__(self, config: Config, trainer: Trainer, main: bool, known: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: Config, trainer: Trainer, main: bool, known: Mapping[str, str]
+    ) -> None:
         """`known`: digests of model and data, by names of options; a checkpoint with others is not resumed from."""
         self.saved = 0
         self._rollout = config.rollout
@@ -45,7 +47,9 @@ class Saver:
         path = found[-1]
         state, drawn = self._checkpoints.read_state(path)
         if state["step"] > steps:
-            raise CheckpointError(f"{path} is after step {state['step']}, but the run has only {steps} steps")
+            raise CheckpointError(
+                f"{path} is after step {state['step']}, but the run has only {steps} steps"
+            )
         if "identity" not in state or state.get("version") != __version__:
             raise CheckpointError(
                 f"{path}: version {state.get('version', 'unknown')} of megatron_rlspec wrote it, and this is "

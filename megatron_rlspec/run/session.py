@@ -53,7 +53,8 @@ from megatron_rlspec.train.checkpoint import SaveError
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch, Sample, Scope
 
-Weights = list[np.ndarray] | None  # the drafter's, of every position, `[L]` for each sample; None: 1
+# the drafter's, of every position, `[L]` for each sample; None: 1
+Weights = list[np.ndarray] | None
 DRIFT_SAMPLES = 16  # of a step, on which `Trainer.drift` compares the policy with model.path
 
 
@@ -98,8 +99,11 @@ class Session:
         self.clock = Clock()
         self.main = os.environ.get("RANK", "0") == "0"
         self.done = 0
-        self.generates = config.generates("sft" if supervised else "replay" if config.replay.run else "train")
-        self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())  # for the record of the newest step
+        self.generates = config.generates(
+            "sft" if supervised else "replay" if config.replay.run else "train"
+        )
+        # for the record of the newest step
+        self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())
         self._policy_changed = True  # since the last push
         self._engine_metrics: dict[str, float] = {}  # of the newest step's `adapt` and `push`
         with ExitStack() as closing:
@@ -109,17 +113,23 @@ class Session:
         self.interruption.defer()
 
     def _open(self, data_path: str, extensions: Extensions) -> None:
-        self.loaded = load(self.config, data_path, supervised=self.supervised, generates=self.generates)
+        self.loaded = load(
+            self.config, data_path, supervised=self.supervised, generates=self.generates
+        )
         starting: StartingRollouts | None = None
         if self.main and self.generates:
             known = self.loaded
-            starting = StartingRollouts(self.config, known.hf_config, known.tokenizer, known.layout, extensions)
+            starting = StartingRollouts(
+                self.config, known.hf_config, known.tokenizer, known.layout, extensions
+            )
             self._closing.callback(starting.close)
             if not self.loaded.layout.together:
                 starting.engines.launch()  # engines start while the trainer is built
         self._build_trainer()
         state, drawn = self._resume(extensions)
-        moments = "" if state else take_drafter_moments(self.config, self.trainer, self.loaded.tensors)
+        moments = (
+            "" if state else take_drafter_moments(self.config, self.trainer, self.loaded.tensors)
+        )
         if self.loaded.layout.together:
             _free_memory()
             if starting is not None:
@@ -133,7 +143,9 @@ class Session:
         if starting is not None:
             recorder = self.records.recorder
             assert recorder is not None
-            self.rollouts = Rollouts(starting, engines, recorder, self.loaded.prompts, self.interruption.asked)
+            self.rollouts = Rollouts(
+                starting, engines, recorder, self.loaded.prompts, self.interruption.asked
+            )
             self._closing.callback(self.rollouts.close)
             self.rollouts.start(state, drawn)
 
@@ -143,7 +155,14 @@ class Session:
         self.rank0 = Rank0(self.main, self.interruption, awaited, self._stop)
         lengths = state.get("accept_lengths", [])
         self.evaluation = Evaluation(
-            self.config, self.trainer, self.rank0, self.records, self.generates, self.rollouts, self.push, lengths
+            self.config,
+            self.trainer,
+            self.rank0,
+            self.records,
+            self.generates,
+            self.rollouts,
+            self.push,
+            lengths,
         )
 
     def _build_trainer(self) -> None:
@@ -157,7 +176,8 @@ class Session:
         if loaded.replay is not None:
             loaded.replay.load(self.trainer, loaded.replay.first)
         elif config.algorithm.kl_coef or (config.train.drift_every and not self.supervised):
-            self.trainer.keep_reference()  # the weights of model.path, also when a checkpoint is loaded next
+            # the weights of model.path, also when a checkpoint is loaded next
+            self.trainer.keep_reference()
 
     def _resume(self, extensions: Extensions) -> tuple[dict[str, Any], Drawn]:
         """Load the newest checkpoint, with `train.resume`. Returns its state and groups, or empty ones."""
@@ -166,16 +186,24 @@ class Session:
         steps = config.sft.steps if self.supervised else config.train.steps
         state, drawn = (config.train.resume and self.saver.load_newest(steps)) or ({}, Drawn())
         self.done = state.get("step", 0)
-        self.results.best = max(self.results.best, state.get("best_reward", -math.inf))  # as runs of 0.3.0 kept it
+        # as runs of 0.3.0 kept it
+        self.results.best = max(self.results.best, state.get("best_reward", -math.inf))
         schedule = None
-        learns = config.drafter.train and not self.supervised  # a warm start learns from every batch alike
+        # a warm start learns from every batch alike
+        learns = config.drafter.train and not self.supervised
         if state and loaded.data is not None:
             loaded.data.restore(state["data"])
         if learns and extensions.drafter is not None:
-            load_policy = partial(loaded.followed.load, self.trainer) if loaded.followed is not None else None
-            schedule = extensions.drafter(self.trainer, load_policy, state.get("online", {}), drawn.replay)
+            load_policy = (
+                partial(loaded.followed.load, self.trainer) if loaded.followed is not None else None
+            )
+            schedule = extensions.drafter(
+                self.trainer, load_policy, state.get("online", {}), drawn.replay
+            )
         fresh = config.drafter.fresh and learns and not config.replay.run
-        self.drafting = Drafting(self.trainer, loaded.vocabulary, schedule, records=learns, fresh=fresh)
+        self.drafting = Drafting(
+            self.trainer, loaded.vocabulary, schedule, records=learns, fresh=fresh
+        )
         self.drafting.restore(state, drawn.replay)
         return state, drawn
 
@@ -205,7 +233,9 @@ class Session:
         A drafter's schedule may update the drafter from earlier rollouts while engines generate.
         """
         drawn: list[Group] = []
-        self.drafting.during_rollout(self.done, lambda: self._on_engines(lambda rollouts: rollouts.begin(step)))
+        self.drafting.during_rollout(
+            self.done, lambda: self._on_engines(lambda rollouts: rollouts.begin(step))
+        )
         while not self._on_engines(lambda rollouts: drawn.extend(rollouts.collect(step))):
             self.push()
         groups = self.rank0.share(drawn)
@@ -250,15 +280,27 @@ class Session:
         """Return this rank's micro-batches. Advantages are computed within each group."""
         samples = [sample for group in groups for sample in group.samples]
         values = advantages(self.config, groups)
-        if self.done == 0 and not any(values) and self.loaded.prompts is not None and self.loaded.replay is None:
+        if (
+            self.done == 0
+            and not any(values)
+            and self.loaded.prompts is not None
+            and self.loaded.replay is None
+        ):
             if rewards.known(samples):  # otherwise another event says that all failed
                 self.records.event("reward", f"step 1: {without_advantage(samples)}")
         self.drafting.observe(groups)
         return self._pack(samples, values, self.drafting.weights(self.done, samples))
 
-    def _pack(self, samples: list[Sample], values: list[float], weights: Weights = None) -> list[PackedBatch]:
+    def _pack(
+        self, samples: list[Sample], values: list[float], weights: Weights = None
+    ) -> list[PackedBatch]:
         return micro_batches(
-            self.config, samples, values, version=self.done + 1, drafter_weights=weights, supervised=self.supervised
+            self.config,
+            samples,
+            values,
+            version=self.done + 1,
+            drafter_weights=weights,
+            supervised=self.supervised,
         )
 
     def train_step(self, batches: list[PackedBatch], **options: Any) -> dict[str, float]:
@@ -273,12 +315,16 @@ class Session:
         if self.config.algorithm.kl_coef and learns:
             assert self.trainer.reference is not None
             rows = self.trainer.reference.logprobs(batches)
-            batches = [replace(b, reference_logprobs=row) for b, row in zip(batches, rows, strict=True)]
+            batches = [
+                replace(b, reference_logprobs=row) for b, row in zip(batches, rows, strict=True)
+            ]
         options["logprob_gap"] = self.config.health.logprob_gap
         seconds = self.rollouts.newest.seconds if self.rollouts is not None else None
         metrics = self.drafting.train_step(self.done, batches, options, seconds)
         if learns:
-            self.drafting.teach(self.done, self._newest[1], lambda part: self._pack(part, [0.0] * len(part)))
+            self.drafting.teach(
+                self.done, self._newest[1], lambda part: self._pack(part, [0.0] * len(part))
+            )
         self.done += 1
         if learns and self.due(self.config.train.drift_every):
             metrics |= self._drift(self._newest[1])
@@ -314,7 +360,9 @@ class Session:
                 assert self.rollouts is not None
                 hot = None if self.config.spec.mode == "off" else self.drafting.hot_tokens()
                 scope: Scope = "all" if self._policy_changed else "drafter"
-                self._engine_metrics |= self.rollouts.engines.push(self.done + 1, source, hot, scope)
+                self._engine_metrics |= self.rollouts.engines.push(
+                    self.done + 1, source, hot, scope
+                )
         self._policy_changed = False
 
     def adapt(self) -> None:
@@ -334,7 +382,10 @@ class Session:
         if not self.config.train.save_best or self.done == 0:
             return
         if self.results.keep_best(found.get("reward", -math.inf) if self.main else None):
-            self.records.event("best", f"{name}: reward {self.results.best:.3f} is the highest so far; kept in hf-best")
+            self.records.event(
+                "best",
+                f"{name}: reward {self.results.best:.3f} is the highest so far; kept in hf-best",
+            )
 
     def good_enough(self) -> bool:
         """Evaluate every `sft.eval_every` steps. Returns whether the warm start may end, the same on every rank."""
@@ -384,7 +435,9 @@ class Session:
         try:
             path = self._save()
         except SaveError as error:
-            raise RunStopped(f"{reason}; no checkpoint of step {self.done} could be written: {error}", code) from None
+            raise RunStopped(
+                f"{reason}; no checkpoint of step {self.done} could be written: {error}", code
+            ) from None
         raise RunStopped(f"{reason}; the last good parameters are in {path}", code)
 
     def _save(self) -> Path:

@@ -39,12 +39,18 @@ class Speculation:
         vain. Its rounds correct the costs. `delivered` as for `learn`.
         """
         drafting = [stats for stats in rounds if stats.config.num_steps]
-        share = sum(stats.rounds for stats in drafting) / max(sum(stats.rounds for stats in rounds), 1)
+        share = sum(stats.rounds for stats in drafting) / max(
+            sum(stats.rounds for stats in rounds), 1
+        )
         found = self.learning.saved(rounds, delivered)
         if share <= 0.5 or found and found.gain <= 1:
             return ""
         length = accept_length(pooled(stats.accepted for stats in drafting))
-        faster = f", {found.gain:.2f} times as fast as without drafts, by the costs of rounds" if found else ""
+        faster = (
+            f", {found.gain:.2f} times as fast as without drafts, by the costs of rounds"
+            if found
+            else ""
+        )
         return f"the engines draft now, in {share:.0%} of the rounds: accept length {length:.2f}{faster}"
 
     def set(self, engine: RolloutEngine) -> None:
@@ -54,7 +60,9 @@ class Speculation:
         elif self.learning.sharpness is None:
             engine.set_schedule(self._fixed)
         else:
-            engine.set_spec_rule({"schedule": self._fixed.to_json(), "sharpness": self.learning.sharpness})
+            engine.set_spec_rule(
+                {"schedule": self._fixed.to_json(), "sharpness": self.learning.sharpness}
+            )
 
     def expected_of_canary(self) -> float | None:
         """Return the accept length that the trainer predicted, else the one that engines observed, else None."""

@@ -45,13 +45,19 @@ def best_of(groups: Sequence[Group]) -> dict[int, float]:
     """
     most = min(len(group.samples) for group in groups)
     found: dict[int, float] = {}
-    for k in sorted({2**i for i in range(1, most.bit_length()) if 2**i <= most} | ({most} if most > 1 else set())):
+    for k in sorted(
+        {2**i for i in range(1, most.bit_length()) if 2**i <= most}
+        | ({most} if most > 1 else set())
+    ):
         values = []
         for group in groups:
             ordered = sorted(0.0 if rewards.failed(s) else s.reward for s in group.samples)
             n = len(ordered)
             # The sample of rank i, from 0, is the best of k with C(i, k - 1) of the C(n, k) choices.
-            values.append(sum(math.comb(i, k - 1) * reward for i, reward in enumerate(ordered)) / math.comb(n, k))
+            values.append(
+                sum(math.comb(i, k - 1) * reward for i, reward in enumerate(ordered))
+                / math.comb(n, k)
+            )
         found[k] = float(np.mean(values))
     return found
 

@@ -31,7 +31,8 @@ from megatron_rlspec.types import Group
 FOLDER = "trajectory"
 ROLLOUTS = "rollouts"
 _NOTE = "rlspec.trajectory"  # key in a file's metadata
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+# by bytes of an element
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def file_of(run_dir: Path, step: int) -> Path:
@@ -52,7 +53,8 @@ class TrajectoryWriter:
         self.ended = ""
         self._run = ""
         self._held: dict[str, Tensor] = {}
-        for left in (run_dir / FOLDER).glob(".*.partial"):  # from a process that was killed during a write
+        # from a process that was killed during a write
+        for left in (run_dir / FOLDER).glob(".*.partial"):
             left.unlink()
         recorded = list((run_dir / FOLDER).glob("step-*.safetensors"))
         for file in recorded:
@@ -69,7 +71,9 @@ class TrajectoryWriter:
                 self.ended = f"nothing is recorded: {error}"
         self._bytes = sum(file.stat().st_size for file in kept if not missing)
 
-    def keep(self, step: int, policy: Iterable[tuple[str, Tensor]], groups: Sequence[Group] = ()) -> str:
+    def keep(
+        self, step: int, policy: Iterable[tuple[str, Tensor]], groups: Sequence[Group] = ()
+    ) -> str:
         """Write what `step` starts from. Returns a line for the first step and for the last that fits, else "".
 
         `policy` yields full tensors; `groups` are the step's rollouts, none after the last step. Raises OSError.
@@ -78,7 +82,9 @@ class TrajectoryWriter:
         stored = _difference(self._held, new)
         self._held = new
         if groups:
-            stored[ROLLOUTS] = torch.frombuffer(bytearray(wire.encode(list(groups))), dtype=torch.uint8)
+            stored[ROLLOUTS] = torch.frombuffer(
+                bytearray(wire.encode(list(groups))), dtype=torch.uint8
+            )
         size = sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
         if self._bytes + size > self.limit:
             self.ended = (
@@ -111,13 +117,19 @@ class Trajectory:
         folder = run_dir / FOLDER
         found = sorted(path.name for path in folder.glob("[!.]*"))
         if not found:
-            raise CheckpointError(f"{run_dir}: no {FOLDER}/; expected a run with --train.record_gib 20")
+            raise CheckpointError(
+                f"{run_dir}: no {FOLDER}/; expected a run with --train.record_gib 20"
+            )
         for step, name in enumerate(found):
             path = file_of(run_dir, step)
             if name != path.name and path.name < name <= f"step-{'9' * 6}.safetensors":
-                raise CheckpointError(f"{path}: no such file, but {name} is there; a replay needs every step before")
+                raise CheckpointError(
+                    f"{path}: no such file, but {name} is there; a replay needs every step before"
+                )
             if name != path.name:
-                raise CheckpointError(f"{folder / name}: not a file of a trajectory; expected {path.name}, or nothing")
+                raise CheckpointError(
+                    f"{folder / name}: not a file of a trajectory; expected {path.name}, or nothing"
+                )
         self.run = _run_of([file_of(run_dir, step) for step in range(len(found))])
         self.steps = len(found) - 1
 
@@ -159,7 +171,9 @@ def _run_of(files: Sequence[Path]) -> str:
             found = file.notes.get(_NOTE, "")
         run = run or found.partition(" ")[0]
         if found != f"{run} {step}":
-            raise CheckpointError(f"{path}: it is not step {step} of the run that recorded step 0; it holds {found!r}")
+            raise CheckpointError(
+                f"{path}: it is not step {step} of the run that recorded step 0; it holds {found!r}"
+            )
     return run
 
 
@@ -174,7 +188,10 @@ def _difference(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[st
             if not len(at):
                 continue
             at = at.int() if len(flat) < 2**31 else at
-            if len(at) * (at.element_size() + tensor.element_size()) < len(flat) * tensor.element_size():
+            if (
+                len(at) * (at.element_size() + tensor.element_size())
+                < len(flat) * tensor.element_size()
+            ):
                 stored[f"at/{name}"] = at
                 stored[f"to/{name}"] = flat[at.long()]
                 continue

@@ -18,7 +18,8 @@ from megatron_rlspec.types import SHARPNESS, SpecConfig
 PRIOR_RATE = 0.7  # of depth 1
 PRIOR_RATIO = 0.95  # of the rate of a deeper one to that of the depth above it
 PRIOR_STRENGTH = 4.0  # drafts that a prior weighs
-RATIO_STRENGTH = 4.0  # times PRIOR_STRENGTH: the weight of a ratio's prior, of which few drafts are seen at batch 1
+# times PRIOR_STRENGTH: the weight of a ratio's prior, of which few drafts are seen at batch 1
+RATIO_STRENGTH = 4.0
 _STATE = ("hits", "draws", "ratio_hits", "ratio_base")
 
 
@@ -139,7 +140,9 @@ def histogram_of(num_steps: int, accepted: Sequence[int]) -> list[int]:
     """Return how many requests accepted 0, 1, … drafts in a round that drafted `num_steps`. Raises ValueError."""
     histogram = [accepted.count(i) for i in range(num_steps + 1)]
     if sum(histogram) != len(accepted):
-        raise ValueError(f"accepted {min(accepted)}..{max(accepted)} drafts, but the round drafted {num_steps}")
+        raise ValueError(
+            f"accepted {min(accepted)}..{max(accepted)} drafts, but the round drafted {num_steps}"
+        )
     return histogram
 
 
@@ -158,10 +161,14 @@ class Prediction:
     accepted: np.ndarray
 
     @classmethod
-    def of_sums(cls, steps: Sequence[int], reached: Sequence[float], accepted: Sequence[float]) -> Prediction:
+    def of_sums(
+        cls, steps: Sequence[int], reached: Sequence[float], accepted: Sequence[float]
+    ) -> Prediction:
         """Build one from the two arrays flattened, as a reduction over ranks returns them."""
         shape = (-1, len(steps), max(steps))
-        return cls(tuple(steps), np.array(reached).reshape(shape), np.array(accepted).reshape(shape))
+        return cls(
+            tuple(steps), np.array(reached).reshape(shape), np.array(accepted).reshape(shape)
+        )
 
     def __add__(self, other: Prediction) -> Prediction:
         if self.steps != other.steps:
@@ -180,7 +187,10 @@ class Prediction:
     @property
     def _best(self) -> int:
         deepest = max(self.steps)
-        tokens = [expected_tokens(SpecConfig(deepest), self._rates(i, deepest)) for i in range(len(self.accepted))]
+        tokens = [
+            expected_tokens(SpecConfig(deepest), self._rates(i, deepest))
+            for i in range(len(self.accepted))
+        ]
         return int(np.argmax(tokens))
 
     def _rates(self, factor: int, num_steps: int) -> list[float]:
@@ -227,7 +237,9 @@ class Acceptance:
         """Learn from one round of `num_steps`: accepted drafts per request, `elapsed` rounds after the last call."""
         self.observe_histogram(num_steps, histogram_of(num_steps, accepted), elapsed)
 
-    def observe_histogram(self, num_steps: int, histogram: Sequence[float], elapsed: int = 1) -> None:
+    def observe_histogram(
+        self, num_steps: int, histogram: Sequence[float], elapsed: int = 1
+    ) -> None:
         """Learn from rounds of `num_steps` in which `histogram[i]` requests accepted i drafts; the last is censored.
 
         With 0 steps and an empty histogram, observations only fade, by `elapsed` rounds. Raises ValueError.
@@ -243,7 +255,8 @@ class Acceptance:
             self.draws[d] *= keep
             if d >= num_steps or reached <= 0:
                 continue
-            passed = max(0.0, reached - (histogram[d] if d < len(histogram) else 0.0))  # rounding may go below
+            # rounding may go below
+            passed = max(0.0, reached - (histogram[d] if d < len(histogram) else 0.0))
             self.ratio_hits[d] += passed
             self.ratio_base[d] += reached * (self.rates[d - 1] if d else 1.0)
             _cap(self.ratio_hits, self.ratio_base, d, 10 * self.most_draws)
@@ -306,7 +319,9 @@ class Acceptance:
                 )
             setattr(acceptance, name, values)
         drawn = zip(acceptance.hits, acceptance.draws, strict=True)
-        if min(*acceptance.hits, *acceptance.ratio_hits, *acceptance.ratio_base) < 0 or any(h > d for h, d in drawn):
+        if min(*acceptance.hits, *acceptance.ratio_hits, *acceptance.ratio_base) < 0 or any(
+            h > d for h, d in drawn
+        ):
             raise ValueError("acceptance state: expected 0 <= hits <= draws, and no negative ratio")
         acceptance._refresh()
         return acceptance

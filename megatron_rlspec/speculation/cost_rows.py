@@ -79,7 +79,13 @@ def cell_json(cell: RoundCost) -> dict[str, Any]:
 
 
 _AXES = ("num_steps", "topk", "num_draft_tokens")
-_MOST = {"tp": 1 << 12, "batch": 1 << 20, "num_steps": 1 << 10, "topk": 1 << 10, "num_draft_tokens": 1 << 20}
+_MOST = {
+    "tp": 1 << 12,
+    "batch": 1 << 20,
+    "num_steps": 1 << 10,
+    "topk": 1 << 10,
+    "num_draft_tokens": 1 << 20,
+}
 _MOST_COUNT = 1 << 40  # of samples and tokens
 _MOST_NUMBER = 1e9  # ms (eleven days): larger ones are mistakes, and would overflow the fit
 Row = TypeVar("Row", Provenance, RoundCost, PrefillCost)
@@ -94,7 +100,9 @@ def cell(row: object, source: str) -> RoundCost:
         raise CostTableError(f"{source}: no field {lost[0]!r}")
     steps, topk, tokens = (_count(name, values.pop(name), source, least=0) for name in _AXES)
     if topk > 1 and (steps < 1 or tokens < 1):
-        raise CostTableError(f"{source}: num_steps={steps}, num_draft_tokens={tokens}, expected 1 or more for a tree")
+        raise CostTableError(
+            f"{source}: num_steps={steps}, num_draft_tokens={tokens}, expected 1 or more for a tree"
+        )
     if topk == 0 and (steps or tokens):
         raise CostTableError(
             f"{source}: num_steps={steps}, num_draft_tokens={tokens}, expected 0 with topk=0 (plain decoding)"
@@ -113,8 +121,14 @@ def record(kind: type[Row], row: object, source: str) -> Row:
 
 def number(name: str, value: object, source: str) -> float:
     """Return a finite JSON number from 0 to 1e9. Raises CostTableError, as `cell`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST_NUMBER:
-        raise CostTableError(f"{source}: {name}={short(value)}, expected a number from 0 to {_MOST_NUMBER:g}")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value <= _MOST_NUMBER
+    ):
+        raise CostTableError(
+            f"{source}: {name}={short(value)}, expected a number from 0 to {_MOST_NUMBER:g}"
+        )
     return float(value)
 
 
@@ -128,11 +142,18 @@ def _made(kind: type[Row], values: Mapping[str, Any], source: str) -> Row:
     known = {f.name: f for f in fields(kind)}
     unknown = sorted(values.keys() - known.keys())
     if unknown:
-        raise CostTableError(f"{source}: unknown field {short(unknown[0])}; known are {', '.join(known)}")
+        raise CostTableError(
+            f"{source}: unknown field {short(unknown[0])}; known are {', '.join(known)}"
+        )
     lost = [name for name, f in known.items() if name not in values and f.default is MISSING]
     if lost:
         raise CostTableError(f"{source}: no field {lost[0]!r}")
-    return kind(**{name: _field(name, str(known[name].type), value, source) for name, value in values.items()})
+    return kind(
+        **{
+            name: _field(name, str(known[name].type), value, source)
+            for name, value in values.items()
+        }
+    )
 
 
 def _field(name: str, wanted: str, value: Any, source: str) -> Any:
@@ -151,7 +172,9 @@ def _field(name: str, wanted: str, value: Any, source: str) -> Any:
 def _count(name: str, value: object, source: str, least: int) -> int:
     most = _MOST.get(name, _MOST_COUNT)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise CostTableError(f"{source}: {name}={short(value)}, expected an integer from {least} to {most}")
+        raise CostTableError(
+            f"{source}: {name}={short(value)}, expected an integer from {least} to {most}"
+        )
     return value
 
 

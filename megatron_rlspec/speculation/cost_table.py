@@ -37,10 +37,20 @@ from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 SCHEMA = "rlspec.cost_table"
 VERSION = 1
-_KEYS = {"schema", "version", "units", "provenance", "switch_ms", "catch_up_ms", "rounds", "prefill"}
+_KEYS = {
+    "schema",
+    "version",
+    "units",
+    "provenance",
+    "switch_ms",
+    "catch_up_ms",
+    "rounds",
+    "prefill",
+}
 _FORMER = {"links"}  # empty in files of earlier releases
 LEAST_MS = 1e-9  # a smaller value is a mistake, and would overflow the fit of relative errors
-PRIOR_ROUNDS = 32  # by which the factor of all configurations together counts in that of one (`CostTable.calibrated`)
+# by which the factor of all configurations together counts in that of one (`CostTable.calibrated`)
+PRIOR_ROUNDS = 32
 UNITS = {"time": "ms", "bandwidth": "GB/s", "context": "tokens of the whole batch"}
 
 
@@ -60,7 +70,9 @@ class CostTable:
         catch_up_ms: float = 0.0,
     ) -> None:
         self.provenance = provenance
-        self.rounds = tuple(sorted(rounds, key=lambda c: (c.tp, c.config, c.batch, c.context_tokens)))
+        self.rounds = tuple(
+            sorted(rounds, key=lambda c: (c.tp, c.config, c.batch, c.context_tokens))
+        )
         self.prefill = tuple(sorted(prefill, key=lambda c: (c.tp, c.batch, c.tokens)))
         self.switch_ms = switch_ms
         self.catch_up_ms = catch_up_ms
@@ -74,7 +86,9 @@ class CostTable:
     def at(self, tp: int) -> CostTable:
         """Return the rows of one tensor parallel size as a table. Raises CostTableError if there are none."""
         self.check(tp)
-        return self._with((c for c in self.rounds if c.tp == tp), (c for c in self.prefill if c.tp == tp))
+        return self._with(
+            (c for c in self.rounds if c.tp == tp), (c for c in self.prefill if c.tp == tp)
+        )
 
     def of_engine(self, tp: int) -> CostTable:
         """Return the rows for an engine of size `tp`; a table of one size counts for any. Raises CostTableError."""
@@ -83,7 +97,9 @@ class CostTable:
     def of_sizes(self, tps: Iterable[int]) -> CostTable:
         """Return the rows of these tensor parallel sizes as a table. Raises CostTableError if one has none."""
         wanted = {tp for tp in tps if self.check(tp)}
-        return self._with((c for c in self.rounds if c.tp in wanted), (c for c in self.prefill if c.tp in wanted))
+        return self._with(
+            (c for c in self.rounds if c.tp in wanted), (c for c in self.prefill if c.tp in wanted)
+        )
 
     def configs(self, tp: int | None = None) -> tuple[SpecConfig, ...]:
         """Return the configurations measured at this TP, OFF first."""
@@ -95,10 +111,16 @@ class CostTable:
 
     def lengths(self, tp: int | None = None) -> tuple[float, ...]:
         """Return the measured mean contexts, in tokens per request."""
-        return tuple(sorted({c.context_tokens / c.batch for c in self.rounds if c.tp == self._tp(tp)}))
+        return tuple(
+            sorted({c.context_tokens / c.batch for c in self.rounds if c.tp == self._tp(tp)})
+        )
 
     def grid(
-        self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray, tp: int | None = None
+        self,
+        configs: Sequence[SpecConfig],
+        batch: np.ndarray,
+        context: np.ndarray,
+        tp: int | None = None,
     ) -> np.ndarray:
         """Compute ms of a round, `[configs, *broadcast(batch, context)]`; `context`: tokens of the whole batch."""
         return np.stack([self._surface(config, tp)(batch, context)[0] for config in configs])
@@ -106,7 +128,9 @@ class CostTable:
     def ms(self, config: SpecConfig, batch: float, context: float, tp: int | None = None) -> float:
         return float(self._surface(config, tp)(np.array(batch), np.array(context))[0])
 
-    def extrapolates(self, config: SpecConfig, batch: float, context: float, tp: int | None = None) -> bool:
+    def extrapolates(
+        self, config: SpecConfig, batch: float, context: float, tp: int | None = None
+    ) -> bool:
         """Return whether `ms` at this point comes from the fitted model instead of measured neighbours."""
         return bool(self._surface(config, tp)(np.array(batch), np.array(context))[1])
 
@@ -119,7 +143,9 @@ class CostTable:
         tp = self._tp(tp)
         cells = [c for c in self.prefill if c.tp == tp]
         if not cells:
-            raise CostTableError(f"{self.provenance.model}: no prefill row for tp={tp}; measure with `rlspec profile`")
+            raise CostTableError(
+                f"{self.provenance.model}: no prefill row for tp={tp}; measure with `rlspec profile`"
+            )
         nearest = min({c.batch for c in cells}, key=lambda b: abs(b - batch))
         line = [c for c in cells if c.batch == nearest]
         counts = np.array([c.tokens for c in line], float)
@@ -143,7 +169,9 @@ class CostTable:
     def check(self, tp: int) -> CostTable:
         """Return self. Raises CostTableError if it holds no round of this tensor-parallel size."""
         if tp not in self.tps:
-            raise CostTableError(f"cost table holds tp={list(self.tps)}, but this engine runs tp={tp}")
+            raise CostTableError(
+                f"cost table holds tp={list(self.tps)}, but this engine runs tp={tp}"
+            )
         return self
 
     def calibrated(
@@ -161,7 +189,9 @@ class CostTable:
         for s in observed:
             if s.rounds > 0 and s.ms > 0 and s.config in known:
                 predicted = self.ms(s.config, max(s.batch, 1), s.context_tokens, tp)
-                logs.setdefault(s.config, []).append((math.log(s.ms / s.rounds / predicted), s.rounds))
+                logs.setdefault(s.config, []).append(
+                    (math.log(s.ms / s.rounds / predicted), s.rounds)
+                )
         if not logs:
             return self
         common = _weighted_median([pair for pairs in logs.values() for pair in pairs])
@@ -169,7 +199,9 @@ class CostTable:
         for config in known:
             rounds = sum(n for _, n in logs.get(config, []))
             own = _weighted_median(logs[config]) if rounds else common
-            factor[config] = math.exp((rounds * own + PRIOR_ROUNDS * common) / (rounds + PRIOR_ROUNDS))
+            factor[config] = math.exp(
+                (rounds * own + PRIOR_ROUNDS * common) / (rounds + PRIOR_ROUNDS)
+            )
         scaled = []
         for c in self.rounds:
             by = factor[c.config] if c.tp == tp else math.exp(common) if c.tp in like else 1.0
@@ -203,7 +235,9 @@ class CostTable:
             raise CostTableError(f"{source}: units {short(data.get('units'))}, expected {UNITS}")
         unknown = sorted(data.keys() - _KEYS - _FORMER)
         if unknown:
-            raise CostTableError(f"{source}: unknown field {short(unknown[0])}; known are {', '.join(sorted(_KEYS))}")
+            raise CostTableError(
+                f"{source}: unknown field {short(unknown[0])}; known are {', '.join(sorted(_KEYS))}"
+            )
         lost = [name for name in ("provenance", "rounds") if name not in data]
         if lost:
             raise CostTableError(f"{source}: no field {lost[0]!r}")
@@ -221,7 +255,8 @@ class CostTable:
     def load(cls, path: str | Path) -> CostTable:
         """Read a file that `save` wrote. Raises CostTableError."""
         try:
-            data = files.read_json(path, finite=False)  # `from_json` refuses NaN, and names its field
+            # `from_json` refuses NaN, and names its field
+            data = files.read_json(path, finite=False)
         except files.FileError as error:
             raise CostTableError(str(error)) from None
         return cls.from_json(data, str(path))
@@ -230,7 +265,9 @@ class CostTable:
         """Write the whole file or none of it. Raises OSError."""
         files.write(path, _one_row_a_line(self.to_json()))
 
-    def _with(self, rounds: Iterable[RoundCost], prefill: Iterable[PrefillCost] | None = None) -> CostTable:
+    def _with(
+        self, rounds: Iterable[RoundCost], prefill: Iterable[PrefillCost] | None = None
+    ) -> CostTable:
         prefill = self.prefill if prefill is None else prefill
         return CostTable(self.provenance, rounds, prefill, self.switch_ms, self.catch_up_ms)
 
@@ -252,7 +289,9 @@ class CostTable:
     @cached_property
     def _models(self) -> dict[int, tuple[Roofline, float]]:
         return {
-            tp: Roofline.fit((c.config, c.batch, c.context_tokens, c.ms) for c in self.rounds if c.tp == tp)
+            tp: Roofline.fit(
+                (c.config, c.batch, c.context_tokens, c.ms) for c in self.rounds if c.tp == tp
+            )
             for tp in self.tps
         }
 
@@ -266,7 +305,9 @@ class CostTable:
 
     def _shrunk(self, tp: int) -> dict[SpecConfig, dict[tuple[int, int], float]]:
         measured = {config: self._points[tp, config] for config in self.configs(tp)}
-        spreads: dict[SpecConfig, dict[tuple[int, int], float]] = {config: {} for config in measured}
+        spreads: dict[SpecConfig, dict[tuple[int, int], float]] = {
+            config: {} for config in measured
+        }
         for c in self.rounds:
             if c.tp == tp:
                 spreads[c.config][c.batch, c.context_tokens] = c.spread_ms
@@ -285,7 +326,12 @@ def _check_numbers(table: CostTable) -> None:
     if not table.rounds:
         raise CostTableError("cost table holds no round")
     for c in table.rounds:
-        if not (math.isfinite(c.ms) and c.ms >= LEAST_MS and math.isfinite(c.spread_ms) and c.spread_ms >= 0):
+        if not (
+            math.isfinite(c.ms)
+            and c.ms >= LEAST_MS
+            and math.isfinite(c.spread_ms)
+            and c.spread_ms >= 0
+        ):
             raise CostTableError(
                 f"{where(c)}: ms={c.ms} spread_ms={c.spread_ms}, expected finite, and ms of {LEAST_MS:g} or more"
             )
@@ -316,7 +362,9 @@ def _check_holes(rounds: Sequence[RoundCost]) -> None:
         points.add((c.batch, c.context_tokens))
     for tp, by_config in measured.items():
         if OFF not in by_config:
-            raise CostTableError(f"tp={tp}: no plain-decoding row (num_steps=0, topk=0): the cost of OFF is unknown")
+            raise CostTableError(
+                f"tp={tp}: no plain-decoding row (num_steps=0, topk=0): the cost of OFF is unknown"
+            )
         union = set().union(*by_config.values())
         for config, points in sorted(by_config.items()):
             for batch, context in sorted(union - points):

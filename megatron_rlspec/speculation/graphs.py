@@ -20,7 +20,8 @@ from megatron_rlspec.types import SpecConfig
 
 MOST_ACCEPTANCE = 0.95  # the highest rate of the first draft that is planned for
 DECAY = 0.95  # the rate of a depth, as a share of the depth above it
-WIDEST_RIDGE = 300.0  # tokens; without a cost table. Of the GPUs in `roofline.HARDWARE`, the H100 has the highest
+# tokens; without a cost table. Of the GPUs in `roofline.HARDWARE`, the H100 has the highest
+WIDEST_RIDGE = 300.0
 # A graph of a model of 7B parameters on one GPU. 459 graphs of 8 of its layers took 2.9 GB on an H100. The sizes are
 # estimates for all layers, buffers for activations included.
 TARGET_GIB = 0.02
@@ -29,7 +30,13 @@ DRAFTER_GIB = 0.005
 
 def graph_sizes(max_batch: int) -> list[int]:
     """List the batch sizes that SGLang captures for speculation (0.5.23, `arg_groups/cuda_graph_hook.py`)."""
-    sizes = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, max_batch + 1, 16)]
+    sizes = [
+        *range(1, 9),
+        *range(10, 33, 2),
+        *range(40, 65, 4),
+        *range(72, 257, 8),
+        *range(272, max_batch + 1, 16),
+    ]
     return sorted({size for size in sizes if size <= max_batch} | {max_batch})
 
 
@@ -53,18 +60,27 @@ def reach(
     found = [1] * len(ordered)
     depths = DECAY ** np.arange(max(config.num_steps for config in ordered) or 1)
     for first in np.linspace(0.0, MOST_ACCEPTANCE, 20):
-        tokens = np.array([expected_tokens(config, (first * depths).tolist()) for config in ordered])
+        tokens = np.array(
+            [expected_tokens(config, (first * depths).tolist()) for config in ordered]
+        )
         best = (tokens[:, None, None] / ms).argmax(axis=0)
         for i in range(len(ordered)):
             chosen = np.flatnonzero((best == i).any(axis=1))
             found[i] = max([found[i], *(chosen[-1:] + 1).tolist()])
     nested = np.maximum.accumulate(found[::-1])[::-1].tolist()
     least = ordered[0].num_steps
-    return {config: max_batch if config.num_steps == least else n for config, n in zip(ordered, nested, strict=True)}
+    return {
+        config: max_batch if config.num_steps == least else n
+        for config, n in zip(ordered, nested, strict=True)
+    }
 
 
 def needed(
-    candidates: Sequence[SpecConfig], max_batch: int, layers: int, table: CostTable | None = None, tokens: int = 0
+    candidates: Sequence[SpecConfig],
+    max_batch: int,
+    layers: int,
+    table: CostTable | None = None,
+    tokens: int = 0,
 ) -> dict[SpecConfig, int]:
     """Return the largest batch at which each candidate could be the best, by a table, or by a roofline without one.
 
@@ -92,7 +108,10 @@ def slots(most: Mapping[SpecConfig, int], max_batch: int) -> dict[str, Any]:
     sizes = graph_sizes(max_batch)
     ends = {c.num_steps: sizes[min(bisect_left(sizes, n), len(sizes) - 1)] for c, n in most.items()}
     starts = sorted({1, *(end + 1 for end in ends.values() if end < sizes[-1])})
-    return {str(start): {"candidate_steps": sorted(k for k, end in ends.items() if end >= start)} for start in starts}
+    return {
+        str(start): {"candidate_steps": sorted(k for k, end in ends.items() if end >= start)}
+        for start in starts
+    }
 
 
 def count(config: Mapping[str, Any], max_batch: int, start: int) -> dict[int, int]:

@@ -21,7 +21,8 @@ class Answers:
     def __init__(self, most: int = MOST_TOKENS) -> None:
         self.most = most
         self.tokens = 0
-        self._of: dict[int, tuple[int, list[np.ndarray]]] = {}  # prompt -> (step, answers); the oldest first
+        # prompt -> (step, answers); the oldest first
+        self._of: dict[int, tuple[int, list[np.ndarray]]] = {}
 
     def keep(self, prompt: int, step: int, answers: Iterable[np.ndarray]) -> None:
         """Keep the answers to a prompt, beside those of the same step and in place of those of an earlier one."""
@@ -67,5 +68,7 @@ def agreed(answers: Iterable[np.ndarray]) -> np.ndarray:
             break
         word = int(words[counts.argmax()])
         begun.append(word)
-        left = [answer for answer in left if answer[len(begun) - 1] == word and len(answer) > len(begun)]
+        left = [
+            answer for answer in left if answer[len(begun) - 1] == word and len(answer) > len(begun)
+        ]
     return np.array(begun, np.int64)

@@ -20,7 +20,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rlspec.speculation.acceptance import Acceptance, Prediction, accept_length, expected_tokens, pooled
+from megatron_rlspec.speculation.acceptance import (
+    Acceptance,
+    Prediction,
+    accept_length,
+    expected_tokens,
+    pooled,
+)
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
@@ -28,8 +34,10 @@ from megatron_rlspec.speculation.saved import Saved, saved
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 WEIGHT = 4  # timings that the mean of a rollout's rounds counts for, at most
-LEAST_DRAWS = 100  # drafts of a depth that must be observed before its rate is used as an expectation
-START_DRAWS = 50.0  # drafts of a depth that count at most when a rollout begins: its texts and weights are new
+# drafts of a depth that must be observed before its rate is used as an expectation
+LEAST_DRAWS = 100
+# drafts of a depth that count at most when a rollout begins: its texts and weights are new
+START_DRAWS = 50.0
 TIMED = 0.9  # of the time of drafting rounds: a plain round was timed near their batch sizes
 _ADDED = ("predicted_ms", "predicted_tokens", "switches", "probes")
 
@@ -97,13 +105,18 @@ class Learning:
         self.prediction = prediction
         if prediction is None:
             return {}
-        values = {f"predict/next_tokens_k{k}": tokens for k, tokens in self._expected(prediction).items()}
+        values = {
+            f"predict/next_tokens_k{k}": tokens for k, tokens in self._expected(prediction).items()
+        }
         if prediction.sharpness is not None:
             self.sharpness = values["spec/sharpness"] = prediction.sharpness
         return values
 
     def observe(
-        self, rounds: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]], delivered: float = math.nan
+        self,
+        rounds: Sequence[RoundStats],
+        reports: Sequence[Mapping[str, Any]],
+        delivered: float = math.nan,
     ) -> dict[str, float]:
         """Learn from one rollout: the rounds and `spec_rule_report`s of all engines. Returns metrics.
 
@@ -114,7 +127,8 @@ class Learning:
         if self.scaled is not None:
             self.scaled = self.scaled.calibrated(rounds)
         if budgets := [report["probing"] for report in reports if report.get("probing")]:
-            self.probing = min(budgets, key=lambda budget: budget["left_ms"])  # for engines that are restarted
+            # for engines that are restarted
+            self.probing = min(budgets, key=lambda budget: budget["left_ms"])
         drafting = [stats for stats in rounds if stats.config.num_steps and sum(stats.accepted)]
         if drafting:
             self.last = Acceptance(self.acceptance.depth)
@@ -122,14 +136,18 @@ class Learning:
                 self.last.observe_histogram(stats.config.num_steps, stats.accepted, 0)
         for stats in rounds:
             if stats.config.num_steps:
-                self.acceptance.observe_histogram(stats.config.num_steps, stats.accepted, stats.rounds)
+                self.acceptance.observe_histogram(
+                    stats.config.num_steps, stats.accepted, stats.rounds
+                )
             else:
                 self.acceptance.observe_histogram(0, [], stats.rounds)  # earlier observations fade
         if self.learnt is not None:
             for stats in rounds:
                 if stats.rounds and stats.ms > 0:
                     for _ in range(min(stats.rounds, WEIGHT)):
-                        self.learnt.add(stats.config, stats.batch, stats.context_tokens, stats.ms / stats.rounds)
+                        self.learnt.add(
+                            stats.config, stats.batch, stats.context_tokens, stats.ms / stats.rounds
+                        )
             self.learnt.fit()
         return metrics | self._metrics(rounds, reports, delivered)
 
@@ -152,7 +170,11 @@ class Learning:
     @property
     def renews(self) -> bool:
         """Return whether engines need what was learned since: a forecast, costs, or the sharpness of drafts."""
-        return self.sharpness is not None or self.adaptive and (self.prediction is not None or self.learnt is not None)
+        return (
+            self.sharpness is not None
+            or self.adaptive
+            and (self.prediction is not None or self.learnt is not None)
+        )
 
     def accept_lengths(self) -> dict[SpecConfig, float]:
         """Return tokens per round of the chains with enough recent drafts at every depth."""
@@ -173,7 +195,8 @@ class Learning:
         return {
             "acceptance": self.acceptance.to_json(),
             "last": self.last and self.last.to_json(),
-            "prediction": pending and [list(pending.steps), pending.reached.tolist(), pending.accepted.tolist()],
+            "prediction": pending
+            and [list(pending.steps), pending.reached.tolist(), pending.accepted.tolist()],
             "sharpness": self.sharpness,
             "probing": self.probing,
             "learnt": None if self.learnt is None else self.learnt.to_json(),
@@ -210,7 +233,9 @@ class Learning:
     def _expected(self, prediction: Prediction) -> dict[int, float]:
         """Return tokens per round of each predicted step count in the next rollout: as observed, else as predicted."""
         seen = self.accept_lengths()
-        return {k: seen.get(SpecConfig(k), prediction.tokens_per_round(k)) for k in prediction.steps}
+        return {
+            k: seen.get(SpecConfig(k), prediction.tokens_per_round(k)) for k in prediction.steps
+        }
 
     def _errors(self, rounds: Sequence[RoundStats]) -> dict[str, float]:
         """Compare what was expected of this rollout with its rounds. Returns `predict/…` metrics.
@@ -252,9 +277,14 @@ class Learning:
         total = sum(counts.values())
         ms = sum(stats.ms for stats in rounds)
         # Engines do not report rounds right after a prefill, so `total` can be 0.
-        values = {f"spec/share_{config}": n / total for config, n in sorted(counts.items()) if total}
+        values = {
+            f"spec/share_{config}": n / total for config, n in sorted(counts.items()) if total
+        }
         values |= {f"spec/accept_{d}": rate for d, rate in enumerate(self.acceptance.rates, 1)}
-        values |= {"spec/rounds": float(total), "spec/ms_per_round": ms / total if total else math.nan}
+        values |= {
+            "spec/rounds": float(total),
+            "spec/ms_per_round": ms / total if total else math.nan,
+        }
         drafting = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
         if any(drafting):  # `rollout/accept_length` counts rounds that drafted nothing, too, as 1
             values["spec/accept_length"] = accept_length(drafting)
@@ -269,10 +299,14 @@ class Learning:
         values["spec/switches"] = float(sums["switches"])
         values["spec/probes"] = float(sums["probes"])
         if "table" in self.cost:  # without a table the rule counts in passes, not in ms
-            values["spec/predicted_tokens_per_second"] = 1e3 * sums["predicted_tokens"] / sums["predicted_ms"]
+            values["spec/predicted_tokens_per_second"] = (
+                1e3 * sums["predicted_tokens"] / sums["predicted_ms"]
+            )
             # Of timed rounds alone, and of all ranks of a fleet: reports count other rounds, and of a fleet rank 0's.
             tokens = sum(
-                stats.rounds * stats.batch * (accept_length(stats.accepted) if any(stats.accepted) else 1.0)
+                stats.rounds
+                * stats.batch
+                * (accept_length(stats.accepted) if any(stats.accepted) else 1.0)
                 for stats in rounds
             )
             values["spec/observed_tokens_per_second"] = 1e3 * tokens / ms if ms else math.nan

@@ -27,7 +27,8 @@ SPREAD = 0.15  # standard deviation of the logarithm of one timing, assumed in t
 SHRINK = 0.5  # timings as many of which weigh as much as the roofline in a correction
 RIDGES = 2.0 ** np.arange(-8, 7.5, 0.5)  # times the prior's ridge
 DRAFTERS = 2.0 ** np.arange(-3, 3.5, 0.5)  # times the prior's drafter pass
-LIKELY_RIDGE = 3.0  # standard deviations of the logarithms of both factors before anything was measured
+# standard deviations of the logarithms of both factors before anything was measured
+LIKELY_RIDGE = 3.0
 LIKELY_DRAFTER = 1.0
 FIRST_PLAIN = 4  # plain rounds that are run to time them before anything is drafted
 NEAR_PLAIN = 2  # the same near each further batch size
@@ -46,8 +47,10 @@ class LearntCost:
     def __init__(self, prior: Roofline) -> None:
         self.prior = prior
         self.fitted = prior
-        self._timings: dict[Cell, deque[tuple[float, int, int]]] = {}  # log ms, batch, context tokens
-        self._residuals: dict[SpecConfig, list[tuple[int, int, float]]] = {}  # octave, timings, logarithm
+        # log ms, batch, context tokens
+        self._timings: dict[Cell, deque[tuple[float, int, int]]] = {}
+        # octave, timings, logarithm
+        self._residuals: dict[SpecConfig, list[tuple[int, int, float]]] = {}
 
     @property
     def switch_ms(self) -> float:
@@ -92,18 +95,25 @@ class LearntCost:
         token_ms = prior.token_ms / RIDGES[:, None, None]
         modelled = np.log(prior.ms(work, token_ms, prior.drafter * DRAFTERS[None, :, None]))
         weight = counts / SPREAD**2
-        penalty = (np.log(RIDGES)[:, None] / LIKELY_RIDGE) ** 2 + (np.log(DRAFTERS) / LIKELY_DRAFTER) ** 2
+        penalty = (np.log(RIDGES)[:, None] / LIKELY_RIDGE) ** 2 + (
+            np.log(DRAFTERS) / LIKELY_DRAFTER
+        ) ** 2
         self.fitted = prior
-        for _ in range(2):  # the second time, rounds of one cell with other batch sizes are compared as fitted
+        # the second time, rounds of one cell with other batch sizes are compared as fitted
+        for _ in range(2):
             observed = self._medians() + np.log(self.fitted.ms(work))
             scale = (weight * (observed - modelled)).sum(-1, keepdims=True) / weight.sum()
             residual = observed - modelled - scale
             badness = (weight * residual**2).sum(-1) + penalty
             i, j = np.unravel_index(int(badness.argmin()), badness.shape)
             self.fitted = replace(
-                prior, token_ms=prior.token_ms / float(RIDGES[i]), drafter=prior.drafter * float(DRAFTERS[j])
+                prior,
+                token_ms=prior.token_ms / float(RIDGES[i]),
+                drafter=prior.drafter * float(DRAFTERS[j]),
             )
-        for (config, at), count, rest in zip(cells, counts.tolist(), residual[i, j].tolist(), strict=True):
+        for (config, at), count, rest in zip(
+            cells, counts.tolist(), residual[i, j].tolist(), strict=True
+        ):
             self._residuals.setdefault(config, []).append((at, count, rest))
 
     def _medians(self) -> np.ndarray:
@@ -111,10 +121,14 @@ class LearntCost:
         found = []
         for (config, _), kept in self._timings.items():
             log_ms, batches, contexts = np.array(kept).T
-            found.append(np.median(log_ms - np.log(self.fitted.grid([config], batches, contexts)[0])))
+            found.append(
+                np.median(log_ms - np.log(self.fitted.grid([config], batches, contexts)[0]))
+            )
         return np.array(found)
 
-    def grid(self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray) -> np.ndarray:
+    def grid(
+        self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray
+    ) -> np.ndarray:
         """Compute the costs of a round in passes, `[configs, *broadcast(batch, context)]`."""
         passes = self.fitted.grid(configs, batch, context)
         octaves = np.broadcast_to(np.round(np.log2(np.asarray(batch, float))), passes.shape[1:])
@@ -132,7 +146,10 @@ class LearntCost:
 
     def to_json(self) -> dict[str, Any]:
         cells = [
-            [[config.num_steps, config.topk, config.num_draft_tokens], [list(timing) for timing in kept]]
+            [
+                [config.num_steps, config.topk, config.num_draft_tokens],
+                [list(timing) for timing in kept],
+            ]
             for (config, _), kept in self._timings.items()
         ]
         return {"roofline": self.prior.to_json(), "cells": cells}
@@ -148,7 +165,9 @@ class LearntCost:
                         raise ValueError(f"{log_ms} as the logarithm of ms")
                     cost._keep(SpecConfig(*config), int(batch), int(context), float(log_ms))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"learnt cost: expected a roofline and cells of timings ({error!r})") from None
+            raise ValueError(
+                f"learnt cost: expected a roofline and cells of timings ({error!r})"
+            ) from None
         cost.fit()
         return cost
 
@@ -166,7 +185,8 @@ class PlainRounds:
     """
 
     def __init__(self) -> None:
-        self._runs: dict[int, tuple[int, int]] = {}  # octave of the batch -> plain rounds so far, the round of the last
+        # octave of the batch -> plain rounds so far, the round of the last
+        self._runs: dict[int, tuple[int, int]] = {}
 
     @classmethod
     def of(cls, cost: object, rounds: int) -> PlainRounds:

@@ -34,14 +34,19 @@ OCTAVE = 0.3  # the same of one octave
 NEAR = 0.5  # correlation of neighbouring octaves of batch sizes, and
 NEAR_LENGTH = 0.98  # of mean contexts
 FACTORS = 2.0 ** np.arange(7)  # of the table's width
-OFFSETS = (0.2, 0.8)  # width of single configurations over that of the slope: a smooth error, or one of each
+# width of single configurations over that of the slope: a smooth error, or one of each
+OFFSETS = (0.2, 0.8)
 UNLIKELY = 2.5  # standard deviation of the logarithm of that factor before anything was timed
 LEAST_WIDTH = 0.01  # a share, as all widths
-PER_OCTAVE = 0.06  # width for each octave to the nearest measured batch or context, above half of one
-BEYOND = (0.15, 0.05)  # width for each octave beyond the measured batches, and contexts, above half of one
-NOISE = 0.1  # standard deviation of the logarithm of one timing, until timings say otherwise; it counts for
+# width for each octave to the nearest measured batch or context, above half of one
+PER_OCTAVE = 0.06
+# width for each octave beyond the measured batches, and contexts, above half of one
+BEYOND = (0.15, 0.05)
+# standard deviation of the logarithm of one timing, until timings say otherwise; it counts for
+NOISE = 0.1
 NOISE_WEIGHT = 8.0  # timings
-FLOOR = 0.01  # standard deviation of the median of any number of timings: the machine's speed drifts
+# standard deviation of the median of any number of timings: the machine's speed drifts
+FLOOR = 0.01
 FEW = 0.6  # the same of one timing, at most, if it is longer than expected: it can be interrupted
 AT_ONCE = 3  # timings of one configuration in turn
 CHECKS = 1  # configurations beside the present one that are timed at first, whatever the table says
@@ -54,7 +59,8 @@ _WIDTHS, _OFFSETS = (grid.reshape(-1, 1, 1) ** 2 for grid in np.meshgrid(FACTORS
 _PRIOR = np.exp(-0.5 * (np.log(_WIDTHS[:, 0, 0]) / (2 * UNLIKELY)) ** 2)
 _PRIOR /= _PRIOR.sum()
 Place = tuple[float, float]
-Costs = Callable[[int, int], list[float]]  # batch, context tokens -> ms of each candidate by a table
+# batch, context tokens -> ms of each candidate by a table
+Costs = Callable[[int, int], list[float]]
 
 
 def place(batch: int, context_tokens: int) -> Place:
@@ -87,10 +93,14 @@ class Doubt(NamedTuple):
         found = np.log(rates) + np.log(self.factors) - self.means
         ahead = found - found[:, [now]]
         own = np.diagonal(self.covariance, axis1=1, axis2=2)
-        learnt = np.maximum(np.abs(own - self.covariance[:, now]) / np.sqrt(own + self.further), 1e-6)
+        learnt = np.maximum(
+            np.abs(own - self.covariance[:, now]) / np.sqrt(own + self.further), 1e-6
+        )
         z = ahead / learnt
         improvement = learnt * np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi) + ahead * ndtr(z)
-        worth: np.ndarray = self.weights @ improvement - np.maximum(np.log(rates) - math.log(rates[now]), 0.0)
+        worth: np.ndarray = self.weights @ improvement - np.maximum(
+            np.log(rates) - math.log(rates[now]), 0.0
+        )
         worth[now] = 0.0
         return worth
 
@@ -104,7 +114,9 @@ class OwnRounds:
         self.fresh = False  # whether a fit came since the last look of the plan
         deepest = max(max(config.num_steps for config in candidates), 1)
         self._steps = np.log1p([config.num_steps for config in candidates]) / math.log1p(deepest)
-        self._measured = [np.log2(np.array(axis, float)) for axis in (table.batches(), table.lengths())]
+        self._measured = [
+            np.log2(np.array(axis, float)) for axis in (table.batches(), table.lengths())
+        ]
         spreads: dict[tuple[float, float], list[float]] = {}
         for cell in table.rounds:
             point = math.log2(cell.batch), math.log2(cell.context_tokens / cell.batch)
@@ -122,7 +134,14 @@ class OwnRounds:
         self._fitted: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None
         self._doubts: dict[Place, Doubt] = {}
 
-    def timed(self, config: SpecConfig, at: Place, ms: float, told: Sequence[float], change_ms: float = 0.0) -> None:
+    def timed(
+        self,
+        config: SpecConfig,
+        at: Place,
+        ms: float,
+        told: Sequence[float],
+        change_ms: float = 0.0,
+    ) -> None:
         """Add a round's duration; a table says `told` ms for each candidate.
 
         change_ms  of it, if it is the first one after another configuration: switching and catching up. Such a round
@@ -173,19 +192,29 @@ class OwnRounds:
             return
         timings = [np.array(cell).T for cell in self._cells.values()]
         kept = [np.sort(log_ms) for log_ms, _, _ in timings]
-        medians = np.array([x[(len(x) - 1) // 2] for x in kept])  # the lower one: interruptions only lengthen a round
+        # the lower one: interruptions only lengthen a round
+        medians = np.array([x[(len(x) - 1) // 2] for x in kept])
         counts = np.array([len(x) for x in kept])
-        apart = sum(float(np.minimum(np.abs(x - m) * 1.4826, 0.5).sum()) for x, m in zip(kept, medians, strict=True))
+        apart = sum(
+            float(np.minimum(np.abs(x - m) * 1.4826, 0.5).sum())
+            for x, m in zip(kept, medians, strict=True)
+        )
         self._noise = (NOISE * NOISE_WEIGHT + apart) / (NOISE_WEIGHT + float(counts.sum()))
         # Of a few timings most can be interrupted: then the shortest one is far below, and little is known.
-        doubtful = np.where(counts <= AT_ONCE + 1, medians - np.array([x[0] for x in kept]), 0.0) ** 2
-        variance = np.maximum(self._variance(counts, np.array([above.min() for _, above, _ in timings])), doubtful)
+        doubtful = (
+            np.where(counts <= AT_ONCE + 1, medians - np.array([x[0] for x in kept]), 0.0) ** 2
+        )
+        variance = np.maximum(
+            self._variance(counts, np.array([above.min() for _, above, _ in timings])), doubtful
+        )
         variance += (UNSURE * np.array([share.mean() for _, _, share in timings])) ** 2
         which = np.array([candidate for candidate, _ in self._cells])
         places = np.array([at for _, at in self._cells], float)
         lower = np.linalg.cholesky(self._kernel(which, places, which, places) + np.diag(variance))
         y = np.linalg.solve(lower, medians[:, None])
-        scores = -0.5 * (y[..., 0] ** 2).sum(-1) - np.log(np.diagonal(lower, axis1=1, axis2=2)).sum(-1)
+        scores = -0.5 * (y[..., 0] ** 2).sum(-1) - np.log(np.diagonal(lower, axis1=1, axis2=2)).sum(
+            -1
+        )
         self._fitted = which, places, lower, y
         self._weights = softmax(scores + np.log(_PRIOR))
 
@@ -204,7 +233,9 @@ class OwnRounds:
             batch = round(2 ** at[0])
             context = round(batch * 2 ** at[1])
             shift = math.log(told(batch, context)[i] / then(batch, context)[i])
-            self._cells[i, at] = deque(((log_ms + shift, above, share) for log_ms, above, share in kept), maxlen=KEPT)
+            self._cells[i, at] = deque(
+                ((log_ms + shift, above, share) for log_ms, above, share in kept), maxlen=KEPT
+            )
         self.tried |= former.tried
         self.fit()
 
@@ -221,7 +252,9 @@ class OwnRounds:
         near = NEAR ** apart[..., 0] * NEAR_LENGTH ** apart[..., 1]
         steps = self._steps[c][:, None] * self._steps[d][None, :]
         width = _WIDTHS * self.width(p)[:, None] * self.width(q)[None, :]
-        covariance: np.ndarray = LEVEL**2 + near * (OCTAVE**2 + width * (steps + _OFFSETS * (c[:, None] == d[None, :])))
+        covariance: np.ndarray = LEVEL**2 + near * (
+            OCTAVE**2 + width * (steps + _OFFSETS * (c[:, None] == d[None, :]))
+        )
         return covariance
 
     def _doubt(self, at: Place) -> Doubt:
@@ -231,14 +264,18 @@ class OwnRounds:
         means = np.zeros(covariance.shape[:2])
         if self._fitted is not None:
             which, places, lower, y = self._fitted
-            cross = np.linalg.solve(lower, self._kernel(which, places, own, here)).transpose(0, 2, 1)
+            cross = np.linalg.solve(lower, self._kernel(which, places, own, here)).transpose(
+                0, 2, 1
+            )
             means = (cross @ y)[..., 0]
             covariance = covariance - cross @ cross.transpose(0, 2, 1)
         counts = np.array([self.timings(i, at) for i in own.tolist()])
         after = 1 / self._variance(np.minimum(counts + AT_ONCE, KEPT))
         gained = after - np.where(counts > 0, 1 / self._variance(counts), 0.0)
         further = np.divide(1.0, gained, out=np.full(len(own), np.inf), where=gained > 0.02 * after)
-        return Doubt(np.exp(self._weights @ means).tolist(), self._weights, means, covariance, further)
+        return Doubt(
+            np.exp(self._weights @ means).tolist(), self._weights, means, covariance, further
+        )
 
 
 class TimingPlan:
@@ -277,7 +314,12 @@ class TimingPlan:
         catching_up  by the number of requests that would draft, all of them last: rounds that their drafter needs first
         """
         self.left += SHARE
-        if self._more > 0 and at == self._at and self._config != now and rates[self._config] > CLOSED * rates[now]:
+        if (
+            self._more > 0
+            and at == self._at
+            and self._config != now
+            and rates[self._config] > CLOSED * rates[now]
+        ):
             self._more -= 1
             return self._config
         self._more = 0
@@ -296,9 +338,13 @@ class TimingPlan:
         costs = np.maximum(loses, 0.0) * AT_ONCE + extra
         cost = costs.min(axis=0)
         gain = worth * HORIZON - cost
-        unknown = [i for i in range(len(each)) if i not in own.tried and i != now and each[i] > CLOSED]
+        unknown = [
+            i for i in range(len(each)) if i not in own.tried and i != now and each[i] > CLOSED
+        ]
         if unknown and self._checks < CHECKS:
-            gain[max(unknown, key=lambda i: (own.candidates[i].off, worth[i] / max(cost[i], 0.1)))] = math.inf
+            gain[
+                max(unknown, key=lambda i: (own.candidates[i].off, worth[i] / max(cost[i], 0.1)))
+            ] = math.inf
         gain[(cost > self.left) | (each <= CLOSED)] = -1.0
         self._config = int(gain.argmax())
         if gain[self._config] <= 0:

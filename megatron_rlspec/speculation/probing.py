@@ -17,13 +17,16 @@ from megatron_rlspec.types import SpecConfig
 CatchUp = Callable[[int], float]  # n requests -> ms that the drafter needs to catch up on them
 
 FIRST_PROBE = 32  # rounds before the first probe, and between two probes while they pay off
-LAST_PROBE = 128  # most rounds between two probes while drafts are worth at least NEAR of what they cost
-NEAR = 0.5  # below it the rounds between two probes double without end: most of them would be for nothing
+# most rounds between two probes while drafts are worth at least NEAR of what they cost
+LAST_PROBE = 128
+# below it the rounds between two probes double without end: most of them would be for nothing
+NEAR = 0.5
 LEAST_DRAWS = 4  # drafts that the budget must be able to pay for before a probe starts
 PROBE_DRAWS = 16  # drafts of a probe, over all its rounds
 MARGIN = 0.01  # share of a round's time that a switch must gain, and so a probed configuration
 PROBE_SHARE = 0.01  # of the time that rounds may lose by trying other configurations
-EARNED = 0.9  # part of `share` that each round adds to the budget; the rest covers errors of the cost
+# part of `share` that each round adds to the budget; the rest covers errors of the cost
+EARNED = 0.9
 
 
 class ProbeBudget:
@@ -39,7 +42,8 @@ class ProbeBudget:
         self.interval = FIRST_PROBE  # rounds between two probes
         self.rounds = 0  # rounds that were added to the budget
         self._probe_draws = 0  # requests that drafted in the rounds of the present probe, and
-        self._probe_value = 0.0  # what their accepted drafts were worth, as a share of what they cost
+        # what their accepted drafts were worth, as a share of what they cost
+        self._probe_value = 0.0
         self.unit = ""  # of the times: ms or passes; empty until a cost is known
         # For each probe round without observed acceptance yet: ms of one token, and the tokens at which it pays off.
         self.pending_charges: dict[SpecConfig, list[tuple[float, float]]] = {}
@@ -61,7 +65,9 @@ class ProbeBudget:
         self._probe_draws = 0
         self._probe_value = 0.0
 
-    def charge(self, config: SpecConfig, lost_ms: float, ms_per_token: float, needed: float) -> float:
+    def charge(
+        self, config: SpecConfig, lost_ms: float, ms_per_token: float, needed: float
+    ) -> float:
         """Charge a probe round as if no draft would be accepted. Returns the ms charged to the budget.
 
         The current configuration takes `ms_per_token` for one token of each request. With `needed` tokens per request
@@ -133,7 +139,9 @@ class ProbeBudget:
     def restore(self, data: Mapping[str, Any]) -> None:
         """Set the state that `to_json` returned. Raises ValueError."""
         numbers = [value for name, value in data.items() if name != "unit"]
-        if set(data) != set(_STATE) or not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+        if set(data) != set(_STATE) or not all(
+            isinstance(x, int | float) and math.isfinite(x) for x in numbers
+        ):
             raise ValueError(
                 f"speculation rule: probing={dict(data)}, expected {', '.join(_STATE)}: a unit and finite numbers"
             )
@@ -171,7 +179,9 @@ class Prober:
         self.forecast = list(forecast) if forecast is not None else None
         self.requests = 0
         self.timed: Collection[int] = ()
-        self._forecast_tokens = [expected_tokens(c, forecast) if forecast else 1.0 for c in candidates]
+        self._forecast_tokens = [
+            expected_tokens(c, forecast) if forecast else 1.0 for c in candidates
+        ]
         self._probe = -1  # index of the probed candidate
         self._left = 0  # rounds that remain of the probe
 
@@ -196,7 +206,8 @@ class Prober:
         if self._left == 0 and not self._start(now, batch, rate, ms, catch_up_ms, apart):
             return now, 0.0
         probe = self._probe
-        lost = max(ms[probe] - ms_per_token, 0.0)  # if no draft is accepted, the round emits one token per request
+        # if no draft is accepted, the round emits one token per request
+        lost = max(ms[probe] - ms_per_token, 0.0)
         if self.candidates[now].off:
             lost += catch_up_ms(min(self.requests, batch))
         if lost > self.budget.left_ms:
@@ -206,7 +217,9 @@ class Prober:
         needed = ms[probe] / ms_per_token
         return probe, self.budget.charge(self.candidates[probe], lost, ms_per_token, needed)
 
-    def _start(self, now: int, batch: int, rate: float, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> bool:
+    def _start(
+        self, now: int, batch: int, rate: float, ms: list[float], catch_up_ms: CatchUp, apart: bool
+    ) -> bool:
         """Start a probe if one is due, it could pay off and the budget allows it. Returns whether one was started."""
         budget = self.budget
         by_forecast = self._best_by_forecast(now, rate, ms)
@@ -219,7 +232,9 @@ class Prober:
             return False
         extra = max(ms[self._probe] - 1.0 / rate, 0.0)
         off = self.candidates[now].off
-        self.requests = self._requests_to_probe(batch, extra, catch_up_ms) if apart and off else batch
+        self.requests = (
+            self._requests_to_probe(batch, extra, catch_up_ms) if apart and off else batch
+        )
         to_time = 2 if self.timed and self._probe not in self.timed else 1
         least_rounds = max(-(-LEAST_DRAWS // self.requests), to_time)
         if least_rounds * extra + catch_up_ms(self.requests) > budget.left_ms:

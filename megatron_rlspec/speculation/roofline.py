@@ -22,11 +22,13 @@ HARDWARE = {
     "H200": (4.8, 989.0),
 }
 
-RIDGE_TOKENS = 128.0  # of a pass that computes as long as it reads the weights; rounds correct it (`LearntCost`)
+# of a pass that computes as long as it reads the weights; rounds correct it (`LearntCost`)
+RIDGE_TOKENS = 128.0
 RIDGES = 2.0 ** np.arange(-6, 13)  # tokens, tried by `fit`
 LEAST_WEIGHTS = 1e-12  # ms, where the drafter's passes cost something and the target's nothing
 MOST_MS = 1e15
-CONTEXTS = np.concatenate([[0.0], 4.0 ** np.arange(-12, -1)])  # ms of a context token over those of all weights
+# ms of a context token over those of all weights
+CONTEXTS = np.concatenate([[0.0], 4.0 ** np.arange(-12, -1)])
 USUAL_CONTEXT = 1e-5  # the same by the sizes of models of 0.5B to 8B, 4e-6 to 2e-5, in 16 bits
 
 
@@ -97,9 +99,14 @@ class Roofline:
             if not 0 <= value <= MOST_MS:
                 raise ValueError(f"{name}={value}: expected a number from 0 to {MOST_MS:g}")
         if not self.used:
-            raise ValueError("used=0: expected the share of the experts that a token uses, 1 without experts")
-        if self.weights_ms + self.token_ms + self.host_ms < LEAST_WEIGHTS:  # tokens are divided by it
-            raise ValueError("weights_ms, token_ms and host_ms are 0: expected a round that takes time")
+            raise ValueError(
+                "used=0: expected the share of the experts that a token uses, 1 without experts"
+            )
+        # tokens are divided by it
+        if self.weights_ms + self.token_ms + self.host_ms < LEAST_WEIGHTS:
+            raise ValueError(
+                "weights_ms, token_ms and host_ms are 0: expected a round that takes time"
+            )
 
     @classmethod
     def of_layers(cls, layers: int, ridge_tokens: float = RIDGE_TOKENS) -> Roofline:
@@ -112,7 +119,10 @@ class Roofline:
 
     @classmethod
     def of_model(
-        cls, config: Mapping[str, Any], ridge_tokens: float = RIDGE_TOKENS, draft_vocabulary: int = 0
+        cls,
+        config: Mapping[str, Any],
+        ridge_tokens: float = RIDGE_TOKENS,
+        draft_vocabulary: int = 0,
     ) -> Roofline:
         """Make the cost model that is used without a table. Its unit is one plain pass at batch 1.
 
@@ -183,7 +193,8 @@ class Roofline:
         configs, *columns = zip(*rounds, strict=True)
         batch, context, ms = (np.array(column, float) for column in columns)
         work = Work.of(configs, batch, context)
-        one_length = np.ptp(context / batch) < 1  # then the context's cost cannot be told from the verified tokens'
+        # then the context's cost cannot be told from the verified tokens'
+        one_length = np.ptp(context / batch) < 1
         contexts = [USUAL_CONTEXT] if one_length else CONTEXTS.tolist()
         best = math.inf
         for ridge in RIDGES.tolist():
@@ -191,7 +202,13 @@ class Roofline:
                 unit = cls(1.0, 1.0 / ridge, share, 0.0)
                 verify = unit.target_ms(work.verified, context)
                 drafting = work.drafts * verify + work.passes * unit.target_ms(work.step, context)
-                terms = [np.ones_like(ms), work.verified, verify, drafting, work.drafts + work.passes]
+                terms = [
+                    np.ones_like(ms),
+                    work.verified,
+                    verify,
+                    drafting,
+                    work.drafts + work.passes,
+                ]
                 x = np.stack(terms, axis=-1) / ms[:, None]
                 found, badness = nnls(x, np.ones(len(ms)))
                 if badness < best:
@@ -200,7 +217,13 @@ class Roofline:
                     weights = max(weights, LEAST_WEIGHTS)
                     error = float(np.median(np.abs(x @ found - 1)))
                     fitted = cls(
-                        weights, weights / ridge, weights * share, drafter / weights, host, launch, sample_ms=sample
+                        weights,
+                        weights / ridge,
+                        weights * share,
+                        drafter / weights,
+                        host,
+                        launch,
+                        sample_ms=sample,
                     )
         return fitted, error
 
@@ -208,12 +231,18 @@ class Roofline:
         self, tokens: np.ndarray, context: np.ndarray, token_ms: np.ndarray | float | None = None
     ) -> np.ndarray:
         """Compute ms of a target pass over `tokens` new tokens with `context` tokens in the cache."""
-        routed = (1 - (1 - self.used) ** tokens) / self.used  # experts, in multiples of those of one token
-        read = self.weights_ms * (1 - self.experts + self.experts * routed) + self.context_ms * context
+        # experts, in multiples of those of one token
+        routed = (1 - (1 - self.used) ** tokens) / self.used
+        read = (
+            self.weights_ms * (1 - self.experts + self.experts * routed) + self.context_ms * context
+        )
         return (read**4 + ((self.token_ms if token_ms is None else token_ms) * tokens) ** 4) ** 0.25
 
     def ms(
-        self, work: Work, token_ms: np.ndarray | float | None = None, drafter: np.ndarray | float | None = None
+        self,
+        work: Work,
+        token_ms: np.ndarray | float | None = None,
+        drafter: np.ndarray | float | None = None,
     ) -> np.ndarray:
         """Compute ms of rounds: docs/design.md, Round cost. `token_ms` and `drafter` replace those of this machine."""
         share = self.drafter if drafter is None else drafter
@@ -223,7 +252,9 @@ class Roofline:
         found: np.ndarray = self.host_ms + self.sample_ms * work.verified + verify + drafting
         return found
 
-    def grid(self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray) -> np.ndarray:
+    def grid(
+        self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray
+    ) -> np.ndarray:
         """Compute ms of a round, `[configs, *broadcast(batch, context)]`."""
         batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
         rounds = self.ms(Work.of(configs, batch[..., None], context[..., None]))
@@ -250,7 +281,9 @@ def _attention(config: Mapping[str, int]) -> int:
         value = config.get("v_head_dim", 0)
         rank = config.get("q_lora_rank") or 0
         into_queries = rank * (hidden + query) if rank else hidden * query
-        into_keys = hidden * (latent + rope) + latent * heads * (config.get("qk_nope_head_dim", 0) + value)
+        into_keys = hidden * (latent + rope) + latent * heads * (
+            config.get("qk_nope_head_dim", 0) + value
+        )
         return into_queries + into_keys + heads * value * hidden
     head = config.get("head_dim") or hidden // heads
     return 2 * hidden * head * (heads + (config.get("num_key_value_heads") or heads))
@@ -282,7 +315,15 @@ def _mlp(config: Mapping[str, int]) -> int:
 
 def _experts(config: Mapping[str, int]) -> tuple[int, float]:
     """Count the parameters of one layer's routed experts that a token uses, and their share of all routed experts."""
-    total = config.get("n_routed_experts") or config.get("num_experts") or config.get("num_local_experts")
+    total = (
+        config.get("n_routed_experts")
+        or config.get("num_experts")
+        or config.get("num_local_experts")
+    )
     used = config.get("num_experts_per_tok")
     expert = config.get("moe_intermediate_size")
-    return (3 * config["hidden_size"] * expert * used, used / total) if total and used and expert else (0, 1.0)
+    return (
+        (3 * config["hidden_size"] * expert * used, used / total)
+        if total and used and expert
+        else (0, 1.0)
+    )

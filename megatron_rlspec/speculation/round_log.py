@@ -27,7 +27,14 @@ class RoundLog:
         self._recent: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=recent)
         self._sums: dict[tuple[SpecConfig, int], _Sum] = {}
 
-    def add(self, config: SpecConfig, batch: int, context: int, ms: float | None, accepted: Sequence[int]) -> None:
+    def add(
+        self,
+        config: SpecConfig,
+        batch: int,
+        context: int,
+        ms: float | None,
+        accepted: Sequence[int],
+    ) -> None:
         """Add a round. Without `ms` it counts for acceptance, not for time.
 
         accepted  requests that accepted 0, 1, ... drafts
@@ -51,7 +58,9 @@ class RoundLog:
         found = []
         for (config, batch), one in sums.items():
             context = one.context // max(one.rounds, 1)
-            found.append(RoundStats(config, batch, context, one.rounds, one.ms, tuple(one.accepted)))
+            found.append(
+                RoundStats(config, batch, context, one.rounds, one.ms, tuple(one.accepted))
+            )
         return found
 
     def take_recent(self) -> list[tuple[SpecConfig, int, int, float | None]]:

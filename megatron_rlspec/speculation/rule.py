@@ -25,8 +25,10 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 PATIENCE = 8  # rounds after which a gain of exactly MARGIN leads to a switch
-CATCH_UP_WEIGHT = 0.1  # share of the one-time catch-up cost that staying off must lose before drafting starts
-REPAID = 1000  # rounds of drafting that must repay catching up by a corrected table; else staying off must lose it all
+# share of the one-time catch-up cost that staying off must lose before drafting starts
+CATCH_UP_WEIGHT = 0.1
+# rounds of drafting that must repay catching up by a corrected table; else staying off must lose it all
+REPAID = 1000
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 BEYOND = 1e6  # factor of the cost of a configuration at a batch that it must not run at
 
@@ -36,14 +38,17 @@ Cost = CostTable | Roofline | LearntCost
 class _RoundCosts:
     """Costs of one round of every candidate, tabulated by batch size and mean context length."""
 
-    def __init__(self, candidates: Sequence[SpecConfig], cost: Cost, most_batch: Mapping[SpecConfig, int]) -> None:
+    def __init__(
+        self, candidates: Sequence[SpecConfig], cost: Cost, most_batch: Mapping[SpecConfig, int]
+    ) -> None:
         self.candidates = candidates
         self.cost = cost
         self.most = [most_batch.get(config) for config in candidates]
         measured = cost.lengths() if isinstance(cost, CostTable) else OCTAVES
         self.lengths = sorted({1, *measured, OCTAVES[-1]})
         self.rows: dict[int, list[list[float]]] = {}  # batch -> [mean contexts][candidates] ms
-        if not isinstance(cost, LearntCost):  # its costs change often: only batches that run are tabulated
+        # its costs change often: only batches that run are tabulated
+        if not isinstance(cost, LearntCost):
             self._tabulate(range(1, 257))
 
     def at(self, batch: int, context_tokens: int) -> list[float]:
@@ -55,7 +60,10 @@ class _RoundCosts:
         length = context_tokens / batch
         column = min(max(bisect_right(lengths, length) - 1, 0), len(lengths) - 2)
         share = max((length - lengths[column]) / (lengths[column + 1] - lengths[column]), 0.0)
-        return [low + share * (high - low) for low, high in zip(row[column], row[column + 1], strict=True)]
+        return [
+            low + share * (high - low)
+            for low, high in zip(row[column], row[column + 1], strict=True)
+        ]
 
     def _tabulate(self, batches: Sequence[int]) -> None:
         batch = np.array(batches)[:, None]
@@ -66,7 +74,9 @@ class _RoundCosts:
             self.rows[b] = ms[:, i, :].T.tolist()
 
 
-def _round_costs(candidates: tuple[SpecConfig, ...], cost: Cost, most: Mapping[SpecConfig, int]) -> _RoundCosts:
+def _round_costs(
+    candidates: tuple[SpecConfig, ...], cost: Cost, most: Mapping[SpecConfig, int]
+) -> _RoundCosts:
     """Return the tabulated costs. Rules in one process share those of a cost that does not change."""
     if isinstance(cost, LearntCost):
         return _RoundCosts(candidates, cost, most)
@@ -75,7 +85,9 @@ def _round_costs(candidates: tuple[SpecConfig, ...], cost: Cost, most: Mapping[S
 
 @lru_cache(maxsize=8)
 def _shared_costs(
-    candidates: tuple[SpecConfig, ...], cost: CostTable | Roofline, most: tuple[tuple[SpecConfig, int], ...]
+    candidates: tuple[SpecConfig, ...],
+    cost: CostTable | Roofline,
+    most: tuple[tuple[SpecConfig, int], ...],
 ) -> _RoundCosts:
     return _RoundCosts(candidates, cost, dict(most))
 
@@ -139,11 +151,15 @@ class SpecRule:
         deepest = max(c.num_steps for c in self.candidates)
         self.acceptance = acceptance or Acceptance(max(deepest, 1))
         if self.acceptance.depth < deepest:
-            raise ValueError(f"acceptance holds {self.acceptance.depth} depths, but a candidate drafts {deepest}")
+            raise ValueError(
+                f"acceptance holds {self.acceptance.depth} depths, but a candidate drafts {deepest}"
+            )
         self._current = self.candidates.index(start) if start is not None else -1
-        self._lost = [0.0] * len(self.candidates)  # rounds lost to each candidate since the last switch
+        # rounds lost to each candidate since the last switch
+        self._lost = [0.0] * len(self.candidates)
         self._unseen = 0  # rounds since acceptance was last observed
-        self.catch_up = 0  # requests that catch up before the round just chosen; those that missed least
+        # requests that catch up before the round just chosen; those that missed least
+        self.catch_up = 0
         self._gap = 0  # rounds since the drafter last ran
         self._prober = Prober(self.candidates, self.acceptance, self.probe_budget, forecast)
         self._rounds = 0
@@ -155,7 +171,8 @@ class SpecRule:
         self.correct = correct  # a table, by the durations of own rounds
         self._own: OwnRounds | None = None
         self._chosen = OFF  # in the last round
-        self._change_ms: dict[SpecConfig, float] = {}  # what the last change to it took: switching and catching up
+        # what the last change to it took: switching and catching up
+        self._change_ms: dict[SpecConfig, float] = {}
         self._at: Place = (0, 0)  # `place` of the present round
         self._plan = TimingPlan()
         self.cost: Cost | None = None
@@ -176,7 +193,11 @@ class SpecRule:
             self.probe_budget.set_unit("ms" if isinstance(cost, CostTable) else "passes")
             self._costs = _round_costs(self.candidates, cost, self._most_batch)
             self._plain = PlainRounds.of(cost, self._rounds)
-            self._own = OwnRounds(cost, self.candidates) if self.correct and isinstance(cost, CostTable) else None
+            self._own = (
+                OwnRounds(cost, self.candidates)
+                if self.correct and isinstance(cost, CostTable)
+                else None
+            )
         else:
             self.cost = None
             self.schedule = schedule
@@ -198,10 +219,18 @@ class SpecRule:
         """
         self.limit(former._most_batch)
         self.probe_budget.take_up(former.probe_budget, foretold=self._prober.forecast is not None)
-        if self._own is not None and former._own is not None and self.candidates == former.candidates:
+        if (
+            self._own is not None
+            and former._own is not None
+            and self.candidates == former.candidates
+        ):
             self._own.take_up(former._own, former._costs.at, self._costs.at)
             self._plan = former._plan
-        if isinstance(self.cost, LearntCost) and isinstance(former.cost, LearntCost) and former._timings:
+        if (
+            isinstance(self.cost, LearntCost)
+            and isinstance(former.cost, LearntCost)
+            and former._timings
+        ):
             self.cost.take_up(former.cost)
             self._plain = former._plain
             self._rounds = former._rounds
@@ -215,7 +244,12 @@ class SpecRule:
         return self._own is not None or isinstance(self.cost, LearntCost)
 
     def timed(
-        self, config: SpecConfig, batch: int, context_tokens: int, ms: float, caught_up_ms: float | None = None
+        self,
+        config: SpecConfig,
+        batch: int,
+        context_tokens: int,
+        ms: float,
+        caught_up_ms: float | None = None,
     ) -> None:
         """Learn the duration of a round, if `times`. All tensor-parallel ranks must pass the same.
 
@@ -296,7 +330,9 @@ class SpecRule:
         chosen = self._to_time(batch, rates, ms, catch_up_ms, apart)
         requests = self._plan.requests
         if chosen < 0:
-            chosen, charged = self._prober.next(self._current, batch, rates[self._current], ms, catch_up_ms, apart)
+            chosen, charged = self._prober.next(
+                self._current, batch, rates[self._current], ms, catch_up_ms, apart
+            )
             requests = self._prober.requests
             tally.probe_ms += charged
             tally.probes += chosen != self._current
@@ -381,7 +417,9 @@ class SpecRule:
         """
         unknown = set(data) - _KEYS
         if unknown:
-            raise ValueError(f"speculation rule: unknown field {min(unknown)!r}, expected among {sorted(_KEYS)}")
+            raise ValueError(
+                f"speculation rule: unknown field {min(unknown)!r}, expected among {sorted(_KEYS)}"
+            )
         if "candidates" not in data:
             raise ValueError("speculation rule: no field 'candidates'")
         names = ("probe_share", "forecast", "correct")
@@ -390,12 +428,16 @@ class SpecRule:
             optional["start"] = SpecConfig(*data["start"])
         if data.get("acceptance") is not None:
             optional["acceptance"] = Acceptance.from_json(data["acceptance"])
-        rule = cls([SpecConfig(*c) for c in data["candidates"]], **_cost_or_schedule(data), **optional)
+        rule = cls(
+            [SpecConfig(*c) for c in data["candidates"]], **_cost_or_schedule(data), **optional
+        )
         if data.get("probing") is not None:
             rule.probe_budget.restore(data["probing"])
         return rule
 
-    def _follow(self, rates: list[float], ms: list[float], best: int, batch: int, catch_up_ms: CatchUp) -> None:
+    def _follow(
+        self, rates: list[float], ms: list[float], best: int, batch: int, catch_up_ms: CatchUp
+    ) -> None:
         """Add this round's loss to each candidate, and switch to the best one if the loss to it is large enough."""
         assert self.cost is not None
         now = self._current
@@ -403,9 +445,14 @@ class SpecRule:
         switch_cost = self.cost.switch_ms
         catch_up = catch_up_ms(batch) / ms[now] if best != now else 0.0
         if self.candidates[now].off:
-            tried = self._own.tried if self._own is not None else ()  # what is known to gain before what may gain more
-            best = max((i for i in tried if rates[i] > rates[now]), key=rates.__getitem__, default=best)
-            known = self._own is None or (best in tried and catch_up <= REPAID * (rates[best] / rates[now] - 1.0))
+            # what is known to gain before what may gain more
+            tried = self._own.tried if self._own is not None else ()
+            best = max(
+                (i for i in tried if rates[i] > rates[now]), key=rates.__getitem__, default=best
+            )
+            known = self._own is None or (
+                best in tried and catch_up <= REPAID * (rates[best] / rates[now] - 1.0)
+            )
             switch_cost += (CATCH_UP_WEIGHT if known else 1.0) * catch_up * ms[now]
             catch_up = 0.0
         threshold = PATIENCE * MARGIN + switch_cost / ms[now]
@@ -423,14 +470,21 @@ class SpecRule:
             self.probe_budget.restart()
             self._tally.switches += 1
 
-    def _to_time(self, batch: int, rates: Sequence[float], ms: list[float], catch_up_ms: CatchUp, apart: bool) -> int:
+    def _to_time(
+        self, batch: int, rates: Sequence[float], ms: list[float], catch_up_ms: CatchUp, apart: bool
+    ) -> int:
         """Return the index of the candidate of which a round must be timed now; -1: none."""
         if self._own is not None and self.cost is not None and not self._prober.running:
             now = ms[self._current]
             reads = self.candidates[self._current].off
-            behind = {n: reads * catch_up_ms(n) / now for n in ((1, batch) if apart and reads else (batch,))}
+            behind = {
+                n: reads * catch_up_ms(n) / now
+                for n in ((1, batch) if apart and reads else (batch,))
+            }
             switches = 2 * self.cost.switch_ms / now
-            return self._plan.next(self._own, self._at, self._current, rates, self._tokens, switches, behind)
+            return self._plan.next(
+                self._own, self._at, self._current, rates, self._tokens, switches, behind
+            )
         if not isinstance(self.cost, LearntCost) or OFF not in self.candidates:
             return -1
         off = self.candidates.index(OFF)
@@ -454,7 +508,9 @@ def _cost_or_schedule(data: Mapping[str, Any]) -> dict[str, Any]:
     given = [name for name in (*_COSTS, "schedule") if data.get(name) is not None]
     if len(given) != 1:
         found = given or "none"
-        raise ValueError(f"speculation rule: expected exactly one of {', '.join(_COSTS)} and schedule, got {found}")
+        raise ValueError(
+            f"speculation rule: expected exactly one of {', '.join(_COSTS)} and schedule, got {found}"
+        )
     value = data[given[0]]
     if given == ["schedule"]:
         return {"schedule": SpecSchedule.from_json(value)}
@@ -471,12 +527,18 @@ def _expected(acceptance: Acceptance, candidates: Sequence[SpecConfig]) -> list[
     return [acceptance.totals[config.num_steps] for config in candidates]
 
 
-def _check(candidates: tuple[SpecConfig, ...], start: SpecConfig | None, probe_share: float) -> None:
+def _check(
+    candidates: tuple[SpecConfig, ...], start: SpecConfig | None, probe_share: float
+) -> None:
     if not candidates:
         raise ValueError("candidates must not be empty")
     if len({c.topk for c in candidates if c.num_steps > 0}) > 1:
-        raise ValueError(f"candidates {[str(c) for c in candidates]} mix topk, which no engine changes while running")
+        raise ValueError(
+            f"candidates {[str(c) for c in candidates]} mix topk, which no engine changes while running"
+        )
     if start is not None and start not in candidates:
-        raise ValueError(f"start={start} is not among the candidates {[str(c) for c in candidates]}")
+        raise ValueError(
+            f"start={start} is not among the candidates {[str(c) for c in candidates]}"
+        )
     if not 0 <= probe_share < 1:
         raise ValueError(f"probe_share={probe_share} must lie in [0, 1)")

@@ -43,7 +43,9 @@ def saved(rounds: Sequence[RoundStats], cost: Cost, delivered: float = math.nan)
     for stats in rounds:
         ratio = 1.0
         if stats.config.num_steps and (requests := sum(stats.accepted)):
-            drafting, plain = cost.grid([stats.config, OFF], np.array(stats.batch), np.array(stats.context_tokens))
+            drafting, plain = cost.grid(
+                [stats.config, OFF], np.array(stats.batch), np.array(stats.context_tokens)
+            )
             ratio = share * _tokens(stats) / requests * float(plain) / float(drafting)
         if stats.config.num_steps:
             drafting_ms += stats.ms

@@ -31,7 +31,11 @@ class Choice:
 
 
 def choices(
-    cost: RoundCosts, rates: Sequence[float], batch: int, context: int, candidates: Sequence[SpecConfig]
+    cost: RoundCosts,
+    rates: Sequence[float],
+    batch: int,
+    context: int,
+    candidates: Sequence[SpecConfig],
 ) -> list[Choice]:
     """Rate every candidate at this batch and total context, best first; of equals, the one that drafts less first."""
     ms = cost.grid(candidates, np.array(batch), np.array(context))
@@ -56,17 +60,23 @@ def compile_schedule(
     """
     shortest = min(lengths)
     longest = max(lengths)
-    octaves = [2**i for i in range(int(np.log2(shortest)), int(np.ceil(np.log2(max_batch * longest))) + 1)]
+    octaves = [
+        2**i for i in range(int(np.log2(shortest)), int(np.ceil(np.log2(max_batch * longest))) + 1)
+    ]
     edges = [0, *octaves[1:]]
     batch = np.arange(1, max_batch + 1)
     middle = np.sqrt(2) * np.array(octaves)
     context = np.clip(middle[None, :], batch[:, None] * shortest, batch[:, None] * longest)
     tokens = np.array([expected_tokens(c, rates) for c in candidates])
     order = sorted(range(len(candidates)), key=lambda i: candidates[i])
-    rate = tokens[order, None, None] / cost.grid([candidates[i] for i in order], batch[:, None], context)
+    rate = tokens[order, None, None] / cost.grid(
+        [candidates[i] for i in order], batch[:, None], context
+    )
     best = [[candidates[order[i]] for i in row] for row in rate.argmax(axis=0)]
     rows = [i for i in range(len(best)) if i == 0 or best[i] != best[i - 1]]
-    columns = [j for j in range(len(edges)) if j == 0 or any(best[i][j] != best[i][j - 1] for i in rows)]
+    columns = [
+        j for j in range(len(edges)) if j == 0 or any(best[i][j] != best[i][j - 1] for i in rows)
+    ]
     return SpecSchedule(
         tuple(int(batch[i]) for i in rows),
         tuple(edges[j] for j in columns),
@@ -75,7 +85,11 @@ def compile_schedule(
 
 
 def explain(
-    cost: RoundCosts, rates: Sequence[float], batch: int, context: int, candidates: Sequence[SpecConfig]
+    cost: RoundCosts,
+    rates: Sequence[float],
+    batch: int,
+    context: int,
+    candidates: Sequence[SpecConfig],
 ) -> str:
     """Format each candidate's tokens and cost, and how many tokens per round it would need to be the best."""
     ranked = choices(cost, rates, batch, context, candidates)
@@ -93,7 +107,9 @@ def explain(
         if o is not best and not o.config.off and needed > o.config.num_steps + 1:
             verdict += f", more than its maximum of {o.config.num_steps + 1}"
         verdict += " (cost extrapolated)" if o.extrapolated else ""
-        lines.append(f"{o.config!s:>12} {o.tokens:13.2f} {o.ms:9.3f} {1e3 * batch * o.rate:9.0f}  {verdict}")
+        lines.append(
+            f"{o.config!s:>12} {o.tokens:13.2f} {o.ms:9.3f} {1e3 * batch * o.rate:9.0f}  {verdict}"
+        )
     return "\n".join(lines)
 
 
@@ -116,7 +132,9 @@ def sglang_adaptive_config(
     """
     chains = [c for c in candidates if c.topk <= 1]
     if not any(c.num_steps > 0 for c in chains):
-        raise ValueError(f"candidates {[str(c) for c in candidates]} hold no chain: SGLang adapts topk=1 only")
+        raise ValueError(
+            f"candidates {[str(c) for c in candidates]} hold no chain: SGLang adapts topk=1 only"
+        )
     if SpecConfig(0) in chains:
         chains = [c for c in chains if not c.off]
     slots: dict[str, Any] = {}
@@ -142,7 +160,9 @@ def vllm_batch_schedule(
     """Make vLLM's `speculative_config` entries: `[first batch, last batch, num_speculative_tokens]`, ends included."""
     chains = [c for c in candidates if c.topk <= 1]
     if not chains:
-        raise ValueError(f"candidates {[str(c) for c in candidates]} hold no chain: vLLM adapts topk=1 only")
+        raise ValueError(
+            f"candidates {[str(c) for c in candidates]} hold no chain: vLLM adapts topk=1 only"
+        )
     ranges: list[list[int]] = []
     for batch, steps in enumerate(_best_steps(cost, rates, chains, max_batch, length), 1):
         if ranges and ranges[-1][2] == steps:
@@ -154,7 +174,11 @@ def vllm_batch_schedule(
 
 
 def _best_steps(
-    cost: RoundCosts, rates: Sequence[float], candidates: Sequence[SpecConfig], max_batch: int, length: int
+    cost: RoundCosts,
+    rates: Sequence[float],
+    candidates: Sequence[SpecConfig],
+    max_batch: int,
+    length: int,
 ) -> list[int]:
     """Return num_steps of the best candidate at every batch 1..max_batch of `length` tokens each."""
     ordered = sorted(candidates)

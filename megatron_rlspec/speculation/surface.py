@@ -32,7 +32,9 @@ def monotone(points: Points) -> dict[tuple[int, int], float]:
     for _ in range(100):
         moved = 0.0
         for keys in lines.values():
-            for key, value in zip(keys, isotonic_regression([fixed[k] for k in keys]).x.tolist(), strict=True):
+            for key, value in zip(
+                keys, isotonic_regression([fixed[k] for k in keys]).x.tolist(), strict=True
+            ):
                 moved = max(moved, abs(value - fixed[key]) / fixed[key])
                 fixed[key] = float(value)
         if moved < 1e-9:
@@ -67,7 +69,9 @@ class Surface:
             near = np.clip(length, lengths[0], lengths[-1])
             beyond[i] = length != near
             longer = np.maximum(length, lengths[0])
-            along[i] = np.interp(near, lengths, ms) * self._ratio(self.batches[i], longer, self.batches[i], near)
+            along[i] = np.interp(near, lengths, ms) * self._ratio(
+                self.batches[i], longer, self.batches[i], near
+            )
         near_batch = np.clip(batch, self.batches[0], self.batches[-1])
         upper = np.clip(np.searchsorted(self.batches, near_batch), 1, max(len(self.batches) - 1, 1))
         upper = np.minimum(upper, len(self.batches) - 1)
@@ -76,13 +80,19 @@ class Surface:
         share = np.where(upper > lower, (near_batch - self.batches[lower]) / span, 0.0)
         low = np.take_along_axis(along, lower[None], 0)[0]
         high = np.take_along_axis(along, upper[None], 0)[0]
-        longer = np.maximum(length, np.interp(near_batch, self.batches, [lengths[0] for lengths, _ in self.rows]))
+        longer = np.maximum(
+            length, np.interp(near_batch, self.batches, [lengths[0] for lengths, _ in self.rows])
+        )
         ms = (low + share * (high - low)) * self._ratio(batch, longer, near_batch, longer)
-        outside = (batch != near_batch) | np.where(share < 1, np.take_along_axis(beyond, lower[None], 0)[0], False)
+        outside = (batch != near_batch) | np.where(
+            share < 1, np.take_along_axis(beyond, lower[None], 0)[0], False
+        )
         outside |= np.where(share > 0, np.take_along_axis(beyond, upper[None], 0)[0], False)
         return ms, outside
 
-    def _ratio(self, batch: np.ndarray, length: np.ndarray, near_batch: np.ndarray, near: np.ndarray) -> np.ndarray:
+    def _ratio(
+        self, batch: np.ndarray, length: np.ndarray, near_batch: np.ndarray, near: np.ndarray
+    ) -> np.ndarray:
         at = self.model.grid([self.config], batch, batch * length)[0]
         base = self.model.grid([self.config], near_batch, near_batch * near)[0]
         return np.where(base > 0, at / np.maximum(base, 1e-30), 1.0)
@@ -111,4 +121,7 @@ def shrunk(
     true = max(float(np.mean(difference**2 - noise * (1 - 1 / len(configs)))), 0.0)
     kept = np.divide(true, true + noise, out=np.ones_like(noise), where=noise > 0)
     fixed = np.exp(expected + common + kept * difference)
-    return {c: dict(zip(points, row.tolist(), strict=True)) for c, row in zip(configs, fixed, strict=True)}
+    return {
+        c: dict(zip(points, row.tolist(), strict=True))
+        for c, row in zip(configs, fixed, strict=True)
+    }

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 TOKENIZER_BATCH = 1024  # rows given to the tokenizer at once
 LONGEST_LINE = 1 << 28  # bytes of one JSONL row; metadata can hold a program's test cases
-CHECKED_ROWS = 20_000  # rows that are checked before a run starts; the others are checked when they are read
+# rows that are checked before a run starts; the others are checked when they are read
+CHECKED_ROWS = 20_000
 
 
 class Source(Generic[Row]):
@@ -66,7 +67,9 @@ class Prompts(Source[Prompt]):
     level  of an environment's curriculum; None: the prompts have no levels, or `data.raise_level_at` is 0
     """
 
-    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+    def __init__(
+        self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config
+    ) -> None:
         self._source = str(path)
         self._tokenizer = tokenizer
         self._config = config
@@ -103,8 +106,14 @@ class Prompts(Source[Prompt]):
     def restore(self, state: Mapping[str, Any]) -> None:
         if self.level is not None:
             level = state.get("level")
-            if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= self.hardest:
-                raise DataError(f"cannot resume the curriculum: level={level!r}, expected 0 to {self.hardest}")
+            if (
+                isinstance(level, bool)
+                or not isinstance(level, int)
+                or not 0 <= level <= self.hardest
+            ):
+                raise DataError(
+                    f"cannot resume the curriculum: level={level!r}, expected 0 to {self.hardest}"
+                )
             self.level = level
             self._read()
         super().restore(state)
@@ -112,21 +121,31 @@ class Prompts(Source[Prompt]):
     def _read(self) -> None:
         config = self._config
         longest = config.model.max_length - config.rollout.max_new_tokens
-        rows, dropped = read_prompts(self._source, config.data, self._tokenizer, longest, self.level)
-        left_out = _left_out(self._source, dropped, len(rows), f"prompts of more than {longest} tokens")
+        rows, dropped = read_prompts(
+            self._source, config.data, self._tokenizer, longest, self.level
+        )
+        left_out = _left_out(
+            self._source, dropped, len(rows), f"prompts of more than {longest} tokens"
+        )
         super().__init__(rows, left_out, config.train.seed, config.data.shuffle)
 
 
 class Demonstrations(Source[Sample]):
     """Demonstrations of at most `model.max_length` tokens. Raises DataError."""
 
-    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+    def __init__(
+        self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config
+    ) -> None:
         longest = config.model.max_length
-        rows, dropped = read_demonstrations(path, config.data, tokenizer, longest, config.sft.response_key)
+        rows, dropped = read_demonstrations(
+            path, config.data, tokenizer, longest, config.sft.response_key
+        )
         left_out = _left_out(path, dropped, len(rows), f"samples of more than {longest} tokens")
         self.held_out: list[Sample] = []
         if config.sft.held_out:
-            rows, self.held_out = without_prompts(rows, config.sft.held_out, config.train.seed, path)
+            rows, self.held_out = without_prompts(
+                rows, config.sft.held_out, config.train.seed, path
+            )
         super().__init__(rows, left_out, config.train.seed, config.data.shuffle)
 
     def check_ids(self, vocab_size: int) -> None:
@@ -141,16 +160,25 @@ class Demonstrations(Source[Sample]):
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a local model directory. Raises DataError."""
-    from transformers import AutoTokenizer  # takes seconds to import, and reading rows does not need it
+    # takes seconds to import, and reading rows does not need it
+    from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
-        raise DataError(f"{path}: no such directory; expected a Hugging Face checkpoint with a tokenizer")
+        raise DataError(
+            f"{path}: no such directory; expected a Hugging Face checkpoint with a tokenizer"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # the tokenizers library raises plain Exception for a file it cannot read
-        raise DataError(f"{path}: no tokenizer that Transformers can load ({first_line(error)})") from None
+    except (
+        Exception
+    ) as error:  # the tokenizers library raises plain Exception for a file it cannot read
+        raise DataError(
+            f"{path}: no tokenizer that Transformers can load ({first_line(error)})"
+        ) from None
     if not tokenizer("1 + 1 =", add_special_tokens=False)["input_ids"]:
-        raise DataError(f"{path}: the tokenizer returns no tokens for '1 + 1 ='; expected all files of the tokenizer")
+        raise DataError(
+            f"{path}: the tokenizer returns no tokens for '1 + 1 ='; expected all files of the tokenizer"
+        )
     return tokenizer
 
 
@@ -224,7 +252,13 @@ def read_prompts(
     rows = []
     for where, row in read_rows(path, level):
         text = _text(where, row, options, tokenizer)
-        rows.append((text, _label(where, row, options.label_key), _metadata(where, row, options.metadata_key)))
+        rows.append(
+            (
+                text,
+                _label(where, row, options.label_key),
+                _metadata(where, row, options.metadata_key),
+            )
+        )
     prompts = []
     dropped = 0
     for i, tokens in enumerate(_tokenize(tokenizer, [text for text, *_ in rows], max_tokens)):
@@ -251,7 +285,9 @@ def read_demonstrations(
     tokenized nor ended: its ids are those that a model drew, with the noise of its seed. Raises DataError.
     """
     if tokenizer.eos_token_id is None:
-        raise DataError(f"{tokenizer.name_or_path}: the tokenizer has no end-of-sequence token to learn")
+        raise DataError(
+            f"{tokenizer.name_or_path}: the tokenizer has no end-of-sequence token to learn"
+        )
     drawn: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     seeds: dict[int, int | None] = {}
     texts: list[tuple[str, str]] = []
@@ -261,7 +297,9 @@ def read_demonstrations(
             seeds[i] = _checked(where, "seed", row.get("seed"), _SEED)
             texts.append(("", ""))
         else:
-            texts.append((_text(where, row, options, tokenizer), _response(where, row, response_key)))
+            texts.append(
+                (_text(where, row, options, tokenizer), _response(where, row, response_key))
+            )
     prompts = _tokenize(tokenizer, [prompt for prompt, _ in texts], max_tokens)
     responses = _tokenize(tokenizer, [response for _, response in texts], max_tokens)
     samples = []
@@ -279,7 +317,9 @@ def read_demonstrations(
         no_logprobs = np.zeros(len(tokens), np.float32)
         text, written = texts[i]
         asked = Prompt(i, prompt, text=text)
-        samples.append(Sample(f"row-{i}", asked, tokens, mask, no_logprobs, text=written, seed=seeds.get(i)))
+        samples.append(
+            Sample(f"row-{i}", asked, tokens, mask, no_logprobs, text=written, seed=seeds.get(i))
+        )
     _require(path, samples, dropped, f"samples of at most {max_tokens} tokens")
     return samples, dropped
 
@@ -311,7 +351,9 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not line:
                 return
             if len(line) > LONGEST_LINE:
-                raise DataError(f"{where}: a line of more than {LONGEST_LINE} bytes; expected one row per line")
+                raise DataError(
+                    f"{where}: a line of more than {LONGEST_LINE} bytes; expected one row per line"
+                )
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
@@ -323,7 +365,9 @@ def json_row(where: str, line: bytes) -> dict[str, Any]:
     try:
         row = files.parse_json(line.decode(), where)
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not valid JSON: not UTF-8 at byte {error.start} of the line") from None
+        raise DataError(
+            f"{where}: not valid JSON: not UTF-8 at byte {error.start} of the line"
+        ) from None
     except files.FileError as error:
         raise DataError(str(error)) from None
     if not isinstance(row, dict):
@@ -365,7 +409,9 @@ _TEXT = TypeAdapter(Utf8)
 _FILLED = TypeAdapter(Annotated[Utf8, Field(min_length=1)])
 _NUMBER = TypeAdapter(Annotated[float, Field(strict=True, allow_inf_nan=False)])
 _MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
-_IDS = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(min_length=1)])
+_IDS = TypeAdapter(
+    Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(min_length=1)]
+)
 _SEED = TypeAdapter(Annotated[int, Field(ge=0, lt=2**63, strict=True)] | None)
 _OBJECT = TypeAdapter(dict[str, Any] | None)
 
@@ -378,11 +424,15 @@ def _checked(where: str, name: str, value: Any, kind: TypeAdapter[Any]) -> Any:
         raise DataError(f"{where}: {name}{first_mistake(error)}") from None
 
 
-def _field(where: str, row: Mapping[str, Any], key: str, option: str, kind: TypeAdapter[Any]) -> Any:
+def _field(
+    where: str, row: Mapping[str, Any], key: str, option: str, kind: TypeAdapter[Any]
+) -> Any:
     """Return a value that every row must have. Raises DataError."""
     if key not in row:
         columns = ", ".join(map(str, row)) or "nothing"
-        raise DataError(f"{where}: no {key}; the row has {files.shown(columns)}; {option} names the column")
+        raise DataError(
+            f"{where}: no {key}; the row has {files.shown(columns)}; {option} names the column"
+        )
     return _checked(where, key, row[key], kind)
 
 
@@ -390,39 +440,60 @@ def _prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | li
     """Return the prompt: text, or chat messages with data.apply_chat_template=true. Raises DataError."""
     messages = isinstance(row.get(options.prompt_key), list)
     if messages and not options.apply_chat_template:
-        raise DataError(f"{where}: {options.prompt_key} is a list; chat messages need data.apply_chat_template=true")
-    prompt = _field(where, row, options.prompt_key, "data.prompt_key", _MESSAGES if messages else _FILLED)
+        raise DataError(
+            f"{where}: {options.prompt_key} is a list; chat messages need data.apply_chat_template=true"
+        )
+    prompt = _field(
+        where, row, options.prompt_key, "data.prompt_key", _MESSAGES if messages else _FILLED
+    )
     return [message.model_dump() for message in prompt] if messages else prompt
 
 
-def _text(where: str, row: Mapping[str, Any], options: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+def _text(
+    where: str, row: Mapping[str, Any], options: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> str:
     """Return the text that the policy continues. Raises DataError."""
     prompt = _prompt(where, row, options)
-    text = _render_chat(where, prompt, tokenizer, options.system_prompt) if options.apply_chat_template else str(prompt)
+    text = (
+        _render_chat(where, prompt, tokenizer, options.system_prompt)
+        if options.apply_chat_template
+        else str(prompt)
+    )
     if not text:
         raise DataError(f"{where}: the prompt is empty")
     return text
 
 
 def _render_chat(
-    where: str, prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, system_prompt: str
+    where: str,
+    prompt: str | list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    system_prompt: str,
 ) -> str:
     if tokenizer.chat_template is None:
-        raise DataError(f"{tokenizer.name_or_path}: data.apply_chat_template=true, but the tokenizer has no template")
+        raise DataError(
+            f"{tokenizer.name_or_path}: data.apply_chat_template=true, but the tokenizer has no template"
+        )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        )
     except Exception as error:  # a template is a program, and can raise any error
-        raise DataError(f"{where}: the chat template refuses the messages: {first_line(error)}") from None
+        raise DataError(
+            f"{where}: the chat template refuses the messages: {first_line(error)}"
+        ) from None
 
 
 def _ids(where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the ids of prompt and response of a row of `rlspec answer`; None for another row. Raises DataError."""
     if "response_tokens" not in row:
         return None
-    prompt, response = (_checked(where, key, row.get(key), _IDS) for key in ("prompt_tokens", "response_tokens"))
+    prompt, response = (
+        _checked(where, key, row.get(key), _IDS) for key in ("prompt_tokens", "response_tokens")
+    )
     return np.asarray(prompt, np.int64), np.asarray(response, np.int64)
 
 
@@ -435,7 +506,13 @@ def _label(where: str, row: Mapping[str, Any], key: str) -> str:
     """Return the label as text; "" if `key` is empty. Raises DataError for anything but text and finite numbers."""
     if not key:
         return ""
-    _field(where, row, key, "data.label_key", _NUMBER if isinstance(row.get(key), int | float) else _TEXT)
+    _field(
+        where,
+        row,
+        key,
+        "data.label_key",
+        _NUMBER if isinstance(row.get(key), int | float) else _TEXT,
+    )
     return str(row[key])
 
 
@@ -445,13 +522,17 @@ def _metadata(where: str, row: Mapping[str, Any], key: str) -> Mapping[str, Any]
     try:
         json.dumps(metadata, default=str, allow_nan=False, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise DataError(f"{where}: {key} holds a lone surrogate; expected text that UTF-8 can encode") from None
+        raise DataError(
+            f"{where}: {key} holds a lone surrogate; expected text that UTF-8 can encode"
+        ) from None
     except ValueError:
         raise DataError(f"{where}: {key} holds NaN or infinity, expected finite numbers") from None
     return metadata
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_tokens: int) -> list[np.ndarray | None]:
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_tokens: int
+) -> list[np.ndarray | None]:
     """Return `[P] int64` per text. No special tokens are added; a chat template writes them itself.
 
     A text with more characters than `max_tokens` times the longest token is not tokenized and gives None.

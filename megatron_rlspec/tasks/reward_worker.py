@@ -37,7 +37,8 @@ from megatron_rlspec.texts import one_line, shown
 
 Reward = Callable[..., Any]  # prompt, response, label and metadata, by name
 SIGNATURE = "(prompt: str, response: str, label: str, metadata: dict) -> float"
-LARGEST = 2.0**127  # a reward beyond it is no finite number to the trainer, which computes in float32
+# a reward beyond it is no finite number to the trainer, which computes in float32
+LARGEST = 2.0**127
 STARTED = "started"  # id of the message that says whether the reward could be imported
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -54,7 +55,9 @@ def exact(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -
     Nothing after a last `#` is no final answer.
     """
     answer = final_answer(response)
-    return float(response.strip() == label.strip() or (bool(answer) and answer == final_answer(label)))
+    return float(
+        response.strip() == label.strip() or (bool(answer) and answer == final_answer(label))
+    )
 
 
 def math_reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> float:
@@ -64,7 +67,9 @@ def math_reward(prompt: str, response: str, label: str, metadata: Mapping[str, A
     # Without dollar signs math-verify looks for a number in the label: it would find 2 in (1, 2). Its time limits use
     # SIGALRM and are switched off, because the trainer limits the time.
     stated = final_answer(label)
-    gold = parse(stated if "$" in stated or "\\boxed" in stated else f"${stated}$", parsing_timeout=None)
+    gold = parse(
+        stated if "$" in stated or "\\boxed" in stated else f"${stated}$", parsing_timeout=None
+    )
     if not gold:
         raise ValueError(f"label {label!r} is no mathematical expression")
     answer = parse(final_answer(response) if "####" in response else response, parsing_timeout=None)
@@ -79,17 +84,27 @@ def http_reward(url: str, limit: float) -> Reward:
     import requests
 
     session = requests.Session()
-    session.trust_env = not is_loopback(urlsplit(url).hostname or "")  # a proxy cannot reach this machine's own
+    # a proxy cannot reach this machine's own
+    session.trust_env = not is_loopback(urlsplit(url).hostname or "")
 
     def reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> Any:
-        body: dict[str, Any] = {"prompt": prompt, "response": response, "label": label, "metadata": dict(metadata)}
+        body: dict[str, Any] = {
+            "prompt": prompt,
+            "response": response,
+            "label": label,
+            "metadata": dict(metadata),
+        }
         answer = session.post(url, json=body, timeout=limit, allow_redirects=False)
         if answer.is_redirect:
-            raise ValueError(f"{url} sends to {answer.headers['Location']}; expected the address that answers itself")
+            raise ValueError(
+                f"{url} sends to {answer.headers['Location']}; expected the address that answers itself"
+            )
         answer.raise_for_status()
         value = answer.json()
         if isinstance(value, dict) and "reward" not in value:
-            raise ValueError(f"{url} answered {shown(value)}; expected a number, or an object with `reward`")
+            raise ValueError(
+                f"{url} answered {shown(value)}; expected a number, or an object with `reward`"
+            )
         return value["reward"] if isinstance(value, dict) else value
 
     return reward
@@ -131,11 +146,11 @@ def build(kind: str, limit: float) -> Reward:
         return exact
     if kind == "math":
         logging.getLogger("math_verify").setLevel(logging.ERROR)
-        math_reward("", "1", "1", {})  # imports the library and builds its parsers before the first sample
+        # imports the library and builds its parsers before the first sample
+        math_reward("", "1", "1", {})
         return math_reward
     if kind == "reasoning_gym":
         import reasoning_gym  # noqa: F401  takes seconds: before the first sample
-
         from megatron_rlspec import reasoning_gym as environments
 
         return environments.score
@@ -150,7 +165,9 @@ def number(value: Any) -> float:
         plain = value.item() if hasattr(value, "item") else value
         reward = float(plain) if isinstance(plain, numbers.Real) else math.nan
     except BaseException as error:  # the value's own methods can raise anything
-        raise ValueError(f"a reward of type {type(value).__name__} is no number ({one_line(error)})") from None
+        raise ValueError(
+            f"a reward of type {type(value).__name__} is no number ({one_line(error)})"
+        ) from None
     if not abs(reward) <= LARGEST:
         raise ValueError(f"reward is {shown(value)}, expected one finite number")
     return reward

@@ -237,7 +237,8 @@ class _Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._process.returncode < 0:  # the guard itself was killed: kill the worker's session here
+        # the guard itself was killed: kill the worker's session here
+        if self._process.returncode < 0:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._answers.close()

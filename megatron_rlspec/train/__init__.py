@@ -12,7 +12,9 @@ def _leave_out(package: str, part: str) -> str:
         return ""
     try:
         importlib.import_module(part)
-    except Exception as error:  # of a library's symbols, or of the package's own checks of what is installed
+    except (
+        Exception
+    ) as error:  # of a library's symbols, or of the package's own checks of what is installed
         sys.modules[package] = None  # type: ignore[assignment]
         return str(error).partition("\n")[0] or type(error).__name__
     return ""

@@ -87,7 +87,9 @@ def packed_sequences(
     )
 
 
-def rotary_factors(positions: Tensor, dims: int, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_factors(
+    positions: Tensor, dims: int, rope: Rope, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return cos and sin `[t, 1, dims / 2]` of the rotary angles, in float32 as Transformers and SGLang compute them.
 
     The first `dims` channels of a head are rotated.
@@ -119,13 +121,20 @@ class PackedAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        if config.attention_dropout or config.window_size is not None or config.softmax_type != "vanilla":
-            raise ValueError("PackedAttention computes plain causal softmax: no dropout, window or softmax offset")
+        if (
+            config.attention_dropout
+            or config.window_size is not None
+            or config.softmax_type != "vanilla"
+        ):
+            raise ValueError(
+                "PackedAttention computes plain causal softmax: no dropout, window or softmax offset"
+            )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self.rotates = not config.multi_latent_attention  # whose own class rotates a part of the channels
+        # whose own class rotates a part of the channels
+        self.rotates = not config.multi_latent_attention
 
     def forward(
         self,
@@ -141,7 +150,9 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         packed = packed_seq_params
         if not isinstance(packed, PackedSequences) or packed.plan is None:
-            raise TypeError("PackedAttention needs packed_seq_params from attention.packed_sequences()")
+            raise TypeError(
+                "PackedAttention needs packed_seq_params from attention.packed_sequences()"
+            )
         if self.rotates:
             query = rotated(query, packed)
             key = rotated(key, packed)
@@ -161,7 +172,9 @@ class PackedAttention(MegatronModule):
             out = _Attend.apply(query, *chain.base, packed.plan, self.scale, *links)
         return out[..., :width].flatten(1)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict:
         return {}
 
 
@@ -215,7 +228,9 @@ class _Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, *links: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, *links: Tensor
+    ) -> Tensor:
         ctx.plan = plan
         ctx.scale = scale
         ctx.heads = k.shape[:2]
@@ -229,7 +244,12 @@ class _Attend(torch.autograd.Function):
         if links:
             out = out.to(lse.dtype)
             for key, value in zip(links[::2], links[1::2], strict=True):
-                _join(out, lse, _per_query_head(value, q.shape[1]), _row_dot(q, key, lse.dtype) * scale)
+                _join(
+                    out,
+                    lse,
+                    _per_query_head(value, q.shape[1]),
+                    _row_dot(q, key, lse.dtype) * scale,
+                )
         out = out.to(q.dtype)
         ctx.save_for_backward(out, lse, *saved, *links)
         return out
@@ -242,13 +262,17 @@ class _Attend(torch.autograd.Function):
         grad = grad.contiguous()
         if isinstance(keys, Batched):
             q_slots, k_slots, v_slots, *saved = saved
-            dq, dk, dv = _causal_backward(grad, q_slots, k_slots, v_slots, out, lse, keys, ctx.heads, scale)
+            dq, dk, dv = _causal_backward(
+                grad, q_slots, k_slots, v_slots, out, lse, keys, ctx.heads, scale
+            )
             if not saved:
                 return dq, dk, dv, None, None
             q, k, v, *links = saved
             for span in keys.spans:
                 rows, seen = span.slices
-                shares = _span_backward(grad[rows], q[rows], k[seen], v[seen], out[rows], lse[rows], scale)
+                shares = _span_backward(
+                    grad[rows], q[rows], k[seen], v[seen], out[rows], lse[rows], scale
+                )
                 for total, share in zip((dq[rows], dk[seen], dv[seen]), shares, strict=True):
                     total += share
         else:
@@ -267,7 +291,12 @@ class _Attend(torch.autograd.Function):
 
 
 def _joined_spans(
-    q: Tensor, k: Tensor, v: Tensor, slots: tuple[Tensor, Tensor, Tensor], plan: Batched, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: tuple[Tensor, Tensor, Tensor],
+    plan: Batched,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return output `[t, n, d]` and log-sum-exp `[t, n]` of the causal part and the spans."""
     out, lse = _causal(*slots, plan, scale)
@@ -278,11 +307,18 @@ def _joined_spans(
     for span in plan.spans:
         rows, seen = span.slices
         part, part_lse = _attend(*_grouped(q[rows], k[seen], v[seen]), False, scale)
-        _join(out[rows], lse[rows], part.permute(2, 0, 1, 3).flatten(1, 2), part_lse.permute(2, 0, 1).flatten(1))
+        _join(
+            out[rows],
+            lse[rows],
+            part.permute(2, 0, 1, 3).flatten(1, 2),
+            part_lse.permute(2, 0, 1).flatten(1),
+        )
     return out, lse
 
 
-def _gather(q: Tensor, q_rows: Tensor, k: Tensor, v: Tensor, k_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gather(
+    q: Tensor, q_rows: Tensor, k: Tensor, v: Tensor, k_rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gather rows into the plan's slots: q `[slots, n / g, d]`, k and v `[slots, d]`."""
     groups, d = k.shape[1:]
     q = q.reshape(q.shape[0] * groups, -1, d).index_select(0, q_rows)
@@ -309,7 +345,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, plan: Batched, scale: float) -> tup
         out, lse = _attend(q_b, k_b, v_b, True, scale)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         lses.append(lse.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs).index_select(0, plan.slot_of), torch.cat(lses).index_select(0, plan.slot_of)
+    return torch.cat(outs).index_select(0, plan.slot_of), torch.cat(lses).index_select(
+        0, plan.slot_of
+    )
 
 
 def _causal_backward(
@@ -332,8 +370,12 @@ def _causal_backward(
     dq = [q[:0]]
     dk = [k[:0]]
     dv = [v[:0]]
-    for grad_b, q_b, k_b, v_b, out_b, lse_b in _batches(plan, grad_slots, q, k, v, out_slots, lse_slots[..., None]):
-        dq_b, dk_b, dv_b = _attend_backward(grad_b, q_b, k_b, v_b, out_b, lse_b[..., 0], True, scale)
+    for grad_b, q_b, k_b, v_b, out_b, lse_b in _batches(
+        plan, grad_slots, q, k, v, out_slots, lse_slots[..., None]
+    ):
+        dq_b, dk_b, dv_b = _attend_backward(
+            grad_b, q_b, k_b, v_b, out_b, lse_b[..., 0], True, scale
+        )
         dq.append(dq_b.transpose(1, 2).flatten(0, 1))
         dk.append(dk_b.sum(1).flatten(0, 1))
         dv.append(dv_b.sum(1).flatten(0, 1))
@@ -353,7 +395,11 @@ def _span_backward(
     grad, out = (x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3) for x in (grad, out))
     lse = lse.unflatten(1, (groups, -1)).permute(1, 2, 0)
     dq, dk, dv = _attend_backward(grad, *_grouped(q, k, v), out, lse, False, scale)
-    return dq.permute(2, 0, 1, 3).flatten(1, 2), dk.sum(1).transpose(0, 1), dv.sum(1).transpose(0, 1)
+    return (
+        dq.permute(2, 0, 1, 3).flatten(1, 2),
+        dk.sum(1).transpose(0, 1),
+        dv.sum(1).transpose(0, 1),
+    )
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -368,7 +414,9 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Add attention to further keys to `out [t, n, d]` and `lse [t, n]`, in place."""
     both = torch.logaddexp(lse, other_lse)
-    out.mul_(torch.exp(lse - both)[..., None]).addcmul_(other, torch.exp(other_lse - both)[..., None])
+    out.mul_(torch.exp(lse - both)[..., None]).addcmul_(
+        other, torch.exp(other_lse - both)[..., None]
+    )
     lse.copy_(both)
 
 
@@ -393,7 +441,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 
 
 def _attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of one part; `out` and `lse` are those of all parts joined.
 
@@ -401,6 +456,8 @@ def _attend_backward(
     """
     exact = torch.promote_types(q.dtype, torch.float32)
     parts = [x.to(exact) for x in (grad, q, k, v, out)]
-    found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*parts, lse, 0.0, causal, scale=scale)
+    found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *parts, lse, 0.0, causal, scale=scale
+    )
     dq, dk, dv = (x.to(q.dtype) for x in found)
     return dq, dk, dv

@@ -98,10 +98,14 @@ def plan_attention(
     if device.type == "cpu" if batched is None else batched:
         spans = tuple(span for span in before if span.keys)
         return AttentionPlan(_batched(chunks, q, groups, device, spans), order)
-    return AttentionPlan(Varlen.of([(span.rows, span.k, span.keys + span.rows) for span in before], device), order)
+    return AttentionPlan(
+        Varlen.of([(span.rows, span.k, span.keys + span.rows) for span in before], device), order
+    )
 
 
-def _batched(chunks: list[Span], tokens: int, groups: int, device: torch.device, spans: tuple[Span, ...]) -> Batched:
+def _batched(
+    chunks: list[Span], tokens: int, groups: int, device: torch.device, spans: tuple[Span, ...]
+) -> Batched:
     batches: list[list[Span]] = []
     for chunk in sorted(chunks, key=lambda c: -c.rows):
         if batches and chunk.rows >= (1 - _PADDING) * batches[-1][0].rows:

@@ -38,7 +38,9 @@ def compare_logits(first: Path, second: Path, tolerance: float = 2e-3) -> str:
     """
     hf, megatron = (first, second) if is_hf(first) else (second, first)
     config, tensors = read_hf(hf)
-    tokens = torch.randint(0, config["vocab_size"], (_TOKENS,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, config["vocab_size"], (_TOKENS,), generator=torch.Generator().manual_seed(0)
+    )
     expected = transformers_logits(config, tensors, tokens)
     if is_hf(megatron):
         config, tensors = read_hf(megatron)
@@ -59,7 +61,9 @@ def compare_logits(first: Path, second: Path, tolerance: float = 2e-3) -> str:
 
 
 @torch.no_grad()
-def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+def megatron_logits(
+    path: Path, config: Mapping[str, Any], tokens: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Compute the logits of `transformers_logits` in Megatron's modules, loaded from a checkpoint, on one rank."""
     options = load(overrides={"model.dtype": "float32", "model.path": str(path)})
     runtime.init_distributed(options.parallel)
@@ -98,7 +102,11 @@ def transformers_logits(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Compute logits of a dense checkpoint for tokens [L]: policy [L, V], drafter [L - 1, V] or None."""
-    plain = {k: v for k, v in config.items() if k not in ("architectures", "model_type", "torch_dtype", "dtype")}
+    plain = {
+        k: v
+        for k, v in config.items()
+        if k not in ("architectures", "model_type", "torch_dtype", "dtype")
+    }
     target = _dense_model(config, plain)
     own = {name: t.float() for name, t in tensors.items() if "mtp_layers" not in name}
     if config.get("tie_word_embeddings"):
@@ -109,9 +117,15 @@ def transformers_logits(
     mtp = {n.removeprefix(prefix): t.float() for n, t in tensors.items() if n.startswith(prefix)}
     if not mtp:
         return target.lm_head(hidden)[0], None
-    one_layer = {name: value for name, value in plain.items() if name != "layer_types"} | {"num_hidden_layers": 1}
+    one_layer = {name: value for name, value in plain.items() if name != "layer_types"} | {
+        "num_hidden_layers": 1
+    }
     block = _dense_model(config, one_layer).model
-    inside = {f"layers.0.{n}": t for n, t in mtp.items() if n.startswith(("self_attn", "mlp", "input_l", "post_att"))}
+    inside = {
+        f"layers.0.{n}": t
+        for n, t in mtp.items()
+        if n.startswith(("self_attn", "mlp", "input_l", "post_att"))
+    }
     block.load_state_dict({**inside, "norm.weight": mtp["final_layernorm.weight"]}, strict=False)
     embedding = own["model.embed_tokens.weight"][tokens[None, 1:]].clone()
     embedding[:, 0] = 0
@@ -120,7 +134,9 @@ def transformers_logits(
     def norm(x: Tensor, name: str) -> Tensor:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], mtp[f"{name}.weight"], eps)
 
-    pair = torch.cat((norm(hidden[:, :-1], "hidden_layernorm"), norm(embedding, "token_layernorm")), dim=-1)
+    pair = torch.cat(
+        (norm(hidden[:, :-1], "hidden_layernorm"), norm(embedding, "token_layernorm")), dim=-1
+    )
     drafted = block(inputs_embeds=pair @ mtp["input_proj.weight"].T).last_hidden_state
     return target.lm_head(hidden)[0], target.lm_head(drafted)[0]
 

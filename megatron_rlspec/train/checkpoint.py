@@ -41,7 +41,11 @@ class SaveError(RuntimeError):
 
 
 def save(
-    directory: Path, learners: Mapping[str, Learner], layout: Mapping[str, Any], *, generators: bool = True
+    directory: Path,
+    learners: Mapping[str, Learner],
+    layout: Mapping[str, Any],
+    *,
+    generators: bool = True,
 ) -> None:
     """Write `directory` whole or not at all; an older one of that name is replaced. Collective.
 
@@ -61,7 +65,9 @@ def save(
         for name, learner in learners.items():
             for part in learner.parts:
                 if learner.adam.distributed or part.replicas.rank() == 0:
-                    copies = {key: t.detach().cpu().clone() for key, t in _tensors(learner, part).items()}
+                    copies = {
+                        key: t.detach().cpu().clone() for key, t in _tensors(learner, part).items()
+                    }
                     tensor_file.save(copies, _file(partial, name, learner, part), notes)
         if generators and ps.get_expert_data_parallel_rank() == 0:
             tensor_file.save(_generators(), _generators_file(partial), notes)
@@ -100,7 +106,11 @@ def _put_in_place(partial: Path, directory: Path) -> None:
 
 
 def load(
-    directory: Path, learners: Mapping[str, Learner], layout: Mapping[str, Any], *, generators: bool = True
+    directory: Path,
+    learners: Mapping[str, Learner],
+    layout: Mapping[str, Any],
+    *,
+    generators: bool = True,
 ) -> None:
     """Restore what `save` wrote. Collective.
 
@@ -163,7 +173,9 @@ def _load_generators(path: Path) -> None:
             torch.cuda.set_rng_state(_stored(file, "cuda", torch.cuda.get_rng_state()))
         tracker = tensor_parallel.get_cuda_rng_tracker()
         states = tracker.get_states()
-        tracker.set_states({name: _stored(file, f"tracker.{name}", state) for name, state in states.items()})
+        tracker.set_states(
+            {name: _stored(file, f"tracker.{name}", state) for name, state in states.items()}
+        )
 
 
 def _check_place(file: TensorFile) -> None:
@@ -177,7 +189,9 @@ def _stored(file: TensorFile, name: str, like: Tensor) -> Tensor:
     """Read a tensor. Raises CheckpointError if it is missing or damaged, or has not the dtype and shape of `like`."""
     tensor = file[name]
     if not file.checked:
-        raise CheckpointError(f"{file.path}: has no checksums; this version resumes only from files that have them")
+        raise CheckpointError(
+            f"{file.path}: has no checksums; this version resumes only from files that have them"
+        )
     if tensor.dtype != like.dtype or tensor.shape != like.shape:
         raise CheckpointError(
             f"{file.path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {like.dtype} {list(like.shape)}"
@@ -211,7 +225,9 @@ def _optimized(part: Part) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
 
 
 def _generators() -> dict[str, Tensor]:
-    states = {f"tracker.{k}": v for k, v in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
+    states = {
+        f"tracker.{k}": v for k, v in tensor_parallel.get_cuda_rng_tracker().get_states().items()
+    }
     states["cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -220,7 +236,11 @@ def _generators() -> dict[str, Tensor]:
 
 def _file(directory: Path, name: str, learner: Learner, part: Part) -> Path:
     replica = f"-replica{part.replicas.rank()}" if learner.adam.distributed else ""
-    shard = f"-experts{_expert_shard()}" if part.experts else f"-tensor{ps.get_tensor_model_parallel_rank()}"
+    shard = (
+        f"-experts{_expert_shard()}"
+        if part.experts
+        else f"-tensor{ps.get_tensor_model_parallel_rank()}"
+    )
     return directory / f"{name}{shard}{_stage()}{replica}.safetensors"
 
 
@@ -232,7 +252,9 @@ def _generators_file(directory: Path) -> Path:
 
 
 def _expert_shard() -> str:
-    return f"-tensor{ps.get_expert_tensor_parallel_rank()}-expert{ps.get_expert_model_parallel_rank()}"
+    return (
+        f"-tensor{ps.get_expert_tensor_parallel_rank()}-expert{ps.get_expert_model_parallel_rank()}"
+    )
 
 
 def _stage() -> str:

@@ -23,7 +23,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import build_module
@@ -91,7 +94,9 @@ class Drafter(MegatronModule):
         """Return the first layer's hidden state `[T, H]`."""
         return hidden
 
-    def run(self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]) -> Tensor:
+    def run(
+        self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
+    ) -> Tensor:
         """Run the layers, each with its chain; return what the next depth reads, `[T, 1, H]`."""
         raise NotImplementedError
 
@@ -99,7 +104,9 @@ class Drafter(MegatronModule):
         """Return the input of the output layer."""
         return state
 
-    def _depth(self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]) -> Tensor:
+    def _depth(
+        self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
+    ) -> Tensor:
         inputs = (state, embedded, packed, chains)
         if self.recompute and torch.is_grad_enabled():
             # Nothing inside is random, so no generator is restored. A layer stores its chain's keys as a side effect;
@@ -148,11 +155,17 @@ class MTPDrafter(Drafter):
         with runtime.own_random_stream(seed):
             # By default megatron-core 0.19 hands on two groups only, and its experts need all of them.
             groups = ProcessGroupCollection.use_mpu_process_groups()
-            self.mtp = MultiTokenPredictionBlock(own, runtime.drafter_spec(own), pg_collection=groups)
+            self.mtp = MultiTokenPredictionBlock(
+                own, runtime.drafter_spec(own), pg_collection=groups
+            )
 
-    def run(self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]) -> Tensor:
+    def run(
+        self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
+    ) -> Tensor:
         layer = self.mtp.layers[0]
-        return layer._proj_and_transformer_layer(state, embedded, packed_seq_params=_chained(packed, chains[0]))
+        return layer._proj_and_transformer_layer(
+            state, embedded, packed_seq_params=_chained(packed, chains[0])
+        )
 
 
 class Eagle3Drafter(Drafter):
@@ -171,7 +184,13 @@ class Eagle3Drafter(Drafter):
     """
 
     def __init__(
-        self, config: TransformerConfig, drafter: Mapping[str, Any], *, taps: int, depth: int, seed: int
+        self,
+        config: TransformerConfig,
+        drafter: Mapping[str, Any],
+        *,
+        taps: int,
+        depth: int,
+        seed: int,
     ) -> None:
         own = _eagle3_config(config, drafter)
         super().__init__(config=own)
@@ -190,7 +209,10 @@ class Eagle3Drafter(Drafter):
             block.enorm = RMSNorm(own, width, own.layernorm_epsilon)
             block.decoder = nn.Module()
             specs = [runtime.eagle3_spec(own, first=not index) for index in range(own.num_layers)]
-            layers = [build_module(spec, config=own, layer_number=number) for number, spec in enumerate(specs, 1)]
+            layers = [
+                build_module(spec, config=own, layer_number=number)
+                for number, spec in enumerate(specs, 1)
+            ]
             block.decoder.layers = nn.ModuleList(layers)
             block.decoder.final_layernorm = RMSNorm(own, width, own.layernorm_epsilon)
             block.input_norm = _norm_before_fc(own, taps * width) if stated.norms_joined else None
@@ -213,14 +235,20 @@ class Eagle3Drafter(Drafter):
             hidden = block.input_norm(hidden)
         if block.fc_norm is not None:
             parts = hidden.chunk(len(block.fc_norm), -1)
-            hidden = torch.cat([norm(part) for norm, part in zip(block.fc_norm, parts, strict=True)], -1)
+            hidden = torch.cat(
+                [norm(part) for norm, part in zip(block.fc_norm, parts, strict=True)], -1
+            )
         return block.fc(hidden)
 
-    def run(self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]) -> Tensor:
+    def run(
+        self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
+    ) -> Tensor:
         decoder = self.eagle_module.decoder
         decoder.layers[0].input_layernorm.embedded = self.eagle_module.enorm(embedded)
         for layer, chain in zip(decoder.layers, chains, strict=True):
-            state, _ = layer(hidden_states=state, attention_mask=None, packed_seq_params=_chained(packed, chain))
+            state, _ = layer(
+                hidden_states=state, attention_mask=None, packed_seq_params=_chained(packed, chain)
+            )
         return decoder.final_layernorm(state) if self.norm_output else state
 
     def leave(self, state: Tensor) -> Tensor:
@@ -298,6 +326,8 @@ def embed(tokens: Tensor, weight: Tensor) -> Tensor:
             return F.embedding(tokens, weight)
         local = tokens - rank * weight.shape[0]
         elsewhere = (local < 0) | (local >= weight.shape[0])
-        rows = F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere[:, None], 0)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill_(
+            elsewhere[:, None], 0
+        )
         dist.all_reduce(rows, group=parallel_state.get_tensor_model_parallel_group())
         return rows

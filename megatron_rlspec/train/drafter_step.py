@@ -88,8 +88,10 @@ class DrafterStep:
     def __init__(self, learner: Learner | None, objective: DrafterObjective) -> None:
         self.learner = learner
         self.objective = objective
-        self.words: Tensor | None = None  # ids that drafts are chosen from, on any device; None: all
-        self.head: Tensor | None = None  # the drafter's own output layer, a row for each of `words`; None: the policy's
+        # ids that drafts are chosen from, on any device; None: all
+        self.words: Tensor | None = None
+        # the drafter's own output layer, a row for each of `words`; None: the policy's
+        self.head: Tensor | None = None
         self._head_is_finite: bool | None = None
 
     @property
@@ -101,10 +103,16 @@ class DrafterStep:
         """Zero the drafter's gradients."""
         if self.learner is not None:
             self.learner.zero_grad()
-        self._head_is_finite = None if self.head is None else all_finite(self.head)  # once a step: it waits for a GPU
+        # once a step: it waits for a GPU
+        self._head_is_finite = None if self.head is None else all_finite(self.head)
 
     def student(
-        self, outputs: Sequence[Tensor], targets: DrafterTargets, layer: OutputLayer, *, predict: bool
+        self,
+        outputs: Sequence[Tensor],
+        targets: DrafterTargets,
+        layer: OutputLayer,
+        *,
+        predict: bool,
     ) -> Student:
         """Return the `Student` of all depths' rows; `outputs`: `[t, H]` after the drafter's final norm, per depth.
 
@@ -119,13 +127,18 @@ class DrafterStep:
         size = ps.get_context_parallel_world_size()
         rank = ps.get_context_parallel_rank()
         position = cp_index(targets.cu_seqlens_padded, rank, size, targets.layout).to(place)
-        teacher = torch.cat([(position + d).clamp(max=size * t - 1) for d in range(1, goal.depth + 1)])
+        teacher = torch.cat(
+            [(position + d).clamp(max=size * t - 1) for d in range(1, goal.depth + 1)]
+        )
         if targets.rows is not None and self.shares_policy_logits:
             teacher = targets.rows.to(place)[teacher]
         noise = None
         if predict and goal.coupled and targets.seeds is not None and targets.positions is not None:
             depths = range(1, goal.depth + 1)
-            noise = (targets.seeds.repeat(goal.depth), torch.cat([targets.positions + d for d in depths]))
+            noise = (
+                targets.seeds.repeat(goal.depth),
+                torch.cat([targets.positions + d for d in depths]),
+            )
         return Student(
             torch.cat(list(outputs)),
             layer.weight.detach(),
@@ -145,7 +158,9 @@ class DrafterStep:
             noise=noise,
         )
 
-    def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> tuple[Tensor, Sums]:
+    def learn(
+        self, student: Student, targets: DrafterTargets, hidden: Tensor | None
+    ) -> tuple[Tensor, Sums]:
         """Return the loss of the micro-batch, for `backward`, and sums for `means` and `prediction_of`.
 
         hidden  the policy's hidden states after its final norm, `[t, H]` of the same positions, from which the
@@ -175,7 +190,9 @@ class DrafterStep:
         Only the first rank of a context-parallel group counts them.
         """
         goal = self.objective
-        tables: tuple[Tensor, ...] = of_rows(student.kept_rows(), goal.depth, goal.verifier, sampled=goal.sampled)
+        tables: tuple[Tensor, ...] = of_rows(
+            student.kept_rows(), goal.depth, goal.verifier, sampled=goal.sampled
+        )
         trained = torch.stack([w != 0 for w in targets.weight], 1)
         if goal.coupled and targets.seeds is not None:
             trained &= (targets.seeds >= 0)[:, None]
@@ -187,7 +204,9 @@ class DrafterStep:
             table = table[:0]
         *columns, mask = (deepen(part, max(goal.predicted_steps)) for part in table.unbind(2))
         walks = []
-        for accept, reach in zip(columns[: len(columns) // 2], columns[len(columns) // 2 :], strict=True):
+        for accept, reach in zip(
+            columns[: len(columns) // 2], columns[len(columns) // 2 :], strict=True
+        ):
             walks.append(walk(accept, reach, mask, goal.predicted_steps))
         reached, accepted = (torch.stack(part) for part in zip(*walks, strict=True))
         return {"prediction/reached": reached, "prediction/accepted": accepted}

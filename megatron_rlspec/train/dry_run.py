@@ -71,19 +71,28 @@ class Stage:
     activations: Activations | None = None
 
 
-def stages(config: Config, hf_config: Mapping[str, Any], world: int, *, activations: bool = False) -> list[Stage]:
+def stages(
+    config: Config, hf_config: Mapping[str, Any], world: int, *, activations: bool = False
+) -> list[Stage]:
     """Build every stage of a job of `world` ranks. Raises ConfigError if this layout or model cannot be trained."""
-    return [_build(config, hf_config, world, stage, activations) for stage in range(config.parallel.pipeline)]
+    return [
+        _build(config, hf_config, world, stage, activations)
+        for stage in range(config.parallel.pipeline)
+    ]
 
 
 def parameters(built: list[Stage], tensor: int, expert: int = 1) -> tuple[int, int]:
     """Count the parameters of policy and drafter over all stages. A parameter on several ranks counts once."""
-    policy = sum(stage.policy.of_all_ranks(tensor, expert) - tensor * stage.repeated for stage in built)
+    policy = sum(
+        stage.policy.of_all_ranks(tensor, expert) - tensor * stage.repeated for stage in built
+    )
     drafter = sum(stage.drafter.of_all_ranks(tensor, expert) for stage in built)
     return policy, drafter
 
 
-def memory(config: Config, hf_config: Mapping[str, Any], built: list[Stage], stage: int, world: int) -> Bytes:
+def memory(
+    config: Config, hf_config: Mapping[str, Any], built: list[Stage], stage: int, world: int
+) -> Bytes:
     """Compute what a rank of this stage holds at a step's peak, without activations if they were not counted."""
     parallel = config.parallel
     size = DTYPES[config.model.dtype].itemsize
@@ -94,7 +103,8 @@ def memory(config: Config, hf_config: Mapping[str, Any], built: list[Stage], sta
     replica = 0
     behind_another = stage > 0 and stage == len(built) - 1
     if behind_another and here.drafter.here and not hf_config.get("tie_word_embeddings", False):
-        replica = hf_config["vocab_size"] // parallel.tensor * width  # the drafter's copy of the embedding
+        # the drafter's copy of the embedding
+        replica = hf_config["vocab_size"] // parallel.tensor * width
     in_flight = len(built) - stage
     one = here.activations or Activations(0, 0)
     activations = (in_flight - 1) * one.held + one.peak
@@ -109,13 +119,19 @@ def place(rank: int, config: Config, world: int) -> dict[str, int]:
     parallel = config.parallel
     out: dict[str, int] = {}
     replicas = world // (parallel.tensor * parallel.pipeline * parallel.context)
-    for name, size in (("tensor", parallel.tensor), ("context", parallel.context), ("data", replicas)):
+    for name, size in (
+        ("tensor", parallel.tensor),
+        ("context", parallel.context),
+        ("data", replicas),
+    ):
         rank, out[name] = divmod(rank, size)
     expert = (out["context"] + parallel.context * out["data"]) % parallel.expert
     return out | {"expert": expert, "pipeline": rank}
 
 
-def report(config: Config, hf_config: Mapping[str, Any], world: int, gpu_gib: float | None = None) -> Iterator[str]:
+def report(
+    config: Config, hf_config: Mapping[str, Any], world: int, gpu_gib: float | None = None
+) -> Iterator[str]:
     """Yield the lines that `--dry-run` prints.
 
     Raises ConfigError if this layout or model cannot be trained, or if a rank needs more than `gpu_gib`.
@@ -139,13 +155,26 @@ def report(config: Config, hf_config: Mapping[str, Any], world: int, gpu_gib: fl
     places = ["tensor", "context", "data", *(["expert"] if parallel.expert > 1 else []), "pipeline"]
     columns = ("rank", *places, "layers", "policy", "drafter")
     parts = ("weights", "gradients", "optimizer", "activations", "total")
-    widths = (4, *(max(4, len(name)) for name in places), 7, 14, 12, *(max(9, len(part)) for part in parts))
-    yield " ".join(f"{name:>{width}}" for name, width in zip((*columns, *parts), widths, strict=True))
+    widths = (
+        4,
+        *(max(4, len(name)) for name in places),
+        7,
+        14,
+        12,
+        *(max(9, len(part)) for part in parts),
+    )
+    yield " ".join(
+        f"{name:>{width}}" for name, width in zip((*columns, *parts), widths, strict=True)
+    )
     for rank in range(world):
         at = place(rank, config, world)
         here = built[at["pipeline"]]
         needs = needed[at["pipeline"]]
-        cells = [rank, *(at[name] for name in places), f"{here.layers.start}-{here.layers.stop - 1}"]
+        cells = [
+            rank,
+            *(at[name] for name in places),
+            f"{here.layers.start}-{here.layers.stop - 1}",
+        ]
         cells += [f"{here.policy.here:,}", f"{here.drafter.here:,}"]
         cells += [f"{getattr(needs, part) / _GIB:.2f}" for part in parts]
         yield " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
@@ -167,11 +196,16 @@ def _refuse(needed: list[Bytes], gpu_gib: float) -> None:
     )
 
 
-def _build(config: Config, hf_config: Mapping[str, Any], world: int, stage: int, activations: bool) -> Stage:
+def _build(
+    config: Config, hf_config: Mapping[str, Any], world: int, stage: int, activations: bool
+) -> Stage:
     parallel = config.parallel
     options = config.drafter
     with _alone(config, world, rank=stage * world // parallel.pipeline):
-        shapes_only: dict[str, Any] = {"use_cpu_initialization": False, "perform_initialization": False}
+        shapes_only: dict[str, Any] = {
+            "use_cpu_initialization": False,
+            "perform_initialization": False,
+        }
         described = replace(transformer_config(hf_config, config), **shapes_only)
         table = shards.family(hf_config)
         policy = Policy(described, hf_config, config.model.max_length)
@@ -179,7 +213,9 @@ def _build(config: Config, hf_config: Mapping[str, Any], world: int, stage: int,
         drafter = None
         if options.train and stage == parallel.pipeline - 1:
             drafter = build_drafter(described, hf_config, options, config.train.seed)
-        tied = stage and stage == parallel.pipeline - 1 and policy.share_embeddings_and_output_weights
+        tied = (
+            stage and stage == parallel.pipeline - 1 and policy.share_embeddings_and_output_weights
+        )
         repeated = policy.head_weight().numel() if tied else 0
         return Stage(
             range(stage * each, (stage + 1) * each),
@@ -209,7 +245,9 @@ def _held(table: NameTable, module: nn.Module, config: Any) -> Sizes:
 def _alone(config: Config, world: int, rank: int) -> Iterator[None]:
     """Make this process one rank of a fake job of `world` ranks; modules are built on the meta device."""
     if torch.cuda.is_available():
-        raise RuntimeError("a dry run builds for the CPU: set CUDA_VISIBLE_DEVICES= before torch is imported")
+        raise RuntimeError(
+            "a dry run builds for the CPU: set CUDA_VISIBLE_DEVICES= before torch is imported"
+        )
     if dist.is_initialized():
         raise RuntimeError("a dry run needs a process without a process group of its own")
     parallel = config.parallel

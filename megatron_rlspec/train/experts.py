@@ -40,7 +40,8 @@ def options(hf_config: Mapping[str, Any], config: Config) -> dict[str, Any]:
         "num_moe_experts": count(hf_config),
         "expert_model_parallel_size": config.parallel.expert,
         "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": width * (hf_config.get("n_shared_experts") or 0) or None,
+        "moe_shared_expert_intermediate_size": width * (hf_config.get("n_shared_experts") or 0)
+        or None,
         "moe_layer_freq": [int(layer >= dense) for layer in range(layers)],
         "moe_router_topk": hf_config["num_experts_per_tok"],
         "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
@@ -77,29 +78,49 @@ def problems(hf_config: Mapping[str, Any], config: Config) -> Iterator[tuple[boo
     model = config.model
     balanced = model.moe_aux_loss_coeff or model.moe_router_bias_update_rate
     yield not experts and bool(balanced), "model.moe_* balances experts, but this model is dense"
-    yield not experts and parallel.expert > 1, f"parallel.expert={parallel.expert}, but this model is dense"
+    yield (
+        not experts and parallel.expert > 1,
+        f"parallel.expert={parallel.expert}, but this model is dense",
+    )
     if not experts:
         return
     rate = model.moe_router_bias_update_rate and not _has_bias(hf_config)
-    yield bool(rate), f"model.moe_router_bias_update_rate={model.moe_router_bias_update_rate}: its routers have no bias"
-    yield bool(experts % parallel.expert), f"{experts} experts are no multiple of parallel.expert={parallel.expert}"
+    yield (
+        bool(rate),
+        f"model.moe_router_bias_update_rate={model.moe_router_bias_update_rate}: its routers have no bias",
+    )
+    yield (
+        bool(experts % parallel.expert),
+        f"{experts} experts are no multiple of parallel.expert={parallel.expert}",
+    )
     width = hf_config.get("moe_intermediate_size")
     chosen = hf_config.get("num_experts_per_tok", 0)
     yield not isinstance(width, int), "no moe_intermediate_size, the width of an expert"
-    yield chosen < 2, f"num_experts_per_tok={chosen}: at least 2 are supported, whose weights are normalised"
+    yield (
+        chosen < 2,
+        f"num_experts_per_tok={chosen}: at least 2 are supported, whose weights are normalised",
+    )
     given = _has_bias(hf_config) and not hf_config.get("norm_topk_prob", True)
     yield given, "norm_topk_prob=false: only normalised weights are supported"
     grouped = _groups(hf_config) and chosen != 2 * hf_config.get("topk_group", 1)
-    yield bool(grouped), f"num_experts_per_tok={chosen} with groups: only 2 for each of topk_group are supported"
+    yield (
+        bool(grouped),
+        f"num_experts_per_tok={chosen} with groups: only 2 for each of topk_group are supported",
+    )
     if isinstance(width, int):
-        yield bool(width % parallel.tensor), f"moe_intermediate_size={width} is no multiple of tensor={parallel.tensor}"
+        yield (
+            bool(width % parallel.tensor),
+            f"moe_intermediate_size={width} is no multiple of tensor={parallel.tensor}",
+        )
     split = parallel.tensor > 1 and not parallel.sequence
     yield split, f"experts under parallel.tensor={parallel.tensor} need parallel.sequence=true"
 
 
 def biases(module: nn.Module) -> dict[str, Tensor]:
     """Return the routers' biases by name: the buffers themselves, not copies."""
-    return {name: buffer for name, buffer in module.named_buffers() if name.endswith(".expert_bias")}
+    return {
+        name: buffer for name, buffer in module.named_buffers() if name.endswith(".expert_bias")
+    }
 
 
 def coefficient_of_a_token(coefficient: float, tokens: int, *, sequence: bool) -> float:
@@ -111,7 +132,9 @@ def coefficient_of_a_token(coefficient: float, tokens: int, *, sequence: bool) -
     """
     total = torch.tensor(float(tokens), dtype=torch.float64, device=runtime.device())
     dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
-    split = ps.get_context_parallel_world_size() * (ps.get_tensor_model_parallel_world_size() if sequence else 1)
+    split = ps.get_context_parallel_world_size() * (
+        ps.get_tensor_model_parallel_world_size() if sequence else 1
+    )
     return coefficient * (1 if _counts_all_ranks_tokens() else split) / float(total)
 
 

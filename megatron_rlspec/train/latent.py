@@ -26,7 +26,8 @@ from torch import Tensor
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.train.attention import PackedSequences, rotated
 
-if not isinstance(multi_latent_attention.TELinear, type):  # 0.16.1 takes a stand-in for Transformer Engine
+# 0.16.1 takes a stand-in for Transformer Engine
+if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 
 
@@ -34,7 +35,8 @@ def options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of Megatron's `MLATransformerConfig` beyond those of other models."""
     rope = Rope.of(hf_config)
     return {
-        "num_query_groups": hf_config["num_attention_heads"],  # every head has keys of its own, up to the rotated part
+        # every head has keys of its own, up to the rotated part
+        "num_query_groups": hf_config["num_attention_heads"],
         "kv_channels": hf_config["qk_nope_head_dim"] + hf_config["qk_rope_head_dim"],
         "q_lora_rank": hf_config.get("q_lora_rank"),
         "kv_lora_rank": hf_config["kv_lora_rank"],
@@ -72,14 +74,20 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
             queries, _bias = self.linear_q_proj(hidden_states)
         else:
             low = self._whole(self.linear_q_down_proj(hidden_states)[0], config.q_lora_rank)
-            queries, _bias = self.linear_q_up_proj(self.q_layernorm(self._own_rows(low, len(hidden_states))))
-        plain, turned = self._heads(queries).split([config.qk_head_dim, config.qk_pos_emb_head_dim], -1)
+            queries, _bias = self.linear_q_up_proj(
+                self.q_layernorm(self._own_rows(low, len(hidden_states)))
+            )
+        plain, turned = self._heads(queries).split(
+            [config.qk_head_dim, config.qk_pos_emb_head_dim], -1
+        )
         query = torch.cat([plain, rotated(_halves(turned), packed_seq_params)], -1)
 
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
         low = self._whole(self.linear_kv_down_proj(hidden_states)[0], width)
         latent, shared = low.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
-        up, _bias = self.linear_kv_up_proj(self.kv_layernorm(self._own_rows(latent, len(hidden_states))))
+        up, _bias = self.linear_kv_up_proj(
+            self.kv_layernorm(self._own_rows(latent, len(hidden_states)))
+        )
         plain, value = self._heads(up).split([config.qk_head_dim, config.v_head_dim], -1)
         turned = rotated(_halves(self._for_all_heads(shared, len(plain))), packed_seq_params)
         key = torch.cat([plain, turned.expand(-1, plain.shape[1], -1)], -1)

@@ -19,7 +19,9 @@ _aten = torch.ops.aten
 class RMSNorm(nn.Module):
     """Compute x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 if the type is shorter."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -77,7 +79,9 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return _SwiGLU.apply(x)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict:
         return {}
 
 

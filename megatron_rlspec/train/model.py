@@ -46,7 +46,9 @@ class DecoderConfig(TransformerConfig):
     yarn_rotary_scaling_factor: float = 1.0
 
 
-def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderConfig | MLATransformerConfig:
+def transformer_config(
+    hf_config: Mapping[str, Any], config: Config
+) -> DecoderConfig | MLATransformerConfig:
     """Describe the decoder of a family that is trained to Megatron. Call after `init_distributed`.
 
     Raises ConfigError for a setting that is not implemented, such as a sliding window, and for a size that the
@@ -59,8 +61,14 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderC
     parallel = config.parallel
     rope = Rope.of(hf_config)
     # Transformer Engine's kernel of the rotary embedding knows no factor on cosine and sine.
-    devices = runtime.device_options() | ({"apply_rope_fusion": False} if rope.magnitude != 1 else {})
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    devices = runtime.device_options() | (
+        {"apply_rope_fusion": False} if rope.magnitude != 1 else {}
+    )
+    recompute = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
     fields: dict[str, Any] = dict(
         num_layers=hf_config["num_hidden_layers"],
         hidden_size=hf_config["hidden_size"],
@@ -98,12 +106,18 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderC
     if "kv_lora_rank" in hf_config:
         return MLATransformerConfig(**fields | latent.options(hf_config))
     yarn = rope.factor if rope.yarn else 1.0
-    return DecoderConfig(**fields, rotary_percent=rotary_percent(hf_config), yarn_rotary_scaling_factor=yarn)
+    return DecoderConfig(
+        **fields, rotary_percent=rotary_percent(hf_config), yarn_rotary_scaling_factor=yarn
+    )
 
 
 def check(hf_config: Mapping[str, Any], config: Config) -> None:
     """Raise ConfigError, naming the key, if this model cannot be trained here under this configuration."""
-    if config.model.dtype == "float64" and runtime.device().type == "cuda" and runtime.has_transformer_engine():
+    if (
+        config.model.dtype == "float64"
+        and runtime.device().type == "cuda"
+        and runtime.has_transformer_engine()
+    ):
         raise ConfigError("model.dtype=float64: Transformer Engine has no float64; use bfloat16")
     where = config.model.path or "the model"
     typed = check_config(hf_config, where)
@@ -111,8 +125,14 @@ def check(hf_config: Mapping[str, Any], config: Config) -> None:
     pipeline = config.parallel.pipeline
     problems = [
         *experts.problems(hf_config, config),
-        (typed.vocab_size % tensor, f"vocab_size={typed.vocab_size} is no multiple of parallel.tensor={tensor}"),
-        (typed.groups % tensor, f"num_key_value_heads={typed.groups} is no multiple of parallel.tensor={tensor}"),
+        (
+            typed.vocab_size % tensor,
+            f"vocab_size={typed.vocab_size} is no multiple of parallel.tensor={tensor}",
+        ),
+        (
+            typed.groups % tensor,
+            f"num_key_value_heads={typed.groups} is no multiple of parallel.tensor={tensor}",
+        ),
         (
             typed.num_hidden_layers % pipeline,
             f"num_hidden_layers={typed.num_hidden_layers} is no multiple of parallel.pipeline={pipeline}",
@@ -125,7 +145,9 @@ def check(hf_config: Mapping[str, Any], config: Config) -> None:
 
 def rotary_percent(hf_config: Mapping[str, Any]) -> float:
     """Return the share of a head's channels that is rotated, from 0 to 1; by default the family's."""
-    stated = hf_config.get("partial_rotary_factor") or settings(hf_config).get("partial_rotary_factor")
+    stated = hf_config.get("partial_rotary_factor") or settings(hf_config).get(
+        "partial_rotary_factor"
+    )
     return float(stated or record_of(hf_config).rotary_share)
 
 
@@ -139,7 +161,9 @@ class Taps:
         self._gathers = model.config.sequence_parallel
         self._kept: dict[int, Tensor] = {}
         for index in layers:
-            model.decoder.layers[index].register_forward_pre_hook(partial(self._keep, index), with_kwargs=True)
+            model.decoder.layers[index].register_forward_pre_hook(
+                partial(self._keep, index), with_kwargs=True
+            )
 
     def _keep(self, index: int, layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self._kept[index] = (args[0] if args else options["hidden_states"]).detach()
@@ -160,7 +184,9 @@ class Policy(GPTModel):
     With an EAGLE-3 drafter in `hf_config`, it also keeps the inputs of the layers that the drafter reads, detached.
     """
 
-    def __init__(self, config: TransformerConfig, hf_config: Mapping[str, Any], max_length: int) -> None:
+    def __init__(
+        self, config: TransformerConfig, hf_config: Mapping[str, Any], max_length: int
+    ) -> None:
         # Our core attention computes the angles from each token's position; Transformer Engine's takes Megatron's.
         angles = runtime.has_transformer_engine() and not config.multi_latent_attention
         rope = Rope.of(hf_config)
@@ -184,7 +210,9 @@ class Policy(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         if self.post_process and self.config.sequence_parallel:
             # The loss already sums the head's gradient over tensor-parallel ranks, so the backward only splits it.
-            return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+            return gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
         return hidden_states
 
     def head_weight(self) -> Tensor:
@@ -197,10 +225,14 @@ def taps_of(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the layers whose inputs the model's EAGLE-3 drafter reads, from 0; () without such a drafter."""
     if DRAFTER not in hf_config:
         return ()
-    return check_drafter_config(hf_config[DRAFTER], "the drafter").taps(hf_config["num_hidden_layers"])
+    return check_drafter_config(hf_config[DRAFTER], "the drafter").taps(
+        hf_config["num_hidden_layers"]
+    )
 
 
-def describe(batch: PackedBatch, config: TransformerConfig, rope: Rope, device: torch.device) -> PackedSequences:
+def describe(
+    batch: PackedBatch, config: TransformerConfig, rope: Rope, device: torch.device
+) -> PackedSequences:
     """Describe the packed sequences of a micro-batch to attention. Raises ValueError if lengths do not add up."""
     cp_size = parallel_state.get_context_parallel_world_size()
     cp_rank = parallel_state.get_context_parallel_rank()
@@ -214,7 +246,9 @@ def describe(batch: PackedBatch, config: TransformerConfig, rope: Rope, device: 
     return at_positions(packed, to_device(batch.position_ids, device), config, rope)
 
 
-def at_positions(packed: PackedSequences, positions: Tensor, config: TransformerConfig, rope: Rope) -> PackedSequences:
+def at_positions(
+    packed: PackedSequences, positions: Tensor, config: TransformerConfig, rope: Rope
+) -> PackedSequences:
     """Return the same sequences with rotary angles for `positions [T]`."""
     if config.multi_latent_attention:
         dims = config.qk_pos_emb_head_dim

@@ -24,7 +24,9 @@ FILE = Path("optimizer", "drafter.safetensors")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def find(model: Path, family: NameTable, weights: Mapping[str, tuple[int, ...]]) -> tuple[TensorFile | None, str]:
+def find(
+    model: Path, family: NameTable, weights: Mapping[str, tuple[int, ...]]
+) -> tuple[TensorFile | None, str]:
     """Open the moments in a model directory: (the file, "") or (None, why it is not used); (None, "") without one.
 
     weights  shapes of the model's tensors by checkpoint name
@@ -50,7 +52,9 @@ def _problem(file: TensorFile, family: NameTable, weights: Mapping[str, tuple[in
             if key not in file:
                 return f"it has no {key}"
             if file.shape(key) != weights[name]:
-                return f"{key} has shape {list(file.shape(key))}, but {name} has {list(weights[name])}"
+                return (
+                    f"{key} has shape {list(file.shape(key))}, but {name} has {list(weights[name])}"
+                )
     return ""
 
 

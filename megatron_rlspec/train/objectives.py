@@ -36,10 +36,19 @@ class OutputLayer:
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
-        return ps.get_tensor_model_parallel_group() if ps.get_tensor_model_parallel_world_size() > 1 else None
+        return (
+            ps.get_tensor_model_parallel_group()
+            if ps.get_tensor_model_parallel_world_size() > 1
+            else None
+        )
 
     def logprobs(
-        self, batch: PackedBatch, hidden: Tensor, *, with_entropy: bool = False, observe: Observer | None = None
+        self,
+        batch: PackedBatch,
+        hidden: Tensor,
+        *,
+        with_entropy: bool = False,
+        observe: Observer | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probability of every trained label and the entropy, `[T]`; 0 where nothing is trained."""
         return policy_logprobs(
@@ -56,7 +65,11 @@ class OutputLayer:
 
 
 def sft(
-    layer: OutputLayer, batch: PackedBatch, hidden: Tensor, algorithm: AlgorithmConfig, observe: Observer | None
+    layer: OutputLayer,
+    batch: PackedBatch,
+    hidden: Tensor,
+    algorithm: AlgorithmConfig,
+    observe: Observer | None,
 ) -> tuple[Tensor, Sums]:
     """Compute cross-entropy on the trained tokens."""
     logprobs, _ = layer.logprobs(batch, hidden, observe=observe)
@@ -66,7 +79,11 @@ def sft(
 
 
 def grpo(
-    layer: OutputLayer, batch: PackedBatch, hidden: Tensor, algorithm: AlgorithmConfig, observe: Observer | None
+    layer: OutputLayer,
+    batch: PackedBatch,
+    hidden: Tensor,
+    algorithm: AlgorithmConfig,
+    observe: Observer | None,
 ) -> tuple[Tensor, Sums]:
     """Compute the loss of `losses/grpo.py` on the distribution that the engines sample from."""
     logprobs, entropy = layer.logprobs(batch, hidden, with_entropy=True, observe=observe)
@@ -87,15 +104,24 @@ def grpo(
         batch,
         algorithm,
         sequence_sum=over_context if group.size() > 1 else None,
-        own=custom.load("algorithm.loss", algorithm.loss) if custom.is_function(algorithm.loss) else None,
+        own=custom.load("algorithm.loss", algorithm.loss)
+        if custom.is_function(algorithm.loss)
+        else None,
     )
     loss = total / batch.counts["policy"]
-    return loss, {"policy/loss": loss.detach()} | {f"policy/{name}": value for name, value in sums.items()}
+    return loss, {"policy/loss": loss.detach()} | {
+        f"policy/{name}": value for name, value in sums.items()
+    }
 
 
-Objective = Callable[[OutputLayer, PackedBatch, Tensor, AlgorithmConfig, Observer | None], tuple[Tensor, Sums]]
+Objective = Callable[
+    [OutputLayer, PackedBatch, Tensor, AlgorithmConfig, Observer | None], tuple[Tensor, Sums]
+]
 OBJECTIVES: dict[str, Objective] = {"sft": sft, "grpo": grpo}
-PER_DEPTH = {f"drafter/{name}" for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob", "covered")}
+PER_DEPTH = {
+    f"drafter/{name}"
+    for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob", "covered")
+}
 WHOLE = {"policy/loss", "policy/tokens", "drafter/objective"}  # already divided, or a count
 
 
@@ -106,7 +132,8 @@ def means(totals: dict[str, list[float]]) -> dict[str, float]:
         if name in WHOLE:
             counts = [1.0]
         elif name == "drafter/ce" and "drafter/covered" in totals:
-            counts = totals["drafter/covered"]  # labels among the words of drafts; the others have no cross-entropy
+            # labels among the words of drafts; the others have no cross-entropy
+            counts = totals["drafter/covered"]
         elif name in PER_DEPTH:
             counts = totals["drafter/tokens"]
         else:

@@ -25,7 +25,9 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+from megatron.core.distributed.finalize_model_grads import (
+    _allreduce_non_tensor_model_parallel_grads,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 from megatron.core.optimizer import _get_megatron_optimizer_based_on_param_groups
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -142,12 +144,18 @@ class Learner:
         ps = parallel_state
         if experts:
             replicas = ps.get_expert_data_parallel_group(partial_expert_data_parallel=True)
-            replicas_gloo = ps.get_expert_data_parallel_group_gloo(partial_expert_data_parallel=True)
+            replicas_gloo = ps.get_expert_data_parallel_group_gloo(
+                partial_expert_data_parallel=True
+            )
             stage = ps.get_expert_tensor_and_model_parallel_group
             all_stages = ps.get_expert_tensor_model_pipeline_parallel_group
         else:
-            replicas = ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
-            replicas_gloo = ps.get_data_parallel_group_gloo(with_context_parallel=True, partial_data_parallel=True)
+            replicas = ps.get_data_parallel_group(
+                with_context_parallel=True, partial_data_parallel=True
+            )
+            replicas_gloo = ps.get_data_parallel_group_gloo(
+                with_context_parallel=True, partial_data_parallel=True
+            )
             stage = ps.get_tensor_model_parallel_group
             all_stages = ps.get_model_parallel_group
         if self.pipelined:
@@ -158,12 +166,15 @@ class Learner:
             instance = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
         groups = _groups(self.ddp, config, experts=experts)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*there is no optimizer on RANK")  # a stage without experts
+            # a stage without experts
+            warnings.filterwarnings("ignore", message=".*there is no optimizer on RANK")
             optimizer = _get_megatron_optimizer_based_on_param_groups(
                 config=config,
                 model_chunks=[self.ddp],
                 param_groups=groups,
-                per_model_buffers={0: self.ddp.expert_parallel_buffers if experts else self.ddp.buffers},
+                per_model_buffers={
+                    0: self.ddp.expert_parallel_buffers if experts else self.ddp.buffers
+                },
                 model_parallel_group=shards,
                 data_parallel_group=replicas,
                 data_parallel_group_gloo=replicas_gloo,
@@ -185,7 +196,11 @@ class Learner:
 
         Under the distributed optimizer that is this replica's piece; a parameter without such a piece is left out.
         """
-        copies = {id(model): copy for part in self.parts for model, copy in _float32_copies(part.optimizer)}
+        copies = {
+            id(model): copy
+            for part in self.parts
+            for model, copy in _float32_copies(part.optimizer)
+        }
         for name, parameter in self.ddp.module.named_parameters():
             outer = self.part_of(parameter).optimizer
             inner = copies.get(id(parameter), parameter)
@@ -211,7 +226,9 @@ class Learner:
     def finalize(self, *_: Any, **__: Any) -> None:
         """Sum gradients over replicas, then over ranks that share norms (sequence parallel) or tied embeddings."""
         if self.pipelined:
-            self._biases_before = [(bias, bias.clone()) for bias in experts.biases(self.ddp).values()]
+            self._biases_before = [
+                (bias, bias.clone()) for bias in experts.biases(self.ddp).values()
+            ]
             finalize_model_grads([self.ddp])  # also updates the routers' biases
         else:
             self.ddp.finish_grad_sync()
@@ -227,7 +244,9 @@ class Learner:
             return norm, False
         if self.adam.clip_grad > 0:
             for part in self.parts:
-                clip_grad_by_total_norm_fp32(part.optimizer.get_parameters(), self.adam.clip_grad, norm)
+                clip_grad_by_total_norm_fp32(
+                    part.optimizer.get_parameters(), self.adam.clip_grad, norm
+                )
         self.steps += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate()
@@ -243,8 +262,14 @@ class Learner:
         Updates of the run whose moments this one continues with count in the warm-up only. The decay counts by `pace`.
         """
         adam, step = self.adam, self.steps
-        warmup = min(1.0, (step + self.updates_before) / adam.warmup_steps) if adam.warmup_steps else 1.0
-        decay = max(0.1, 1 - 0.9 * (self._pace.steps or step) / adam.decay_steps) if adam.decay_steps else 1.0
+        warmup = (
+            min(1.0, (step + self.updates_before) / adam.warmup_steps) if adam.warmup_steps else 1.0
+        )
+        decay = (
+            max(0.1, 1 - 0.9 * (self._pace.steps or step) / adam.decay_steps)
+            if adam.decay_steps
+            else 1.0
+        )
         return adam.lr * min(warmup, decay)
 
     def finish_parameters(self) -> None:
@@ -259,9 +284,16 @@ def _is_expert(parameter: Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def _groups(ddp: DistributedDataParallel, config: MegatronConfig, *, experts: bool) -> list[dict[str, Any]]:
+def _groups(
+    ddp: DistributedDataParallel, config: MegatronConfig, *, experts: bool
+) -> list[dict[str, Any]]:
     """Make Megatron's parameter groups: matrices, and parameters without weight decay; none without parameters."""
-    common = {"lr_mult": 1.0, "is_expert_parallel": experts, "is_decoupled_lr": False, "default_config": True}
+    common = {
+        "lr_mult": 1.0,
+        "is_expert_parallel": experts,
+        "is_decoupled_lr": False,
+        "default_config": True,
+    }
     common |= {"max_lr": config.lr, "min_lr": config.min_lr}
     trained = [p for p in ddp.parameters() if p.requires_grad and _is_expert(p) == experts]
 
@@ -285,7 +317,10 @@ def _create_moments(part: Part, updates: int) -> None:
         for parameter in group["params"]:
             state = inner.state[parameter]
             if not state:
-                state |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                state |= {
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
                 if counts_in_state:
                     state["step"] = torch.tensor(float(updates))
     if not counts_in_state:
@@ -295,6 +330,9 @@ def _create_moments(part: Part, updates: int) -> None:
 
 def _float32_copies(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each bfloat16 parameter of Megatron's optimizer with its float32 copy; nothing for other parameters."""
-    groups = getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", [])
+    groups = (
+        getattr(optimizer, "float16_groups", []),
+        getattr(optimizer, "fp32_from_float16_groups", []),
+    )
     for models, copies in zip(*groups, strict=True):
         yield from zip(models, copies, strict=True)

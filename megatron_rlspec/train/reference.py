@@ -89,13 +89,25 @@ class Reference:
     def _report_distribution(
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), self._distribution(batch, hidden)[1]
+        return (
+            hidden.new_zeros(()),
+            torch.zeros((), dtype=torch.int),
+            self._distribution(batch, hidden)[1],
+        )
 
     def _report_drift(
-        self, reference: Iterator[Tensor], batch: PackedBatch, packed: PackedSequences, hidden: Tensor
+        self,
+        reference: Iterator[Tensor],
+        batch: PackedBatch,
+        packed: PackedSequences,
+        hidden: Tensor,
     ) -> tuple[Tensor, Tensor, Sums]:
         head, logp = self._distribution(batch, hidden)
-        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), drift_sums(head, logp, next(reference))
+        return (
+            hidden.new_zeros(()),
+            torch.zeros((), dtype=torch.int),
+            drift_sums(head, logp, next(reference)),
+        )
 
     def _distribution(self, batch: PackedBatch, hidden: Tensor) -> tuple[VocabParallelHead, Tensor]:
         """Return the head and log-probabilities `[n, V / tensor]` of at most `ROWS` of the trained tokens."""

@@ -34,7 +34,10 @@ from megatron.core.transformer.multi_token_prediction import (
     get_mtp_layer_spec,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
@@ -83,7 +86,13 @@ def launch_env() -> None:
     if "RANK" in os.environ:
         return
     port = free_port(JOBS)
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    alone = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({key: str(value) for key, value in alone.items()})
 
 
@@ -104,14 +113,18 @@ def _create_groups(parallel: ParallelConfig) -> None:
     world = int(os.environ["WORLD_SIZE"])
     shards = parallel.tensor * parallel.pipeline * parallel.context
     if world % shards:
-        raise ValueError(f"{world} ranks, but tensor × pipeline × context = {shards} must divide them")
+        raise ValueError(
+            f"{world} ranks, but tensor × pipeline × context = {shards} must divide them"
+        )
     if problem := parallel.expert_problem(world):
         raise ValueError(problem)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         loopback.bind_stores()
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=ranks.PATIENCE)
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo", timeout=ranks.PATIENCE
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -136,7 +149,8 @@ def leave() -> None:
 
     def act() -> None:
         with contextlib.suppress(Exception):
-            if torch.cuda.is_initialized():  # a rank that leaves ends what others still receive from it
+            # a rank that leaves ends what others still receive from it
+            if torch.cuda.is_initialized():
                 torch.cuda.synchronize(int(os.environ.get("LOCAL_RANK", "0")))
         with contextlib.suppress(Exception):
             shut_down()
@@ -169,7 +183,8 @@ def device_options() -> dict[str, Any]:
         "bias_dropout_fusion": gpu,
         "masked_softmax_fusion": False,
         # Megatron's own output layer refuses the option without Apex's kernel, though only other layers would use it.
-        "gradient_accumulation_fusion": has_transformer_engine() and layers._grad_accum_fusion_available,
+        "gradient_accumulation_fusion": has_transformer_engine()
+        and layers._grad_accum_fusion_available,
         "apply_rope_fusion": has_transformer_engine(),
         "batch_p2p_sync": gpu,
     }
@@ -211,7 +226,9 @@ def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
-        layer = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(**shared, moe_grouped_gemm=experts))
+        layer = copy.deepcopy(
+            get_gpt_layer_with_transformer_engine_spec(**shared, moe_grouped_gemm=experts)
+        )
     else:
         layer = _local_layer_spec(config, shared)
     if config.multi_latent_attention:
@@ -234,7 +251,9 @@ def eagle3_spec(config: TransformerConfig, *, first: bool) -> ModuleSpec:
 
 def _local_layer_spec(config: TransformerConfig, shared: Mapping[str, Any]) -> ModuleSpec:
     experts = shared["num_experts"] is not None
-    layer = copy.deepcopy(get_gpt_layer_local_spec(**shared, moe_grouped_gemm=False, normalization="RMSNorm"))
+    layer = copy.deepcopy(
+        get_gpt_layer_local_spec(**shared, moe_grouped_gemm=False, normalization="RMSNorm")
+    )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     mlp = _submodules(layer.submodules.mlp)
     for part in map(_submodules, (mlp.experts, mlp.shared_experts)) if experts else (mlp,):
@@ -282,13 +301,18 @@ def install() -> None:
     torch.cuda.Stream = _NoStream
     torch.cuda.current_stream = _NoStream  # experts' token counts, copied aside
     torch.cuda.stream = lambda _: contextlib.nullcontext()
-    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 does not define it without Transformer Engine
+    # 0.16.1 does not define it without Transformer Engine
+    if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     # Sizes of expert-parallel exchanges become numbers when they leave the GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
     # gloo gathers and scatters shares of one size only; tensor-parallel ranks have different shares of experts' tokens.
-    mappings._gather_along_first_dim = _also_uneven(mappings._gather_along_first_dim, _gather_uneven)
-    mappings._reduce_scatter_along_first_dim = _also_uneven(mappings._reduce_scatter_along_first_dim, _scatter_uneven)
+    mappings._gather_along_first_dim = _also_uneven(
+        mappings._gather_along_first_dim, _gather_uneven
+    )
+    mappings._reduce_scatter_along_first_dim = _also_uneven(
+        mappings._reduce_scatter_along_first_dim, _scatter_uneven
+    )
     # torch.compile would need a C++ compiler and half a minute on a CPU.
     TopKRouter._apply_expert_bias = inspect.unwrap(TopKRouter._apply_expert_bias)
     # Main calls isinstance() with Transformer Engine's classes, which do not exist without it.
@@ -299,7 +323,9 @@ def install() -> None:
     torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     # Forking the CUDA generator warns that the CPU's changed; here they are the same one.
-    logging.getLogger(megatron_random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
+    logging.getLogger(megatron_random.__name__).addFilter(
+        lambda r: "CPU RNG state changed" not in r.getMessage()
+    )
     _let_cuda_mean_cpu()
 
 
@@ -307,10 +333,14 @@ def _as_numbers(x: Any, as_numpy: bool = False, **_: Any) -> Any:
     return x.numpy() if as_numpy and isinstance(x, torch.Tensor) else x
 
 
-def _also_uneven(even: Callable[..., Tensor], uneven: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _also_uneven(
+    even: Callable[..., Tensor], uneven: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
     """Return a function that calls `uneven` if the ranks' sizes of dimension 0 are given, else Megatron's `even`."""
 
-    def either(x: Tensor, group: dist.ProcessGroup, shares: Any = None, *rest: Any, **named: Any) -> Tensor:
+    def either(
+        x: Tensor, group: dist.ProcessGroup, shares: Any = None, *rest: Any, **named: Any
+    ) -> Tensor:
         if shares is None or group.size() == 1:
             return even(x, group, shares, *rest, **named)
         return uneven(x, group, [int(share) for share in shares])
@@ -357,7 +387,8 @@ def _let_cuda_mean_cpu() -> None:
     `Tensor.type()` names a CUDA float type, which Megatron's optimizers assert. A torch function mode could do the
     same. It would take a quarter of a small training step, because every call of torch would pass through it.
     """
-    _device_constructors()  # `with torch.device(...)` compares with the functions that it finds at its first use
+    # `with torch.device(...)` compares with the functions that it finds at its first use
+    _device_constructors()
     for name in _CONSTRUCTORS:
         setattr(torch, name, _without_cuda(getattr(torch, name)))
     to: Any = torch.Tensor.to
@@ -367,7 +398,9 @@ def _let_cuda_mean_cpu() -> None:
     def moved(x: Tensor, *args: Any, **named: Any) -> Tensor:
         if _is_cuda(named.get("device")):
             named["device"] = torch.cuda.current_device()
-        return to(x, *(torch.cuda.current_device() if _is_cuda(arg) else arg for arg in args), **named)
+        return to(
+            x, *(torch.cuda.current_device() if _is_cuda(arg) else arg for arg in args), **named
+        )
 
     @functools.wraps(kind)
     def cuda_type(x: Tensor, *args: Any, **named: Any) -> Any:
@@ -401,4 +434,6 @@ def _without_cuda(construct: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _is_cuda(x: Any) -> bool:
-    return (isinstance(x, str) and x.startswith("cuda")) or (isinstance(x, torch.device) and x.type == "cuda")
+    return (isinstance(x, str) and x.startswith("cuda")) or (
+        isinstance(x, torch.device) and x.type == "cuda"
+    )

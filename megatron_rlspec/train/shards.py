@@ -43,7 +43,12 @@ def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, Tens
     return {renumber(name): tensor for name, tensor in held.items()}
 
 
-def load(table: NameTable, modules: list[nn.Module], config: TransformerConfig, tensors: Mapping[str, Tensor]) -> None:
+def load(
+    table: NameTable,
+    modules: list[nn.Module],
+    config: TransformerConfig,
+    tensors: Mapping[str, Tensor],
+) -> None:
     """Copy every tensor that this rank holds a shard of, cast to its type.
 
     Raises CheckpointError where `tensors` lacks one, or has it in another shape.
@@ -56,7 +61,11 @@ def load(table: NameTable, modules: list[nn.Module], config: TransformerConfig, 
     missing = [hf for name in wanted for hf in table.row(name).hf if hf not in tensors]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        hint = "; the drafter can also be initialised fresh" if missing[0] in table.drafter_names else ""
+        hint = (
+            "; the drafter can also be initialised fresh"
+            if missing[0] in table.drafter_names
+            else ""
+        )
         raise CheckpointError(f"the checkpoint has no {missing[0]}{more}{hint}")
     for name, parameter in wanted.items():
         row = table.row(name)
@@ -104,7 +113,9 @@ def export(
         yield from export_stage(table, held, source, config, live)
 
 
-def whole(table: NameTable, held: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def whole(
+    table: NameTable, held: Mapping[str, Tensor], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors under Hugging Face names on `device`, on every rank; collective over tensor-parallel ranks.
 
     `held`: shards by canonical name, on any device, of a module without experts that is whole on this pipeline stage.
@@ -116,7 +127,11 @@ def whole(table: NameTable, held: Mapping[str, Tensor], device: torch.device) ->
 
 
 def export_stage(
-    table: NameTable, held: dict[str, Tensor], source: int, config: TransformerConfig, live: bool = False
+    table: NameTable,
+    held: dict[str, Tensor],
+    source: int,
+    config: TransformerConfig,
+    live: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield one pipeline stage's tensors as `export` does: full, under Hugging Face names, on rank 0.
 
@@ -128,7 +143,11 @@ def export_stage(
     for name, full in _stage_tensors(table, held, source, stage, config):
         for hf, tensor in table.to_hf(name, full):
             # A copy unless `live`: the next step changes the parameter itself.
-            kept = tensor if live else tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            kept = (
+                tensor
+                if live
+                else tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            )
             yield hf, kept.contiguous()
 
 
@@ -137,16 +156,24 @@ def _stage_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather one stage's parameters over its tensor- and expert-parallel ranks and send them to rank 0."""
     tensor_size = ps.get_tensor_model_parallel_world_size()
-    first_shard = ps.get_tensor_model_parallel_rank() == 0 and ps.get_expert_model_parallel_rank() == 0
+    first_shard = (
+        ps.get_tensor_model_parallel_rank() == 0 and ps.get_expert_model_parallel_rank() == 0
+    )
     pipeline = ps.get_pipeline_model_parallel_group()
     target = dist.get_process_group_ranks(pipeline)[0]
     origin = dist.get_process_group_ranks(pipeline)[source]
-    plan: list[Any] = [[(name, *_full_shape(table, name, p, tensor_size)) for name, p in held.items()]]
+    plan: list[Any] = [
+        [(name, *_full_shape(table, name, p, tensor_size)) for name, p in held.items()]
+    ]
     if source != 0 and first_shard:
         dist.broadcast_object_list(plan, src=origin, group=pipeline)
     for name, shape, dtype in plan[0]:
         names = _of_all_ranks(name, config)
-        parts = _whole(table, names, held[name].detach(), first_shard) if stage == source else [None] * len(names)
+        parts = (
+            _whole(table, names, held[name].detach(), first_shard)
+            if stage == source
+            else [None] * len(names)
+        )
         if not first_shard or stage not in (0, source):
             continue
         for each, part in zip(names, parts, strict=True):
@@ -166,7 +193,11 @@ def _whole(table: NameTable, names: list[str], shard: Tensor, first_shard: bool)
     size = ps.get_tensor_model_parallel_world_size()
     if len(names) == 1 and ps.get_expert_model_parallel_rank():
         return [None]  # the first expert-parallel rank has the same shard
-    group = ps.get_expert_tensor_and_model_parallel_group() if len(names) > 1 else ps.get_tensor_model_parallel_group()
+    group = (
+        ps.get_expert_tensor_and_model_parallel_group()
+        if len(names) > 1
+        else ps.get_tensor_model_parallel_group()
+    )
     shards = _gather(shard, group)
     if not first_shard:
         return [None] * len(names)
@@ -202,7 +233,9 @@ def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return shards
 
 
-def _full_shape(table: NameTable, name: str, parameter: Tensor, size: int) -> tuple[tuple[int, ...], torch.dtype]:
+def _full_shape(
+    table: NameTable, name: str, parameter: Tensor, size: int
+) -> tuple[tuple[int, ...], torch.dtype]:
     shape = list(parameter.shape)
     cut = table.row(name).cut
     if cut.dim is not None:

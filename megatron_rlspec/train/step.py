@@ -75,7 +75,9 @@ class Trainer:
         options = config.drafter
         self.table = shards.family(hf_config)
         if options.train and self.last_stage:
-            self.drafter = build_drafter(self.model_config, hf_config, options, config.train.seed + 1).to(self.device)
+            self.drafter = build_drafter(
+                self.model_config, hf_config, options, config.train.seed + 1
+            ).to(self.device)
             own = {"lr": options.lr, "weight_decay": 0.0, "warmup_steps": options.warmup_steps}
             adam = config.optimizer.model_copy(update=own)
             self.drafter_learner = Learner(self.drafter, adam, pipelined=False, pace=self.learner)
@@ -84,8 +86,10 @@ class Trainer:
         # After the models are built: layers with experts copy the configuration that they are built from.
         self.model_config.finalize_model_grads_func = self.learner.finalize
         self.model_config.no_sync_func = self.learner.ddp.no_sync if overlap else None
-        self.prediction: Prediction | None = None  # of the next rollout's acceptance, by the last GRPO step
-        self.sharpness: float | None = None  # of coupled drafts, by the newest prediction or measurement
+        # of the next rollout's acceptance, by the last GRPO step
+        self.prediction: Prediction | None = None
+        # of coupled drafts, by the newest prediction or measurement
+        self.sharpness: float | None = None
         self._steps = _predicted_steps(config) if options.train else ()
         self.temperature = training_temperature(config.rollout.temperature)
         self._head_is_finite: bool | None = None  # known during a step
@@ -190,7 +194,9 @@ class Trainer:
         metrics = means(totals)
         if train_policy:
             agree = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
-            norm, updated = self.learner.step(allowed=agree and math.isfinite(metrics["policy/loss"]))
+            norm, updated = self.learner.step(
+                allowed=agree and math.isfinite(metrics["policy/loss"])
+            )
             metrics |= {"policy/grad_norm": norm, "policy/skipped": float(not updated)}
         if self.config.drafter.train and train_drafter:
             metrics |= self._drafter_step()
@@ -216,7 +222,9 @@ class Trainer:
         return [self._from_last_stage(row) for row in rows]
 
     @torch.no_grad()
-    def accept_lengths(self, batches: Sequence[PackedBatch], steps: Sequence[int]) -> dict[int, float]:
+    def accept_lengths(
+        self, batches: Sequence[PackedBatch], steps: Sequence[int]
+    ) -> dict[int, float]:
         """Return the tokens per round that these texts accept with k drafts a round, for each k of `steps`.
 
         The texts are the policy's own. Drafts are coupled, with the best sharpness, if spec.drafts says so and the
@@ -224,8 +232,12 @@ class Trainer:
         """
         depth = max(steps)
         self.policy.eval()
-        coupled = _drafts_coupled(self.config) and all(batch.noise_seeds is not None for batch in batches)
-        goal = DrafterObjective(depth, "ce", 1.0, tuple(steps), "position_keyed", sampled=False, coupled=coupled)
+        coupled = _drafts_coupled(self.config) and all(
+            batch.noise_seeds is not None for batch in batches
+        )
+        goal = DrafterObjective(
+            depth, "ce", 1.0, tuple(steps), "position_keyed", sampled=False, coupled=coupled
+        )
         replay = DrafterStep(None, goal)
         if self.drafter is not None and self.drafter_step is not None:
             self.drafter.eval()
@@ -240,7 +252,9 @@ class Trainer:
         prediction = self._predicted(reduce_sums(found), tuple(steps))
         return {k: 1.0 if prediction is None else prediction.tokens_per_round(k) for k in steps}
 
-    def _predicted(self, totals: dict[str, list[float]], steps: tuple[int, ...]) -> Prediction | None:
+    def _predicted(
+        self, totals: dict[str, list[float]], steps: tuple[int, ...]
+    ) -> Prediction | None:
         prediction = prediction_of(totals, steps)
         self.sharpness = (prediction and prediction.sharpness) or self.sharpness
         return prediction
@@ -263,7 +277,9 @@ class Trainer:
             elif self.embedding is None:
                 self.embedding = torch.empty_like(self.policy.head_weight()).detach()
             dist.broadcast(
-                self.embedding, src=ps.get_pipeline_model_parallel_first_rank(), group=ps.get_embedding_group()
+                self.embedding,
+                src=ps.get_pipeline_model_parallel_first_rank(),
+                group=ps.get_embedding_group(),
             )
 
     def _learners(self) -> dict[str, Learner]:
@@ -274,9 +290,15 @@ class Trainer:
         parallel = self.config.parallel
         drafter = self.config.drafter
         layout: dict[str, Any] = {}
-        if self.drafter_step is not None and self.drafter_step.head is not None and self.drafter_step.words is not None:
+        if (
+            self.drafter_step is not None
+            and self.drafter_step.head is not None
+            and self.drafter_step.words is not None
+        ):
             words = zlib.crc32(self.drafter_step.words.numpy().tobytes())
-            layout["eagle3"] = f"the layers {list(taps_of(self.hf_config))} and the words {words:08x}"
+            layout["eagle3"] = (
+                f"the layers {list(taps_of(self.hf_config))} and the words {words:08x}"
+            )
         return layout | {
             "tensor": parallel.tensor,
             "pipeline": parallel.pipeline,
@@ -329,28 +351,38 @@ class Trainer:
         if step is not None:
             targets = _drafter_targets(batch)
             predict = objective == "grpo" and bool(step.objective.predicted_steps)
-            student = step.student(self._draft(batch, packed, hidden), targets, layer, predict=predict)
+            student = step.student(
+                self._draft(batch, packed, hidden), targets, layer, predict=predict
+            )
         shared = step is not None and step.shares_policy_logits
         observe = student.observe if student is not None and shared else None
         if train_policy:
             loss, sums = OBJECTIVES[objective](layer, batch, hidden, self.config.algorithm, observe)
         elif observe is not None:
-            with torch.no_grad():  # the same chunks of logits as with the policy's loss, so the same bits
+            # the same chunks of logits as with the policy's loss, so the same bits
+            with torch.no_grad():
                 layer.logprobs(batch, hidden, observe=observe)
         if step is not None and student is not None:
-            drafter_loss, drafter_sums = step.learn(student, targets, None if shared else _drafted(batch, hidden))
+            drafter_loss, drafter_sums = step.learn(
+                student, targets, None if shared else _drafted(batch, hidden)
+            )
             sums |= drafter_sums
             drafter_loss.backward()
         return loss, torch.zeros((), dtype=torch.int), sums
 
     def _draft(self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> list[Tensor]:
         """Run the drafter's forward; return the input of the output layer, `[T, H]` per depth."""
-        assert self.drafter is not None and self.drafter_learner is not None and self.embedding is not None
+        assert (
+            self.drafter is not None
+            and self.drafter_learner is not None
+            and self.embedding is not None
+        )
         if DRAFTER in self.hf_config:
             hidden = self.policy.taps()
         if DRAFTER in self.hf_config or batch.drafter_part is not None:
             hidden, batch = _drafted(batch, hidden), batch.drafter_part or batch
-            packed = describe(batch, self.drafter.config, self.rope, self.device)  # of the drafter's heads
+            # of the drafter's heads
+            packed = describe(batch, self.drafter.config, self.rope, self.device)
         tokens = [to_device(tokens, self.device) for tokens in batch.drafter_tokens]
         positions = to_device(batch.position_ids, self.device)
         return self.drafter_learner.ddp(hidden.detach(), tokens, self.embedding, positions, packed)
@@ -381,7 +413,11 @@ class Trainer:
         if ps.get_pipeline_model_parallel_world_size() == 1:
             return x
         x = x.to(self.device)
-        dist.broadcast(x, ps.get_pipeline_model_parallel_last_rank(), group=ps.get_pipeline_model_parallel_group())
+        dist.broadcast(
+            x,
+            ps.get_pipeline_model_parallel_last_rank(),
+            group=ps.get_pipeline_model_parallel_group(),
+        )
         return x.cpu()
 
     def _drafter_step(self) -> dict[str, float]:
@@ -444,7 +480,9 @@ def _predicted_steps(config: Config) -> tuple[int, ...]:
     spec = config.spec
     if spec.mode == "off":
         return ()
-    if spec.verifier == "rejection" and (config.drafter.loss == "ce" or not _taught_what_is_sampled(config)):
+    if spec.verifier == "rejection" and (
+        config.drafter.loss == "ce" or not _taught_what_is_sampled(config)
+    ):
         return ()
     steps = spec.candidate_steps if spec.mode == "adaptive" else (spec.num_steps,)
     return tuple(sorted({k for k in steps if k > 0}))

@@ -46,10 +46,14 @@ class Varlen:
         q = tuple(rows for rows, _, _ in pieces)
         k = tuple(keys for _, _, keys in pieces)
         ends = list(accumulate(k))
-        in_order = all(first == end - keys for (_, first, keys), end in zip(pieces, ends, strict=True))
+        in_order = all(
+            first == end - keys for (_, first, keys), end in zip(pieces, ends, strict=True)
+        )
         rows = None
         if not in_order:
-            rows = to_device(torch.cat([torch.arange(first, first + keys) for _, first, keys in pieces]), device)
+            rows = to_device(
+                torch.cat([torch.arange(first, first + keys) for _, first, keys in pieces]), device
+            )
         return cls(q, k, _cumulative(q, device), _cumulative(k, device), rows)
 
     @cached_property
@@ -75,13 +79,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Varlen, scale: float) -> tup
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Varlen, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pieces: Varlen,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv. `out` and `lse` may be those of a softmax that includes further keys."""
     keys = len(k)
     k, v = _gathered(pieces, k, v)
     if _has_flash(q):
-        unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)  # the generator's state, for dropout
+        # the generator's state, for dropout
+        unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)
         dq, dk, dv = _aten._flash_attention_backward(
             grad,
             q,
@@ -101,7 +113,9 @@ def attend_backward(
         dq, dk, dv = _blocked_backward(grad, q, k, v, out, lse, pieces, scale)
     if pieces.key_rows is not None:
         # A key row belongs to two pieces at most, so the order of a GPU's additions does not matter.
-        dk, dv = (x.new_zeros(keys, *x.shape[1:]).index_add_(0, pieces.key_rows, x) for x in (dk, dv))
+        dk, dv = (
+            x.new_zeros(keys, *x.shape[1:]).index_add_(0, pieces.key_rows, x) for x in (dk, dv)
+        )
     return dq, dk, dv
 
 
@@ -127,7 +141,9 @@ def _gathered(pieces: Varlen, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.index_select(0, pieces.key_rows), v.index_select(0, pieces.key_rows)
 
 
-def _blocked(q: Tensor, k: Tensor, v: Tensor, pieces: Varlen, scale: float) -> tuple[Tensor, Tensor]:
+def _blocked(
+    q: Tensor, k: Tensor, v: Tensor, pieces: Varlen, scale: float
+) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     for rows, keys in _blocks(pieces, q.shape[1]):
@@ -140,7 +156,14 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, pieces: Varlen, scale: float) -> t
 
 
 def _blocked_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Varlen, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pieces: Varlen,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[1]
     dq = torch.empty_like(q)

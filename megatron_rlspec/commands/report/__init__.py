@@ -15,23 +15,43 @@ from typing import Any
 from megatron_rlspec import arguments, files
 from megatron_rlspec.commands.report import charts, figures
 from megatron_rlspec.commands.report.charts import short
-from megatron_rlspec.commands.report.records import ComparisonTable, Run, SampleRow, options_of, read_run
+from megatron_rlspec.commands.report.records import (
+    ComparisonTable,
+    Run,
+    SampleRow,
+    options_of,
+    read_run,
+)
 from megatron_rlspec.records import metric_names
 from megatron_rlspec.speculation.acceptance import accept_length
 
 HERE = Path(__file__).parent
 SAMPLES_SHOWN = 40
 MOVES_SHOWN = 40
-SUMMED = ("rollout/reward", "rollout/accept_length", "rollout/tokens_per_second", "rollout/response_length")
+SUMMED = (
+    "rollout/reward",
+    "rollout/accept_length",
+    "rollout/tokens_per_second",
+    "rollout/response_length",
+)
 LAST_SHARE, LAST_LEAST = 0.1, 5  # of the steps, over which the summary takes its means
 
 
 def parser() -> arguments.Parser:
     p = arguments.Parser(
-        prog="rlspec report", description=__doc__.partition(": ")[2], example="rlspec report runs/mine"
+        prog="rlspec report",
+        description=__doc__.partition(": ")[2],
+        example="rlspec report runs/mine",
     )
-    p.add_argument("run_dir", type=Path, nargs="+", metavar="RUN_DIR", help="train.run_dir of a run")
-    p.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in RUN_DIR; of several: runs.html")
+    p.add_argument(
+        "run_dir", type=Path, nargs="+", metavar="RUN_DIR", help="train.run_dir of a run"
+    )
+    p.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html in RUN_DIR; of several: runs.html",
+    )
     return p
 
 
@@ -39,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
     """Write the page and print its path. Raises RecordError and FileError."""
     own = parser()
     options = own.parse_args(argv)
-    out = options.out or options.run_dir[0] / ("report.html" if len(options.run_dir) == 1 else "runs.html")
+    out = options.out or options.run_dir[0] / (
+        "report.html" if len(options.run_dir) == 1 else "runs.html"
+    )
     runs = [read_run(directory) for directory in options.run_dir]
     for directory, run in zip(options.run_dir, runs, strict=True):
         if not run.steps:
@@ -47,9 +69,11 @@ def main(argv: list[str] | None = None) -> int:
                 f"{directory}: no metrics.jsonl with at least one step; expected a run directory of `rlspec train`"
             )
     reads = {f"the run {directory}": directory for directory in options.run_dir}
-    files.check_outputs({"--out": out}, {} if out.resolve().suffix == ".html" else reads)  # an older page is replaced
+    # an older page is replaced
+    files.check_outputs({"--out": out}, {} if out.resolve().suffix == ".html" else reads)
     page = render(distinct(runs, options.run_dir))
-    files.write_output(out, page.encode("utf-8", "replace"))  # half a surrogate pair in a text becomes "?"
+    # half a surrogate pair in a text becomes "?"
+    files.write_output(out, page.encode("utf-8", "replace"))
     print(out)
     return 0
 
@@ -57,7 +81,11 @@ def main(argv: list[str] | None = None) -> int:
 def distinct(runs: Sequence[Run], directories: Sequence[Path]) -> list[Run]:
     """Name each run by the last two parts of its path, or by its path where those are equal."""
     short_names = ["/".join(directory.resolve().parts[-2:]) for directory in directories]
-    names = short_names if len(set(short_names)) == len(runs) else [str(directory) for directory in directories]
+    names = (
+        short_names
+        if len(set(short_names)) == len(runs)
+        else [str(directory) for directory in directories]
+    )
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
@@ -80,8 +108,14 @@ def render(runs: Sequence[Run]) -> str:
         runs=[_about(run) for run in runs],
         one=one,
         drawings=drawings,
-        moves=[(row.step + 1, move) for row in one.rollouts for move in row.moves][-MOVES_SHOWN:] if one else [],
-        sizes=[(row.step + 1, change) for row in one.rollouts for change in row.sizes][-MOVES_SHOWN:] if one else [],
+        moves=[(row.step + 1, move) for row in one.rollouts for move in row.moves][-MOVES_SHOWN:]
+        if one
+        else [],
+        sizes=[(row.step + 1, change) for row in one.rollouts for change in row.sizes][
+            -MOVES_SHOWN:
+        ]
+        if one
+        else [],
         unusual=_unusual(one) if one else [],
         unlike=[] if one else _unlike_engines(runs),
         compared=_compared_drafters(one.comparison) if one and one.comparison else [],
@@ -97,17 +131,26 @@ def render(runs: Sequence[Run]) -> str:
 def _about(run: Run) -> dict[str, Any]:
     """Return what the head of the page says about a run."""
     facts: dict[str, str] = {}
-    times = [float(record["time"]) for record in run.steps if isinstance(record.get("time"), int | float)]
+    times = [
+        float(record["time"]) for record in run.steps if isinstance(record.get("time"), int | float)
+    ]
     if run.starts:
         newest = run.starts[-1]
         facts["command"] = newest.command
-        facts["versions"] = ", ".join(f"{name} {version}" for name, version in newest.versions.items())
+        facts["versions"] = ", ".join(
+            f"{name} {version}" for name, version in newest.versions.items()
+        )
         facts["ranks"] = str(newest.ranks)
         times.insert(0, run.starts[0].time)
         if len(run.starts) > 1:
-            facts["resumed"] = "at step " + ", ".join(str(start.step + 1) for start in run.starts[1:])
+            facts["resumed"] = "at step " + ", ".join(
+                str(start.step + 1) for start in run.starts[1:]
+            )
     if len(times) > 1 and all(0 <= moment < 1e11 for moment in (times[0], times[-1])):
-        begin, end = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) for moment in (times[0], times[-1]))
+        begin, end = (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+            for moment in (times[0], times[-1])
+        )
         facts["date"] = f"{begin} to {end} ({duration(times[-1] - times[0])})"
     options = options_of(run.config)
     wanted = options.get("train.steps", "")
@@ -129,7 +172,13 @@ def duration(seconds: float) -> str:
     """Return seconds as text, in the two largest units."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return (
+        f"{hours} h {minutes} min"
+        if hours
+        else f"{minutes} min {rest} s"
+        if minutes
+        else f"{rest} s"
+    )
 
 
 def _mean_of_last(run: Run, key: str) -> tuple[float, float, int]:
@@ -164,7 +213,9 @@ def _samples(rows: Sequence[SampleRow]) -> list[dict[str, Any]]:
         values = row.model_dump()
         values["pieces"] = [(row.response, False)] if row.pieces is None else row.pieces
         values["reward"] = math.nan if row.reward is None else row.reward
-        values["accept_length"] = f"{accept_length(row.accepted):.2f}" if any(row.accepted) else "plain"
+        values["accept_length"] = (
+            f"{accept_length(row.accepted):.2f}" if any(row.accepted) else "plain"
+        )
         found.append(values)
     return found
 
@@ -178,7 +229,9 @@ def _compared_drafters(table: ComparisonTable) -> list[list[str]]:
     rows = []
     for row in (*table.accept_lengths, *(row for row in table.differences if row.drafter == first)):
         what = f"{row.drafter} - {row.minus}" if row.minus else row.drafter
-        rows.append([str(row.steps), what, f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]", row.shown])
+        rows.append(
+            [str(row.steps), what, f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]", row.shown]
+        )
     return rows
 
 
@@ -186,7 +239,11 @@ def _differing_options(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """Return (option, its value in each run) of every option that is not the same in all."""
     known = [options_of(run.config) for run in runs]
     names = sorted(set().union(*known))
-    return [(name, *(k.get(name, "") for k in known)) for name in names if len({k.get(name) for k in known}) > 1]
+    return [
+        (name, *(k.get(name, "") for k in known))
+        for name in names
+        if len({k.get(name) for k in known}) > 1
+    ]
 
 
 def _glossary(drawings: Sequence[charts.Drawing]) -> Mapping[str, metric_names.Metric]:

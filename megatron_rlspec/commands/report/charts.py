@@ -81,7 +81,12 @@ class Drawing:
 
 
 def lines(
-    title: str, series: Sequence[Series], *, note: str = "", unit: str = "", marks: Sequence[Mark] = ()
+    title: str,
+    series: Sequence[Series],
+    *,
+    note: str = "",
+    unit: str = "",
+    marks: Sequence[Mark] = (),
 ) -> Drawing:
     """Draw lines over steps: the mean over a window, the 95 % interval of that mean, and single steps as dots."""
     with matplotlib.rc_context(STYLE):
@@ -128,7 +133,9 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     if size == 1:
         return known
     parts = [known[i : i + size] for i in range(0, len(known), size)]
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+    return [
+        (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts
+    ]
 
 
 def smooth(points: Points) -> list[tuple[float, float, float, float]] | None:
@@ -141,7 +148,8 @@ def smooth(points: Points) -> list[tuple[float, float, float, float]] | None:
     half = max(2, len(points) // WINDOWS // 2)
     found = []
     for i, (x, _) in enumerate(points):
-        first = min(max(0, i - half), len(points) - 2 * half - 1)  # windows at the ends are as long as the others
+        # windows at the ends are as long as the others
+        first = min(max(0, i - half), len(points) - 2 * half - 1)
         mean, error = interval([y for _, y in points[first : first + 2 * half + 1]])
         found.append((x, mean, mean - error, mean + error))
     return found
@@ -189,5 +197,6 @@ def _svg(figure: Figure, legend: bool) -> str:
     about = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", transparent=True, metadata=about)
     text = file.getvalue()
-    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text[text.index("<svg") :], count=2)  # HTML knows both
+    # HTML knows both
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text[text.index("<svg") :], count=2)
     return text.replace(INK, "currentColor")

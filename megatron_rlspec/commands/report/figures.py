@@ -19,21 +19,38 @@ QUARTERS = {"1": "shortest quarter", "2": "second", "3": "third", "4": "longest 
 LINES: list[tuple[str, str, dict[str, str]]] = [
     ("Loss of the policy", "", {"policy/loss": "loss"}),
     ("Entropy", "nats/token", {"policy/entropy": "entropy"}),
-    ("Distance from the start", "", {"drift/kl": "KL, nats/token", "drift/changed": "share of changed tokens"}),
-    ("Engine beside trainer", "nats/token", {"policy/train_rollout_logprob_abs_diff": "|log-prob difference|"}),
+    (
+        "Distance from the start",
+        "",
+        {"drift/kl": "KL, nats/token", "drift/changed": "share of changed tokens"},
+    ),
+    (
+        "Engine beside trainer",
+        "nats/token",
+        {"policy/train_rollout_logprob_abs_diff": "|log-prob difference|"},
+    ),
     ("Age of the trained tokens", "steps", {"policy/staleness": "age of the weights"}),
     ("Gradient norms", "", {"policy/grad_norm": "policy", "drafter/grad_norm": "drafter"}),
     ("Drafter's objective", "", {"drafter/objective": "sum over depths"}),
     ("Failed rewards", "samples", {"rollout/failed_rewards": "failed"}),
     ("Restarted engines", "", {"engine/restarts": "restarts"}),
-    ("Response length", "tokens", {f"rollout/{name}_response": name for name in ("median", "p90", "longest")}),
+    (
+        "Response length",
+        "tokens",
+        {f"rollout/{name}_response": name for name in ("median", "p90", "longest")},
+    ),
     ("Truncated responses", "share", {"rollout/truncated": "truncated"}),
     ("Rollout speed", "tokens/s", {"rollout/tokens_per_second": "tokens/s"}),
     ("Time of a decode round", "ms", {"spec/ms_per_round": "mean"}),
     ("Samples that go on in the next step", "", {"rollout/over_drawn": "samples"}),
     ("Tokens of samples that were continued", "", {"rollout/continued_tokens": "tokens"}),
 ]
-UNLESS_ZERO = {"rollout/over_drawn", "rollout/continued_tokens", "rollout/failed_rewards", "engine/restarts"}
+UNLESS_ZERO = {
+    "rollout/over_drawn",
+    "rollout/continued_tokens",
+    "rollout/failed_rewards",
+    "engine/restarts",
+}
 # Title, unit, key: one line a run, where several runs are compared.
 COMPARED = [
     ("Reward", "", "rollout/reward"),
@@ -56,8 +73,19 @@ def of_run(run: Run) -> list[Drawing]:
     records = run.steps
     keys = {key for record in records for key in record}
     found = [
-        _lines("Reward", "", records, {"rollout/reward": "training"}, marks=evaluations(records, run.events, "reward")),
-        _lines("Reward by length", "", records, {f"rollout/reward_quarter_{q}": QUARTERS[q] for q in QUARTERS}),
+        _lines(
+            "Reward",
+            "",
+            records,
+            {"rollout/reward": "training"},
+            marks=evaluations(records, run.events, "reward"),
+        ),
+        _lines(
+            "Reward by length",
+            "",
+            records,
+            {f"rollout/reward_quarter_{q}": QUARTERS[q] for q in QUARTERS},
+        ),
         _lines(
             "Accept length",
             "tokens/round",
@@ -126,7 +154,11 @@ def evaluations(records: Records, events: Sequence[EventRow], field: str) -> lis
         if math.isnan(x):
             continue
         error = 0.0
-        if field == "reward" and number(values.get("samples")) > 0 and number(values.get("reward_std")) >= 0:
+        if (
+            field == "reward"
+            and number(values.get("samples")) > 0
+            and number(values.get("reward_std")) >= 0
+        ):
             error = 1.96 * values["reward_std"] / math.sqrt(values["samples"])
         found[str(values.get("set", "")), x] = Mark(x, value, value - error, value + error)
     return list(found.values())
@@ -147,12 +179,22 @@ def _lines(
 
 def _depths(records: Records, prefix: str) -> list[str]:
     """Return the keys of a family, by depth."""
-    found = {int(k.removeprefix(prefix)): k for r in records for k in r if re.fullmatch(prefix + r"\d{1,3}", k)}
+    found = {
+        int(k.removeprefix(prefix)): k
+        for r in records
+        for k in r
+        if re.fullmatch(prefix + r"\d{1,3}", k)
+    }
     return [found[depth] for depth in sorted(found)]
 
 
 def _by_depth(title: str, unit: str, records: Records, prefix: str) -> Drawing | None:
-    return _lines(title, unit, records, {key: f"depth {key.removeprefix(prefix)}" for key in _depths(records, prefix)})
+    return _lines(
+        title,
+        unit,
+        records,
+        {key: f"depth {key.removeprefix(prefix)}" for key in _depths(records, prefix)},
+    )
 
 
 def _accept_by_depth(records: Records) -> Drawing | None:
@@ -165,9 +207,15 @@ def _accept_by_depth(records: Records) -> Drawing | None:
         later = {left["step"]: right["step"] for left, right in pairwise(records)}
         ahead = points_of(records, f"predict/next_tokens_k{depth + 1}")
         if expected := [(later[x - 1] + 1.0, y) for x, y in ahead if x - 1 in later]:
-            series.append(Series(f"{label}, predicted", expected, "", depth, dashed=True, listed=False))
+            series.append(
+                Series(f"{label}, predicted", expected, "", depth, dashed=True, listed=False)
+            )
     note = "Tokens a round of n drafts would yield, from the acceptance at each depth. Dashed: predicted a step ahead."
-    return charts.lines("Accept length by depth", series, note=note, unit="tokens/round") if series else None
+    return (
+        charts.lines("Accept length by depth", series, note=note, unit="tokens/round")
+        if series
+        else None
+    )
 
 
 def _chain(records: Records, prefix: str, depth: int) -> Points:
@@ -185,14 +233,22 @@ def _chain(records: Records, prefix: str, depth: int) -> Points:
 
 
 def _configurations(records: Records, keys: set[str]) -> Drawing | None:
-    shares = sorted((key for key in keys if key.startswith("spec/share_")), key=lambda key: (len(key), key))
+    shares = sorted(
+        (key for key in keys if key.startswith("spec/share_")), key=lambda key: (len(key), key)
+    )
     series: list[Series] = []
     for key in shares:
         name = key.removeprefix("spec/share_")
         if any(share > 0 for _, share in points_of(records, key)):
-            series.append(Series(name, points_of(records, key), key, -1 if name == "off" else len(series)))
+            series.append(
+                Series(name, points_of(records, key), key, -1 if name == "off" else len(series))
+            )
     note = "Share of a step's decode rounds under each configuration: k3 drafts three tokens, off drafts none."
-    return charts.bars("Which configuration ran when", series, note=note, unit="share") if series else None
+    return (
+        charts.bars("Which configuration ran when", series, note=note, unit="share")
+        if series
+        else None
+    )
 
 
 def _seconds(records: Records) -> Drawing | None:

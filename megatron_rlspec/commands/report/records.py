@@ -142,7 +142,11 @@ class Run:
     def changed_options(self) -> list[tuple[str, str, str]]:
         """Return (option, value, default) of every option that is not at its default."""
         defaults = options_of(Config().model_dump(mode="json"))
-        return [(k, v, defaults.get(k, "")) for k, v in options_of(self.config).items() if v != defaults.get(k)]
+        return [
+            (k, v, defaults.get(k, ""))
+            for k, v in options_of(self.config).items()
+            if v != defaults.get(k)
+        ]
 
 
 def options_of(config: Mapping[str, Any]) -> dict[str, str]:
@@ -168,7 +172,9 @@ def read_run(directory: Path) -> Run:
         events=read(directory / "events.jsonl", EventRow),
         samples=read(directory / "samples.jsonl", SampleRow),
         rollouts=read(directory / "moves.jsonl", TailRow),
-        starts=[row for row in read(directory / "process.jsonl", ProcessRow) if row.kind == "start"],
+        starts=[
+            row for row in read(directory / "process.jsonl", ProcessRow) if row.kind == "start"
+        ],
         comparison=_comparison(directory / "comparison.json"),
         config=options,
     )

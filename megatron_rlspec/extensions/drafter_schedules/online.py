@@ -48,7 +48,8 @@ class OnlineLearner:
         self.last_update = -1
         self.seconds = 0.0  # of the newest separate update
         self.updates = 0  # separate ones: the seed of the next draw
-        self._learned: dict[str, float] = {}  # metrics of an update beside a rollout, for the record of its step
+        # metrics of an update beside a rollout, for the record of its step
+        self._learned: dict[str, float] = {}
         if state:
             self.rule.restore(state["rule"])
             self.updates = int(state["updates"])
@@ -61,8 +62,13 @@ class OnlineLearner:
         if options.reward_weight == "none":
             return None
         known = [not failed(sample) for sample in samples]
-        of_samples = reward_weights([sample.reward for sample in samples], options.reward_weight, known)
-        return [np.full(len(s.tokens), weight, np.float32) for s, weight in zip(samples, of_samples, strict=True)]
+        of_samples = reward_weights(
+            [sample.reward for sample in samples], options.reward_weight, known
+        )
+        return [
+            np.full(len(s.tokens), weight, np.float32)
+            for s, weight in zip(samples, of_samples, strict=True)
+        ]
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Store the rollouts of a step, if updates learn from stored ones."""
@@ -93,7 +99,10 @@ class OnlineLearner:
             if rollout_seconds is not None:
                 spent = self.seconds if self.last_update == step else 0.0
                 hidden = min(spent, rollout_seconds)
-                metrics |= {"drafter/seconds_hidden": hidden, "drafter/seconds_added": spent - hidden}
+                metrics |= {
+                    "drafter/seconds_hidden": hidden,
+                    "drafter/seconds_added": spent - hidden,
+                }
         elif due and not options.separate:
             self.last_update = step
         elif due:
@@ -142,5 +151,9 @@ class OnlineLearner:
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
         """Return the state for a checkpoint: a JSON object, and the buffer's rollouts."""
-        state = {"rule": self.rule.state(), "updates": self.updates, "last_update": self.last_update}
+        state = {
+            "rule": self.rule.state(),
+            "updates": self.updates,
+            "last_update": self.last_update,
+        }
         return state, self.buffer.groups()

@@ -89,7 +89,10 @@ class Replay:
             return []
         older = held[: len(held) - self.newest]
         newest = held[len(older) :]
-        return [Group(part[0].prompt if part else Prompt(0, np.zeros(0, np.int32)), part) for part in (older, newest)]
+        return [
+            Group(part[0].prompt if part else Prompt(0, np.zeros(0, np.int32)), part)
+            for part in (older, newest)
+        ]
 
     def restore(self, groups: Sequence[Group]) -> None:
         """Restore what `groups` returned, within this buffer's bounds."""

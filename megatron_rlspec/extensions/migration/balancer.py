@@ -92,7 +92,9 @@ class Balancer:
         return {"moves": moves, "sizes": self.sizes, "decision_seconds": self.seconds}
 
     def _run(self) -> None:
-        while not self._ended.wait(max(PERIOD, self._every * self._clock.seconds, self._last / SHARE)):
+        while not self._ended.wait(
+            max(PERIOD, self._every * self._clock.seconds, self._last / SHARE)
+        ):
             began = time.perf_counter()
             self._learn()
             loads = self._loads()
@@ -123,19 +125,32 @@ class Balancer:
         for one in moved:
             rounds = one.away_ms / 1e3 / self._clock.seconds
             self.moves.append(replace(one, rounds=rounds, tp=(size, change.tp)))
-            if one.kept and one.bytes and not one.paused:  # else the time is that of the whole change
+            # else the time is that of the whole change
+            if one.kept and one.bytes and not one.paused:
                 self._planner.moved([(one.bytes, one.ms)])
         if taken:
-            row = {"began": began - self._began, "from": size, "to": change.tp, "how": change.how, "ms": ms}
+            row = {
+                "began": began - self._began,
+                "from": size,
+                "to": change.tp,
+                "how": change.how,
+                "ms": ms,
+            }
             self.sizes.append(row | {"samples": sum(map(len, change.groups))})
             self._engines = dict(self._turns.second)
 
     def _learn(self) -> None:
         """Count the samples that have ended since the last look. Aborted ones say nothing."""
-        new = [sample for name, sample in list(self._owner.samples.items()) if name not in self._counted]
+        new = [
+            sample
+            for name, sample in list(self._owner.samples.items())
+            if name not in self._counted
+        ]
         self._counted |= {sample.request_id for sample in new}
         whole = [sample for sample in new if sample.status != "aborted"]
-        self._lengths.observe([len(sample.response) for sample in whole], [s.status == "truncated" for s in whole])
+        self._lengths.observe(
+            [len(sample.response) for sample in whole], [s.status == "truncated" for s in whole]
+        )
 
     def _loads(self) -> list[Load]:
         """Ask every engine. One that does not answer is left out; its `generate` tells the pool why."""
@@ -148,9 +163,15 @@ class Balancer:
                 del self._engines[name]
                 continue
             requests = dict(self._owner.on_engine(name))
-            running = [_as_asked(held, requests.pop(held.id)) for held in load.running if held.id in requests]
+            running = [
+                _as_asked(held, requests.pop(held.id))
+                for held in load.running
+                if held.id in requests
+            ]
             # Those that were moved to the engine, which does not decode them yet.
-            running += [held_of(request) for request in requests.values() if request.partial is not None]
+            running += [
+                held_of(request) for request in requests.values() if request.partial is not None
+            ]
             found.append(replace(load, engine=name, running=tuple(running)))
         self._clock.observe(found)
         return found
@@ -169,7 +190,9 @@ class Balancer:
         news = moved.refused and moved.refused != self._refused
         self._refused = moved.refused
         if moved.ids or news:
-            self.moves.append(replace(moved, rounds=moved.away_ms / 1e3 / self._clock.seconds, tp=tp))
+            self.moves.append(
+                replace(moved, rounds=moved.away_ms / 1e3 / self._clock.seconds, tp=tp)
+            )
         if moved.kept and moved.bytes:
             self._planner.moved([(moved.bytes, moved.ms)])
 

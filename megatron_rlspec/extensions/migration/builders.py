@@ -95,7 +95,11 @@ class MigratableEngines(ServedEngines):
                     f"tail.rebalance={config.tail.rebalance}, but the engine at {url} was started without "
                     f"--extensions {EXTENSION}"
                 )
-        number = config.rollout.engines * config.placement.tensor // config.second if config.second else 0
+        number = (
+            config.rollout.engines * config.placement.tensor // config.second
+            if config.second
+            else 0
+        )
         self.sizes |= {f"{SECOND}{index}": config.second for index in range(number)}
 
     @property
@@ -122,7 +126,11 @@ class MigratableEngines(ServedEngines):
         It starts after them, because SGLang takes its share of the memory that is free then. Raises EngineError as
         `wait`.
         """
-        first = {name: engine for name, engine in engines.items() if isinstance(engine, MigratableSGLangEngine)}
+        first = {
+            name: engine
+            for name, engine in engines.items()
+            if isinstance(engine, MigratableSGLangEngine)
+        }
         second: Engines = {}
         try:
             for engine in first.values():
@@ -130,7 +138,9 @@ class MigratableEngines(ServedEngines):
             processes = {name: self._launch(name) for name in self.sizes if name.startswith(SECOND)}
             for name, process in processes.items():
                 started = process.wait(self._startup)
-                second[name] = self.client.of(started, timeout=self._timeout, transport=self._transport)
+                second[name] = self.client.of(
+                    started, timeout=self._timeout, transport=self._transport
+                )
             for engine in second.values():
                 engine.sleep()
             for engine in first.values():
@@ -147,13 +157,19 @@ class MigratableEngines(ServedEngines):
         try:
             steps = calls(self._layout, *self._turning, self.sizes)
         except ValueError as error:
-            raise ConfigError(f"tail.tp={','.join(map(str, self._config.tail.tp))}: {error}") from None
+            raise ConfigError(
+                f"tail.tp={','.join(map(str, self._config.tail.tp))}: {error}"
+            ) from None
         return Turns(planner, *self._turning, steps, pool, health.pusher, health.speculate)
 
     def _command(self, name: str, index: int) -> tuple[list[str], dict[str, str]]:
         layout = self._layout
         sleeps = layout.together or bool(layout.second)
-        arguments = [*engine_arguments(self._config, layout, index, sleeps), "--extensions", EXTENSION]
+        arguments = [
+            *engine_arguments(self._config, layout, index, sleeps),
+            "--extensions",
+            EXTENSION,
+        ]
         environment = layout.environment(index)
         tp = self.sizes[name] if self._config.second else 1
         if tp > 1 and not layout.engines:
@@ -176,7 +192,8 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
         cost = LearntCost(Roofline.of_model(hf_config, draft_vocabulary=config.drafter.vocabulary))
     modes = rebalance.WAYS[tail.rebalance]
     if config.rollout.engine == "embedded" and isinstance(cost, LearntCost) and "kv" in modes:
-        modes = ("kv",)  # no clock enters a fleet's plan, so only a table tells how long a prefill takes
+        # no clock enters a fleet's plan, so only a table tells how long a prefill takes
+        modes = ("kv",)
     transport = rebalance.Transport(token_bytes=token_bytes(config, hf_config))
     return rebalance.Rebalancer(cost, _candidates(config), transport, rule=tail.rule, modes=modes)
 
@@ -203,7 +220,9 @@ def member(config: Config, budget: MakeBudget | None = None) -> Member:
     return Member(engine, ranks, planner, sizes, groups)
 
 
-def _sizes(config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine, ranks: int) -> TPPlanner:
+def _sizes(
+    config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine, ranks: int
+) -> TPPlanner:
     """Build the planner of the fleet's tensor-parallel size. Raises CostTableError and ConfigError."""
     for tp in config.tail.tp:
         try:
@@ -212,7 +231,9 @@ def _sizes(config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine,
             raise ConfigError(f"tail.tp: {error}") from None
     size = sum(shard.view.nbytes for shard in engine.model.tensors.values())
     wire = rebalance.WIRE
-    costs = SwitchCosts(size / wire / 1e6, token_bytes=token_bytes(config, hf_config), gigabytes_per_second=wire)
+    costs = SwitchCosts(
+        size / wire / 1e6, token_bytes=token_bytes(config, hf_config), gigabytes_per_second=wire
+    )
     return sizes_planner(config, costs, ranks)
 
 

@@ -29,7 +29,10 @@ def check(config: Config, ranks: int | None = None, because: str = "") -> None:
 
 def _of_moves(config: Config, ranks: int | None) -> Iterator[Problem]:
     yield from _of_continued_samples(config)
-    yield config.rollout.function, " does not move the conversations of rollout.function; expected off"
+    yield (
+        config.rollout.function,
+        " does not move the conversations of rollout.function; expected off",
+    )
     yield (
         config.rollout.engine == "embedded" and ranks == 1,
         " moves samples between engines, and rollout.engine=embedded runs one on each rank; expected several ranks, "
@@ -49,14 +52,20 @@ def _of_sizes(config: Config, ranks: int | None, because: str) -> Iterator[Probl
     options = f"--engine embedded --tp {sizes}" if embedded else f"--tp {sizes}"
     yield not tail.cost_table, f" needs tail.cost_table; rlspec profile {options} writes it"
     if embedded and ranks:
-        yield ranks % tail.tp[-1], f" needs a multiple of {tail.tp[-1]} ranks, but {because or ranks}"
+        yield (
+            ranks % tail.tp[-1],
+            f" needs a multiple of {tail.tp[-1]} ranks, but {because or ranks}",
+        )
 
 
 def _of_second_fleet(config: Config) -> Iterator[Problem]:
     tail = config.tail
     tensor = config.placement.tensor
     devices = config.rollout.engines * tensor
-    yield config.rollout.urls, ": a second fleet needs engines that the run starts; expected no rollout.urls"
+    yield (
+        config.rollout.urls,
+        ": a second fleet needs engines that the run starts; expected no rollout.urls",
+    )
     yield (
         len(tail.tp) != 2 or tail.tp[0] != tensor,
         f": with SGLang engines, expected placement.tensor={tensor} and the size of a second fleet, such as "

@@ -61,15 +61,21 @@ class MigratableSGLangEngine(SGLangEngine):
         try:
             running = tuple(Held(*row) for row in found["running"])
             version, tp = int(found["version"]), int(found["tp"])
-            return Load(self.url, running, found["waiting"], found["free_tokens"], version, tp, self.node)
+            return Load(
+                self.url, running, found["waiting"], found["free_tokens"], version, tp, self.node
+            )
         except (KeyError, TypeError, ValueError):
             raise self.not_an_engine("control/progress", found) from None
 
     def offer(self, version: int, notes: Sequence[TransferRequest]) -> list[Reservation]:
         """Reserve room for samples until they arrive, `withdraw`, or a push. Raises RefusedError for other versions."""
-        rows = [{"id": note.id, "tokens": note.tokens.tolist(), "upto": note.upto} for note in notes]
+        rows = [
+            {"id": note.id, "tokens": note.tokens.tolist(), "upto": note.upto} for note in notes
+        ]
         answers = self._answers("control/kv_offer", {"version": str(version), "notes": rows})
-        return [Reservation(row["id"], row.get("first", 0), row.get("refused", "")) for row in answers]
+        return [
+            Reservation(row["id"], row.get("first", 0), row.get("refused", "")) for row in answers
+        ]
 
     def export(self, grants: Sequence[Reservation]) -> list[KVTransfer]:
         """Write the columns that are final, from `Reservation.first` on, into files, while the samples go on."""
@@ -85,12 +91,23 @@ class MigratableSGLangEngine(SGLangEngine):
         """
         return self._send_off("control/kv_detach", grants, columns)
 
-    def _send_off(self, path: str, grants: Sequence[Reservation], columns: bool = True) -> list[KVTransfer]:
+    def _send_off(
+        self, path: str, grants: Sequence[Reservation], columns: bool = True
+    ) -> list[KVTransfer]:
         names = {grant.id: uuid.uuid4().hex if columns else "" for grant in grants}
-        files = {name: f"{_SHARED_MEMORY}/{self.place.folder}/{file}" if file else "" for name, file in names.items()}
+        files = {
+            name: f"{_SHARED_MEMORY}/{self.place.folder}/{file}" if file else ""
+            for name, file in names.items()
+        }
         rows = [{"id": grant.id, "first": grant.first, "name": names[grant.id]} for grant in grants]
         return [
-            KVTransfer(row["id"], files[row["id"]], row.get("last", 0), row.get("bytes", 0), row.get("refused", ""))
+            KVTransfer(
+                row["id"],
+                files[row["id"]],
+                row.get("last", 0),
+                row.get("bytes", 0),
+                row.get("refused", ""),
+            )
             for row in self._answers(path, {"notes": rows})
         ]
 
@@ -101,13 +118,20 @@ class MigratableSGLangEngine(SGLangEngine):
             folder, name = piece.path.split("/")[-2:]
             rows.append({"id": piece.id, "folder": folder, "name": name})
         return [
-            KVTransfer(row["id"], last=row.get("last", 0), bytes=row.get("bytes", 0), refused=row.get("refused", ""))
+            KVTransfer(
+                row["id"],
+                last=row.get("last", 0),
+                bytes=row.get("bytes", 0),
+                refused=row.get("refused", ""),
+            )
             for row in self._answers("control/kv_accept", {"notes": rows})
         ]
 
     def withdraw(self, request_ids: Sequence[str] | None = None) -> None:
         """Give up what is kept for these samples, or for all, that have not arrived."""
-        self.post("control/kv_withdraw", json={} if request_ids is None else {"ids": list(request_ids)})
+        self.post(
+            "control/kv_withdraw", json={} if request_ids is None else {"ids": list(request_ids)}
+        )
 
     def _answers(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         found = self.post(path, json=body)

@@ -56,7 +56,9 @@ def order(old: Footprint, new: Footprint, budget: int) -> list[Act]:
     after = always + new.weights + new.cache
     most = max(before, after)
     if most > budget:
-        raise ValueError(f"a fleet of {most} bytes a device, the other one asleep, does not fit into {budget}")
+        raise ValueError(
+            f"a fleet of {most} bytes a device, the other one asleep, does not fit into {budget}"
+        )
     if before + after - always <= budget:
         return ["wake", "push", "move", "sleep"]
     return ["leave", "sleep", "wake", "push", "arrive"]
@@ -140,20 +142,26 @@ class Exchange:
         for name, engine in engines.items():
             version = engine.progress().version
             if version != self._version:
-                raise EngineError(f"{name} has weights of version {version}, expected {self._version}")
+                raise EngineError(
+                    f"{name} has weights of version {version}, expected {self._version}"
+                )
 
     def _sleep(self) -> None:
         self._slept = True
         self._each(self._old, "sleep")
 
-    def _each(self, engines: Mapping[str, MigratableSGLangEngine], act: Literal["wake", "sleep"]) -> None:
+    def _each(
+        self, engines: Mapping[str, MigratableSGLangEngine], act: Literal["wake", "sleep"]
+    ) -> None:
         for engine in engines.values():
             getattr(engine, act)()
 
     def _moves(self, how: How) -> list[Move]:
         """Deal the running samples to the new engines."""
         where = {
-            name: (source, request) for source in self._old for name, request in self._owner.on_engine(source).items()
+            name: (source, request)
+            for source in self._old
+            for name, request in self._owner.on_engine(source).items()
         }
         running = [held_of(request) for _, request in where.values()]
         found = []
@@ -174,15 +182,21 @@ class Exchange:
             time.sleep(PAUSE if tried else 0)
             for move in moves:
                 act(move)
-        raise EngineError(f"samples stay on {', '.join(move.source for move in moves)}, which therefore cannot sleep")
+        raise EngineError(
+            f"samples stay on {', '.join(move.source for move in moves)}, which therefore cannot sleep"
+        )
 
     def _move(self) -> None:
-        self._until_all_left(lambda move: self.moved.append(self._mover.move(move, self._version, "another size")))
+        self._until_all_left(
+            lambda move: self.moved.append(self._mover.move(move, self._version, "another size"))
+        )
 
     def _leave(self) -> None:
         def fetch(move: Move) -> None:
             firsts = dict.fromkeys(move.ids, 0)
-            self._left.append((move, time.perf_counter(), *self._mover.fetch(move.source, firsts, move.how)))
+            self._left.append(
+                (move, time.perf_counter(), *self._mover.fetch(move.source, firsts, move.how))
+            )
 
         self._until_all_left(fetch)
 
@@ -199,5 +213,7 @@ class Exchange:
             size = sum(piece.bytes for piece in kept)
             ms = 1e3 * (time.perf_counter() - began)
             why = "another size"
-            moved = Moved(move.source, name, ids, move.how, why, len(kept), size, began, ms, ms, paused=True)
+            moved = Moved(
+                move.source, name, ids, move.how, why, len(kept), size, began, ms, ms, paused=True
+            )
             self.moved += [moved] if self._slept else []

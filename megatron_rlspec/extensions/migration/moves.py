@@ -63,7 +63,9 @@ class Moved:
 class Mover:
     """Carries out moves between named engines."""
 
-    def __init__(self, owner: RunningRequests, engines: Mapping[str, MigratableSGLangEngine]) -> None:
+    def __init__(
+        self, owner: RunningRequests, engines: Mapping[str, MigratableSGLangEngine]
+    ) -> None:
         self._owner = owner
         self._engines = engines
 
@@ -99,7 +101,11 @@ class Mover:
         return replace(report, ms=1e3 * (now - began), away_ms=1e3 * (now - left))
 
     def _first_stage(
-        self, source: MigratableSGLangEngine, target: MigratableSGLangEngine, requests: Sequence[Request], version: int
+        self,
+        source: MigratableSGLangEngine,
+        target: MigratableSGLangEngine,
+        requests: Sequence[Request],
+        version: int,
     ) -> list[KVTransfer]:
         """Reserve room, and bring over what is final. Refused pieces have not moved; nothing has changed for them."""
         sent: list[KVTransfer] = []
@@ -122,10 +128,14 @@ class Mover:
             KVTransfer(grant.id, refused=grant.refused) for grant in grants if grant.refused
         ]
 
-    def fetch(self, source: str, firsts: Mapping[str, int], how: str) -> tuple[list[Request], list[KVTransfer]]:
+    def fetch(
+        self, source: str, firsts: Mapping[str, int], how: str
+    ) -> tuple[list[Request], list[KVTransfer]]:
         """Have samples leave the source; return those that did, as requests to continue, and their last columns."""
         returned: queue.SimpleQueue[tuple[str, Request | None]] = queue.SimpleQueue()
-        left = set(self._owner.claim(source, firsts, lambda name, request: returned.put((name, request))))
+        left = set(
+            self._owner.claim(source, firsts, lambda name, request: returned.put((name, request)))
+        )
         delta: list[KVTransfer] = []
         try:
             grants = [Reservation(name, first) for name, first in firsts.items() if name in left]
@@ -133,7 +143,9 @@ class Mover:
             stay = {piece.id for piece in delta if piece.refused}
             self._owner.unclaim(stay)
             left -= stay
-        except EngineError as error:  # what arrives nevertheless is continued; the rest ends at the source
+        except (
+            EngineError
+        ) as error:  # what arrives nevertheless is continued; the rest ends at the source
             logger.warning("a move from %s: %s", source, error)
         arrived = []
         while left:
@@ -143,11 +155,15 @@ class Mover:
                 arrived.append(request)
         return arrived, [piece for piece in delta if piece.path and not piece.refused]
 
-    def deliver(self, target: MigratableSGLangEngine, delta: Sequence[KVTransfer]) -> list[KVTransfer]:
+    def deliver(
+        self, target: MigratableSGLangEngine, delta: Sequence[KVTransfer]
+    ) -> list[KVTransfer]:
         """Give columns to the target; return the pieces that it took."""
         try:
             answers = target.accept(delta) if delta else []
-        except EngineError as error:  # the target computes the columns, or is lost, which `resume` sees
+        except (
+            EngineError
+        ) as error:  # the target computes the columns, or is lost, which `resume` sees
             logger.warning("a move to %s: %s", target, error)
             return []
         return [answer for answer in answers if not answer.refused]

@@ -23,7 +23,13 @@ from megatron_rlspec.extensions.migration.exchange import Act, Exchange, Footpri
 from megatron_rlspec.extensions.migration.moves import Moved
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import WIRE, Rebalancer
-from megatron_rlspec.extensions.migration.plans.tp_planner import Change, Choice, SwitchCosts, TPPlanner, choose
+from megatron_rlspec.extensions.migration.plans.tp_planner import (
+    Change,
+    Choice,
+    SwitchCosts,
+    TPPlanner,
+    choose,
+)
 from megatron_rlspec.push.bucket import Named
 from megatron_rlspec.push.push import Pusher, Source
 from megatron_rlspec.rollout.dispatch import RunningRequests
@@ -98,7 +104,9 @@ class Turns:
         """Copy into the memory of the push before, pinned beside a GPU: new pages take longer than the bytes."""
         held = self._copy.get(name)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+            held = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available()
+            )
             self._copy[name] = held
         held.copy_(tensor)
 
@@ -110,7 +118,10 @@ class Turns:
                 engines[name].set_draft_vocabulary(self._words)
         # On one CPU core the copy's own fingerprints take seconds. The trainer's, from its device, are there.
         report = self._pusher.push(
-            self._version, lambda scope: self._copy.items(), only=list(names), known=self._pusher.expected
+            self._version,
+            lambda scope: self._copy.items(),
+            only=list(names),
+            known=self._pusher.expected,
         )
         if report.failed:
             raise EngineError("; ".join(f"{name}: {why}" for name, why in report.failed.items()))
@@ -120,13 +131,17 @@ class Turns:
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
-    def choose(self, rebalancer: Rebalancer, loads: Sequence[Load], lengths: Lengths, cap: int) -> Choice:
+    def choose(
+        self, rebalancer: Rebalancer, loads: Sequence[Load], lengths: Lengths, cap: int
+    ) -> Choice:
         """Choose between staying, moves and the second fleet. It must be whole, and have room for all samples."""
         link = rebalancer.transport
         rate = link.rate if "kv" in rebalancer.modes else 0.0
         bytes_of_copy = sum(tensor.nbytes for tensor in self._copy.values())
         spent = bytes_of_copy / WIRE / 1e6 if self._ms is None else self._ms
-        self.planner.costs = SwitchCosts(spent, token_bytes=link.token_bytes, gigabytes_per_second=rate)
+        self.planner.costs = SwitchCosts(
+            spent, token_bytes=link.token_bytes, gigabytes_per_second=rate
+        )
         here = [load for load in loads if load.engine in self.first]
         whole = len(here) == len(self.first) and {load.version for load in here} == {self._version}
         possible = whole and not self._switched and not self._over
@@ -155,7 +170,13 @@ class Turns:
             began = time.perf_counter()
             self._join(self.second)
             exchange = Exchange(
-                owner, self.first, self.second, self._push, self._pool.serve, self._version, how=change.how
+                owner,
+                self.first,
+                self.second,
+                self._push,
+                self._pool.serve,
+                self._version,
+                how=change.how,
             )
             try:
                 for engine in self.second.values():
@@ -271,6 +292,8 @@ def calls(layout: GpuLayout, first: Fleet, second: Fleet, sizes: Mapping[str, in
     def footprint(fleet: Fleet) -> Footprint:
         name, engine = next(iter(fleet.items()))
         tokens = engine.describe()["max_total_tokens"]
-        return Footprint(need.weights // sizes[name], tokens * need.token // sizes[name], PROCESS_BYTES)
+        return Footprint(
+            need.weights // sizes[name], tokens * need.token // sizes[name], PROCESS_BYTES
+        )
 
     return order(footprint(first), footprint(second), int(need.gpu * (1 - SPARE)))

@@ -12,7 +12,11 @@ import numpy as np
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.extensions.migration.balancer import Balancer
-from megatron_rlspec.extensions.migration.builders import MigratableEngines, rebalancer, sizes_planner
+from megatron_rlspec.extensions.migration.builders import (
+    MigratableEngines,
+    rebalancer,
+    sizes_planner,
+)
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
@@ -35,20 +39,27 @@ class RunMigration:
     turns  has a second fleet take over; None: there is none
     """
 
-    def __init__(self, config: Config, hf_config: Mapping[str, Any], engines: StartingEngines) -> None:
+    def __init__(
+        self, config: Config, hf_config: Mapping[str, Any], engines: StartingEngines
+    ) -> None:
         """Raises CostTableError."""
         self.turns: Turns | None = None
         # Decides on moves between SGLang engines; None: none moves. Ranks with embedded engines plan themselves.
         self._planner = rebalancer(config, hf_config)
         ranks = config.rollout.engines * config.placement.tensor
-        self._sizes_planner = sizes_planner(config, SwitchCosts(0.0), ranks) if config.second else None
+        self._sizes_planner = (
+            sizes_planner(config, SwitchCosts(0.0), ranks) if config.second else None
+        )
         self._lengths = Lengths()  # of all responses, by which the planner predicts
         self._cap = config.rollout.max_new_tokens
         self._every = config.tail.every
         self._started = engines if isinstance(engines, MigratableEngines) else None
-        self._timed: dict[int | None, list[RoundStats]] = {}  # by size: rounds that the planner has not seen
+        # by size: rounds that the planner has not seen
+        self._timed: dict[int | None, list[RoundStats]] = {}
 
-    def attach(self, pool: EnginePool, health: Health, record: Callable[[Mapping[str, Any]], None]) -> None:
+    def attach(
+        self, pool: EnginePool, health: Health, record: Callable[[Mapping[str, Any]], None]
+    ) -> None:
         self._pool = pool
         self._record = record
         if self._started is not None:
@@ -91,11 +102,17 @@ class RunMigration:
         if len(groups) > 1:
             how = "are recomputed" if "recompute" in self._planner.modes else "do not move"
             apart = " | ".join(map(", ".join, groups.values()))
-            logger.warning("no /dev/shm in common: %s. Between these, running samples %s", apart, how)
+            logger.warning(
+                "no /dev/shm in common: %s. Between these, running samples %s", apart, how
+            )
 
     def _movable(self) -> dict[str, MigratableSGLangEngine]:
         engines = dict(self._pool.engines)
-        return {name: engine for name, engine in engines.items() if isinstance(engine, MigratableSGLangEngine)}
+        return {
+            name: engine
+            for name, engine in engines.items()
+            if isinstance(engine, MigratableSGLangEngine)
+        }
 
     @contextmanager
     def _balanced(self, running: RunningRequests) -> Iterator[None]:
@@ -114,7 +131,9 @@ class RunMigration:
             planner.observe(stats, tp)
         if self.turns:
             self.turns.begin(planner)
-        balancer = Balancer(running, self._movable(), planner, self._lengths, self._cap, self._every, self.turns)
+        balancer = Balancer(
+            running, self._movable(), planner, self._lengths, self._cap, self._every, self.turns
+        )
         try:
             with balancer:
                 yield

@@ -32,7 +32,8 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 Made = TypeVar("Made")
 DOWNTIME = 2  # rounds that a moved sample misses
 CONFIG = re.compile(r"k(\d{1,3})(?:t(\d{1,3})n(\d{1,4}))?")  # as `SpecConfig` prints itself
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens to verify, between which a tree's cost is interpolated
+# tokens to verify, between which a tree's cost is interpolated
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 PAST = 2000  # responses of earlier rollouts that the planners have seen
 
 
@@ -166,7 +167,9 @@ class Policies:
         if largest is None or largest.topk <= 1:
             return []
         sizes = {n for n in SIZES if n < largest.num_draft_tokens} if self.budget else set()
-        return [replace(largest, num_draft_tokens=n) for n in sorted({*sizes, largest.num_draft_tokens})]
+        return [
+            replace(largest, num_draft_tokens=n) for n in sorted({*sizes, largest.num_draft_tokens})
+        ]
 
     def candidates(self, cost: CostTable, depth: int) -> tuple[SpecConfig, ...]:
         """Return what this policy may run, by the table at hand, the largest last. Raises CostTableError.
@@ -175,12 +178,20 @@ class Policies:
         """
         wanted = self.config
         if wanted is None:  # the live rule chooses among chains
-            return tuple(config for config in cost.configs() if config.topk <= 1 and config.num_steps <= depth)
+            return tuple(
+                config
+                for config in cost.configs()
+                if config.topk <= 1 and config.num_steps <= depth
+            )
         if wanted != OFF and wanted not in cost.configs():
-            raise CostTableError(f"{wanted}: the cost table holds {', '.join(map(str, cost.configs()))}")
+            raise CostTableError(
+                f"{wanted}: the cost table holds {', '.join(map(str, cost.configs()))}"
+            )
         if not self.budget:
             return (wanted,)
-        alike = [c for c in cost.configs() if (c.num_steps, c.topk) == (wanted.num_steps, wanted.topk)]
+        alike = [
+            c for c in cost.configs() if (c.num_steps, c.topk) == (wanted.num_steps, wanted.topk)
+        ]
         return tuple(c for c in alike if c.num_draft_tokens <= wanted.num_draft_tokens)
 
 
@@ -206,7 +217,9 @@ class Simulation:
         self.policies = policies
         self.seed = seed
         self.learned = rule
-        self.candidates = policies.candidates(cluster.believed(cluster.tp), workload.acceptance.rates.shape[1])
+        self.candidates = policies.candidates(
+            cluster.believed(cluster.tp), workload.acceptance.rates.shape[1]
+        )
         if any(config.topk > 1 for config in self.candidates):
             workload.acceptance.tree(0, 1, 2)  # raises ValueError
         self.engines: list[SimEngine] = []
@@ -216,12 +229,15 @@ class Simulation:
         cluster, work, policies = self.cluster, self.workload, self.policies
         samples = self._samples()
         engines = self._fleet(cluster.tp)
-        held = len(samples) // cluster.engines // 2  # half of an even share: the rest goes where samples end early
+        # half of an even share: the rest goes where samples end early
+        held = len(samples) // cluster.engines // 2
         downtime = DOWNTIME * engines[0].durations.ms(self.candidates[-1], 1, work.prompt_tokens)[0]
         run = EngineRun(
             engines,
             work.cap,
-            in_flight=min(cluster.max_running, max(work.samples, held)) if policies.in_flight else 0,
+            in_flight=min(cluster.max_running, max(work.samples, held))
+            if policies.in_flight
+            else 0,
             rebalancer=self._rebalancer() if policies.ways else None,
             resizing=self._resizing() if policies.resize else None,
             every=policies.every,
@@ -236,13 +252,19 @@ class Simulation:
 
     def _samples(self) -> list[SimSample]:
         work = self.workload
-        lengths = work.lengths.draw(work.prompts, work.samples, work.cap, self._rng(0)).ravel().tolist()
+        lengths = (
+            work.lengths.draw(work.prompts, work.samples, work.cap, self._rng(0)).ravel().tolist()
+        )
         shares, regimes = work.acceptance.begin(len(lengths), self._rng(2))
         samples = []
         for i, length in enumerate(lengths):
             noise = random.Random((self.seed << 32) + i).random
             group, share, regime = i // work.samples, float(shares[i]), int(regimes[i])
-            samples.append(SimSample(f"s{i:06d}", work.prompt_tokens, length, group, share, regime, noise=noise))
+            samples.append(
+                SimSample(
+                    f"s{i:06d}", work.prompt_tokens, length, group, share, regime, noise=noise
+                )
+            )
         return samples
 
     def _past(self) -> Lengths:
@@ -289,7 +311,9 @@ class Simulation:
     def _rebalancer(self) -> Rebalancer:
         cluster = self.cluster
         transport = Transport(cluster.link, cluster.token_bytes)
-        return Rebalancer(cluster.believed(cluster.tp), self.candidates, transport, modes=self.policies.ways)
+        return Rebalancer(
+            cluster.believed(cluster.tp), self.candidates, transport, modes=self.policies.ways
+        )
 
     def _resizing(self) -> Resizing:
         cluster = self.cluster

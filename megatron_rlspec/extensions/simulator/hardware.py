@@ -18,7 +18,9 @@ STEPS = (1, 2, 3, 5, 7)  # of the chains in a table
 PCIE = (8.3, 0.0134)  # what PAT's figure 4 implies for eight A40: docs/papers.md
 NVLINK = (300.0, 0.003)  # assumed
 # Of an all-reduce between the GPUs of one engine: GB/s, and ms for every GPU after the first.
-WIRES = dict.fromkeys(("A40", "L40S"), PCIE) | dict.fromkeys(("A100", "H100", "H20", "H200"), NVLINK)
+WIRES = dict.fromkeys(("A40", "L40S"), PCIE) | dict.fromkeys(
+    ("A100", "H100", "H20", "H200"), NVLINK
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,11 @@ class ModelSizes:
 
 
 def hardware_table(
-    gpu: str, model: ModelSizes, tps: Sequence[int], steps: Sequence[int] = STEPS, trees: Sequence[SpecConfig] = ()
+    gpu: str,
+    model: ModelSizes,
+    tps: Sequence[int],
+    steps: Sequence[int] = STEPS,
+    trees: Sequence[SpecConfig] = (),
 ) -> CostTable:
     """Return the cost table of engines of `tps` GPUs each, computed: no engine ran.
 
@@ -66,14 +72,22 @@ def hardware_table(
         for tokens in PREFILLS:
             n = np.array(float(tokens))
             ms_alone = cost.host_ms + float(cost.target_ms(n, n)) * (1 + model.drafter)
-            prefill.append(PrefillCost(tp, 1, tokens, ms_alone + _all_reduces_ms(gpu, model, tp, tokens)))
-    return CostTable(provenance, rounds, prefill, catch_up_ms=_roofline(gpu, model, tps[0]).catch_up_ms)
+            prefill.append(
+                PrefillCost(tp, 1, tokens, ms_alone + _all_reduces_ms(gpu, model, tp, tokens))
+            )
+    return CostTable(
+        provenance, rounds, prefill, catch_up_ms=_roofline(gpu, model, tps[0]).catch_up_ms
+    )
 
 
 def _roofline(gpu: str, model: ModelSizes, tp: int) -> Roofline:
     bandwidth, tflops = (tp * value for value in HARDWARE[gpu])
     return Roofline.of_hardware(
-        bandwidth, tflops, parameters=model.parameters, context_bytes=model.context_bytes, drafter=model.drafter
+        bandwidth,
+        tflops,
+        parameters=model.parameters,
+        context_bytes=model.context_bytes,
+        drafter=model.drafter,
     )
 
 
@@ -81,7 +95,9 @@ def _wires_ms(gpu: str, model: ModelSizes, tp: int, work: Work) -> float:
     """Return the ms of all all-reduces of a round: of the target, and of the drafter's one layer a pass."""
     verified, drafts, passes, step = (float(np.ravel(x)[0]) for x in (work.verified, *work[2:]))
     layer = replace(model, layers=1)
-    target = _all_reduces_ms(gpu, model, tp, verified) + drafts * _all_reduces_ms(gpu, layer, tp, verified)
+    target = _all_reduces_ms(gpu, model, tp, verified) + drafts * _all_reduces_ms(
+        gpu, layer, tp, verified
+    )
     return target + passes * _all_reduces_ms(gpu, layer, tp, step)
 
 

@@ -62,7 +62,9 @@ class Links:
         if setting != self._setting:
             return
         self._progress()
-        there = [transfer for transfer in self._under_way if transfer.left <= 1e-6 * transfer.rate + 1e-3]
+        there = [
+            transfer for transfer in self._under_way if transfer.left <= 1e-6 * transfer.rate + 1e-3
+        ]
         self._under_way = [transfer for transfer in self._under_way if transfer not in there]
         self._share()
         for transfer in there:

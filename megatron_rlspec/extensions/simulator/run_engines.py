@@ -86,7 +86,9 @@ class Trace:
         return 1e3 * self.tokens / self.makespan_ms if self.makespan_ms else 0.0
 
 
-def run_engines(samples: Sequence[SimSample], engines: Sequence[SimEngine], cap: int, **options: Any) -> Trace:
+def run_engines(
+    samples: Sequence[SimSample], engines: Sequence[SimEngine], cap: int, **options: Any
+) -> Trace:
     """Draw all samples, and return what happened. `options`: those of `EngineRun`."""
     return EngineRun(list(engines), cap, **options).finish(samples)
 
@@ -134,7 +136,9 @@ class EngineRun:
         else:
             groups: dict[int | str, int] = {}
             for sample in samples:
-                turn = groups.setdefault(sample.group if sample.group >= 0 else sample.id, len(groups))
+                turn = groups.setdefault(
+                    sample.group if sample.group >= 0 else sample.id, len(groups)
+                )
                 engines[turn % len(engines)].give([sample])
         for engine in engines:
             self.refill(engine)
@@ -145,9 +149,13 @@ class EngineRun:
         trace.tokens = sum(engine.tokens for engine in engines)
         trace.retracted = sum(engine.retracted for engine in engines)
         ranks = sum(engine.ranks for engine in self.first)
-        trace.busy = sum(e.busy_ms * e.ranks for e in engines) / max(trace.makespan_ms * ranks, 1e-9)
+        trace.busy = sum(e.busy_ms * e.ranks for e in engines) / max(
+            trace.makespan_ms * ranks, 1e-9
+        )
         trace.utilisation = {e.name: e.busy_ms / max(trace.makespan_ms, 1e-9) for e in engines}
-        trace.extrapolated = sum(e.extrapolated for e in engines) / max(sum(e.looked_up for e in engines), 1)
+        trace.extrapolated = sum(e.extrapolated for e in engines) / max(
+            sum(e.looked_up for e in engines), 1
+        )
         for engine in engines:
             for config, count in engine.rounds.items():
                 trace.configs[config] = trace.configs.get(config, 0) + count
@@ -161,7 +169,10 @@ class EngineRun:
             self.clock.at(engine.now, lambda: self.round(engine))
 
     def refill(self, engine: SimEngine) -> None:
-        while self.waiting and len(engine.running) + len(engine.filling) + len(engine.waiting) < self.in_flight:
+        while (
+            self.waiting
+            and len(engine.running) + len(engine.filling) + len(engine.waiting) < self.in_flight
+        ):
             engine.give([self.waiting.popleft()])
 
     def round(self, engine: SimEngine) -> None:
@@ -187,7 +198,11 @@ class EngineRun:
 
     def plan(self) -> None:
         """Ask the planners, unless moves are under way: as a real balancer, which carries out a plan to its end."""
-        if self.travelling or self.change is not None or (self.rebalancer is None and self.resizing is None):
+        if (
+            self.travelling
+            or self.change is not None
+            or (self.rebalancer is None and self.resizing is None)
+        ):
             return
         loads = [engine.load() for engine in self.engines.values()]
         first = self.resizing is None or self.tp == self.resizing.tp
@@ -223,7 +238,10 @@ class EngineRun:
         more = max(sum(s.context for s in samples) - sent, 0) if move.how == "kv" else 0
         arrived = partial(self.downtime, move, samples)
         self.clock.at(
-            source.now, lambda: self.links.send(move.source, move.target, more * self.cost.token_bytes, arrived)
+            source.now,
+            lambda: self.links.send(
+                move.source, move.target, more * self.cost.token_bytes, arrived
+            ),
         )
 
     def downtime(self, move: Move, samples: Sequence[SimSample]) -> None:
@@ -232,7 +250,8 @@ class EngineRun:
     def arrive(self, move: Move, samples: Sequence[SimSample]) -> None:
         target = self.engines[move.target]
         if move.how == "kv":
-            target.now = max(target.now, self.clock.now)  # an idle engine begins to work on the move now
+            # an idle engine begins to work on the move now
+            target.now = max(target.now, self.clock.now)
             target.occupy(self.cost.busy(samples))
             target.land(samples)
         else:
@@ -251,7 +270,9 @@ class EngineRun:
         began = max(engine.now for engine in old)
         took = costs.change_ms
         if change.how == "kv":
-            took += costs.caches_ms(max(sum(s.context for s in engine.running) for engine in old), self.tp)
+            took += costs.caches_ms(
+                max(sum(s.context for s in engine.running) for engine in old), self.tp
+            )
         samples = {sample.id: sample for engine in old for sample in engine.sleep()}
         self.retired += old
         self.engines = {engine.name: engine for engine in self.resizing.fleet(change.tp)}
@@ -265,6 +286,8 @@ class EngineRun:
                 engine.land(here)
             else:
                 engine.give(here)
-        assert not samples, "a change leaves no sample behind: the planner takes no decision while requests wait"
+        assert not samples, (
+            "a change leaves no sample behind: the planner takes no decision while requests wait"
+        )
         for engine in self.engines.values():
             self.wake(engine)

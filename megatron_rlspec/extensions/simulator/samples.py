@@ -81,7 +81,11 @@ class AcceptanceModel:
 
     def shifted(self, by: float) -> AcceptanceModel:
         """Return the model with `by` added to the log-odds of every rate: a drafter that drifts, or learns."""
-        return replace(self, rates=shifted_rates(np.clip(self.rates, 1e-4, 1 - 1e-4), by)) if by else self
+        return (
+            replace(self, rates=shifted_rates(np.clip(self.rates, 1e-4, 1 - 1e-4), by))
+            if by
+            else self
+        )
 
     @cached_property
     def _kept(self) -> list[float]:
@@ -102,9 +106,13 @@ class SimTree:
     def __init__(self, grown: Grown) -> None:
         self.scores = np.log(np.maximum(grown.chance, 1e-30))
         self.depth = grown.depth
-        above = np.maximum(np.append(grown.chance, 1.0)[grown.parents], 1e-300)  # the parent -1 is the root
-        self._children: dict[int, list[tuple[int, float]]] = {}  # parent -> (child, P(it is accepted if the parent is))
-        for child, (parent, chance) in enumerate(zip(grown.parents.tolist(), grown.chance / above, strict=True)):
+        # the parent -1 is the root
+        above = np.maximum(np.append(grown.chance, 1.0)[grown.parents], 1e-300)
+        # parent -> (child, P(it is accepted if the parent is))
+        self._children: dict[int, list[tuple[int, float]]] = {}
+        for child, (parent, chance) in enumerate(
+            zip(grown.parents.tolist(), grown.chance / above, strict=True)
+        ):
             self._children.setdefault(parent, []).append((child, float(chance)))
 
     def accept(self, verified: np.ndarray, draw: float) -> list[int]:
@@ -147,7 +155,9 @@ class LengthModel:
     group: float = 0.0
 
     @classmethod
-    def of_quantiles(cls, first: tuple[float, float], second: tuple[float, float], group: float = 0.0) -> LengthModel:
+    def of_quantiles(
+        cls, first: tuple[float, float], second: tuple[float, float], group: float = 0.0
+    ) -> LengthModel:
         """Return the model through two published (probability, length) pairs, such as (0.5, 378) and (0.95, 1373)."""
         (p, low), (q, high) = first, second
         a, b = NORMAL.inv_cdf(p), NORMAL.inv_cdf(q)

@@ -39,7 +39,8 @@ class SimSample:
     missed: int = 0  # tokens that the drafter has not read
     unread: int = 0  # tokens that the target has not read
     ended_ms: float = -1.0
-    noise: Callable[[], float] | None = None  # uniform in [0, 1): its own, so that policies are compared on equal draws
+    # uniform in [0, 1): its own, so that policies are compared on equal draws
+    noise: Callable[[], float] | None = None
 
     @property
     def context(self) -> int:
@@ -61,22 +62,30 @@ class Durations:
         row = self._rows.get(batch)
         if row is None:
             lengths = np.array(OCTAVES, float)
-            row = self._rows[batch] = self.cost.grid(self._configs, np.array(batch), batch * lengths).T.tolist()
+            row = self._rows[batch] = self.cost.grid(
+                self._configs, np.array(batch), batch * lengths
+            ).T.tolist()
         length = context / batch
         column = min(max(bisect_right(OCTAVES, length) - 1, 0), len(OCTAVES) - 2)
         i = self._index[config]
         key = (i, batch, column)
         doubtful = self._doubtful.get(key)
         if doubtful is None:
-            doubtful = self._doubtful[key] = self.cost.extrapolates(config, batch, batch * OCTAVES[column])
+            doubtful = self._doubtful[key] = self.cost.extrapolates(
+                config, batch, batch * OCTAVES[column]
+            )
         low = row[column][i]
         high = row[column + 1][i]
         share = (length - OCTAVES[column]) / (OCTAVES[column + 1] - OCTAVES[column])
         return low + max(share, 0.0) * (high - low), doubtful
 
-    def tree_ms(self, config: SpecConfig, batch: int, context: int, verified: int) -> tuple[float, bool]:
+    def tree_ms(
+        self, config: SpecConfig, batch: int, context: int, verified: int
+    ) -> tuple[float, bool]:
         """Return `ms` for trees of which `verified` tokens are verified in all, linear between the known sizes."""
-        shapes = sorted(c for c in self._configs if (c.num_steps, c.topk) == (config.num_steps, config.topk))
+        shapes = sorted(
+            c for c in self._configs if (c.num_steps, c.topk) == (config.num_steps, config.topk)
+        )
         sizes = [c.num_draft_tokens for c in shapes]
         each = verified / batch
         above = min(bisect_left(sizes, each), len(sizes) - 1)
@@ -95,11 +104,17 @@ class _Trees:
     on_path   [B, M] whether it was accepted
     """
 
-    def __init__(self, grown: Sequence[SimTree], budget: TreeBudget | None, context: int, limit: int) -> None:
+    def __init__(
+        self, grown: Sequence[SimTree], budget: TreeBudget | None, context: int, limit: int
+    ) -> None:
         self._grown = grown
         self.scores = np.stack([tree.scores for tree in grown])
         depth = grown[0].depth
-        self.keep = budget.keep(self.scores, depth, context, limit) if budget is not None else top(self.scores, limit)
+        self.keep = (
+            budget.keep(self.scores, depth, context, limit)
+            if budget is not None
+            else top(self.scores, limit)
+        )
         self.verified = len(grown) + int(self.keep.sum())
         self.on_path = np.zeros(self.keep.shape, bool)
 
@@ -169,7 +184,11 @@ class SimEngine:
 
     def load(self) -> Load:
         """Return what the live planners read of a real engine."""
-        held = [Held(s.id, s.prompt, s.context, s.drawn / max(s.rounds, 1), s.group) for s in self.running if s.drawn]
+        held = [
+            Held(s.id, s.prompt, s.context, s.drawn / max(s.rounds, 1), s.group)
+            for s in self.running
+            if s.drawn
+        ]
         waiting = len(self.waiting) + len(self.filling) + len(self.running) - len(held)
         return Load(self.name, tuple(held), waiting, self.free, 0, self.ranks)
 
@@ -231,7 +250,11 @@ class SimEngine:
         return ended
 
     def _admit(self) -> None:
-        while self.waiting and not self._full and len(self.running) + len(self.filling) < self.max_running:
+        while (
+            self.waiting
+            and not self._full
+            and len(self.running) + len(self.filling) < self.max_running
+        ):
             sample = self.waiting[0]
             if (self.running or self.filling) and sample.context > self.free:
                 break
@@ -297,7 +320,9 @@ class SimEngine:
                 else:
                     accepted = trees.accept(i, first)
                 marks.append(accepted)
-            sample.regime = self.acceptance.advance(sample.regime, sample.share, accepted + 1, second)
+            sample.regime = self.acceptance.advance(
+                sample.regime, sample.share, accepted + 1, second
+            )
             sample.rounds += 1
             self._draw(sample, accepted + 1)
             if sample.drawn >= sample.length:
@@ -315,7 +340,9 @@ class SimEngine:
         return ended
 
     def _trees(self, config: SpecConfig, context: int) -> _Trees:
-        grown = [self.acceptance.tree(s.regime, config.num_steps, config.topk) for s in self.running]
+        grown = [
+            self.acceptance.tree(s.regime, config.num_steps, config.topk) for s in self.running
+        ]
         return _Trees(grown, self.budget, context, config.num_draft_tokens - 1)
 
     def _draw(self, sample: SimSample, tokens: int) -> None:

@@ -73,7 +73,9 @@ class Steps:
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(step.trace.tokens for step in self.steps) / sum(step.seconds for step in self.steps)
+        return sum(step.trace.tokens for step in self.steps) / sum(
+            step.seconds for step in self.steps
+        )
 
     @property
     def share(self) -> float:
@@ -85,13 +87,22 @@ class Steps:
         return [step.trace for step in self.steps]
 
 
-def steps(cluster: Cluster, workload: Workload, policies: Policies, training: Training, count: int, seed: int) -> Steps:
+def steps(
+    cluster: Cluster,
+    workload: Workload,
+    policies: Policies,
+    training: Training,
+    count: int,
+    seed: int,
+) -> Steps:
     """Simulate `count` RL steps. Equal seeds give equal lengths under all policies.
 
     Raises CostTableError, and ValueError for an overlapped update where no GPU is idle meanwhile.
     """
     if policies.overlap and (training.colocated or training.staleness):
-        raise ValueError("an overlapped drafter update needs GPUs that wait: expected colocated=false and staleness=0")
+        raise ValueError(
+            "an overlapped drafter update needs GPUs that wait: expected colocated=false and staleness=0"
+        )
     run = _Run(cluster, workload, policies, training)
     return Steps([run.step(seed * STRIDE + i) for i in range(count)])
 
@@ -99,7 +110,9 @@ def steps(cluster: Cluster, workload: Workload, policies: Policies, training: Tr
 class _Run:
     """The state of `steps`."""
 
-    def __init__(self, cluster: Cluster, workload: Workload, policies: Policies, training: Training) -> None:
+    def __init__(
+        self, cluster: Cluster, workload: Workload, policies: Policies, training: Training
+    ) -> None:
         self.cluster = cluster
         self.workload = workload
         self.policies = policies
@@ -108,7 +121,8 @@ class _Run:
         candidates = policies.candidates(cluster.believed(cluster.tp), depth)
         chains = list(dict.fromkeys(config.num_steps for config in candidates))
         self.learning = Learning(chains, "", Roofline.of_layers(32), learn=False)
-        self.gap = 0.0 if policies.trained else training.behind  # log-odds that the drafter is behind
+        # log-odds that the drafter is behind
+        self.gap = 0.0 if policies.trained else training.behind
         self.beside = 0.0  # seconds of an update that runs beside the next rollout
 
     def step(self, seed: int) -> Step:
@@ -116,10 +130,16 @@ class _Run:
         workload = replace(self.workload, acceptance=self.workload.acceptance.shifted(-self.gap))
         adaptive = self.policies.speculation == "adaptive"
         self.learning.expect(None)
-        rollout = Simulation(self.cluster, workload, self.policies, seed, self.learning.rule() if adaptive else None)
+        rollout = Simulation(
+            self.cluster, workload, self.policies, seed, self.learning.rule() if adaptive else None
+        )
         trace = rollout.run()
         rounds = [found for engine in rollout.engines for found in engine.stats()]
-        reports = [engine.policy.report() for engine in rollout.engines if isinstance(engine.policy, SpecRule)]
+        reports = [
+            engine.policy.report()
+            for engine in rollout.engines
+            if isinstance(engine.policy, SpecRule)
+        ]
         self.learning.observe(rounds, reports)
 
         generate = trace.makespan_ms / 1e3
@@ -128,7 +148,9 @@ class _Run:
         score, train = (tokens * value / 1e6 for value in (training.score, training.train))
         updated = self.policies.trained
         joined = training.update * train if updated and not self.policies.overlap else 0.0
-        self.beside = (training.update + training.again) * train if updated and self.policies.overlap else 0.0
+        self.beside = (
+            (training.update + training.again) * train if updated and self.policies.overlap else 0.0
+        )
         self.gap += training.drift
         if updated:
             self.gap *= 1 - training.repair

@@ -23,7 +23,8 @@ from scipy.optimize import isotonic_regression, nnls
 
 from megatron_rlspec.speculation.acceptance import top
 
-Cost = Callable[[int, int, int], float]  # (samples, cached tokens of the batch, verified tokens) -> ms of the round
+# (samples, cached tokens of the batch, verified tokens) -> ms of the round
+Cost = Callable[[int, int, int], float]
 
 
 class AcceptanceMap:
@@ -34,8 +35,11 @@ class AcceptanceMap:
     `window` candidates count, so observations from before a policy update lose weight.
     """
 
-    def __init__(self, bins: int = 24, lowest: float = -10.0, prior: float = 4.0, window: float = 20_000.0) -> None:
-        borders = lowest * np.linspace(1.0, 0.0, bins + 1) ** 2  # finest near 0, where most accepted candidates are
+    def __init__(
+        self, bins: int = 24, lowest: float = -10.0, prior: float = 4.0, window: float = 20_000.0
+    ) -> None:
+        # finest near 0, where most accepted candidates are
+        borders = lowest * np.linspace(1.0, 0.0, bins + 1) ** 2
         self.edges = borders[1:-1]
         centre = (borders[1:] + borders[:-1]) / 2
         self.window = window
@@ -106,7 +110,9 @@ class LearnedCost:
 
     TRIED = (0.0, 0.1, 0.25, 0.5, 1.0)  # shares of the limit that the first rounds use in turn
 
-    def __init__(self, rounds: int = 40, every: int = 64, recent: int = 256, warm_up: int = 4) -> None:
+    def __init__(
+        self, rounds: int = 40, every: int = 64, recent: int = 256, warm_up: int = 4
+    ) -> None:
         self.first: list[tuple[int, int, int, float]] = []
         self.later: deque[tuple[int, int, int, float]] = deque(maxlen=recent)
         self.rounds = rounds
@@ -125,7 +131,10 @@ class LearnedCost:
             return
         kept = self.first if len(self.first) < self.rounds else self.later
         kept.append((samples, context_tokens, verified, ms))
-        if len(self.first) == self.rounds and (self._seen - self._warm_up - self.rounds) % self.every == 0:
+        if (
+            len(self.first) == self.rounds
+            and (self._seen - self._warm_up - self.rounds) % self.every == 0
+        ):
             self.cost = VerifyCost.fit([*self.first, *self.later])
 
 
@@ -138,13 +147,17 @@ class TreeBudget:
     patience  how many larger n in a row may lower the tokens per ms before the search for n stops
     """
 
-    def __init__(self, cost: Cost | None = None, acceptance: AcceptanceMap | None = None, patience: int = 3) -> None:
+    def __init__(
+        self, cost: Cost | None = None, acceptance: AcceptanceMap | None = None, patience: int = 3
+    ) -> None:
         self.cost = cost
         self.acceptance = acceptance or AcceptanceMap()
         self.patience = patience
         self._learned = LearnedCost() if cost is None else None
 
-    def keep(self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int) -> np.ndarray:
+    def keep(
+        self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int
+    ) -> np.ndarray:
         """Return the mask [B, M] of the candidates to verify, at most `limit` per sample.
 
         `scores [B, M]` and `depth [M]` are the candidates'. A child must come after its parent and must not score
@@ -166,7 +179,9 @@ class TreeBudget:
             self._learned.observe(samples, context_tokens, verified, ms)
             self.cost = self._learned.cost
 
-    def _search(self, cost: Cost, weights: np.ndarray, depth: np.ndarray, context: int, limit: int) -> int:
+    def _search(
+        self, cost: Cost, weights: np.ndarray, depth: np.ndarray, context: int, limit: int
+    ) -> int:
         """Find n (RLHFSpec, section 5.3). It grows layer by layer until tokens per ms have fallen `patience` times.
 
         With the candidates of layers 1..l, the n best of a sample cannot change any more if each weighs at least as
@@ -206,6 +221,10 @@ def bucket(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def _features(samples: np.ndarray, context: np.ndarray, verified: np.ndarray, knees: np.ndarray) -> np.ndarray:
+def _features(
+    samples: np.ndarray, context: np.ndarray, verified: np.ndarray, knees: np.ndarray
+) -> np.ndarray:
     above = np.maximum(verified[:, None] - knees, 0.0)
-    return np.concatenate([np.ones((len(samples), 1)), np.stack([samples, context, verified], 1), above], 1)
+    return np.concatenate(
+        [np.ones((len(samples), 1)), np.stack([samples, context, verified], 1), above], 1
+    )

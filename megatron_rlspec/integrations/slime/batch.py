@@ -73,7 +73,9 @@ def drafter_fields(
     weight = torch.ones(total, dtype=torch.float32, device=device)
     for i, (sample, trained) in enumerate(zip(samples, batch["loss_masks"], strict=True)):
         if i >= len(widths) or not len(sample) <= widths[i] < len(sample) + 2 * cp_size:
-            raise ValueError(f"sample {i} has {len(sample)} tokens, but slime laid out {widths[i : i + 1]} for it")
+            raise ValueError(
+                f"sample {i} has {len(sample)} tokens, but slime laid out {widths[i : i + 1]} for it"
+            )
         tokens[starts[i] : starts[i] + len(sample)] = sample
         mask[starts[i] : starts[i] + len(sample)] = token_mask(len(sample), trained)
         if weights is not None:
@@ -85,7 +87,10 @@ def drafter_fields(
     positions = share(torch.arange(total) - cu[:-1].long().repeat_interleave(cu[1:] - cu[:-1]))
     noise: dict[str, torch.Tensor] = {}
     if seeds is not None:
-        noise = {"seeds": share(_seeds(samples, seeds, cu, counts[0] if counts else 0.0)), "positions": positions}
+        noise = {
+            "seeds": share(_seeds(samples, seeds, cu, counts[0] if counts else 0.0)),
+            "positions": positions,
+        }
     inputs, labels, masks = drafter_targets(tokens, mask, cu.to(device), depth)
     return DrafterFields(
         tokens=[share(x) for x in inputs],
@@ -99,17 +104,23 @@ def drafter_fields(
     )
 
 
-def _seeds(samples: Sequence[torch.Tensor], seeds: Sequence[int], cu: torch.Tensor, step_tokens: float) -> torch.Tensor:
+def _seeds(
+    samples: Sequence[torch.Tensor], seeds: Sequence[int], cu: torch.Tensor, step_tokens: float
+) -> torch.Tensor:
     """Lay out the seeds of the noise of whole sequences, `[T]`, on the CPU, which waits for no device."""
     total = int(cu[-1])
     laid = torch.full((total,), -1, dtype=torch.int64)
-    for sample, seed, start in zip(samples, seeds, cu.tolist(), strict=False):  # a last sequence is padding
+    # a last sequence is padding
+    for sample, seed, start in zip(samples, seeds, cu.tolist(), strict=False):
         laid[start : start + len(sample)] = seed
     return laid.masked_fill(~predicted(total, step_tokens), -1)
 
 
 def trained_tokens(
-    rollout_data: Mapping[str, Any], samples: Sequence[int], depth: int, weights: Sequence[float] | None = None
+    rollout_data: Mapping[str, Any],
+    samples: Sequence[int],
+    depth: int,
+    weights: Sequence[float] | None = None,
 ) -> list[float]:
     """Sum the weights of the predictions of each depth that these samples of slime's rollout data train: `[depth]`.
 
@@ -117,7 +128,10 @@ def trained_tokens(
     """
     if not samples:
         return [0.0] * depth
-    masks = [token_mask(rollout_data["total_lengths"][i], rollout_data["loss_masks"][i].cpu()) for i in samples]
+    masks = [
+        token_mask(rollout_data["total_lengths"][i], rollout_data["loss_masks"][i].cpu())
+        for i in samples
+    ]
     cu = torch.tensor([0, *map(len, masks)]).cumsum(0)
     mask = torch.cat(masks)
     given = [1.0 if weights is None else weights[i] for i in samples]

@@ -62,7 +62,8 @@ class Options:
     reward_weight: RewardWeight = "none"
     update_every: int = 1
     zero_first_embedding: bool = False
-    candidate_steps: tuple[int, ...] = ()  # step counts the engines may run; acceptance is predicted for all above 0
+    # step counts the engines may run; acceptance is predicted for all above 0
+    candidate_steps: tuple[int, ...] = ()
     clip_grad: float = 1.0  # slime's, which clips the policy's norm by itself
     temperature: float = 1.0  # of slime's rollouts
     sampled: bool = True  # rollouts draw from the unfiltered softmax
@@ -71,7 +72,11 @@ class Options:
     @classmethod
     def from_args(cls, args: Any) -> Options:
         """Read `args.rlspec_*` and slime's own rollout flags."""
-        given = {f.name: getattr(args, f"rlspec_{f.name}") for f in fields(cls) if hasattr(args, f"rlspec_{f.name}")}
+        given = {
+            f.name: getattr(args, f"rlspec_{f.name}")
+            for f in fields(cls)
+            if hasattr(args, f"rlspec_{f.name}")
+        }
         given["candidate_steps"] = tuple(given.get("candidate_steps", ()))
         temperature = getattr(args, "rollout_temperature", 1.0)
         top_p = getattr(args, "rollout_top_p", 1.0)
@@ -99,7 +104,11 @@ class Options:
         """Return whether engines draft with the verifier's noise: not at temperature 0, nor with an older SGLang."""
         from megatron_rlspec.rollout.sglang.scheduler import versions  # reads SGLang's sources
 
-        return self.verifier == "position_keyed" and self.temperature > 0 and versions.installed().couples
+        return (
+            self.verifier == "position_keyed"
+            and self.temperature > 0
+            and versions.installed().couples
+        )
 
 
 class Adopted(MTPDrafter):
@@ -151,7 +160,9 @@ class SlimeDrafter:
         self.block = self.build()
         if self.options.train:
             own = self.options
-            adam = OptimizerConfig(lr=own.lr, clip_grad=own.clip_grad, warmup_steps=own.warmup_steps)
+            adam = OptimizerConfig(
+                lr=own.lr, clip_grad=own.clip_grad, warmup_steps=own.warmup_steps
+            )
             with self.trainable():
                 self.learner = Learner(self.block, adam, pipelined=False)
         self.drafter_step = DrafterStep(self.learner, self.options.objective)
@@ -185,7 +196,9 @@ class SlimeDrafter:
         """Start a step; `own_counts [depth]`: weights that this data-parallel rank trains, over its CP ranks."""
         assert self.ready, "thaw() comes first"
         self.due = self.rule.due
-        counts = torch.tensor(own_counts, dtype=torch.float64, device=next(self.model.parameters()).device)
+        counts = torch.tensor(
+            own_counts, dtype=torch.float64, device=next(self.model.parameters()).device
+        )
         dist.all_reduce(counts, group=ps.get_data_parallel_group(with_context_parallel=False))
         self.denominators = [n or 1.0 for n in counts.tolist()]
         self.sums = []
@@ -211,7 +224,9 @@ class SlimeDrafter:
         predicted = prediction_of(totals, self.drafter_step.objective.predicted_steps)
         if updated and predicted is not None:
             self.predicted = predicted
-            metrics |= {f"drafter_tokens_k{k}": predicted.tokens_per_round(k) for k in predicted.steps}
+            metrics |= {
+                f"drafter_tokens_k{k}": predicted.tokens_per_round(k) for k in predicted.steps
+            }
         for name, value in means(totals).items():
             if name != "drafter/objective" and not name.startswith("drafter/tokens_"):
                 metrics[name.replace("/", "_")] = value
@@ -220,21 +235,35 @@ class SlimeDrafter:
     def _postprocess(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replace `GPTModel._postprocess`: train the drafter, then return the policy's logits as if without MTP."""
         mtp = kwargs.pop("mtp_kwargs", None)
-        if self.ready and self.wants(mtp) and self.due and self.model.training and torch.is_grad_enabled():
+        if (
+            self.ready
+            and self.wants(mtp)
+            and self.due
+            and self.model.training
+            and torch.is_grad_enabled()
+        ):
             self._learn(hidden_states.detach(), kwargs)
         kwargs["mtp_in_postprocess"] = False
         return original(hidden_states, *args, **kwargs)
 
     def _learn(self, hidden: Tensor, given: Mapping[str, Any]) -> None:
         if self.fields is None:
-            raise RuntimeError("the micro-batch carries no drafter fields: slime's get_batch was not wrapped")
+            raise RuntimeError(
+                "the micro-batch carries no drafter fields: slime's get_batch was not wrapped"
+            )
         here = self.fields
         step = self.drafter_step
         layer = OutputLayer(self._head_weight(), training_temperature(self.options.temperature))
         learns = self.learner is not None
-        with self.trainable() if learns else nullcontext(), torch.set_grad_enabled(learns), routing.unreplayed():
+        with (
+            self.trainable() if learns else nullcontext(),
+            torch.set_grad_enabled(learns),
+            routing.unreplayed(),
+        ):
             outputs = self._unroll(hidden, here, given)
-            student = step.student(outputs, here, layer, predict=bool(step.objective.predicted_steps))
+            student = step.student(
+                outputs, here, layer, predict=bool(step.objective.predicted_steps)
+            )
             teacher = None if self.options.loss == "ce" else self.gather(hidden)[:, 0]
             loss, sums = step.learn(student, here, teacher)
             if learns:
@@ -242,11 +271,15 @@ class SlimeDrafter:
         self.sums.append(sums)
         self.fields = None
 
-    def _unroll(self, hidden: Tensor, here: DrafterFields, given: Mapping[str, Any]) -> list[Tensor]:
+    def _unroll(
+        self, hidden: Tensor, here: DrafterFields, given: Mapping[str, Any]
+    ) -> list[Tensor]:
         """Return the input of the output layer at depths 1..D, `[t, H]` each; `hidden [t / tp, 1, H]`, the policy's."""
         cp = ps.get_context_parallel_world_size()
         if here.layout != "zigzag":
-            raise ValueError(f"rlspec_depth={self.options.depth} under {here.layout} context parallelism; set 1")
+            raise ValueError(
+                f"rlspec_depth={self.options.depth} under {here.layout} context parallelism; set 1"
+            )
         groups = self.block.config.num_query_groups // ps.get_tensor_model_parallel_world_size()
         cu = here.cu_seqlens_padded.cpu()
         packed = packed_sequences(cu, groups, cp, ps.get_context_parallel_rank(), hidden.device)
@@ -255,7 +288,11 @@ class SlimeDrafter:
 
     def _head_weight(self) -> Tensor:
         tied = self.model.share_embeddings_and_output_weights
-        return (self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight).detach()
+        return (
+            self.model.shared_embedding_or_output_weight()
+            if tied
+            else self.model.output_layer.weight
+        ).detach()
 
     def gather(self, x: Tensor) -> Tensor:
         if not self.model.config.sequence_parallel:
@@ -269,7 +306,9 @@ class SlimeMTP(SlimeDrafter):
     def __init__(self, model: GPTModel, options: Options) -> None:
         layers = model.mtp.layers
         if len(layers) != 1:
-            raise ValueError(f"the model has {len(layers)} MTP layers; set --mtp-num-layers 1: one layer is repeated")
+            raise ValueError(
+                f"the model has {len(layers)} MTP layers; set --mtp-num-layers 1: one layer is repeated"
+            )
         attention = transformer_layer(layers[0]).self_attention
         if type(attention) is not SelfAttention and options.depth > 1:
             raise ValueError(
@@ -286,12 +325,16 @@ class SlimeMTP(SlimeDrafter):
             attention.core_attention = PackedAttention(
                 attention.config, attention.layer_number, attention.attn_mask_type, "self"
             )
-        return Adopted(self.model, self.options.depth, self.options.zero_first_embedding, _rope(self.model))
+        return Adopted(
+            self.model, self.options.depth, self.options.zero_first_embedding, _rope(self.model)
+        )
 
     def inputs(self, hidden: Tensor) -> Tensor:
         return self.gather(hidden)[:, 0]
 
-    def _unroll(self, hidden: Tensor, here: DrafterFields, given: Mapping[str, Any]) -> list[Tensor]:
+    def _unroll(
+        self, hidden: Tensor, here: DrafterFields, given: Mapping[str, Any]
+    ) -> list[Tensor]:
         if self.options.depth > 1:
             return super()._unroll(hidden, here, given)
         model = self.model
@@ -299,7 +342,9 @@ class SlimeMTP(SlimeDrafter):
             embedded = model.embedding(input_ids=here.tokens[0][None], position_ids=None)
             if self.options.zero_first_embedding:
                 if model.config.sequence_parallel:
-                    raise ValueError("rlspec_depth=1 with sequence parallelism and MiMo's rule for position 0; set 2")
+                    raise ValueError(
+                        "rlspec_depth=1 with sequence parallelism and MiMo's rule for position 0; set 2"
+                    )
                 embedded = embedded.masked_fill((here.position_ids == 0)[:, None, None], 0)
         out = model.mtp.layers[0]._proj_and_transformer_layer(
             hidden_states=hidden,

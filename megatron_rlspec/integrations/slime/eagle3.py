@@ -39,7 +39,8 @@ class SlimeEagle3(SlimeDrafter):
         self.ids = drafter_files.words(self._tensors, self.hf_config)
         self.taps = Taps(model, taps_of(self.hf_config))
         self._seed = args.seed
-        self._sleeps = bool(args.offload_train)  # a push then comes while this process' GPU memory is given away
+        # a push then comes while this process' GPU memory is given away
+        self._sleeps = bool(args.offload_train)
         self._copies: dict[str, Tensor] = {}
         super().__init__(model, options)
 
@@ -62,7 +63,9 @@ class SlimeEagle3(SlimeDrafter):
     def build(self) -> Drafter:
         own = replace(self.model.config, calculate_per_token_loss=True)
         taps = len(taps_of(self.hf_config))
-        drafter = Eagle3Drafter(own, self.hf_config[DRAFTER], taps=taps, depth=self.options.depth, seed=self._seed)
+        drafter = Eagle3Drafter(
+            own, self.hf_config[DRAFTER], taps=taps, depth=self.options.depth, seed=self._seed
+        )
         return drafter.to(next(self.model.parameters()).device)
 
     def inputs(self, hidden: Tensor) -> Tensor:
@@ -79,11 +82,16 @@ class SlimeEagle3(SlimeDrafter):
     def keep(self) -> None:
         """Copy the weights to the host if pushes cannot read them on the device. Call it after every change."""
         if self._sleeps:
-            self._copies = {n: p.detach().cpu() for n, p in shards.global_names(self.block, self.block.config).items()}
+            self._copies = {
+                n: p.detach().cpu()
+                for n, p in shards.global_names(self.block, self.block.config).items()
+            }
 
     def layout(self) -> dict[str, Any]:
         words = zlib.crc32(self.ids.numpy().tobytes())
-        return {"drafter": f"EAGLE-3 of the layers {list(taps_of(self.hf_config))} and the words {words:08x}"}
+        return {
+            "drafter": f"EAGLE-3 of the layers {list(taps_of(self.hf_config))} and the words {words:08x}"
+        }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full tensors that a push sends, on every rank; collective over tensor-parallel ranks."""
@@ -96,5 +104,7 @@ class SlimeEagle3(SlimeDrafter):
         if main:
             target = folder / drafter_files.HF_DRAFTER
             config = self.hf_config[DRAFTER]
-            built = drafter_files.build_drafter(target, config, tensors, self.ids, self.options.path)
+            built = drafter_files.build_drafter(
+                target, config, tensors, self.ids, self.options.path
+            )
             publish(built, target, replace=True)

@@ -45,7 +45,9 @@ class SlimeEngine(SGLangEngine):
         with requests.Session() as session:
             session.trust_env = False
             try:
-                answer = session.get(f"{self.url}/model_info", headers=self._headers, timeout=_SECONDS)
+                answer = session.get(
+                    f"{self.url}/model_info", headers=self._headers, timeout=_SECONDS
+                )
                 answer.raise_for_status()
             except requests.RequestException as error:
                 raise EngineError(f"{self.url}: model_info failed: {error}") from None
@@ -68,7 +70,9 @@ class PushHealth:
     def metrics(self) -> dict[str, float]:
         return {
             "health/incidents": float(len(self.records)),
-            "health/plain_engines": float(sum(action == "plain" for action in self.actions.values())),
+            "health/plain_engines": float(
+                sum(action == "plain" for action in self.actions.values())
+            ),
             "health/engines_by_delivery": float(len(self.by_delivery)),
             "health/unchecked_engines": float(len(self.unchecked)),
         }
@@ -114,14 +118,22 @@ def after_push(
     for url in verdict.engines("speculate"):
         if url not in examined.unchecked:
             contract.release(engines[url])
-    return PushHealth(verdict.actions, verdict.records, frozenset(examined.by_delivery), frozenset(examined.unchecked))
+    return PushHealth(
+        verdict.actions,
+        verdict.records,
+        frozenset(examined.by_delivery),
+        frozenset(examined.unchecked),
+    )
 
 
 def described(hf_checkpoint: str, eagle3: str) -> dict[str, Any]:
     """Return config.json of a policy, with that of its EAGLE-3 drafter in the directory `eagle3`, if there is one."""
     config = json.loads(Path(hf_checkpoint, "config.json").read_text())
     if eagle3:
-        config |= {"num_nextn_predict_layers": 0, DRAFTER: json.loads(Path(eagle3, "config.json").read_text())}
+        config |= {
+            "num_nextn_predict_layers": 0,
+            DRAFTER: json.loads(Path(eagle3, "config.json").read_text()),
+        }
     return config
 
 
@@ -163,7 +175,13 @@ class _Examination:
             return [Finding("session", str(error), target=True)]
         found = []
         if named != str(self.version):
-            found.append(Finding("stamp", f"names version {named or 'none'}, expected {self.version}", target=True))
+            found.append(
+                Finding(
+                    "stamp",
+                    f"names version {named or 'none'}, expected {self.version}",
+                    target=True,
+                )
+            )
         if bits := fingerprint_finding(difference, self.is_drafter):
             found.append(bits)
         return found

@@ -54,7 +54,8 @@ def init(args: Namespace) -> None:
     slime_provider.freeze_model_params = _after(slime_provider.freeze_model_params, _freeze_drafter)
     slime_model.get_batch = _with_fields(slime_model.get_batch)
     slime_model.train_one_step = _around_step(slime_model.train_one_step)
-    if not args.debug_train_only:  # then nothing is pushed, and SGLang, which updates need, may be missing
+    # then nothing is pushed, and SGLang, which updates need, may be missing
+    if not args.debug_train_only:
         from megatron_rlspec.integrations.slime import push as slime_push
 
         slime_push.wrap(args, _beside if Options.from_args(args).kind == "eagle3" else None)
@@ -64,26 +65,43 @@ def refuse(args: Namespace) -> None:
     """Raise ValueError, in one line, for flags under which the drafter would be trained wrongly."""
     options = Options.from_args(args)
     if options.kind == "eagle3":
-        if problem := outside(args.mtp_num_layers, args.pipeline_model_parallel_size, args.update_weight_mode):
+        if problem := outside(
+            args.mtp_num_layers, args.pipeline_model_parallel_size, args.update_weight_mode
+        ):
             raise ValueError(problem)
     elif not args.enable_mtp_training:
-        raise ValueError("--enable-mtp-training is not set: there is no drafter to train; run slime without rlspec")
+        raise ValueError(
+            "--enable-mtp-training is not set: there is no drafter to train; run slime without rlspec"
+        )
     elif args.mtp_num_layers != 1:
-        raise ValueError(f"--mtp-num-layers {args.mtp_num_layers}, but rlspec repeats one layer: set 1")
+        raise ValueError(
+            f"--mtp-num-layers {args.mtp_num_layers}, but rlspec repeats one layer: set 1"
+        )
     if args.fp16:
         raise ValueError(FLOAT16)
-    sizes = (args.expert_model_parallel_size, args.expert_tensor_parallel_size, args.tensor_model_parallel_size)
+    sizes = (
+        args.expert_model_parallel_size,
+        args.expert_tensor_parallel_size,
+        args.tensor_model_parallel_size,
+    )
     if args.num_experts and (problem := split_experts(*sizes)):
         raise ValueError(problem)
     if (args.virtual_pipeline_model_parallel_size or 1) > 1:
         raise ValueError("virtual pipeline stages are not supported with a drafter; set none")
 
 
-def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
+def model_provider(
+    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+) -> Any:
     """Build slime's model, and the drafter around its MTP layers or beside it (`--custom-model-provider-path`)."""
     global _drafter
     args = get_args()
-    inner = Namespace(**{**vars(args), "custom_model_provider_path": getattr(args, "rlspec_inner_provider_path", None)})
+    inner = Namespace(
+        **{
+            **vars(args),
+            "custom_model_provider_path": getattr(args, "rlspec_inner_provider_path", None),
+        }
+    )
     build = slime_provider._get_model_provider_func(inner, "actor")
     accepted = inspect.signature(build).parameters
     stage = {"vp_stage": vp_stage} if "vp_stage" in accepted else {}
@@ -117,7 +135,9 @@ def _options(args: Namespace) -> Options:
     options = Options.from_args(args)
     if hasattr(args, "rlspec_zero_first_embedding"):
         return options
-    architectures = json.loads(Path(args.hf_checkpoint, "config.json").read_text()).get("architectures") or [""]
+    architectures = json.loads(Path(args.hf_checkpoint, "config.json").read_text()).get(
+        "architectures"
+    ) or [""]
     facts = FAMILIES.get(architectures[0])
     return replace(options, zero_first_embedding=facts is not None and facts.zero_first_embedding)
 
@@ -129,10 +149,14 @@ def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
         _drafter.thaw()
     args = get_args()
     if getattr(args, "load", None):
-        torch_dist.verify_files(args.load, dist.get_rank(), dist.get_world_size())  # Megatron's loader does not
+        # Megatron's loader does not
+        torch_dist.verify_files(args.load, dist.get_rank(), dist.get_world_size())
     outside = isinstance(_drafter, SlimeEagle3)  # its weights are nowhere else
-    directory = None if args.finetune else Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)
-    if dist.get_rank() == 0 and not getattr(args, "update_weight_start_version", 0):  # above 0 the run goes on
+    directory = (
+        None if args.finetune else Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)
+    )
+    # above 0 the run goes on
+    if dist.get_rank() == 0 and not getattr(args, "update_weight_start_version", 0):
         slime_state.hand_on(directory, slime_state.folder(args))
     if directory is None or (args.no_load_optim and not outside):
         return loaded
@@ -142,7 +166,11 @@ def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
         remedy = "give --ckpt-step of an iteration that has it, or move theirs away to begin from --drafter.path"
         raise ValueError(f"{directory} is missing, and the drafter with it; {remedy}")
     elif dist.get_rank() == 0:
-        begins = "the drafter begins from --drafter.path" if outside else "the drafter's moments begin anew"
+        begins = (
+            "the drafter begins from --drafter.path"
+            if outside
+            else "the drafter's moments begin anew"
+        )
         logger.warning("rlspec: no %s: %s", directory, begins)
     return loaded
 
@@ -194,8 +222,15 @@ def _layout(args: Namespace) -> dict[str, Any]:
 
 def _with_fields(get_batch: Callable) -> Callable:
     @functools.wraps(get_batch)
-    def wrapped(data_iterator: Any, keys: Sequence[str], pad_multiplier: int = 128, allgather_cp: bool = False) -> Any:
-        learns = _drafter is not None and _drafter.ready and _drafter.due and torch.is_grad_enabled()
+    def wrapped(
+        data_iterator: Any,
+        keys: Sequence[str],
+        pad_multiplier: int = 128,
+        allgather_cp: bool = False,
+    ) -> Any:
+        learns = (
+            _drafter is not None and _drafter.ready and _drafter.due and torch.is_grad_enabled()
+        )
         samples = data_iterator.micro_batch_indices[data_iterator.offset] if learns else []
         batch = get_batch(data_iterator, keys, pad_multiplier, allgather_cp)
         if _drafter is not None and learns:
@@ -224,7 +259,8 @@ def _around_step(train_one_step: Callable) -> Callable:
         given = signature.bind(*args, **kwargs).arguments
         if _drafter is None or not _drafter.ready:
             done = train_one_step(*args, **kwargs)
-            if _drafter is not None and get_args().enable_mtp_training:  # a critic, whose MTP loss slime logs, too
+            # a critic, whose MTP loss slime logs, too
+            if _drafter is not None and get_args().enable_mtp_training:
                 _fill_tracker({}, given["num_microbatches"])
             return done
         iterator = given["data_iterator"][0]
@@ -232,7 +268,9 @@ def _around_step(train_one_step: Callable) -> Callable:
         ahead = iterator.micro_batch_indices[iterator.offset : iterator.offset + micro_batches]
         samples = [i for indices in ahead for i in indices]
         weights = _weights(iterator.rollout_data)
-        _drafter.begin(trained_tokens(iterator.rollout_data, samples, _drafter.options.depth, weights))
+        _drafter.begin(
+            trained_tokens(iterator.rollout_data, samples, _drafter.options.depth, weights)
+        )
         losses, grad_norm = train_one_step(*args, **kwargs)
         metrics = _drafter.step()
         if get_args().enable_mtp_training:
@@ -264,8 +302,13 @@ def _write_prediction(step: Mapping[str, Any]) -> None:
     _prediction = slime_state.added(_drafter.predicted, _prediction if step["step_id"] else None)
     if _prediction is None:
         return
-    if ps.get_data_parallel_rank(with_context_parallel=True) == 0 and ps.get_tensor_model_parallel_rank() == 0:
-        slime_state.write_prediction(slime_state.folder(step["args"]), step["rollout_id"], _prediction)
+    if (
+        ps.get_data_parallel_rank(with_context_parallel=True) == 0
+        and ps.get_tensor_model_parallel_rank() == 0
+    ):
+        slime_state.write_prediction(
+            slime_state.folder(step["args"]), step["rollout_id"], _prediction
+        )
 
 
 def _fill_tracker(metrics: dict[str, float], micro_batches: int) -> None:
@@ -274,7 +317,9 @@ def _fill_tracker(metrics: dict[str, float], micro_batches: int) -> None:
 
     assert _drafter is not None
     losses = [metrics.get(f"drafter_loss_{d}", 0.0) for d in range(1, _drafter.options.depth + 1)]
-    MTPLossLoggingHelper.tracker.update(values=torch.tensor(losses) * micro_batches, reduce_group=None, avg_group=None)
+    MTPLossLoggingHelper.tracker.update(
+        values=torch.tensor(losses) * micro_batches, reduce_group=None, avg_group=None
+    )
 
 
 def _after(function: Callable, then: Callable) -> Callable:

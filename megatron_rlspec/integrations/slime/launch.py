@@ -24,7 +24,14 @@ from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.host import environment
 from megatron_rlspec.integrations.slime import refusals
-from megatron_rlspec.integrations.slime.refusals import DRAFT_MODEL, EAGLE3, SAMPLER, flags, rule, whole_number
+from megatron_rlspec.integrations.slime.refusals import (
+    DRAFT_MODEL,
+    EAGLE3,
+    SAMPLER,
+    flags,
+    rule,
+    whole_number,
+)
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable
@@ -57,7 +64,11 @@ DELTA_NET = "--attention-output-gate"  # slime's models with delta nets have it,
 # Attention that is not unrolled: `SlimeDrafter` trains one depth through Megatron's own layer.
 ONE_DEPTH = ("--multi-latent-attention", DELTA_NET, "--allgather-cp")
 # Flags that name the largest batch of a CUDA graph, the first that is given.
-MOST_BATCH = ("--sglang-cuda-graph-max-bs-decode", "--sglang-cuda-graph-max-bs", "--sglang-max-running-requests")
+MOST_BATCH = (
+    "--sglang-cuda-graph-max-bs-decode",
+    "--sglang-cuda-graph-max-bs",
+    "--sglang-max-running-requests",
+)
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
@@ -140,29 +151,41 @@ def plan(
 
 
 def _steps(
-    given: Mapping[str, str | None], steps: Sequence[int] | None, start: int | None, fixed: str, notes: list[str]
+    given: Mapping[str, str | None],
+    steps: Sequence[int] | None,
+    start: int | None,
+    fixed: str,
+    notes: list[str],
 ) -> tuple[list[int], int]:
     """Return the step counts that the engines may choose from, and the one at the start. Raises ConfigError."""
     theirs = whole_number(given.get("--sglang-speculative-num-steps"))
     if start is not None and theirs is not None and start != theirs:
-        raise ConfigError(f"--num-steps {start}, but --sglang-speculative-num-steps {theirs}; give one of them")
+        raise ConfigError(
+            f"--num-steps {start}, but --sglang-speculative-num-steps {theirs}; give one of them"
+        )
     if start is None:
         alone = steps[0] if steps is not None and len(steps) == 1 else None
         start = next(n for n in (theirs, alone, SpecSection().num_steps) if n is not None)
     if steps is None:
         steps = [start] if fixed else sorted({*SpecSection().candidate_steps, start})
     elif fixed and len(steps) > 1:
-        raise ConfigError(f"--candidate-steps {','.join(map(str, steps))}: {fixed}; give one number")
+        raise ConfigError(
+            f"--candidate-steps {','.join(map(str, steps))}: {fixed}; give one number"
+        )
     if wrong := [n for n in (start, *steps) if not 0 <= n <= MOST_DRAFTS]:
         raise ConfigError(f"{wrong[0]} draft steps: expected a number from 0 to {MOST_DRAFTS}")
     if not any(steps):
-        raise ConfigError("--candidate-steps 0 never drafts; run slime without rlspec, or give another number")
+        raise ConfigError(
+            "--candidate-steps 0 never drafts; run slime without rlspec, or give another number"
+        )
     if start not in steps:
         raise ConfigError(f"num_steps={start} is not among candidate_steps={list(steps)}")
     if fixed:
         notes.append(f"the number of draft steps is fixed at {start}: {fixed}")
     elif len(steps) > 1 and (flag := refusals.flag_of_attention_ranks(given)):
-        notes.append(f"under {flag} the ranks of an engine decide together, which ran on CPUs, and not on GPUs yet")
+        notes.append(
+            f"under {flag} the ranks of an engine decide together, which ran on CPUs, and not on GPUs yet"
+        )
     return list(steps), start
 
 
@@ -189,16 +212,22 @@ def _depth(given: Mapping[str, str | None], depth: int | None, notes: list[str])
     if depth is None:
         notes.append(f"the drafter is trained to depth 1: {reason} supports no other")
     elif depth > 1:
-        raise ConfigError(f"{reason} with depth={depth}: it supports only depth 1; set --drafter.depth 1")
+        raise ConfigError(
+            f"{reason} with depth={depth}: it supports only depth 1; set --drafter.depth 1"
+        )
     return 1
 
 
-def _captured(given: Mapping[str, str | None], steps: Sequence[int], cost_table: str) -> dict[str, Any]:
+def _captured(
+    given: Mapping[str, str | None], steps: Sequence[int], cost_table: str
+) -> dict[str, Any]:
     """Return the step counts from each batch size on, for which SGLang captures CUDA graphs. Raises CostTableError."""
     asked = [whole_number(given.get(flag)) for flag in MOST_BATCH]
     wide = refusals.engine_gpus(given) >= 4
     most = next((n for n in asked if n), 512 if wide else 256)  # SGLang's own on GPUs above 60 GiB
-    table = CostTable.load(cost_table).of_engine(refusals.engine_gpus(given)) if cost_table else None
+    table = (
+        CostTable.load(cost_table).of_engine(refusals.engine_gpus(given)) if cost_table else None
+    )
     layers = whole_number(given.get("--num-layers"))
     if layers is None and table is None:
         return {"1": {"candidate_steps": sorted(steps)}}
@@ -243,7 +272,9 @@ def driver(command: Sequence[str]) -> int:
     for i, word in enumerate(command):
         if Path(word).name in DRIVERS:
             return i
-    raise ConfigError(f"no {' or '.join(DRIVERS)} in the command {shlex.join(command) or '(empty)'}")
+    raise ConfigError(
+        f"no {' or '.join(DRIVERS)} in the command {shlex.join(command) or '(empty)'}"
+    )
 
 
 def _into_job(head: list[str], added: Mapping[str, str]) -> list[str]:
@@ -256,7 +287,9 @@ def _into_job(head: list[str], added: Mapping[str, str]) -> list[str]:
         before = head[i - 1] if i else ""
         name, equals, value = word.partition("=")
         if name == "--runtime-env":
-            raise ConfigError("--runtime-env: rlspec adds --runtime-env-json, and Ray takes one of them; give this one")
+            raise ConfigError(
+                "--runtime-env: rlspec adds --runtime-env-json, and Ray takes one of them; give this one"
+            )
         if before == "--runtime-env-json" or (name == "--runtime-env-json" and equals):
             runtime = _runtime(word if not equals or before == "--runtime-env-json" else value)
             runtime["env_vars"] = _of_workers(runtime.get("env_vars", {}), added)
@@ -298,7 +331,9 @@ def job_environment(added: Mapping[str, str], inherited: Mapping[str, str]) -> d
     job = json.loads(inherited.get(RAY_JOB, "{}"))
     runtime = job.get("runtime_env") or {}
     # PYTHONPATH: where the driver finds Megatron, its workers must find it, too.
-    own = {name: inherited[name] for name in ("PYTHONPATH", *environment.RANKS) if name in inherited}
+    own = {
+        name: inherited[name] for name in ("PYTHONPATH", *environment.RANKS) if name in inherited
+    }
     runtime["env_vars"] = _of_workers({**own, **runtime.get("env_vars", {})}, added)
     return {RAY_JOB: json.dumps({**job, "runtime_env": runtime})}
 
@@ -341,8 +376,16 @@ def parser() -> arguments.Parser:
         help="target_only: SGLang's own verification; position_keyed: each sample gets a seed, texts do not depend on "
         "drafts, and drafts take the verifier's noise (target_only)",
     )
-    p.add_argument("--folder", default="rlspec-slime", help="for the files the command names; all nodes must see it")
-    p.add_argument("--yaml", action="store_true", help="print a YAML for --custom-config-path instead of running")
+    p.add_argument(
+        "--folder",
+        default="rlspec-slime",
+        help="for the files the command names; all nodes must see it",
+    )
+    p.add_argument(
+        "--yaml",
+        action="store_true",
+        help="print a YAML for --custom-config-path instead of running",
+    )
     p.add_argument("--dry-run", action="store_true", help="print the completed command and stop")
     return p
 
@@ -369,7 +412,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         drafter["path"] = str(Path(drafter["path"]).absolute())
     steps = _numbers(options.candidate_steps) if options.candidate_steps else None
     table = str(Path(options.cost_table).absolute()) if options.cost_table else ""
-    added = plan(arguments, drafter, steps, options.num_steps, table, options.verifier, version("sglang"))
+    added = plan(
+        arguments, drafter, steps, options.num_steps, table, options.verifier, version("sglang")
+    )
     if table:
         tp = refusals.engine_gpus(flags(arguments))
         refusals.check_table(table, added.settings["rlspec_candidate_steps"], tp)
@@ -382,7 +427,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlspec slime: {note}", flush=True)
     whole = complete(command, added, Path(options.folder).absolute())
     for title, entries in (
-        ("environment", [f"{k}={v}" for k, v in {**environment.RANKS, **added.environment}.items()]),
+        (
+            "environment",
+            [f"{k}={v}" for k, v in {**environment.RANKS, **added.environment}.items()],
+        ),
         ("flags", added.flags),
         ("args", [f"{k}: {v}" for k, v in added.settings.items()]),
     ):
@@ -392,7 +440,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     script = whole[driver(whole)]
     if Path(whole[0]).name.startswith("python") and not Path(script).exists():
-        raise ConfigError(f"{script}: no such file; start the command in slime's directory, or give the file's path")
+        raise ConfigError(
+            f"{script}: no such file; start the command in slime's directory, or give the file's path"
+        )
     own = {**os.environ, **environment.of_ranks(os.environ), **added.environment}
     os.execvpe(whole[0], whole, {**own, **job_environment(added.environment, os.environ)})
 
@@ -401,7 +451,9 @@ def as_yaml(added: Additions, folder: Path) -> str:
     """Format the additions as attributes of slime's args; the environment, which a YAML cannot set, as comments."""
     settings: dict[str, Any] = {**added.settings, "rlspec_folder": str(folder)}
     for name, value in flags(added.flags).items():
-        settings[name.removeprefix("--").replace("-", "_")] = True if value is None else _number(value)
+        settings[name.removeprefix("--").replace("-", "_")] = (
+            True if value is None else _number(value)
+        )
     head = "".join(f"# {note}\n" for note in added.notes)
     for name, text in {**environment.RANKS, **added.environment}.items():
         head += f"# set in the environment of all Ray workers: {name}={text}\n"

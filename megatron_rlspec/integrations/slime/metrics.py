@@ -26,7 +26,12 @@ from megatron_rlspec.config import ConfigError
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime import seeds
 from megatron_rlspec.integrations.slime import state as slime_state
-from megatron_rlspec.integrations.slime.engines import SlimeEngine, after_push, described, drafter_names
+from megatron_rlspec.integrations.slime.engines import (
+    SlimeEngine,
+    after_push,
+    described,
+    drafter_names,
+)
 from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.push.detectors import HealthSettings
 from megatron_rlspec.rollout.sglang.settings import DRAFTED
@@ -46,7 +51,9 @@ _prompts: list[list[int]] = []  # of the last rollout, for canaries
 CANARY_PROMPTS = 16
 
 
-def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+def generate_rollout(
+    args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> Any:
     """Run the user's rollout or evaluation function, or slime's, and set the engines' rules before and after.
 
     It is the function of `--rollout-function-path` and `--eval-function-path`.
@@ -118,7 +125,9 @@ def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
 def after(args: Namespace, urls: Sequence[str], samples: Iterable[Sample]) -> None:
     """Learn from this rollout, set every engine's rule, and save the result for slime's next checkpoint."""
     if _speculation is not None:
-        delivered = acceptance(sample.spec_info for sample in samples).get("accept_length", math.nan)
+        delivered = acceptance(sample.spec_info for sample in samples).get(
+            "accept_length", math.nan
+        )
         _found.update(_speculation.after_rollout(urls, delivered))
         slime_state.write_rollouts(slime_state.folder(args), _speculation.learning.state())
 
@@ -127,7 +136,9 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
     """Make the run's `Speculation` from its checkpoint. None if an engine cannot switch or be reached."""
     try:
         engines = {url: SlimeEngine(url, _key(args)).describe() for url in urls}
-    except EngineError as error:  # tried again before the next rollout; slime restarts engines itself
+    except (
+        EngineError
+    ) as error:  # tried again before the next rollout; slime restarts engines itself
         logger.warning("rlspec: the engines' speculation stays as they were started: %s", error)
         return None
     if drafter := _eagle3(args):
@@ -135,7 +146,9 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
     configs = {SpecConfig(*config) for engine in engines.values() for config in engine["configs"]}
     if not configs:
         if len(getattr(args, "rlspec_candidate_steps", ())) > 1:
-            logger.warning("rlspec: draft steps stay as they are: SGLang adapts none here; its log has the reason")
+            logger.warning(
+                "rlspec: draft steps stay as they are: SGLang adapts none here; its log has the reason"
+            )
         return None
     config = described(args.hf_checkpoint, _eagle3(args))
     table = getattr(args, "rlspec_cost_table", "")
@@ -168,11 +181,15 @@ def _check_drafter(drafter: str, hf_checkpoint: str, engines: Mapping[str, Any])
 
 def engine_urls(args: Namespace) -> list[str]:
     """Return the URLs of the engines behind slime's router; [] if rollouts are read from a file."""
-    if not getattr(args, "sglang_router_ip", None) or getattr(args, "load_debug_rollout_data", None):
+    if not getattr(args, "sglang_router_ip", None) or getattr(
+        args, "load_debug_rollout_data", None
+    ):
         return []
     with requests.Session() as session:
         session.trust_env = False  # no proxy lies between the machines of a job
-        answer = session.get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers", timeout=60)
+        answer = session.get(
+            f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers", timeout=60
+        )
     answer.raise_for_status()
     return sorted(worker["url"] for worker in answer.json()["workers"])
 
@@ -186,9 +203,13 @@ def _key(args: Namespace) -> str:
     return getattr(args, "sglang_api_key", None) or ""
 
 
-def log_rollout(rollout_id: int, args: Namespace, samples: Sequence[Sample], extra: Any, seconds: float) -> bool:
+def log_rollout(
+    rollout_id: int, args: Namespace, samples: Sequence[Sample], extra: Any, seconds: float
+) -> bool:
     """Log acceptance by slime's own logging, then call the user's function (`--custom-rollout-log-function-path`)."""
-    metrics = {f"rollout/{name}": value for name, value in acceptance(s.spec_info for s in samples).items()} | _found
+    metrics = {
+        f"rollout/{name}": value for name, value in acceptance(s.spec_info for s in samples).items()
+    } | _found
     if metrics:
         logger.info("rollout %d: %s", rollout_id, metrics)
         step = compute_rollout_step(args, rollout_id)

@@ -18,9 +18,15 @@ import ray
 import torch
 import torch.distributed as dist
 from slime.backends.megatron_utils.update_weight import update_weight_from_disk as from_disk
-from slime.backends.megatron_utils.update_weight.hf_weight_iterator_direct import HfWeightIteratorDirect
-from slime.backends.megatron_utils.update_weight.update_weight_from_distributed import UpdateWeightFromDistributed
-from slime.backends.megatron_utils.update_weight.update_weight_from_tensor import UpdateWeightFromTensor
+from slime.backends.megatron_utils.update_weight.hf_weight_iterator_direct import (
+    HfWeightIteratorDirect,
+)
+from slime.backends.megatron_utils.update_weight.update_weight_from_distributed import (
+    UpdateWeightFromDistributed,
+)
+from slime.backends.megatron_utils.update_weight.update_weight_from_tensor import (
+    UpdateWeightFromTensor,
+)
 from slime.utils.distributed_utils import get_gloo_group
 
 from megatron_rlspec.integrations.slime import state as slime_state
@@ -38,28 +44,40 @@ def wrap(args: Namespace, beside: Tensors | None = None) -> None:
     `beside`: further full tensors that every push sends after slime's, on every rank; collective.
     """
     if beside is not None:
-        HfWeightIteratorDirect.get_hf_weight_chunks = _with_chunk(HfWeightIteratorDirect.get_hf_weight_chunks, beside)
+        HfWeightIteratorDirect.get_hf_weight_chunks = _with_chunk(
+            HfWeightIteratorDirect.get_hf_weight_chunks, beside
+        )
         UpdateWeightFromDistributed._iter_non_expert_chunks = _with_chunk_of_first_rank(
             UpdateWeightFromDistributed._iter_non_expert_chunks, beside
         )
     if args.update_weight_mode == "delta":
-        from slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta import UpdateWeightFromDiskDelta
+        from slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta import (
+            UpdateWeightFromDiskDelta,
+        )
 
         UpdateWeightFromDiskDelta._iter_hf_tensors = _noting_chunks(
             UpdateWeightFromDiskDelta._iter_hf_tensors, single=True
         )
-        UpdateWeightFromDiskDelta.update_weights = checked(UpdateWeightFromDiskDelta.update_weights, repeatable=False)
+        UpdateWeightFromDiskDelta.update_weights = checked(
+            UpdateWeightFromDiskDelta.update_weights, repeatable=False
+        )
     elif args.update_weight_transport == "disk":
-        HfWeightIteratorDirect.get_hf_weight_chunks = _noting_chunks(HfWeightIteratorDirect.get_hf_weight_chunks)
+        HfWeightIteratorDirect.get_hf_weight_chunks = _noting_chunks(
+            HfWeightIteratorDirect.get_hf_weight_chunks
+        )
         from_disk.UpdateWeightFromDisk.update_weights = _noting_for_driver(
             from_disk.UpdateWeightFromDisk.update_weights
         )
     elif args.colocate:
-        UpdateWeightFromTensor._send_hf_params = _noting(UpdateWeightFromTensor._send_hf_params, own)
+        UpdateWeightFromTensor._send_hf_params = _noting(
+            UpdateWeightFromTensor._send_hf_params, own
+        )
         UpdateWeightFromTensor.update_weights = checked(UpdateWeightFromTensor.update_weights)
     else:
         UpdateWeightFromDistributed._on_chunk = _noting(UpdateWeightFromDistributed._on_chunk)
-        UpdateWeightFromDistributed.update_weights = checked(UpdateWeightFromDistributed.update_weights)
+        UpdateWeightFromDistributed.update_weights = checked(
+            UpdateWeightFromDistributed.update_weights
+        )
 
 
 def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
@@ -72,7 +90,8 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
     def wrapped(updater: Any) -> None:
         before = updater.weight_version
         sent = _push(update_weights, updater)
-        if updater.weight_version == before:  # the first call of a delta update takes a snapshot and sends nothing
+        # the first call of a delta update takes a snapshot and sends nothing
+        if updater.weight_version == before:
             return
         if dist.get_rank():
             while (order := _order(None))["push"]:
@@ -90,13 +109,19 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
                 together = True
                 return again
 
-            order = {"push": False, "metrics": {}, "error": "rank 0 failed while it checked the engines"}
+            order = {
+                "push": False,
+                "metrics": {},
+                "error": "rank 0 failed while it checked the engines",
+            }
             try:
                 health = after_push(
                     _urls(updater),
                     sent,
                     updater.weight_version,
-                    drafter_names(updater.args.hf_checkpoint, getattr(updater.args, "rlspec_path", "")),
+                    drafter_names(
+                        updater.args.hf_checkpoint, getattr(updater.args, "rlspec_path", "")
+                    ),
                     push_again if repeatable else None,
                     getattr(updater.args, "sglang_api_key", None) or "",
                     quantised=bool(updater.quantization_config),
@@ -147,7 +172,13 @@ def _note(tensors: Iterable[tuple[str, Any]]) -> None:
     """Note a chunk. The host waits for the device once a chunk."""
     chunk = list(tensors)
     if _marks is not None:
-        _marks.update(zip((name for name, _ in chunk), fingerprints(tensor for _, tensor in chunk), strict=True))
+        _marks.update(
+            zip(
+                (name for name, _ in chunk),
+                fingerprints(tensor for _, tensor in chunk),
+                strict=True,
+            )
+        )
 
 
 def _noting(send: Callable, which: Callable | None = None) -> Callable:
@@ -161,7 +192,9 @@ def _noting(send: Callable, which: Callable | None = None) -> Callable:
     return wrapped
 
 
-def own(tensors: Iterable[tuple[str, Any]], rank: int, plan: Sequence[Any]) -> list[tuple[str, Any]]:
+def own(
+    tensors: Iterable[tuple[str, Any]], rank: int, plan: Sequence[Any]
+) -> list[tuple[str, Any]]:
     """Return those that rank 0 does not send, too, or all on rank 0.
 
     By CUDA IPC every rank sends all tensors, to the engine on its GPU. Under slime's `plan` of experts, each rank sends

@@ -28,16 +28,25 @@ MIXED = "--sglang-enable-mixed-chunk"
 SAMPLER = "--sglang-sampling-backend"
 RELATIVES = ("miles", "vime")
 FLOAT16 = "--fp16: the drafter is trained in bfloat16 or float32; expected --bf16, or run slime without rlspec"
-HIDDEN = "holds no MTP layer itself, so slime would train it with the policy; run slime without rlspec"
-LOSSY = ("--sglang-speculative-accept-threshold-single", "--sglang-speculative-accept-threshold-acc")
+HIDDEN = (
+    "holds no MTP layer itself, so slime would train it with the policy; run slime without rlspec"
+)
+LOSSY = (
+    "--sglang-speculative-accept-threshold-single",
+    "--sglang-speculative-accept-threshold-acc",
+)
 
 
 def refuse(given: Mapping[str, str | None], drafter: Mapping[str, Any]) -> None:
     """Raise ConfigError for flags of slime that this drafter cannot be trained or served with."""
     if (servers := given.get("--prefill-num-servers")) not in (None, "0"):
-        raise ConfigError(f"--prefill-num-servers {servers}: {APART}; remove the flag, or run slime without rlspec")
+        raise ConfigError(
+            f"--prefill-num-servers {servers}: {APART}; remove the flag, or run slime without rlspec"
+        )
     if _apart(config := given.get("--sglang-config") or ""):
-        raise ConfigError(f"--sglang-config {config}: {APART}; remove them, or run slime without rlspec")
+        raise ConfigError(
+            f"--sglang-config {config}: {APART}; remove them, or run slime without rlspec"
+        )
     if given.get("--spec") == "slime_plugins.models.qwen3_5_vl":
         raise ConfigError(f"--spec {given['--spec']}: the model {HIDDEN}")
     if "--fp16" in given:
@@ -46,29 +55,49 @@ def refuse(given: Mapping[str, str | None], drafter: Mapping[str, Any]) -> None:
         raise ConfigError(f"{MIXED}: {MIXED_CHUNK}; remove the flag, or run slime without rlspec")
     for flag in LOSSY:
         if flag in given and given[flag] not in (None, "1", "1.0"):
-            raise ConfigError(f"{flag} {given[flag]} accepts tokens the policy would not draw; set 1.0")
+            raise ConfigError(
+                f"{flag} {given[flag]} accepts tokens the policy would not draw; set 1.0"
+            )
     algorithm = given.get("--sglang-speculative-algorithm")
     if drafter["kind"] == "eagle3":
         if algorithm not in (None, EAGLE3):
-            raise ConfigError(f"--sglang-speculative-algorithm {algorithm} with --drafter.kind eagle3; set {EAGLE3}")
+            raise ConfigError(
+                f"--sglang-speculative-algorithm {algorithm} with --drafter.kind eagle3; set {EAGLE3}"
+            )
         theirs = given.get(DRAFT_MODEL)
         if theirs is not None and str(Path(theirs).absolute()) != drafter["path"]:
-            raise ConfigError(f"{DRAFT_MODEL} {theirs}, but --drafter.path {drafter['path']}; give one of them")
+            raise ConfigError(
+                f"{DRAFT_MODEL} {theirs}, but --drafter.path {drafter['path']}; give one of them"
+            )
         stages = whole_number(given.get("--pipeline-model-parallel-size"))
-        if problem := outside(given.get("--mtp-num-layers"), stages, given.get("--update-weight-mode")):
+        if problem := outside(
+            given.get("--mtp-num-layers"), stages, given.get("--update-weight-mode")
+        ):
             raise ConfigError(problem)
         if "--allgather-cp" in given:
-            raise ConfigError("--allgather-cp with --drafter.kind eagle3 is not implemented; remove the flag")
+            raise ConfigError(
+                "--allgather-cp with --drafter.kind eagle3 is not implemented; remove the flag"
+            )
     elif algorithm not in (None, "EAGLE", "NEXTN"):
-        remedy = "; for a drafter of its own give --drafter.kind eagle3" if algorithm == EAGLE3 else ""
+        remedy = (
+            "; for a drafter of its own give --drafter.kind eagle3" if algorithm == EAGLE3 else ""
+        )
         raise ConfigError(
             f"--sglang-speculative-algorithm {algorithm} does not draft with the MTP layer; set EAGLE{remedy}"
         )
     elif given.get("--mtp-num-layers", "1") != "1":
-        raise ConfigError(f"--mtp-num-layers {given['--mtp-num-layers']}: rlspec repeats one layer; set 1")
-    sizes = ("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--tensor-model-parallel-size")
+        raise ConfigError(
+            f"--mtp-num-layers {given['--mtp-num-layers']}: rlspec repeats one layer; set 1"
+        )
+    sizes = (
+        "--expert-model-parallel-size",
+        "--expert-tensor-parallel-size",
+        "--tensor-model-parallel-size",
+    )
     expert, expert_tensor, tensor = (whole_number(given.get(flag)) for flag in sizes)
-    if problem := split_experts(expert, expert_tensor if "--num-experts" in given else None, tensor):
+    if problem := split_experts(
+        expert, expert_tensor if "--num-experts" in given else None, tensor
+    ):
         raise ConfigError(problem)
 
 
@@ -76,7 +105,11 @@ def _apart(config: str) -> bool:
     """Return whether a file of --sglang-config has engines that prefill and decode apart; False if it is not here."""
     try:
         models = yaml.safe_load(Path(config).read_text())["sglang"]
-        groups = [group for model in models for group in model.get("server_groups") or model.get("engine_groups") or []]
+        groups = [
+            group
+            for model in models
+            for group in model.get("server_groups") or model.get("engine_groups") or []
+        ]
         return any(group["worker_type"] in ("prefill", "decode") for group in groups)
     except (OSError, UnicodeError, yaml.YAMLError, LookupError, TypeError, AttributeError):
         return False  # slime itself says what is wrong with it
@@ -97,8 +130,11 @@ def refuse_keyed(given: Mapping[str, str | None], sglang: str) -> None:
     if (flag := flag_of_attention_ranks(given)) and not ranks_decide(sglang):
         never = f"{flag} with --verifier position_keyed was never run in SGLang {sglang or 'before 0.5.23'}"
         raise ConfigError(f"{never}; expected --verifier target_only")
-    if (sampler := given.get(SAMPLER, "pytorch")) != "pytorch":  # others end an engine at a seed beside top-p or top-k
-        raise ConfigError(f"{SAMPLER} {sampler} samples without seeds; --verifier position_keyed expects pytorch")
+    # others end an engine at a seed beside top-p or top-k
+    if (sampler := given.get(SAMPLER, "pytorch")) != "pytorch":
+        raise ConfigError(
+            f"{SAMPLER} {sampler} samples without seeds; --verifier position_keyed expects pytorch"
+        )
     if (seed := given.get("--rollout-seed") or "0").startswith("-"):
         raise ConfigError(f"--rollout-seed {seed}: --verifier position_keyed expects 0 or more")
 
@@ -174,7 +210,10 @@ def check_target(given: Mapping[str, str | None], drafter: str) -> None:
 def rule(cost_table: str, steps: Sequence[int]) -> dict[str, Any]:
     """Return the argument of `speculation.rule.SpecRule.from_json`; 0 steps mean off."""
     candidates = [SpecConfig(n) if n else OFF for n in sorted(steps)]
-    return {"table": cost_table, "candidates": [[c.num_steps, c.topk, c.num_draft_tokens] for c in candidates]}
+    return {
+        "table": cost_table,
+        "candidates": [[c.num_steps, c.topk, c.num_draft_tokens] for c in candidates],
+    }
 
 
 def flags(command: Sequence[str]) -> dict[str, str | None]:

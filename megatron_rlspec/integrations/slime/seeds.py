@@ -19,7 +19,10 @@ NAME = "sampling_seed"  # in SGLang's sampling parameters
 
 def seed(run: int, index: int, evaluation: bool = False) -> int:
     """Return the sampling seed, below 2³¹, of a sample; those of evaluations are others."""
-    return int(np.random.SeedSequence((run, index, int(evaluation))).generate_state(1)[0]) & 0x7FFF_FFFF
+    return (
+        int(np.random.SeedSequence((run, index, int(evaluation))).generate_state(1)[0])
+        & 0x7FFF_FFFF
+    )
 
 
 def keyed(args: Namespace) -> bool:
@@ -34,7 +37,9 @@ def seeded(generate: Callable) -> Callable:
     """
 
     @functools.wraps(generate)
-    async def wrapped(args: Namespace, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+    async def wrapped(
+        args: Namespace, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False
+    ) -> Any:
         index = getattr(sample, "index", None)  # a list of samples has none
         if keyed(args) and index is not None and NAME not in sampling_params:
             sampling_params = {**sampling_params, NAME: seed(args.rollout_seed, index, evaluation)}

@@ -70,7 +70,9 @@ class Speculation:
         """Set every engine's rule from the prediction of `expect`. Returns `health/unreachable_engines`."""
         return {"health/unreachable_engines": float(len(urls) - self._set_rules(urls))}
 
-    def canary(self, urls: Sequence[str], prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, float]:
+    def canary(
+        self, urls: Sequence[str], prompts: Sequence[Sequence[int]], sampling: Sampling
+    ) -> dict[str, float]:
         """Generate a few tokens for each of `prompts` with a fixed chain, before a rollout under new weights.
 
         If an engine's accept length is below its floor (`HealthSettings`), its speculation is disabled until the next
@@ -82,13 +84,17 @@ class Speculation:
             return {}
         engines = {url: SlimeEngine(url, self.api_key) for url in urls}
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            named = dict(zip(engines, threads.map(self._canary_version, engines.values()), strict=True))
+            named = dict(
+                zip(engines, threads.map(self._canary_version, engines.values()), strict=True)
+            )
         versions = {url: version for url, version in named.items() if version is not None}
         chain = SpecConfig(max(steps))
         seconds = self._canary.seconds
         asked = {url: engines[url] for url in versions}
         wanted = [Prompt(i, np.asarray(prompt)) for i, prompt in enumerate(prompts)]
-        results = self._canary.run(asked, versions, wanted, sampling, chain, self.learning.accept_length(chain))
+        results = self._canary.run(
+            asked, versions, wanted, sampling, chain, self.learning.accept_length(chain)
+        )
         failed = 0
         for url, result in results.items():
             self._after_canary(engines[url])
@@ -134,7 +140,9 @@ class Speculation:
         """Set the rule of these engines. Returns how many took it."""
         rule = self.learning.rule()
         with ThreadPoolExecutor(max(1, len(urls))) as threads:
-            return sum(threads.map(lambda url: _set_rule(SlimeEngine(url, self.api_key), rule), urls))
+            return sum(
+                threads.map(lambda url: _set_rule(SlimeEngine(url, self.api_key), rule), urls)
+            )
 
     def forget(self, urls: Sequence[str]) -> None:
         """Drop all rounds since the last rollout. An evaluation samples differently, so predictions are not for it."""

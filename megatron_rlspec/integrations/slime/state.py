@@ -15,7 +15,8 @@ from megatron_rlspec.speculation.acceptance import Prediction
 
 PREDICTION = "prediction.json"
 ROLLOUTS = "rollouts.json"
-SENT = "rlspec-sent.json"  # beside the files of a full update through the disk: its version and fingerprints
+# beside the files of a full update through the disk: its version and fingerprints
+SENT = "rlspec-sent.json"
 
 
 def folder(args: Any) -> Path | None:
@@ -38,11 +39,17 @@ def write_prediction(folder: Path | None, rollout_id: int, prediction: Predictio
 def read_prediction(folder: Path | None, rollout_id: int) -> Prediction | None:
     """Read the prediction of training on rollouts before `rollout_id`; None if there is none yet."""
     found = _read(folder, PREDICTION)
-    return Prediction.of_sums(*found["sums"]) if found and found["after_rollout"] < rollout_id else None
+    return (
+        Prediction.of_sums(*found["sums"])
+        if found and found["after_rollout"] < rollout_id
+        else None
+    )
 
 
 def write_sent(args: Any, version: int, sent: dict[str, int]) -> None:
-    files.write(Path(args.update_weight_disk_dir, SENT), json.dumps({"version": version, "sent": sent}))
+    files.write(
+        Path(args.update_weight_disk_dir, SENT), json.dumps({"version": version, "sent": sent})
+    )
 
 
 def read_sent(args: Any) -> dict[str, Any] | None:

@@ -48,7 +48,9 @@ class Cache:
     Column c of a row is position c of the sample. Columns after the sample's last token are scratch space for drafts.
     """
 
-    def __init__(self, model: Decoder, rows: int, columns: int, slots: int, share_prefix: bool) -> None:
+    def __init__(
+        self, model: Decoder, rows: int, columns: int, slots: int, share_prefix: bool
+    ) -> None:
         self.model = model
         self.rows = rows
         self.columns = columns
@@ -56,7 +58,8 @@ class Cache:
         self.reset(slots)
         arch = model.arch
         device = model.device
-        shape = (slots, 2 * model.kv_heads, arch.head_dim)  # keys, then values; the drafter's layers come last
+        # keys, then values; the drafter's layers come last
+        shape = (slots, 2 * model.kv_heads, arch.head_dim)
         layers = arch.layers + arch.draft_layers
         self.kv = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(layers)]
         self.hidden = torch.zeros((slots, arch.drafted_from), dtype=model.dtype, device=device)
@@ -205,7 +208,9 @@ class Cache:
             seen = seen & (keys > 0)
             positions = positions - 1
         group = self.model.heads // self.model.kv_heads
-        mask = torch.zeros(seen.shape, dtype=self.model.dtype, device=read.device).masked_fill_(~seen, float("-inf"))
+        mask = torch.zeros(seen.shape, dtype=self.model.dtype, device=read.device).masked_fill_(
+            ~seen, float("-inf")
+        )
         mask = mask.repeat_interleave(group, 1)[:, None] if group > 1 else mask[:, None]
         write = read.gather(1, columns).view(-1)
         place = None
@@ -216,5 +221,11 @@ class Cache:
             positions = positions[place]
         positions = positions.clamp_(min=0)
         return Placement(
-            self.model.cos[positions], self.model.sin[positions], write, read.reshape(-1), mask, place, positions == 0
+            self.model.cos[positions],
+            self.model.sin[positions],
+            write,
+            read.reshape(-1),
+            mask,
+            place,
+            positions == 0,
         )

@@ -20,7 +20,11 @@ class ConfigChoice:
     """
 
     def __init__(
-        self, model: Decoder, verifier: Verifier, candidates: Sequence[SpecConfig], max_draft_tokens: int
+        self,
+        model: Decoder,
+        verifier: Verifier,
+        candidates: Sequence[SpecConfig],
+        max_draft_tokens: int,
     ) -> None:
         self.model = model
         self.verifier = verifier
@@ -28,7 +32,8 @@ class ConfigChoice:
         self.max_draft_tokens = max_draft_tokens
         self.held = ""  # why speculation is held off
         self.chosen: SpecSchedule | SpecRule = SpecSchedule.fixed(OFF)  # also while it is held off
-        self.rule: SpecRule | None = None  # the last rule set; a schedule may have replaced it since
+        # the last rule set; a schedule may have replaced it since
+        self.rule: SpecRule | None = None
 
     @property
     def present(self) -> SpecSchedule | SpecRule:
@@ -63,7 +68,9 @@ class ConfigChoice:
         """Return `SpecRule.report` since the last call; {} under a schedule."""
         return self.chosen.report() if isinstance(self.chosen, SpecRule) else {}
 
-    def choose(self, batch: int, context: int, missed: Callable[[], int]) -> tuple[SpecSchedule | SpecRule, SpecConfig]:
+    def choose(
+        self, batch: int, context: int, missed: Callable[[], int]
+    ) -> tuple[SpecSchedule | SpecRule, SpecConfig]:
         """Return what chooses the next round's configuration, and its choice.
 
         missed  returns how many tokens the drafter must run on beyond those of a usual round
@@ -85,11 +92,17 @@ class ConfigChoice:
         words = words or self.draft_vocabulary or arch.vocab
         for config in configs:
             if config.topk > words:
-                raise EngineError(f"embedded engine: {config} drafts {config.topk} words at once, from only {words}")
+                raise EngineError(
+                    f"embedded engine: {config} drafts {config.topk} words at once, from only {words}"
+                )
             nodes = scratch(config)
             if not config.off and not arch.draft_layers:
-                raise EngineError(f"embedded engine: {config} needs a drafter, and the model has none")
+                raise EngineError(
+                    f"embedded engine: {config} needs a drafter, and the model has none"
+                )
             if config.topk > 1 and self.verifier == "rejection":
-                raise EngineError(f"embedded engine: {config} is a tree; verifier=rejection takes chains only")
+                raise EngineError(
+                    f"embedded engine: {config} is a tree; verifier=rejection takes chains only"
+                )
             if nodes > self.max_draft_tokens:
                 raise EngineError(f"embedded engine: {config} needs max_draft_tokens >= {nodes}")

@@ -20,7 +20,9 @@ from megatron_rlspec.types import SHARPNESS
 # Runs the drafter on C candidates of each sample: (hidden [B, C, H] of their parents, tokens [B, C],
 # ancestors [B, C, E] among the E nodes that the drafter has run on, these included, level)
 # -> (hidden [B, C, H], logits [B, C, V])
-Expand = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+Expand = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]
+]
 # Picks children: (logits [B, C, V], level) -> (log-probabilities [B, C, topk], tokens [B, C, topk])
 Pick = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -124,7 +126,9 @@ def among(words: torch.Tensor, pick: Pick) -> Pick:
     return of_words
 
 
-def grow(hidden: torch.Tensor, logits: torch.Tensor, steps: int, topk: int, expand: Expand, pick: Pick) -> Candidates:
+def grow(
+    hidden: torch.Tensor, logits: torch.Tensor, steps: int, topk: int, expand: Expand, pick: Pick
+) -> Candidates:
     """Grow candidates from the drafter's first output, `hidden [B, H]` and `logits [B, V]`.
 
     The first level has topk candidates. On every further level, the topk best-scored candidates of the level before get
@@ -136,7 +140,8 @@ def grow(hidden: torch.Tensor, logits: torch.Tensor, steps: int, topk: int, expa
     tokens = [token]
     scores = [score]
     parents = [torch.full_like(token, -1)]
-    frontier = torch.arange(topk, device=device).expand(batch, topk)  # numbers of the candidates to expand
+    # numbers of the candidates to expand
+    frontier = torch.arange(topk, device=device).expand(batch, topk)
     front_hidden = hidden[:, None].expand(-1, topk, -1)
     ancestors = torch.zeros((batch, topk, 0), dtype=torch.bool, device=device)
     itself = torch.eye(topk, dtype=torch.bool, device=device).expand(batch, topk, topk)
@@ -149,7 +154,9 @@ def grow(hidden: torch.Tensor, logits: torch.Tensor, steps: int, topk: int, expa
         parents.append(frontier[:, :, None].expand_as(children).flatten(1))
         if level == steps:
             break
-        score, best = scores[-1].topk(topk) if topk > 1 else (scores[-1], torch.zeros_like(frontier))
+        score, best = (
+            scores[-1].topk(topk) if topk > 1 else (scores[-1], torch.zeros_like(frontier))
+        )
         token = tokens[-1].gather(1, best)
         origin = best // topk  # index of the expanded parent
         frontier = topk + (level - 2) * topk**2 + best
@@ -174,7 +181,9 @@ def given(pending: np.ndarray, drafts: Sequence[np.ndarray]) -> Tree:
     lengths = np.array([1 + len(one) for one in drafts])
     for row, one in zip(tokens, drafts, strict=True):
         row[1 : 1 + len(one)] = one
-    return Tree(tokens, depth - 1, depth, depth < lengths[:, None], np.zeros(tokens.shape, np.float32))
+    return Tree(
+        tokens, depth - 1, depth, depth < lengths[:, None], np.zeros(tokens.shape, np.float32)
+    )
 
 
 def cut(pending: np.ndarray, candidates: Candidates, keep: np.ndarray) -> Tree:
@@ -188,11 +197,15 @@ def cut(pending: np.ndarray, candidates: Candidates, keep: np.ndarray) -> Tree:
     valid = np.arange(width) < count[:, None]
     root = roots(pending)
     return Tree(
-        np.concatenate([root.tokens, np.take_along_axis(candidates.tokens.cpu().numpy(), order, 1)], 1),
+        np.concatenate(
+            [root.tokens, np.take_along_axis(candidates.tokens.cpu().numpy(), order, 1)], 1
+        ),
         np.concatenate([root.parents, np.take_along_axis(above, order, 1)], 1),
         np.concatenate([root.depth, np.where(valid, candidates.depth[order], 0)], 1),
         np.concatenate([root.valid, valid], 1),
-        np.concatenate([root.scores, np.take_along_axis(candidates.scores.float().cpu().numpy(), order, 1)], 1),
+        np.concatenate(
+            [root.scores, np.take_along_axis(candidates.scores.float().cpu().numpy(), order, 1)], 1
+        ),
     )
 
 
@@ -201,7 +214,9 @@ def joined(first: Tree, second: Tree) -> Tree:
     width = max(first.tokens.shape[1], second.tokens.shape[1])
     both = []
     for x, y in zip(first, second, strict=True):
-        both.append(np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in (x, y)]))
+        both.append(
+            np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in (x, y)])
+        )
     return Tree(*both)
 
 

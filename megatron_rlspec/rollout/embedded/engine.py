@@ -46,7 +46,8 @@ from megatron_rlspec.types import (
     Verifier,
 )
 
-CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))  # of a rule without candidates
+# of a rule without candidates
+CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))
 _CLOSED = "closed"
 
 
@@ -102,13 +103,25 @@ class EmbeddedEngine:
             )
         self.arch = Architecture.from_hf(hf_config)
         columns = max_length + max_draft_tokens
-        self.model = Decoder(self.arch, dtype, device, TensorParallel(group) if group is not None else Solo(), columns)
+        self.model = Decoder(
+            self.arch,
+            dtype,
+            device,
+            TensorParallel(group) if group is not None else Solo(),
+            columns,
+        )
         if self.arch.taps:
             if draft_words is None or len(draft_words) != self.arch.draft_words:
-                raise ValueError(f"an EAGLE-3 drafter needs draft_words, {self.arch.draft_words} token ids")
+                raise ValueError(
+                    f"an EAGLE-3 drafter needs draft_words, {self.arch.draft_words} token ids"
+                )
             self.model.draft_ids = draft_words.to(device)
-        self.cache = Cache(self.model, max_running_requests, columns, max_total_tokens, share_prefix)
-        self.rounds = RoundRunner(self.cache, verifier, drafts, budget, prefill_chunk, sharpness_of(hf_config))
+        self.cache = Cache(
+            self.model, max_running_requests, columns, max_total_tokens, share_prefix
+        )
+        self.rounds = RoundRunner(
+            self.cache, verifier, drafts, budget, prefill_chunk, sharpness_of(hf_config)
+        )
         self.scheduler = Scheduler(self.cache, self.rounds, max_length, self.arch.eos, tokenizer)
         self.choice = ConfigChoice(self.model, verifier, candidates, max_draft_tokens)
         self.max_running_requests = max_running_requests
@@ -132,7 +145,10 @@ class EmbeddedEngine:
     # -- RolloutEngine ------------------------------------------------------------------------------------------------
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        on_sample: Callable[[Sample], None] | None = None,
     ) -> list[Sample]:
         with self._lock:
             runs = self.scheduler.submit([(request, sampling) for request in requests])
@@ -147,14 +163,20 @@ class EmbeddedEngine:
                 if not open_runs:
                     break
                 with self._lock:
-                    if all(run.sample is None for run in open_runs):  # no other caller's step has ended one
+                    # no other caller's step has ended one
+                    if all(run.sample is None for run in open_runs):
                         self._serve()
-                time.sleep(0)  # locks are not fair: let another thread take this one between two rounds
+                # locks are not fair: let another thread take this one between two rounds
+                time.sleep(0)
         except EngineError as error:
             with self._lock:
                 for run in runs:
                     self.scheduler.remove(run)
-            error.begun = {run.request.id: Partial.of(run.so_far("aborted")) for run in open_runs if run.response}
+            error.begun = {
+                run.request.id: Partial.of(run.so_far("aborted"))
+                for run in open_runs
+                if run.response
+            }
             raise
         finally:
             with self._lock:
@@ -164,14 +186,18 @@ class EmbeddedEngine:
                     self.cache.audit()
         return [run.sample for run in runs if run.sample is not None]
 
-    def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
+    def update_weights(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all"
+    ) -> None:
         """See `RolloutEngine`. An update may hold a part of the scope's tensors.
 
         Raises EngineError for an unexpected tensor or a wrong shape. Raises it also if a tensor is missing that no
         earlier update delivered completely. Running samples go back into the queue; their KV cache is recomputed under
         the new weights.
         """
-        mine = {n for n in self.model.tensors if scope == "all" or (scope == "drafter") == is_drafter(n)}
+        mine = {
+            n for n in self.model.tensors if scope == "all" or (scope == "drafter") == is_drafter(n)
+        }
         with self._lock:
             self._retract()
             self._broken = f"the update to version {version} did not finish"
@@ -181,7 +207,9 @@ class EmbeddedEngine:
                 if name == "lm_head.weight" and self.arch.tied and scope != "drafter":
                     continue
                 if name not in mine:
-                    raise EngineError(f"embedded engine: update of {scope}: unexpected tensor {name}")
+                    raise EngineError(
+                        f"embedded engine: update of {scope}: unexpected tensor {name}"
+                    )
                 try:
                     self.model.write(name, tensor)
                 except ValueError as error:
@@ -336,7 +364,9 @@ class EmbeddedEngine:
         if isinstance(chooser, SpecRule):
             chooser.observe(config, accepted, len(rows) - len(accepted))
             if chooser.times and len(accepted) == len(rows) and timed:
-                chooser.timed(config, len(rows), context, self.model.comm.mean(took, self.model.device))
+                chooser.timed(
+                    config, len(rows), context, self.model.comm.mean(took, self.model.device)
+                )
         counts = histogram_of(config.num_steps, accepted)
         for run, new in zip(runs, committed, strict=True):
             status = run.commit(new, self.version, self.scheduler.limit(run))
@@ -353,7 +383,9 @@ class EmbeddedEngine:
         """Have all tensor-parallel ranks abort the same requests at the same round; one rank's wish is enough."""
         runs = self.scheduler.every
         if self.model.comm.size > 1:
-            flags = torch.tensor([run.abort for run in runs], dtype=torch.int32, device=self.model.device)
+            flags = torch.tensor(
+                [run.abort for run in runs], dtype=torch.int32, device=self.model.device
+            )
             for run, abort in zip(runs, self.model.comm.sum(flags).tolist(), strict=True):
                 run.abort = abort > 0
 

@@ -73,7 +73,9 @@ class Architecture:
                 f"the embedded engine has rotary embeddings of type default, llama3 and yarn; config.json has {scaling}"
             )
         if config.get("use_sliding_window"):
-            raise ValueError("the embedded engine has no sliding window; config.json has use_sliding_window = true")
+            raise ValueError(
+                "the embedded engine has no sliding window; config.json has use_sliding_window = true"
+            )
         own: dict[str, Any] = {}
         if DRAFTER in config:
             own = _of_eagle3(config)
@@ -83,21 +85,31 @@ class Architecture:
             layers=config["num_hidden_layers"],
             heads=config["num_attention_heads"],
             kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            head_dim=config.get("head_dim")
+            or config["hidden_size"] // config["num_attention_heads"],
             vocab=config["vocab_size"],
             eps=config["rms_norm_eps"],
             rope=Rope.of(config),
             qk_norm=facts.has_qk_norm(config),
             qkv_bias=facts.stores_qkv_bias(config),
             tied=bool(config.get("tie_word_embeddings", False)),
-            mtp=not own and facts.embedded_drafter and (config.get("num_nextn_predict_layers") or 0) > 0,
+            mtp=not own
+            and facts.embedded_drafter
+            and (config.get("num_nextn_predict_layers") or 0) > 0,
             eos=ends_of_text(config),
             **own,
         )
 
     def check_size(self, tp: int) -> None:
         """Raise ValueError if tensor parallelism over `tp` ranks does not divide the model."""
-        for what in ("heads", "kv_heads", "intermediate", "vocab", "draft_intermediate", "draft_words"):
+        for what in (
+            "heads",
+            "kv_heads",
+            "intermediate",
+            "vocab",
+            "draft_intermediate",
+            "draft_words",
+        ):
             if (size := getattr(self, what)) % tp:
                 raise ValueError(f"tensor parallel size {tp} does not divide {what}={size}")
 
@@ -152,7 +164,8 @@ class Placement(NamedTuple):
     write: torch.Tensor  # [N] cache slot of each token
     read: torch.Tensor  # [B * L] cache slots of each sample, padded with any valid slot
     mask: torch.Tensor  # [B, 1, T * A / K, L] 0 or -inf
-    place: torch.Tensor | None  # [N] index of each token in the padded [B * T]; None when nothing is padded
+    # [N] index of each token in the padded [B * T]; None when nothing is padded
+    place: torch.Tensor | None
     first: torch.Tensor  # [N] bool: rotary position 0
 
 
@@ -191,8 +204,14 @@ class Parameter(NamedTuple):
 
     def resized(self, old: int, new: int) -> Parameter:
         """Return an empty parameter for a rank of `new` instead of `old` tensor-parallel ranks."""
-        shape = [size * old // new if dim == self.split else size for dim, size in enumerate(self.fused.shape)]
-        rows = {name: count * old // new if self.split == 0 else count for name, count in self.rows.items()}
+        shape = [
+            size * old // new if dim == self.split else size
+            for dim, size in enumerate(self.fused.shape)
+        ]
+        rows = {
+            name: count * old // new if self.split == 0 else count
+            for name, count in self.rows.items()
+        }
         return Parameter(self.fused.new_empty(shape), rows, self.split)
 
 
@@ -205,7 +224,12 @@ class Decoder:
     """
 
     def __init__(
-        self, arch: Architecture, dtype: torch.dtype, device: str, comm: Solo | TensorParallel, positions: int
+        self,
+        arch: Architecture,
+        dtype: torch.dtype,
+        device: str,
+        comm: Solo | TensorParallel,
+        positions: int,
     ) -> None:
         arch.check_size(comm.size)
         self.arch = arch
@@ -217,7 +241,8 @@ class Decoder:
         self.packed = PackedWeights()
         self.tensors: dict[str, Shard] = {}
         self.parameters: list[Parameter] = []
-        self.draft_ids: torch.Tensor | None = None  # [S] words of the draft head's columns, -1: none; None: all words
+        # [S] words of the draft head's columns, -1: none; None: all words
+        self.draft_ids: torch.Tensor | None = None
         self.draft_head = self._draft_rows = torch.empty(0)
         h = arch.hidden
         v = arch.vocab
@@ -238,12 +263,17 @@ class Decoder:
         if arch.taps:
             self._add_eagle3()
         # As in Transformers and Megatron: angles in float32, cosine and sine cast afterwards.
-        angle = torch.outer(torch.arange(positions, dtype=torch.float32), arch.rope.frequencies(arch.head_dim))
+        angle = torch.outer(
+            torch.arange(positions, dtype=torch.float32), arch.rope.frequencies(arch.head_dim)
+        )
         angle = angle.repeat(1, 2)
         size = arch.rope.magnitude
         self.cos = (angle.cos() * size).to(device, dtype)[:, None]
-        sign = torch.full((arch.head_dim,), size).index_fill_(0, torch.arange(arch.head_dim // 2), -size)
-        self.sin = (angle.sin() * sign).to(device, dtype)[:, None]  # with the sign of the rotated half
+        sign = torch.full((arch.head_dim,), size).index_fill_(
+            0, torch.arange(arch.head_dim // 2), -size
+        )
+        # with the sign of the rotated half
+        self.sin = (angle.sin() * sign).to(device, dtype)[:, None]
 
     def _add_eagle3(self) -> None:
         h = self.arch.hidden
@@ -251,15 +281,24 @@ class Decoder:
         inner = self.arch.draft_intermediate
         self.mtp = self._layer(EAGLE3 + "midlayer.", width=2 * h, intermediate=inner)
         prefixes = [f"{EAGLE3}layers.{index}." for index in range(1, self.arch.eagle3_layers)]
-        self.further = [self._layer(prefix, intermediate=inner, norm="hidden_norm") for prefix in prefixes]
+        self.further = [
+            self._layer(prefix, intermediate=inner, norm="hidden_norm") for prefix in prefixes
+        ]
         self.hidden_norm = self._new({EAGLE3 + "midlayer.hidden_norm.weight": h})
-        self.joined_norm = self._new({EAGLE3 + "input_norm.weight": width}) if self.arch.norms_joined else None
-        names = [f"{EAGLE3}fc_norm.{tap}.weight" for tap in range(len(self.arch.taps) if self.arch.norms_each else 0)]
+        self.joined_norm = (
+            self._new({EAGLE3 + "input_norm.weight": width}) if self.arch.norms_joined else None
+        )
+        names = [
+            f"{EAGLE3}fc_norm.{tap}.weight"
+            for tap in range(len(self.arch.taps) if self.arch.norms_each else 0)
+        ]
         self.each_norm = [self._new({name: h}) for name in names]
         self.token_norm = self.mtp.norm1
         self.input_proj = self._new({EAGLE3 + "fc.weight": h}, width)
         self.final_norm = self._new({EAGLE3 + "norm.weight": h})
-        self.draft_head = self._new({EAGLE3 + "lm_head.weight": self.arch.draft_words // self.comm.size}, h, 0)
+        self.draft_head = self._new(
+            {EAGLE3 + "lm_head.weight": self.arch.draft_words // self.comm.size}, h, 0
+        )
 
     def target(
         self, tokens: torch.Tensor, plan: Placement, cache: list[torch.Tensor]
@@ -290,14 +329,21 @@ class Decoder:
         kv = cache[self.arch.layers]
         if self.arch.taps:
             state = hidden if hidden.shape[-1] == self.arch.hidden else self._projected(hidden)
-            pair = torch.cat([self._rms(embedded, self.token_norm), self._rms(state, self.hidden_norm)], -1)
+            pair = torch.cat(
+                [self._rms(embedded, self.token_norm), self._rms(state, self.hidden_norm)], -1
+            )
             state = self._block(self.mtp, state, plan, kv, pair)
             for index, layer in enumerate(self.further, self.arch.layers + 1):
                 state = self._block(layer, state, plan, cache[index])
             return self._rms(state, self.final_norm) if self.arch.norm_output else state
         embedded = embedded.masked_fill_(plan.first[:, None], 0)
-        pair = torch.cat([self._rms(hidden, self.hidden_norm), self._rms(embedded, self.token_norm)], -1)
-        return self._rms(self._block(self.mtp, self.packed.linear(pair, self.input_proj), plan, kv), self.final_norm)
+        pair = torch.cat(
+            [self._rms(hidden, self.hidden_norm), self._rms(embedded, self.token_norm)], -1
+        )
+        return self._rms(
+            self._block(self.mtp, self.packed.linear(pair, self.input_proj), plan, kv),
+            self.final_norm,
+        )
 
     def _projected(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `fc` of the target's hidden states [N, n · H], normed before as the drafter says, [N, H]."""
@@ -305,7 +351,10 @@ class Decoder:
             hidden = self._rms(hidden, self.joined_norm)
         if self.each_norm:
             parts = hidden.split(self.arch.hidden, -1)
-            hidden = torch.cat([self._rms(part, norm) for part, norm in zip(parts, self.each_norm, strict=True)], -1)
+            hidden = torch.cat(
+                [self._rms(part, norm) for part, norm in zip(parts, self.each_norm, strict=True)],
+                -1,
+            )
         return self.packed.linear(hidden, self.input_proj)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -324,15 +373,29 @@ class Decoder:
     def set_draft_vocabulary(self, words: torch.Tensor) -> None:
         """Choose drafts from `words [S]`. Raises ValueError for ids outside the vocabulary, and for a word twice."""
         if self.arch.taps:
-            raise ValueError("draft vocabulary: that of an EAGLE-3 drafter is a part of its checkpoint")
+            raise ValueError(
+                "draft vocabulary: that of an EAGLE-3 drafter is a part of its checkpoint"
+            )
         words = words.to(self.device, torch.int64).sort().values
         vocab = self.arch.vocab
-        if not len(words) or int(words[0]) < 0 or int(words[-1]) >= vocab or len(words.unique()) < len(words):
-            raise ValueError(f"draft vocabulary: expected different ids from 0 to {vocab - 1}, at least one")
+        if (
+            not len(words)
+            or int(words[0]) < 0
+            or int(words[-1]) >= vocab
+            or len(words.unique()) < len(words)
+        ):
+            raise ValueError(
+                f"draft vocabulary: expected different ids from 0 to {vocab - 1}, at least one"
+            )
         held = vocab // self.comm.size
-        of_ranks = [words[(words >= held * rank) & (words < held * (rank + 1))] for rank in range(self.comm.size)]
+        of_ranks = [
+            words[(words >= held * rank) & (words < held * (rank + 1))]
+            for rank in range(self.comm.size)
+        ]
         width = max(len(part) for part in of_ranks)  # every rank computes as many columns
-        self.draft_ids = torch.cat([F.pad(part, (0, width - len(part)), value=-1) for part in of_ranks])
+        self.draft_ids = torch.cat(
+            [F.pad(part, (0, width - len(part)), value=-1) for part in of_ranks]
+        )
         own = of_ranks[self.comm.rank] - held * self.comm.rank
         self._draft_rows = F.pad(own, (0, width - len(own)))
         self.renew_draft_head()
@@ -353,13 +416,17 @@ class Decoder:
         shard = self.tensors[name]
         part = full if shard.dim is None else full.chunk(self.comm.size, shard.dim)[self.comm.rank]
         if part.shape != shard.view.shape:
-            raise ValueError(f"{name} has shape {tuple(full.shape)}, expected {self.full_shape(name)}")
+            raise ValueError(
+                f"{name} has shape {tuple(full.shape)}, expected {self.full_shape(name)}"
+            )
         shard.view.copy_(part)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor over all tensor-parallel ranks."""
         view, dim = self.tensors[name]
-        return tuple(size * self.comm.size if i == dim else size for i, size in enumerate(view.shape))
+        return tuple(
+            size * self.comm.size if i == dim else size for i, size in enumerate(view.shape)
+        )
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor); under tensor parallelism every rank must iterate."""
@@ -367,7 +434,12 @@ class Decoder:
             yield name, view if dim is None else self.comm.concat(view, dim)
 
     def _block(
-        self, layer: Layer, x: torch.Tensor, plan: Placement, kv: torch.Tensor, read: torch.Tensor | None = None
+        self,
+        layer: Layer,
+        x: torch.Tensor,
+        plan: Placement,
+        kv: torch.Tensor,
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run a layer. Its attention reads `read`, or the norm of x."""
         n = x.shape[0]
@@ -393,7 +465,9 @@ class Decoder:
         b, _, rows, length = plan.mask.shape
         group = self.heads // k
         if plan.place is not None:
-            query = query.new_zeros(b * rows // group, self.heads, d).index_copy_(0, plan.place, query)
+            query = query.new_zeros(b * rows // group, self.heads, d).index_copy_(
+                0, plan.place, query
+            )
         query = query.reshape(b, -1, k, group, d).transpose(1, 2).reshape(b, k, rows, d)
         keys, values = kv.index_select(0, plan.read).view(b, length, 2, k, d).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=plan.mask)
@@ -403,14 +477,19 @@ class Decoder:
     def _add(self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return x + y @ weightᵀ, with the product summed over ranks; only the first rank adds x."""
         first = self.comm.rank == 0
-        return self.comm.sum(self.packed.add(x, y, weight) if first else self.packed.linear(y, weight))
+        return self.comm.sum(
+            self.packed.add(x, y, weight) if first else self.packed.linear(y, weight)
+        )
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if x.dtype in (torch.bfloat16, torch.float16):  # as in Transformers: normalise in float32, scale in x.dtype
+        # as in Transformers: normalise in float32, scale in x.dtype
+        if x.dtype in (torch.bfloat16, torch.float16):
             return F.rms_norm(x.float(), (x.shape[-1],), None, self.arch.eps).to(x.dtype) * weight
         return F.rms_norm(x, (x.shape[-1],), weight, self.arch.eps)
 
-    def _layer(self, prefix: str, width: int = 0, intermediate: int = 0, norm: str = "input_layernorm") -> Layer:
+    def _layer(
+        self, prefix: str, width: int = 0, intermediate: int = 0, norm: str = "input_layernorm"
+    ) -> Layer:
         """Make a layer. Unless given, `width`, of what its attention reads, and `intermediate` are the target's.
 
         With `intermediate` it is one of an EAGLE-3 drafter, which has neither biases nor norms of q and k.
@@ -418,7 +497,9 @@ class Decoder:
         h = self.arch.hidden
         i = (intermediate or self.arch.intermediate) // self.comm.size
         d = self.arch.head_dim
-        biased, normed = (fact and not intermediate for fact in (self.arch.qkv_bias, self.arch.qk_norm))
+        biased, normed = (
+            fact and not intermediate for fact in (self.arch.qkv_bias, self.arch.qk_norm)
+        )
         rows = {"q": self.heads * d, "k": self.kv_heads * d, "v": self.kv_heads * d}
         qkv = {f"{prefix}self_attn.{x}_proj.weight": size for x, size in rows.items()}
         bias = {f"{prefix}self_attn.{x}_proj.bias": size for x, size in rows.items()}
@@ -430,11 +511,15 @@ class Decoder:
             k_norm=self._new({prefix + "self_attn.k_norm.weight": d}) if normed else None,
             out=self._new({prefix + "self_attn.o_proj.weight": h}, self.heads * d, 1),
             norm2=self._new({prefix + "post_attention_layernorm.weight": h}),
-            gate_up=self._new({prefix + "mlp.gate_proj.weight": i, prefix + "mlp.up_proj.weight": i}, h, 0),
+            gate_up=self._new(
+                {prefix + "mlp.gate_proj.weight": i, prefix + "mlp.up_proj.weight": i}, h, 0
+            ),
             down=self._new({prefix + "mlp.down_proj.weight": h}, i, 1),
         )
 
-    def _new(self, rows: Mapping[str, int], columns: int | None = None, split: int | None = None) -> torch.Tensor:
+    def _new(
+        self, rows: Mapping[str, int], columns: int | None = None, split: int | None = None
+    ) -> torch.Tensor:
         """Make one parameter from the named blocks of rows; a vector, for norms and biases, without `columns`."""
         shape = (sum(rows.values()),) if columns is None else (sum(rows.values()), columns)
         fused = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -448,7 +533,11 @@ class Decoder:
         for name, view in parameter.blocks().items():
             self.tensors[name] = Shard(view, parameter.split)
 
-    def retile(self, comm: Solo | TensorParallel, moved: Callable[[list[tuple[Parameter, Parameter]]], None]) -> None:
+    def retile(
+        self,
+        comm: Solo | TensorParallel,
+        moved: Callable[[list[tuple[Parameter, Parameter]]], None],
+    ) -> None:
         """Change to the tensor-parallel group `comm`, as many parameters at a time as are no larger than a layer.
 
         `moved` fills this rank's new parts from pairs (old, new). Every reference to a parameter stays valid. The

@@ -21,7 +21,9 @@ class PackedWeights:
     def __init__(self) -> None:
         self._copies: dict[torch.Tensor, tuple[int, torch.Tensor | None]] = {}
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return x [..., I] @ weightᵀ + bias [..., O] of a weight [O, I]."""
         packed = self._packed(weight)
         if packed is None:
@@ -52,7 +54,11 @@ class PackedWeights:
 
 def _pack(weight: torch.Tensor) -> torch.Tensor | None:
     """Return a copy in oneDNN's layout; None for a small matrix, or without a fast product of this dtype."""
-    if weight.device.type != "cpu" or weight.numel() < LEAST or not torch.backends.mkldnn.is_available():
+    if (
+        weight.device.type != "cpu"
+        or weight.numel() < LEAST
+        or not torch.backends.mkldnn.is_available()
+    ):
         return None
     fast = weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -46,7 +46,9 @@ class TensorParallel:
         return float(self.sum(torch.tensor(value, dtype=torch.float64, device=device))) / self.size
 
     def concat(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        parts = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
+        ]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
@@ -55,8 +57,14 @@ class TensorParallel:
 
         Between two ranks tensors arrive in the order in which they leave.
         """
-        ops = [dist.P2POp(dist.isend, part, group=self.group, group_peer=rank) for rank, part in leaving]
-        ops += [dist.P2POp(dist.irecv, part, group=self.group, group_peer=rank) for rank, part in arriving]
+        ops = [
+            dist.P2POp(dist.isend, part, group=self.group, group_peer=rank)
+            for rank, part in leaving
+        ]
+        ops += [
+            dist.P2POp(dist.irecv, part, group=self.group, group_peer=rank)
+            for rank, part in arriving
+        ]
         return dist.batch_isend_irecv(ops) if ops else []
 
 
@@ -78,9 +86,12 @@ class Groups:
         """
         if size not in self._made:
             if self.world % size:
-                raise ValueError(f"tensor parallel size {size} does not divide a job of {self.world} ranks")
+                raise ValueError(
+                    f"tensor parallel size {size} does not divide a job of {self.world} ranks"
+                )
             blocks = [list(range(first, first + size)) for first in range(0, self.world, size)]
             own, _ = dist.new_subgroups_by_enumeration(blocks)
-            dist.barrier(own)  # `trade` leaves out ranks, and NCCL's first message in a group waits for all of them
+            # `trade` leaves out ranks, and NCCL's first message in a group waits for all of them
+            dist.barrier(own)
             self._made[size] = TensorParallel(own)
         return self._made[size]

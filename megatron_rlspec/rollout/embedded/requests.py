@@ -46,7 +46,13 @@ class ActiveRequest:
         for token, logprob in zip(new.tokens.tolist(), new.logprobs.tolist(), strict=True):
             self.response.append(token)
             self.logprobs.append(logprob)
-            status = "finished" if self.stopped() else "truncated" if len(self.response) >= limit else None
+            status = (
+                "finished"
+                if self.stopped()
+                else "truncated"
+                if len(self.response) >= limit
+                else None
+            )
             if status is not None:
                 break
         last = len(self.response)
@@ -84,4 +90,9 @@ class ActiveRequest:
     def progress(self) -> tuple[str, int, int, float]:
         """Return the first four fields of `Held`. The round that drew the first token counts here."""
         prompt = len(self.request.prompt.tokens)
-        return self.request.id, prompt, prompt + len(self.response), len(self.response) / (self.rounds + 1)
+        return (
+            self.request.id,
+            prompt,
+            prompt + len(self.response),
+            len(self.response) / (self.rounds + 1),
+        )

@@ -14,13 +14,16 @@ from megatron_rlspec.rollout.embedded.verify import Committed
 from megatron_rlspec.speculation.acceptance import top
 from megatron_rlspec.types import OFF, SHARPNESS, Drafts, Sampling, SpecConfig, Verifier
 
-Knobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # temperature, top_p, top_k, min_p
+# temperature, top_p, top_k, min_p
+Knobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Budget(Protocol):
     """Chooses which drafted candidates are verified; without one, the best of them by score."""
 
-    def keep(self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int) -> np.ndarray:
+    def keep(
+        self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int
+    ) -> np.ndarray:
         """Return the mask [B, M] of the candidates to verify: at most `limit` a row, each with its parents."""
 
     def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
@@ -48,7 +51,9 @@ class RoundRunner:
         if verifier not in get_args(Verifier):  # another name would run target_only
             raise ValueError(f"verifier={verifier!r}; known: {', '.join(get_args(Verifier))}")
         if budget is not None and verifier == "rejection":
-            raise ValueError("a tree budget is not lossless with verifier=rejection; take position_keyed")
+            raise ValueError(
+                "a tree budget is not lossless with verifier=rejection; take position_keyed"
+            )
         self.cache = cache
         self.model = cache.model
         self.verifier = verifier
@@ -62,12 +67,17 @@ class RoundRunner:
         self.top_k = np.zeros(rows, np.int64)
         self.min_p = np.zeros(rows)
         self.seeds = np.zeros((rows, 5), np.int64)  # the result of `verify.streams`
-        self.draws = np.zeros(rows, np.int64)  # noise keys that target_only and rejection have used so far
+        # noise keys that target_only and rejection have used so far
+        self.draws = np.zeros(rows, np.int64)
         self.verified = 0  # tokens that the target has verified so far
-        self.before = np.zeros(rows, np.int64)  # committed tokens at the start of the row's last round
-        self.given: dict[int, np.ndarray] = {}  # row -> tokens [columns] of `Request.draft`, while all of them agree
+        # committed tokens at the start of the row's last round
+        self.before = np.zeros(rows, np.int64)
+        # row -> tokens [columns] of `Request.draft`, while all of them agree
+        self.given: dict[int, np.ndarray] = {}
 
-    def seat(self, row: int, sampling: Sampling, seed: int, draws: int, known: np.ndarray | None = None) -> None:
+    def seat(
+        self, row: int, sampling: Sampling, seed: int, draws: int, known: np.ndarray | None = None
+    ) -> None:
         """Set the sampling of a row. `draws` continues the noise of a sample that was put back into the queue.
 
         known  tokens that the sample may have, prompt included; they fit into the cache
@@ -88,7 +98,10 @@ class RoundRunner:
     def ready(self, row: int) -> bool:
         """Return whether the target has run on all tokens of the row but the pending one."""
         prefix = self.cache.prefix[row]
-        return prefix.computed == len(prefix.tokens) and self.cache.computed[row] == self.cache.length[row] - 1
+        return (
+            prefix.computed == len(prefix.tokens)
+            and self.cache.computed[row] == self.cache.length[row] - 1
+        )
 
     def prefill(self, rows: list[int]) -> None:
         """Run the target on at most `prefill_chunk` tokens that it has not seen yet; shared prefixes run once."""
@@ -135,7 +148,9 @@ class RoundRunner:
 
     def missed(self, rows: np.ndarray) -> int:
         """Return how many tokens the drafter must run on beyond those of a usual round: prompts, and rounds off."""
-        prefixes = {prefix.key: prefix for prefix in (self.cache.prefix[row] for row in rows.tolist())}.values()
+        prefixes = {
+            prefix.key: prefix for prefix in (self.cache.prefix[row] for row in rows.tolist())
+        }.values()
         own = np.maximum(self.before[rows] - self.cache.drafted[rows], 0).sum()
         return int(own) + sum(len(prefix.tokens) - prefix.drafted for prefix in prefixes)
 
@@ -155,14 +170,18 @@ class RoundRunner:
         """Return what is left of the rows' own drafts; together at most `prefill_chunk` tokens, and one of each."""
         most = max(1, self.prefill_chunk // len(rows))
         lengths = self.cache.length[rows].tolist()
-        return [self.given[row][n : n + most] for row, n in zip(rows.tolist(), lengths, strict=True)]
+        return [
+            self.given[row][n : n + most] for row, n in zip(rows.tolist(), lengths, strict=True)
+        ]
 
     def draft_only(self, rows: np.ndarray, config: SpecConfig) -> Ahead:
         """Draft for rows that have the drafter's keys only. `round` verifies the drafts, in the same step."""
         tree, q = self._draft(rows, self._read(rows, self.columns(rows, config)), config)
         return Ahead(rows, tree, q)
 
-    def round(self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None = None) -> list[Committed]:
+    def round(
+        self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None = None
+    ) -> list[Committed]:
         """Commit at least one token for every row. Rows that cannot draft run in a pass of their own without drafts,
         and so do rows with drafts of their own.
 
@@ -177,7 +196,9 @@ class RoundRunner:
             committed |= zip(rows[given].tolist(), self._check(rows[given]), strict=True)
         for part, chosen, drafted in ((drafting, config, ahead), (~drafting & ~given, OFF, None)):
             if part.any():
-                committed |= zip(rows[part].tolist(), self._round(rows[part], chosen, drafted), strict=True)
+                committed |= zip(
+                    rows[part].tolist(), self._round(rows[part], chosen, drafted), strict=True
+                )
         return [committed[row] for row in rows.tolist()]
 
     def _round(self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None) -> list[Committed]:
@@ -190,7 +211,11 @@ class RoundRunner:
             tree, q = self._draft(rows[:fresh], read[:fresh], config)
         if ahead is not None:
             tree = draft.joined(tree, ahead.tree) if fresh else ahead.tree
-            q = torch.cat([q, ahead.q]) if fresh and q is not None and ahead.q is not None else ahead.q
+            q = (
+                torch.cat([q, ahead.q])
+                if fresh and q is not None and ahead.q is not None
+                else ahead.q
+            )
         self.verified += int(tree.valid.sum())
         targets, logprobs = self._verify(rows, read, tree, q, chain=config.topk <= 1)
         path, accepted = verify.walk(tree.tokens, tree.parents, tree.valid, targets)
@@ -222,7 +247,11 @@ class RoundRunner:
             cache.commit(row, targets[i, taken], taken, len(left[i]) + 1)
             known = self.given[row]
             length = int(cache.length[row])
-            if count < len(left[i]) or length >= len(known) or known[length - 1] != cache.tokens[row, length - 1]:
+            if (
+                count < len(left[i])
+                or length >= len(known)
+                or known[length - 1] != cache.tokens[row, length - 1]
+            ):
                 del self.given[row]
             committed.append(Committed(targets[i, taken], logprobs[i, taken], 0, given=True))
         return committed
@@ -252,7 +281,9 @@ class RoundRunner:
             depth = torch.full_like(columns, level - 2)
             tree = None if chain else TreeColumns(start, ancestors, depth)
             plan = cache.plan(read, columns, drafter=True, tree=tree)
-            out = model.draft(parents.reshape(batch * expanded, -1), tokens.reshape(-1), plan, cache.kv)
+            out = model.draft(
+                parents.reshape(batch * expanded, -1), tokens.reshape(-1), plan, cache.kv
+            )
             return out.view(batch, expanded, -1), model.draft_logits(out).view(batch, expanded, -1)
 
         def sampled(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,20 +301,28 @@ class RoundRunner:
             pick = sampled
         elif self.coupled:
             seeds = self._to(self.seeds[rows, 0])
-            coupling = draft.Coupling(seeds, start - 1, *self._sampling(rows), words, self.sharpness)
+            coupling = draft.Coupling(
+                seeds, start - 1, *self._sampling(rows), words, self.sharpness
+            )
             pick = draft.coupled(config.topk, coupling)
         else:
             pick = draft.likeliest(config.topk)
         if words is not None:
             pick = draft.among(words, pick)
-        candidates = draft.grow(hidden, model.draft_logits(hidden), config.num_steps, config.topk, expand, pick)
+        candidates = draft.grow(
+            hidden, model.draft_logits(hidden), config.num_steps, config.topk, expand, pick
+        )
         if chain and self.budget is None:
             keep = np.ones(candidates.tokens.shape, bool)
         else:
             scores = candidates.scores.float().cpu().numpy()
             limit = config.num_draft_tokens - 1
             context = int(length.sum())
-            keep = self.budget.keep(scores, candidates.depth, context, limit) if self.budget else top(scores, limit)
+            keep = (
+                self.budget.keep(scores, candidates.depth, context, limit)
+                if self.budget
+                else top(scores, limit)
+            )
         return draft.cut(pending, candidates, keep), torch.stack(q, 1) if q else None
 
     def _extend(self, rows: np.ndarray, read: torch.Tensor) -> torch.Tensor:
@@ -308,7 +347,11 @@ class RoundRunner:
         return out[self._to(np.cumsum(last - first) - 1)]
 
     def _pairs(
-        self, rows: np.ndarray, first: np.ndarray, last: np.ndarray, read: torch.Tensor | None = None
+        self,
+        rows: np.ndarray,
+        first: np.ndarray,
+        last: np.ndarray,
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the drafter on the pairs (h of column c - 1, token of column c), c in [first, last). Returns [N, H]."""
         cache = self.cache
@@ -321,7 +364,12 @@ class RoundRunner:
         return self.model.draft(cache.hidden.index_select(0, before), tokens, plan, cache.kv)
 
     def _verify(
-        self, rows: np.ndarray, read: torch.Tensor, tree: draft.Tree, q: torch.Tensor | None, chain: bool
+        self,
+        rows: np.ndarray,
+        read: torch.Tensor,
+        tree: draft.Tree,
+        q: torch.Tensor | None,
+        chain: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Run the target on the trees. Returns the token to commit at every node and its log-prob, both [B, T]."""
         cache = self.cache
@@ -329,8 +377,11 @@ class RoundRunner:
         start = cache.length[rows] - 1
         where = None
         if not chain:
-            where = TreeColumns(self._to(start), self._to(draft.ancestors(tree.parents)), self._to(tree.depth))
-        columns = np.minimum(start[:, None] + np.arange(nodes), read.shape[1] - 1)  # padding stays within `read`
+            where = TreeColumns(
+                self._to(start), self._to(draft.ancestors(tree.parents)), self._to(tree.depth)
+            )
+        # padding stays within `read`
+        columns = np.minimum(start[:, None] + np.arange(nodes), read.shape[1] - 1)
         plan = cache.plan(read, self._to(columns), valid=tree.valid, tree=where)
         hidden, drafted_from = self.model.target(self._to(tree.tokens[tree.valid]), plan, cache.kv)
         cache.hidden.index_copy_(0, plan.write, drafted_from)
@@ -342,7 +393,9 @@ class RoundRunner:
             residual_seeds = self._to(self.seeds[rows, verify.RESIDUAL])
             p = verify.support(logp, *sampling).view(batch, nodes, -1)
             drafts = self._to(tree.tokens[:, 1:])
-            chosen = verify.reject(drafts, q, p, coin_seeds, residual_seeds, self._to(counter)).view(-1)
+            chosen = verify.reject(
+                drafts, q, p, coin_seeds, residual_seeds, self._to(counter)
+            ).view(-1)
         else:
             keyed = self.verifier == "position_keyed"
             keys = start[:, None] + tree.depth if keyed else counter
@@ -352,7 +405,9 @@ class RoundRunner:
         targets = np.full((batch, nodes), -1, np.int64)
         logprobs = np.zeros((batch, nodes), np.float32)
         targets[tree.valid] = chosen.cpu().numpy()
-        logprobs[tree.valid] = logp.gather(1, chosen.clamp(min=0)[:, None])[:, 0].float().cpu().numpy()
+        logprobs[tree.valid] = (
+            logp.gather(1, chosen.clamp(min=0)[:, None])[:, 0].float().cpu().numpy()
+        )
         return targets, logprobs
 
     def _logprobs(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[torch.Tensor, Knobs]:
@@ -363,7 +418,12 @@ class RoundRunner:
     def _sampling(self, rows: np.ndarray) -> Knobs:
         """Return (temperature, top_p, top_k, min_p) of the rows, [B] each."""
         to = self._to
-        return to(self.temperature[rows]), to(self.top_p[rows]), to(self.top_k[rows]), to(self.min_p[rows])
+        return (
+            to(self.temperature[rows]),
+            to(self.top_p[rows]),
+            to(self.top_k[rows]),
+            to(self.min_p[rows]),
+        )
 
     def _read(self, rows: np.ndarray, last: np.ndarray) -> torch.Tensor:
         return self._to(self.cache.slots[rows, : int(last.max())])

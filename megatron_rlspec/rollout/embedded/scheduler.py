@@ -51,7 +51,9 @@ class Scheduler:
         """Return requests as the engine works on them. Raises EngineError for stop strings without a tokenizer."""
         runs = []
         for request, sampling in requests:
-            stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.ends)
+            stops = frozenset(sampling.stop_token_ids) | (
+                frozenset() if sampling.ignore_eos else self.ends
+            )
             strings = StopStrings(sampling.stop, self._decode) if sampling.stop else None
             runs.append(ActiveRequest(request, sampling, stops, strings))
         return runs
@@ -59,7 +61,9 @@ class Scheduler:
     @cached_property
     def _decode(self) -> Callable[[list[int]], str]:
         if self._tokenizer is None:
-            raise EngineError("embedded engine: stop strings need a tokenizer, and this engine was given none")
+            raise EngineError(
+                "embedded engine: stop strings need a tokenizer, and this engine was given none"
+            )
         return self._tokenizer().decode
 
     def check(self, run: ActiveRequest, known: set[str]) -> None:
@@ -70,7 +74,9 @@ class Scheduler:
         request = run.request
         length = len(request.prompt.tokens)
         if not 0 < length < self.max_length:
-            raise RequestError(f"request {request.id}: {length} prompt tokens; expected 1 to {self.max_length - 1}")
+            raise RequestError(
+                f"request {request.id}: {length} prompt tokens; expected 1 to {self.max_length - 1}"
+            )
         if request.id in known:
             raise RequestError(f"request {request.id}: the id is already in use")
         known.add(request.id)
@@ -104,7 +110,9 @@ class Scheduler:
                 return  # samples admitted into the last slots would go back into the queue at once
             run = self.waiting[0]
             prompt = np.asarray(run.request.prompt.tokens, np.int64)
-            row = self.cache.open(np.concatenate([prompt, np.asarray(run.response, np.int64)]), len(prompt))
+            row = self.cache.open(
+                np.concatenate([prompt, np.asarray(run.response, np.int64)]), len(prompt)
+            )
             if row is None:
                 return
             if not self.cache.back(row, len(prompt) + len(run.response)):

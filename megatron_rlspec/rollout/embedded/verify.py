@@ -55,10 +55,14 @@ def coin(probability: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> 
 
 def logprobs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Return log softmax(logits / T) [N, V] with `temperature [N]` as T; rows with T = 0 use T = 1."""
-    return torch.log_softmax(logits / torch.where(temperature > 0, temperature, 1.0).to(logits.dtype)[:, None], -1)
+    return torch.log_softmax(
+        logits / torch.where(temperature > 0, temperature, 1.0).to(logits.dtype)[:, None], -1
+    )
 
 
-def filtered(logp: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def filtered(
+    logp: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
     """Return `logp [N, V]` with -inf outside top-k, top-p and min-p, not normalised again.
 
     A token stays if fewer than top_k tokens are likelier, if the likelier ones have a total probability of at most
@@ -75,13 +79,19 @@ def filtered(logp: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p
         above = ordered.cumsum(-1) - ordered
         rank = torch.arange(logp.shape[1], device=logp.device)
         limit = torch.where(top_k > 0, top_k, logp.shape[1])
-        behind = (rank >= limit[:, None]) | (above > torch.where(top_p < 1, top_p, 2.0).to(above.dtype)[:, None])
+        behind = (rank >= limit[:, None]) | (
+            above > torch.where(top_p < 1, top_p, 2.0).to(above.dtype)[:, None]
+        )
         outside |= torch.zeros_like(behind).scatter_(1, ids, behind)
     return logp.masked_fill(outside, float("-inf"))
 
 
 def support(
-    logp: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
+    logp: torch.Tensor,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor,
+    top_k: torch.Tensor,
+    min_p: torch.Tensor,
 ) -> torch.Tensor:
     """Return probabilities [N, V] after the filters, normalised; one-hot where T = 0."""
     out = filtered(logp, top_p, top_k, min_p).softmax(-1)
@@ -150,7 +160,9 @@ def reject(
     b, k = drafts.shape
     rows = torch.arange(b, device=drafts.device)
     ratio = p[:, :k].gather(2, drafts[:, :, None]) / q.gather(2, drafts[:, :, None])
-    ok = coin(ratio.reshape(-1), coin_seeds.repeat_interleave(k), keys[:, :k].reshape(-1)).view(b, k)
+    ok = coin(ratio.reshape(-1), coin_seeds.repeat_interleave(k), keys[:, :k].reshape(-1)).view(
+        b, k
+    )
     residual = p.clone()
     residual[:, :k] -= q
     residual.clamp_(min=0)

@@ -60,7 +60,9 @@ class ServedTensors:
             owner = "drafter" if name in self.drafter else "target"
             raise Refusal(400, f"{plain(name)} is the {owner}'s; scope is {scope}")
         if expected is not None and list(shape) != list(expected):
-            raise Refusal(400, f"{plain(name)} is {list(shape)}, but the engine's is {list(expected)}")
+            raise Refusal(
+                400, f"{plain(name)} is {list(shape)}, but the engine's is {list(expected)}"
+            )
 
 
 class Entry(NamedTuple):
@@ -106,7 +108,10 @@ def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[
 
 
 def _placed(
-    named: Iterable[tuple[str, torch.dtype, Sequence[int]]], begin: int, served: ServedTensors, scope: Scope
+    named: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+    begin: int,
+    served: ServedTensors,
+    scope: Scope,
 ) -> list[Entry]:
     """Return the positions of tensors whose bytes follow one another from `begin` on. Raises Refusal."""
     entries = []
@@ -115,7 +120,8 @@ def _placed(
         served.check(name, shape, scope)
         if first % dtype.itemsize:
             raise Refusal(
-                400, f"{plain(name)} begins at byte {first}; expected a multiple of {dtype.itemsize}: widest first"
+                400,
+                f"{plain(name)} begins at byte {first}; expected a multiple of {dtype.itemsize}: widest first",
             )
         end = first + math.prod(shape) * dtype.itemsize
         entries.append(Entry(name, dtype, tuple(shape), first, end))
@@ -138,6 +144,8 @@ def _header(data: memoryview) -> list[tuple[str, str, list[int]]]:
             return [(name, tensor.get_dtype(), tensor.get_shape()) for name, tensor in tensors]
     except SafetensorError as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
-        raise Refusal(400, f"not a safetensors file of {len(data)} bytes: {plain(reason)}") from None
+        raise Refusal(
+            400, f"not a safetensors file of {len(data)} bytes: {plain(reason)}"
+        ) from None
     finally:
         os.close(descriptor)

@@ -38,14 +38,23 @@ class Extension(Protocol):
 
 def known() -> list[str]:
     """Return the names of the extensions that engines can load."""
-    return sorted(path.parents[1].name for path in _FOLDER.glob(f"*/{_MODULE.replace('.', '/')}.py"))
+    return sorted(
+        path.parents[1].name for path in _FOLDER.glob(f"*/{_MODULE.replace('.', '/')}.py")
+    )
 
 
 def loaded(names: Sequence[str]) -> list[Extension]:
     """Import extensions. Raises ImportError."""
-    return [cast(Extension, importlib.import_module(f"megatron_rlspec.extensions.{name}.{_MODULE}")) for name in names]
+    return [
+        cast(Extension, importlib.import_module(f"megatron_rlspec.extensions.{name}.{_MODULE}"))
+        for name in names
+    ]
 
 
 def commands(names: Sequence[str]) -> dict[str, Command]:
     """Return the scheduler commands of extensions."""
-    return {name: command for extension in loaded(names) for name, command in extension.commands().items()}
+    return {
+        name: command
+        for extension in loaded(names)
+        for name, command in extension.commands().items()
+    }

@@ -71,9 +71,13 @@ def copied(handle: str, size: int, device: torch.device) -> Tensor:
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(opened), asked, ctypes.c_uint(_PEERS))
     try:
         held = ctypes.c_size_t()
-        _call("cuMemGetAddressRange_v2", ctypes.byref(ctypes.c_uint64()), ctypes.byref(held), opened)
+        _call(
+            "cuMemGetAddressRange_v2", ctypes.byref(ctypes.c_uint64()), ctypes.byref(held), opened
+        )
         if size > held.value:
-            raise NotSharedError(f"the tensors have {size} bytes, and the trainer's memory has {held.value}")
+            raise NotSharedError(
+                f"the tensors have {size} bytes, and the trainer's memory has {held.value}"
+            )
         stream = torch.cuda.current_stream(device)
         target = ctypes.c_uint64(landed.data_ptr())
         queue = ctypes.c_void_p(stream.cuda_stream)

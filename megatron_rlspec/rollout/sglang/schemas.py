@@ -122,7 +122,10 @@ class SetSchedule(Strict):
 
 
 _ROOFLINE: dict[str, Any] = {
-    field.name: (Annotated[float, Field(ge=0)], ... if field.default is dataclasses.MISSING else field.default)
+    field.name: (
+        Annotated[float, Field(ge=0)],
+        ... if field.default is dataclasses.MISSING else field.default,
+    )
     for field in dataclasses.fields(Roofline)
 }
 RooflineBody = create_model("RooflineBody", __base__=Strict, **_ROOFLINE)
@@ -154,7 +157,8 @@ class SpecRuleBody(Strict):
     acceptance: AcceptanceBody | None = None
     forecast: list[float] | None = None
     probing: dict[str, Any] | None = None
-    sharpness: float = Field(SHARPNESS[0], gt=0, le=100)  # factor on log q of coupled drafts; omitted: as it is
+    # factor on log q of coupled drafts; omitted: as it is
+    sharpness: float = Field(SHARPNESS[0], gt=0, le=100)
     table: Annotated[Any, AfterValidator(_path_or_object)] = ""
     roofline: RooflineBody | None = None  # type: ignore[valid-type]
     learnt: LearntBody | None = None
@@ -228,8 +232,12 @@ class TensorsBody(Strict):
     """Tensors that the trainer laid out in one piece: their bytes, one after the other."""
 
     names: list[Text] = Field(min_length=1, max_length=1 << 16)
-    dtypes: list[Literal["float64", "float32", "float16", "bfloat16"]] = Field(min_length=1, max_length=1 << 16)
-    shapes: list[Annotated[list[Edge], Field(max_length=8)]] = Field(min_length=1, max_length=1 << 16)
+    dtypes: list[Literal["float64", "float32", "float16", "bfloat16"]] = Field(
+        min_length=1, max_length=1 << 16
+    )
+    shapes: list[Annotated[list[Edge], Field(max_length=8)]] = Field(
+        min_length=1, max_length=1 << 16
+    )
 
 
 class ReceiveBody(TensorsBody):
@@ -269,7 +277,9 @@ def _in_pieces(model: type[Body], body: bytes) -> Body:
         pieces = msgspec.json.decode(found.pop(model.rows, b"null"), type=list[msgspec.Raw])
         rest = msgspec.json.decode(msgspec.json.encode(found))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise Refusal(400, f"the body is not a JSON object in UTF-8 with a list {model.rows}") from None
+        raise Refusal(
+            400, f"the body is not a JSON object in UTF-8 with a list {model.rows}"
+        ) from None
     if len(pieces) > limits.REQUESTS:
         raise Refusal(400, f"{model.rows}: expected at most {limits.REQUESTS} entries")
     rows = []
@@ -277,7 +287,9 @@ def _in_pieces(model: type[Body], body: bytes) -> Body:
         place = f"{model.rows}[{i}]"
         text = bytes(piece)
         if len(text) > limits.REQUEST_BYTES:
-            raise Refusal(413, f"{place} has {len(text)} bytes; expected at most {limits.REQUEST_BYTES}")
+            raise Refusal(
+                413, f"{place} has {len(text)} bytes; expected at most {limits.REQUEST_BYTES}"
+            )
         try:
             rows.append(model.row.model_validate_json(text))
         except ValidationError as error:
@@ -308,11 +320,18 @@ def check_batch(body: GenerateBody, vocabulary: int, context: int, reserved: int
     """
     for i, request in enumerate(body.requests):
         ids = request.input_ids
-        for name, tokens in (("input_ids", ids), ("begun", request.begun), ("draft", request.draft)):
+        for name, tokens in (
+            ("input_ids", ids),
+            ("begun", request.begun),
+            ("draft", request.draft),
+        ):
             if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary):
                 j = next(j for j, token in enumerate(tokens) if not 0 <= token < vocabulary)
                 place = f"requests[{i}].{name}[{j}]"
-                raise Refusal(400, f"{place} is {shown(tokens[j])}; expected a token id from 0 to {vocabulary - 1}")
+                raise Refusal(
+                    400,
+                    f"{place} is {shown(tokens[j])}; expected a token id from 0 to {vocabulary - 1}",
+                )
         if len(ids) >= context:
             raise Refusal(
                 400,
@@ -329,13 +348,18 @@ def check_batch(body: GenerateBody, vocabulary: int, context: int, reserved: int
     names = sorted(request.id for request in body.requests)
     for before, after in zip(names, names[1:], strict=False):
         if before == after:
-            raise Refusal(400, f"id {shown(before)} is given to two requests; expected distinct ids")
+            raise Refusal(
+                400, f"id {shown(before)} is given to two requests; expected distinct ids"
+            )
 
 
 def sentence(error: ValidationError, within: Sequence[int | str] = ()) -> str:
     """Format the first mistake of a body, or of the part `within` it: place, value, what was expected."""
     first = error.errors(include_url=False)[0]
-    path = (f"[{part}]" if isinstance(part, int) else f".{plain(part)}" for part in (*within, *first["loc"]))
+    path = (
+        f"[{part}]" if isinstance(part, int) else f".{plain(part)}"
+        for part in (*within, *first["loc"])
+    )
     place = "".join(path).removeprefix(".") or "the body"
     if first["type"] == "json_invalid":
         return "the body is not JSON; expected a JSON object in UTF-8"

@@ -26,7 +26,8 @@ def make() -> Path:
     above = tempfile.gettempdir()
     if len(os.fsencode(above)) > MOST_BYTES:
         what = (
-            f"expected a temporary directory of at most {MOST_BYTES} bytes (TMPDIR), because engines keep sockets there"
+            f"expected a temporary directory of at most {MOST_BYTES} bytes (TMPDIR), "
+            "because engines keep sockets there"
         )
         raise OSError(errno.ENAMETOOLONG, what, above)
     return Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -40,7 +41,8 @@ def current() -> Path | None:
 
 def remove(directory: Path) -> None:
     """Remove the directory and the shared memory that bears its name. Safe to repeat."""
-    for name in glob.glob(f"{SHARED_MEMORY}/*{glob.escape(directory.name)}*"):  # SGLang's files, extensions' folders
+    # SGLang's files, extensions' folders
+    for name in glob.glob(f"{SHARED_MEMORY}/*{glob.escape(directory.name)}*"):
         if os.path.isdir(name) and not os.path.islink(name):
             shutil.rmtree(name, ignore_errors=True)
         else:

@@ -11,7 +11,8 @@ from megatron_rlspec.types import SHARPNESS, Drafts, Verifier
 
 VARIABLE = "RLSPEC_SGLANG"
 KEY = "RLSPEC_API_KEY"  # in the environment: every user of the machine can read a command line
-DRAFTED = "rlspec_drafted"  # in the answer's meta_info: for every output token, whether it was a draft
+# in the answer's meta_info: for every output token, whether it was a draft
+DRAFTED = "rlspec_drafted"
 # As a request's `token_ids_logprob`, which SGLang hands to every pass: draw at all positions (`given_draft.py`).
 DRAW_ALL = [0, 0]
 APART = "engines that prefill and decode apart were never run with a drafter that is trained or switched off"
@@ -23,7 +24,8 @@ class Settings:
     verifier: Verifier = "position_keyed"
     spec_rule: dict[str, Any] | None = None
     off: bool = True  # whether a rule may choose to draft nothing; `hold` may in any case
-    deliveries: bool = False  # remember the fingerprints of what each push gave to the models' loaders
+    # remember the fingerprints of what each push gave to the models' loaders
+    deliveries: bool = False
     drafts: Drafts = "coupled"  # with the verifier position_keyed
     sharpness: float = SHARPNESS[0]  # of coupled drafts, until a rule names one
     architectures: tuple[str, ...] = ()  # import SGLang's files of these alone; (): all its files
@@ -36,7 +38,10 @@ class Settings:
         if text is None:
             return None
         fields = json.loads(text or "{}")
-        return cls(**fields | {name: tuple(fields.get(name, ())) for name in ("architectures", "extensions")})
+        return cls(
+            **fields
+            | {name: tuple(fields.get(name, ())) for name in ("architectures", "extensions")}
+        )
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}

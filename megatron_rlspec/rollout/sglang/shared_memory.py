@@ -46,7 +46,8 @@ class SharedMemory(Memory):
         name = secrets.token_hex(16)
         descriptor = os.memfd_create(_NAME + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(descriptor, 0, needed)  # a lack of memory is an error here, and no signal later
+            # a lack of memory is an error here, and no signal later
+            os.posix_fallocate(descriptor, 0, needed)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             mapped = mmap.mmap(descriptor, needed)
         except BaseException:
@@ -57,7 +58,8 @@ class SharedMemory(Memory):
         if torch.cuda.is_available():
             address = piece.data_ptr()
             runtime: Any = torch.cuda.cudart()
-            if int(runtime.cudaHostRegister(address, needed, 0)) == 0:  # otherwise copies are slower
+            # otherwise copies are slower
+            if int(runtime.cudaHostRegister(address, needed, 0)) == 0:
                 weakref.finalize(mapped, runtime.cudaHostUnregister, address)
         self._known[piece.data_ptr()] = {"descriptor": descriptor, "name": name}
         return piece
@@ -72,15 +74,21 @@ def mapped(process: int, descriptor: int, name: str, size: int) -> Tensor:
         try:
             _check(f"/proc/self/fd/{opened}", name)
             if not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise NotSharedError("the trainer's memory is not sealed, so it may shrink while it is read")
+                raise NotSharedError(
+                    "the trainer's memory is not sealed, so it may shrink while it is read"
+                )
             held = os.fstat(opened).st_size
             if not 0 < size <= held:
-                raise NotSharedError(f"the tensors have {size} bytes, and the trainer's memory has {held}")
+                raise NotSharedError(
+                    f"the tensors have {size} bytes, and the trainer's memory has {held}"
+                )
             whole = mmap.mmap(opened, size, access=mmap.ACCESS_COPY)
         finally:
             os.close(opened)
     except OSError as error:
-        raise NotSharedError(f"the trainer's memory is not within reach ({error.strerror}){_EXPECTED}") from None
+        raise NotSharedError(
+            f"the trainer's memory is not within reach ({error.strerror}){_EXPECTED}"
+        ) from None
     return torch.frombuffer(whole, dtype=torch.uint8)
 
 

@@ -60,7 +60,10 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
             return found
 
     def seat(
-        self, requests: Sequence[tuple[Request, Sampling]], rows: Mapping[str, int], rule: SpecRule | None
+        self,
+        requests: Sequence[tuple[Request, Sampling]],
+        rows: Mapping[str, int],
+        rule: SpecRule | None,
     ) -> list[ActiveRequest]:
         """Replace all requests by these: those that have a row of the cache already, by id, and others that wait.
 
@@ -104,14 +107,23 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
         context = int(self.cache.length[rows].sum())
         chooser, config = self._choose(rows, context)
         columns = self.rounds.columns(rows, config)
-        room = all(self.cache.back(run.row, n) for run, n in zip(newcomers, columns[len(runs) :].tolist(), strict=True))
-        ahead = self.rounds.draft_only(rows[len(runs) :], config) if newcomers and room and not config.off else None
+        room = all(
+            self.cache.back(run.row, n)
+            for run, n in zip(newcomers, columns[len(runs) :].tolist(), strict=True)
+        )
+        ahead = (
+            self.rounds.draft_only(rows[len(runs) :], config)
+            if newcomers and room and not config.off
+            else None
+        )
         runs = self.scheduler.make_room(runs, columns[: len(runs)])
         landed = landing.land()
         self.scheduler.running += landed
         runs += landed if room else []
         if runs:
-            self._run_round(runs, chooser, config, context, began, ahead if landed else None, timed=False)
+            self._run_round(
+                runs, chooser, config, context, began, ahead if landed else None, timed=False
+            )
 
     def _retract(self) -> None:
         """Put every running sample back into the queue, and give up reserved rows.

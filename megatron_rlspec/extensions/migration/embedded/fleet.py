@@ -58,20 +58,29 @@ class Fleet:
     # -- drawing ------------------------------------------------------------------------------------------------------
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        on_sample: Callable[[Sample], None] | None = None,
     ) -> list[Sample]:
         found: dict[str, Sample] = {}
         with self._known:
             if not self._open:
                 self._began = time.perf_counter()
-            checked = self.member.engine.scheduler.made([(request, sampling) for request in requests])
+            checked = self.member.engine.scheduler.made(
+                [(request, sampling) for request in requests]
+            )
             known = set(self._open)
             for run in checked:
                 self.member.engine.scheduler.check(run, known)
             open_ids = {run.request.id for run in checked}
             self._done |= {run.request.id: run.sample for run in checked if run.sample is not None}
             self._new += [(run.request, sampling) for run in checked if run.sample is None]
-            self._open |= {request.id: (request, sampling) for request, sampling in self._new if request.id in open_ids}
+            self._open |= {
+                request.id: (request, sampling)
+                for request, sampling in self._new
+                if request.id in open_ids
+            }
         try:
             while True:
                 with self._known:
@@ -89,7 +98,8 @@ class Fleet:
                     with self._known:
                         if not open_ids & self._done.keys():
                             raise  # else first return what has ended
-                time.sleep(0)  # locks are not fair: let another thread take this one between two ticks
+                # locks are not fair: let another thread take this one between two ticks
+                time.sleep(0)
         finally:
             with self._known:
                 self._new = [(request, s) for request, s in self._new if request.id not in open_ids]
@@ -138,7 +148,11 @@ class Fleet:
     def record(self) -> dict[str, Any]:
         """Return and forget what a line of `moves.jsonl` holds, to the precision of a tick."""
         with self._known:
-            record = {"moves": self._moves, "sizes": self._sizes, "decision_seconds": self.member.seconds}
+            record = {
+                "moves": self._moves,
+                "sizes": self._sizes,
+                "decision_seconds": self.member.seconds,
+            }
             self._sizes = []
             self._moves = []
             self.member.seconds = 0.0
@@ -151,7 +165,14 @@ class Fleet:
         for id, rank in taken:
             dealt[rank].append(self._open[id])
         cap = max((sampling.max_new_tokens for _, sampling in self._open.values()), default=1)
-        tick = Tick(dealt, sorted(self._aborted), sorted(self._dropped), [id for id, _ in taken], self.every, cap)
+        tick = Tick(
+            dealt,
+            sorted(self._aborted),
+            sorted(self._dropped),
+            [id for id, _ in taken],
+            self.every,
+            cap,
+        )
         self._dealt |= {request.id for new in dealt for request, _ in new}
         self._new = []
         self._aborted.clear()
@@ -182,10 +203,19 @@ class Fleet:
         reports = self.member.reports[::size]
         queued = []
         for report in reports:
-            untouched = [id for id, drawn in report.queued if id in self._open and drawn == _begun(self._open[id][0])]
+            untouched = [
+                id
+                for id, drawn in report.queued
+                if id in self._open and drawn == _begun(self._open[id][0])
+            ]
             queued.append(untouched)
         dry = [not report.load.waiting for report in reports]
-        taken = steal(queued, dry, [report.open for report in reports], self.member.engine.max_running_requests)
+        taken = steal(
+            queued,
+            dry,
+            [report.open for report in reports],
+            self.member.engine.max_running_requests,
+        )
         return [(id, index * size) for id, index in taken]
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -220,7 +250,9 @@ class Fleet:
             self.member.ranks.tell(wire.encode(Order(call=name, argument=argument)))
             return self.member.call(name, argument)
 
-    def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
+    def update_weights(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all"
+    ) -> None:
         with self._ordering():
             self.member.ranks.tell(wire.encode(Order(push=(version, scope))))
             self.member.update(version, scope, tensors)
@@ -256,7 +288,9 @@ class Fleet:
             return [request.id for request, _ in self._new]
 
     def stats(self) -> list[RoundStats]:
-        return [stats for data in self._call("stats") for stats in wire.decode(data, list[RoundStats])]
+        return [
+            stats for data in self._call("stats") for stats in wire.decode(data, list[RoundStats])
+        ]
 
     def fingerprints(self) -> dict[str, int]:
         """Compute the fingerprints on all ranks. That of a tensor that differs between ranks is DIFFERS."""
@@ -325,7 +359,8 @@ class Follower:
 
     def __init__(self, member: Member) -> None:
         self.member = member
-        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None  # a new thread has GPU 0
+        # a new thread has GPU 0
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
         self._thread.start()
 

@@ -35,7 +35,9 @@ class LedEngine:
         self._processes = []
         for rank in range(1, size):
             there, here = context.Pipe(duplex=False)
-            process = context.Process(target=_follow, args=(make, rank, size, meeting, there, threads), daemon=True)
+            process = context.Process(
+                target=_follow, args=(make, rank, size, meeting, there, threads), daemon=True
+            )
             process.start()
             there.close()
             self._followers.append(here)
@@ -51,7 +53,9 @@ class LedEngine:
         try:
             return self.engine.generate(requests, sampling)
         except RuntimeError as error:  # a collective: another rank is gone
-            raise EngineError(f"embedded engine over {len(self._processes) + 1} processes: {error}") from None
+            raise EngineError(
+                f"embedded engine over {len(self._processes) + 1} processes: {error}"
+            ) from None
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self._tell("set_schedule", msgspec.msgpack.encode(schedule.to_json()))
@@ -100,7 +104,10 @@ def _follow(make: Make, rank: int, size: int, meeting: str, pipe: Connection, th
         except EOFError:
             break
         if name == "generate":
-            engine.generate(wire.decode(parts[0], list[Request]), msgspec.msgpack.decode(parts[1], type=Sampling))
+            engine.generate(
+                wire.decode(parts[0], list[Request]),
+                msgspec.msgpack.decode(parts[1], type=Sampling),
+            )
         else:
             engine.set_schedule(SpecSchedule.from_json(msgspec.msgpack.decode(parts[0])))
     dist.destroy_process_group()

@@ -140,7 +140,8 @@ class Member:
         self.runs: list[ActiveRequest] = []
         self.seconds = 0.0  # of making plans
         self._error = ""
-        self._missed: dict[str, tuple[int, int]] = {}  # moved samples: tokens at the move, steps without a new one
+        # moved samples: tokens at the move, steps without a new one
+        self._missed: dict[str, tuple[int, int]] = {}
         self._moved: list[MoveRecord] = []
 
     # ---- a tick -----------------------------------------------------------------------------------------------------
@@ -188,7 +189,9 @@ class Member:
             began = time.perf_counter()
             self.runs = regroup(self.engine, self.ranks, self.groups, wanted, how)
             took = (time.perf_counter() - began) * 1e3
-            self.changes.append({"from": now, "to": wanted, "samples": held, "how": how, "ms": took})
+            self.changes.append(
+                {"from": now, "to": wanted, "samples": held, "how": how, "ms": took}
+            )
 
     def _loads(self, order: Tick) -> list[Load]:
         """Return every rank's load, with the requests of this tick."""
@@ -205,17 +208,25 @@ class Member:
         except RuntimeError as error:  # torch's own, too: every error must reach rank 0
             self._error = f"rank {self.ranks.rank}: {error}".splitlines()[0]
         for id, (length, missed) in list(self._missed.items()):
-            run = next((run for run in self.runs if run.request.id == id and run.sample is None), None)
+            run = next(
+                (run for run in self.runs if run.request.id == id and run.sample is None), None
+            )
             if run is not None and len(run.response) == length:
                 self._missed[id] = length, missed + 1
 
     def _report(self) -> list[Sample]:
-        done = [run.sample for run in self.runs if run.sample is not None and self.ranks.rank == self._group[0]]
+        done = [
+            run.sample
+            for run in self.runs
+            if run.sample is not None and self.ranks.rank == self._group[0]
+        ]
         self.runs = [run for run in self.runs if run.sample is None]
         moved = self._settled()
         ended = [(len(sample.response), sample.status != "finished") for sample in done]
         load = self.engine.load(str(self.ranks.rank))
-        queued = [(run.request.id, len(run.response)) for run in self.engine.waiting if not run.seats]
+        queued = [
+            (run.request.id, len(run.response)) for run in self.engine.waiting if not run.seats
+        ]
         report = Report(load, ended, len(self.runs), queued, len(done), moved, self._error)
         self.reports = [wire.decode(data, Report) for data in self.ranks.share(wire.encode(report))]
         if self.ranks.rank:
@@ -230,7 +241,11 @@ class Member:
 
     def _settled(self) -> list[MoveRecord]:
         """Return the records of moves whose samples have all drawn a token since, or ended."""
-        still = {run.request.id for run in self.runs if self._missed.get(run.request.id, (-1,))[0] == len(run.response)}
+        still = {
+            run.request.id
+            for run in self.runs
+            if self._missed.get(run.request.id, (-1,))[0] == len(run.response)
+        }
         found = [record for record in self._moved if not still & set(record.ids)]
         self._moved = [record for record in self._moved if still & set(record.ids)]
         told = []
@@ -243,10 +258,13 @@ class Member:
         """Return the moves before this tick's rounds: the same on every rank."""
         reports = self.reports
         if not any(report.open for report in reports):
-            self.lengths = Lengths()  # a new rollout; nothing of the one before, which a resumed run has not seen
+            # a new rollout; nothing of the one before, which a resumed run has not seen
+            self.lengths = Lengths()
             return []
         for report in reports:
-            self.lengths.observe([length for length, _ in report.ended], [cut for _, cut in report.ended])
+            self.lengths.observe(
+                [length for length, _ in report.ended], [cut for _, cut in report.ended]
+            )
         if self.rebalancer is None or order.aborted or order.dropped:
             return []
         if any(report.error for report in reports):
@@ -326,7 +344,9 @@ class Member:
     def _land(self, coming: Sequence[Arrival]) -> None:
         """Take what arrives in stage 2 into the second round."""
         messages = [(arrival.granted, self._rest(arrival)) for arrival in coming]
-        arrivals = Arrivals(self.mover, messages, [partial(self._rest, arrival) for arrival in coming])
+        arrivals = Arrivals(
+            self.mover, messages, [partial(self._rest, arrival) for arrival in coming]
+        )
         here = [*arrivals.runs, *arrivals.queued]
         self._missed |= {run.request.id: (len(run.response), 0) for run in here}
         self.runs += here
@@ -350,10 +370,14 @@ class Member:
         """Keep the record of a move, of which `ids` have arrived."""
         move = arrival.move
         held = {held.id: held.context for report in self.reports for held in report.load.running}
-        there, here = (len(self.reports[int(name)].load.running) for name in (move.source, move.target))
+        there, here = (
+            len(self.reports[int(name)].load.running) for name in (move.source, move.target)
+        )
         why = f"{there} samples there, {here} here"
         tokens = sum(held.get(id, 0) for id in ids)
-        moved = MoveRecord(move.source, move.target, list(ids), move.how, why, tokens, arrival.bytes, arrival.ms)
+        moved = MoveRecord(
+            move.source, move.target, list(ids), move.how, why, tokens, arrival.bytes, arrival.ms
+        )
         self._moved.append(msgspec.structs.replace(moved, refused=arrival.refused))
 
     # ---- everything else --------------------------------------------------------------------------------------------
@@ -401,9 +425,15 @@ class Member:
         whole = False
         try:
             for lot in buckets(tensors, BUCKET):
-                heads = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in lot]
+                heads = [
+                    (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+                    for name, tensor in lot
+                ]
                 self.ranks.tell(wire.encode(heads))
-                flat = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, tensor in lot]
+                flat = [
+                    tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                    for _, tensor in lot
+                ]
                 self.ranks.tell(torch.cat(flat).numpy().tobytes())
                 yield from lot
             whole = True

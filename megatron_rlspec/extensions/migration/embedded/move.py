@@ -30,9 +30,11 @@ from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.types import Partial, Request, Sampling
 
 FRONT = 16  # bytes before a header: its length
-ROOM = 64  # columns that are reserved beyond a sample's present length; a round commits fewer tokens
+# columns that are reserved beyond a sample's present length; a round commits fewer tokens
+ROOM = 64
 Range = tuple[int, int]  # columns [first, last)
-Offer = list[tuple[str, np.ndarray, int]]  # what a source would send: id, the prompt's tokens [P], and length
+# what a source would send: id, the prompt's tokens [P], and length
+Offer = list[tuple[str, np.ndarray, int]]
 
 
 class RowReservation(msgspec.Struct, frozen=True):
@@ -107,7 +109,10 @@ class TransferEndpoint:
     def offer(self, ids: Sequence[str]) -> Offer:
         """Describe those of these samples that run here and have been prefilled."""
         runs = [run for run in self.engine.running if run.request.id in ids and self._ready(run)]
-        return [(r.request.id, np.asarray(r.request.prompt.tokens), int(self.cache.length[r.row])) for r in runs]
+        return [
+            (r.request.id, np.asarray(r.request.prompt.tokens), int(self.cache.length[r.row]))
+            for r in runs
+        ]
 
     def begin(self, grants: Sequence[RowReservation]) -> KVMessage:
         """Start to move the samples that were granted, which go on here. Returns stage 1: their verified columns."""
@@ -118,7 +123,8 @@ class TransferEndpoint:
             if grant.refused or run is None or not self._ready(run):
                 continue
             length, drafted, prefix = self._extent(run)
-            sent = min(max(grant.drafter, 1), drafted)  # what another sample of the prompt brings may come later
+            # what another sample of the prompt brings may come later
+            sent = min(max(grant.drafter, 1), drafted)
             last = (prefix - 1, prefix) if grant.target < prefix and self.drafts else (0, 0)
             columns = Columns(grant.id, (sent, drafted), last, (grant.target, length - 1))
             parts.append((run, columns))
@@ -175,7 +181,9 @@ class TransferEndpoint:
         cache = self.cache
         runs = []
         queued = []
-        for (request, sampling), columns in zip(message.header.requests, message.header.samples, strict=True):
+        for (request, sampling), columns in zip(
+            message.header.requests, message.header.samples, strict=True
+        ):
             row = engine.reserved.get(request.id)
             [run] = engine.scheduler.made([(request, sampling)])
             tokens = np.concatenate([np.asarray(request.prompt.tokens), run.response])
@@ -229,11 +237,17 @@ class TransferEndpoint:
     def _request(self, run: ActiveRequest) -> Request:
         if run.row >= 0:
             run.draws = int(self.engine.rounds.draws[run.row])
-        return replace(run.request, partial=Partial.of(run.so_far("aborted")) if run.response else None)
+        return replace(
+            run.request, partial=Partial.of(run.so_far("aborted")) if run.response else None
+        )
 
-    def _reserve(self, id: str, prompt: np.ndarray, length: int, coming: set[bytes]) -> RowReservation:
+    def _reserve(
+        self, id: str, prompt: np.ndarray, length: int, coming: set[bytes]
+    ) -> RowReservation:
         cache = self.cache
-        row = cache.open(np.concatenate([prompt, np.zeros(length - len(prompt), np.int64)]), len(prompt))
+        row = cache.open(
+            np.concatenate([prompt, np.zeros(length - len(prompt), np.int64)]), len(prompt)
+        )
         if row is None:
             return RowReservation(id, refused="no row or no room for the prompt")
         if not cache.back(row, min(length + ROOM, cache.columns)):
@@ -262,14 +276,20 @@ class TransferEndpoint:
         """Copy the columns of all samples into one buffer."""
         slots = {}
         for kind in ("drafter", "hidden", "target"):
-            found = [self.cache.slots[run.row, slice(*getattr(columns, kind))] for run, columns in parts]
+            found = [
+                self.cache.slots[run.row, slice(*getattr(columns, kind))] for run, columns in parts
+            ]
             slots[kind] = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *found]))
         sizes = [len(slots[kind]) * pool[0].numel() for kind, pool in self._pools()]
         data = torch.empty(sum(sizes), dtype=self.cache.model.dtype, device=self.cache.model.device)
         for (kind, pool), piece in zip(self._pools(), data.split(sizes), strict=True):
-            torch.index_select(pool, 0, slots[kind].to(pool.device), out=piece.view(-1, *pool.shape[1:]))
+            torch.index_select(
+                pool, 0, slots[kind].to(pool.device), out=piece.view(-1, *pool.shape[1:])
+            )
         columns = [columns for _, columns in parts]
-        return KVMessage(Header(str(data.dtype).removeprefix("torch."), columns, list(requests)), data)
+        return KVMessage(
+            Header(str(data.dtype).removeprefix("torch."), columns, list(requests)), data
+        )
 
     def _write(self, message: KVMessage, only: set[str] | None = None) -> None:
         """Copy a buffer into the slots of the reserved rows. What belongs to other ids is left out."""
@@ -281,10 +301,14 @@ class TransferEndpoint:
             ranges = [getattr(columns, kind) for columns in samples]
             here = [c.id in rows and (only is None or c.id in only) for c in samples]
             found = [
-                self.cache.slots[rows[c.id], slice(*r)] for c, r, h in zip(samples, ranges, here, strict=True) if h
+                self.cache.slots[rows[c.id], slice(*r)]
+                for c, r, h in zip(samples, ranges, here, strict=True)
+                if h
             ]
             slots[kind] = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *found]))
-            wanted[kind] = torch.from_numpy(np.repeat(np.array(here, bool), [last - first for first, last in ranges]))
+            wanted[kind] = torch.from_numpy(
+                np.repeat(np.array(here, bool), [last - first for first, last in ranges])
+            )
         sizes = [len(wanted[kind]) * pool[0].numel() for kind, pool in self._pools()]
         for (kind, pool), piece in zip(self._pools(), message.data.split(sizes), strict=True):
             columns = piece.view(-1, *pool.shape[1:])[wanted[kind]]

@@ -39,7 +39,9 @@ class EngineRequests(msgspec.Struct, frozen=True):
     rule: dict[str, Any] | None
 
 
-def regroup(engine: MigratableEmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how: How) -> list[ActiveRequest]:
+def regroup(
+    engine: MigratableEmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how: How
+) -> list[ActiveRequest]:
     """Change to engines of `size` ranks each. All ranks of the job call it, between rounds.
 
     how  "kv": caches travel; "recompute": the new engines prefill prompts and responses
@@ -51,7 +53,8 @@ def regroup(engine: MigratableEmbeddedEngine, ranks: Ranks, groups: Groups, size
     engine.model.arch.check_size(size)
     speaks = switch.before.rank == 0
     told = [
-        wire.decode(data, EngineRequests) for data in ranks.share(wire.encode(_requests_of(engine, switch, speaks)))
+        wire.decode(data, EngineRequests)
+        for data in ranks.share(wire.encode(_requests_of(engine, switch, speaks)))
     ]
     first = ranks.rank // switch.wide.size * switch.wide.size
     block = told[first : first + switch.wide.size]
@@ -64,11 +67,16 @@ def regroup(engine: MigratableEmbeddedEngine, ranks: Ranks, groups: Groups, size
     mine = {run.request.id: run.row for run in engine.running}
     seated = retile.retile(engine.model, engine.cache, rows, mine, switch)
     here = [t for t in moving if target[t.request.id] == switch.new_group]
-    rule = block[switch.new_group * size].rule if size > 1 else None  # equal on all ranks, which must choose the same
-    return engine.seat([(t.request, t.sampling) for t in here], seated, SpecRule.from_json(rule) if rule else None)
+    # equal on all ranks, which must choose the same
+    rule = block[switch.new_group * size].rule if size > 1 else None
+    return engine.seat(
+        [(t.request, t.sampling) for t in here], seated, SpecRule.from_json(rule) if rule else None
+    )
 
 
-def _requests_of(engine: MigratableEmbeddedEngine, switch: retile.Switch, speaks: bool) -> EngineRequests:
+def _requests_of(
+    engine: MigratableEmbeddedEngine, switch: retile.Switch, speaks: bool
+) -> EngineRequests:
     moving = []
     for run in (*engine.running, *engine.waiting) if speaks else ():
         row = None
@@ -77,7 +85,8 @@ def _requests_of(engine: MigratableEmbeddedEngine, switch: retile.Switch, speaks
             row = retile.CacheRow.of(engine.cache, run.row, run.request.id, switch.old_group, 0)
         partial = Partial.of(run.so_far("aborted")) if run.response else None
         moving.append(MovingRequest(replace(run.request, partial=partial), run.sampling, row))
-    chosen = engine.choice.chosen  # also while speculation is held off, so that all ranks agree after its release
+    # also while speculation is held off, so that all ranks agree after its release
+    chosen = engine.choice.chosen
     rule = chosen.to_json() if isinstance(chosen, SpecRule) else None
     return EngineRequests(moving, rule)
 

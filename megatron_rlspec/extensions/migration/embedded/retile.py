@@ -31,7 +31,9 @@ class Switch:
 
     def __init__(self, groups: Groups, old: int, new: int) -> None:
         if max(old, new) % min(old, new):
-            raise ValueError(f"tensor parallel sizes {old} and {new}: expected one to divide the other")
+            raise ValueError(
+                f"tensor parallel sizes {old} and {new}: expected one to divide the other"
+            )
         self.old = old
         self.new = new
         self.before = groups.of(old)
@@ -110,7 +112,9 @@ def exchange(switch: Switch, changes: Sequence[tuple[Parameter, Parameter]]) -> 
         coming.copy_(landed)
 
 
-def _pieces(switch: Switch, old: Parameter, new: Parameter) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _pieces(
+    switch: Switch, old: Parameter, new: Parameter
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yield each rank of the old group, which holds the whole, with the views that it gets from here and sends here."""
     me = switch.wide.rank
     first = switch.old_group * switch.old
@@ -119,10 +123,16 @@ def _pieces(switch: Switch, old: Parameter, new: Parameter) -> Iterator[tuple[in
             count, begin, _ = switch.units(me, rank)
             going = _units(source, old.split, count, begin, switch.wide.size // switch.old)
             count, _, begin = switch.units(rank, me)
-            yield rank, going, _units(target, old.split, count, begin, switch.wide.size // switch.new)
+            yield (
+                rank,
+                going,
+                _units(target, old.split, count, begin, switch.wide.size // switch.new),
+            )
 
 
-def _units(shard: torch.Tensor, split: int | None, count: int, first: int, held: int) -> torch.Tensor:
+def _units(
+    shard: torch.Tensor, split: int | None, count: int, first: int, held: int
+) -> torch.Tensor:
     """Return `count` of the `held` units of a shard, from the unit `first` on."""
     assert split is not None
     unit = shard.shape[split] // held
@@ -156,7 +166,17 @@ class CacheRow(NamedTuple):
         computed = int(cache.computed[row])
         drafted = min(int(cache.drafted[row]), computed)
         prompt_len = len(prefix.tokens) + 1
-        return cls(id, tokens, prompt_len, computed, drafted, prefix.computed, prefix.drafted, source, target)
+        return cls(
+            id,
+            tokens,
+            prompt_len,
+            computed,
+            drafted,
+            prefix.computed,
+            prefix.drafted,
+            source,
+            target,
+        )
 
 
 class Stretch(NamedTuple):
@@ -167,18 +187,24 @@ class Stretch(NamedTuple):
     first: int
     last: int
     drafted: int  # columns before it hold the drafter's keys
-    old: np.ndarray | None  # slots of column `first` and those after it, if this rank's old group is the source
+    # slots of column `first` and those after it, if this rank's old group is the source
+    old: np.ndarray | None
     new: np.ndarray | None  # if its new group is the target and has room
 
     def cut(self, first: int, last: int) -> Stretch:
         """Return the part of this stretch in columns [first, last)."""
         first = min(max(first, self.first), self.last)
         last = min(max(last, first), self.last)
-        old, new = (None if x is None else x[first - self.first : last - self.first] for x in (self.old, self.new))
+        old, new = (
+            None if x is None else x[first - self.first : last - self.first]
+            for x in (self.old, self.new)
+        )
         return self._replace(first=first, last=last, old=old, new=new)
 
 
-def retile_cache(cache: Cache, rows: Sequence[CacheRow], mine: Mapping[str, int], switch: Switch) -> dict[str, int]:
+def retile_cache(
+    cache: Cache, rows: Sequence[CacheRow], mine: Mapping[str, int], switch: Switch
+) -> dict[str, int]:
     """Move the contents of the cache to the groups of the new size. All ranks call it.
 
     rows   the moving rows of all groups, in one order on all ranks
@@ -186,7 +212,11 @@ def retile_cache(cache: Cache, rows: Sequence[CacheRow], mine: Mapping[str, int]
     Returns the row of each id that this rank's group holds now. An id that the group has no room for is missing; its
     caller computes it anew. The cache keeps its size in bytes: it has new / old times the slots.
     """
-    held = {row.id: cache.slots[mine[row.id], : row.computed].copy() for row in rows if row.source == switch.old_group}
+    held = {
+        row.id: cache.slots[mine[row.id], : row.computed].copy()
+        for row in rows
+        if row.source == switch.old_group
+    }
     cache.reset(cache.total * switch.new // switch.old)
     seated = {}
     for row in rows:
@@ -197,7 +227,8 @@ def retile_cache(cache: Cache, rows: Sequence[CacheRow], mine: Mapping[str, int]
     undrafted = [s.cut(s.drafted - 1, s.last) for s in stretches]
     width = cache.model.arch.head_dim
     for layer in range(len(cache.kv)):
-        cache.kv[layer] = cache.kv[layer].view(len(cache.kv[layer]), 2, -1, width)  # keys and values apart
+        # keys and values apart
+        cache.kv[layer] = cache.kv[layer].view(len(cache.kv[layer]), 2, -1, width)
         moving = drafted if layer >= cache.model.arch.layers else stretches
         _move(cache.kv, layer, cache.total, moving, switch, split=True)
         cache.kv[layer] = cache.kv[layer].flatten(1, 2)
@@ -222,7 +253,11 @@ def _seat(cache: Cache, row: CacheRow) -> int | None:
 
 
 def _stretches(
-    cache: Cache, rows: Sequence[CacheRow], held: Mapping[str, np.ndarray], seated: Mapping[str, int], switch: Switch
+    cache: Cache,
+    rows: Sequence[CacheRow],
+    held: Mapping[str, np.ndarray],
+    seated: Mapping[str, int],
+    switch: Switch,
 ) -> Iterator[Stretch]:
     """Yield what moves: every row's own columns, and each prefix once a target, from the first row that has it."""
     carried = set()
@@ -251,7 +286,12 @@ def _stretches(
 
 
 def _move(
-    pools: list[torch.Tensor], index: int, slots: int, stretches: Sequence[Stretch], switch: Switch, split: bool
+    pools: list[torch.Tensor],
+    index: int,
+    slots: int,
+    stretches: Sequence[Stretch],
+    switch: Switch,
+    split: bool,
 ) -> None:
     """Replace pool `index`, [old slots, parts, old heads, width], by one of `slots` slots that holds what moved here.
 
@@ -266,7 +306,8 @@ def _move(
         if split:
             count, first, new_first = switch.units(source, target)
             return count * unit, first * unit, new_first * unit
-        return unit * (source % switch.old == target % switch.old), 0, 0  # one rank of the source sends
+        # one rank of the source sends
+        return unit * (source % switch.old == target % switch.old), 0, 0
 
     def between(source: int, target: int) -> list[Stretch]:
         groups = (source // switch.old, target // switch.new)
@@ -285,7 +326,9 @@ def _move(
         send.append(made[key])
         count, _, _ = shared(rank, me)
         coming.append(between(rank, me) if count else [])
-        sizes.append(sum(s.last - s.first for s in coming[-1]) * pool.shape[1] * count * pool.shape[3])
+        sizes.append(
+            sum(s.last - s.first for s in coming[-1]) * pool.shape[1] * count * pool.shape[3]
+        )
     _, parts, _, width = pool.shape
     pools[index] = pool = pool.new_empty(0)  # release the old pool before the new one is made
     received = [send[me] if rank == me else pool.new_empty(size) for rank, size in enumerate(sizes)]

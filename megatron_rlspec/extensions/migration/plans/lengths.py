@@ -64,8 +64,12 @@ class Lengths:
         if not len(known):
             return np.ones_like(reached)
         now = self._now(length)
-        inside = known[np.minimum(reached, len(known) - 1).astype(np.int64)] / np.where(now > 0, now, 1.0)
-        found: np.ndarray = np.where(now > 0, inside, np.maximum(length, 1) / np.maximum(reached, 1.0))
+        inside = known[np.minimum(reached, len(known) - 1).astype(np.int64)] / np.where(
+            now > 0, now, 1.0
+        )
+        found: np.ndarray = np.where(
+            now > 0, inside, np.maximum(length, 1) / np.maximum(reached, 1.0)
+        )
         return found
 
     def _now(self, length: np.ndarray) -> np.ndarray:

@@ -23,7 +23,9 @@ class Pace:
     `expected_tokens`.
     """
 
-    def __init__(self, cost: Cost, candidates: Sequence[SpecConfig], rates: Sequence[float]) -> None:
+    def __init__(
+        self, cost: Cost, candidates: Sequence[SpecConfig], rates: Sequence[float]
+    ) -> None:
         self._cost = cost
         self._candidates = tuple(candidates)
         self._tokens = np.array([expected_tokens(config, rates) for config in candidates])
@@ -81,7 +83,8 @@ def _interpolated(table: np.ndarray, batch: np.ndarray, length: np.ndarray) -> n
     i = _CELLS[np.minimum(batch, BATCHES[-1]).astype(np.int64)]
     j = np.clip(np.frexp(length)[1] - 5, 0, len(CONTEXTS) - 2)  # floor(log2(length / CONTEXTS[0]))
     u = np.clip((batch - BATCHES[i]) / _STEPS[i], 0.0, 1.0)
-    v = np.clip((length - CONTEXTS[j]) / CONTEXTS[j], 0.0, 1.0)  # a cell is as wide as its lower edge
+    # a cell is as wide as its lower edge
+    v = np.clip((length - CONTEXTS[j]) / CONTEXTS[j], 0.0, 1.0)
     low = table[i, j] * (1 - v) + table[i, j + 1] * v
     high = table[i + 1, j] * (1 - v) + table[i + 1, j + 1] * v
     found: np.ndarray = (low * (1 - u) + high * u) * np.maximum(batch / BATCHES[-1], 1.0)
@@ -90,4 +93,5 @@ def _interpolated(table: np.ndarray, batch: np.ndarray, length: np.ndarray) -> n
 
 _STEPS = np.diff(BATCHES)
 _WHOLE = np.arange(int(BATCHES[-1]) + 1)
-_CELLS = np.clip(np.searchsorted(BATCHES, _WHOLE, side="right") - 1, 0, len(BATCHES) - 2)  # edges are whole numbers
+# edges are whole numbers
+_CELLS = np.clip(np.searchsorted(BATCHES, _WHOLE, side="right") - 1, 0, len(BATCHES) - 2)

@@ -22,8 +22,13 @@ from megatron_rlspec.types import Held, Load, Move, Request, RoundStats, SpecCon
 
 Rule = Literal["threshold", "makespan"]
 How = Literal["kv", "recompute"]
-WAYS: Mapping[str, tuple[How, ...]] = {"kv": ("kv",), "recompute": ("recompute",), "auto": ("kv", "recompute")}
-GAIN = 0.05  # least share of the remaining time that a move, or a change of the size, must save beyond its cost
+WAYS: Mapping[str, tuple[How, ...]] = {
+    "kv": ("kv",),
+    "recompute": ("recompute",),
+    "auto": ("kv", "recompute"),
+}
+# least share of the remaining time that a move, or a change of the size, must save beyond its cost
+GAIN = 0.05
 WORTH = 0.5  # of the latest finish: an engine that finishes earlier gives no sample away
 STEPS = 64  # of one plan, at most
 TARGETS = 4  # engines that finish first, among which a step chooses
@@ -93,9 +98,15 @@ class Rebalancer:
 
     def renew(self) -> None:
         """Compute how fast engines are from the costs and the acceptance known by now."""
-        tables = {tp: self.cost.at(tp) for tp in self.cost.tps} if isinstance(self.cost, CostTable) else {}
+        tables = (
+            {tp: self.cost.at(tp) for tp in self.cost.tps}
+            if isinstance(self.cost, CostTable)
+            else {}
+        )
         self._paces = {tp: Pace(table, self.candidates, self.rates) for tp, table in tables.items()}
-        self.pace = self._paces[self.sizes[0]] if tables else Pace(self.cost, self.candidates, self.rates)
+        self.pace = (
+            self._paces[self.sizes[0]] if tables else Pace(self.cost, self.candidates, self.rates)
+        )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -132,8 +143,13 @@ class Rebalancer:
                 for s in timed:
                     self.cost.add(s.config, s.batch, s.context_tokens, s.ms / s.rounds)
                 self.cost.fit()
-            units = [float(self.cost.grid([s.config], np.array(s.batch), np.array(s.context_tokens))[0]) for s in timed]
-            self.ms_per_unit = float(np.median([s.ms / s.rounds / u for s, u in zip(timed, units, strict=True)]))
+            units = [
+                float(self.cost.grid([s.config], np.array(s.batch), np.array(s.context_tokens))[0])
+                for s in timed
+            ]
+            self.ms_per_unit = float(
+                np.median([s.ms / s.rounds / u for s, u in zip(timed, units, strict=True)])
+            )
         self.renew()
 
     def moved(self, transfers: Iterable[tuple[int, float]]) -> None:
@@ -184,7 +200,9 @@ class Rebalancer:
             apart = by_name[move.source].node != target.node
             work = sum(self.work(held.context, target, apart)[0] for held in moved)
             batch = np.array(len(target.running) + len(moved))
-            missed = self.transport.rounds * float(self.pace_of(target).per_round(batch, _mean_context(moved)))
+            missed = self.transport.rounds * float(
+                self.pace_of(target).per_round(batch, _mean_context(moved))
+            )
             spent[move.target] = spent.get(move.target, 0.0) + work + missed
         return max(spent.values(), default=0.0)
 
@@ -214,7 +232,9 @@ class Rebalancer:
             tp = target.tp if target.tp in self.sizes else self.sizes[0]
             try:
                 return np.array([self.cost.prefill_ms(n, tp=tp) for n in tokens.tolist()])
-            except CostTableError:  # no prefill was measured: as in the largest round of plain decoding
+            except (
+                CostTableError
+            ):  # no prefill was measured: as in the largest round of plain decoding
                 most = BATCHES[-1:]
                 times: np.ndarray = tokens * self.pace_of(target).per_round(most, tokens) / most
                 return times
@@ -232,7 +252,9 @@ class Rebalancer:
                 break
             order = order[1:-1]
             if largest.version == smallest.version:
-                chosen = sorted(largest.running, key=lambda held: (held.context, held.accept, held.id))[:count]
+                chosen = sorted(
+                    largest.running, key=lambda held: (held.context, held.accept, held.id)
+                )[:count]
                 moves += self.by_way(largest, smallest, [(held, held.context) for held in chosen])
         return moves
 
@@ -243,7 +265,9 @@ class Rebalancer:
             time, how = self.work(tokens, target, source.node != target.node)
             if time < math.inf:
                 ways.setdefault(how, []).append(held.id)
-        return [Move(source.engine, target.engine, tuple(ids), how) for how, ids in sorted(ways.items())]
+        return [
+            Move(source.engine, target.engine, tuple(ids), how) for how, ids in sorted(ways.items())
+        ]
 
 
 def held_of(request: Request) -> Held:
@@ -302,11 +326,20 @@ class Running:
         drawn = self.context - self.prompt
         lengths = lengths.beside(drawn.tolist())
         remaining = np.array([lengths.remaining(n, cap) for n in drawn.tolist()])
-        speed = np.array([held.accept / average if held.accept > 0 and average > 0 else 1.0 for held in self.held])
+        speed = np.array(
+            [
+                held.accept / average if held.accept > 0 and average > 0 else 1.0
+                for held in self.held
+            ]
+        )
         self.needs = self.context + remaining
         self.left = remaining / speed
         most = max(cap, 2)
-        grids = (np.geomspace(1, most, 16), np.linspace(0, most, 65), np.geomspace(most, FASTEST * most, 12))
+        grids = (
+            np.geomspace(1, most, 16),
+            np.linspace(0, most, 65),
+            np.geomspace(most, FASTEST * most, 12),
+        )
         self.times = np.unique(np.concatenate(grids))
         speed = np.append(np.clip(speed, 1 / FASTEST, FASTEST), 1.0)
         tokens = speed[:, None] * self.times
@@ -325,7 +358,9 @@ class _State:
     finish  [E] expected times to the end of the engines' last samples
     """
 
-    def __init__(self, planner: Rebalancer, loads: Sequence[Load], lengths: Lengths, cap: int) -> None:
+    def __init__(
+        self, planner: Rebalancer, loads: Sequence[Load], lengths: Lengths, cap: int
+    ) -> None:
         self.planner = planner
         self.loads = list(loads)
         self.all = Running(loads, lengths, cap)
@@ -336,11 +371,13 @@ class _State:
         order = np.argsort(self.all.origin, kind="stable")
         firsts = np.searchsorted(self.all.origin[order], np.arange(1, len(loads)))
         self.here = np.split(order, firsts)  # engine -> its samples, in the order of their ids
-        self.groups = np.zeros((len(loads), int(self.all.group.max()) + 2), bool)  # those that an engine holds
+        # those that an engine holds
+        self.groups = np.zeros((len(loads), int(self.all.group.max()) + 2), bool)
         self.sums = np.zeros((3, len(loads), len(self.all.times)))
         self.finish = np.zeros(len(loads))
         self._changes = [0] * len(loads)
-        self._stuck: dict[int, list[tuple[int, int]]] = {}  # source -> it and its targets, by their changes
+        # source -> it and its targets, by their changes
+        self._stuck: dict[int, list[tuple[int, int]]] = {}
         self._refresh(range(len(loads)))
 
     def _refresh(self, changed: Sequence[int]) -> None:
@@ -387,13 +424,17 @@ class _State:
 
     def new_tokens(self, samples: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Return the tokens to bring over: without the prompt, where an engine runs a sample of it (`known` [G])."""
-        found: np.ndarray = self.all.context[samples] - self.all.prompt[samples] * known[self.all.group[samples]]
+        found: np.ndarray = (
+            self.all.context[samples] - self.all.prompt[samples] * known[self.all.group[samples]]
+        )
         return found
 
     def works(self, samples: np.ndarray, target: int) -> np.ndarray:
         """Return the times in which samples come to an engine."""
         apart = self.nodes[self.all.origin[samples]] != self.nodes[target]
-        ways = self.planner.ways(self.new_tokens(samples, self.groups[target]), self.loads[target], apart)
+        ways = self.planner.ways(
+            self.new_tokens(samples, self.groups[target]), self.loads[target], apart
+        )
         found: np.ndarray = np.minimum.reduce(list(ways.values()))
         return found
 
@@ -416,14 +457,17 @@ class _State:
         found: dict[tuple[int, int], list[Move]] = {}
         for target, here in enumerate(self.here):
             origin = self.all.origin[here]
-            known = np.zeros(self.groups.shape[1], bool)  # groups of the samples that were there from the start
+            # groups of the samples that were there from the start
+            known = np.zeros(self.groups.shape[1], bool)
             known[self.all.group[here[origin == target]]] = True
             known[-1] = False
             for source in np.unique(origin[origin != target]).tolist():
                 samples = here[origin == source]
                 tokens = self.new_tokens(samples, known).tolist()
                 chosen = [(self.all.held[i], n) for i, n in zip(samples, tokens, strict=True)]
-                found[source, target] = self.planner.by_way(self.loads[source], self.loads[target], chosen)
+                found[source, target] = self.planner.by_way(
+                    self.loads[source], self.loads[target], chosen
+                )
         return [move for _, moves in sorted(found.items()) for move in moves]
 
 
@@ -457,7 +501,8 @@ class _Source:
         """Return (time saved, samples) of the best move to an engine, or None if none pays."""
         state = self.state
         cheap = np.argsort(state.new_tokens(self.samples, state.groups[target]), kind="stable")
-        orders = [cheap, self.soon[::-1], self.soon]  # those that come cheap, long ones, and those that end soon first
+        # those that come cheap, long ones, and those that end soon first
+        orders = [cheap, self.soon[::-1], self.soon]
         least = state.planner.gain * self.finish
         best: tuple[float, np.ndarray] | None = None
         works: np.ndarray | None = None
@@ -488,5 +533,9 @@ class _Source:
             rest = np.concatenate([np.zeros_like(terms[:, :1]), terms[:, ::-1].cumsum(1)], 1)
             rest = rest[:, len(order) - self.counts] + self.waits[:, None]
             staying = drained(self.pace, everything.times, rest)
-            self._known[key] = first, staying, np.cumsum(everything.needs[self.samples[order]])[self.counts - 1]
+            self._known[key] = (
+                first,
+                staying,
+                np.cumsum(everything.needs[self.samples[order]])[self.counts - 1],
+            )
         return self._known[key]

@@ -13,7 +13,13 @@ import numpy as np
 
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.pace import Pace, drained
-from megatron_rlspec.extensions.migration.plans.rebalance import GAIN, How, Rebalancer, Running, after
+from megatron_rlspec.extensions.migration.plans.rebalance import (
+    GAIN,
+    How,
+    Rebalancer,
+    Running,
+    after,
+)
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.types import Held, Load, Move, SpecConfig
 
@@ -35,7 +41,11 @@ class SwitchCosts:
 
     def caches_ms(self, tokens: float, tp: int) -> float:
         """Return the ms in which the ranks of an engine of size `tp` send its caches of `tokens` (PAT, eq. 1 and 2)."""
-        return tokens * self.token_bytes / tp / self.gigabytes_per_second / 1e6 if self.gigabytes_per_second else 0.0
+        return (
+            tokens * self.token_bytes / tp / self.gigabytes_per_second / 1e6
+            if self.gigabytes_per_second
+            else 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,11 @@ class Choice:
 
 
 def choose(
-    rebalancer: Rebalancer, planner: TPPlanner | None, loads: Sequence[Load], lengths: Lengths, cap: int
+    rebalancer: Rebalancer,
+    planner: TPPlanner | None,
+    loads: Sequence[Load],
+    lengths: Lengths,
+    cap: int,
 ) -> Choice:
     """Choose what lets the last sample end earliest.
 
@@ -83,10 +97,16 @@ def choose(
     moves = tuple(rebalancer.plan(loads, lengths, cap))
     if moves:
         before = rebalancer.finish(loads, lengths, cap)
-        later = rebalancer.finish(after(loads, moves), lengths, cap) + rebalancer.charge(loads, moves)
+        later = rebalancer.finish(after(loads, moves), lengths, cap) + rebalancer.charge(
+            loads, moves
+        )
         best = Choice(max(before - later, 0.0), moves)  # 0: only engines that end earlier gain
     tp = min(load.tp for load in loads)
-    change = planner.decide([load for load in loads if load.tp == tp], tp, lengths, cap) if planner else None
+    change = (
+        planner.decide([load for load in loads if load.tp == tp], tp, lengths, cap)
+        if planner
+        else None
+    )
     if change is not None and change.stay_ms - change.finish_ms > best.saving_ms:
         best = Choice(change.stay_ms - change.finish_ms, change=change)
     return best
@@ -127,13 +147,17 @@ class TPPlanner:
         self._known = {tp: [c for c in candidates if c in table.configs(tp)] for tp in self.sizes}
         for tp, configs in self._known.items():
             if not configs:
-                raise CostTableError(f"cost table holds none of {', '.join(map(str, candidates))} at tp={tp}")
+                raise CostTableError(
+                    f"cost table holds none of {', '.join(map(str, candidates))} at tp={tp}"
+                )
         self.renew(table, rates)
 
     def renew(self, table: CostTable, rates: Sequence[float]) -> None:
         """Decide by these costs from now on, of the same sizes and configurations, and by this acceptance."""
         self.table = table
-        self.paces: Mapping[int, Pace] = {tp: Pace(table.at(tp), self._known[tp], rates) for tp in self.sizes}
+        self.paces: Mapping[int, Pace] = {
+            tp: Pace(table.at(tp), self._known[tp], rates) for tp in self.sizes
+        }
 
     def decide(self, loads: Sequence[Load], tp: int, lengths: Lengths, cap: int) -> Change | None:
         """Return the change that lets the last sample end earliest, if it pays; None to go on as now.
@@ -143,7 +167,9 @@ class TPPlanner:
         Raises ValueError for loads that are not those of `tp`, and for a size that the table lacks.
         """
         if tp not in self.sizes or len(loads) != self.ranks // tp:
-            raise ValueError(f"{len(loads)} engines of tp={tp}, expected {self.ranks} ranks and tp of {self.sizes}")
+            raise ValueError(
+                f"{len(loads)} engines of tp={tp}, expected {self.ranks} ranks and tp of {self.sizes}"
+            )
         now = [load.running for load in loads]
         everybody = [held for running in now for held in running]
         if not everybody or any(load.waiting for load in loads):
@@ -165,14 +191,18 @@ class TPPlanner:
     def finish(self, groups: Sequence[Sequence[Held]], tp: int, running: Running) -> float:
         """Return the expected ms until the last sample of all groups has ended."""
         which = {held.id: i for i, held in enumerate(running.held)}
-        sums = [running.terms[:, [which[held.id] for held in group]].sum(1) for group in groups if group]
+        sums = [
+            running.terms[:, [which[held.id] for held in group]].sum(1) for group in groups if group
+        ]
         return float(drained(self.paces[tp], running.times, np.stack(sums, 1)).max())
 
     def cost(
         self, now: Sequence[Sequence[Held]], groups: Sequence[Sequence[Held]], old: int, new: int
     ) -> tuple[float, How]:
         """Return the ms of a change, and the cheaper way to bring the samples over (PAT, eq. 1 to 4)."""
-        ways: list[tuple[float, How]] = [(max(self._prefill_ms(group, new) for group in groups), "recompute")]
+        ways: list[tuple[float, How]] = [
+            (max(self._prefill_ms(group, new) for group in groups), "recompute")
+        ]
         if self.costs.gigabytes_per_second > 0:
             tokens = max(sum(held.context for held in running) for running in now)
             ways.append((self.costs.caches_ms(tokens, old), "kv"))

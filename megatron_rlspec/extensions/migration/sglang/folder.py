@@ -32,7 +32,11 @@ def shared_memory() -> str:
     A mounted tmpfs has a device number of its own among those of one running kernel.
     """
     boot = mounts.BOOT.read_text().strip() if mounts.BOOT.exists() else os.uname().nodename
-    return f"{boot}:{os.stat(scratch.SHARED_MEMORY).st_dev:x}" if scratch.SHARED_MEMORY.is_dir() else ""
+    return (
+        f"{boot}:{os.stat(scratch.SHARED_MEMORY).st_dev:x}"
+        if scratch.SHARED_MEMORY.is_dir()
+        else ""
+    )
 
 
 class Folder:
@@ -44,7 +48,9 @@ class Folder:
     def __init__(self, name: str, parent: Path = scratch.SHARED_MEMORY) -> None:
         above = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self._opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+            self._opened = os.open(
+                name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above
+            )
         finally:
             os.close(above)
         found = os.fstat(self._opened)
@@ -80,7 +86,8 @@ class Folder:
         """Open a regular file; a pipe or a device neither blocks nor is read. Raises OSError."""
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(name, flags, dir_fd=self._opened)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # `open` would refuse a directory, and not close it
+        # `open` would refuse a directory, and not close it
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise FileNotFoundError(errno.ENOENT, "no regular file", name)
         return open(descriptor, "rb")

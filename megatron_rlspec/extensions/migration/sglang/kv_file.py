@@ -67,12 +67,19 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.dtype, self.pairs, tuple(model.whole for model in self.models)
 
     def __str__(self) -> str:
-        parts = [f"{model.layers} layers of {model.heads[2]} heads of {model.sizes}" for model in self.models]
+        parts = [
+            f"{model.layers} layers of {model.heads[2]} heads of {model.sizes}"
+            for model in self.models
+        ]
         return f"{self.dtype}, {' and '.join(parts)}{', in pairs' if self.pairs else ''}"
 
     def head_bytes(self, model: int) -> int:
         """Return the size of one column of one head of a model, of all its layers."""
-        return self.models[model].layers * sum(self.models[model].sizes) * getattr(torch, self.dtype).itemsize
+        return (
+            self.models[model].layers
+            * sum(self.models[model].sizes)
+            * getattr(torch, self.dtype).itemsize
+        )
 
     def column_bytes(self) -> int:
         """Return the size of one column of all models."""
@@ -91,7 +98,9 @@ def held_by(rank: int, ranks: int, total: int) -> tuple[int, int, int]:
     Raises ValueError unless one of ranks and heads divides the other.
     """
     if total % ranks and ranks % total:
-        raise ValueError(f"{total} key and value heads do not divide among {ranks} tensor-parallel ranks")
+        raise ValueError(
+            f"{total} key and value heads do not divide among {ranks} tensor-parallel ranks"
+        )
     return rank * total // ranks, max(1, total // ranks), total
 
 
@@ -117,21 +126,27 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.tokens, self.first, self.last
 
 
-def layout_of(pools: Sequence[Any], totals: Sequence[int], rank: int, ranks: int, pairs: bool) -> KVLayout:
+def layout_of(
+    pools: Sequence[Any], totals: Sequence[int], rank: int, ranks: int, pairs: bool
+) -> KVLayout:
     """Describe SGLang's `MHATokenToKVPool`s of this rank, of models with so many key and value heads.
 
     Raises ValueError for a cache of another kind.
     """
     for pool in pools:
         if type(pool).__name__ != "MHATokenToKVPool" or pool.kv_cache_layout != "nhd":
-            raise ValueError(f"the KV cache is a {type(pool).__name__}; only plain keys and values move")
+            raise ValueError(
+                f"the KV cache is a {type(pool).__name__}; only plain keys and values move"
+            )
     if len({pool.store_dtype for pool in pools}) != 1:
         raise ValueError("target and drafter hold their KV caches in different types")
     models = []
     for pool, total in zip(pools, totals, strict=True):
         heads = held_by(rank, ranks, total)
         if heads[1] != pool.head_num:
-            raise ValueError(f"this rank holds {pool.head_num} key and value heads of {total}, expected {heads[1]}")
+            raise ValueError(
+                f"this rank holds {pool.head_num} key and value heads of {total}, expected {heads[1]}"
+            )
         models.append(KvShape(pool.layer_num, heads, (pool.head_dim, pool.v_head_dim)))
     return KVLayout(str(pools[0].store_dtype).removeprefix("torch."), ranks, pairs, tuple(models))
 
@@ -174,7 +189,10 @@ def _gather(pools: Sequence[Any], slots: Tensor) -> Iterator[tuple[Tensor, int |
             piece = torch.empty(size, dtype=torch.uint8, device=slots.device)
             for buffer, part in _parts(piece, pool, head, len(slots)):
                 part.copy_(buffer.index_select(0, slots))
-            yield bucket_memory.landing(size).copy_(piece) if slots.is_cuda else piece, unread(piece)
+            yield (
+                bucket_memory.landing(size).copy_(piece) if slots.is_cuda else piece,
+                unread(piece),
+            )
     except torch.OutOfMemoryError:
         raise ValueError("the GPU has no room to gather the columns of one head") from None
 
@@ -205,7 +223,9 @@ def write(folder: Folder, name: str, header: Header, pools: Sequence[Any], slots
 
 
 def _encoded(header: Header, marks: Sequence[int]) -> bytes:
-    return msgspec.msgpack.encode(msgspec.structs.replace(header, marks=b"".join(map(_MARK.pack, marks))))
+    return msgspec.msgpack.encode(
+        msgspec.structs.replace(header, marks=b"".join(map(_MARK.pack, marks)))
+    )
 
 
 def read(folder: Folder, name: str, expected: KVLayout) -> tuple[Header, Tensor]:
@@ -226,7 +246,9 @@ def read(folder: Folder, name: str, expected: KVLayout) -> tuple[Header, Tensor]
         if rank not in headers:
             headers[rank] = _header(folder, file, expected)
             if _common(headers[rank]) != _common(first):
-                raise ValueError(f"{file}: columns of another sample or moment than those of rank 0")
+                raise ValueError(
+                    f"{file}: columns of another sample or moment than those of rank 0"
+                )
         _read_head(folder, file, headers[rank], model, head, piece)
     return first, columns
 
@@ -254,26 +276,38 @@ def _header(folder: Folder, path: str, expected: KVLayout) -> Header:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not the columns of a sample: {error}") from None
     if header.layout.whole != expected.whole:
-        raise ValueError(f"{path}: columns of another kind: {header.layout}; this engine's are {expected}")
+        raise ValueError(
+            f"{path}: columns of another kind: {header.layout}; this engine's are {expected}"
+        )
     rank = int(path.rpartition(".")[2])
     total = [model.heads[2] for model in expected.models]
     if not 0 <= rank < header.layout.ranks:
         raise ValueError(f"{path}: rank {rank} of {header.layout.ranks}")
-    if [model.heads for model in header.layout.models] != [held_by(rank, header.layout.ranks, n) for n in total]:
-        raise ValueError(f"{path}: heads {[model.heads for model in header.layout.models]}, which rank {rank} lacks")
+    if [model.heads for model in header.layout.models] != [
+        held_by(rank, header.layout.ranks, n) for n in total
+    ]:
+        raise ValueError(
+            f"{path}: heads {[model.heads for model in header.layout.models]}, which rank {rank} lacks"
+        )
     if not 0 <= header.first <= header.last or len(header.tokens) != header.last + expected.pairs:
-        raise ValueError(f"{path}: columns {header.first} to {header.last} of {len(header.tokens)} tokens")
+        raise ValueError(
+            f"{path}: columns {header.first} to {header.last} of {len(header.tokens)} tokens"
+        )
     columns = whole - size - _PREFIX.size
     if columns != header.layout.column_bytes() * (header.last - header.first):
         raise ValueError(f"{path}: {columns} bytes for columns {header.first} to {header.last}")
     return header
 
 
-def _read_head(folder: Folder, path: str, header: Header, model: int, head: int, piece: Tensor) -> None:
+def _read_head(
+    folder: Folder, path: str, header: Header, model: int, head: int, piece: Tensor
+) -> None:
     """Read one head's columns into `piece`."""
     index = list(header.layout.heads()).index((model, head))
     count = header.last - header.first
-    before = sum(header.layout.head_bytes(other) * count for other, _ in list(header.layout.heads())[:index])
+    before = sum(
+        header.layout.head_bytes(other) * count for other, _ in list(header.layout.heads())[:index]
+    )
     try:
         with folder.open(path) as file:
             file.seek(before - header.layout.column_bytes() * count, os.SEEK_END)

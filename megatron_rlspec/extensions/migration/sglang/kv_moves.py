@@ -78,7 +78,8 @@ def progress(settings: Settings, scheduler: Any) -> Answer:
     return {
         "running": running,
         "waiting": len(scheduler.waiting_queue) + (scheduler.chunked_req is not None),
-        "free_tokens": scheduler.token_to_kv_pool_allocator.available_size() + tree.evictable_size(),
+        "free_tokens": scheduler.token_to_kv_pool_allocator.available_size()
+        + tree.evictable_size(),
         "version": versions.installed().weight_version(),
         "tp": versions.installed().tensor_group().world_size,
     }
@@ -86,7 +87,10 @@ def progress(settings: Settings, scheduler: Any) -> Answer:
 
 def describe(settings: Settings, scheduler: Any) -> Answer:
     """Return the engine's folder of KV caches, and a name of the /dev/shm that its ranks share."""
-    return {"columns": own_name(), "shared_memory": "" if scheduler.rlspec_apart else shared_memory()}
+    return {
+        "columns": own_name(),
+        "shared_memory": "" if scheduler.rlspec_apart else shared_memory(),
+    }
 
 
 def offer(settings: Settings, scheduler: Any, version: str, notes: Sequence[Answer]) -> Answer:
@@ -97,7 +101,9 @@ def offer(settings: Settings, scheduler: Any, version: str, notes: Sequence[Answ
     _layout(scheduler)
     here = versions.installed().weight_version()
     if version != here:
-        raise ValueError(f"the sample has weights of version {version}, this engine of version {here}")
+        raise ValueError(
+            f"the sample has weights of version {version}, this engine of version {here}"
+        )
     return {"answers": [_each(_reserve, scheduler, **note) for note in notes]}
 
 
@@ -127,7 +133,12 @@ def accept(settings: Settings, scheduler: Any, notes: Sequence[Answer]) -> Answe
         for note in notes:  # every rank has read what it needs of them
             with suppress(OSError), _folder(note.get("folder", "")) as folder:
                 folder.remove(f"{note['name']}.")
-    return {"answers": [answer if "refused" in answer else _each(_insert, scheduler, **answer) for answer in found]}
+    return {
+        "answers": [
+            answer if "refused" in answer else _each(_insert, scheduler, **answer)
+            for answer in found
+        ]
+    }
 
 
 def withdraw(settings: Settings, scheduler: Any, ids: Sequence[str] | None = None) -> Answer:
@@ -184,7 +195,9 @@ def _decoding(scheduler: Any) -> list[Any]:
     return [
         request
         for request in scheduler.collect_inflight_reqs()
-        if request.output_ids and request.kv.holds_kv and not (request.finished() or request.is_retracted)
+        if request.output_ids
+        and request.kv.holds_kv
+        and not (request.finished() or request.is_retracted)
     ]
 
 
@@ -218,10 +231,14 @@ def _layout(scheduler: Any) -> kv_file.KVLayout:
     if problem := kv_tree.lacking():
         raise ValueError(problem)
     if scheduler.server_args.disable_radix_cache or scheduler.server_args.dp_size > 1:
-        raise ValueError("without a prefix cache, and under data parallelism, the KV cache of a sample cannot move")
+        raise ValueError(
+            "without a prefix cache, and under data parallelism, the KV cache of a sample cannot move"
+        )
     group = installed.tensor_group()
     pairs = scheduler.tree_cache.tree_core.is_eagle
-    return kv_file.layout_of(_pools(scheduler), _heads(scheduler), group.rank_in_group, group.world_size, pairs)
+    return kv_file.layout_of(
+        _pools(scheduler), _heads(scheduler), group.rank_in_group, group.world_size, pairs
+    )
 
 
 def _folder(name: str) -> Folder:
@@ -260,7 +277,9 @@ def _write(scheduler: Any, request: Any, first: int, name: str) -> Answer:
             f"{request.rid}: columns from {first} on are asked for, and those from {last} on are not final"
         )
     tokens = [*request.origin_input_ids, *request.output_ids][: last + layout.pairs]
-    slots = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, first:last].to(torch.int64)
+    slots = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, first:last].to(
+        torch.int64
+    )
     _after_passes(scheduler)
     version = versions.installed().weight_version()
     header = kv_file.Header(names.outer(request.rid), tokens, first, last, version, layout)
@@ -283,7 +302,8 @@ def _export(scheduler: Any, rid: str, first: int, name: str) -> Answer:
 def _detach(scheduler: Any, rid: str, first: int = 0, name: str = "") -> Answer:
     request = _running(scheduler, rid)
     _leaving[request.rid] = _Departure(scheduler, first, name)
-    if not _missed(scheduler, request):  # otherwise the drafter catches up first, when the next round is launched
+    # otherwise the drafter catches up first, when the next round is launched
+    if not _missed(scheduler, request):
         _end(request)
     return {}
 
@@ -300,7 +320,10 @@ def _leave(processor: Any, request: Any) -> None:
         return
     try:
         _write(departure.scheduler, request, departure.first, departure.name)
-    except (ValueError, OSError) as error:  # the target misses the file, and computes the columns itself
+    except (
+        ValueError,
+        OSError,
+    ) as error:  # the target misses the file, and computes the columns itself
         logger.warning("rlspec: %s leaves without its KV cache: %s", request.rid, error)
     _wait_for_all_ranks()
 
@@ -342,15 +365,22 @@ def _allocated(scheduler: Any, need: int) -> Tensor | None:
     return allocator.alloc(need)
 
 
-def _read(scheduler: Any, rid: str, name: str, layout: kv_file.KVLayout, folder: str = "") -> Answer:
+def _read(
+    scheduler: Any, rid: str, name: str, layout: kv_file.KVLayout, folder: str = ""
+) -> Answer:
     with _folder(folder) as opened:
         header, columns = kv_file.read(opened, name, layout)
     here = versions.installed().weight_version()
     if header.id != rid:
         raise ValueError(f"{name}: columns of {header.id}, not of {rid}")
     if header.version != here:
-        raise ValueError(f"{name}: columns of version {header.version}, but this engine has version {here}")
-    if header.first % scheduler.tree_cache.page_size or header.last % scheduler.tree_cache.page_size:
+        raise ValueError(
+            f"{name}: columns of version {header.version}, but this engine has version {here}"
+        )
+    if (
+        header.first % scheduler.tree_cache.page_size
+        or header.last % scheduler.tree_cache.page_size
+    ):
         raise ValueError(f"{name}: columns {header.first} to {header.last} are no whole pages")
     _check_tokens(scheduler, header.tokens)
     return {"header": header, "columns": columns}
@@ -361,7 +391,10 @@ def _agree(found: list[Answer]) -> list[Answer]:
     group = versions.installed().tensor_group()
     if group.world_size == 1:
         return found
-    marks = [zlib.crc32(repr(answer["header"].place).encode()) if "header" in answer else -1 for answer in found]
+    marks = [
+        zlib.crc32(repr(answer["header"].place).encode()) if "header" in answer else -1
+        for answer in found
+    ]
     least = torch.tensor(marks)
     most = least.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group.cpu_group)
@@ -413,7 +446,8 @@ def _take(scheduler: Any, rid: str, need: int) -> Tensor | None:
 def _arrive(processor: Any, batch: Any, result: Any) -> None:
     """Release what is kept for requests that were prefilled: they hold their tokens themselves."""
     for request in batch.reqs:
-        if _leaving.pop(request.rid, None) is not None:  # it was retracted meanwhile, and leaves without its KV cache
+        # it was retracted meanwhile, and leaves without its KV cache
+        if _leaving.pop(request.rid, None) is not None:
             _end(request)
         if (name := names.outer(request.rid)) in _reserved or name in _protected:
             _release(processor.tree_cache, name)

@@ -11,7 +11,11 @@ from megatron_rlspec.rollout.sglang.scheduler import versions
 
 def lacking() -> str:
     """Return why running samples cannot migrate with the installed SGLang, in one line; "" if they can."""
-    return "" if versions.installed().migrates else "samples move with their KV cache from SGLang 0.5.23 on"
+    return (
+        ""
+        if versions.installed().migrates
+        else "samples move with their KV cache from SGLang 0.5.23 on"
+    )
 
 
 def cached(tree: Any, tokens: Sequence[int]) -> tuple[Any, Any]:
@@ -19,14 +23,18 @@ def cached(tree: Any, tokens: Sequence[int]) -> tuple[Any, Any]:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
     match = tree.match_prefix(MatchPrefixParams(key=_key(tree, tokens)))
-    return tree.path_device_indices(match.last_device_node)[: match.device_prefix_len], match.last_device_node
+    return tree.path_device_indices(match.last_device_node)[
+        : match.device_prefix_len
+    ], match.last_device_node
 
 
 def insert(tree: Any, tokens: Sequence[int], slots: Any, present: int) -> Any:
     """Put the slots of these tokens into the prefix tree, which has the first `present`. Returns the last node."""
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
-    return tree.insert(InsertParams(key=_key(tree, tokens), value=slots, prev_prefix_len=present)).last_device_node
+    return tree.insert(
+        InsertParams(key=_key(tree, tokens), value=slots, prev_prefix_len=present)
+    ).last_device_node
 
 
 def evict(tree: Any, slots: int) -> None:

@@ -66,11 +66,16 @@ class Reservations:
             self._task = asyncio.create_task(self._give_up())
 
     async def _give_up(self) -> None:
-        while times := [kept.next for kept in (self._samples, self._files) if kept.next is not None]:
+        while times := [
+            kept.next for kept in (self._samples, self._files) if kept.next is not None
+        ]:
             await asyncio.sleep(max(0.0, min(times) - time.monotonic()))
             now = time.monotonic()
             if names := self._samples.due(now):
-                logger.info("rlspec: slots of %d samples that did not come, or have come, are given up", len(names))
+                logger.info(
+                    "rlspec: slots of %d samples that did not come, or have come, are given up",
+                    len(names),
+                )
                 with suppress(ValueError):
                     await run_command("kv_withdraw", {"ids": names})
             files = self._files.due(now)

@@ -7,7 +7,15 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from megatron_rlspec.rollout.sglang import limits
-from megatron_rlspec.rollout.sglang.schemas import Edge, Nothing, RequestId, Strict, Text, TokenIds, Version
+from megatron_rlspec.rollout.sglang.schemas import (
+    Edge,
+    Nothing,
+    RequestId,
+    Strict,
+    Text,
+    TokenIds,
+    Version,
+)
 
 ColumnsFolder = Annotated[str, Field(pattern=r"^(rlspec-kv-rlspec-engine-[A-Za-z0-9_]{1,64})?$")]
 ColumnsName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]

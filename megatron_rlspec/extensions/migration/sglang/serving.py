@@ -24,7 +24,8 @@ def routes() -> Mapping[str, Route]:
         "kv_detach": reservations.of_files,
     }
     return {
-        f"control/{name}": (control(name, schema, keep.get(name)), schema) for name, schema in schemas.COMMANDS.items()
+        f"control/{name}": (control(name, schema, keep.get(name)), schema)
+        for name, schema in schemas.COMMANDS.items()
     }
 
 

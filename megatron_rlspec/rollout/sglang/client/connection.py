@@ -39,7 +39,9 @@ class Connection:
     timeout  longest time in seconds without an answer
     """
 
-    def __init__(self, url: str, api_key: str, timeout: float, process: EngineProcess | None = None) -> None:
+    def __init__(
+        self, url: str, api_key: str, timeout: float, process: EngineProcess | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self.api_key = api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -62,7 +64,9 @@ class Connection:
     def not_an_engine(self, path: str, answer: Any) -> NotAnEngineError:
         text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         begins = text[:40].decode("ascii", "replace").replace("\ufffd", "?")
-        return NotAnEngineError(f"{self.url}: not an rlspec engine: {path} answered {' '.join(begins.split())!r}")
+        return NotAnEngineError(
+            f"{self.url}: not an rlspec engine: {path} answered {' '.join(begins.split())!r}"
+        )
 
     def stream(self, path: str, **arguments: Any) -> Generator[dict[str, Any], None, None]:
         with self._send(path, stream=True, **arguments) as answer:
@@ -102,8 +106,14 @@ class Connection:
             raise EngineError(f"{self.url}: {path} failed: {self._why(error)}") from None
         if answer.status_code == 401:
             answer.close()
-            given = "another key than the one it was given" if self._headers else "a key, and was given none"
-            raise EngineError(f"{self.url}: it needs {given}; set {KEY} to the key it was served with")
+            given = (
+                "another key than the one it was given"
+                if self._headers
+                else "a key, and was given none"
+            )
+            raise EngineError(
+                f"{self.url}: it needs {given}; set {KEY} to the key it was served with"
+            )
         if answer.status_code == 200:
             return answer
         with answer:
@@ -114,7 +124,9 @@ class Connection:
         if isinstance(text, str):
             kind = MalformedError if answer.status_code in MALFORMED else RefusedError
             raise kind(f"{self.url}: {path} refused ({answer.status_code}): {text[:500]}")
-        raise NotAnEngineError(f"{self.url}: not an rlspec engine: {path} answered with status {answer.status_code}")
+        raise NotAnEngineError(
+            f"{self.url}: not an rlspec engine: {path} answered with status {answer.status_code}"
+        )
 
     def _why(self, error: requests.RequestException) -> str:
         # Within a stream, requests reports a timeout as a ConnectionError around urllib3's own.
@@ -138,6 +150,8 @@ class Connection:
             return "the answer ended early: the engine ended, or closed the connection"
         if isinstance(error, requests.ConnectionError):
             return "the engine closed the connection without an answer"
-        if isinstance(error, (requests.exceptions.InvalidURL, requests.exceptions.MissingSchema, ValueError)):
+        if isinstance(
+            error, (requests.exceptions.InvalidURL, requests.exceptions.MissingSchema, ValueError)
+        ):
             return "not an engine's address; expected http://HOST:PORT"
         return " ".join(str(error).split())

@@ -18,7 +18,12 @@ from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.push.bucket import Bucket, Memory
 from megatron_rlspec.push.fingerprint import as_delivered
 from megatron_rlspec.push.push import in_buckets
-from megatron_rlspec.rollout.sglang.client.connection import MALFORMED, Connection, MalformedError, RefusedError
+from megatron_rlspec.rollout.sglang.client.connection import (
+    MALFORMED,
+    Connection,
+    MalformedError,
+    RefusedError,
+)
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import known_key
@@ -37,7 +42,8 @@ from megatron_rlspec.types import (
 
 _STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
 _OTHERS_UPDATE = 150.0  # seconds; longer than a lost client can hold an update open
-_REQUESTS, _TOKENS = 4096, 4_000_000  # of one body; a token takes up to nine bytes, and the server's limit is 64 MiB
+# of one body; a token takes up to nine bytes, and the server's limit is 64 MiB
+_REQUESTS, _TOKENS = 4096, 4_000_000
 logger = logging.getLogger(__name__)
 
 
@@ -68,8 +74,16 @@ class SGLangEngine(Connection):
         self._owner: Generator[dict[str, Any], None, None] | None = None  # its answer, open as long
 
     @classmethod
-    def of(cls, process: EngineProcess, *, timeout: float = 1800.0, transport: Transport | None = None) -> Self:
-        return cls(process.url, api_key=process.api_key, process=process, timeout=timeout, transport=transport)
+    def of(
+        cls, process: EngineProcess, *, timeout: float = 1800.0, transport: Transport | None = None
+    ) -> Self:
+        return cls(
+            process.url,
+            api_key=process.api_key,
+            process=process,
+            timeout=timeout,
+            transport=transport,
+        )
 
     @property
     def bucket_memory(self) -> Memory:
@@ -84,7 +98,9 @@ class SGLangEngine(Connection):
     ) -> list[Sample]:
         """Generate one sample per request and return them in order. Calls `on_sample` with each finished sample."""
         if self._broken:
-            raise EngineError(f"{self.url}: serves nothing since a failed weight update: {self._broken}")
+            raise EngineError(
+                f"{self.url}: serves nothing since a failed weight update: {self._broken}"
+            )
         if not requests:
             return []
         by_id = {r.id: r for r in requests}
@@ -117,14 +133,18 @@ class SGLangEngine(Connection):
         except EngineError as error:
             unfinished = {}
             for name in begun.keys() - samples.keys():
-                with suppress(ValueError):  # marks and rounds that do not agree: the sample begins anew
+                # marks and rounds that do not agree: the sample begins anew
+                with suppress(ValueError):
                     unfinished[name] = Partial.of(_sample(by_id[name], begun[name]))
             error.begun = unfinished
             raise
         return [samples[r.id] for r in requests]
 
     def _in_parts(
-        self, parts: Sequence[Sequence[Request]], sampling: Sampling, on_sample: Callable[[Sample], None] | None
+        self,
+        parts: Sequence[Sequence[Request]],
+        sampling: Sampling,
+        on_sample: Callable[[Sample], None] | None,
     ) -> list[Sample]:
         """Generate more than one body may hold, by several at once."""
         with ThreadPoolExecutor(len(parts)) as threads:
@@ -136,11 +156,15 @@ class SGLangEngine(Connection):
             except EngineError as error:
                 errors.append(error)
         if errors:
-            errors[0].begun = {name: begun for error in errors for name, begun in error.begun.items()}
+            errors[0].begun = {
+                name: begun for error in errors for name, begun in error.begun.items()
+            }
             raise errors[0]
         return [sample for call in calls for sample in call.result()]
 
-    def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
+    def update_weights(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all"
+    ) -> None:
         """Replace weights. Running samples continue under the new weights with a recomputed cache."""
         self._broken = self._broken or f"version {version} was not completed"
         try:
@@ -151,7 +175,9 @@ class SGLangEngine(Connection):
         self._broken = ""
         self.post("resume")
 
-    def _push(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope) -> None:
+    def _push(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope
+    ) -> None:
         """Send an update. It begins with the first bucket, so samples go on while that is made."""
         held = self._holds()
         try:
@@ -166,7 +192,8 @@ class SGLangEngine(Connection):
             self._in_update("weights/end")
         except BaseException:
             if self._update:
-                with suppress(EngineError):  # if it ended, or cannot be reached, then there is nothing to give up
+                # if it ended, or cannot be reached, then there is nothing to give up
+                with suppress(EngineError):
                     self._in_update("weights/abandon")
             raise
         finally:
@@ -193,7 +220,9 @@ class SGLangEngine(Connection):
             raise self.not_an_engine("weights/begin", found)
         self._update = token
 
-    def _in_update(self, path: str, params: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
+    def _in_update(
+        self, path: str, params: Mapping[str, str] | None = None, **arguments: Any
+    ) -> dict[str, Any]:
         """Post a request of the open update. Engines' bound methods of this name are equal if the engines are."""
         if path.startswith("weights/"):
             params = {**(params or {}), "session": self._update}
@@ -206,7 +235,8 @@ class SGLangEngine(Connection):
             if expected is None:
                 near = difflib.get_close_matches(name, shapes, n=1)
                 raise EngineError(
-                    f"{self.url}: it has no tensor {name}" + (f"; did you mean {near[0]}?" if near else "")
+                    f"{self.url}: it has no tensor {name}"
+                    + (f"; did you mean {near[0]}?" if near else "")
                 )
             if shape != expected:
                 raise EngineError(f"{self.url}: {name} is {shape}, but the engine's is {expected}")
@@ -250,7 +280,10 @@ class SGLangEngine(Connection):
     def stats(self) -> list[RoundStats]:
         rounds = self.field("control/stats", "rounds", list)
         return [
-            RoundStats(**{**r, "config": SpecConfig(**r["config"]), "accepted": tuple(r["accepted"])}) for r in rounds
+            RoundStats(
+                **{**r, "config": SpecConfig(**r["config"]), "accepted": tuple(r["accepted"])}
+            )
+            for r in rounds
         ]
 
     def recent_rounds(self) -> list[tuple[SpecConfig, int, int, float | None]]:
@@ -283,7 +316,11 @@ class SGLangEngine(Connection):
             if not isinstance(answer.get("shapes"), dict):
                 raise self.not_an_engine("control/shapes", answer)
             if answer["unnamed"]:
-                logger.warning("%s: pushes are checked by what its loaders were given: %s", self.url, answer["unnamed"])
+                logger.warning(
+                    "%s: pushes are checked by what its loaders were given: %s",
+                    self.url,
+                    answer["unnamed"],
+                )
             self._held = answer
         return self._held
 
@@ -312,7 +349,9 @@ def _parts(requests: Sequence[Request]) -> list[list[Request]]:
     parts: list[list[Request]] = [[]]
     tokens = 0
     for request in requests:
-        own = len(request.prompt.tokens) + (0 if request.partial is None else len(request.partial.response))
+        own = len(request.prompt.tokens) + (
+            0 if request.partial is None else len(request.partial.response)
+        )
         own += 0 if request.draft is None else len(request.draft)
         if parts[-1] and (tokens + own > _TOKENS or len(parts[-1]) == _REQUESTS):
             parts.append([])
@@ -340,14 +379,21 @@ def _body(request: Request, sampling: Sampling) -> dict[str, Any]:
 
 def _longer(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[str, Any]:
     """Return the line of a sample that would end here. Raises KeyError, TypeError and ValueError."""
-    found: dict[str, Any] = before or {"output_ids": [], "logprobs": [], "drafted": [], "finish": {"type": "abort"}}
+    found: dict[str, Any] = before or {
+        "output_ids": [],
+        "logprobs": [],
+        "drafted": [],
+        "finish": {"type": "abort"},
+    }
     new = line["drawn"]
     tokens = [int(token) for token in new["output_ids"]]
     found["output_ids"] += tokens
     found["logprobs"] += [float(value) for _, value in zip(tokens, new["logprobs"], strict=True)]
     found["drafted"] += [int(mark or 0) for mark in new["drafted"]]
     found["accepted"] = [int(line["rounds"])]
-    found["weight_versions"] = [{"version": int(line["version"]), "start": 0, "end": len(found["output_ids"])}]
+    found["weight_versions"] = [
+        {"version": int(line["version"]), "start": 0, "end": len(found["output_ids"])}
+    ]
     return found
 
 
@@ -366,4 +412,6 @@ def _sample(request: Request, line: dict[str, Any]) -> Sample:
         drafted = (*begun.accepted_spans, *((a + first, b + first) for a, b in drafted))
         accepted = tuple(pooled([begun.accepted, accepted]).tolist())
     status = _STATUS[line["finish"]["type"]]
-    return request.sample(status, response, logprobs, policy_versions=spans, accepted=accepted, accepted_spans=drafted)
+    return request.sample(
+        status, response, logprobs, policy_versions=spans, accepted=accepted, accepted_spans=drafted
+    )

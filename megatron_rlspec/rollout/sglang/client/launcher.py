@@ -24,14 +24,18 @@ from megatron_rlspec.rollout.sglang.settings import KEY, known_key
 class EngineProcess:
     """A running or starting server. Close it, or use it as a context manager; it also ends when this process does."""
 
-    def __init__(self, process: subprocess.Popen, url: str, log: Path, directory: Path, api_key: str) -> None:
+    def __init__(
+        self, process: subprocess.Popen, url: str, log: Path, directory: Path, api_key: str
+    ) -> None:
         self.process = process
         self.url = url
         self.log = log
         self.directory = directory
         self.api_key = api_key
 
-    def wait(self, timeout: float = 600.0, progress: Callable[[str], None] | None = None) -> EngineProcess:
+    def wait(
+        self, timeout: float = 600.0, progress: Callable[[str], None] | None = None
+    ) -> EngineProcess:
         """Return when the engine answers. `progress` gets one line about every second. Closes the engine on failure."""
         started = time.monotonic()
         headers = {"Authorization": f"Bearer {self.api_key}"}
@@ -40,9 +44,13 @@ class EngineProcess:
             while True:
                 if self.ended:
                     self.close()
-                    raise EngineError(f"engine {self.url} ended while starting: {self._reason()} (log: {self.log})")
+                    raise EngineError(
+                        f"engine {self.url} ended while starting: {self._reason()} (log: {self.log})"
+                    )
                 try:
-                    answer = session.post(f"{self.url}/rlspec/control/describe", headers=headers, timeout=5)
+                    answer = session.post(
+                        f"{self.url}/rlspec/control/describe", headers=headers, timeout=5
+                    )
                     if answer.status_code == 200:
                         return self
                 except requests.RequestException:
@@ -50,7 +58,9 @@ class EngineProcess:
                 seconds = time.monotonic() - started
                 if seconds > timeout:
                     self.close()
-                    raise EngineError(f"engine {self.url} did not answer within {timeout:.0f} s (log: {self.log})")
+                    raise EngineError(
+                        f"engine {self.url} did not answer within {timeout:.0f} s (log: {self.log})"
+                    )
                 if progress:
                     progress(f"engine {self.url}: starting, {seconds:.0f} s")
                 time.sleep(0.5)
@@ -69,7 +79,11 @@ class EngineProcess:
 
     def _reason(self) -> str:
         """Return the line of the log that names the mistake, or the last line."""
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in self.log.read_text(errors="replace").splitlines()
+            if line.strip()
+        ]
         errors = [line for line in lines if line.startswith("rlspec serve:") or "rror:" in line]
         return (errors or lines or [f"exit code {self.process.returncode}"])[-1]
 
@@ -89,7 +103,10 @@ class EngineProcess:
         """Return whether a process of the group runs; ended ones, which a container may never reap, do not count."""
         for pid in psutil.pids():
             with suppress(ProcessLookupError, psutil.NoSuchProcess):
-                if os.getpgid(pid) == self.process.pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                if (
+                    os.getpgid(pid) == self.process.pid
+                    and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+                ):
                     return True
         return False
 
@@ -117,7 +134,13 @@ def launch(
     port = free_port(ENGINES)
     log = Path(log)
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.http.serve", "--model", str(model)]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_rlspec.rollout.sglang.http.serve",
+        "--model",
+        str(model),
+    ]
     command += ["--port", str(port), f"--stop-with-parent={os.getpid()}", *arguments]
     api_key = known_key(api_key) or secrets.token_urlsafe(32)
     directory = scratch.make()  # SGLang leaves its sockets where it made them
@@ -128,6 +151,12 @@ def launch(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(directory), KEY: api_key, **(environment or {})},
+            env={
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                "TMPDIR": str(directory),
+                KEY: api_key,
+                **(environment or {}),
+            },
         )
     return EngineProcess(process, f"http://127.0.0.1:{port}", log, directory, api_key)

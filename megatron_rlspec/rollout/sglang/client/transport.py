@@ -98,7 +98,8 @@ class GroupBroadcast:
     def _broadcast(self, data: Tensor) -> None:
         dist.broadcast(data, src=0, group=self._group)
         if data.is_cuda:
-            torch.cuda.current_stream().synchronize()  # the piece of memory is filled again after this
+            # the piece of memory is filled again after this
+            torch.cuda.current_stream().synchronize()
 
     def _join(self, posts: list[Post], threads: ThreadPoolExecutor) -> None:
         from torch.distributed.distributed_c10d import _new_process_group_helper, _world
@@ -124,7 +125,13 @@ class GroupBroadcast:
             master_listen_fd=listening.detach(),  # torch itself would listen on every interface
         )
         self._name = f"rlspec-{port}-{self._made}"
-        where = {"address": self.address, "port": port, "size": size, "group": self._name, "backend": self.backend}
+        where = {
+            "address": self.address,
+            "port": port,
+            "size": size,
+            "group": self._name,
+            "backend": self.backend,
+        }
         answers = [
             threads.submit(post, "weights/join", json={**where, "first": first})
             for post, first in zip(posts, firsts, strict=True)

@@ -32,7 +32,8 @@ class _Plan:
     ) -> None:
         self.first_buffer = key_buffer.data_ptr()
         self.inputs = inputs
-        self.rows = rows.reshape(-1).clamp_(min=0)  # Beyond a request's end rows are arbitrary, and masked.
+        # Beyond a request's end rows are arbitrary, and masked.
+        self.rows = rows.reshape(-1).clamp_(min=0)
         self.shape = rows.shape
         self.mask = mask
         self.query_rows = query_rows
@@ -50,7 +51,9 @@ class _Plan:
 _plan: _Plan | None = None  # of the present pass
 
 
-def _shared(key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...], make: Callable[[], tuple]) -> _Plan:
+def _shared(
+    key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...], make: Callable[[], tuple]
+) -> _Plan:
     """Return the plan of the present pass, which its layers share."""
     global _plan
     if _plan is None or not _plan.serves(key_buffer, inputs):
@@ -59,7 +62,11 @@ def _shared(key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...], make: Ca
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
 ) -> torch.Tensor:
     """Attend: query [B, L, h, d]; key, value [B, S, n, d]; mask from `_additive`. Returns [B, L, h, d].
 
@@ -67,9 +74,19 @@ def _attend(
     """
     batch, length, heads, size = query.shape
     kv_heads = key.shape[2]
-    rows = query.view(batch, length, kv_heads, -1, size).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
-    out = F.scaled_dot_product_attention(rows, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, scale=scale)
-    return out.view(batch, kv_heads, -1, length, size).permute(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
+    rows = (
+        query.view(batch, length, kv_heads, -1, size)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(batch, kv_heads, -1, size)
+    )
+    out = F.scaled_dot_product_attention(
+        rows, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, scale=scale
+    )
+    return (
+        out.view(batch, kv_heads, -1, length, size)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(batch, length, heads, size)
+    )
 
 
 def _additive(visible: torch.Tensor, query: torch.Tensor, key_buffer: torch.Tensor) -> torch.Tensor:
@@ -82,7 +99,9 @@ def _additive(visible: torch.Tensor, query: torch.Tensor, key_buffer: torch.Tens
 def _refuse(name: str, **unsupported: object) -> None:
     found = [key for key, value in unsupported.items() if value]
     if found:
-        raise NotImplementedError(f"{name}: {', '.join(found)} is not supported by the plain torch CPU operators")
+        raise NotImplementedError(
+            f"{name}: {', '.join(found)} is not supported by the plain torch CPU operators"
+        )
 
 
 def decode_attention_cpu(
@@ -134,7 +153,9 @@ def decode_attention_cpu(
 
     plan = _shared(key_buffer, (req_to_token, req_pool_indices, seq_lens), make)
     n = len(seq_lens)
-    out = _attend(query[:n, None], plan.gather(key_buffer), plan.gather(value_buffer), plan.mask, scaling)
+    out = _attend(
+        query[:n, None], plan.gather(key_buffer), plan.gather(value_buffer), plan.mask, scaling
+    )
     output[:n].copy_(out[:, 0])
     output[n:].zero_()
 
@@ -191,7 +212,9 @@ def extend_attention_cpu(
         query_rows = None
         if not uniform:
             index = torch.arange(max_extend_len)
-            query_rows = torch.where(index < extend_lens[:, None], extend_start[:, None] + index, total).long()
+            query_rows = torch.where(
+                index < extend_lens[:, None], extend_start[:, None] + index, total
+            ).long()
         return rows, mask, query_rows
 
     if not uniform and batch * max_extend_len * int(seq_lens.max()) > _MAX_PADDED_PAIRS:
@@ -210,7 +233,9 @@ def extend_attention_cpu(
     keys = plan.gather(key_buffer)
     values = plan.gather(value_buffer)
     if uniform:
-        out = _attend(query.view(batch, max_extend_len, *query.shape[1:]), keys, values, plan.mask, scaling)
+        out = _attend(
+            query.view(batch, max_extend_len, *query.shape[1:]), keys, values, plan.mask, scaling
+        )
         output.view(out.shape).copy_(out)
         return
     # Padding rows read and write one extra row behind the real ones.

@@ -21,7 +21,9 @@ from megatron_rlspec.rollout.sglang.cpu.attention import decode_attention_cpu, e
 
 def _chain_only(name: str, topk: int) -> None:
     if topk != 1:
-        raise NotImplementedError(f"{name}: the plain torch CPU operators draft chains, but topk={topk}")
+        raise NotImplementedError(
+            f"{name}: the plain torch CPU operators draft chains, but topk={topk}"
+        )
 
 
 def assign_req_to_token_pool_cpu(
@@ -50,7 +52,9 @@ def assign_extend_cache_locs_cpu(
     out_cache_loc[: len(places[0])] = req_to_token[places].to(out_cache_loc.dtype)
 
 
-def _places(slots: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(
+    slots: torch.Tensor, start: torch.Tensor, end: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (slot, position) of every element of the ranges start[i]..end[i], request after request."""
     lengths = (end - start).long()
     if bool((lengths == 1).all()):  # as in most decode rounds
@@ -72,7 +76,9 @@ def assign_draft_cache_locs_contiguous_cpu(
     """Read the cache rows of the `num_steps` positions from `seq_lens[i]` on into out_cache_loc [B * num_steps]."""
     _chain_only("assign_draft_cache_locs_contiguous_cpu", topk)
     columns = seq_lens.long()[:, None] + torch.arange(num_steps)
-    out_cache_loc.view(len(seq_lens), -1).copy_(req_to_token[req_pool_indices.long()[:, None], columns])
+    out_cache_loc.view(len(seq_lens), -1).copy_(
+        req_to_token[req_pool_indices.long()[:, None], columns]
+    )
 
 
 def build_draft_decode_metadata_cpu(
@@ -173,9 +179,13 @@ def copy_all_layer_kv_cache_cpu(
             ctypes.memmove(address + to * stride, row, stride)
 
 
-def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def murmur_hash32_cpu(
+    seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor
+) -> torch.Tensor:
     """Hash (seed, position, column): seed [N] int64, positions [N], columns [V] -> [N, V] uint32; see `noise`."""
-    return noise.murmur3(seed.view(torch.int64), positions.view(torch.int64), columns).view(torch.uint32)
+    return noise.murmur3(seed.view(torch.int64), positions.view(torch.int64), columns).view(
+        torch.uint32
+    )
 
 
 # What SGLang imports from `sgl_kernel`, and what it calls through `torch.ops.sgl_kernel`.

@@ -35,17 +35,32 @@ def hooks() -> Iterator[tuple[str, Callable, str]]:
         yield f"{UPDATER}.{writer}", _forget, "AFTER"
 
 
-def _apply(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _apply(
+    method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     return _weights.linear(x, layer.weight, bias)
 
 
 def _head(
-    original: Callable, processor: Any, hidden: torch.Tensor, head: Any, bias: torch.Tensor | None = None, **more: Any
+    original: Callable,
+    processor: Any,
+    hidden: torch.Tensor,
+    head: Any,
+    bias: torch.Tensor | None = None,
+    **more: Any,
 ) -> torch.Tensor:
     """Multiply by an output layer that is a plain matrix, of the hidden states' dtype; leave others to SGLang."""
     weight = getattr(head, "weight", None)
-    plain = type(getattr(head, "quant_method", None)).__name__ in ("NoneType", "UnquantizedEmbeddingMethod")
-    if plain and weight is not None and weight.dtype == hidden.dtype and not processor.use_fp32_lm_head:
+    plain = type(getattr(head, "quant_method", None)).__name__ in (
+        "NoneType",
+        "UnquantizedEmbeddingMethod",
+    )
+    if (
+        plain
+        and weight is not None
+        and weight.dtype == hidden.dtype
+        and not processor.use_fp32_lm_head
+    ):
         return _weights.linear(hidden, weight)
     return original(processor, hidden, head, bias, **more)
 

@@ -46,7 +46,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.package = package
         self.attributes = attributes
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name == self.package or name.startswith(self.package + "."):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
@@ -63,12 +65,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def needed() -> list[str]:
     """Return the packages that `install` would replace."""
-    return [name for name in ("sgl_kernel", "torchvision") if importlib.util.find_spec(name) is None]
+    return [
+        name for name in ("sgl_kernel", "torchvision") if importlib.util.find_spec(name) is None
+    ]
 
 
 def standing_in(package: str) -> bool:
     """Return whether `install` replaced the package."""
-    return any(isinstance(finder, _Finder) and finder.package == package for finder in sys.meta_path)
+    return any(
+        isinstance(finder, _Finder) and finder.package == package for finder in sys.meta_path
+    )
 
 
 def install() -> list[str]:

@@ -51,7 +51,10 @@ async def read_body(request: Request, limit: int = limits.JSON_BYTES) -> bytes:
             found.append(part)
             _reading.bytes += len(part)
             if _reading.bytes > limits.READING_BYTES:
-                raise Refusal(503, f"bodies of {limits.READING_BYTES} bytes are being read; send this one later")
+                raise Refusal(
+                    503,
+                    f"bodies of {limits.READING_BYTES} bytes are being read; send this one later",
+                )
         return b"".join(found)
     finally:
         _reading.bytes -= sum(map(len, found))
@@ -73,8 +76,14 @@ async def parts(
             async with asyncio.timeout(left):
                 part = await anext(stream, None)
         except TimeoutError:
-            slow = f"silent for {left:.0f} s" if left == limits.BODY_SILENT else f"unfinished after {seconds:.0f} s"
-            raise Refusal(408, f"the body is {slow}, after {size} bytes; expected it whole") from None
+            slow = (
+                f"silent for {left:.0f} s"
+                if left == limits.BODY_SILENT
+                else f"unfinished after {seconds:.0f} s"
+            )
+            raise Refusal(
+                408, f"the body is {slow}, after {size} bytes; expected it whole"
+            ) from None
         if part is None:
             return
         heard()

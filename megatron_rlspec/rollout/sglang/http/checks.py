@@ -49,15 +49,31 @@ def check(options: argparse.Namespace) -> None:
 def _check_effects(options: argparse.Namespace) -> None:
     """Refuse options that the others leave without effect."""
     spec = SpecSection()
-    defaults: dict[str, object] = {"draft_vocabulary": 0, "drafts": spec.drafts, "num_steps": spec.num_steps}
+    defaults: dict[str, object] = {
+        "draft_vocabulary": 0,
+        "drafts": spec.drafts,
+        "num_steps": spec.num_steps,
+    }
     defaults |= {"candidate_steps": ",".join(map(str, spec.candidate_steps))}
     defaults["sharpness"] = 0.0
-    of_drafts = ["num_steps", "candidate_steps", "cost_table", "schedule", "drafts", "draft_vocabulary", "draft_model"]
+    of_drafts = [
+        "num_steps",
+        "candidate_steps",
+        "cost_table",
+        "schedule",
+        "drafts",
+        "draft_vocabulary",
+        "draft_model",
+    ]
     of_drafts.append("sharpness")
     for useless, because, names in (
         (options.spec == "off", "--spec off", of_drafts),
         (options.spec == "fixed", "--spec fixed", ("candidate_steps",)),
-        (options.verifier != "position_keyed", f"--verifier {options.verifier}", ("drafts", "sharpness")),
+        (
+            options.verifier != "position_keyed",
+            f"--verifier {options.verifier}",
+            ("drafts", "sharpness"),
+        ),
         (options.drafts == "argmax", "--drafts argmax", ("sharpness",)),
     ):
         for name in names if useless else ():
@@ -71,14 +87,18 @@ def extensions_of(text: str) -> tuple[str, ...]:
         if name in names[:number]:  # its hooks would be registered twice
             raise ServeError(f"--extensions {text}: {name} twice; expected each once")
         if name not in extensions.known():
-            raise ServeError(f"--extensions {name}: expected names of {', '.join(extensions.known())}")
+            raise ServeError(
+                f"--extensions {name}: expected names of {', '.join(extensions.known())}"
+            )
     return tuple(names)
 
 
 def _check_model(options: argparse.Namespace) -> None:
     drafts = options.spec != "off"
     try:
-        config = check_model(options.model, "serve", drafter=drafts and not options.draft_model, tokenizer=False)
+        config = check_model(
+            options.model, "serve", drafter=drafts and not options.draft_model, tokenizer=False
+        )
     except ModelConfigError as error:
         raise ServeError(f"--model {options.model}: {error}") from None
     if drafts and options.draft_model:
@@ -88,7 +108,9 @@ def _check_model(options: argparse.Namespace) -> None:
 def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> None:
     given = f"--draft-model {options.draft_model}"
     if options.draft_vocabulary:
-        raise ServeError(f"{given}: an EAGLE-3 drafter has words of its own; expected no --draft-vocabulary")
+        raise ServeError(
+            f"{given}: an EAGLE-3 drafter has words of its own; expected no --draft-vocabulary"
+        )
     if problem := installed_sglang().without_eagle3(target):
         raise ServeError(f"{given}: {problem}")
     try:
@@ -103,8 +125,12 @@ def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> No
     own = drafter.dtype or drafter.torch_dtype
     wanted = target.get("dtype") or target.get("torch_dtype")
     if options.dtype == "auto" and own and wanted and own != wanted:
-        raise ServeError(f"{given}: its type is {own}, the target's {wanted}; expected a --dtype for both")
-    if (drafter.max_position_embeddings or _LLAMAS_CONTEXT) < (target.get("max_position_embeddings") or 0):
+        raise ServeError(
+            f"{given}: its type is {own}, the target's {wanted}; expected a --dtype for both"
+        )
+    if (drafter.max_position_embeddings or _LLAMAS_CONTEXT) < (
+        target.get("max_position_embeddings") or 0
+    ):
         # Drafters are published with the context they were trained on. SGLang then asks for this, and rotates further.
         os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
 
@@ -113,7 +139,9 @@ def _check_address(options: argparse.Namespace) -> None:
     if not 1 <= options.port <= 65535:
         raise ServeError(f"--port {options.port}: expected a port from 1 to 65535")
     if options.api_key and not (options.api_key.isascii() and options.api_key.isprintable()):
-        raise ServeError(f"the key of --api-key or {KEY} must consist of printable ASCII characters")
+        raise ServeError(
+            f"the key of --api-key or {KEY} must consist of printable ASCII characters"
+        )
     if not is_loopback(options.host) and not options.api_key:
         raise ServeError(
             f"--host {options.host} is reachable from outside: give --api-key or {KEY}, or listen on 127.0.0.1"
@@ -123,4 +151,6 @@ def _check_address(options: argparse.Namespace) -> None:
         try:
             probe.bind((options.host, options.port))
         except OSError as error:
-            raise ServeError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}") from None
+            raise ServeError(
+                f"cannot listen on {options.host}:{options.port}: {error.strerror or error}"
+            ) from None

@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
             [sys.executable, "-m", serve.__name__, *argv, f"--stop-with-parent={os.getpid()}"],
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a terminal's Ctrl-C reaches this process only, which passes it on once
+            # a terminal's Ctrl-C reaches this process only, which passes it on once
+            start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -52,11 +53,19 @@ def main(argv: Sequence[str]) -> int:
         for line in _lines(written, engine):
             if ready or line.startswith(OWN):
                 ready = ready or line.startswith(READY)
-                print(line.decode(errors="replace"), end="", flush=True, file=sys.stdout if ready else sys.stderr)
+                print(
+                    line.decode(errors="replace"),
+                    end="",
+                    flush=True,
+                    file=sys.stdout if ready else sys.stderr,
+                )
             last = line.strip() or last
     code = engine.wait()
     if not ready and not last.startswith(OWN):
-        print(f"rlspec serve: the engine ended: {last.decode(errors='replace')} (log: {log})", file=sys.stderr)
+        print(
+            f"rlspec serve: the engine ended: {last.decode(errors='replace')} (log: {log})",
+            file=sys.stderr,
+        )
     elif not ready and code == 2:
         Path(log).unlink()  # a mistake in the options: the line above says it
     return code if code >= 0 else 128 - code

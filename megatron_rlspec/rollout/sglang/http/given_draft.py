@@ -39,7 +39,9 @@ class Checked:
             if span["version"] == spans[-1]["version"]:
                 spans[-1]["end"] = last
             else:
-                spans.append({"version": span["version"], "start": span["start"] + count, "end": last})
+                spans.append(
+                    {"version": span["version"], "start": span["start"] + count, "end": last}
+                )
         return line | {
             "output_ids": self.tokens + line["output_ids"],
             "logprobs": self.logprobs + line["logprobs"],
@@ -66,8 +68,15 @@ class Ends:
 
         first  index of the first token that is not known to be before the end
         """
-        stop = next((i + 1 for i in range(first, len(response)) if response[i] in self.stops), len(response) + 1)
-        found = self.strings.end(response[: min(stop, self.limit)], first) if self.strings is not None else None
+        stop = next(
+            (i + 1 for i in range(first, len(response)) if response[i] in self.stops),
+            len(response) + 1,
+        )
+        found = (
+            self.strings.end(response[: min(stop, self.limit)], first)
+            if self.strings is not None
+            else None
+        )
         stop = min(stop, len(response) + 1 if found is None else found[0])
         if stop <= min(len(response), self.limit):
             return stop, {"type": "stop"}
@@ -76,7 +85,9 @@ class Ends:
         return len(response), None
 
 
-def taken(begun: list[int], draft: Sequence[int], drawn: Sequence[Sequence[Any]], ends: Ends, version: str) -> Checked:
+def taken(
+    begun: list[int], draft: Sequence[int], drawn: Sequence[Sequence[Any]], ends: Ends, version: str
+) -> Checked:
     """Return what holds of a draft: the tokens up to the first that differs, with the one drawn in its place.
 
     Behind it, tokens were drawn after a text that the weights would not have drawn.
@@ -84,7 +95,14 @@ def taken(begun: list[int], draft: Sequence[int], drawn: Sequence[Sequence[Any]]
     begun  the response before the draft
     drawn  of each position of the draft (log-prob, token, ...) of the token that the weights draw there
     """
-    count = next((i for i, (given, (_, token, *_)) in enumerate(zip(draft, drawn, strict=True)) if given != token), -1)
+    count = next(
+        (
+            i
+            for i, (given, (_, token, *_)) in enumerate(zip(draft, drawn, strict=True))
+            if given != token
+        ),
+        -1,
+    )
     held = drawn if count < 0 else drawn[: count + 1]
     last, finish = ends.of(begun + [token for _, token, *_ in held], len(begun))
     held = held[: last - len(begun)]
@@ -92,7 +110,11 @@ def taken(begun: list[int], draft: Sequence[int], drawn: Sequence[Sequence[Any]]
 
 
 async def check(
-    manager: Any, version: Callable[[Any], str], asked: RequestBody, ends: Ends, message: Callable[..., Any]
+    manager: Any,
+    version: Callable[[Any], str],
+    asked: RequestBody,
+    ends: Ends,
+    message: Callable[..., Any],
 ) -> Checked:
     """Have the engine draw at every position of a request's draft, in one extend pass, and return what holds.
 
@@ -100,7 +122,11 @@ async def check(
     message  SGLang's GenerateReqInput
     """
     given = asked.input_ids + asked.begun
-    room = min(manager.max_req_input_len, manager.context_len - manager.num_reserved_tokens) - 1 - len(given)
+    room = (
+        min(manager.max_req_input_len, manager.context_len - manager.num_reserved_tokens)
+        - 1
+        - len(given)
+    )
     draft = asked.draft[: max(0, min(room, ends.limit - len(asked.begun)))]
     if not draft:
         return Checked()

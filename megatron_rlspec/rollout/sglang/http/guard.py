@@ -13,7 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 from megatron_rlspec.rollout.sglang.schemas import Refusal
 
 App = Callable[
-    [MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]
+    [MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]],
+    Awaitable[None],
 ]
 _WEIGHTS = {
     "/begin_weight_update",
@@ -32,7 +33,9 @@ _OPEN = ("/health", "/ready", "/metrics")  # as SGLang has it, for probes that h
 
 def close_to_other_sites(app: FastAPI) -> None:
     """Remove SGLang's CORS rule, under which a page of any site may read what this server answers."""
-    app.user_middleware = [layer for layer in app.user_middleware if layer.cls is not CORSMiddleware]
+    app.user_middleware = [
+        layer for layer in app.user_middleware if layer.cls is not CORSMiddleware
+    ]
 
 
 def keep_apart(app: FastAPI, check: Callable[[], None]) -> None:
@@ -47,7 +50,9 @@ def keep_apart(app: FastAPI, check: Callable[[], None]) -> None:
                 try:
                     check()
                 except Refusal as refusal:
-                    await JSONResponse({"error": str(refusal)}, refusal.status)(scope, receive, send)
+                    await JSONResponse({"error": str(refusal)}, refusal.status)(
+                        scope, receive, send
+                    )
                     return
             await self._inner(scope, receive, send)
 
@@ -69,7 +74,9 @@ def require_key(app: FastAPI, key: str) -> Callable[[], None]:
         inner = build()
 
         async def check(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-            asked = scope["type"] in ("http", "websocket") and not scope["path"].startswith(tuple(unguarded))
+            asked = scope["type"] in ("http", "websocket") and not scope["path"].startswith(
+                tuple(unguarded)
+            )
             if not asked or _holds(scope, expected):
                 await inner(scope, receive, send)
             elif scope["type"] == "websocket":

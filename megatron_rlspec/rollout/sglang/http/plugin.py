@@ -25,16 +25,26 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megatron_rlspec.rollout.sglang.scheduler import control, coupled, decisions, given_draft, verifier, versions
+    from megatron_rlspec.rollout.sglang.scheduler import (
+        control,
+        coupled,
+        decisions,
+        given_draft,
+        verifier,
+        versions,
+    )
 
-    sglang = versions.installed()  # refused before anything is in force: SGLang logs a plugin's errors and goes on
+    # refused before anything is in force: SGLang logs a plugin's errors and goes on
+    sglang = versions.installed()
     if settings.architectures:
         _register_models(settings.architectures)
     decisions.decider = decisions.Decider(settings)
     from megatron_rlspec.rollout.sglang.scheduler.controller import ScheduleController
 
     HookRegistry.register(
-        "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController", ScheduleController, HookType.REPLACE
+        "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController",
+        ScheduleController,
+        HookType.REPLACE,
     )
     own = (*control.hooks(settings), *verifier.hooks(settings), *coupled.hooks(settings))
     for target, hook, kind in (*own, *given_draft.hooks(settings), *sglang.hooks()):
@@ -50,7 +60,9 @@ def _register_models(architectures: Collection[str]) -> None:
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
     from sglang.srt.models.registry import ModelRegistry
 
-    for name in (file for architecture in architectures for file in FAMILIES[architecture].sglang_files):
+    for name in (
+        file for architecture in architectures for file in FAMILIES[architecture].sglang_files
+    ):
         entries = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
         for entry in entries if isinstance(entries, list) else [entries]:
             ModelRegistry.models[entry.__name__] = entry

@@ -16,11 +16,16 @@ class Progress:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._ends = 0  # tokens that are no drafts: every round ends with one, and so does each prefill
+        # tokens that are no drafts: every round ends with one, and so does each prefill
+        self._ends = 0
         self._marked = 0
 
     def line(
-        self, ids: Sequence[int], entries: Sequence[Sequence[Any]], marks: Sequence[Any], prefills: int
+        self,
+        ids: Sequence[int],
+        entries: Sequence[Sequence[Any]],
+        marks: Sequence[Any],
+        prefills: int,
     ) -> dict[str, Any] | None:
         """Return what is new of a sample, as a line's fields; None if nothing is. Raises ValueError for NaN.
 
@@ -44,5 +49,7 @@ def logprobs(entries: Sequence[Sequence[Any]]) -> list[float]:
     found = [entry[0] for entry in entries]
     if not math.isfinite(sum(found)):
         place = next((i for i, value in enumerate(found) if not math.isfinite(value)), 0)
-        raise ValueError(f"the weights give a log-prob of {found[place]}; push weights without NaN and infinity")
+        raise ValueError(
+            f"the weights give a log-prob of {found[place]}; push weights without NaN and infinity"
+        )
     return found

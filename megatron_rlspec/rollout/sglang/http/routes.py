@@ -66,8 +66,14 @@ async def generate(request: Request) -> StreamingResponse:
         raise Refusal(400, "sampling.stop needs a tokenizer, and the model's directory has none")
     finished = {asked.id: _finish(asked) for asked in body.requests if asked.begun}
     # With --incremental-streaming-output the last answer of a stream is only its end.
-    progress = body.progress and _position_keyed() and not tokenizer.server_args.incremental_streaming_output
-    return StreamingResponse(_lines(body.requests, finished, progress), media_type="application/x-ndjson")
+    progress = (
+        body.progress
+        and _position_keyed()
+        and not tokenizer.server_args.incremental_streaming_output
+    )
+    return StreamingResponse(
+        _lines(body.requests, finished, progress), media_type="application/x-ndjson"
+    )
 
 
 def _position_keyed() -> bool:
@@ -78,7 +84,10 @@ def _position_keyed() -> bool:
 def _finish(asked: schemas.RequestBody) -> dict[str, Any] | None:
     """Return SGLang's reason if a sample has ended before. Raises Refusal if it cannot go on here."""
     if not _position_keyed():
-        raise Refusal(400, f"request {asked.id}: a sample goes on only in an engine with --verifier position_keyed")
+        raise Refusal(
+            400,
+            f"request {asked.id}: a sample goes on only in an engine with --verifier position_keyed",
+        )
     ends = _ends(asked.sampling)
     try:
         ended(asked.begun, ends.stops, ends.limit)
@@ -106,7 +115,9 @@ async def _lines(
     try:
         for asked in requests:
             rid = ids.inner(asked.id)
-            tasks[rid] = asyncio.create_task(_one(asked, rid, finished.get(asked.id), progress, lines))
+            tasks[rid] = asyncio.create_task(
+                _one(asked, rid, finished.get(asked.id), progress, lines)
+            )
             if len(tasks) % STARTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
         while left:
@@ -141,8 +152,12 @@ async def _one(
     except ValueError as error:  # SGLang's, of a request that it does not take
         manager().abort_request(rid=rid)
         lines.put_nowait({"id": asked.id, "error": one_line(str(error)), "status": 400})
-    except HTTPException as error:  # SGLang's, for example of a sample that the KV cache cannot hold
-        lines.put_nowait({"id": asked.id, "error": one_line(str(error.detail)), "status": error.status_code})
+    except (
+        HTTPException
+    ) as error:  # SGLang's, for example of a sample that the KV cache cannot hold
+        lines.put_nowait(
+            {"id": asked.id, "error": one_line(str(error.detail)), "status": error.status_code}
+        )
     except Exception as error:
         logger.exception("rlspec: request %s failed", asked.id)
         lines.put_nowait({"id": asked.id, "error": internal(error)})
@@ -152,12 +167,16 @@ def _nothing() -> dict[str, Any]:
     return {"output_ids": [], "logprobs": [], "weight_versions": [], "accepted": [], "drafted": []}
 
 
-async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> AsyncIterator[dict[str, Any]]:
+async def _generated(
+    asked: schemas.RequestBody, rid: str, progress: bool
+) -> AsyncIterator[dict[str, Any]]:
     """Yield the lines of a sample: with `progress` its new tokens now and then, and at the end all of it."""
     checked = given_draft.Checked()
     if asked.draft and _sglang.checks_drafts and _position_keyed():
         ends = _ends(asked.sampling)
-        checked = await given_draft.check(manager(), _sglang.weight_version, asked, ends, GenerateReqInput)
+        checked = await given_draft.check(
+            manager(), _sglang.weight_version, asked, ends, GenerateReqInput
+        )
         if checked.finish is not None:
             yield checked.before(_nothing() | {"finish": checked.finish})
             return
@@ -177,12 +196,20 @@ async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> As
     began = _sglang.weight_version(manager())
     sent = Progress()
     if progress and checked.tokens and checked.version == began:
-        drawn = {"output_ids": checked.tokens, "logprobs": checked.logprobs, "drafted": [0] * len(checked.tokens)}
+        drawn = {
+            "output_ids": checked.tokens,
+            "logprobs": checked.logprobs,
+            "drafted": [0] * len(checked.tokens),
+        }
         yield {"drawn": drawn, "rounds": 0, "version": began}
     async for answer in manager().generate_request(message, None):
         meta = answer["meta_info"]
         finish = meta["finish_reason"]
-        tokens, entries, marks = answer["output_ids"], meta["output_token_logprobs"], meta.get(DRAFTED, [])
+        tokens, entries, marks = (
+            answer["output_ids"],
+            meta["output_token_logprobs"],
+            meta.get(DRAFTED, []),
+        )
         if finish is None:
             # SGLang names the weights of a token when its sample ends. Until then they are known only before a push.
             if _sglang.weight_version(manager()) == began == (checked.version or began):
@@ -190,9 +217,11 @@ async def _generated(asked: schemas.RequestBody, rid: str, progress: bool) -> As
                 if line is not None:
                     yield line | {"version": began}
             continue
-        if finish["type"] == "abort" and finish.get("status_code"):  # not by us; SGLang raises it without `stream`
+        # not by us; SGLang raises it without `stream`
+        if finish["type"] == "abort" and finish.get("status_code"):
             raise HTTPException(finish["status_code"], finish["message"])
-        if len(tokens) < len(entries):  # SGLang 0.5.15 gives the last token only if a sample is aborted while it waits
+        # SGLang 0.5.15 gives the last token only if a sample is aborted while it waits
+        if len(tokens) < len(entries):
             tokens = [token for _, token, *_ in entries]
         line = {
             "output_ids": tokens,
@@ -258,13 +287,18 @@ def _unknown(routes: Collection[str]) -> Handler:
         path = request.url.path
         if path.removeprefix("/rlspec/") in routes and request.method != "POST":
             raise Refusal(405, f"{path} is called with {request.method}; expected POST")
-        raise Refusal(404, f"no route {schemas.shown(path)}; known are {', '.join(routes)} below /rlspec")
+        raise Refusal(
+            404, f"no route {schemas.shown(path)}; known are {', '.join(routes)} below /rlspec"
+        )
 
     return unknown
 
 
 ROUTES: dict[str, Route] = {
-    **{f"control/{name}": (control(name, schema), schema) for name, schema in schemas.COMMANDS.items()},
+    **{
+        f"control/{name}": (control(name, schema), schema)
+        for name, schema in schemas.COMMANDS.items()
+    },
     "generate": (generate, schemas.GenerateBody),
     "abort": (abort, schemas.AbortBody),
     "pause": (pause, schemas.Nothing),
@@ -285,14 +319,26 @@ ROUTES: dict[str, Route] = {
 def add_routes(app: FastAPI, extensions: Sequence[str] = ()) -> None:
     """Add our routes and those of extensions, and refuse other sites' pages, which SGLang would let in (`guard`)."""
     router = APIRouter(prefix="/rlspec")
-    routes = ROUTES | {path: route for extension in loaded(extensions) for path, route in extension.routes().items()}
+    routes = ROUTES | {
+        path: route
+        for extension in loaded(extensions)
+        for path, route in extension.routes().items()
+    }
     for path, (handler, schema) in routes.items():
         router.add_api_route(
-            f"/{path}", answering(handler), methods=["POST"], response_model=None, openapi_extra=_described(schema)
+            f"/{path}",
+            answering(handler),
+            methods=["POST"],
+            response_model=None,
+            openapi_extra=_described(schema),
         )
     methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
     router.add_api_route(
-        "/{rest:path}", answering(_unknown(routes)), methods=methods, response_model=None, include_in_schema=False
+        "/{rest:path}",
+        answering(_unknown(routes)),
+        methods=methods,
+        response_model=None,
+        include_in_schema=False,
     )
     app.include_router(router)
     guard.close_to_other_sites(app)

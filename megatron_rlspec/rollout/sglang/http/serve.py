@@ -34,7 +34,12 @@ from megatron_rlspec.models.config import sharpness_of
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.http import parents
-from megatron_rlspec.rollout.sglang.http.checks import ServeError, check, extensions_of, installed_sglang
+from megatron_rlspec.rollout.sglang.http.checks import (
+    ServeError,
+    check,
+    extensions_of,
+    installed_sglang,
+)
 from megatron_rlspec.rollout.sglang.settings import APART, KEY, MIXED_CHUNK, Settings, known_key
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
@@ -73,18 +78,31 @@ def parser() -> Parser:
         first=("--port", "--host", "--spec", "--cost-table", "--draft-model"),
     )
     spec = SpecSection()  # has the defaults of these options
-    p.add_argument("--model", required=True, help="Hugging Face directory of the policy, with its MTP tensors")
+    p.add_argument(
+        "--model", required=True, help="Hugging Face directory of the policy, with its MTP tensors"
+    )
     p.add_argument(
         "--draft-model",
         default="",
         help="Hugging Face directory of an EAGLE-3 drafter for --model, which then needs no MTP tensors",
     )
-    p.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --api-key")
+    p.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; any but loopback needs --api-key"
+    )
     p.add_argument("--port", type=int, default=30000, help="port to listen on")
-    p.add_argument("--api-key", default="", help=f"key that every request must carry; better set in {KEY}")
-    p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
+    p.add_argument(
+        "--api-key", default="", help=f"key that every request must carry; better set in {KEY}"
+    )
+    p.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: cuda where there is one",
+    )
     p.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
-    p.add_argument("--spec", choices=("adaptive", "fixed", "off"), default=spec.mode, help="use of the drafter")
+    p.add_argument(
+        "--spec", choices=("adaptive", "fixed", "off"), default=spec.mode, help="use of the drafter"
+    )
     p.add_argument(
         "--num-steps",
         type=integer(0, MOST_DRAFTS),
@@ -92,10 +110,18 @@ def parser() -> Parser:
         help="drafter passes per round, at the start if adaptive",
     )
     p.add_argument(
-        "--candidate-steps", default=",".join(map(str, spec.candidate_steps)), help="step counts for --spec adaptive"
+        "--candidate-steps",
+        default=",".join(map(str, spec.candidate_steps)),
+        help="step counts for --spec adaptive",
     )
-    p.add_argument("--cost-table", default="", help="JSON written by `rlspec profile`: adaptive decides by it")
-    p.add_argument("--schedule", default="", help="SpecSchedule as JSON, or a file with it; default: --num-steps")
+    p.add_argument(
+        "--cost-table", default="", help="JSON written by `rlspec profile`: adaptive decides by it"
+    )
+    p.add_argument(
+        "--schedule",
+        default="",
+        help="SpecSchedule as JSON, or a file with it; default: --num-steps",
+    )
     p.add_argument(
         "--verifier",
         choices=("position_keyed", "target_only", "rejection"),
@@ -127,9 +153,16 @@ def parser() -> Parser:
         help="tokens that drafts are chosen from: the size of SGLang's token map, which a run fills; 0: all tokens",
     )
     tokens = integer(0, MOST_TOKENS)
-    p.add_argument("--max-total-tokens", type=tokens, default=0, help="KV cache; 0: 65536 on a CPU, else what fits")
     p.add_argument(
-        "--extensions", default="", help="what the engine can do beyond that: migration, which tail.rebalance needs"
+        "--max-total-tokens",
+        type=tokens,
+        default=0,
+        help="KV cache; 0: 65536 on a CPU, else what fits",
+    )
+    p.add_argument(
+        "--extensions",
+        default="",
+        help="what the engine can do beyond that: migration, which tail.rebalance needs",
     )
     p.add_argument(
         "--stop-with-parent",
@@ -168,7 +201,9 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     check(options)
     device = _device(options.device)
     if device == "cpu" and options.verifier == "rejection":
-        raise ServeError("--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only")
+        raise ServeError(
+            "--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only"
+        )
     installed_sglang()
     for flag, why in (("--enable-mixed-chunk", MIXED_CHUNK), ("--disaggregation-mode", APART)):
         if options.spec != "off" and any(text.startswith(flag) for text in rest):
@@ -178,7 +213,9 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         arguments.append(f"--speculative-token-map={_token_map(options, rest)}")
     if slots:
         arguments.append(f"--speculative-adaptive-config={_adaptive_file(slots)}")
-    if is_loopback(options.host) and not any(text.startswith(("--nnodes", "--dist-init-addr")) for text in rest):
+    if is_loopback(options.host) and not any(
+        text.startswith(("--nnodes", "--dist-init-addr")) for text in rest
+    ):
         settings = dataclasses.replace(settings, loopback=True)
         for name, interface in _INTERFACES.items():
             os.environ.setdefault(name, interface)
@@ -239,7 +276,10 @@ def arguments_for(
         arguments.append(f"--cuda-graph-max-bs-decode={options.max_running_requests}")
     if options.verifier == "position_keyed" or device == "cpu":
         arguments.append("--sampling-backend=pytorch")
-    if not any((Path(options.model) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if not any(
+        (Path(options.model) / name).is_file()
+        for name in ("tokenizer.json", "tokenizer_config.json")
+    ):
         arguments.append("--skip-tokenizer-init")
     if options.spec == "off":
         return arguments, Settings(options.verifier), {}
@@ -268,10 +308,16 @@ def arguments_for(
         rule: dict[str, Any] = {"table": str(Path(options.cost_table).resolve())}
     else:
         rule = {"schedule": schedule.to_json()}
-    return arguments, Settings(options.verifier, rule, off=0 in candidates, drafts=options.drafts), slots
+    return (
+        arguments,
+        Settings(options.verifier, rule, off=0 in candidates, drafts=options.drafts),
+        slots,
+    )
 
 
-def _cost_table(options: argparse.Namespace, schedule: SpecSchedule | None, tp: str) -> CostTable | None:
+def _cost_table(
+    options: argparse.Namespace, schedule: SpecSchedule | None, tp: str
+) -> CostTable | None:
     if not options.cost_table:
         return None
     if schedule or options.spec == "fixed":
@@ -291,11 +337,15 @@ def _candidates(options: argparse.Namespace, schedule: SpecSchedule | None) -> l
         try:
             steps |= {int(part) for part in options.candidate_steps.split(",") if part}
         except ValueError:
-            raise ServeError(f"--candidate-steps {options.candidate_steps}: expected integers and commas") from None
+            raise ServeError(
+                f"--candidate-steps {options.candidate_steps}: expected integers and commas"
+            ) from None
     if schedule is not None:
         used = {config for row in schedule.configs for config in row}
         if any(config.topk > 1 for config in used):
-            raise ServeError("--schedule: only chains (topk 1) can be switched while the engine runs")
+            raise ServeError(
+                "--schedule: only chains (topk 1) can be switched while the engine runs"
+            )
         steps |= {config.num_steps for config in used}
     if min(steps) < 0 or max(steps) > MOST_DRAFTS:
         raise ServeError(f"step counts {sorted(steps)}: expected numbers from 0 to {MOST_DRAFTS}")
@@ -303,14 +353,19 @@ def _candidates(options: argparse.Namespace, schedule: SpecSchedule | None) -> l
 
 
 def _slots(
-    options: argparse.Namespace, steps: Sequence[int], table: CostTable | None, schedule: SpecSchedule | None
+    options: argparse.Namespace,
+    steps: Sequence[int],
+    table: CostTable | None,
+    schedule: SpecSchedule | None,
 ) -> dict[str, Any]:
     """Return the step counts from each batch size on: 0, and what the schedule, the table or a roofline can choose.
 
     Step 0 is there for `hold`, even where no rule may choose it.
     """
     most_batch = options.max_running_requests
-    layers = json.loads((Path(options.model) / "config.json").read_text()).get("num_hidden_layers", 1)
+    layers = json.loads((Path(options.model) / "config.json").read_text()).get(
+        "num_hidden_layers", 1
+    )
     try:
         most = graphs.needed(chains(steps), most_batch, layers, table, options.max_total_tokens)
     except CostTableError as error:
@@ -318,14 +373,19 @@ def _slots(
     for row in schedule.configs if schedule is not None else ():
         most |= {SpecConfig(c.num_steps) if c.num_steps else OFF: most_batch for c in row}
     found = graphs.slots(most, most_batch)
-    return {batch: {"candidate_steps": sorted({0, *slot["candidate_steps"]})} for batch, slot in found.items()}
+    return {
+        batch: {"candidate_steps": sorted({0, *slot["candidate_steps"]})}
+        for batch, slot in found.items()
+    }
 
 
 def _schedule(text: str) -> SpecSchedule | None:
     if not text:
         return None
     try:
-        return SpecSchedule.from_json(json.loads(text if text.lstrip().startswith("{") else files.read_text(text)))
+        return SpecSchedule.from_json(
+            json.loads(text if text.lstrip().startswith("{") else files.read_text(text))
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ServeError(f"--schedule: {error}") from None
 
@@ -341,15 +401,21 @@ def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
     """Write SGLang's first token map: the ends of a text, and the lowest ids. Raises ServeError."""
     given = f"--draft-vocabulary {options.draft_vocabulary}"
     if options.verifier == "rejection":
-        raise ServeError(f"{given}: SGLang's rejection sampling drafts from all words; expected another --verifier")
+        raise ServeError(
+            f"{given}: SGLang's rejection sampling drafts from all words; expected another --verifier"
+        )
     if (size := tensor_parallel(rest)) != "1":
-        raise ServeError(f"{given}: SGLang's token map needs the whole output layer; expected --tp 1, not {size}")
+        raise ServeError(
+            f"{given}: SGLang's token map needs the whole output layer; expected --tp 1, not {size}"
+        )
     config = json.loads((Path(options.model) / "config.json").read_text())
     config = config.get("text_config", config)
     if "vocab_size" not in config:
         raise ServeError(f"{given}: config.json of --model {options.model} has no vocab_size")
     try:
-        words = DraftVocabulary(options.draft_vocabulary, config["vocab_size"], ends_of_text(config)).ids()
+        words = DraftVocabulary(
+            options.draft_vocabulary, config["vocab_size"], ends_of_text(config)
+        ).ids()
     except ValueError as error:
         raise ServeError(f"--draft-vocabulary: {error}") from None
     import torch
@@ -382,7 +448,10 @@ def _install_stand_ins() -> None:
 
     names = cpu_stand_ins.install()
     if names:
-        print(f"rlspec serve: CPU engine with plain torch operators in place of {' and '.join(names)}", flush=True)
+        print(
+            f"rlspec serve: CPU engine with plain torch operators in place of {' and '.join(names)}",
+            flush=True,
+        )
 
 
 def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> None:
@@ -491,10 +560,13 @@ def _confirm(options: argparse.Namespace) -> None:
     try:
         answer = _ask(options, "rlspec/control/describe")
         if options.spec != "off" and answer["controller"] != "ScheduleController":
-            problem = f"SGLang runs {answer['controller'] or 'no adaptive controller'}; see its log above"
+            problem = (
+                f"SGLang runs {answer['controller'] or 'no adaptive controller'}; see its log above"
+            )
     except (OSError, ValueError, KeyError) as error:
         problem = (
-            f"the scheduler does not answer our commands ({error}); is the package installed with its entry point?"
+            f"the scheduler does not answer our commands ({error}); "
+            "is the package installed with its entry point?"
         )
     if problem:
         print(f"rlspec serve: plugin not in force: {problem}", flush=True)
@@ -510,7 +582,9 @@ def _treat_interrupt_as_terminate() -> None:
     from sglang.srt.entrypoints import http_server
 
     loop = http_server._global_state.tokenizer_manager.event_loop
-    loop.call_soon_threadsafe(loop.add_signal_handler, signal.SIGINT, os.kill, os.getpid(), signal.SIGTERM)
+    loop.call_soon_threadsafe(
+        loop.add_signal_handler, signal.SIGINT, os.kill, os.getpid(), signal.SIGTERM
+    )
 
 
 if __name__ == "__main__":

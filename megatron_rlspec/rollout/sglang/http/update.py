@@ -89,7 +89,10 @@ class Weights:
         if self.update is None:
             raise Refusal(409, "no weight update is open; call weights/begin first")
         if not secrets.compare_digest(token, self.update.token):
-            raise Refusal(409, "session is not that of the open weight update, which belongs to another client")
+            raise Refusal(
+                409,
+                "session is not that of the open weight update, which belongs to another client",
+            )
         self.heard(self.update)
         return self.update
 
@@ -101,7 +104,10 @@ class Weights:
     def receiving(self, update: Update) -> Iterator[None]:
         """Count a bucket whose body is being read. Raises Refusal if there are too many."""
         if update.receiving >= limits.BUCKETS:
-            raise Refusal(409, f"the update is sending {limits.BUCKETS} buckets already; expected one after the other")
+            raise Refusal(
+                409,
+                f"the update is sending {limits.BUCKETS} buckets already; expected one after the other",
+            )
         update.receiving += 1
         try:
             yield
@@ -121,7 +127,10 @@ class Weights:
         """End an update that is complete, as its owner says. Raises Refusal if it is not; then it ended unfinished."""
         left = self._stale - update.sent
         if update.failed or left:
-            why = update.failed or f"{len(left)} tensors that are undefined were not sent, such as {_first(left)}"
+            why = (
+                update.failed
+                or f"{len(left)} tensors that are undefined were not sent, such as {_first(left)}"
+            )
             self.abandon(update, why)
             raise Refusal(409, self.undefined)
         self.update = None
@@ -134,7 +143,8 @@ class Weights:
         self.update = None
         if update.sent:
             self.undefined = (
-                f"the update to version {update.version} ended unfinished ({why}), so the weights are mixed"
+                f"the update to version {update.version} ended unfinished ({why}), "
+                "so the weights are mixed"
             )
 
     def sleep(self, names: Collection[str]) -> None:

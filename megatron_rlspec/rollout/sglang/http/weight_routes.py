@@ -24,7 +24,12 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
 from megatron_rlspec.rollout.sglang import limits, schemas
-from megatron_rlspec.rollout.sglang.bucket_checks import Entry, ServedTensors, laid_out, read_entries
+from megatron_rlspec.rollout.sglang.bucket_checks import (
+    Entry,
+    ServedTensors,
+    laid_out,
+    read_entries,
+)
 from megatron_rlspec.rollout.sglang.http.bodies import (
     content_length,
     done,
@@ -189,7 +194,9 @@ async def end(request: Request) -> JSONResponse:
         update = weights.of(query.session)
         if not update.sent:
             await _close(update, "no bucket came")
-            raise Refusal(409, "no bucket came, so neither the weights nor their version have changed")
+            raise Refusal(
+                409, "no bucket came, so neither the weights nor their version have changed"
+            )
         try:
             done(*await _sglang.end_push(manager()))
             if not update.failed:
@@ -260,7 +267,10 @@ async def handle(request: Request) -> JSONResponse:
         laid_out(asked, await _one_machine(), update.scope)
         device = manager().server_args.device
         if device != "cuda" or not _sglang.maps:
-            raise Refusal(400, f"this engine, on {device}, opens no memory of a GPU; push with push.transport=ipc")
+            raise Refusal(
+                400,
+                f"this engine, on {device}, opens no memory of a GPU; push with push.transport=ipc",
+            )
         return await _opened(asked, update)
 
 
@@ -282,7 +292,9 @@ async def join(request: Request) -> JSONResponse:
             f"this engine has ranks {asked.first} to {asked.first + arguments.tp_size - 1}",
         )
     if asked.backend == "nccl" and arguments.device != "cuda":
-        raise Refusal(400, f"backend is nccl, but this engine runs on {arguments.device}; expected gloo")
+        raise Refusal(
+            400, f"backend is nccl, but this engine runs on {arguments.device}; expected gloo"
+        )
     async with _alone():
         weights.of(query.session)
         if asked.group in _groups:
@@ -313,14 +325,19 @@ def _find_store(address: str, port: int) -> None:
     def ask() -> None:
         try:
             dist.TCPStore(
-                address, port, timeout=timedelta(seconds=_PROBE_SECONDS), is_master=False, wait_for_workers=False
+                address,
+                port,
+                timeout=timedelta(seconds=_PROBE_SECONDS),
+                is_master=False,
+                wait_for_workers=False,
             )
         except (RuntimeError, ValueError):
             answered.append(False)
         else:
             answered.append(True)
 
-    thread = threading.Thread(target=ask, daemon=True)  # torch has no time limit for a peer that never answers
+    # torch has no time limit for a peer that never answers
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_PROBE_SECONDS)
     if answered != [True]:
@@ -335,27 +352,46 @@ async def receive(request: Request) -> JSONResponse:
         update = weights.of(query.session)
         laid_out(asked, await _served(), update.scope)
         if asked.group not in _groups:
-            raise Refusal(409, f"group {schemas.shown(asked.group)} was not joined; call weights/join first")
-        message = _sglang.broadcast(_SELECTOR[update.scope], asked.group, asked.names, asked.dtypes, asked.shapes)
-        return await _given(update, asked.names, manager().update_weights_from_distributed(message, None))
+            raise Refusal(
+                409, f"group {schemas.shown(asked.group)} was not joined; call weights/join first"
+            )
+        message = _sglang.broadcast(
+            _SELECTOR[update.scope], asked.group, asked.names, asked.dtypes, asked.shapes
+        )
+        return await _given(
+            update, asked.names, manager().update_weights_from_distributed(message, None)
+        )
 
 
 async def _load(landed: torch.Tensor, entries: Sequence[Entry], update: Update) -> JSONResponse:
     metadata = [
         FlattenedTensorMetadata(
-            entry.name, torch.Size(entry.shape), entry.dtype, entry.first, entry.end, entry.end - entry.first
+            entry.name,
+            torch.Size(entry.shape),
+            entry.dtype,
+            entry.first,
+            entry.end,
+            entry.end - entry.first,
         )
         for entry in entries
     ]
     # Pickled for SGLang's own scheduler processes only, with the tensor in shared memory. Each process gets its own
     # pickle, because a handle of shared memory can be opened only once.
     pieces = {"flattened_tensor": landed, "metadata": metadata}
-    payloads = [MultiprocessingSerializer.serialize(pieces) for _ in range(manager().server_args.tp_size)]
+    payloads = [
+        MultiprocessingSerializer.serialize(pieces) for _ in range(manager().server_args.tp_size)
+    ]
     message = _sglang.tensors(_SELECTOR[update.scope], payloads)
-    return await _given(update, [entry.name for entry in entries], manager().update_weights_from_tensor(message, None))
+    return await _given(
+        update,
+        [entry.name for entry in entries],
+        manager().update_weights_from_tensor(message, None),
+    )
 
 
-async def _given(update: Update, names: Sequence[str], loading: Awaitable[tuple[bool, str]]) -> JSONResponse:
+async def _given(
+    update: Update, names: Sequence[str], loading: Awaitable[tuple[bool, str]]
+) -> JSONResponse:
     """Wait until the schedulers have loaded these tensors. Raises Refusal if not; then the update stays unfinished."""
     weights.sending(update, names)
     try:
@@ -372,7 +408,11 @@ async def _served() -> ServedTensors:
     if not _held:
         found = await run_command("shapes", {})
         drafter = frozenset(found["drafter"])
-        _held.append(ServedTensors(found["shapes"], drafter, found["elements"], found["unnamed"], found["apart"]))
+        _held.append(
+            ServedTensors(
+                found["shapes"], drafter, found["elements"], found["unnamed"], found["apart"]
+            )
+        )
     return _held[0]
 
 
@@ -388,7 +428,9 @@ async def _one_machine() -> ServedTensors:
 async def _alone() -> AsyncIterator[None]:
     """Refuse a request of an update while another one is being carried out."""
     if _lock.locked():
-        raise Refusal(409, "another request of a weight update is being carried out; wait for its answer")
+        raise Refusal(
+            409, "another request of a weight update is being carried out; wait for its answer"
+        )
     async with _lock:
         yield
 

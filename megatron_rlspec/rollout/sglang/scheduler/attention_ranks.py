@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 MIXED = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"  # some ranks prefill while others decode
-KEPT = 128  # the shortest lags of a rank that travel: the most requests of a probe, if it is not of all requests
+# the shortest lags of a rank that travel: the most requests of a probe, if it is not of all requests
+KEPT = 128
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,15 @@ class Share:
         histogram = [self.accepted.count(n) for n in range(deepest + 1)]
         nearest = sorted(self.lags)[:KEPT]
         missing = [-1] * (KEPT - len(nearest))
-        numbers = [len(self.lags), self.context, not self.plain, self.open, self.needed, sum(self.lags), self.others]
+        numbers = [
+            len(self.lags),
+            self.context,
+            not self.plain,
+            self.open,
+            self.needed,
+            sum(self.lags),
+            self.others,
+        ]
         return [int(n) for n in numbers] + histogram + nearest + missing
 
 
@@ -57,9 +66,13 @@ class Joint:
 
     def __init__(self, rows: np.ndarray, rank: int) -> None:
         totals = rows.sum(axis=0)
-        self.batch, self.context, against, opened, needed, self._lag, self.others = map(int, totals[:7])
+        self.batch, self.context, against, opened, needed, self._lag, self.others = map(
+            int, totals[:7]
+        )
         self.plain, self.open, self.needed = not against, bool(opened), bool(needed)
-        self.accepted = [n for n, requests in enumerate(totals[7:-KEPT].tolist()) for _ in range(requests)]
+        self.accepted = [
+            n for n, requests in enumerate(totals[7:-KEPT].tolist()) for _ in range(requests)
+        ]
         self._rank, self._requests = rank, int(rows[rank, 0])
         lags = rows[:, -KEPT:]
         owners, places = np.nonzero(lags >= 0)
@@ -82,7 +95,8 @@ class AttentionRanks:
     def __init__(self, parallel: Any, deepest: int) -> None:
         self.size, self.rank = parallel.attn_dp_size, parallel.attn_dp_rank
         self._deepest = deepest
-        self._first = parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0  # of those with the same requests
+        # of those with the same requests
+        self._first = parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
         self._group = parallel.tp_group.cpu_group
 
     def gather(self, row: Sequence[int]) -> np.ndarray:
@@ -102,7 +116,8 @@ def keep_adaptive(original: Callable, server_args: Any) -> str | None:
     """Return SGLang's reasons against adaptive speculation but that its ranks would decide apart."""
     from sglang.srt.speculative import adaptive_spec_params
 
-    apart = server_args.enable_dp_attention_local_control_broadcast  # commands reach ranks between different rounds
+    # commands reach ranks between different rounds
+    apart = server_args.enable_dp_attention_local_control_broadcast
     if apart or os.environ.get(MIXED, "0").lower() not in ("", "0", "false"):
         return original(server_args)
     enabled = adaptive_spec_params.attn_dp_enabled_of

@@ -22,7 +22,8 @@ from megatron_rlspec.rollout.sglang.shared_memory import mapped
 
 WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank"
 _MAGIC = b"rlspec-ipc"
-_KEPT = 2 << 30  # bytes of memory that stay between pushes: new pages take longer than the copy into them
+# bytes of memory that stay between pushes: new pages take longer than the copy into them
+_KEPT = 2 << 30
 
 
 def of_shared(asked: TensorsBody) -> bytes:
@@ -53,7 +54,10 @@ def read(original: Callable, worker: Any, payloads: Sequence[bytes]) -> Any:
 
 def sizes_of(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[int]:
     """Return the bytes of each tensor."""
-    return [math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
+    return [
+        math.prod(shape) * getattr(torch, dtype).itemsize
+        for dtype, shape in zip(dtypes, shapes, strict=True)
+    ]
 
 
 def tensors_of(
@@ -65,7 +69,9 @@ def tensors_of(
 ) -> list[tuple[str, torch.Tensor]]:
     """Return views of a bucket's bytes, which follow one another."""
     parts = zip(names, bucket.split(list(sizes)), dtypes, shapes, strict=True)
-    return [(name, part.view(getattr(torch, dtype)).view(shape)) for name, part, dtype, shape in parts]
+    return [
+        (name, part.view(getattr(torch, dtype)).view(shape)) for name, part, dtype, shape in parts
+    ]
 
 
 def _there(bucket: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -56,7 +56,11 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     yield "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", handle, "AROUND"
     yield "sglang.srt.managers.scheduler.Scheduler.__init__", watch, "AFTER"
     yield "sglang.srt.managers.scheduler.Scheduler.pause_generation", _after_pause, "AFTER"
-    yield "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram", _mark_drafts, "BEFORE"
+    yield (
+        "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram",
+        _mark_drafts,
+        "BEFORE",
+    )
     yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
     yield f"{processor}.process_batch_result_prefill", _before_prefill, "BEFORE"
     yield from aborts.hooks()
@@ -81,7 +85,9 @@ def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any
     except Exception as error:  # an exception that leaves this method ends the scheduler
         if not isinstance(error, (ValueError, NotImplementedError)):
             logger.exception("rlspec: %s failed", command)
-        answer = DumperControlReqOutput(success=False, response=[], error=f"{command}: {_reason(error)}")
+        answer = DumperControlReqOutput(
+            success=False, response=[], error=f"{command}: {_reason(error)}"
+        )
     versions.installed().answer(scheduler, answer, request)
     return None
 
@@ -100,7 +106,9 @@ def of_all(command: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
         first, *others = answers
         return {
             model: {
-                name: mark for name, mark in marks.items() if all(other[model].get(name) == mark for other in others)
+                name: mark
+                for name, mark in marks.items()
+                if all(other[model].get(name) == mark for other in others)
             }
             for model, marks in first.items()
         }
@@ -126,7 +134,9 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "drafts": "coupled" if coupled.active(settings) else "argmax",
         "sharpness": decisions.decider.sharpness,
         "controller": type(adaptive).__name__ if adaptive is not None else "",
-        "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in decisions.decider.candidates],
+        "configs": [
+            [c.num_steps, c.topk, c.num_draft_tokens] for c in decisions.decider.candidates
+        ],
         "speculative": worker is not None,
         "tensor_parallel": scheduler.server_args.tp_size,
         "max_total_tokens": scheduler.max_total_num_tokens,
@@ -183,7 +193,11 @@ def _stats(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _not_begun(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    return {"ids": [ids.outer(request.rid) for request in scheduler.waiting_queue if not request.output_ids]}
+    return {
+        "ids": [
+            ids.outer(request.rid) for request in scheduler.waiting_queue if not request.output_ids
+        ]
+    }
 
 
 def _recent_rounds(settings: Settings, scheduler: Any) -> dict[str, Any]:
@@ -205,9 +219,13 @@ def _watch_loaders(settings: Settings, scheduler: Any) -> None:
         eagle3.separate_loaders(*models_of(scheduler))
     scheduler.rlspec_apart = mounts.apart(versions.installed().tensor_group().cpu_group)
     if unnamed:
-        logger.warning("rlspec: pushes are checked by what the models' loaders were given: %s", unnamed)
+        logger.warning(
+            "rlspec: pushes are checked by what the models' loaders were given: %s", unnamed
+        )
     # What is stored of quantised weights cannot be compared with what was pushed.
-    scheduler.rlspec_remembers = settings.deliveries or bool(unnamed or scheduler.model_config.quantization)
+    scheduler.rlspec_remembers = settings.deliveries or bool(
+        unnamed or scheduler.model_config.quantization
+    )
     for model, deliveries in zip(models_of(scheduler), _deliveries.values(), strict=True):
         if model is not None:
             deliveries.watch(model, fingerprints=scheduler.rlspec_remembers)
@@ -240,7 +258,9 @@ def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
     held = [] if unnamed else list(of_scheduler(scheduler))
     return {
         "shapes": {part.name: list(part.shape) for part in held},
-        "drafter": _drafter_names(scheduler) if unnamed else [part.name for part in held if part.drafter],
+        "drafter": _drafter_names(scheduler)
+        if unnamed
+        else [part.name for part in held if part.drafter],
         "elements": elements,
         "unnamed": unnamed,
         "apart": scheduler.rlspec_apart,
@@ -286,7 +306,11 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     if ran is not None:
         prefix_tree.follow(batch.reqs, ran.behind(len(batch.reqs)))
     else:
-        config = OFF if batch.spec_algorithm.is_none() else SpecConfig(result.speculative_num_draft_tokens - 1)
+        config = (
+            OFF
+            if batch.spec_algorithm.is_none()
+            else SpecConfig(result.speculative_num_draft_tokens - 1)
+        )
         ran = decisions.DecodeRound(config, sum(r.seqlen for r in batch.reqs), None)
     going_on = [not (request.finished() or request.is_retracted) for request in batch.reqs]
     returned = original(processor, batch, result)
@@ -325,7 +349,8 @@ def _before_prefill(processor: Any, batch: Any, result: Any) -> None:
         return
     for request in batch.reqs:
         marks = _marks(request)
-        marks += [0] * (len(request.output_ids) + 1 - len(marks))  # before SGLang sends the prefill's token
+        # before SGLang sends the prefill's token
+        marks += [0] * (len(request.output_ids) + 1 - len(marks))
 
 
 def _marks(request: Any) -> list[int]:

@@ -36,7 +36,8 @@ from megatron_rlspec.rollout.sglang.scheduler.rounds import rounds
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.types import SpecConfig
 
-_STUBBED = ("topk_p", "topk_index", "hidden_states")  # SGLang passes these between rounds; unused while off
+# SGLang passes these between rounds; unused while off
+_STUBBED = ("topk_p", "topk_index", "hidden_states")
 
 
 def _nothing(_: int) -> int:
@@ -48,18 +49,24 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
 
     def __init__(self, worker: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(worker, *args, **kwargs)  # `args`: SGLang's rule or its file, by version
-        decisions.decider.start(self.candidate_steps, worker.speculative_num_steps, worker.server_args.tp_size)
+        decisions.decider.start(
+            self.candidate_steps, worker.speculative_num_steps, worker.server_args.tp_size
+        )
         self._config = SpecConfig(worker.speculative_num_steps)
         settings = Settings.from_environment()
         self._extensions = extensions.loaded(settings.extensions if settings else ())
         parallel = versions.installed().attention_parallel()
-        self._ranks = None if parallel is None else AttentionRanks(parallel, max(self.candidate_steps))
+        self._ranks = (
+            None if parallel is None else AttentionRanks(parallel, max(self.candidate_steps))
+        )
         self.gap = DrafterGap(worker, self._ranks)
-        self._drafting: list[int] | None = None  # indices of the requests whose drafter has caught up; None: all
+        # indices of the requests whose drafter has caught up; None: all
+        self._drafting: list[int] | None = None
         self._caught_up = 0.0  # seconds that this took
         self._batch: Any = None
         self._context = 0  # tokens
-        self._together: tuple[int, int] = (0, 0)  # number of the round and its requests, where ranks decide together
+        # number of the round and its requests, where ranks decide together
+        self._together: tuple[int, int] = (0, 0)
         self._plain = False  # whether no request of the round needs the verify path
         self._decided = False  # whether this round was decided before SGLang asked
         self._stub: tuple[torch.Tensor, ...] | None = None
@@ -100,14 +107,22 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
     def _decide_together(self, ranks: AttentionRanks) -> None:
         """Decide with the other ranks, which call this before the same round. This one may have no requests."""
         reqs, gap, decider = self._batch.reqs, self.gap, decisions.decider
-        needed = [i for extension in self._extensions for i in extension.before_round(reqs)] if reqs else []
+        needed = (
+            [i for extension in self._extensions for i in extension.before_round(reqs)]
+            if reqs
+            else []
+        )
         context, plain = sum(r.seqlen for r in reqs), plain_round.asks_no_more(self._batch)
         ran, accepted, others = decider.late.due()
-        joint = ranks.join(Share(context, plain, gap.open, bool(needed), gap.lags(reqs), accepted, others))
+        joint = ranks.join(
+            Share(context, plain, gap.open, bool(needed), gap.lags(reqs), accepted, others)
+        )
         if ran is not None:
             decider.learn(ran, joint.accepted, joint.others)
         self._context, self._plain = joint.context, joint.plain
-        self._config, n = decider.choose(joint.batch, joint.context, joint.missed if joint.open else _nothing)
+        self._config, n = decider.choose(
+            joint.batch, joint.context, joint.missed if joint.open else _nothing
+        )
         self._together = decider.late.begin(self._config), joint.batch
         closing = joint.open and (joint.needed or not self._config.off)
         self._drafting = self._catch_up(joint.own(n), needed) if closing else None
@@ -137,7 +152,11 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
 
     def _round(self, batch: Any, on_publish: Any = None, *args: Any, **kwargs: Any) -> Any:
         self._batch = batch
-        if batch.forward_mode.is_extend() or batch.is_extend_in_batch or not (batch.reqs or self._ranks):
+        if (
+            batch.forward_mode.is_extend()
+            or batch.is_extend_in_batch
+            or not (batch.reqs or self._ranks)
+        ):
             if self.gap.open:
                 self.gap.forget(batch.reqs)
             return self._forward(batch, on_publish, *args, **kwargs)
@@ -166,7 +185,9 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             if self._config.off:
                 self._leave_out(batch, result, hidden, tokens)
                 return
-            self.gap.record(batch.reqs, hidden, tokens, result.accept_lens.clone(), self._drafting or ())
+            self.gap.record(
+                batch.reqs, hidden, tokens, result.accept_lens.clone(), self._drafting or ()
+            )
         self._extend(batch, result, **kwargs)
 
     def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:

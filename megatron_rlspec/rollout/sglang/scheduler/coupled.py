@@ -25,7 +25,8 @@ from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
 from megatron_rlspec.rollout.sglang.settings import Settings
 
 DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
-HELD = ("seeds", "temperatures", "top_ks", "sharpness", "top_ps", "min_ps")  # in buffers of fixed address
+# in buffers of fixed address
+HELD = ("seeds", "temperatures", "top_ks", "sharpness", "top_ps", "min_ps")
 
 
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
@@ -69,7 +70,15 @@ class _Rows:
     @classmethod
     def of(cls, info: Any) -> _Rows:
         sharpness = torch.full_like(info.temperatures, decisions.decider.sharpness)
-        return cls(info.sampling_seed, info.temperatures, info.top_ks, sharpness, info.top_ps, info.min_ps, info)
+        return cls(
+            info.sampling_seed,
+            info.temperatures,
+            info.top_ks,
+            sharpness,
+            info.top_ps,
+            info.min_ps,
+            info,
+        )
 
 
 class CoupledDrafts:
@@ -127,7 +136,9 @@ class CoupledDrafts:
 
     def _first(self, batch: Any, keys: torch.Tensor, replaced: torch.Tensor) -> torch.Tensor:
         logits = self._logits.next_token_logits
-        return self._choose(logits, keys[: len(logits)], _Rows.of(batch.sampling_info)).to(replaced.dtype)
+        return self._choose(logits, keys[: len(logits)], _Rows.of(batch.sampling_info)).to(
+            replaced.dtype
+        )
 
     def _fill_and_draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not batch.forward_mode.is_idle():
@@ -171,11 +182,15 @@ class CoupledDrafts:
         kernel = chosen.sampling(logits)
         if kernel is not None:
             limits = (rows.top_ks, rows.top_ps, rows.min_ps)
-            draws = kernel.Draws(rows.seeds, keys, rows.temperatures, *limits, rows.sharpness, words)
+            draws = kernel.Draws(
+                rows.seeds, keys, rows.temperatures, *limits, rows.sharpness, words
+            )
             return kernel.sample(logits, draws)[0][:, None]
         logq = torch.log_softmax(logits.float() / rows.temperatures, -1)
         info = rows.info
-        if info is not None and (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling):
+        if info is not None and (
+            info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
+        ):
             min_ps = info.min_ps if info.need_min_p_sampling else None
             logq = filtered(logq.exp(), info.top_ks, info.top_ps, min_ps).log()
         logq = logq * rows.sharpness

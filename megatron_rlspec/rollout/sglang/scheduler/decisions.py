@@ -84,7 +84,8 @@ class Decider:
         self.sharpness = settings.sharpness  # of coupled drafts
         self.ranks = 0  # tensor-parallel size
         self.late = LateRounds()
-        self._most: dict[SpecConfig, int] = {}  # the largest batch with captured graphs, where graphs are limited
+        # the largest batch with captured graphs, where graphs are limited
+        self._most: dict[SpecConfig, int] = {}
 
     def start(self, candidate_steps: Sequence[int], start: int, ranks: int = 0) -> None:
         """Set the candidates; `ranks` is the tensor-parallel size.
@@ -106,9 +107,15 @@ class Decider:
         `captured`: the batch sizes with graphs, by step count; None: no graphs. SGLang captures the step count that it
         starts with, `start`, at every batch size.
         """
-        ends = {steps: max(sizes, default=0) for steps, sizes in captured.items() if sizes is not None}
+        ends = {
+            steps: max(sizes, default=0) for steps, sizes in captured.items() if sizes is not None
+        }
         most = max(ends.values(), default=0)
-        self._most = {SpecConfig(steps): end for steps, end in ends.items() if steps not in (0, start) and end < most}
+        self._most = {
+            SpecConfig(steps): end
+            for steps, end in ends.items()
+            if steps not in (0, start) and end < most
+        }
         if self.rule is not None:
             self.rule.limit(self._most)
 
@@ -126,10 +133,13 @@ class Decider:
             return
         offered = self.candidates
         if (table := data.get("table")) is not None:
-            measured = CostTable.load(table) if isinstance(table, str) else CostTable.from_json(table)
+            measured = (
+                CostTable.load(table) if isinstance(table, str) else CostTable.from_json(table)
+            )
             if data.get("tp") is None:
                 data["tp"] = measured.of_engine(max(self.ranks, 1)).tps[0]
-            known = measured.configs(data["tp"])  # without a cost of step 0, `OFF` emits the same tokens for less
+            # without a cost of step 0, `OFF` emits the same tokens for less
+            known = measured.configs(data["tp"])
             offered = [c for c in offered if c != SpecConfig(0) or c in known]
         candidates = [[c.num_steps, c.topk, c.num_draft_tokens] for c in offered]
         rule = SpecRule.from_json({"candidates": candidates, **data})
@@ -146,12 +156,18 @@ class Decider:
     def hold(self, reason: str) -> None:
         """Run `OFF` until `held` is "" again. Rules that are set meanwhile decide after that. Raises ValueError."""
         if self.rule is None:
-            raise ValueError("speculation cannot be switched here: the engine runs no adaptive speculation")
+            raise ValueError(
+                "speculation cannot be switched here: the engine runs no adaptive speculation"
+            )
         if not self._can_hold:
-            raise ValueError("speculation cannot be held off here: the engine was launched without step count 0")
+            raise ValueError(
+                "speculation cannot be held off here: the engine was launched without step count 0"
+            )
         self.held = reason
 
-    def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None) -> tuple[SpecConfig, int]:
+    def choose(
+        self, batch: int, context_tokens: int, missed: Callable[[int], int] | None
+    ) -> tuple[SpecConfig, int]:
         """Return the next round's configuration, and how many requests' drafters have to catch up before it."""
         if self.held:
             return OFF, 0
@@ -194,7 +210,9 @@ class Decider:
         """SGLang's own adaptive rule, with its built-in steps per batch size."""
         from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 
-        rule = AdaptiveSpeculativeParams(initial_steps=max(c.num_steps for c in self.candidates or [OFF]))
+        rule = AdaptiveSpeculativeParams(
+            initial_steps=max(c.num_steps for c in self.candidates or [OFF])
+        )
         self._check({SpecConfig(steps) for steps in rule.candidate_steps})
         return rule
 
@@ -203,7 +221,10 @@ class Decider:
         refused = [str(config) for config in sorted(wanted) if config not in allowed]
         if refused:
             has = ", ".join(str(config) for config in allowed)
-            raise ValueError(f"this engine cannot run {', '.join(refused)}; it was launched with {has}")
+            raise ValueError(
+                f"this engine cannot run {', '.join(refused)}; it was launched with {has}"
+            )
 
 
-decider = Decider(Settings())  # of this process; the plugin sets it before SGLang builds its controller
+# of this process; the plugin sets it before SGLang builds its controller
+decider = Decider(Settings())

@@ -37,12 +37,18 @@ def renew(worker: Any, words: list[int], tp_size: int) -> None:
     """Choose drafts from the token ids `words` from the next round on. Raises ValueError."""
     drafter = _drafter(worker)
     if drafter is None:
-        raise ValueError("the engine was started without a draft vocabulary; start it with --draft-vocabulary")
+        raise ValueError(
+            "the engine was started without a draft vocabulary; start it with --draft-vocabulary"
+        )
     if tp_size > 1:
-        raise ValueError(f"a draft vocabulary needs a whole output layer on each rank, but tp={tp_size}")
+        raise ValueError(
+            f"a draft vocabulary needs a whole output layer on each rank, but tp={tp_size}"
+        )
     held = len(drafter.hot_token_id)
     if len(words) != held:
-        raise ValueError(f"{len(words)} words, expected {held}: the size is fixed when the engine starts")
+        raise ValueError(
+            f"{len(words)} words, expected {held}: the size is fixed when the engine starts"
+        )
     total = drafter.target_worker.model_config.vocab_size
     if len(set(words)) != held or min(words) < 0 or max(words) >= total:
         raise ValueError(f"words: expected different ids from 0 to {total - 1}")
@@ -54,12 +60,17 @@ def _drafter(worker: Any) -> Any:
     """Return SGLang's draft worker if it has a token map, else None. An EAGLE-3 drafter has words of its own."""
     drafter = getattr(worker, "draft_worker", None)
     mapped = getattr(drafter, "hot_token_id", None) is not None
-    return drafter if drafter is not None and mapped and not drafter.speculative_algorithm.is_eagle3() else None
+    return (
+        drafter
+        if drafter is not None and mapped and not drafter.speculative_algorithm.is_eagle3()
+        else None
+    )
 
 
 def _copy_rows(drafter: Any) -> None:
     _, head = drafter._resolve_shared_embed_and_head()
-    with torch.no_grad():  # not through `.data`, so that a packed copy of the rows is seen to be old
+    # not through `.data`, so that a packed copy of the rows is seen to be old
+    with torch.no_grad():
         drafter.draft_runner.model.lm_head.weight.copy_(head[drafter.hot_token_id])
 
 
@@ -73,4 +84,7 @@ def _after_start(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> No
     """Keep the output layer of weight updates from the drafter's loader."""
     drafter = _drafter(scheduler.draft_worker)
     if drafter is not None:
-        load_through(drafter.draft_runner.model, lambda tensors: ((n, tensor) for n, tensor in tensors if n != HEAD))
+        load_through(
+            drafter.draft_runner.model,
+            lambda tensors: ((n, tensor) for n, tensor in tensors if n != HEAD),
+        )

@@ -25,7 +25,15 @@ import torch
 
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.scheduler.attention_ranks import AttentionRanks
-from megatron_rlspec.rollout.sglang.scheduler.stash import Buffer, Missed, Rows, SkippedRound, Stash, find, sort
+from megatron_rlspec.rollout.sglang.scheduler.stash import (
+    Buffer,
+    Missed,
+    Rows,
+    SkippedRound,
+    Stash,
+    find,
+    sort,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,9 @@ class DrafterGap:
     ranks  those with requests of their own, which all run every pass; None: this one's is the only batch
     """
 
-    def __init__(self, worker: Any, ranks: AttentionRanks | None = None, every: int = 64, most: int = 8192) -> None:
+    def __init__(
+        self, worker: Any, ranks: AttentionRanks | None = None, every: int = 64, most: int = 8192
+    ) -> None:
         self.worker = worker
         self.ranks = ranks
         self.every = every
@@ -64,9 +74,11 @@ class DrafterGap:
 
     def _reset(self) -> None:
         self._total = 0  # the most tokens that one request can have missed
-        self._since: dict[str, int] = {}  # `_total` when a request's drafter last was up to date; 0 if absent
+        # `_total` when a request's drafter last was up to date; 0 if absent
+        self._since: dict[str, int] = {}
         self._rounds: list[SkippedRound] = []  # on the device
-        self._number: defaultdict[str, int] = defaultdict(count().__next__)  # by which the stash knows a request
+        # by which the stash knows a request
+        self._number: defaultdict[str, int] = defaultdict(count().__next__)
         self._running: list[str] = []
         self._numbers = np.empty(0, np.int64)  # of those
         self._stash.keep(())
@@ -153,15 +165,27 @@ class DrafterGap:
         self._rounds = []
 
     def _missed_by(self, rids: Sequence[str]) -> Missed:
-        asked = np.array([self._number[rid] for rid in rids]), np.array([self._since.get(rid, 0) for rid in rids])
+        asked = (
+            np.array([self._number[rid] for rid in rids]),
+            np.array([self._since.get(rid, 0) for rid in rids]),
+        )
         found = self._stash.find(*asked)
         if self._rounds:
             known = [kept.counts for kept in self._rounds if kept.counts is not None]
             accepted = torch.cat(known).tolist() if known else []  # one wait for the device
             keys, order = sort(self._rounds, np.array(accepted))
             places, counts = find(keys, *asked)
-            hidden, tokens = ([getattr(kept, name) for kept in self._rounds] for name in ("hidden", "tokens"))
-            found.append(Rows(order[places], counts, torch.cat(hidden), torch.cat([part.long() for part in tokens])))
+            hidden, tokens = (
+                [getattr(kept, name) for kept in self._rounds] for name in ("hidden", "tokens")
+            )
+            found.append(
+                Rows(
+                    order[places],
+                    counts,
+                    torch.cat(hidden),
+                    torch.cat([part.long() for part in tokens]),
+                )
+            )
         return Missed(found, len(rids), self._buffers)
 
     def _run(self, batch: Any, passes: Iterator[Pass]) -> None:
@@ -186,8 +210,12 @@ class DrafterGap:
         total = int(missed.ends[-1])
         for first in range(0, total, self.most):
             last = min(first + self.most, total)
-            hidden, tokens = missed.read(first, min(last + 1, total), bonus.device)  # with the token after the last one
-            begins, ends = np.maximum(missed.ends - missed.counts, first), np.minimum(missed.ends, last)
+            # with the token after the last one
+            hidden, tokens = missed.read(first, min(last + 1, total), bonus.device)
+            begins, ends = (
+                np.maximum(missed.ends - missed.counts, first),
+                np.minimum(missed.ends, last),
+            )
             here = np.flatnonzero(begins < ends)
             begins, ends, own = begins[here], ends[here], np.array(behind)[here]
             after = np.where(ends < missed.ends[here], ends - first, len(tokens) + own)
@@ -203,17 +231,26 @@ class DrafterGap:
         behind, starts, sizes = read.behind, read.starts, read.sizes
         device = batch.seq_lens.device
         index, first, counts = torch.tensor([behind, starts, sizes], device=device)
-        owner = torch.arange(len(behind), device=device).repeat_interleave(counts, output_size=len(read.tokens))
-        positions = torch.arange(len(read.tokens), device=device) + (first + counts - counts.cumsum(0))[owner]
+        owner = torch.arange(len(behind), device=device).repeat_interleave(
+            counts, output_size=len(read.tokens)
+        )
+        positions = (
+            torch.arange(len(read.tokens), device=device)
+            + (first + counts - counts.cumsum(0))[owner]
+        )
         slots = batch.req_pool_indices[index]
 
-        part = copy.copy(batch)  # A shallow copy: the forward pass must not change the scheduler's batch.
+        # A shallow copy: the forward pass must not change the scheduler's batch.
+        part = copy.copy(batch)
         part.forward_mode = ForwardMode.EXTEND
         part.reqs = [batch.reqs[i] for i in behind]
         part.input_ids = read.tokens
-        part.out_cache_loc = batch.req_to_token_pool.req_to_token[slots[owner], positions].to(torch.int64)
+        part.out_cache_loc = batch.req_to_token_pool.req_to_token[slots[owner], positions].to(
+            torch.int64
+        )
         part.req_pool_indices = slots
-        if getattr(batch, "req_pool_indices_cpu", None) is not None:  # SGLang 0.5.23; padded with the others
+        # SGLang 0.5.23; padded with the others
+        if getattr(batch, "req_pool_indices_cpu", None) is not None:
             part.req_pool_indices_cpu = batch.req_pool_indices_cpu[behind]
         part.seq_lens_cpu = torch.tensor(starts) + torch.tensor(sizes)
         part.seq_lens = (first + counts).to(batch.seq_lens)
@@ -224,7 +261,9 @@ class DrafterGap:
         part.extend_num_tokens = len(read.tokens)
         part.extend_logprob_start_lens = sizes
         part.return_logprob = False
-        part.multimodal_inputs = batch.multimodal_inputs and [batch.multimodal_inputs[i] for i in behind]
+        part.multimodal_inputs = batch.multimodal_inputs and [
+            batch.multimodal_inputs[i] for i in behind
+        ]
         part.sampling_info = _rows_of(batch.sampling_info, index, len(batch.reqs))
         return part, index
 
@@ -288,7 +327,9 @@ def _announce(part: Any, tokens: list[int], requests: list[int], rank: int) -> N
             setattr(part, name, [tokens[rank]] if alone else tokens)
             setattr(part, f"{name}_for_logprob", [requests[rank]] if alone else requests)
     part.is_extend_in_batch = True
-    part.can_run_decode_cuda_graph = part.can_run_dp_draft_cuda_graph = part.can_run_dp_prefill_cuda_graph = False
+    part.can_run_decode_cuda_graph = part.can_run_dp_draft_cuda_graph = (
+        part.can_run_dp_prefill_cuda_graph
+    ) = False
     part.tbo_split_seq_index = None
 
 
@@ -300,7 +341,9 @@ def _one_hot_draft_probs(batch: Any, current: Sequence[int]) -> None:
     """
     spec = batch.spec_info
     sampled = spec.draft_probs
-    certain = torch.zeros(len(batch.reqs), batch.model_config.vocab_size, device=spec.topk_index.device)
+    certain = torch.zeros(
+        len(batch.reqs), batch.model_config.vocab_size, device=spec.topk_index.device
+    )
     certain.scatter_(1, spec.topk_index[:, :1], 1.0)
     if sampled is not None:
         certain[list(current)] = sampled[list(current)].to(certain)

@@ -38,11 +38,16 @@ def separate_loaders(target: Any, drafter: Any) -> None:
         return ((name, tensor) for name, tensor in tensors if not name.startswith(PREFIX))
 
     def drafters(tensors: Tensors) -> Tensors:
-        return ((name.removeprefix(PREFIX), tensor) for name, tensor in tensors if name.startswith(PREFIX))
+        return (
+            (name.removeprefix(PREFIX), tensor)
+            for name, tensor in tensors
+            if name.startswith(PREFIX)
+        )
 
     load_through(target, targets)
     load_through(drafter, drafters)
-    for layer in drafter.model.layers[1:]:  # SGLang makes this norm for every layer, and only the first one's is read
+    # SGLang makes this norm for every layer, and only the first one's is read
+    for layer in drafter.model.layers[1:]:
         layer.input_layernorm = None
 
 
@@ -59,4 +64,7 @@ def describe(scheduler: Any) -> dict[str, Any]:
     if words is None:
         words = torch.arange(worker.target_worker.model_config.vocab_size)
     model = scheduler.tp_worker.model_runner.model
-    return {"taps": sorted(set(model.model.layers_to_capture)), "words": fingerprint(words.cpu().to(torch.int64))}
+    return {
+        "taps": sorted(set(model.model.layers_to_capture)),
+        "words": fingerprint(words.cpu().to(torch.int64)),
+    }

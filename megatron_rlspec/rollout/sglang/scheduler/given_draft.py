@@ -25,7 +25,14 @@ def hooks(settings: Settings) -> Iterator[verifier.Hook]:
 
 
 def draw_all(
-    original: Callable, processor: Any, input_ids: Any, hidden: Any, lm_head: Any, batch: Any, *args: Any, **kwargs: Any
+    original: Callable,
+    processor: Any,
+    input_ids: Any,
+    hidden: Any,
+    lm_head: Any,
+    batch: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Compute a pass's logits, and draw at all positions of the requests that ask for it. `batch`: a ForwardBatch."""
     drawn = Drawn.of(batch)
@@ -49,13 +56,22 @@ class Drawn:
     asks    of each request whether it asks for draws
     """
 
-    def __init__(self, info: Any, starts: list[int], lengths: list[int], before: list[int], asks: list[bool]) -> None:
-        first = np.minimum(starts, np.asarray(lengths) - 1)  # a request without log-probs has the logits of its last
+    def __init__(
+        self, info: Any, starts: list[int], lengths: list[int], before: list[int], asks: list[bool]
+    ) -> None:
+        # a request without log-probs has the logits of its last
+        first = np.minimum(starts, np.asarray(lengths) - 1)
         self.info = info
-        self.asks = [asked and start < length for asked, start, length in zip(asks, starts, lengths, strict=True)]
-        self.ends = np.cumsum(np.asarray(lengths) - first).tolist()  # the row after each request's last
+        self.asks = [
+            asked and start < length
+            for asked, start, length in zip(asks, starts, lengths, strict=True)
+        ]
+        # the row after each request's last
+        self.ends = np.cumsum(np.asarray(lengths) - first).tolist()
         self._request = np.repeat(np.arange(len(lengths)), np.asarray(lengths) - first)
-        rows = [np.arange(a, b) for a, b in zip(first + before, np.add(lengths, before), strict=True)]
+        rows = [
+            np.arange(a, b) for a, b in zip(first + before, np.add(lengths, before), strict=True)
+        ]
         self._position = np.concatenate(rows)
         self._tokens: list[torch.Tensor] = []
         self._logprobs: list[torch.Tensor] = []
@@ -99,7 +115,9 @@ class Drawn:
             tokens = verifier.sample_targets(checked)
             logprobs = checked.logprobs
         self._tokens.append(tokens)
-        self._logprobs.append(_logprobs(logits, info.temperatures, tokens) if logprobs is None else logprobs)
+        self._logprobs.append(
+            _logprobs(logits, info.temperatures, tokens) if logprobs is None else logprobs
+        )
 
     def write(self, output: Any) -> None:
         """Put the draws into SGLang's LogitsProcessorOutput, of each position a list of one token and one log-prob."""
@@ -108,11 +126,14 @@ class Drawn:
             if self.asks[i]:
                 output.input_token_ids_logprobs_idx[i] = [[token] for token in tokens[first:last]]
                 values = logprobs[first:last, None]
-                waits = output.input_logprobs_copy_done is not None  # SGLang makes lists of tensors later
+                # SGLang makes lists of tensors later
+                waits = output.input_logprobs_copy_done is not None
                 output.input_token_ids_logprobs_val[i] = [values] if waits else values.tolist()
 
 
-def _logprobs(logits: torch.Tensor, temperatures: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _logprobs(
+    logits: torch.Tensor, temperatures: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
     """Return log p [N] of `tokens [N]`, with a few rows of `logits [N, V]` at a time.
 
     On a GPU this runs in memory that SGLang has measured for its own work: it lends the memory of its CUDA graphs.
@@ -120,5 +141,7 @@ def _logprobs(logits: torch.Tensor, temperatures: torch.Tensor, tokens: torch.Te
     rows = max(1, verifier.ELEMENTS // 4 // logits.shape[-1])
     found = []
     for part in zip(logits.split(rows), temperatures.split(rows), tokens.split(rows), strict=True):
-        found.append(torch.log_softmax(part[0] / part[1], -1).gather(1, part[2].long()[:, None])[:, 0])
+        found.append(
+            torch.log_softmax(part[0] / part[1], -1).gather(1, part[2].long()[:, None])[:, 0]
+        )
     return torch.cat(found)

@@ -29,7 +29,9 @@ class KnownLengths:
             self._reqs = list(batch.reqs)
             self._lengths = batch.seq_lens_cpu + 1
 
-    def resolve(self, original: Callable, futures: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    def resolve(
+        self, original: Callable, futures: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """Wrap SGLang's read of the lengths before any round. Requests that came or went make it read once."""
         lengths = self._lengths if batch.reqs == self._reqs else None
         self._lengths = None

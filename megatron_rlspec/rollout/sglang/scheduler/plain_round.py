@@ -44,13 +44,19 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-    tokens = batch.spec_info.bonus_tokens if batch.reqs else torch.empty_like(batch.seq_lens, dtype=torch.int32)
+    tokens = (
+        batch.spec_info.bonus_tokens
+        if batch.reqs
+        else torch.empty_like(batch.seq_lens, dtype=torch.int32)
+    )
     part = object.__new__(type(batch))  # A shallow copy: the scheduler's batch must not change.
     vars(part).update(vars(batch))
     part.forward_mode = ForwardMode.DECODE if batch.reqs else ForwardMode.IDLE
     part.spec_info = None
     part.input_ids = tokens.to(torch.int64)
-    part.out_cache_loc = worker.req_to_token_pool.req_to_token[batch.req_pool_indices, batch.seq_lens].to(torch.int64)
+    part.out_cache_loc = worker.req_to_token_pool.req_to_token[
+        batch.req_pool_indices, batch.seq_lens
+    ].to(torch.int64)
     part.seq_lens = batch.seq_lens + 1
     part.seq_lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + 1
     part.orig_seq_lens = batch.orig_seq_lens + 1
@@ -59,7 +65,9 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
 
     hidden = result.logits_output.hidden_states
     if batch.return_logprob:
-        result.logits_output.next_token_logprobs = result.logits_output.next_token_logprobs.view(-1, 1)
+        result.logits_output.next_token_logprobs = result.logits_output.next_token_logprobs.view(
+            -1, 1
+        )
     result.next_token_ids = result.next_token_ids.to(torch.int32)
     result.speculative_num_draft_tokens = 1
     result.accept_lens = torch.ones_like(result.next_token_ids)

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Any
 
-_OURS = "rlspec_kept_out"  # on SGLang's requests: this module set the flag, not the request's sender
+# on SGLang's requests: this module set the flag, not the request's sender
+_OURS = "rlspec_kept_out"
 
 
 def follow(requests: Sequence[Any], behind: Container[int]) -> None:

@@ -20,7 +20,14 @@ SAMPLING = "sglang.srt.sampling.sampling_params.SamplingParams"
 GROUP_PREFIX = "rlspec-"  # of the process groups that our trainer makes
 GROUP_SECONDS = 120  # for its members to meet, and for one tensor
 _INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed")
-_NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
 # Methods of SGLang's weight updater -> the message with which they answer.
 _OUTPUTS = {
     "begin_weight_update": "BeginWeightUpdateReqOutput",
@@ -32,10 +39,16 @@ _OUTPUTS = {
 logger = logging.getLogger(__name__)
 
 
-def scheduler_hooks(methods: tuple[str, ...] = tuple(_OUTPUTS)) -> Iterator[tuple[str, Callable, str]]:
+def scheduler_hooks(
+    methods: tuple[str, ...] = tuple(_OUTPUTS),
+) -> Iterator[tuple[str, Callable, str]]:
     """Yield hooks for the scheduler process: every exception of these methods becomes an answer."""
     for method in methods:
-        yield f"{MANAGER}.{method}", update_wrapper(partial(answer_errors, _OUTPUTS[method]), answer_errors), "AROUND"
+        yield (
+            f"{MANAGER}.{method}",
+            update_wrapper(partial(answer_errors, _OUTPUTS[method]), answer_errors),
+            "AROUND",
+        )
 
 
 def http_hooks() -> Iterator[tuple[str, Callable, str]]:
@@ -53,7 +66,9 @@ def answer_errors(output: str, original: Callable, manager: Any, request: Any) -
         logger.exception("rlspec: a weight update failed")
         answer = getattr(importlib.import_module("sglang.srt.managers.io_struct"), output)
         first = (str(error).splitlines() or ["no message"])[0]
-        return answer(success=False, message=f"the weight update failed inside the engine: {first[:500]}")
+        return answer(
+            success=False, message=f"the weight update failed inside the engine: {first[:500]}"
+        )
 
 
 @contextmanager
@@ -77,14 +92,21 @@ def check_token_ids(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     Also for what our drawing of tokens has no room for, see `verifier.py`.
     """
     if getattr(obj, "token_ids_logprob", None) == DRAW_ALL and ids.outer(obj.rid) == obj.rid:
-        raise ValueError(f"token_ids_logprob is {DRAW_ALL}, which only our own routes ask for; expected each id once")
+        raise ValueError(
+            f"token_ids_logprob is {DRAW_ALL}, which only our own routes ask for; expected each id once"
+        )
     settings = Settings.from_environment()
-    if getattr(obj, "return_sampling_mask", False) and settings is not None and settings.verifier == "position_keyed":
+    if (
+        getattr(obj, "return_sampling_mask", False)
+        and settings is not None
+        and settings.verifier == "position_keyed"
+    ):
         raise ValueError(
             "return_sampling_mask changes how other samples of its batch are drawn; expected an engine without "
             "--verifier position_keyed"
         )
-    if not input_ids or getattr(obj, "image_data", None) is not None:  # images put hashes in the place of ids
+    # images put hashes in the place of ids
+    if not input_ids or getattr(obj, "image_data", None) is not None:
         return
     size = manager.model_config.vocab_size
     if not all(type(token) is int for token in input_ids):

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from megatron_rlspec.rollout.sglang.scheduler.bucket_memory import sizes_of, tensors_of
 from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER, UPDATER
 
-_OURS = "rlspec-"  # how names of our groups begin; buckets of other trainers are received as SGLang does
+# how names of our groups begin; buckets of other trainers are received as SGLang does
+_OURS = "rlspec-"
 
 
 @dataclass

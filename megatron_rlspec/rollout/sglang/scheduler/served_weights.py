@@ -24,7 +24,9 @@ from megatron_rlspec.push.fingerprint import of_parts, read, unread
 _WORD = 8  # bytes; a fingerprint's unit, which no two ranks may share
 _ELSEWHERE = -1  # `TensorPart.first` of a tensor that other ranks hold
 _DRAFTERS = {
-    record.sglang_drafter: record.sglang_drafter_names for record in FAMILIES.values() if record.sglang_drafter
+    record.sglang_drafter: record.sglang_drafter_names
+    for record in FAMILIES.values()
+    if record.sglang_drafter
 }
 
 
@@ -58,7 +60,9 @@ class TensorPart:
             return part, self.first * part[0].numel()
         width = part.shape[1] * part.element_size()
         if width % _WORD:
-            raise ValueError(f"{self.name}: a part of {width} bytes a row; expected a multiple of {_WORD}")
+            raise ValueError(
+                f"{self.name}: a part of {width} bytes a row; expected a multiple of {_WORD}"
+            )
         full = part.new_zeros(self.shape)
         full.narrow(self.dim, self.first, part.shape[self.dim]).copy_(part)
         return full, 0
@@ -76,7 +80,9 @@ def marks_of(held: Sequence[TensorPart], dtypes: Sequence[torch.dtype | None]) -
         for i, (part, dtype) in enumerate(pairs)
         if dtype is not None and dtype != part.part.dtype
     }
-    exact = dict(zip(narrow, torch.stack(list(narrow.values())).tolist() if narrow else (), strict=True))
+    exact = dict(
+        zip(narrow, torch.stack(list(narrow.values())).tolist() if narrow else (), strict=True)
+    )
     return of_parts(part.placed(dtypes[i] if exact.get(i) else None) for i, part in enumerate(held))
 
 
@@ -124,7 +130,9 @@ class Deliveries:
         load_through(model, noted)
 
 
-def load_through(model: Any, chosen: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]) -> None:
+def load_through(
+    model: Any, chosen: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
+) -> None:
     """From now on, let the loader of `model` see what `chosen` makes of the tensors that it is given."""
     load = model.load_weights
 
@@ -140,7 +148,9 @@ def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dic
     `scheduler` is SGLang's `Scheduler`. Raises UnnamedError.
     """
     held = list(of_scheduler(scheduler))
-    own = marks_of(held, [(drafter if part.drafter else target).dtypes.get(part.name) for part in held])
+    own = marks_of(
+        held, [(drafter if part.drafter else target).dtypes.get(part.name) for part in held]
+    )
     mine = torch.tensor([[_signed(mark) for mark in own], [part.first for part in held]])
     group = _parallel().tp_group.cpu_group
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -152,11 +162,17 @@ def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dic
 def of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
     """Yield what this rank's live models hold. Raises UnnamedError."""
     if _parallel().pp_size > 1:
-        raise UnnamedError("weights of an engine with pipeline parallelism cannot be read; serve with --tp alone")
+        raise UnnamedError(
+            "weights of an engine with pipeline parallelism cannot be read; serve with --tp alone"
+        )
     arguments = scheduler.server_args
     if arguments.enable_eplb or arguments.ep_num_redundant_experts:
         raise UnnamedError("experts that SGLang places by load (EPLB) cannot be told apart")
-    width = arguments.dp_size if arguments.enable_dp_attention else getattr(arguments, "attn_dp_size", 1)
+    width = (
+        arguments.dp_size
+        if arguments.enable_dp_attention
+        else getattr(arguments, "attn_dp_size", 1)
+    )
     if width > 1:
         raise UnnamedError("weights of ranks under attention data parallelism are not told apart")
     return named_tensors(*models_of(scheduler))
@@ -177,13 +193,17 @@ def named_tensors(target: nn.Module, drafter: nn.Module | None) -> Iterator[Tens
     if name not in FAMILIES or not FAMILIES[name].pushed:
         raise UnnamedError(f"SGLang's {name} stores weights in a form that is not known here")
     if drafter is not None and type(drafter).__name__ not in _DRAFTERS:
-        raise UnnamedError(f"SGLang's {type(drafter).__name__} stores weights in a form that is not known here")
+        raise UnnamedError(
+            f"SGLang's {type(drafter).__name__} stores weights in a form that is not known here"
+        )
     yield from _unstacked(target)
     if drafter is None:
         return
     config: Any = target.config
     layers = str(config.num_hidden_layers)
-    prefixes = [(ours, theirs.format(layers=layers)) for ours, theirs in _DRAFTERS[type(drafter).__name__]]
+    prefixes = [
+        (ours, theirs.format(layers=layers)) for ours, theirs in _DRAFTERS[type(drafter).__name__]
+    ]
     shared = {id(parameter) for parameter in target.parameters()}
     for part in _unstacked(drafter, shared):
         yield replace(part, name=_renamed(part.name, prefixes), drafter=True)
@@ -209,10 +229,14 @@ def _unstacked(model: nn.Module, without: Iterable[int] = ()) -> Iterator[Tensor
             if hasattr(module, "moe_tp_rank"):
                 yield from _experts(stem, module, leaf, parameter.data)
             elif last == "kv_b_proj":
-                yield _columns(f"{prefix}.{leaf}", module, _what_decodes(modules[stem], parameter.data))
+                yield _columns(
+                    f"{prefix}.{leaf}", module, _what_decodes(modules[stem], parameter.data)
+                )
             elif last == "fused_qkv_a_proj_with_mqa":
                 sizes = (modules[stem].q_lora_rank, len(parameter) - modules[stem].q_lora_rank)
-                for name, part in zip(("q_a_proj", "kv_a_proj_with_mqa"), parameter.data.split(sizes), strict=True):
+                for name, part in zip(
+                    ("q_a_proj", "kv_a_proj_with_mqa"), parameter.data.split(sizes), strict=True
+                ):
                     yield TensorPart(f"{stem}.{name}.{leaf}", part, tuple(part.shape))
             else:
                 yield from _of_layer(prefix, module, leaf, parameter.data)
@@ -257,8 +281,13 @@ def _experts(stem: str, module: Any, leaf: str, data: Tensor) -> Iterator[Tensor
     """
     special = ("use_triton_kernels", "use_flashinfer_trtllm_moe", "use_flashinfer_mxfp4_moe")
     if any(getattr(module, flag, False) for flag in special):
-        raise UnnamedError(f"{stem}.experts is laid out for another kernel than SGLang's Triton and CUTLASS ones")
-    if getattr(module.quant_method, "w13_swiglu_interleaved", False) or leaf not in ("w13_weight", "w2_weight"):
+        raise UnnamedError(
+            f"{stem}.experts is laid out for another kernel than SGLang's Triton and CUTLASS ones"
+        )
+    if getattr(module.quant_method, "w13_swiglu_interleaved", False) or leaf not in (
+        "w13_weight",
+        "w2_weight",
+    ):
         raise UnnamedError(f"{stem}.experts holds {leaf} in a form that is not known here")
     width = module.intermediate_size_per_partition
     first = width * module.moe_tp_rank

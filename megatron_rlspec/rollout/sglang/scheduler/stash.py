@@ -48,7 +48,9 @@ class Missed:
     buffers  for hidden and tokens that lie in host memory
     """
 
-    def __init__(self, found: Sequence[Rows], requests: int, buffers: tuple[Buffer, Buffer]) -> None:
+    def __init__(
+        self, found: Sequence[Rows], requests: int, buffers: tuple[Buffer, Buffer]
+    ) -> None:
         self.counts = sum((rows.counts for rows in found), np.zeros(requests, np.int64))
         self.ends = np.cumsum(self.counts)
         self._found = found
@@ -56,18 +58,27 @@ class Missed:
         owners = [np.repeat(np.arange(requests), rows.counts) for rows in found]
         order = np.argsort(np.concatenate([np.empty(0, np.int64), *owners]), kind="stable")
         self._source = np.repeat(np.arange(len(found)), [len(rows.places) for rows in found])[order]
-        self._places = np.concatenate([np.empty(0, np.int64), *(rows.places for rows in found)])[order]
+        self._places = np.concatenate([np.empty(0, np.int64), *(rows.places for rows in found)])[
+            order
+        ]
 
-    def read(self, first: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, first: int, last: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden and tokens (int64) of rows [first, last). Copies no others."""
         source = self._source[first:last]
         order = np.argsort(source, kind="stable")
         places = torch.from_numpy(self._places[first:last][order])
         sources, sizes = np.unique(source, return_counts=True)
         picked = list(zip(sources.tolist(), places.split(sizes.tolist()), strict=True))
-        hidden = self._buffers[0].gather([(self._found[i].hidden, index) for i, index in picked], device)
-        tokens = self._buffers[1].gather([(self._found[i].tokens, index) for i, index in picked], device)
-        back = torch.from_numpy(np.argsort(order)).to(device)  # waits until the pass before has been computed
+        hidden = self._buffers[0].gather(
+            [(self._found[i].hidden, index) for i, index in picked], device
+        )
+        tokens = self._buffers[1].gather(
+            [(self._found[i].tokens, index) for i, index in picked], device
+        )
+        # waits until the pass before has been computed
+        back = torch.from_numpy(np.argsort(order)).to(device)
         return hidden[back], tokens[back]
 
 
@@ -76,9 +87,12 @@ class Buffer:
 
     def __init__(self) -> None:
         self._rows = torch.empty(0)
-        self._copied: torch.cuda.Event | None = None  # when the device has read what the buffer holds
+        # when the device has read what the buffer holds
+        self._copied: torch.cuda.Event | None = None
 
-    def gather(self, picked: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> torch.Tensor:
+    def gather(
+        self, picked: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+    ) -> torch.Tensor:
         """Return the rows at an index of each of some tensors, concatenated on the device.
 
         Those in host memory come first. The host gathers them while the device computes, and waits for it only before
@@ -92,11 +106,17 @@ class Buffer:
             parts.append(rows[index.to(device)])
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _from_host(self, picked: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> torch.Tensor:
+    def _from_host(
+        self, picked: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+    ) -> torch.Tensor:
         count, (like, _) = sum(len(index) for _, index in picked), picked[0]
         if self._copied is not None:
             self._copied.synchronize()
-        if self._rows.dtype != like.dtype or self._rows.shape[1:] != like.shape[1:] or len(self._rows) < count:
+        if (
+            self._rows.dtype != like.dtype
+            or self._rows.shape[1:] != like.shape[1:]
+            or len(self._rows) < count
+        ):
             rows = torch.empty(count, *like.shape[1:], dtype=like.dtype)
             self._rows = rows.pin_memory() if device.type == "cuda" else rows
         at = 0
@@ -118,9 +138,15 @@ def sort(rounds: Sequence[SkippedRound], counts: np.ndarray) -> tuple[np.ndarray
     valid = []
     for kept in rounds:
         keys.append(np.repeat(kept.numbers << _BITS | kept.at, kept.width))
-        known, counts = (None, counts) if kept.counts is None else np.split(counts, [len(kept.numbers)])
+        known, counts = (
+            (None, counts) if kept.counts is None else np.split(counts, [len(kept.numbers)])
+        )
         own = kept.width if known is None else known[:, None]
-        valid.append(np.broadcast_to(np.arange(kept.width) < own, (len(kept.numbers), kept.width)).reshape(-1))
+        valid.append(
+            np.broadcast_to(np.arange(kept.width) < own, (len(kept.numbers), kept.width)).reshape(
+                -1
+            )
+        )
     places = np.flatnonzero(np.concatenate(valid))
     found = np.concatenate(keys)[places]
     order = np.argsort(found, kind="stable")
@@ -163,7 +189,8 @@ class Stash:
     def __init__(self) -> None:
         self._chunks: dict[_Chunk, None] = {}  # in the order of time
         self._holding: dict[int, list[_Chunk]] = {}  # the chunks with rows of a request
-        self._thread = ThreadPoolExecutor(1, "rlspec-stash")  # starts its thread when it is first used
+        # starts its thread when it is first used
+        self._thread = ThreadPoolExecutor(1, "rlspec-stash")
         self._pinned: dict[torch.dtype, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._arrived: Future[_Sorted] | None = None  # when the pinned buffers are free again
@@ -171,7 +198,10 @@ class Stash:
     def put(self, rounds: Sequence[SkippedRound]) -> None:
         """Begin to copy these rounds. They may be dropped at once, and no later pass may overwrite their tensors."""
         hidden = [kept.hidden for kept in rounds]
-        numbers = [*(kept.tokens for kept in rounds), *(kept.counts for kept in rounds if kept.counts is not None)]
+        numbers = [
+            *(kept.tokens for kept in rounds),
+            *(kept.counts for kept in rounds if kept.counts is not None),
+        ]
         if hidden[0].device.type != "cuda":
             copied = torch.cat(hidden), torch.cat([part.long() for part in numbers])
             self._add(rounds, self._thread.submit(_sorted, rounds, *copied))
@@ -198,14 +228,18 @@ class Stash:
     def _stage(self, values: torch.Tensor) -> torch.Tensor:
         pinned = self._pinned.get(values.dtype)
         if pinned is None or pinned.numel() < values.numel():
-            pinned = self._pinned[values.dtype] = torch.empty(values.numel(), dtype=values.dtype).pin_memory()
+            pinned = self._pinned[values.dtype] = torch.empty(
+                values.numel(), dtype=values.dtype
+            ).pin_memory()
         return pinned[: values.numel()].view(values.shape).copy_(values, non_blocking=True)
 
     def _add(self, rounds: Sequence[SkippedRound], content: Future[_Sorted]) -> None:
         numbers = np.concatenate([kept.numbers for kept in rounds])
         widths = np.repeat([kept.width for kept in rounds], [len(kept.numbers) for kept in rounds])
         known, where = np.unique(numbers, return_inverse=True)
-        rows = dict(zip(known.tolist(), np.bincount(where, widths).astype(int).tolist(), strict=True))
+        rows = dict(
+            zip(known.tolist(), np.bincount(where, widths).astype(int).tolist(), strict=True)
+        )
         chunk = _Chunk(rows, int(widths.sum()), int(widths.sum()), content)
         self._chunks[chunk] = None
         for number in rows:
@@ -223,7 +257,9 @@ class Stash:
                 del self._chunks[chunk]
             elif 2 * chunk.alive < chunk.total:
                 chunk.total = chunk.alive
-                chunk.content = self._thread.submit(_of, chunk.content, np.array(sorted(chunk.rows)))
+                chunk.content = self._thread.submit(
+                    _of, chunk.content, np.array(sorted(chunk.rows))
+                )
 
     def find(self, numbers: np.ndarray, since: np.ndarray) -> list[Rows]:
         """Return what each chunk has of these requests since then (`SkippedRound.at`), in the order of time."""

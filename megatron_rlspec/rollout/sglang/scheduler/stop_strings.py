@@ -15,7 +15,8 @@ from megatron_rlspec.texts import StopStrings
 if TYPE_CHECKING:
     from megatron_rlspec.rollout.sglang.scheduler.versions import Hook
 
-BEGUN = "rlspec_begun"  # in a request's `custom_params`: tokens of its response that SGLang has as a part of its input
+# in a request's `custom_params`: tokens of its response that SGLang has as a part of its input
+BEGUN = "rlspec_begun"
 
 
 def hooks() -> Iterator[Hook]:
@@ -39,7 +40,10 @@ def ends(original: Callable, request: Any, new_accepted_len: int = 1) -> bool:
     if found is None:
         return False
     end = len(drawn) - len(tokens) + found[0]
-    if not request._check_token_based_finish(drawn[-new_accepted_len:]) or end < request.finished_len:
+    if (
+        not request._check_token_based_finish(drawn[-new_accepted_len:])
+        or end < request.finished_len
+    ):
         request.finished_reason = FINISH_MATCHED_STR(matched=found[1])
         request.finished_len = end
     return True

@@ -28,7 +28,11 @@ def filtered(
     """
     cut = min(CUT, probs.shape[-1])
     kept, complete = _first_of_order(probs, cut, top_ks, top_ps, min_ps)
-    if cut == probs.shape[-1] or (max_top_k is not None and max_top_k < cut) or bool(complete.all()):
+    if (
+        cut == probs.shape[-1]
+        or (max_top_k is not None and max_top_k < cut)
+        or bool(complete.all())
+    ):
         return kept
     for rows in complete.logical_not().nonzero().view(-1).split(WHOLE_ROWS):
         limits = (top_ks[rows], top_ps[rows], None if min_ps is None else min_ps[rows])
@@ -37,7 +41,11 @@ def filtered(
 
 
 def _first_of_order(
-    probs: torch.Tensor, cut: int, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor | None
+    probs: torch.Tensor,
+    cut: int,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Filter by the `cut` largest values of each row. Also returns [N] whether no token beyond them could stay."""
     vocabulary = probs.shape[-1]
@@ -49,7 +57,8 @@ def _first_of_order(
     if min_ps is not None:
         drop |= ordered < ordered[:, :1] * min_ps.view(-1, 1)
         whole &= min_ps.view(-1, 1) <= 0
-    count = (drop.cumsum(-1, dtype=torch.int32) == 0).sum(-1, keepdim=True)  # tokens before the first one to drop
+    # tokens before the first one to drop
+    count = (drop.cumsum(-1, dtype=torch.int32) == 0).sum(-1, keepdim=True)
     least = ordered.gather(-1, count - 1).masked_fill_(whole, 0.0)
     ties = (count - (ordered > least).sum(-1, keepdim=True)).masked_fill_(whole, vocabulary)
     equal = probs == least

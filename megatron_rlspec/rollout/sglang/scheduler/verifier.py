@@ -35,11 +35,23 @@ def hooks(settings: Settings) -> Iterator[Hook]:
     from sglang.srt.utils import is_cpu
 
     if settings.verifier == "position_keyed":
-        yield "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", _keep_seeds, "AFTER"
-        yield "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch", _sample_filtered, "AROUND"
+        yield (
+            "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+            _keep_seeds,
+            "AFTER",
+        )
+        yield (
+            "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+            _sample_filtered,
+            "AROUND",
+        )
         if versions.installed().draws_logits and not is_cpu():
             yield "sglang.srt.layers.sampler.Sampler.forward", sample_plain, "AROUND"
-            yield "sglang.srt.speculative.eagle_worker_common.compute_spec_logprobs", known_logprobs, "AROUND"
+            yield (
+                "sglang.srt.speculative.eagle_worker_common.compute_spec_logprobs",
+                known_logprobs,
+                "AROUND",
+            )
     elif not is_cpu():
         return  # SGLang's own kernels do target-only and rejection sampling where they exist.
     sampled = _SampledVerification()
@@ -71,7 +83,11 @@ def _sample_filtered(original: Callable, probs: torch.Tensor, *args: Any, **kwar
         return original(probs, *args, **kwargs)
     min_ps = given["min_ps"] if given["need_min_p_sampling"] else None
     kept = filtered(probs, given["top_ks"], given["top_ps"], min_ps, kwargs.get("max_top_k"))
-    return multinomial_with_seed(torch.log(kept), given["sampling_seed"], given["positions"]).view(-1).to(torch.int32)
+    return (
+        multinomial_with_seed(torch.log(kept), given["sampling_seed"], given["positions"])
+        .view(-1)
+        .to(torch.int32)
+    )
 
 
 def _draws(kernel: Any, info: Any, positions: torch.Tensor) -> Any:
@@ -85,7 +101,9 @@ def _draws(kernel: Any, info: Any, positions: torch.Tensor) -> Any:
 
 def _only_tokens(top_logprobs_nums: Any, token_ids_logprobs: Any) -> bool:
     """Whether no request asks for log-probs of other tokens than its own, or than those that are drawn."""
-    return not any(top_logprobs_nums or ()) and all(ids in (None, DRAW_ALL) for ids in token_ids_logprobs or ())
+    return not any(top_logprobs_nums or ()) and all(
+        ids in (None, DRAW_ALL) for ids in token_ids_logprobs or ()
+    )
 
 
 def sample_plain(
@@ -123,7 +141,13 @@ def sample_plain(
 
 
 def known_logprobs(
-    original: Callable, batch: Any, logits_output: Any, predict: Any, *, accept_index: Any = None, **kwargs: Any
+    original: Callable,
+    batch: Any,
+    logits_output: Any,
+    predict: Any,
+    *,
+    accept_index: Any = None,
+    **kwargs: Any,
 ) -> None:
     """Take the log-probs [B, width] of accepted tokens from the kernel, which gave one for every node's token."""
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
@@ -159,12 +183,20 @@ class _SampledVerification:
         self._pass: VerifyPass | None = None  # the one in progress, if its tokens are sampled
 
     def sample(
-        self, original: Callable, verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
+        self,
+        original: Callable,
+        verify_input: Any,
+        batch: Any,
+        logits_output: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         info = batch.sampling_info
         if not (batch.forward_mode.is_idle() or info.is_all_greedy):
             logits, positions = logits_output.next_token_logits, verify_input.positions
-            self._pass = VerifyPass(info, logits, positions, verify_input.draft_token_num, logits_output)
+            self._pass = VerifyPass(
+                info, logits, positions, verify_input.draft_token_num, logits_output
+            )
             info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
         try:
             return original(verify_input, batch, logits_output, *args, **kwargs)

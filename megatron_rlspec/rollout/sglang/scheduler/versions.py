@@ -116,7 +116,9 @@ class Sglang0523:
         """Tell the scheduler the version of its weights."""
         scheduler.record_weight_version_change(new_version=version)
 
-    def tensors(self, selector: str, payloads: list[bytes], load_format: str | None = "flattened_bucket") -> Any:
+    def tensors(
+        self, selector: str, payloads: list[bytes], load_format: str | None = "flattened_bucket"
+    ) -> Any:
         """Return a bucket of weights as a message. The cache is flushed at the end of the update."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
@@ -200,7 +202,11 @@ class Sglang0515(Sglang0523):
 
     spans = False
     # It has no speculation on a CPU: its Triton backend does it, in Triton's interpreter.
-    cpu_arguments = ("--attention-backend=triton", "--triton-attention-num-kv-splits=1", "--disable-overlap-schedule")
+    cpu_arguments = (
+        "--attention-backend=triton",
+        "--triton-attention-num-kv-splits=1",
+        "--disable-overlap-schedule",
+    )
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
     maps = False
     couples = False
@@ -213,7 +219,9 @@ class Sglang0515(Sglang0523):
 
     def weight_version(self, manager: Any = None) -> str:
         if manager is None:
-            raise NotImplementedError("SGLang 0.5.15.post1 does not tell its schedulers the version of the weights")
+            raise NotImplementedError(
+                "SGLang 0.5.15.post1 does not tell its schedulers the version of the weights"
+            )
         return manager.server_args.weight_version
 
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:
@@ -272,7 +280,9 @@ class Sglang0515(Sglang0523):
         from megatron_rlspec.rollout.sglang.scheduler import drafter_push, protect
         from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER
 
-        yield from protect.scheduler_hooks(("update_weights_from_tensor", "init_weights_update_group"))
+        yield from protect.scheduler_hooks(
+            ("update_weights_from_tensor", "init_weights_update_group")
+        )
         yield f"{MANAGER}.update_weights_from_distributed", drafter_push.load_twice, "AROUND"
         yield "sglang.srt.managers.scheduler.Scheduler.flush_cache", _flush_while_paused, "AROUND"
 
@@ -320,7 +330,10 @@ def adapter(found: str) -> Sglang0523:
     """Return the adapter to a version of SGLang. Raises ImportError, in one line, if none fits."""
     release = Version(found).release
     if release > (0, 5, 23):
-        logger.warning("rlspec: SGLang %s is later than 0.5.23, the latest version with which this was tested", found)
+        logger.warning(
+            "rlspec: SGLang %s is later than 0.5.23, the latest version with which this was tested",
+            found,
+        )
     if release >= (0, 5, 23):
         return Sglang0523()
     if release == (0, 5, 15):
