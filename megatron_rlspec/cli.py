@@ -83,9 +83,7 @@ COMMANDS = {
         "whether what is installed fits; what a GPU machine lacks",
         "rlspec doctor",
     ),
-    "plan": Command(
-        "commands.plan:main", "how many drafts at which batch; engines, TP and caps of a cluster"
-    ),
+    "plan": Command("commands.plan:main", "how many drafts at which batch and context"),
     "replay": Command(
         "commands.training:replay",
         "train a drafter again along a recorded run",
@@ -93,9 +91,6 @@ COMMANDS = {
     ),
     "profile": Command(
         "commands.profile:main", "measure how long an engine's decode rounds take: a cost table"
-    ),
-    "simulate": Command(
-        "commands.simulate:main", "what a rollout would take on a cluster, under several policies"
     ),
     "completion": Command(
         "commands.completion:main", "completion of commands and options by the Tab key"

@@ -18,7 +18,7 @@ ALLOWED = {
     "slime": ("integrations/",),
     "triton": ("kernels/",),
 }
-DECISIONS = ("speculation/", "extensions/migration/plans/", "extensions/simulator/", "extensions/trees/")
+DECISIONS = ("speculation/", "extensions/migration/plans/", "extensions/trees/")
 BELOW = ("types", "files", "arguments")  # standard library only, for every room
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -111,81 +110,6 @@ def explain(
             f"{o.config!s:>12} {o.tokens:13.2f} {o.ms:9.3f} {1e3 * batch * o.rate:9.0f}  {verdict}"
         )
     return "\n".join(lines)
-
-
-def sglang_adaptive_config(
-    cost: RoundCosts,
-    rates: Sequence[float],
-    candidates: Sequence[SpecConfig],
-    *,
-    length: int = 2048,
-    max_batch: int = 256,
-    band: float = 0.1,
-) -> dict[str, Any]:
-    """Make a file for `--speculative-adaptive-config`: the useful steps at each batch size of `length` tokens each.
-
-    SGLang (0.5.23, `speculative/adaptive_spec_params.py`) picks among a slot's `candidate_steps` by an average of
-    accepted drafts. A slot therefore gets the best steps for the given rates, for rates lower by `band` and for rates
-    higher by `band`.
-    SGLang's step 0 still runs a drafter pass: include `SpecConfig(0)` if it was measured. `--speculative-num-steps`
-    must be among the steps of the result. Raises ValueError without a chain.
-    """
-    chains = [c for c in candidates if c.topk <= 1]
-    if not any(c.num_steps > 0 for c in chains):
-        raise ValueError(
-            f"candidates {[str(c) for c in candidates]} hold no chain: SGLang adapts topk=1 only"
-        )
-    if SpecConfig(0) in chains:
-        chains = [c for c in chains if not c.off]
-    slots: dict[str, Any] = {}
-    previous: list[int] = []
-    shifted = [[min(max(rate + shift, 0.0), 1.0) for rate in rates] for shift in (-band, 0.0, band)]
-    best = [_best_steps(cost, moved, chains, max_batch, length) for moved in shifted]
-    for batch, found in enumerate(zip(*best, strict=True), 1):
-        steps = sorted(set(found))
-        if steps != previous:
-            previous = steps
-            slots[str(batch)] = {"candidate_steps": steps}
-    return slots
-
-
-def vllm_batch_schedule(
-    cost: RoundCosts,
-    rates: Sequence[float],
-    candidates: Sequence[SpecConfig],
-    *,
-    length: int = 2048,
-    max_batch: int = 256,
-) -> dict[str, Any]:
-    """Make vLLM's `speculative_config` entries: `[first batch, last batch, num_speculative_tokens]`, ends included."""
-    chains = [c for c in candidates if c.topk <= 1]
-    if not chains:
-        raise ValueError(
-            f"candidates {[str(c) for c in candidates]} hold no chain: vLLM adapts topk=1 only"
-        )
-    ranges: list[list[int]] = []
-    for batch, steps in enumerate(_best_steps(cost, rates, chains, max_batch, length), 1):
-        if ranges and ranges[-1][2] == steps:
-            ranges[-1][1] = batch
-        else:
-            ranges.append([batch, batch, steps])
-    most = max(c.num_steps for c in chains)
-    return {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges}
-
-
-def _best_steps(
-    cost: RoundCosts,
-    rates: Sequence[float],
-    candidates: Sequence[SpecConfig],
-    max_batch: int,
-    length: int,
-) -> list[int]:
-    """Return num_steps of the best candidate at every batch 1..max_batch of `length` tokens each."""
-    ordered = sorted(candidates)
-    batch = np.arange(1, max_batch + 1)
-    tokens = np.array([expected_tokens(c, rates) for c in ordered])
-    rate = tokens[:, None] / cost.grid(ordered, batch, batch * length)
-    return [ordered[i].num_steps for i in rate.argmax(axis=0)]
 
 
 def chains(steps: Sequence[int], real_off: bool = True) -> tuple[SpecConfig, ...]:

@@ -145,7 +145,7 @@ def test_a_command_line_holds_no_option_that_the_command_does_not_read(command, 
         training.parse(command, [f"--{name}", another(name)])
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate", "convert", "compare", "report", "doctor", "profile"])
+@pytest.mark.parametrize("command", ["plan", "convert", "compare", "report", "doctor", "profile"])
 def test_every_option_of_a_command_is_read(command):
     """By its name, in the module of the command. What an option needs beside it names options that exist."""
     module = importlib.import_module(f"megatron_rlspec.{cli.COMMANDS[command].run.partition(':')[0]}")

@@ -1,5 +1,4 @@
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -7,14 +6,7 @@ from roofline_tables import roofline_table
 
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
-from megatron_rlspec.speculation.solver import (
-    chains,
-    choices,
-    compile_schedule,
-    explain,
-    sglang_adaptive_config,
-    vllm_batch_schedule,
-)
+from megatron_rlspec.speculation.solver import chains, choices, compile_schedule, explain
 from megatron_rlspec.types import OFF, SpecConfig
 
 H100 = Roofline.of_hardware(*HARDWARE["H100"])
@@ -84,40 +76,6 @@ def test_why_this_configuration():
     assert text.count("chosen") == 1 and text.count("would need") == len(CANDIDATES) - 1
     crowded = explain(Roofline.of_hardware(*HARDWARE["H20"]), [0.2] * 5, 256, 256 * 128, CANDIDATES)
     assert "more than its maximum of 6" in crowded
-
-
-def sglang_config():
-    return sglang_adaptive_config(H100, [0.7, 0.65, 0.6, 0.55, 0.5], CANDIDATES, length=256)
-
-
-def test_the_sglang_configuration_drafts_less_as_the_batch_grows():
-    config = sglang_config()
-    steps = [config[key]["candidate_steps"] for key in sorted(config, key=int)]
-    assert min(map(int, config)) == 1 and max(steps[0]) > max(steps[-1])
-    assert all(s == sorted(set(s)) for s in steps)
-    with pytest.raises(ValueError, match="topk=1 only"):
-        sglang_adaptive_config(H100, [0.7], [OFF, SpecConfig(3, 4, 8)])
-
-
-@pytest.mark.slow  # importing SGLang takes longer than the rest of this directory
-def test_sglang_itself_reads_the_configuration(tmp_path):
-    params = pytest.importorskip("sglang.srt.speculative.adaptive_spec_params")
-    path = tmp_path / "adaptive.json"
-    path.write_text(json.dumps(sglang_config()))
-    steps = {k for entry in sglang_config().values() for k in entry["candidate_steps"]}
-    assert params.resolve_candidate_steps_from_config(str(path)) == sorted(steps)
-    stock = params.AdaptiveSpeculativeParams(initial_steps=max(steps), cfg_path=str(path))
-    assert stock.get_steps_for_batch(1) in sglang_config()["1"]["candidate_steps"]
-
-
-def test_vllm_ranges_cover_every_batch_once():
-    found = vllm_batch_schedule(H100, [0.6] * 5, CANDIDATES, max_batch=200)
-    ranges = found["num_speculative_tokens_per_batch_size"]
-    assert [b for lo, hi, _ in ranges for b in range(lo, hi + 1)] == list(range(1, 201))
-    assert found["num_speculative_tokens"] == 5
-    assert all(r[2] != s[2] for r, s in itertools.pairwise(ranges))
-    for lo, _, steps in ranges:
-        assert choices(H100, [0.6] * 5, lo, lo * 2048, CANDIDATES)[0].config.num_steps == steps
 
 
 def test_a_simulated_profile_is_marked_and_differs_by_its_seed():
