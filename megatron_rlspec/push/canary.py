@@ -18,7 +18,7 @@ import numpy as np
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.push.detectors import Finding, HealthSettings, canary_finding, stamp_finding
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
-from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,11 @@ class CanaryResult:
 
 def canary_metrics(results: Iterable[CanaryResult], seconds: float) -> dict[str, float]:
     """Return `health/canary_*`: tokens per round over all engines, if any has drafted, and the time that it took."""
+    metrics = {"health/canary_seconds": seconds}
     total = pooled(result.accepted for result in results)
-    found = {"health/canary_accept_length": accept_length(total)} if any(total) else {}
-    return found | {"health/canary_seconds": seconds}
+    if any(total):
+        metrics["health/canary_accept_length"] = accept_length(total)
+    return metrics
 
 
 class Canary:
@@ -87,16 +89,19 @@ class Canary:
         sampling = replace(
             sampling, max_new_tokens=min(sampling.max_new_tokens, self.settings.canary_tokens)
         )
+
+        def ask(name: str) -> CanaryResult:
+            engine = engines[name]
+            try:
+                samples = _generate(engine, versions[name], prompts, sampling, chain)
+            except EngineError as error:
+                return CanaryResult(error=str(error))
+            return self._judge(name, samples, versions[name], chain, expected)
+
         with ThreadPoolExecutor(len(engines)) as threads:
-            results = threads.map(
-                lambda name: self._ask(
-                    name, engines[name], versions[name], prompts, sampling, chain, expected
-                ),
-                engines,
-            )
-            found = dict(zip(engines, results, strict=True))
+            results = dict(zip(engines, threads.map(ask, engines), strict=True))
         self.seconds += time.perf_counter() - began
-        return found
+        return results
 
     def remember(self, name: str, result: CanaryResult) -> None:
         """Keep this result as the engine's last good one."""
@@ -107,44 +112,53 @@ class Canary:
         """Drop the engine's last good canary, because another engine has its name now."""
         self._accept_lengths.pop(name, None)
 
-    def _ask(
+    def _judge(
         self,
         name: str,
-        engine: RolloutEngine,
+        samples: Sequence[Sample],
         version: int,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
         chain: SpecConfig | None,
         expected: float | None,
     ) -> CanaryResult:
+        findings = []
+        if stamp := stamp_finding(samples, version, version):
+            findings.append(stamp)
+        if chain is None:
+            return CanaryResult(tuple(findings))
+        counts = pooled(sample.accepted for sample in samples)
+        accepted = _padded(counts, chain.num_steps + 1)
+        last_good = self._accept_lengths.get(name)
+        if expected is None:
+            expected = last_good
+        elif last_good is not None:
+            expected = min(expected, last_good)
+        settings = self.settings
+        if finding := canary_finding(accepted, expected, settings.floor_share, settings.z):
+            findings.append(finding)
+        return CanaryResult(tuple(findings), accepted)
+
+
+def _generate(
+    engine: RolloutEngine,
+    version: int,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    chain: SpecConfig | None,
+) -> list[Sample]:
+    requests = []
+    for i, prompt in enumerate(prompts):
         # Fixed widths, because no id may be a prefix of another. The seed varies with the version.
-        requests = [
-            Request(f"canary-{version:08d}-{i:04d}", prompt, seed=version * len(prompts) + i)
-            for i, prompt in enumerate(prompts)
-        ]
-        try:
-            if chain is not None:
-                engine.release()
-                engine.set_schedule(SpecSchedule.fixed(chain))
-            samples = engine.generate(requests, sampling)
-        except EngineError as error:
-            return CanaryResult(error=str(error))
-        findings = [stamp_finding(samples, version, version)]
-        accepted: tuple[int, ...] = ()
-        if chain is not None:
-            accepted = _histogram(pooled(sample.accepted for sample in samples), chain.num_steps)
-            known = [
-                length
-                for length in (expected, self._accept_lengths.get(name))
-                if length is not None
-            ]
-            floor_share = self.settings.floor_share
-            findings.append(
-                canary_finding(accepted, min(known, default=None), floor_share, self.settings.z)
-            )
-        return CanaryResult(tuple(finding for finding in findings if finding), accepted)
+        request_id = f"canary-{version:08d}-{i:04d}"
+        requests.append(Request(request_id, prompt, seed=version * len(prompts) + i))
+    if chain is not None:
+        engine.release()
+        engine.set_schedule(SpecSchedule.fixed(chain))
+    return engine.generate(requests, sampling)
 
 
-def _histogram(counts: np.ndarray, num_steps: int) -> tuple[int, ...]:
-    kept = counts[: num_steps + 1].astype(np.int64)
-    return tuple(np.pad(kept, (0, num_steps + 1 - len(kept))).tolist())
+def _padded(counts: np.ndarray, length: int) -> tuple[int, ...]:
+    """Return `length` integers: the first counts, then zeros."""
+    padded = np.zeros(length, np.int64)
+    first = counts[:length]
+    padded[: len(first)] = first
+    return tuple(padded.tolist())

@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.push.detectors import Action, Finding, decide
+from megatron_rlspec.push.detectors import Finding
 
 logger = logging.getLogger(__name__)
 Findings = Mapping[str, Sequence[Finding]]  # by engine; an engine without findings is sound
+Action = Literal["speculate", "plain", "drop"]
 _REASON_CHARACTERS = 500
 
 
@@ -37,6 +38,12 @@ class Verdict:
         """Return the names of the engines with this action."""
         return tuple(name for name, decided in self.actions.items() if decided == action)
 
+    def metrics(self) -> dict[str, float]:
+        return {
+            "health/incidents": float(len(self.records)),
+            "health/plain_engines": float(len(self.engines("plain"))),
+        }
+
 
 def enforce(
     version: int,
@@ -51,24 +58,34 @@ def enforce(
                 cannot be repeated: the first findings then count as those after the second push
     hold        disables speculation of an engine; called before the second push, and if speculation must stay off
     """
-    doubted = [name for name, findings in first.items() if decide(findings, None) == "push_again"]
+    doubted = [name for name, findings in first.items() if findings]
     second: Findings = {}
     if doubted:
         for name in doubted:
             hold(name, first[name])
-        second = (
-            {name: first[name] for name in doubted} if push_again is None else push_again(doubted)
-        )
+        second = first if push_again is None else push_again(doubted)
     actions: dict[str, Action] = {}
     records = []
     for name, findings in first.items():
         # The second push may also reach engines without a finding after the first. Then its findings count.
-        actions[name] = decide(findings or second.get(name, ()), second.get(name))
-        if findings or second.get(name):
-            records.append(_record(version, name, findings, second[name], actions[name]))
-        if actions[name] == "plain":
-            hold(name, second[name])
+        lasting = second.get(name, ())
+        if not findings and not lasting:
+            actions[name] = "speculate"
+            continue
+        action = decide(lasting)
+        actions[name] = action
+        records.append(_record(version, name, findings, lasting, action))
+        if action == "plain":
+            hold(name, lasting)
     return Verdict(actions, tuple(records))
+
+
+def decide(findings: Sequence[Finding]) -> Action:
+    """Return the action for one engine, from its findings after the second push."""
+    if not findings:
+        return "speculate"
+    target_in_doubt = any(finding.target for finding in findings)
+    return "drop" if target_in_doubt else "plain"
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

@@ -11,6 +11,7 @@ signs would cancel. The length is not part of it: compared tensors have one shap
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _WORD = 8  # bytes
 _ROWS_AT_ONCE = 256  # on a GPU, where few launches matter more
 _AT_ONCE = 1 << 30  # bytes of GPU tensors that one launch of the kernel sums, or one larger tensor
 _HALF = np.uint64(32)  # bits
+_MODULUS = 1 << 64
 _THREAD = threading.local()
 
 
@@ -50,55 +52,55 @@ def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
 
     At most `_AT_ONCE` bytes of the parts not summed yet are kept.
     """
-    found: list[int] = []
-    on_device: list[tuple[list[int], Tensor]] = []  # places of parts in `found`, and their sums
+    sums: list[int] = []  # in the order of the parts; 0 until a GPU's sums are read
+    launched: list[tuple[list[int], Tensor]] = []  # indices of parts, and their sums on a device
     waiting: dict[torch.device, dict[int, tuple[Tensor, int]]] = {}
-    held: dict[torch.device, int] = {}  # bytes
+    waiting_bytes: dict[torch.device, int] = {}
 
     def launch(device: torch.device) -> None:
         kernel = chosen.fingerprints(device, agrees)
         assert kernel is not None
         group = waiting.pop(device)
-        del held[device]
-        on_device.append((list(group), kernel.sums(list(group.values()))))
+        del waiting_bytes[device]
+        launched.append((list(group), kernel.sums(list(group.values()))))
 
-    for tensor, start in parts:
-        if tensor.device.type == "cpu":
-            found.append(_sum_on_cpu(_bytes(tensor).numpy(), _first_word(tensor, start)))
+    for index, (tensor, start) in enumerate(parts):
+        first = _first_word(tensor, start)
+        device = tensor.device
+        if device.type == "cpu":
+            sums.append(_sum_on_cpu(_bytes(tensor).numpy(), first))
             continue
-        place, device = len(found), tensor.device
-        found.append(0)
+        sums.append(0)
         if chosen.fingerprints(device, agrees) is None:
-            on_device.append(
-                ([place], _sum_on_device(_bytes(tensor), _first_word(tensor, start))[None])
-            )
+            launched.append(([index], _sum_on_device(_bytes(tensor), first)[None]))
             continue
-        waiting.setdefault(device, {})[place] = (
-            tensor.detach().contiguous(),
-            _first_word(tensor, start),
-        )
-        held[device] = held.get(device, 0) + tensor.nbytes
-        if held[device] + tensor.nbytes > _AT_ONCE:
+        waiting.setdefault(device, {})[index] = (tensor.detach().contiguous(), first)
+        waiting_bytes[device] = waiting_bytes.get(device, 0) + tensor.nbytes
+        if waiting_bytes[device] + tensor.nbytes > _AT_ONCE:
             launch(device)
     for device in list(waiting):
         launch(device)
-    if on_device:  # of several devices, those of the first one
-        sums = torch.cat([one.to(on_device[0][1].device) for _, one in on_device]).tolist()
-        for i, one in zip((i for group, _ in on_device for i in group), sums, strict=True):
-            found[i] = one % (1 << 64)
-    return found
+    if launched:
+        # one wait; sums of further devices travel to the first one
+        first_device = launched[0][1].device
+        values = torch.cat([on_device.to(first_device) for _, on_device in launched]).tolist()
+        indices = itertools.chain.from_iterable(group for group, _ in launched)
+        for index, value in zip(indices, values, strict=True):
+            sums[index] = value % _MODULUS
+    return sums
 
 
 def agrees(kernel: ModuleType, device: torch.device) -> bool:
     """Return whether the kernel computes the sums of numpy: of a whole row and more, of a part of a word, and of bytes
     that do not begin at a multiple of 8."""
     data = torch.arange(1 << 18, dtype=torch.int64).mul_(0x9E3779B97F4A7C1).view(torch.uint8)
-    there = data.to(device)
-    places = [(0, 9 << 16, 5), (0, 13, 0), (3, 5 << 16, 70_000)]
-    found = kernel.sums([(there[begin:end], first) for begin, end, first in places]).tolist()
-    return [one % (1 << 64) for one in found] == [
-        _sum_on_cpu(data[a:b].numpy(), first) for a, b, first in places
-    ]
+    on_device = data.to(device)
+    pieces = ((0, 9 << 16, 5), (0, 13, 0), (3, 5 << 16, 70_000))  # first byte, end, first word
+    sums = kernel.sums([(on_device[begin:end], first) for begin, end, first in pieces]).tolist()
+    for (begin, end, first), value in zip(pieces, sums, strict=True):
+        if value % _MODULUS != _sum_on_cpu(data[begin:end].numpy(), first):
+            return False
+    return True
 
 
 def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
@@ -111,9 +113,13 @@ def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
 
 def read(sums: Sequence[int | Tensor]) -> list[int]:
     """Return fingerprints. Those on a GPU are read with one wait."""
-    on_device = [one for one in sums if isinstance(one, Tensor)]
+    on_device = [value for value in sums if isinstance(value, Tensor)]
     values = iter(torch.stack(on_device).tolist() if on_device else ())
-    return [(next(values) if isinstance(one, Tensor) else one) % (1 << 64) for one in sums]
+    fingerprints = []
+    for value in sums:
+        number = next(values) if isinstance(value, Tensor) else value
+        fingerprints.append(number % _MODULUS)
+    return fingerprints
 
 
 def _first_word(tensor: Tensor, start: int) -> int:
@@ -137,7 +143,7 @@ def _sum_on_cpu(data: np.ndarray, first: int) -> int:
     if rest:
         last = np.frombuffer(rest.ljust(_WORD, b"\0"), np.uint64)
         total += _sum_of_words(last, first + whole)
-    return total % (1 << 64)
+    return total % _MODULUS
 
 
 def _sum_of_words(words: np.ndarray, first: int) -> int:
@@ -234,26 +240,23 @@ class Difference:
         return self.missing + self.extra + self.differing
 
     def __str__(self) -> str:
-        parts = (
-            ("lacks", self.missing),
-            ("has besides", self.extra),
-            ("holds otherwise", self.differing),
-        )
-        return (
-            "; ".join(f"{verb} {_list(names)}" for verb, names in parts if names)
-            or "holds what it was sent"
-        )
+        parts = []
+        if self.missing:
+            parts.append(f"lacks {_first_names(self.missing)}")
+        if self.extra:
+            parts.append(f"has besides {_first_names(self.extra)}")
+        if self.differing:
+            parts.append(f"holds otherwise {_first_names(self.differing)}")
+        return "; ".join(parts) or "holds what it was sent"
 
 
 def compare(expected: Mapping[str, int], held: Mapping[str, int]) -> Difference:
     """Compare what an engine was sent with what it holds, both as name -> fingerprint."""
-    return Difference(
-        missing=tuple(sorted(expected.keys() - held.keys())),
-        extra=tuple(sorted(held.keys() - expected.keys())),
-        differing=tuple(
-            sorted(name for name in expected.keys() & held.keys() if expected[name] != held[name])
-        ),
-    )
+    common = expected.keys() & held.keys()
+    differing = sorted(name for name in common if expected[name] != held[name])
+    missing = sorted(expected.keys() - held.keys())
+    extra = sorted(held.keys() - expected.keys())
+    return Difference(tuple(missing), tuple(extra), tuple(differing))
 
 
 def as_delivered(
@@ -264,9 +267,18 @@ def as_delivered(
     A push gives each loader all tensors, and each takes its own. So the drafter's tensors count by the drafter's loader
     alone, and all others by the target's.
     """
-    found = {name: mark for name, mark in delivered["target"].items() if not is_drafter(name)}
-    return found | {name: mark for name, mark in delivered["drafter"].items() if is_drafter(name)}
+    joined = {}
+    for name, mark in delivered["target"].items():
+        if not is_drafter(name):
+            joined[name] = mark
+    for name, mark in delivered["drafter"].items():
+        if is_drafter(name):
+            joined[name] = mark
+    return joined
 
 
-def _list(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def _first_names(names: tuple[str, ...]) -> str:
+    text = ", ".join(names[:4])
+    if len(names) > 4:
+        text += f" and {len(names) - 4} more"
+    return text

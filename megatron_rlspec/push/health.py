@@ -1,4 +1,4 @@
-"""Health of the engines of our own loop: push, compare fingerprints, run the canary, act, watch until the next push.
+"""Health of the engines of our own loop: push, compare fingerprints, run the canary, act.
 
 `canary.py` sends prompts to the engines, `detectors.py` turns observations into findings, and `contract.py`, which has
 the picture, turns findings into actions.
@@ -13,36 +13,44 @@ from typing import Any
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.push.canary import Canary, CanaryResult, canary_metrics
 from megatron_rlspec.push.contract import HealthError, Verdict, enforce, hold, release
-from megatron_rlspec.push.detectors import DriftWatch, Finding, HealthSettings, fingerprint_finding
+from megatron_rlspec.push.detectors import Finding, HealthSettings, fingerprint_finding
 from megatron_rlspec.push.push import Pusher, PushReport, Source
-from megatron_rlspec.types import Prompt, RoundStats, Sampling, Scope, SpecConfig
+from megatron_rlspec.types import Prompt, Sampling, Scope, SpecConfig
 
 
 @dataclass(frozen=True)
 class HealthReport:
     """The result of `Health.push`.
 
-    pushes   the first push, and the second one if there was one
-    serving  names of the engines that may generate
-    plain    names of the serving engines that must not speculate
-    records  one per incident, for the log
+    pushes    the first push, and the second one if there was one
     canaries  the last one of each engine that was asked
     """
 
     pushes: tuple[PushReport, ...]
-    serving: tuple[str, ...]
-    plain: tuple[str, ...]
-    records: tuple[dict[str, Any], ...]
+    verdict: Verdict
     canaries: Mapping[str, CanaryResult] = field(default_factory=dict)
     canary_seconds: float = 0.0
 
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """Return the names of the engines that may generate."""
+        return tuple(name for name, action in self.verdict.actions.items() if action != "drop")
+
+    @property
+    def plain(self) -> tuple[str, ...]:
+        """Return the names of the serving engines that must not speculate."""
+        return self.verdict.engines("plain")
+
+    @property
+    def records(self) -> tuple[dict[str, Any], ...]:
+        """Return one record per incident, for the log."""
+        return self.verdict.records
+
     def metrics(self) -> dict[str, float]:
         """Return `push/*` of the first push and `health/*`."""
-        found = self.pushes[0].metrics()
-        found["health/incidents"] = float(len(self.records))
-        found["health/serving_engines"] = float(len(self.serving))
-        found["health/plain_engines"] = float(len(self.plain))
-        return found | canary_metrics(self.canaries.values(), self.canary_seconds)
+        values = self.pushes[0].metrics() | self.verdict.metrics()
+        values["health/serving_engines"] = float(len(self.serving))
+        return values | canary_metrics(self.canaries.values(), self.canary_seconds)
 
 
 class Health:
@@ -75,7 +83,6 @@ class Health:
         self.settings = settings or HealthSettings()
         self.incident = incident
         self._canary = Canary(self.settings)
-        self._drift = DriftWatch(self.settings)
         self._held: set[str] = set()
 
     def push(
@@ -90,30 +97,29 @@ class Health:
         `predicted` is the accept length under `settings.canary_steps` steps; see `Canary.run`. Raises HealthError if no
         engine may serve, and PushError as `Pusher.push` does.
         """
-        seconds = self._canary.seconds
-        results: dict[str, CanaryResult] = {}
+        seconds_before = self._canary.seconds
+        canaries: dict[str, CanaryResult] = {}
         pushes = [self.pusher.push(version, source, scope)]
         self._held &= self.pusher.engines.keys()  # others have left
-        due = self._canary.due() or bool(self._held)
 
         def push_again(names: Sequence[str]) -> dict[str, list[Finding]]:
             pushes.append(self.pusher.push(version, source, "all", only=names))
-            return self._examine(pushes[-1], predicted, results, canary=True)
+            findings = self._compare(pushes[-1])
+            self._ask(findings, version, predicted, canaries)
+            return findings
 
-        first = self._examine(pushes[0], predicted, results, canary=due)
+        first = self._compare(pushes[0])
+        # An engine without speculation gets it back only after a good canary.
+        if self._canary.due() or self._held:
+            self._ask(first, version, predicted, canaries)
         verdict = enforce(version, first, push_again, self._hold)
         for record in verdict.records:
             self.incident(record)
-        for name in verdict.actions:
-            self._drift.begin(name)
         for name in verdict.engines("speculate"):
-            self._resume(name, results.get(name))
-        self._refuse(verdict)
-        plain = verdict.engines("plain")
-        serving = tuple(name for name, action in verdict.actions.items() if action != "drop")
-        return HealthReport(
-            tuple(pushes), serving, plain, verdict.records, results, self._canary.seconds - seconds
-        )
+            self._resume(name, canaries.get(name))
+        _refuse(verdict)
+        seconds = self._canary.seconds - seconds_before
+        return HealthReport(tuple(pushes), verdict, canaries, seconds)
 
     def join(self, name: str) -> None:
         """Take a new engine of this name into account. The next push runs its canary and sets its speculation."""
@@ -121,45 +127,41 @@ class Health:
         self._canary.forget(name)
         self._held.add(name)
 
-    def watch(
-        self, name: str, stats: Sequence[RoundStats], predicted: Mapping[SpecConfig, float]
-    ) -> Finding | None:
-        """Run one engine's drift test on the result of its `stats()`. A finding disables its speculation.
-
-        A finding is returned once. The next push starts a new test.
-        """
-        finding = self._drift.observe(name, stats, predicted)
-        if finding is not None:
-            self._hold(name, [finding])
-        return finding
-
-    def _examine(
-        self,
-        report: PushReport,
-        predicted: float | None,
-        results: dict[str, CanaryResult],
-        canary: bool,
-    ) -> dict[str, list[Finding]]:
-        """Return the findings of every engine. Adds the canaries' results to `results`."""
-        findings: dict[str, list[Finding]] = {name: [] for name in report.engines}
+    def _compare(self, report: PushReport) -> dict[str, list[Finding]]:
+        """Return by engine what a push itself and the fingerprints after it show."""
+        findings: dict[str, list[Finding]] = {}
         for name, engine in report.engines.items():
             if engine.error:
-                findings[name].append(Finding("session", engine.error, target=True))
-            elif found := fingerprint_finding(engine.difference, self.is_drafter):
-                findings[name].append(found)
-        if not (canary and self.prompts):
-            return findings
-        sound = {name: self.pusher.engines[name] for name, found in findings.items() if not found}
-        versions = dict.fromkeys(sound, report.version)
-        chain = SpecConfig(self.settings.canary_steps) if self.speculate is not None else None
-        for name, result in self._canary.run(
-            sound, versions, self.prompts, self.sampling, chain, predicted
-        ).items():
-            results[name] = result
+                finding: Finding | None = Finding("session", engine.error, target=True)
+            else:
+                finding = fingerprint_finding(engine.difference, self.is_drafter)
+            findings[name] = [] if finding is None else [finding]
+        return findings
+
+    def _ask(
+        self,
+        findings: dict[str, list[Finding]],
+        version: int,
+        predicted: float | None,
+        canaries: dict[str, CanaryResult],
+    ) -> None:
+        """Run the canary of every engine without a finding. Adds to `findings` and to `canaries`."""
+        if not self.prompts:
+            return
+        sound = [name for name, problems in findings.items() if not problems]
+        results = self._canary.run(
+            {name: self.pusher.engines[name] for name in sound},
+            dict.fromkeys(sound, version),
+            self.prompts,
+            self.sampling,
+            SpecConfig(self.settings.canary_steps) if self.speculate is not None else None,
+            predicted,
+        )
+        for name, result in results.items():
             findings[name] += result.findings
             if result.error:
                 findings[name].append(Finding("canary", result.error, target=True))
-        return findings
+        canaries.update(results)
 
     def _hold(self, name: str, findings: Sequence[Finding]) -> None:
         if self.speculate is None:
@@ -173,16 +175,20 @@ class Health:
         if canary is not None:
             self._canary.remember(name, canary)
         engine = self.pusher.engines[name]
-        if self.speculate is not None and (canary is not None or name in self._held):
+        changed = canary is not None or name in self._held
+        if self.speculate is not None and changed:
             if name in self._held:
                 release(engine)
             self.speculate(name, engine)
         self._held.discard(name)
 
-    def _refuse(self, verdict: Verdict) -> None:
-        """Raise HealthError if no engine is left."""
-        lasting = [
-            f"{r['engine']}: {found}" for r in verdict.records for found in r["after_second_push"]
-        ]
-        if all(action == "drop" for action in verdict.actions.values()):
-            raise HealthError("no engine is left to serve: " + "; ".join(lasting))
+
+def _refuse(verdict: Verdict) -> None:
+    """Raise HealthError if no engine is left."""
+    if any(action != "drop" for action in verdict.actions.values()):
+        return
+    lasting = []
+    for record in verdict.records:
+        for finding in record["after_second_push"]:
+            lasting.append(f"{record['engine']}: {finding}")
+    raise HealthError("no engine is left to serve: " + "; ".join(lasting))

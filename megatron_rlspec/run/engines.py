@@ -73,24 +73,14 @@ class Engines:
             self.pool.drop(name, error)
 
     def rounds(self) -> tuple[Rounds, Reports]:
-        """Return each engine's rounds since the last call, and the engines' reports of an adaptive rule.
-
-        Runs the drift test of the engines that serve. A finding turns an engine's speculation off, with an event.
-        """
+        """Return each engine's rounds since the last call, and the engines' reports of an adaptive rule."""
         reports: Reports = []
         if self._speculation.adaptive:
             reports += self.pool.everywhere(lambda engine: engine.spec_rule_report()).values()
-        expected = self._speculation.learning.accept_lengths()
-        found: Rounds = list(self.pool.everywhere(lambda engine: engine.stats()).items())
+        rounds: Rounds = list(self.pool.everywhere(lambda engine: engine.stats()).items())
         if self._migration is not None:
-            found, reports = self._migration.observe(found, reports)
-        for name, stats in found:
-            if name not in self.pool.engines:  # of an engine that sleeps by now
-                continue
-            if finding := self.health.watch(name, stats, expected):
-                message = f"{name}: no speculation until the next push: {finding.message}"
-                self._recorder.event("health", message, engine=name, found=[finding.detector])
-        return found, reports
+            rounds, reports = self._migration.observe(rounds, reports)
+        return rounds, reports
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Faults at the exporter, on the wire and in engine memory, each with the detector that must catch it.
 
 Two embedded engines draft for real; versions differ in every tensor, as after a training step. "Caught" means before
-a sample would be trained on: by the push itself, by the stamps and log-probs that are checked with the samples, by the
-comparison after sleep, or by the drift test while the rollout runs.
+a sample would be trained on: by the push itself, by the stamps and log-probs that are checked with the samples, or by
+the comparison after sleep.
 """
 
 from collections.abc import Callable
@@ -82,8 +82,6 @@ class Room:
         recomputed = [trainer_logprobs(self.config, self.new, sample.tokens) for sample in samples]
         self.found += ["stamp"] if stamp_finding(samples, 1, 1) else []
         self.found += logprobs_differ(samples, recomputed)
-        watched = self.health.watch(engine, self.engines[engine].stats(), {SpecConfig(3): 2.5})
-        self.found += ["drift"] if watched else []
 
 
 def trainer_logprobs(config, tensors, tokens):
@@ -169,21 +167,6 @@ def killed_half_way(room):
     room.push()
 
 
-def poisoned_cache(room):
-    room.push()
-    engine = room.engines["b"]
-    original = engine.rounds.round
-
-    def round_on_noise(*rows_and_config):
-        for part in engine.cache.kv[-1]:  # the drafter's keys and values
-            part.normal_(0, 30)
-        return original(*rows_and_config)
-
-    engine.rounds.round = round_on_noise
-    for _ in range(12):
-        room.rollout()
-
-
 def not_a_number(room):
     room.damage = lambda name, tensor: tensor * float("nan") if name == "model.norm.weight" else tensor
     with pytest.raises(PushError, match="model.norm.weight holds NaN"):
@@ -250,11 +233,10 @@ FAULTS = {
         in_memory(lambda e, r: e.memory("model.norm.weight")[3:4].fill_(float("nan"))),
         "fingerprint",
     ),
-    "engine: drafter's KV poisoned while running": (poisoned_cache, "drift"),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "KV" in n else []) for n in FAULTS])
+@pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name):
     inject, detector = FAULTS[name]
     room = Room()
@@ -286,11 +268,9 @@ def test_a_drafter_that_stays_wrong_decodes_plainly_with_the_right_text():
 
 @pytest.mark.slow
 def test_no_false_alarm_in_two_hundred_healthy_pushes():
-    """Weights change as in training; canary, stamps, log-probs and drift raise no alarm."""
+    """Weights change as in training; fingerprints, canary and stamps raise no alarm."""
     room = Room()
     for version in range(1, 201):
         room.new = echo_checkpoint(version % 40)[1]
         report = room.health.push(version, lambda scope: room.new.items())
         assert not report.records, (version, report.records)
-        stats = room.engines["a"].stats()
-        assert room.health.watch("a", stats, {SpecConfig(3): 2.5}) is None

@@ -5,21 +5,13 @@ import pytest
 import torch
 from memory_engine import MemoryEngine
 
-from megatron_rlspec.push.contract import HealthError
-from megatron_rlspec.push.detectors import (
-    Drift,
-    Finding,
-    HealthSettings,
-    canary_finding,
-    decide,
-    stamp_finding,
-)
+from megatron_rlspec.push.contract import HealthError, decide
+from megatron_rlspec.push.detectors import Finding, HealthSettings, canary_finding, stamp_finding
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.push.health import Health
 from megatron_rlspec.push.push import Pusher
-from megatron_rlspec.types import OFF, Prompt, RoundStats, Sample, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Sample, SpecConfig, SpecSchedule
 
-CHAIN = SpecConfig(3)
 SCHEDULE = SpecSchedule.fixed(SpecConfig(5))
 PROMPTS = [Prompt(i, np.arange(4 + i)) for i in range(8)]
 ACCEPT_LENGTH = 1 + 0.8 + 0.8**2 + 0.8**3
@@ -93,53 +85,12 @@ def test_canary_floor():
     assert "no round" in canary_finding((), None, 0.5, 4).message
 
 
-def rounds(probabilities, n: int, seed: int, stretch: int = 1) -> RoundStats:
-    """Draw n rounds. Each outcome is repeated `stretch` times, as in easy and hard parts of one request."""
-    random = np.random.default_rng(seed)
-    counts = random.multinomial(max(1, n // stretch), probabilities) * stretch
-    return RoundStats(CHAIN, 4, 100, int(counts.sum()), 1.0, tuple(int(c) for c in counts))
-
-
-@pytest.mark.parametrize("stretch", [1, 8])
-def test_drift_raises_no_false_alarm_at_the_floor(stretch):
-    """Acceptance exactly at the floor is the worst case that must not alarm: 300 pushes of 4,000 rounds."""
-    p = np.array([0.55, 0.25, 0.1, 0.1])
-    settings = HealthSettings(floor_share=1.0, false_alarm=1e-5)
-    predicted = {CHAIN: 1 + float(p @ np.arange(4))}
-    alarms = 0
-    for trial in range(300):
-        drift = Drift(settings, dict(predicted))
-        alarms += any(drift.observe([rounds(p, 40, 1000 * trial + i, stretch)]) for i in range(100))
-    assert alarms <= 300 * 500 * 1e-5 + 3
-
-
-def test_drift_alarms_soon_after_many_good_rounds():
-    drift = Drift(HealthSettings(), {CHAIN: 2.5})
-    for i in range(200):
-        assert drift.observe([rounds([0.3, 0.2, 0.2, 0.3], 200, i)]) is None
-    needed = 0
-    while drift.observe([RoundStats(CHAIN, 4, 100, 40, 1.0, (38, 2))]) is None:
-        needed += 40
-        assert needed < 3000, "a dead drafter went unnoticed"
-
-
-def test_drift_ignores_what_it_cannot_judge():
-    drift = Drift(HealthSettings(), {CHAIN: 2.5})
-    dead = (10**6,)
-    assert drift.observe([RoundStats(SpecConfig(0), 4, 1, 10**6, 1.0, dead)]) is None
-    assert drift.observe([RoundStats(OFF, 4, 1, 10**6, 1.0, dead)]) is None
-    assert drift.observe([RoundStats(SpecConfig(5), 4, 1, 10**6, 1.0, dead)]) is None
-    assert drift.observe([RoundStats(CHAIN, 4, 1, 10**6, 1.0, dead)]) is not None
-
-
 def test_decisions():
     drafter = Finding("canary", "", target=False)
     target = Finding("session", "", target=True)
-    assert decide([], None) == "speculate"
-    assert decide([drafter], None) == decide([target], None) == "push_again"
-    assert decide([target], []) == "speculate"
-    assert decide([target], [drafter]) == "plain"
-    assert decide([drafter], [drafter, target]) == "drop"
+    assert decide([]) == "speculate"
+    assert decide([drafter]) == "plain"
+    assert decide([drafter, target]) == "drop"
 
 
 # ---- repair -----------------------------------------------------------------------------------------------------
@@ -254,18 +205,6 @@ def test_old_version_on_one_of_two_engines():
     assert "stamp: canary-00000002-0000: tokens 4 to 12 drawn by version 0, expected 2" in report.records[0]["found"][0]
 
 
-def test_drift_turns_speculation_off_once():
-    engines = {"a": MemoryEngine()}
-    health = healthy(engines)
-    push(health, 0)
-    dead = [RoundStats(CHAIN, 8, 100, 4000, 1.0, (4000, 0, 0, 0))]
-    assert health.watch("a", dead, {CHAIN: 2.5}).detector == "drift"
-    assert engines["a"].schedule == SpecSchedule.fixed(OFF)
-    assert health.watch("a", dead, {CHAIN: 2.5}) is None
-    push(health, 1)
-    assert health.watch("a", dead, {CHAIN: 2.5}) is not None
-
-
 def test_a_run_without_speculation_checks_stamps_only():
     engines = {"a": MemoryEngine(acceptance=0.0)}
     health = Health(Pusher(engines), is_drafter, None, PROMPTS, settings=HealthSettings(canary_share=1.0))
@@ -280,10 +219,6 @@ def test_without_a_canary_a_healthy_engine_keeps_its_rule():
     health = Health(Pusher(engines), is_drafter, speculate)
     health.push(0, exporter(0))
     assert engines["a"].schedules == []
-    health.watch("a", [RoundStats(CHAIN, 8, 100, 4000, 1.0, (4000, 0, 0, 0))], {CHAIN: 2.5})
-    assert engines["a"].schedules == ["off"]
-    health.push(1, exporter(1))
-    assert engines["a"].schedules == ["off", "k5"]
 
 
 def test_a_joining_engine_runs_the_canary_and_gets_the_runs_rule():

@@ -139,25 +139,6 @@ def test_old_answers_neither_hide_a_bad_push_nor_raise_an_alarm(run):
     assert "canary: accept length 1." in event["after_second_push"][0]
 
 
-def test_a_drafter_that_breaks_during_a_rollout_is_off_until_the_next_push(run):
-    for version in (1, 2):
-        run.push(version)
-        run.draw(f"v{version}")
-        run.rollouts.adapt(None)
-    assert 2 < run.rollouts.speculation.learning.accept_lengths()[CHAIN] < 4 and run.events() == []
-    run.push(3)
-    for name in echo_checkpoint(3)[1]:
-        if name.startswith(MTP):
-            run.engine.model.tensors[name].view.zero_()
-    for again in range(8):
-        run.draw(f"w{again}")
-    run.rollouts.adapt(None)
-    (event,) = run.events()
-    assert event["found"] == ["drift"] and run.engine.choice.present == SpecSchedule.fixed(OFF)
-    run.push(4)
-    assert run.engine.choice.present == SpecSchedule.fixed(CHAIN)
-
-
 def gone(*_):
     raise EngineError("gone")
 

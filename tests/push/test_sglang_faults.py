@@ -33,7 +33,7 @@ from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import Ipc
-from megatron_rlspec.types import Request, SpecConfig
+from megatron_rlspec.types import Request
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("RLSPEC_KILLS", "20"))  # of pushers
@@ -176,9 +176,6 @@ def test_twenty_healthy_pushes_raise_no_alarm(urls):
         report = room.push(version)
         room.rollout("ab"[version % 2], version)
         assert room.found == [] and report.serving == ("a", "b") and not report.plain
-        # The canary's rounds at least, and all of them under the schedule; acceptance stays what it was.
-        for name, engine in room.engines.items():
-            assert room.health.watch(name, engine.stats(), {SpecConfig(3): report.canaries[name].accept_length}) is None
 
 
 def pusher_process(url, version, tensors, slowly):

@@ -23,8 +23,8 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.push import contract
-from megatron_rlspec.push.contract import Findings, HealthError, enforce
-from megatron_rlspec.push.detectors import Action, Finding, fingerprint_finding
+from megatron_rlspec.push.contract import Findings, HealthError, Verdict, enforce
+from megatron_rlspec.push.detectors import Finding, fingerprint_finding
 from megatron_rlspec.push.fingerprint import Difference, as_delivered, compare
 from megatron_rlspec.rollout.sglang.client.connection import RefusedError
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
@@ -55,24 +55,18 @@ class SlimeEngine(SGLangEngine):
 
 
 @dataclass(frozen=True)
-class PushHealth:
+class PushHealth(Verdict):
     """The action for each engine, by URL.
 
     by_delivery  engines that report what their loaders were given, but not what they hold
     unchecked    engines that report neither
     """
 
-    actions: Mapping[str, Action]
-    records: tuple[dict[str, Any], ...]
     by_delivery: frozenset[str]
     unchecked: frozenset[str]
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "health/incidents": float(len(self.records)),
-            "health/plain_engines": float(
-                sum(action == "plain" for action in self.actions.values())
-            ),
+        return super().metrics() | {
             "health/engines_by_delivery": float(len(self.by_delivery)),
             "health/unchecked_engines": float(len(self.unchecked)),
         }

@@ -24,7 +24,7 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime.engines import SlimeEngine
 from megatron_rlspec.push import contract
 from megatron_rlspec.push.canary import Canary, canary_metrics
-from megatron_rlspec.push.detectors import DriftWatch, Finding, HealthSettings
+from megatron_rlspec.push.detectors import Finding, HealthSettings
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.types import Prompt, RoundStats, Sampling, SpecConfig
@@ -33,11 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class Observations(NamedTuple):
-    """An engine's rounds and rule report since the last request, and the weight version that it reports now."""
+    """An engine's rounds and rule report since the last request."""
 
     rounds: list[RoundStats]
     report: dict[str, Any]
-    version: str
 
 
 class Speculation:
@@ -59,8 +58,6 @@ class Speculation:
         self.settings = settings or HealthSettings()
         self._canary = Canary(self.settings)
         self._canary_versions: dict[str, int] = {}  # of the latest canary, by engine
-        self._drift = DriftWatch(self.settings)
-        self._drift_versions: dict[str, str] = {}  # under which each engine's drift test began
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
         """Take training's prediction of the rollout that begins. Returns it, calibrated: `predict/next_tokens_k*`."""
@@ -116,10 +113,9 @@ class Speculation:
     def after_rollout(self, urls: Sequence[str], delivered: float = math.nan) -> dict[str, float]:
         """Gather every engine's rounds, learn from all of them, and set every engine's rule from the result.
 
-        Acceptance is learnt as a ratio of sums over all engines; times scale the cost table, if there is one. If an
-        engine's drafts are accepted far less than expected, its speculation is disabled until the next push. Returns
-        `rollout/spec_*`, `predict/*` (the prediction compared with this rollout) and `health/*`. An engine that does
-        not answer is left out; slime restarts engines itself.
+        Acceptance is learnt as a ratio of sums over all engines; times scale the cost table, if there is one. Returns
+        `rollout/spec_*`, `predict/*` (the prediction compared with this rollout) and `health/unreachable_engines`. An
+        engine that does not answer is left out; slime restarts engines itself.
 
         delivered  tokens that a round delivered to a sample, on average; NaN: not known
         """
@@ -127,12 +123,10 @@ class Speculation:
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
             answers = dict(zip(engines, threads.map(_observations, engines.values()), strict=True))
             seen = {url: answer for url, answer in answers.items() if answer is not None}
-            drifting = [url for url, answer in seen.items() if self._drifts(engines[url], answer)]
             rounds = [stats for answer in seen.values() for stats in answer.rounds]
             reports = [answer.report for answer in seen.values()]
             values = self.learning.observe(rounds, reports, delivered) if rounds else {}
         return _named(values) | {
-            "health/drifting_engines": float(len(drifting)),
             "health/unreachable_engines": float(len(engines) - self._set_rules(seen)),
         }
 
@@ -170,15 +164,6 @@ class Speculation:
             logger.warning("rlspec: the canary's rounds are counted as the rollout's: %s", error)
         _set_rule(engine, self.learning.rule())
 
-    def _drifts(self, engine: SlimeEngine, seen: Observations) -> bool:
-        if self._drift_versions.get(engine.url) != seen.version:
-            self._drift_versions[engine.url] = seen.version
-            self._drift.begin(engine.url)
-        finding = self._drift.observe(engine.url, seen.rounds, self.learning.accept_lengths())
-        if finding is not None:
-            self._hold(engine, [finding])
-        return finding is not None
-
     def _hold(self, engine: SlimeEngine, findings: Sequence[Finding]) -> None:
         found = "; ".join(contract.lines(findings))
         logger.error("rlspec: %s: no speculation until a later push: %s", engine.url, found)
@@ -195,7 +180,7 @@ def _named(values: Mapping[str, float]) -> dict[str, float]:
 
 def _observations(engine: SlimeEngine) -> Observations | None:
     try:
-        return Observations(engine.stats(), engine.spec_rule_report(), engine.version())
+        return Observations(engine.stats(), engine.spec_rule_report())
     except EngineError as error:
         logger.warning("rlspec: this engine's rounds are left out of what is learnt: %s", error)
         return None
