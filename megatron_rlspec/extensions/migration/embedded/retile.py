@@ -2,7 +2,7 @@
 
 Source: PAT, section 4.3. Weights and caches move layer by layer, so that peak memory grows by 1.5 layers at most. PAT
 gathers every tensor on every rank and slices it; here each rank receives exactly the heads and columns of its new
-shard (`exchange`). `benchmarks/retile.py` compares the two. Both keep PAT's canonical map: at size t, rank r holds
+shard (`exchange`). Both keep PAT's canonical map: at size t, rank r holds
 shard r mod t, in the order of heads.
 """
 
