@@ -219,16 +219,12 @@ class Request:
 
     No `id` may be a prefix of another: SGLang aborts by prefix. With `partial`, the engine continues that sample and
     returns the whole of it; `max_new_tokens` counts from the first response token.
-
-    draft [N] int64  what the response may begin with, as old answers do. A position-keyed engine may verify it in place
-                     of drafts. The text is the same without it
     """
 
     id: str
     prompt: Prompt
     seed: int
     partial: Partial | None = None
-    draft: np.ndarray | None = None
 
     def aborted(self) -> Sample:
         """Return the sample as far as it is generated."""

@@ -14,11 +14,11 @@ UNREAD = {
     "train": "sft. answer. replay.fresh_drafter replay.policy_step",
     "sft": "algorithm. answer. replay. health.logprob_gap data.path data.raise_level_at "
     "rollout.prompts_per_step rollout.samples_per_prompt rollout.staleness rollout.partial "
-    "rollout.mask_offpolicy spec.history drafter.reward_ drafter.share drafter.update_ "
+    "rollout.mask_offpolicy drafter.reward_ drafter.share drafter.update_ "
     "drafter.overlap drafter.replay train.steps train.eval_every train.drift_every train.record",
     "answer": "model.moe_ data.eval_ data.raise_level_at data.shuffle reward. rollout.function "
     "rollout.prompts_per_step rollout.restarts rollout.staleness rollout.partial "
-    "rollout.mask_offpolicy spec.history tail. "
+    "rollout.mask_offpolicy tail. "
     "placement. push. health. algorithm. optimizer. drafter.train "
     "drafter.fresh drafter.depth drafter.loss "
     "drafter.reward_ drafter.share drafter.update_ drafter.overlap drafter.replay drafter.lr "

@@ -122,11 +122,6 @@ class Config(Section):
                 f"rollout.partial={self.rollout.partial}: SGLang continues samples only under "
                 f"spec.verifier=position_keyed, not {self.spec.verifier}"
             )
-        if self.spec.history and self.rollout.function:
-            raise ValueError(
-                f"spec.history=true is for one reply to a prompt, but rollout.function={self.rollout.function} "
-                "draws several turns"
-            )
         if self.drafter.overlap and self.rollout.staleness:
             raise ValueError(
                 "drafter.overlap=true trains while engines generate, and so does the policy under rollout.staleness=1; "

@@ -48,12 +48,6 @@ class SpecSection(Section):
         description="under verifier=position_keyed. coupled: drafts take the verifier's noise, so more are accepted "
         "above temperature 0; argmax: the drafter's likeliest token. The text is the same",
     )
-    history: Annotated[bool, Needs("spec.mode!=off"), Needs("spec.verifier=position_keyed")] = (
-        Field(
-            False,
-            description="before drafting, check the beginning that old answers to the prompt share",
-        )
-    )
     cost_table: Annotated[Text, Needs("spec.mode=adaptive", "tail.rebalance")] = Field(
         "",
         description="JSON file of `rlspec profile` to choose by; empty: the model's sizes, and what rounds took",

@@ -2,9 +2,8 @@
 
 `checkpoints/step-000012/` is the trainer's (`train/checkpoint.py`), and is renamed into place last: where it exists,
 the checkpoint is whole. `step-000012.json` holds the data order and what speculation has learnt; `step-000012.groups`
-holds the rollout that was drawn ahead, if there is one, `step-000012.replay` the drafter's buffer of rollouts,
-`step-000012.begun` the groups of partial rollouts, and `step-000012.history` the answers that later steps take as
-drafts. All are covered by checksums in the JSON file.
+holds the rollout that was drawn ahead, if there is one, `step-000012.replay` the drafter's buffer of rollouts, and
+`step-000012.begun` the groups of partial rollouts. All are covered by checksums in the JSON file.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import msgspec
 
 from megatron_rlspec import files, wire
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
-from megatron_rlspec.speculation.history import Kept
 from megatron_rlspec.types import Group, OpenGroup
 
 KEPT = 2  # checkpoints: if the newest one is damaged, the run goes on from the one before
@@ -30,20 +28,15 @@ _FORMATS: dict[str, type[list[Any]]] = {
     ".groups": list[Group],
     ".replay": list[Group],
     ".begun": list[OpenGroup],
-    ".history": list[Kept],
 }
 
 
 class Drawn(NamedTuple):
-    """What the next steps train on: the rollout that was drawn ahead, the drafter's buffer, and begun groups.
-
-    history  earlier answers, which are drafts
-    """
+    """What the next steps train on: the rollout that was drawn ahead, the drafter's buffer, and begun groups."""
 
     ahead: Sequence[Group] = ()
     replay: Sequence[Group] = ()
     begun: Sequence[OpenGroup] = ()
-    history: Sequence[Kept] = ()
 
     def age(self, done: int, partial: bool) -> float:
         """Return how many versions its oldest token will be behind the policy that trains on it.

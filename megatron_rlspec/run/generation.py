@@ -21,7 +21,6 @@ from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
 from megatron_rlspec.run.engines import Engines, sampling
-from megatron_rlspec.run.history import History
 from megatron_rlspec.run.summaries import best_of, rollout_metrics, scored
 from megatron_rlspec.tasks import data, rewards
 from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample, Sampling
@@ -40,7 +39,6 @@ class Generation:
     """Takes prompts, has engines generate samples of them, and has rewards score these.
 
     begun      groups that go on in the next rollout (`rollout.partial`)
-    history    answers of earlier steps
     held_out   prompts of evaluations by the name of their set
     cancelled  when it is set, rollouts end with RolloutCancelledError
     """
@@ -59,7 +57,6 @@ class Generation:
         own = config.train.eval_temperature
         self._of_evaluations = self.sampling if own < 0 else replace(self.sampling, temperature=own)
         self.begun: list[OpenGroup] = []
-        self.history = History(config)
         self.held_out = held_out
         self._config = config
         self._tokenizer = tokenizer
@@ -115,7 +112,7 @@ class Generation:
         options = self._config.rollout
         keep_all = not self._config.algorithm.dynamic_sampling
         drawing = Drawing(
-            self.history.attached(self.begun),
+            self.begun,
             options.prompts_per_step,
             step + 2 - options.oldest,
             lambda g: keep_all or _has_signal(g),
@@ -131,7 +128,7 @@ class Generation:
             )
             prompts = source.take(missing, [group.requests[0].prompt for group in drawing.groups])
             new = self._requests(f"t{step:06d}", prompts, options.samples_per_prompt, step, places)
-            drawing.begin(self.history.attached(new))
+            drawing.begin(new)
             places += len(prompts)
             number, failed = self._generate(drawing, counts)
             failures += failed
@@ -148,7 +145,6 @@ class Generation:
         if options.mask_offpolicy:
             mask_continued([sample for group in kept for sample in group.samples])
         self._learn_lengths(kept)
-        counts |= self.history.keep(step, kept)
         if step == 0:
             self._show("step 1", kept[0].samples[0])
         self._record_failures(f"step {step + 1}", ended, failures)
@@ -167,7 +163,6 @@ class Generation:
         reward = float(np.mean(known)) if known else -math.inf
         if source.raise_level(reward):
             self._lengths.clear()  # ids name other prompts now
-            self.history.answers.clear()
             self._recorder.event(
                 "curriculum",
                 f"step {step + 1}: mean reward {reward:.3f}, level {source.level} from here on",

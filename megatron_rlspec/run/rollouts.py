@@ -171,7 +171,6 @@ class Rollouts:
         if lost := self.speculation.learning.restore(resumed):
             self._recorder.event("resume", lost)
         self.generation.restore(resumed.get("lengths", ()), drawn.begun)
-        self.generation.history.answers.restore(drawn.history)
         self._awaits_drafts = self._config.drafter.fresh and not resumed.get("drafts", False)
         if self._awaits_drafts and not resumed:
             self.speculation.learning.start_without()
@@ -202,7 +201,7 @@ class Rollouts:
         The rollout that was generated ahead is among them: a resumed run lacks its weights.
         """
         ahead = self._ahead.result().groups if self._ahead is not None else []
-        return Drawn(ahead, replay, self.generation.begun, self.generation.history.answers.state())
+        return Drawn(ahead, replay, self.generation.begun)
 
     # ---- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -287,9 +286,7 @@ class Rollouts:
         delivered = accept_length(
             pooled(sample.accepted for group in drawn.groups for sample in group.samples)
         )
-        # The prediction is of all positions. Beside old answers the drafter has a selection of them, which are easier.
-        scored = not drawn.counts.get("old_tokens", 0)
-        found = self.speculation.learn(seen, reports, prediction, delivered, scored)
+        found = self.speculation.learn(seen, reports, prediction, delivered)
         if self._awaits_drafts and (told := self.speculation.began(seen, delivered)):
             self._recorder.event("drafting", f"step {self._rolling + 1}: {told}")
             self._awaits_drafts = False

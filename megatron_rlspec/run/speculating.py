@@ -74,15 +74,12 @@ class Speculation:
         reports: Sequence[Mapping[str, Any]],
         prediction: Prediction | None,
         delivered: float,
-        scored: bool = True,
     ) -> dict[str, float]:
         """Learn from the rounds and rule reports of a rollout, and take the trainer's `prediction` of the next one.
 
-        The rounds also score the prediction of the step before, if `scored`. `delivered` is the tokens that a round
-        delivered to a sample, on average. Returns metrics.
+        The rounds also score the prediction of the step before. `delivered` is the tokens that a round delivered to a
+        sample, on average. Returns metrics.
         """
-        if not scored:
-            self.learning.prediction = None
         found = self.learning.observe(rounds, reports, delivered) | self.learning.expect(prediction)
         files.write(self._rule_file, json.dumps(self.learning.rule()))
         return found

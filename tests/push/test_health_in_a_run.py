@@ -53,7 +53,6 @@ class Run:
         config = load(overrides=overrides | {name.replace("__", "."): value for name, value in options.items()})
         self.run_dir = tmp_path / "run"
         self.config = config
-        self.old = {}
         self.rollouts = start(config, self.hf_config, self.run_dir)
         (self.engine,) = self.rollouts.engines.pool.engines.values()
 
@@ -63,13 +62,8 @@ class Run:
         return self.rollouts.engines.push(version, lambda scope: iter(damaged), None, "all")
 
     def draw(self, name):
-        """Generate an answer to each prompt; with `spec.history` its last one is checked first."""
-        requests = []
-        for i, prompt in enumerate(PROMPTS):
-            requests.append(Request(f"{name}-{i:03d}", prompt, seed=i, draft=self.old.get(i)))
-        for sample in self.rollouts.engines.pool.generate(requests, self.rollouts.generation.sampling):
-            if self.config.spec.history:
-                self.old[sample.prompt.id] = sample.response
+        requests = [Request(f"{name}-{i:03d}", prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
+        self.rollouts.engines.pool.generate(requests, self.rollouts.generation.sampling)
 
     def events(self):
         return [event for event in read_records(self.run_dir / "events.jsonl") if event["kind"] == "health"]
@@ -120,23 +114,6 @@ def test_an_exporters_bug_turns_speculation_off_with_a_record(run):
     assert "no speculation until a later push: canary: accept length 1." in event["message"]
     assert run.push(3)["health/plain_engines"] == 0 and run.engine.choice.present == SpecSchedule.fixed(CHAIN)
     assert len(run.events()) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", [{"spec__history": "true"}], indirect=True)
-def test_old_answers_neither_hide_a_bad_push_nor_raise_an_alarm(run):
-    """Beside them the drafter has easier rounds, from which follows what the canary of a new engine expects."""
-    for version in range(1, 5):
-        run.rollouts.engines.health._canary.forget("embedded")  # as a new engine has no earlier canary
-        run.push(version)
-        for again in range(3):
-            run.draw(f"v{version}-{again}")
-        run.rollouts.adapt(None)
-    assert run.events() == [] and run.rollouts.speculation.expected_of_canary() > 2
-    run.rollouts.engines.health._canary.forget("embedded")
-    assert run.push(5, half_swap)["health/plain_engines"] == 1
-    (event,) = run.events()
-    assert "canary: accept length 1." in event["after_second_push"][0]
 
 
 def gone(*_):

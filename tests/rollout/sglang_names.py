@@ -113,9 +113,6 @@ layers.attention.flashinfer_backend
     fast_prefill_plan(qo_indptr_host, uniform_verify_width)
 layers.logits_processor
     LogitsProcessor._compute_lm_head(hidden_states, lm_head)
-    LogitsProcessor._get_logits
-    LogitsProcessor.forward(input_ids, hidden_states, lm_head, logits_metadata)
-    LogitsProcessorOutput(input_token_ids_logprobs_val, input_token_ids_logprobs_idx, input_logprobs_copy_done)
 layers.quantization.unquant
     UnquantizedLinearMethod.apply(layer, x, bias)
 layers.sampler
@@ -157,14 +154,10 @@ managers.tokenizer_manager
     TokenizerManager.begin_weight_update(obj)
     TokenizerManager.end_weight_update(obj)
     TokenizerManager.context_len
-    TokenizerManager.max_req_input_len
     TokenizerManager.num_reserved_tokens
 managers.tp_worker
     BaseTpWorker.deserialize_own_rank(serialized_named_tensors)
     TpModelWorker.forward_batch_generation(batch, capture_hidden_mode)
-model_executor.forward_batch_info
-    ForwardBatch(forward_mode, sampling_info, return_logprob, token_ids_logprobs, extend_prefix_lens_cpu,
-        extend_seq_lens_cpu, extend_logprob_start_lens_cpu)
 model_executor.model_runner_components.weight_updater
     WeightUpdater._model_update_group
     WeightUpdater.device

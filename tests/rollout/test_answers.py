@@ -12,10 +12,9 @@ from unittest.mock import MagicMock
 import pytest
 
 import megatron_rlspec.rollout.sglang as ours
-from megatron_rlspec.rollout.sglang import ids
 from megatron_rlspec.rollout.sglang.scheduler.protect import check_token_ids
 from megatron_rlspec.rollout.sglang.schemas import GenerateBody, RequestBody, SamplingBody
-from megatron_rlspec.rollout.sglang.settings import DRAW_ALL, Settings
+from megatron_rlspec.rollout.sglang.settings import Settings
 
 
 class Tokenizer(SimpleNamespace):
@@ -59,12 +58,12 @@ def asked(**fields: Any) -> RequestBody:
 def test_a_begun_sample_ends_where_a_scheduler_ends_it(routes: dict[str, Any]) -> None:
     tokenizer = Tokenizer([])
     given(routes, tokenizer)
-    assert routes["_ends"](SamplingBody(stop_token_ids=[3])).stops == {3, 5, 7, 9}
-    assert routes["_ends"](SamplingBody(stop_token_ids=[3], ignore_eos=True)).stops == set()
+    assert routes["_stop_tokens"](SamplingBody(stop_token_ids=[3])) == {3, 5, 7, 9}
+    assert routes["_stop_tokens"](SamplingBody(stop_token_ids=[3], ignore_eos=True)) == set()
     tokenizer.tokenizer = SimpleNamespace(eos_token_id=None, additional_stop_token_ids=None)
-    assert routes["_ends"](SamplingBody()).stops == {5}
+    assert routes["_stop_tokens"](SamplingBody()) == {5}
     tokenizer.tokenizer = None  # --skip-tokenizer-init
-    assert routes["_ends"](SamplingBody()).stops == {5}
+    assert routes["_stop_tokens"](SamplingBody()) == {5}
 
 
 def test_an_aborted_sample_keeps_the_tokens_of_its_log_probs(routes: dict[str, Any]) -> None:
@@ -105,9 +104,6 @@ def test_samples_are_streamed_only_if_the_last_answer_is_whole(routes: dict[str,
 def test_sglangs_own_routes_refuse_what_would_change_other_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in Settings("position_keyed").to_environment().items():
         monkeypatch.setenv(name, value)
-    check_token_ids(Tokenizer([]), SimpleNamespace(rid=ids.inner("a"), token_ids_logprob=DRAW_ALL), [1])
-    with pytest.raises(ValueError, match=r"token_ids_logprob is \[0, 0\], which only our own routes ask for"):
-        check_token_ids(Tokenizer([]), SimpleNamespace(rid="a", token_ids_logprob=[0, 0]), [1])
     with pytest.raises(ValueError, match="return_sampling_mask changes how other samples"):
         check_token_ids(Tokenizer([]), SimpleNamespace(rid="a", return_sampling_mask=True), [1])
     check_token_ids(Tokenizer([]), SimpleNamespace(rid="a", token_ids_logprob=[0], return_sampling_mask=False), [1])

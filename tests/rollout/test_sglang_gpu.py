@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import requests
 import test_sglang_engine as same
-import test_sglang_given_draft as given_draft
 import test_sglang_moves as moves
 import test_sglang_overlap as overlap
 import tiny_mimo
@@ -99,12 +98,6 @@ def test_text_does_not_depend_on_speculation(engines: Engines, name: str) -> Non
 )
 def test_results_are_those_of_the_cpu(engines: Engines, check: Callable[[Engines], None]) -> None:
     check(engines)
-
-
-@pytest.mark.lossless
-@pytest.mark.parametrize("name", ["adaptive", "plain"])
-def test_no_wrong_draft_shows(engines: Engines, name: str) -> None:
-    given_draft.check_drafts(engines[name])
 
 
 def test_logprobs_are_those_of_an_independent_model(engines: Engines, checkpoint: Path) -> None:

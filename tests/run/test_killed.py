@@ -26,7 +26,6 @@ AHEAD = {"rollout__staleness": 1, "algorithm__kl_coef": 0.1}
 PARTIAL = {"rollout__partial": 1, "rollout__max_new_tokens": 48}
 ADAPTIVE = {"spec__mode": "adaptive", "algorithm__tis_clip": 0}
 RECORD = {"train__record_gib": 1}
-HISTORY = {"spec__history": "true", "rollout__top_k": 2}  # two of four answers to a prompt then begin alike
 BUFFER = {"drafter__replay": "uniform", "drafter__reward_weight": "rank"}
 # SGLang's log-probs depend in their last bits on what is decoded together, and so on time.
 SGLANG = {"rollout__engine": "sglang", "rollout__engines": 2, "algorithm__tis_clip": 0}
@@ -42,8 +41,7 @@ COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of whi
         1,
         PARTIAL | AHEAD | {"drafter__replay": "reward", "rollout__partial": 3},
     ),
-    "partial, staleness, old answers": (1, PARTIAL | AHEAD | HISTORY),
-    "two engines, moves, old answers, record": (2, MOVES | HISTORY | RECORD),
+    "two engines, moves, record": (2, MOVES | RECORD),
     "overlap, buffer, reward weight, record": (1, BUFFER | RECORD | {"drafter__overlap": "true"}),
     "EAGLE-3, staleness, every third update, top-k": (
         1,
@@ -52,7 +50,6 @@ COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of whi
         | {"rollout__temperature": 0.7, "rollout__top_k": 20},
     ),
     "two engines, partial, staleness": (2, PARTIAL | AHEAD),
-    "two SGLang engines, old answers, record": (1, SGLANG | HISTORY | RECORD),
     "two SGLang engines, partial": (1, SGLANG | PARTIAL | RECORD | SAME_POLICY | {"algorithm__tis_clip": 2.0}),
 }
 STEPS = 40

@@ -7,7 +7,7 @@ above its parent, so the best n candidates always form a tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -170,20 +170,6 @@ def roots(pending: np.ndarray) -> Tree:
     """Return trees without drafts, which hold only the pending tokens [B]."""
     zeros = np.zeros((len(pending), 1), np.int64)
     return Tree(pending[:, None], zeros - 1, zeros, zeros == 0, zeros.astype(np.float32))
-
-
-def given(pending: np.ndarray, drafts: Sequence[np.ndarray]) -> Tree:
-    """Return chains of `drafts`, a row each, behind the pending tokens [B]."""
-    width = 1 + max(len(one) for one in drafts)
-    tokens = np.zeros((len(pending), width), np.int64)
-    tokens[:, 0] = pending
-    depth = np.tile(np.arange(width), (len(pending), 1))
-    lengths = np.array([1 + len(one) for one in drafts])
-    for row, one in zip(tokens, drafts, strict=True):
-        row[1 : 1 + len(one)] = one
-    return Tree(
-        tokens, depth - 1, depth, depth < lengths[:, None], np.zeros(tokens.shape, np.float32)
-    )
 
 
 def cut(pending: np.ndarray, candidates: Candidates, keep: np.ndarray) -> Tree:

@@ -356,7 +356,7 @@ class EmbeddedEngine:
         timed  whether the rule may learn the duration: not if other work is a part of it
         """
         rows = np.array([run.row for run in runs])
-        drafting = (self.rounds.can_draft(rows) | config.off) & ~self.rounds.has_draft(rows)
+        drafting = self.rounds.can_draft(rows) | config.off
         verified = self.rounds.verified
         committed = self.rounds.round(rows, config, ahead)
         took = (time.perf_counter() - began) * 1e3

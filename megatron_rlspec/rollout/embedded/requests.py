@@ -62,7 +62,7 @@ class ActiveRequest:
             self.versions[-1][2] = last
         else:
             self.versions.append([version, first, last])
-        self.rounds += first > 0 and not new.given
+        self.rounds += first > 0
         return status
 
     def stopped(self) -> bool:

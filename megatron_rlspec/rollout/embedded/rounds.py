@@ -72,28 +72,16 @@ class RoundRunner:
         self.verified = 0  # tokens that the target has verified so far
         # committed tokens at the start of the row's last round
         self.before = np.zeros(rows, np.int64)
-        # row -> tokens [columns] of `Request.draft`, while all of them agree
-        self.given: dict[int, np.ndarray] = {}
 
-    def seat(
-        self, row: int, sampling: Sampling, seed: int, draws: int, known: np.ndarray | None = None
-    ) -> None:
-        """Set the sampling of a row. `draws` continues the noise of a sample that was put back into the queue.
-
-        known  tokens that the sample may have, prompt included; they fit into the cache
-        """
+    def seat(self, row: int, sampling: Sampling, seed: int, draws: int) -> None:
+        """Set the sampling of a row. `draws` continues the noise of a sample that was put back into the queue."""
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
         self.min_p[row] = sampling.min_p
         self.seeds[row] = verify.streams(seed)
         self.draws[row] = draws
-        length = int(self.cache.length[row])
-        self.before[row] = length - 1
-        self.given.pop(row, None)
-        if known is not None and self.verifier == "position_keyed" and len(known) > length:
-            if np.array_equal(known[:length], self.cache.tokens[row, :length]):
-                self.given[row] = known
+        self.before[row] = self.cache.length[row] - 1
 
     def ready(self, row: int) -> bool:
         """Return whether the target has run on all tokens of the row but the pending one."""
@@ -156,23 +144,7 @@ class RoundRunner:
 
     def columns(self, rows: np.ndarray, config: SpecConfig) -> np.ndarray:
         """Return [B], the number of columns that must have slots for a round of `config`."""
-        nodes = np.full(len(rows), scratch(config))
-        given = self.has_draft(rows)
-        if given.any():
-            nodes[given] = [1 + len(tokens) for tokens in self._given(rows[given])]
-        return self.cache.length[rows] - 1 + nodes
-
-    def has_draft(self, rows: np.ndarray) -> np.ndarray:
-        """Return [B], whether the next round of a row verifies its request's own draft."""
-        return np.array([row in self.given for row in rows.tolist()], bool)
-
-    def _given(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return what is left of the rows' own drafts; together at most `prefill_chunk` tokens, and one of each."""
-        most = max(1, self.prefill_chunk // len(rows))
-        lengths = self.cache.length[rows].tolist()
-        return [
-            self.given[row][n : n + most] for row, n in zip(rows.tolist(), lengths, strict=True)
-        ]
+        return self.cache.length[rows] - 1 + scratch(config)
 
     def draft_only(self, rows: np.ndarray, config: SpecConfig) -> Ahead:
         """Draft for rows that have the drafter's keys only. `round` verifies the drafts, in the same step."""
@@ -182,19 +154,15 @@ class RoundRunner:
     def round(
         self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None = None
     ) -> list[Committed]:
-        """Commit at least one token for every row. Rows that cannot draft run in a pass of their own without drafts,
-        and so do rows with drafts of their own.
+        """Commit at least one token for every row. Rows that cannot draft run in a pass of their own without drafts.
 
         ahead  drafts of the last ones of `rows`
         """
-        given = self.has_draft(rows)
-        drafting = (self.can_draft(rows) | config.off) & ~given
+        drafting = self.can_draft(rows) | config.off
         if drafting.all():
             return self._round(rows, config, ahead)
         committed: dict[int, Committed] = {}
-        if given.any():
-            committed |= zip(rows[given].tolist(), self._check(rows[given]), strict=True)
-        for part, chosen, drafted in ((drafting, config, ahead), (~drafting & ~given, OFF, None)):
+        for part, chosen, drafted in ((drafting, config, ahead), (~drafting, OFF, None)):
             if part.any():
                 committed |= zip(
                     rows[part].tolist(), self._round(rows[part], chosen, drafted), strict=True
@@ -229,31 +197,6 @@ class RoundRunner:
             taken = path[i, : count + 1]
             cache.commit(row, targets[i, taken], taken, tree.tokens.shape[1])
             committed.append(Committed(targets[i, taken], logprobs[i, taken], count))
-        return committed
-
-    def _check(self, rows: np.ndarray) -> list[Committed]:
-        """Verify the rows' own drafts in one pass: commit what agrees, and the token behind it."""
-        cache = self.cache
-        self.before[rows] = cache.length[rows]
-        left = self._given(rows)
-        tree = draft.given(cache.tokens[rows, cache.length[rows] - 1], left)
-        self.verified += int(tree.valid.sum())
-        read = self._read(rows, cache.length[rows] - 1 + tree.valid.sum(1))
-        targets, logprobs = self._verify(rows, read, tree, None, chain=True)
-        _, accepted = verify.walk(tree.tokens, tree.parents, tree.valid, targets)
-        committed = []
-        for i, (row, count) in enumerate(zip(rows.tolist(), accepted.tolist(), strict=True)):
-            taken = np.arange(count + 1)
-            cache.commit(row, targets[i, taken], taken, len(left[i]) + 1)
-            known = self.given[row]
-            length = int(cache.length[row])
-            if (
-                count < len(left[i])
-                or length >= len(known)
-                or known[length - 1] != cache.tokens[row, length - 1]
-            ):
-                del self.given[row]
-            committed.append(Committed(targets[i, taken], logprobs[i, taken], 0, given=True))
         return committed
 
     def _draft(

@@ -118,10 +118,7 @@ class Scheduler:
             if not self.cache.back(row, len(prompt) + len(run.response)):
                 self.cache.close(row)
                 return
-            draft = run.request.draft
-            if draft is not None:
-                draft = np.concatenate([prompt, np.asarray(draft[: self.limit(run)], np.int64)])
-            self.rounds.seat(row, run.sampling, run.request.seed, run.draws, draft)
+            self.rounds.seat(row, run.sampling, run.request.seed, run.draws)
             run.row = row
             run.seats += 1
             self.running.append(self.waiting.pop(0))
@@ -145,7 +142,6 @@ class Scheduler:
     def vacate(self, run: ActiveRequest) -> None:
         """Take a running sample's row from it."""
         run.draws = int(self.rounds.draws[run.row])
-        self.rounds.given.pop(run.row, None)
         self.cache.close(run.row)
         run.row = -1
 

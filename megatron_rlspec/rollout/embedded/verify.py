@@ -35,7 +35,6 @@ class Committed(NamedTuple):
     tokens: np.ndarray  # [N]
     logprobs: np.ndarray  # [N]
     accepted: int  # drafts
-    given: bool = False  # the round verified a request's own draft
 
 
 def streams(seed: int) -> np.ndarray:

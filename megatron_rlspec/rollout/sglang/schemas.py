@@ -77,15 +77,11 @@ class SamplingBody(Strict):
 
 
 class RequestBody(Strict):
-    """One sample to generate. `begun`: response tokens from before; `max_new_tokens` counts them.
-
-    draft  tokens that may follow them; `types.Request` says what becomes of them
-    """
+    """One sample to generate. `begun`: response tokens from before; `max_new_tokens` counts them."""
 
     id: RequestId
     input_ids: TokenIds
     begun: list[int] = Field([], max_length=4 << 20)
-    draft: list[int] = Field([], max_length=4 << 20)
     sampling: SamplingBody = SamplingBody()
 
 
@@ -320,11 +316,7 @@ def check_batch(body: GenerateBody, vocabulary: int, context: int, reserved: int
     """
     for i, request in enumerate(body.requests):
         ids = request.input_ids
-        for name, tokens in (
-            ("input_ids", ids),
-            ("begun", request.begun),
-            ("draft", request.draft),
-        ):
+        for name, tokens in (("input_ids", ids), ("begun", request.begun)):
             if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary):
                 j = next(j for j, token in enumerate(tokens) if not 0 <= token < vocabulary)
                 place = f"requests[{i}].{name}[{j}]"

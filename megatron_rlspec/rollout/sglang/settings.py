@@ -13,8 +13,6 @@ VARIABLE = "RLSPEC_SGLANG"
 KEY = "RLSPEC_API_KEY"  # in the environment: every user of the machine can read a command line
 # in the answer's meta_info: for every output token, whether it was a draft
 DRAFTED = "rlspec_drafted"
-# As a request's `token_ids_logprob`, which SGLang hands to every pass: draw at all positions (`given_draft.py`).
-DRAW_ALL = [0, 0]
 APART = "engines that prefill and decode apart were never run with a drafter that is trained or switched off"
 MIXED_CHUNK = "batches that mix prefill and decode are not supported with speculation"
 

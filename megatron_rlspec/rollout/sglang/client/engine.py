@@ -352,7 +352,6 @@ def _parts(requests: Sequence[Request]) -> list[list[Request]]:
         own = len(request.prompt.tokens) + (
             0 if request.partial is None else len(request.partial.response)
         )
-        own += 0 if request.draft is None else len(request.draft)
         if parts[-1] and (tokens + own > _TOKENS or len(parts[-1]) == _REQUESTS):
             parts.append([])
             tokens = 0
@@ -369,11 +368,6 @@ def _body(request: Request, sampling: Sampling) -> dict[str, Any]:
     }
     if request.partial is not None:
         body["begun"] = request.partial.response.tolist()
-    if request.draft is not None:
-        begun = body.get("begun", [])
-        draft = np.asarray(request.draft).tolist()
-        if draft[: len(begun)] == begun:
-            body["draft"] = draft[len(begun) :]
     return body
 
 

@@ -29,7 +29,6 @@ def register() -> None:
         control,
         coupled,
         decisions,
-        given_draft,
         verifier,
         versions,
     )
@@ -47,7 +46,7 @@ def register() -> None:
         HookType.REPLACE,
     )
     own = (*control.hooks(settings), *verifier.hooks(settings), *coupled.hooks(settings))
-    for target, hook, kind in (*own, *given_draft.hooks(settings), *sglang.hooks()):
+    for target, hook, kind in (*own, *sglang.hooks()):
         HookRegistry.register(target, hook, HookType[kind])
     if settings.loopback:
         loopback.bind_stores()

@@ -25,7 +25,7 @@ from sglang.srt.managers.io_struct import (
 
 from megatron_rlspec.rollout.sglang import ids, schemas
 from megatron_rlspec.rollout.sglang.extensions import Route, loaded
-from megatron_rlspec.rollout.sglang.http import given_draft, guard, weight_routes
+from megatron_rlspec.rollout.sglang.http import guard, weight_routes
 from megatron_rlspec.rollout.sglang.http.bodies import (
     Handler,
     answering,
@@ -88,22 +88,27 @@ def _finish(asked: schemas.RequestBody) -> dict[str, Any] | None:
             400,
             f"request {asked.id}: a sample goes on only in an engine with --verifier position_keyed",
         )
-    ends = _ends(asked.sampling)
+    sampling = asked.sampling
     try:
-        ended(asked.begun, ends.stops, ends.limit)
+        status = ended(asked.begun, _stop_tokens(sampling), sampling.max_new_tokens)
     except ValueError as error:
         raise Refusal(400, f"request {asked.id}: {error}") from None
-    return ends.of(asked.begun, len(asked.begun) - 1)[1]
+    if sampling.stop and status != "finished":
+        strings = StopStrings(sampling.stop, manager().tokenizer.decode)
+        if strings.end(asked.begun, len(asked.begun) - 1) is not None:
+            status = "finished"
+    if status is None:
+        return None
+    return {"type": "stop" if status == "finished" else "length"}
 
 
-def _ends(sampling: schemas.SamplingBody) -> given_draft.Ends:
+def _stop_tokens(sampling: schemas.SamplingBody) -> set[int]:
     stops: set[int] = set()
     if not sampling.ignore_eos:  # SGLang then ignores stop_token_ids, too
         stops = set(sampling.stop_token_ids) | set(manager().model_config.hf_eos_token_id or ())
         if (tokenizer := manager().tokenizer) is not None:
             stops |= {tokenizer.eos_token_id, *(tokenizer.additional_stop_token_ids or ())} - {None}
-    strings = StopStrings(sampling.stop, manager().tokenizer.decode) if sampling.stop else None
-    return given_draft.Ends(stops, strings, sampling.max_new_tokens)
+    return stops
 
 
 async def _lines(
@@ -171,23 +176,13 @@ async def _generated(
     asked: schemas.RequestBody, rid: str, progress: bool
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the lines of a sample: with `progress` its new tokens now and then, and at the end all of it."""
-    checked = given_draft.Checked()
-    if asked.draft and _sglang.checks_drafts and _position_keyed():
-        ends = _ends(asked.sampling)
-        checked = await given_draft.check(
-            manager(), _sglang.weight_version, asked, ends, GenerateReqInput
-        )
-        if checked.finish is not None:
-            yield checked.before(_nothing() | {"finish": checked.finish})
-            return
-    begun = asked.begun + checked.tokens
     sampling = asked.sampling.model_dump()
-    sampling["max_new_tokens"] -= len(begun)
-    if asked.sampling.stop and begun:
-        sampling["custom_params"] = {BEGUN: len(begun)}
+    sampling["max_new_tokens"] -= len(asked.begun)
+    if asked.sampling.stop and asked.begun:
+        sampling["custom_params"] = {BEGUN: len(asked.begun)}
     message = GenerateReqInput(
         rid=rid,
-        input_ids=asked.input_ids + begun,
+        input_ids=asked.input_ids + asked.begun,
         sampling_params=sampling | ({"stream_interval": PROGRESS_TOKENS} if progress else {}),
         stream=progress,  # otherwise the one answer comes when the sample is finished
         return_logprob=True,
@@ -195,13 +190,6 @@ async def _generated(
     )
     began = _sglang.weight_version(manager())
     sent = Progress()
-    if progress and checked.tokens and checked.version == began:
-        drawn = {
-            "output_ids": checked.tokens,
-            "logprobs": checked.logprobs,
-            "drafted": [0] * len(checked.tokens),
-        }
-        yield {"drawn": drawn, "rounds": 0, "version": began}
     async for answer in manager().generate_request(message, None):
         meta = answer["meta_info"]
         finish = meta["finish_reason"]
@@ -212,7 +200,7 @@ async def _generated(
         )
         if finish is None:
             # SGLang names the weights of a token when its sample ends. Until then they are known only before a push.
-            if _sglang.weight_version(manager()) == began == (checked.version or began):
+            if _sglang.weight_version(manager()) == began:
                 line = sent.line(tokens, entries, marks, 1 + meta["num_retractions"])
                 if line is not None:
                     yield line | {"version": began}
@@ -223,7 +211,7 @@ async def _generated(
         # SGLang 0.5.15 gives the last token only if a sample is aborted while it waits
         if len(tokens) < len(entries):
             tokens = [token for _, token, *_ in entries]
-        line = {
+        yield {
             "output_ids": tokens,
             "logprobs": logprobs(entries),
             "finish": finish,
@@ -234,7 +222,6 @@ async def _generated(
             "accepted": meta.get("spec_correct_drafts_histogram", []),
             "drafted": marks,
         }
-        yield checked.before(line)
 
 
 async def abort(request: Request) -> JSONResponse:

@@ -11,9 +11,8 @@ from datetime import timedelta
 from functools import partial, update_wrapper
 from typing import Any, cast
 
-from megatron_rlspec.rollout.sglang import ids
 from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER
-from megatron_rlspec.rollout.sglang.settings import DRAW_ALL, Settings
+from megatron_rlspec.rollout.sglang.settings import Settings
 
 TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 SAMPLING = "sglang.srt.sampling.sampling_params.SamplingParams"
@@ -91,10 +90,6 @@ def check_token_ids(manager: Any, obj: Any, input_ids: list[int] | None) -> None
 
     Also for what our drawing of tokens has no room for, see `verifier.py`.
     """
-    if getattr(obj, "token_ids_logprob", None) == DRAW_ALL and ids.outer(obj.rid) == obj.rid:
-        raise ValueError(
-            f"token_ids_logprob is {DRAW_ALL}, which only our own routes ask for; expected each id once"
-        )
     settings = Settings.from_environment()
     if (
         getattr(obj, "return_sampling_mask", False)

@@ -25,7 +25,7 @@ import torch
 from megatron_rlspec.kernels import chosen
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
-from megatron_rlspec.rollout.sglang.settings import DRAW_ALL, Settings
+from megatron_rlspec.rollout.sglang.settings import Settings
 
 Hook = tuple[str, Callable, str]
 ELEMENTS = 1 << 25  # of the logits that are sampled from at a time: 128 MiB in float32
@@ -100,10 +100,8 @@ def _draws(kernel: Any, info: Any, positions: torch.Tensor) -> Any:
 
 
 def _only_tokens(top_logprobs_nums: Any, token_ids_logprobs: Any) -> bool:
-    """Whether no request asks for log-probs of other tokens than its own, or than those that are drawn."""
-    return not any(top_logprobs_nums or ()) and all(
-        ids in (None, DRAW_ALL) for ids in token_ids_logprobs or ()
-    )
+    """Whether no request asks for log-probs of other tokens than its own."""
+    return not any(top_logprobs_nums or ()) and all(ids is None for ids in token_ids_logprobs or ())
 
 
 def sample_plain(

@@ -31,7 +31,6 @@ class Sglang0523:
     couples = True  # drafts can take the verifier's noise
     draws_logits = True  # a sampler's round can be drawn from its logits
     migrates = True  # running samples can move with their KV cache
-    checks_drafts = True  # a given text can be checked in one extend pass
 
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:
         """Send a scheduler's answer to a control request."""
@@ -212,7 +211,6 @@ class Sglang0515(Sglang0523):
     couples = False
     draws_logits = False
     migrates = False
-    checks_drafts = False
 
     def attention_parallel(self) -> Any:
         return None  # it runs no adaptive speculation there
