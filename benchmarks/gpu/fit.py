@@ -32,7 +32,7 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     if plan.on_gpu:
         gpu = torch.cuda.get_device_properties(0).total_memory
         layout = layout_of(settings, config, parameters, gpu)
-        note = f"of {gpu / GIB:.1f} GiB; placement leaves {layout.need.working / GIB:.1f} GiB for the rest"
+        note = f"of {gpu / GIB:.1f} GiB; placement leaves {layout.need.engine.working / GIB:.1f} GiB for the rest"
         figures.say("share of the memory for weights and KV cache", layout.mem_fraction, "", note)
     arguments = [*engine_arguments(settings, layout), "--device", plan.device, "--load-format", "dummy"]
     arguments += [serving.UNCACHED, "--log-level", "info", *plan.engine]
@@ -57,7 +57,7 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
 
 def layout_of(settings: Config, config: dict[str, Any], parameters: int, gpu: int) -> placement.GpuLayout:
     """Return the placement of an engine that has a GPU of `gpu` bytes to itself."""
-    need = placement.Need.of(settings, config, gpu, parameters, 0, 1)
+    need = placement.needs(settings, config, gpu, parameters, 0, 1)
     return placement.with_memory(placement.GpuLayout("apart", ("0",), (("0",),)), need)
 
 

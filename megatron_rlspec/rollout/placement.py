@@ -9,36 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-
 from megatron_rlspec.config import Config, ConfigError
-from megatron_rlspec.host.rank_memory import kept
-from megatron_rlspec.models.config import DRAFTER
-from megatron_rlspec.speculation import graphs
-
-GIB = 1 << 30
-MIB = 1 << 20
-# Of one process on one GPU: CUDA's context, its libraries' kernels and NCCL's buffers. An estimate.
-PROCESS_BYTES = 2 * GIB
-# Share of the memory that nothing is given where several processes have a GPU: fragments, and what estimates leave out.
-SPARE = 0.05
-# What SGLang 0.5.23 leaves free when it is given no share (`arg_groups/memory_hook.py`): for its attention, for a token
-# of a prefill, a request in a CUDA graph, and graphs of prefills, without and with latent attention; above 60 GiB at
-# least FLOOR.
-BASE = 512 * MIB
-# tokens of a prefill, by bytes of a GPU
-PREFILLS = (160 * GIB, 16384), (60 * GIB, 8192), (20 * GIB, 4096), (0, 2048)
-PREFILL_TOKEN = 3 * MIB // 2
-GRAPH_REQUEST = 2 * MIB
-PREFILL_GRAPHS = 512 * MIB, 1536 * MIB
-FLOOR = 10 * GIB
-# Estimates of what SGLang does not count: float32 rows of logits that a verification holds at once, and activations of
-# a prefilled token, in rows of the hidden size.
-LOGITS_ROWS = 4
-PREFILL_ROWS = 24
-# A workspace of FlashInfer's attention for these families. SGLang 0.5.23 takes it on GPUs other than Hopper, and makes
-# one for the engine and one for every number of drafts (`EAGLEWorkerV2.build_adaptive_runtime_state`).
-WORKSPACE = 512 * MIB
+from megatron_rlspec.memory_estimate import (
+    PROCESS_BYTES,
+    EngineMemory,
+    RankMemory,
+    check_rank,
+    engine_memory,
+    engine_share,
+    rank_memory,
+)
 
 Mode = Literal["none", "apart", "together"]
 
@@ -53,6 +33,7 @@ class GpuLayout:
     together      whether engines share the ranks' GPUs, so that they release memory while training
     mem_fraction  share of the memory that an engine finds free, for its weights and KV cache
     tokens        that the KV cache of an engine on the ranks' GPUs holds; 0: all that fit
+    need          what `mem_fraction` was computed for
     """
 
     mode: Mode = "none"
@@ -61,7 +42,7 @@ class GpuLayout:
     mem_fraction: float = 0.0
     tokens: int = 0
     second: tuple[tuple[str, ...], ...] = ()
-    need: Need | None = None  # what `mem_fraction` was computed for
+    need: Need | None = None
 
     @property
     def together(self) -> bool:
@@ -81,52 +62,35 @@ class Need:
     """Bytes that a layout has to hold.
 
     gpu      of one GPU
-    train    of a trainer rank while engines generate: weights, gradients, optimizer
-    weights  of an engine, target and drafter, over all its GPUs
-    token    of one token's KV cache, over all GPUs of an engine
-    longest  tokens of one sample
-    working  of an engine on one GPU, beside weights and KV cache
-    kept     of CUDA graphs and attention's workspaces, which a sleeping engine keeps; a part of `working`
+    trainer  a trainer rank
+    engine   an engine
     """
 
     gpu: int
-    train: int
-    weights: int
-    token: int
-    longest: int
-    working: int = 0
-    kept: int = 0
+    trainer: RankMemory
+    engine: EngineMemory
 
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        hf_config: Mapping[str, Any],
-        gpu: int,
-        parameters: int,
-        experts: int,
-        world: int,
-        hopper: bool = True,
-    ) -> Need:
-        """Reckon what a run needs.
 
-        parameters, experts  of the model, drafter included: all, and those of routed experts
-        world                ranks of the job
-        hopper               whether the GPUs are of compute capability 9
-        """
-        itemsize = getattr(torch, config.model.dtype).itemsize
-        shards = config.parallel.tensor * config.parallel.pipeline
-        of_rank = (parameters - experts) // shards, experts // (shards * config.parallel.expert)
-        stays = graph_bytes(config) + (0 if hopper else workspace_bytes(config))
-        return cls(
-            gpu,
-            kept(config, world, itemsize, *of_rank).total,
-            parameters * itemsize,
-            token_bytes(config, hf_config, config.placement.tensor),
-            config.model.max_length,
-            working_bytes(config, hf_config, gpu, stays),
-            stays,
-        )
+def needs(
+    config: Config,
+    hf_config: Mapping[str, Any],
+    gpu: int,
+    parameters: int,
+    experts: int,
+    world: int,
+    hopper: bool = True,
+) -> Need:
+    """Estimate what a run needs. A rank has an equal share of the parameters; `--dry-run` counts them exactly.
+
+    gpu                  bytes of one GPU
+    parameters, experts  of the model, drafter included: all, and those of routed experts
+    world                ranks of the job
+    hopper               whether the GPUs are of compute capability 9
+    """
+    shards = config.parallel.tensor * config.parallel.pipeline
+    dense = (parameters - experts) // shards
+    trainer = rank_memory(config, world, dense, experts // (shards * config.parallel.expert))
+    return Need(gpu, trainer, engine_memory(config, hf_config, gpu, parameters, hopper))
 
 
 def devices(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
@@ -223,90 +187,20 @@ def check_heads(
 
 
 def with_memory(layout: GpuLayout, need: Need) -> GpuLayout:
-    """Fill in the memory of the engines. Raises ConfigError if weights and one sample do not fit.
+    """Fill in the memory of the engines. Raises ConfigError if a trainer rank or an engine does not fit.
 
-    Together, the trainer keeps weights, gradients and optimizer while engines generate; its activations are gone by
-    then. SGLang takes `mem_fraction` of what is free when it starts.
+    Colocated, the trainer keeps weights, gradients and optimizer while engines generate. Its activations are gone by
+    then.
     """
-    tensor = len(layout.engines[0])
-    free = need.gpu - PROCESS_BYTES
-    if layout.together or layout.second:
-        asleep = need.kept if layout.second else 0
-        free = (
-            int(need.gpu * (1 - SPARE))
-            - 2 * PROCESS_BYTES
-            - asleep
-            - (need.train if layout.together else 0)
-        )
-    room = free - need.working
-    engine = (need.weights + need.token * need.longest) / tensor
-    if engine > room:
-        trainer = (
-            f", of which a trainer rank keeps {need.train / GIB:.1f}" if layout.together else ""
-        )
-        raise ConfigError(
-            f"an engine does not fit: weights and one sample of {need.longest} tokens need {engine / GIB:.1f} GiB "
-            f"on each of its {tensor} GPUs, CUDA graphs, logits and prefills {need.working / GIB:.1f}, "
-            f"and {max(free, 0) / GIB:.1f} of {need.gpu / GIB:.1f} GiB are free{trainer}"
-        )
-    tokens = int((room * tensor - need.weights) // need.token) if layout.together else 0
-    return replace(layout, mem_fraction=int(1000 * room / free) / 1000, tokens=tokens, need=need)
-
-
-def working_bytes(config: Config, hf_config: Mapping[str, Any], gpu: int, kept: int) -> int:
-    """Return what an engine needs on a GPU of `gpu` bytes beside weights and KV cache: no less than SGLang leaves.
-
-    kept  bytes of CUDA graphs and workspaces
-    """
-    batch = config.rollout.max_running_requests
-    prefill = next(tokens for least, tokens in PREFILLS if gpu >= least)
-    theirs = BASE + prefill * PREFILL_TOKEN + batch * GRAPH_REQUEST
-    theirs += (
-        PREFILL_GRAPHS[bool(hf_config.get("kv_lora_rank"))] + config.placement.tensor * GIB // 8
+    check_rank(need.trainer, need.gpu - PROCESS_BYTES, "a trainer rank, without activations,")
+    share = engine_share(
+        need.engine,
+        need.gpu,
+        trainer=need.trainer.between_steps if layout.together else None,
+        sleeping=need.engine.asleep if layout.second else None,
     )
-    rows = batch * (1 + max(config.spec.steps))
-    hidden = prefill * int(hf_config["hidden_size"]) * getattr(torch, config.model.dtype).itemsize
-    ours = kept + LOGITS_ROWS * rows * int(hf_config["vocab_size"]) * 4 + PREFILL_ROWS * hidden
-    return max(theirs, ours, FLOOR if gpu > 60 * GIB else 0)
-
-
-def graph_bytes(config: Config) -> int:
-    """Return the bytes of an engine's CUDA graphs, as if 0 and every number of drafts were captured at every batch."""
-    batch = config.rollout.max_running_requests
-    drafting = [steps for steps in config.spec.steps if steps]
-    slots = {"1": {"candidate_steps": sorted({0, *drafting})}}
-    return (
-        int(graphs.gib(graphs.count(slots, batch, min(drafting))) * GIB)
-        if drafting
-        else batch * GRAPH_REQUEST
-    )
-
-
-def workspace_bytes(config: Config) -> int:
-    """Return the bytes of FlashInfer's workspaces in an engine."""
-    return WORKSPACE * (1 + sum(1 for steps in config.spec.steps if steps))
-
-
-def token_bytes(config: Config, hf_config: Mapping[str, Any], tensor: int = 1) -> int:
-    """Return the bytes of one token in the KV caches of target and drafter, over the `tensor` GPUs of an engine.
-
-    Latents are on every GPU, and so is a key and value head if there are more GPUs than heads.
-    """
-    layers = int(hf_config["num_hidden_layers"])
-    if config.spec.mode != "off":
-        layers += int(hf_config.get(DRAFTER, {}).get("num_hidden_layers", 1))
-    itemsize: int = getattr(torch, config.model.dtype).itemsize
-    if rank := hf_config.get("kv_lora_rank"):
-        return layers * (int(rank) + int(hf_config.get("qk_rope_head_dim", 0))) * itemsize * tensor
-    heads = int(hf_config["num_attention_heads"])
-    width = int(hf_config.get("head_dim") or hf_config["hidden_size"] // heads)
-    return (
-        2
-        * layers
-        * max(int(hf_config.get("num_key_value_heads") or heads), tensor)
-        * width
-        * itemsize
-    )
+    tokens = share.kv_tokens if layout.together else 0
+    return replace(layout, mem_fraction=share.mem_fraction, tokens=tokens, need=need)
 
 
 def check_together(config: Config) -> None:

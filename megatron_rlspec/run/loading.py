@@ -151,7 +151,7 @@ def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> pla
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     hopper = torch.cuda.get_device_capability(0)[0] == 9
-    need = placement.Need.of(config, hf_config, gpu, sum(sizes.values()), experts, world, hopper)
+    need = placement.needs(config, hf_config, gpu, sum(sizes.values()), experts, world, hopper)
     return placement.with_memory(layout, need)
 
 

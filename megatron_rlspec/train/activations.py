@@ -34,13 +34,13 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch on a rank: `held` until its backward pass, and at most (`peak`)."""
+    """Bytes of one micro-batch on a rank: after its forward pass until its backward pass, and at most."""
 
-    held: int
+    after_forward: int
     peak: int
 
 
-def of_micro_batch(
+def measure_micro_batch(
     config: Config, hf_config: Mapping[str, Any], policy: Policy, drafter: Drafter | None
 ) -> Activations:
     """Run a micro-batch of GRPO on this rank of a fake job (`dry_run`), and count the bytes of its tensors.
@@ -73,12 +73,12 @@ def of_micro_batch(
             tokens = batch.tokens.to(_META)[None]
             positions = batch.position_ids.to(_META)[None]
             hidden = trainer.policy(tokens, positions, None, packed_seq_params=packed)
-            held = live.now
+            after_forward = live.now
             if trainer.last_stage:
                 trainer._head_is_finite = True
                 hidden, _, _ = trainer._losses("grpo", True, True, batch, packed, hidden)
             hidden.backward(torch.empty_like(hidden))
-    return Activations(held, live.peak)
+    return Activations(after_forward, live.peak)
 
 
 def _batch(config: Config) -> PackedBatch:

@@ -22,15 +22,23 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rlspec.config import Config, ConfigError
-from megatron_rlspec.host.rank_memory import Bytes, kept
+from megatron_rlspec.memory_estimate import (
+    DTYPE_BYTES,
+    GIB,
+    RankMemory,
+    check_rank,
+    engine_memory,
+    engine_share,
+    rank_memory,
+)
 from megatron_rlspec.models.names import NameTable
 from megatron_rlspec.train import runtime, shards
-from megatron_rlspec.train.activations import Activations, of_micro_batch
+from megatron_rlspec.train.activations import Activations, measure_micro_batch
 from megatron_rlspec.train.drafter import build_drafter
-from megatron_rlspec.train.model import DTYPES, Policy, transformer_config
+from megatron_rlspec.train.model import Policy, transformer_config
 
 _META = torch.device("meta")
-_GIB = 1 << 30
+_MEMORY = ("weights", "gradients", "optimizer", "activations", "total")
 
 
 @dataclass(frozen=True)
@@ -83,32 +91,37 @@ def stages(
 
 def parameters(built: list[Stage], tensor: int, expert: int = 1) -> tuple[int, int]:
     """Count the parameters of policy and drafter over all stages. A parameter on several ranks counts once."""
-    policy = sum(
-        stage.policy.of_all_ranks(tensor, expert) - tensor * stage.repeated for stage in built
-    )
-    drafter = sum(stage.drafter.of_all_ranks(tensor, expert) for stage in built)
+    policy = 0
+    drafter = 0
+    for stage in built:
+        policy += stage.policy.of_all_ranks(tensor, expert) - tensor * stage.repeated
+        drafter += stage.drafter.of_all_ranks(tensor, expert)
     return policy, drafter
 
 
 def memory(
     config: Config, hf_config: Mapping[str, Any], built: list[Stage], stage: int, world: int
-) -> Bytes:
+) -> RankMemory:
     """Compute what a rank of this stage holds at a step's peak, without activations if they were not counted."""
-    parallel = config.parallel
-    size = DTYPES[config.model.dtype].itemsize
     here = built[stage]
     experts = here.policy.experts + here.drafter.experts
-    rank = kept(config, world, size, here.policy.here + here.drafter.here - experts, experts)
-    width = hf_config["hidden_size"]
+    dense = here.policy.here + here.drafter.here - experts
+    rank = rank_memory(config, world, dense, experts)
+
     replica = 0
     behind_another = stage > 0 and stage == len(built) - 1
     if behind_another and here.drafter.here and not hf_config.get("tie_word_embeddings", False):
         # the drafter's copy of the embedding
-        replica = hf_config["vocab_size"] // parallel.tensor * width
-    in_flight = len(built) - stage
-    one = here.activations or Activations(0, 0)
-    activations = (in_flight - 1) * one.held + one.peak
-    return replace(rank, weights=rank.weights + size * replica, activations=activations)
+        rows = hf_config["vocab_size"] // config.parallel.tensor
+        replica = DTYPE_BYTES[config.model.dtype] * rows * hf_config["hidden_size"]
+
+    activations = 0
+    if here.activations is not None:
+        waiting = (
+            len(built) - stage - 1
+        )  # micro-batches in flight, but for the one that is computed
+        activations = waiting * here.activations.after_forward + here.activations.peak
+    return replace(rank, weights=rank.weights + replica, activations=activations)
 
 
 def place(rank: int, config: Config, world: int) -> dict[str, int]:
@@ -117,16 +130,17 @@ def place(rank: int, config: Config, world: int) -> dict[str, int]:
     `expert` is the rank's number among its stage's context and data ranks, modulo `parallel.expert`.
     """
     parallel = config.parallel
-    out: dict[str, int] = {}
-    replicas = world // (parallel.tensor * parallel.pipeline * parallel.context)
-    for name, size in (
-        ("tensor", parallel.tensor),
-        ("context", parallel.context),
-        ("data", replicas),
-    ):
-        rank, out[name] = divmod(rank, size)
-    expert = (out["context"] + parallel.context * out["data"]) % parallel.expert
-    return out | {"expert": expert, "pipeline": rank}
+    rank, tensor = divmod(rank, parallel.tensor)
+    rank, context = divmod(rank, parallel.context)
+    pipeline, data = divmod(rank, _replicas(config, world))
+    expert = (context + parallel.context * data) % parallel.expert
+    return {
+        "tensor": tensor,
+        "context": context,
+        "data": data,
+        "expert": expert,
+        "pipeline": pipeline,
+    }
 
 
 def report(
@@ -134,66 +148,115 @@ def report(
 ) -> Iterator[str]:
     """Yield the lines that `--dry-run` prints.
 
-    Raises ConfigError if this layout or model cannot be trained, or if a rank needs more than `gpu_gib`.
+    Raises ConfigError if this layout or model cannot be trained, or if a rank or an engine needs more than `gpu_gib`.
     """
-    parallel = config.parallel
     built = stages(config, hf_config, world, activations=True)
-    needed = [memory(config, hf_config, built, stage, world) for stage in range(len(built))]
+    ranks = [memory(config, hf_config, built, stage, world) for stage in range(len(built))]
+    largest = max(range(len(ranks)), key=lambda stage: ranks[stage].total)
     if gpu_gib is not None:
-        _refuse(needed, gpu_gib)
-    policy, drafter = parameters(built, parallel.tensor, parallel.expert)
-    replicas = world // (parallel.tensor * parallel.pipeline * parallel.context)
+        who = f"--gpu-gib {gpu_gib:g}: a rank of pipeline stage {largest}"
+        check_rank(ranks[largest], int(gpu_gib * GIB), who)
+
+    policy, drafter = parameters(built, config.parallel.tensor, config.parallel.expert)
     yield f"{hf_config['architectures'][0]}: {policy:,} parameters, its drafter {drafter:,}"
-    yield (
-        f"{world} ranks = tensor {parallel.tensor} x context {parallel.context} x data {replicas} x pipeline "
-        f"{parallel.pipeline}{', sequence parallel' if parallel.sequence else ''}"
-        f"{f', experts split over {parallel.expert} of context x data' if parallel.expert > 1 else ''}"
-        f"{', optimizer split over replicas' if config.optimizer.distributed else ''}"
-    )
+    yield _layout(config, world)
     tokens = config.train.tokens_per_micro_batch
     yield f"memory in GiB; activations: of micro-batches of {tokens:,} tokens; workspaces and fragmentation come on top"
-    places = ["tensor", "context", "data", *(["expert"] if parallel.expert > 1 else []), "pipeline"]
-    columns = ("rank", *places, "layers", "policy", "drafter")
-    parts = ("weights", "gradients", "optimizer", "activations", "total")
-    widths = (
-        4,
-        *(max(4, len(name)) for name in places),
-        7,
-        14,
-        12,
-        *(max(9, len(part)) for part in parts),
-    )
-    yield " ".join(
-        f"{name:>{width}}" for name, width in zip((*columns, *parts), widths, strict=True)
-    )
-    for rank in range(world):
-        at = place(rank, config, world)
-        here = built[at["pipeline"]]
-        needs = needed[at["pipeline"]]
-        cells = [
-            rank,
-            *(at[name] for name in places),
-            f"{here.layers.start}-{here.layers.stop - 1}",
-        ]
-        cells += [f"{here.policy.here:,}", f"{here.drafter.here:,}"]
-        cells += [f"{getattr(needs, part) / _GIB:.2f}" for part in parts]
-        yield " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-    if gpu_gib is not None:
-        most = max(needs.total for needs in needed) / _GIB
-        yield f"fits: a rank needs at most {most:.2f} of {gpu_gib:g} GiB, without an engine on the same GPU"
-
-
-def _refuse(needed: list[Bytes], gpu_gib: float) -> None:
-    stage = max(range(len(needed)), key=lambda i: needed[i].total)
-    most = needed[stage]
-    if most.total <= gpu_gib * _GIB:
+    yield from _table(config, world, built, ranks)
+    if gpu_gib is None:
         return
-    parts = ("weights", "gradients", "optimizer", "activations")
-    sizes = ", ".join(f"{part} {getattr(most, part) / _GIB:.1f}" for part in parts)
-    raise ConfigError(
-        f"--gpu-gib {gpu_gib:g}: a rank of pipeline stage {stage} needs {most.total / _GIB:.1f} GiB ({sizes}); "
-        "use more ranks, a smaller train.tokens_per_micro_batch, parallel.recompute or optimizer.distributed"
+    most = ranks[largest].total / GIB
+    yield f"fits: a rank needs at most {most:.2f} of {gpu_gib:g} GiB, without an engine on the same GPU"
+    if config.rollout.engine == "sglang" and not config.rollout.urls:
+        kept = max(rank.between_steps for rank in ranks)
+        yield from _engines(config, hf_config, world, int(gpu_gib * GIB), policy + drafter, kept)
+
+
+def _replicas(config: Config, world: int) -> int:
+    """Return the data-parallel size."""
+    parallel = config.parallel
+    return world // (parallel.tensor * parallel.pipeline * parallel.context)
+
+
+def _layout(config: Config, world: int) -> str:
+    parallel = config.parallel
+    line = (
+        f"{world} ranks = tensor {parallel.tensor} x context {parallel.context} x data {_replicas(config, world)} "
+        f"x pipeline {parallel.pipeline}"
     )
+    if parallel.sequence:
+        line += ", sequence parallel"
+    if parallel.expert > 1:
+        line += f", experts split over {parallel.expert} of context x data"
+    if config.optimizer.distributed:
+        line += ", optimizer split over replicas"
+    return line
+
+
+def _table(
+    config: Config, world: int, built: list[Stage], ranks: list[RankMemory]
+) -> Iterator[str]:
+    """Yield a line of names, and a line for each rank."""
+    axes = ["tensor", "context", "data", "pipeline"]
+    if config.parallel.expert > 1:
+        axes.insert(3, "expert")
+    widths = {"rank": 4}
+    widths |= {axis: max(4, len(axis)) for axis in axes}
+    widths |= {"layers": 7, "policy": 14, "drafter": 12}
+    widths |= {part: max(9, len(part)) for part in _MEMORY}
+    yield " ".join(f"{name:>{width}}" for name, width in widths.items())
+    for rank in range(world):
+        coordinates = place(rank, config, world)
+        stage = built[coordinates["pipeline"]]
+        needed = ranks[coordinates["pipeline"]]
+        cells = {"rank": str(rank)}
+        cells |= {axis: str(coordinates[axis]) for axis in axes}
+        cells["layers"] = f"{stage.layers.start}-{stage.layers.stop - 1}"
+        cells["policy"] = f"{stage.policy.here:,}"
+        cells["drafter"] = f"{stage.drafter.here:,}"
+        cells |= {part: f"{getattr(needed, part) / GIB:.2f}" for part in _MEMORY}
+        yield " ".join(f"{cells[name]:>{width}}" for name, width in widths.items())
+
+
+def _engines(
+    config: Config,
+    hf_config: Mapping[str, Any],
+    world: int,
+    gpu: int,
+    model_parameters: int,
+    trainer: int,
+) -> Iterator[str]:
+    """Yield what an engine gets on a Hopper GPU of `gpu` bytes, of which a colocated rank keeps `trainer`.
+
+    With `placement.mode` auto both ways are shown: which one a run takes depends on the number of its GPUs. Raises
+    ConfigError if an engine does not fit in the way that was asked for.
+    """
+    engine = engine_memory(config, hf_config, gpu, model_parameters)
+    mode = config.placement.mode
+    yield (
+        f"an engine: weights {engine.weights / GIB:.2f} GiB over its {engine.tensor} GPUs, KV cache {engine.token:,} "
+        f"bytes a token; on each GPU CUDA graphs {engine.cuda_graphs / GIB:.2f} GiB, page tables "
+        f"{engine.attention / GIB:.2f}, with logits and prefills {engine.working / GIB:.2f}"
+    )
+    colocated = world == config.rollout.engines * engine.tensor
+    ways: dict[str, int | None] = {}
+    if mode == "apart" or mode == "auto":
+        ways["on GPUs of its own"] = None
+    if mode == "together" or (mode == "auto" and colocated):
+        ways[f"beside a trainer rank that keeps {trainer / GIB:.2f} GiB"] = trainer
+    for where, kept in ways.items():
+        try:
+            tokens = engine_share(engine, gpu, kept).kv_tokens
+        except ConfigError as error:
+            if mode != "auto":
+                raise
+            yield f"{where}: {error}"
+            continue
+        at_once = tokens / engine.longest
+        yield (
+            f"{where}: KV cache of {tokens:,} tokens, {at_once:.1f} samples of {engine.longest:,} tokens at once "
+            f"(rollout.max_running_requests={config.rollout.max_running_requests})"
+        )
 
 
 def _build(
@@ -222,7 +285,7 @@ def _build(
             _held(table, policy, described),
             _held(table, drafter, described) if drafter is not None else Sizes(),
             repeated,
-            of_micro_batch(config, hf_config, policy, drafter) if activations else None,
+            measure_micro_batch(config, hf_config, policy, drafter) if activations else None,
         )
 
 

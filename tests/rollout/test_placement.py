@@ -1,6 +1,5 @@
 """Which GPUs ranks and engines get, what does not fit, and the environments in which engines are started."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -13,12 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rlspec import memory_estimate
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.extensions.migration import checks
 from megatron_rlspec.extensions.migration.builders import MigratableEngines, rebalancer
 from megatron_rlspec.extensions.migration.turns import calls
+from megatron_rlspec.memory_estimate import GIB, MIB, EngineMemory, RankMemory
 from megatron_rlspec.rollout import placement
-from megatron_rlspec.rollout.placement import GIB, GpuLayout, Need, place, with_memory
+from megatron_rlspec.rollout.placement import GpuLayout, Need, needs, place, with_memory
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Ipc
 from megatron_rlspec.rollout.sglang.gpu_memory import GpuMemory
@@ -148,14 +149,14 @@ def test_a_second_fleet_has_the_gpus_of_the_first(monkeypatch, tmp_path):
     assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["c", "d", "e", "f"]  # not yet
     with pytest.raises(ConfigError, match="tail.tp=1,2: two fleets need GPUs without trainer ranks, and those"):
         place(tuple("abcd"), 4, 4, 1, "auto", second=2)
-    need = Need(80 * GIB, 0, 14 * GIB, 1 << 17, 8192, 14 * GIB, 3 * GIB)
+    need = need_of(80, weights=14, fixed=3)
     alone = replace(layout, second=())
     assert with_memory(layout, need).mem_fraction < with_memory(alone, need).mem_fraction  # the sleeping one keeps some
 
 
 def test_calls_of_an_exchange_follow_from_the_engines_caches():
     """Weights of 14 GiB; a token's cache has 128 KiB over all ranks."""
-    need = Need(80 * GIB, 0, 14 * GIB, 1 << 17, 8192)
+    need = need_of(80, weights=14)
     layout = GpuLayout("apart", need=need)
     sizes = {"engine-0": 1, "second-0": 2}
 
@@ -227,29 +228,20 @@ def test_a_gpu_that_is_left_free_on_purpose_has_no_part():
     assert place(visible, 4, 1, 2, "auto") == GpuLayout("apart", tuple("0123"), (("4", "5"),))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "launched"),
-    [("glm-4.5-air", False), *itertools.product(["mimo-7b-rl", "qwen2.5-7b-add-mtp"], [False, True])],
-)
-def test_recipes_have_a_place_on_a_machine_of_eight_gpus(monkeypatch, recipe, launched):
-    """With the engines at `rollout.urls` that they name, and with engines that the run launches on the GPUs left."""
-    ranks = 8 if recipe == "glm-4.5-air" else 4
-    engines = {"rollout.urls": "http://127.0.0.1:30004"}
-    if launched:
-        engines = {"rollout.engines": str(8 - ranks)}
-    config = load(str(RECIPES / f"{recipe}.toml"), engines | {"model.path": "m"})
+@pytest.mark.parametrize("recipe", ["mimo-7b-rl", "qwen2.5-7b-add-mtp"])
+def test_a_run_places_its_ranks_and_engines_by_the_gpus_of_the_machine(monkeypatch, recipe):
+    config = load(str(RECIPES / f"{recipe}.toml"), {"rollout.engines": "4", "model.path": "m"})
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
-        monkeypatch.setenv(name, str(ranks))
+        monkeypatch.setenv(name, "4")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=80 << 30))
     layout = loading.place(config, MIMO, Shapes({"all": (7_800_000, 1_000)}))
-    if not launched:
-        assert layout == GpuLayout()
-        return
     assert layout.train == tuple("0123") and layout.engines == (("4",), ("5",), ("6",), ("7",))
     assert 0.8 < layout.mem_fraction < 0.83
+    elsewhere = load(None, {"rollout.urls": "http://127.0.0.1:30004", "model.path": "m"})
+    assert loading.place(elsewhere, MIMO, Shapes()) == GpuLayout()
 
 
 MIMO = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
@@ -261,38 +253,33 @@ class Shapes(dict):
         return self[name]
 
 
-WORKING = 14 * GIB
-APART_80 = Need(80 * GIB, 60 * GIB, 15 * GIB, 1 << 17, 8192, WORKING)
+def need_of(gpu, weights, trainer=0, fixed=0):
+    """Return needs in GiB. A sample takes 1 GiB of KV cache."""
+    engine = EngineMemory(1, weights * GIB, 1 << 17, 8192, cuda_graphs=fixed * GIB, attention=0, working=14 * GIB)
+    return Need(gpu * GIB, RankMemory(trainer * GIB, 0, 0), engine)
 
 
 @pytest.mark.parametrize(
     ("mode", "need", "expected"),
     [
-        ("apart", APART_80, (0.82, 0)),  # 64 GiB of 78
-        ("together", Need(80 * GIB, 40 * GIB, 15 * GIB, 1 << 17, 8192, WORKING), (0.562, 24576)),  # 18 GiB of 32
-        (
-            "together",
-            APART_80,
-            "need 16.0 GiB on each of its 1 GPUs, CUDA graphs, logits and prefills 14.0, and 12.0 of 80.0 GiB are "
-            "free, of which a trainer rank keeps 60.0",
-        ),
-        (
-            "apart",
-            Need(24 * GIB, 0, 30 * GIB, 1 << 17, 8192, WORKING),
-            "need 31.0 GiB on each of its 1 GPUs, CUDA graphs, logits and prefills 14.0, and 22.0 of 24.0",
-        ),
+        ("apart", need_of(80, 15, 60), (0.82, 0)),  # 64 GiB of 78
+        ("together", need_of(80, 15, 40), (0.562, 24576)),  # 18 GiB of 32
+        ("together", need_of(80, 15, 60), "and 12.0 of 80.0 GiB are free, of which a trainer rank keeps 60.0"),
+        ("apart", need_of(24, 30), "need 31.0 GiB on each of its 1 GPUs, CUDA graphs, page tables, logits and "
+         "prefills 14.0, and 22.0 of 24.0"),
+        ("apart", need_of(80, 15, 79), "a trainer rank, without activations, needs 79.0 GiB"),
     ],
-)
+)  # fmt: skip
 def test_an_engine_gets_what_the_trainer_leaves(mode, need, expected):
     layout = place(("0", "1") if mode == "apart" else ("0",), 1, 1, 1, mode)
     if isinstance(expected, tuple):
-        found = with_memory(layout, need)
-        assert (found.mem_fraction, found.tokens) == expected
-        given = engine_arguments(load(None, {"model.path": "m"}), found)
+        placed = with_memory(layout, need)
+        assert (placed.mem_fraction, placed.tokens) == expected
+        given = engine_arguments(load(None, {"model.path": "m"}), placed)
         assert given[given.index("--max-total-tokens") + 1] == str(expected[1])
         assert given[given.index("--mem-fraction-static") + 1] == str(expected[0])
         theirs = {"rollout.engine_options": "--attention-backend 'triton' --mem-fraction-static 0.4"}
-        own = engine_arguments(load(None, {"model.path": "m", **theirs}), found)
+        own = engine_arguments(load(None, {"model.path": "m", **theirs}), placed)
         assert own[-4:] == ["--attention-backend", "triton", "--mem-fraction-static", "0.4"]  # the last one counts
         return
     with pytest.raises(ConfigError) as refused:
@@ -300,21 +287,30 @@ def test_an_engine_gets_what_the_trainer_leaves(mode, need, expected):
     assert expected in str(refused.value)
 
 
-def test_many_graphs_and_rows_of_logits_need_more_than_sglang_leaves():
-    working = lambda **options: placement.working_bytes(load(None, options), MIMO, 80 * GIB, 8 * GIB)  # noqa: E731
-    assert working() == working(**{"spec.mode": "off"}) == placement.working_bytes(load(None, {}), MIMO, 80 * GIB, 0)
-    rows = {"rollout.max_running_requests": "512", "spec.candidate_steps": "0,3,7"}
-    assert working(**rows) > 4 * 512 * 8 * 151_680 * 4 + 8 * GIB > working()
-    few, many = ({"spec.candidate_steps": steps} for steps in ("0,3", "0,1,2,3,5"))
-    assert placement.graph_bytes(load(None, few)) < placement.graph_bytes(load(None, many)) < 10 * GIB
+def test_an_engine_of_many_requests_needs_more_than_sglang_leaves():
+    """Graphs, page tables, four rows of logits for each verified token, and a prefill."""
+    engine = lambda **options: memory_estimate.engine_memory(load(None, options), MIMO, 80 * GIB, 8_000)  # noqa: E731
+    plain = engine(**{"spec.mode": "off"})
+    assert plain.working == memory_estimate.BASE + 8192 * 3 * MIB // 2 + 256 * 2 * MIB + 512 * MIB + GIB // 8
+    small = engine()
+    large = engine(**{"rollout.max_running_requests": "512", "spec.candidate_steps": "0,3,7"})
+    assert large.working > large.cuda_graphs + large.attention + 4 * 512 * 8 * 151_680 * 4 > small.working
+    fewer = engine(**{"spec.candidate_steps": "0,3"})
+    assert fewer.cuda_graphs < small.cuda_graphs < 10 * GIB
 
 
-def test_workspaces_of_flashinfer_are_counted_where_sglang_takes_it():
-    """One, and one for each number of drafts: 2.5 GiB for 1, 2, 3 and 5. FlashAttention 3 has none."""
+def test_page_tables_follow_drafts_requests_and_context():
+    """FlashAttention 3: one backend to verify, one to extend, k - 1 to draft, for 0, 1, 2, 3 and 5 drafts: 17."""
     config = load(None, {"spec.candidate_steps": "0,1,2,3,5"})
-    hopper, other = (Need.of(config, MIMO, 48 * GIB, 7_800_000_000, 0, 1, hopper) for hopper in (True, False))
-    assert other.kept - hopper.kept == other.working - hopper.working == 5 * GIB // 2
-    assert placement.workspace_bytes(load(None, {"spec.mode": "off"})) == GIB // 2
+    llama = MIMO | {"max_position_embeddings": 131_072}
+    assert memory_estimate.page_table_bytes(config, llama) == 4 * 17 * 256 * 131_072 * 4
+    hopper, other = (needs(config, MIMO, 48 * GIB, 7_800_000_000, 0, 1, hopper).engine for hopper in (True, False))
+    assert hopper.attention == 4 * 17 * 256 * 32_768 * 4
+    assert other.attention == 5 * GIB // 2  # FlashInfer: a workspace, and one for each number of drafts
+    assert hopper.working - other.working == hopper.attention - other.attention
+    off = load(None, {"spec.mode": "off"})
+    assert memory_estimate.page_table_bytes(off, MIMO) == 256 * 32_768 * 4
+    assert memory_estimate.workspace_bytes(off) == GIB // 2
 
 
 @pytest.mark.slow
@@ -330,9 +326,8 @@ def test_an_engine_gets_no_more_than_sglang_would_take(gib, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     for tensor, theirs in json.loads(done.stdout.splitlines()[-1]).items():
         config = load(None, {"placement.tensor": tensor, "rollout.engines": "1"})
-        layout = place([str(i) for i in range(1 + int(tensor))], 1, 1, int(tensor), "apart")
-        need = Need.of(config, MIMO, gib * GIB, 7_800_000_000, 0, 1)
-        ours = with_memory(layout, need).mem_fraction
+        engine = memory_estimate.engine_memory(config, MIMO, gib * GIB, 7_800_000_000)
+        ours = memory_estimate.engine_share(engine, gib * GIB).mem_fraction
         assert theirs["share"] - 0.04 < ours <= theirs["share"], (tensor, ours, theirs)
 
 
@@ -364,24 +359,23 @@ def test_options_that_exclude_each_other():
         ServedEngines(load(None, {"push.transport": "handles"}), Path(), GpuLayout())
 
 
-def test_the_memory_of_a_rank_and_of_a_token():
-    config = load(None, {"parallel.tensor": "2", "optimizer.distributed": "true"})
-    need = Need.of(config, MIMO, 80 * GIB, 8_000, 0, 8)
-    assert need.train == 4_000 * 6 + 1_000 * 12
-    assert need.token == placement.token_bytes(config, MIMO) == 2 * 37 * 8 * 128 * 2
+def test_the_memory_of_a_token():
+    token_bytes = memory_estimate.token_bytes
+    assert token_bytes(load(None, {}), MIMO) == 2 * 37 * 8 * 128 * 2
     off = load(None, {"spec.mode": "off"})
     latent = {"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    assert placement.token_bytes(off, latent) == 2304 and placement.token_bytes(off, latent, 4) == 4 * 2304
-    assert placement.token_bytes(off, MIMO, 16) == 2 * 36 * 16 * 128 * 2  # every GPU has a head, and some the same one
+    assert token_bytes(off, latent) == 2304 and token_bytes(off, latent, 4) == 4 * 2304
+    assert token_bytes(off, MIMO, 16) == 2 * 36 * 16 * 128 * 2  # every GPU has a head, and some the same one
 
 
 def test_ranks_hold_their_share_of_the_experts():
     """8 ranks in two groups of 4 replicas: each holds a fourth of the experts, and every expert is stepped by 2."""
     config = load(None, {"parallel.expert": "4", "optimizer.distributed": "true"})
-    assert Need.of(config, MIMO, 80 * GIB, 8_800, 8_000, 8).train == 2_800 * 6 + (100 + 1_000) * 12
+    trainer = needs(config, MIMO, 80 * GIB, 8_800, 8_000, 8).trainer
+    assert trainer.total == 2_800 * 6 + (100 + 1_000) * 12
 
 
 def test_moves_count_the_tokens_of_a_model_with_latent_attention_as_its_placement_does(tmp_path):
     config = load(None, {"tail.rebalance": "kv", "model.path": "m", "rollout.engines": "2"})
     model = MIMO | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    assert rebalancer(config, model).transport.token_bytes == placement.token_bytes(config, model) == 37 * 576 * 2
+    assert rebalancer(config, model).transport.token_bytes == memory_estimate.token_bytes(config, model) == 37 * 576 * 2

@@ -20,10 +20,11 @@ from megatron_rlspec.extensions.migration.plans import rebalance
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner
 from megatron_rlspec.extensions.migration.turns import Turns, calls
 from megatron_rlspec.host.ranks import Ranks
+from megatron_rlspec.memory_estimate import token_bytes
 from megatron_rlspec.push.health import Health
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.parallel import Groups
-from megatron_rlspec.rollout.placement import GpuLayout, token_bytes
+from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.start import (
     EmbeddedEngines,

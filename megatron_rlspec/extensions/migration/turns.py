@@ -30,10 +30,11 @@ from megatron_rlspec.extensions.migration.plans.tp_planner import (
     TPPlanner,
     choose,
 )
+from megatron_rlspec.memory_estimate import PROCESS_BYTES, SPARE
 from megatron_rlspec.push.bucket import Named
 from megatron_rlspec.push.push import Pusher, Source
 from megatron_rlspec.rollout.dispatch import RunningRequests
-from megatron_rlspec.rollout.placement import PROCESS_BYTES, SPARE, GpuLayout
+from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.types import Load, RoundStats, Scope
@@ -293,7 +294,9 @@ def calls(layout: GpuLayout, first: Fleet, second: Fleet, sizes: Mapping[str, in
         name, engine = next(iter(fleet.items()))
         tokens = engine.describe()["max_total_tokens"]
         return Footprint(
-            need.weights // sizes[name], tokens * need.token // sizes[name], PROCESS_BYTES
+            need.engine.weights // sizes[name],
+            tokens * need.engine.token // sizes[name],
+            PROCESS_BYTES,
         )
 
     return order(footprint(first), footprint(second), int(need.gpu * (1 - SPARE)))

@@ -1,0 +1,243 @@
+"""Estimate what a run needs on its GPUs: the bytes of a trainer rank and of an SGLang engine.
+
+`rlspec train --dry-run` prints these figures. A run gives its engines memory by them. Both refuse what does not fit.
+Everything here is arithmetic. It is a file of its own because `train/` and `rollout/` use it, and never import each
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.speculation import graphs
+
+GIB = 1 << 30
+MIB = 1 << 20
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+# Of one process on one GPU: CUDA's context, its libraries' kernels and NCCL's buffers. An estimate.
+PROCESS_BYTES = 2 * GIB
+# Share of the memory that nothing is given where several processes have a GPU: fragments, and what estimates leave out.
+SPARE = 0.05
+# What SGLang 0.5.23 leaves free when it is given no share (`arg_groups/memory_hook.py`): for its attention, for a token
+# of a prefill, a request in a CUDA graph, and graphs of prefills, without and with latent attention; above 60 GiB at
+# least FLOOR.
+BASE = 512 * MIB
+# tokens of a prefill, by bytes of a GPU
+PREFILLS = (160 * GIB, 16384), (60 * GIB, 8192), (20 * GIB, 4096), (0, 2048)
+PREFILL_TOKEN = 3 * MIB // 2
+GRAPH_REQUEST = 2 * MIB
+PREFILL_GRAPHS = 512 * MIB, 1536 * MIB
+FLOOR = 10 * GIB
+# Estimates of what SGLang does not count: float32 rows of logits that a verification holds at once, and activations of
+# a prefilled token, in rows of the hidden size.
+LOGITS_ROWS = 4
+PREFILL_ROWS = 24
+# FlashInfer's workspace for these families. SGLang 0.5.23 takes FlashInfer on GPUs other than Hopper, and makes a
+# workspace for the engine and one for every number of drafts (`EAGLEWorkerV2.build_adaptive_runtime_state`).
+WORKSPACE = 512 * MIB
+# Page tables, [batch, context] int32, of one backend of FlashAttention 3 with drafts (`flashattention_backend.py`).
+PAGE_TABLES = 4
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one trainer rank. Only within a step it has activations."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int = 0
+
+    @property
+    def between_steps(self) -> int:
+        """Return what the rank keeps while engines generate."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Return what the rank needs at the peak of a step."""
+        return self.between_steps + self.activations
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes that one engine needs.
+
+    tensor       number of its GPUs
+    weights      of target and drafter, over all its GPUs
+    token        KV cache of one token, target and drafter, over all its GPUs
+    longest      tokens of the longest sample
+    cuda_graphs  on one GPU
+    attention    on one GPU: page tables of FlashAttention 3, or workspaces of FlashInfer
+    working      on one GPU, beside weights and KV cache: the two above, logits and prefills
+    """
+
+    tensor: int
+    weights: int
+    token: int
+    longest: int
+    cuda_graphs: int
+    attention: int
+    working: int
+
+    @property
+    def asleep(self) -> int:
+        """Return what the engine keeps on one GPU while it sleeps."""
+        return self.cuda_graphs + self.attention
+
+
+@dataclass(frozen=True)
+class EngineShare:
+    """The memory of an engine on each of its GPUs.
+
+    mem_fraction  share of the memory that the engine finds free, for its weights and KV cache
+    kv_tokens     that the KV cache holds
+    """
+
+    mem_fraction: float
+    kv_tokens: int
+
+
+def rank_memory(config: Config, world: int, dense: int, experts: int = 0) -> RankMemory:
+    """Estimate a rank of a job of `world` ranks, between steps.
+
+    dense, experts  parameters on this rank: of routed experts, and all others
+    """
+    itemsize = DTYPE_BYTES[config.model.dtype]
+    exact = max(itemsize, 4)
+    moments = 2 * exact
+    master_weight = 4 if itemsize < 4 else 0  # float32 copies of 16-bit weights
+    replicas = world // (config.parallel.tensor * config.parallel.pipeline)
+    stepped = dense + experts
+    if config.optimizer.distributed:
+        expert_replicas = replicas // config.parallel.expert
+        stepped = dense // replicas + experts // expert_replicas
+    here = dense + experts
+    return RankMemory(itemsize * here, exact * here, (moments + master_weight) * stepped)
+
+
+def check_rank(rank: RankMemory, gpu: int, who: str) -> None:
+    """Raise ConfigError unless a GPU of `gpu` bytes holds the rank. `who` begins the message."""
+    if rank.total <= gpu:
+        return
+    parts = ("weights", "gradients", "optimizer", "activations")
+    sizes = ", ".join(f"{part} {getattr(rank, part) / GIB:.1f}" for part in parts)
+    raise ConfigError(
+        f"{who} needs {rank.total / GIB:.1f} GiB ({sizes}), and there are {gpu / GIB:.1f}; use more ranks, a smaller "
+        "train.tokens_per_micro_batch, parallel.recompute or optimizer.distributed"
+    )
+
+
+def engine_memory(
+    config: Config, hf_config: Mapping[str, Any], gpu: int, parameters: int, hopper: bool = True
+) -> EngineMemory:
+    """Estimate what an engine needs.
+
+    gpu         bytes of one GPU
+    parameters  of the model, drafter included
+    hopper      whether the GPUs are of compute capability 9, for which SGLang takes FlashAttention 3
+    """
+    tensor = config.placement.tensor
+    batch = config.rollout.max_running_requests
+    itemsize = DTYPE_BYTES[config.model.dtype]
+    cuda_graphs = graph_bytes(config)
+    attention = page_table_bytes(config, hf_config) if hopper else workspace_bytes(config)
+
+    prefill = next(tokens for least, tokens in PREFILLS if gpu >= least)
+    prefill_graphs = PREFILL_GRAPHS[bool(hf_config.get("kv_lora_rank"))]
+    sglang_leaves = BASE + prefill * PREFILL_TOKEN + batch * GRAPH_REQUEST
+    sglang_leaves += prefill_graphs + tensor * GIB // 8
+
+    verified_rows = batch * (1 + max(config.spec.steps))
+    logits = LOGITS_ROWS * verified_rows * int(hf_config["vocab_size"]) * 4
+    prefill_activations = PREFILL_ROWS * prefill * int(hf_config["hidden_size"]) * itemsize
+    counted = cuda_graphs + attention + logits + prefill_activations
+    return EngineMemory(
+        tensor=tensor,
+        weights=parameters * itemsize,
+        token=token_bytes(config, hf_config, tensor),
+        longest=config.model.max_length,
+        cuda_graphs=cuda_graphs,
+        attention=attention,
+        working=max(sglang_leaves, counted, FLOOR if gpu > 60 * GIB else 0),
+    )
+
+
+def graph_bytes(config: Config) -> int:
+    """Return the bytes of an engine's CUDA graphs, as if every number of drafts were captured at every batch."""
+    batch = config.rollout.max_running_requests
+    drafting = [steps for steps in config.spec.steps if steps]
+    if not drafting:
+        return batch * GRAPH_REQUEST
+    slots = {"1": {"candidate_steps": sorted({0, *drafting})}}
+    return int(graphs.gib(graphs.count(slots, batch, min(drafting))) * GIB)
+
+
+def page_table_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
+    """Return the bytes of FlashAttention 3's page tables in an engine.
+
+    Each number of drafts k has a backend to verify, one to extend the drafter, and k - 1 to draft. The context is the
+    model's, since SGLang sizes the tables by it.
+    """
+    batch = config.rollout.max_running_requests
+    context = int(hf_config.get("max_position_embeddings") or config.model.max_length)
+    drafting = [steps for steps in config.spec.steps if steps]
+    if not drafting:
+        return batch * context * 4
+    backends = sum(2 + max(steps - 1, 0) for steps in {0, *drafting})
+    return PAGE_TABLES * backends * batch * context * 4
+
+
+def workspace_bytes(config: Config) -> int:
+    """Return the bytes of FlashInfer's workspaces in an engine."""
+    drafting = [steps for steps in config.spec.steps if steps]
+    return WORKSPACE * (1 + len(drafting))
+
+
+def token_bytes(config: Config, hf_config: Mapping[str, Any], tensor: int = 1) -> int:
+    """Return the bytes of one token in the KV caches of target and drafter, over the `tensor` GPUs of an engine.
+
+    Latents are on every GPU, and so is a key and value head if there are more GPUs than heads.
+    """
+    itemsize = DTYPE_BYTES[config.model.dtype]
+    layers = int(hf_config["num_hidden_layers"])
+    if config.spec.mode != "off":
+        layers += int(hf_config.get(DRAFTER, {}).get("num_hidden_layers", 1))
+    rank = hf_config.get("kv_lora_rank")
+    if rank:
+        latent = int(rank) + int(hf_config.get("qk_rope_head_dim", 0))
+        return layers * latent * itemsize * tensor
+    heads = int(hf_config["num_attention_heads"])
+    kv_heads = int(hf_config.get("num_key_value_heads") or heads)
+    head_dim = int(hf_config.get("head_dim") or hf_config["hidden_size"] // heads)
+    return 2 * layers * max(kv_heads, tensor) * head_dim * itemsize
+
+
+def engine_share(
+    engine: EngineMemory, gpu: int, trainer: int | None = None, sleeping: int | None = None
+) -> EngineShare:
+    """Return the memory that an engine gets on GPUs of `gpu` bytes. SGLang takes a share of what it finds free.
+
+    trainer   bytes that a trainer rank on the same GPU keeps; None: no rank shares it
+    sleeping  bytes that a sleeping engine on the same GPU keeps; None: no engine shares it
+
+    Raises ConfigError if weights and one sample of the longest length do not fit.
+    """
+    free = gpu - PROCESS_BYTES
+    if trainer is not None or sleeping is not None:
+        free = int(gpu * (1 - SPARE)) - 2 * PROCESS_BYTES - (trainer or 0) - (sleeping or 0)
+    room = free - engine.working
+    needed = (engine.weights + engine.token * engine.longest) / engine.tensor
+    if needed > room:
+        kept = "" if trainer is None else f", of which a trainer rank keeps {trainer / GIB:.1f}"
+        raise ConfigError(
+            f"an engine does not fit: weights and one sample of {engine.longest} tokens need {needed / GIB:.1f} GiB "
+            f"on each of its {engine.tensor} GPUs, CUDA graphs, page tables, logits and prefills "
+            f"{engine.working / GIB:.1f}, and {max(free, 0) / GIB:.1f} of {gpu / GIB:.1f} GiB are free{kept}"
+        )
+    kv_tokens = int((room * engine.tensor - engine.weights) // engine.token)
+    return EngineShare(int(1000 * room / free) / 1000, kv_tokens)
