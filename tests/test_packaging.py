@@ -1,5 +1,6 @@
 """What `pip install` installs, and the error of commands that need a package that it leaves out."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -9,10 +10,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from megatron_rlspec import __version__
+from megatron_rlspec.rollout.sglang.scheduler import versions
 
 ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LEFT_ALONE = ("torch", "megatron-core", "transformers", "sglang")
 TRAIN = ("train", "--model.path", "{start}/model", "--data.path", "{start}/task/rl.jsonl", "--reward.kind", "math")
 TRAIN += ("--model.max_length", "256", "--rollout.max_new_tokens", "24")
@@ -20,15 +24,46 @@ HIDE = "import sys; sys.modules.update(dict.fromkeys({hidden!r})); from megatron
 
 
 def names(requirements) -> set[str]:
-    return {requirement.partition(">")[0].partition("[")[0].partition("=")[0] for requirement in requirements}
+    return {Requirement(requirement).name for requirement in requirements}
 
 
 def test_a_bare_install_replaces_no_engine_and_no_trainer():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert not names(project["dependencies"]) & set(LEFT_ALONE)
-    for extra in project["optional-dependencies"].values():
+    assert not names(PROJECT["dependencies"]) & set(LEFT_ALONE)
+    for extra in PROJECT["optional-dependencies"].values():
         assert "apex" not in names(extra)  # PyPI's is another project than NVIDIA's
-    assert set(LEFT_ALONE) <= names(project["optional-dependencies"]["gpu"])
+    assert set(LEFT_ALONE) <= names(PROJECT["optional-dependencies"]["gpu"])
+
+
+# Imported only where another package brings them: SGLang fastapi and starlette, torch Triton, slime Ray and itself.
+BROUGHT = {"fastapi", "starlette", "triton", "ray", "slime"}
+# Needed without an import of ours: torch's writer of TensorBoard files, and a bound on what matplotlib takes.
+NOT_IMPORTED = {"tensorboard", "contourpy"}
+DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}
+
+
+def test_the_package_declares_what_it_imports():
+    modules = set()
+    for path in (ROOT / "megatron_rlspec").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                modules.add(node.module)
+    imported = {module.partition(".")[0] for module in modules} - {*sys.stdlib_module_names, "megatron_rlspec"}
+    imported = {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in imported - BROUGHT}
+    extras = PROJECT["optional-dependencies"]
+    optional = names(sum((extras[extra] for extra in extras if extra != "dev"), []))
+    assert imported - optional == names(PROJECT["dependencies"]) - NOT_IMPORTED
+    assert optional <= imported
+
+
+def test_the_extra_takes_the_versions_of_sglang_that_the_code_takes():
+    (wanted,) = PROJECT["optional-dependencies"]["sglang"]
+    assert wanted in PROJECT["optional-dependencies"]["gpu"]
+    accepted = Requirement(wanted).specifier
+    released = ["0.5.14", *(f"0.5.{minor}" for minor in range(16, 23)), "0.5.22.post1"]
+    assert not [version for version in released if version in accepted]
+    assert all(version in accepted for version in versions.KNOWN)
 
 
 def slow(*parameters):

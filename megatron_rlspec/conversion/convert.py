@@ -251,7 +251,7 @@ def plan(
     files.check_new_directory(target)
     made = drafter_dir = gguf = None
     if kind == "gguf":
-        gguf = gguf_file.opened(source)
+        gguf = gguf_file.read_header(source)
         made = TemporaryDirectory(prefix="rlspec-gguf-")
         small_files = Path(made.name)
         gguf_file.write_small_files(source, gguf, small_files, dtype or "bfloat16")
@@ -287,9 +287,8 @@ def plan(
     family = name_table(config, spec)
     tensors: Mapping[str, Tensor]
     if gguf is not None:
-        tensors = HfSource(
-            own, gguf_file.GgufTensors(source, gguf, own, stated, dtype or "bfloat16")
-        )
+        dequantised = gguf_file.read_tensors(source, gguf, stated, dtype or "bfloat16")
+        tensors = HfSource(own, dequantised)
     elif kind == "hf":
         changed = add_mtp or drop_mtp
         check_model(source, "convert", drafter=not changed, tokenizer=False)

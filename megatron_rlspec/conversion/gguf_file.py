@@ -1,29 +1,24 @@
 """Read a GGUF file (llama.cpp's format) as a Hugging Face checkpoint: tensors, config.json, tokenizer, chat template.
 
-The package `gguf` reads the file, dequantises the tensors and knows llama.cpp's names of them; Transformers translates
-the tokenizer. llama.cpp stores the channels of Llama's queries and keys in another order, because its rotary embedding
-pairs neighbours; here they get their order back (`LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py is the
-inverse).
+Transformers reads it (`load_gguf_checkpoint`). It ignores every key of the metadata and every tensor that it does not
+know. So this module refuses a file by which llama.cpp computes something else than the config.json says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import io
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rlspec.models.config import check_config
-from megatron_rlspec.models.directory import expected_shape
 from megatron_rlspec.models.hf_files import write_json
-from megatron_rlspec.models.names import NameTable
 from megatron_rlspec.models.tensor_file import CheckpointError
 from megatron_rlspec.texts import first_line, one_line, printable
-
-if TYPE_CHECKING:
-    from gguf import ReaderTensor
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -31,20 +26,21 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Tensors that hold no weights of the model: llama.cpp writes the factors of scaled rotary embeddings as a tensor.
+# llama.cpp writes the factors of scaled rotary embeddings as a tensor.
 _SCALED_ROTARY = "rope_freqs.weight"
-# Keys of an architecture that config.json states: theirs -> ours.
-_STATED = {
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.freq_base": "rope_theta",
-}
+# Keys of an architecture that become a key of config.json, all but two in every whole model.
+_STATED = (
+    "context_length",
+    "block_count",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "rope.freq_base",
+)
+_NEEDED = _STATED[:6]
 # Other keys of an architecture -> the values at which llama.cpp computes what config.json says. Every further key of it
 # is refused. 0 stands for "not set" in llama.cpp.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -69,13 +65,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pooling_type": (0,),
     "nextn_predict_layers": (0,),
 }
-_WHOLE = {"split.count": (0, 1), "general.type": ("model",)}  # the same, of every architecture
-_NEEDED = [
-    key
-    for key in _STATED
-    if key not in ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
-]
-_TOKEN_IDS = ("bos", "eos", "padding")
+# The same, of keys without an architecture.
+_NEUTRAL_GENERAL = {"split.count": (0, 1), "general.type": ("model",)}
 
 
 def is_gguf(path: Path) -> bool:
@@ -84,29 +75,30 @@ def is_gguf(path: Path) -> bool:
 
 
 class Gguf(NamedTuple):
-    """What a GGUF file holds: its metadata by key, and its tensors by name, mapped."""
+    """What the header of a GGUF file holds: its metadata by key, and the names of its tensors."""
 
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, ReaderTensor]
+    names: frozenset[str]
 
 
-def opened(path: Path) -> Gguf:
-    """Open a GGUF file. Raises CheckpointError, and OSError for a file that cannot be read."""
+def read_header(path: Path) -> Gguf:
+    """Read the header of a GGUF file. Raises CheckpointError, and OSError for a file that cannot be read."""
     from gguf import GGUFReader
 
     try:
         reader = GGUFReader(path)
         metadata = {printable(key): field.contents() for key, field in reader.fields.items()}
-        return Gguf(metadata, {printable(tensor.name): tensor for tensor in reader.tensors})
     except OSError:
         raise
     except Exception as error:  # a damaged file makes the package raise almost anything
         raise CheckpointError(f"{path}: truncated or not GGUF ({one_line(error)})") from None
+    return Gguf(metadata, frozenset(tensor.name for tensor in reader.tensors))
 
 
-def write_small_files(path: Path, held: Gguf, directory: Path, dtype: str) -> None:
-    """Write config.json and the tokenizer of a GGUF file into `directory`. Raises CheckpointError."""
-    config = config_of(path, held) | {"dtype": dtype}
+def write_small_files(path: Path, header: Gguf, directory: Path, dtype: str) -> dict[str, Any]:
+    """Write config.json and the tokenizer of a GGUF file into `directory`; return the first. Raises CheckpointError."""
+    _refuse_other_functions(path, header)
+    config = config_of(path, header) | {"dtype": dtype}
     check_config(config, str(path))
     write_json(directory / "config.json", config)
     from transformers import AutoTokenizer
@@ -116,154 +108,126 @@ def write_small_files(path: Path, held: Gguf, directory: Path, dtype: str) -> No
             path.parent, gguf_file=path.name, local_files_only=True
         )
         tokenizer.save_pretrained(directory)
-    except (
-        Exception
-    ) as error:  # a file with other metadata than expected raises errors of any kind there
+    except Exception as error:  # metadata of another form makes Transformers raise almost anything
         raise CheckpointError(
             f"{path}: Transformers cannot read its tokenizer ({first_line(error)})"
         ) from None
+    return config
 
 
-def config_of(path: Path, held: Gguf) -> dict[str, Any]:
-    """Return config.json. Raises CheckpointError for metadata by which llama.cpp computes something else."""
-    given = held.metadata
-    if _SCALED_ROTARY in held.tensors:
+def config_of(path: Path, header: Gguf) -> dict[str, Any]:
+    """Return config.json of a file that `_refuse_other_functions` accepts. Raises CheckpointError."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        config = load_gguf_checkpoint(path)["config"]
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: Transformers cannot read its metadata ({first_line(error)})"
+        ) from None
+    kind = header.metadata["general.architecture"]
+    config["architectures"] = [ARCHITECTURES[kind]]
+    config["hidden_act"] = "silu"
+    config["head_dim"] = _head_dim(header.metadata)
+    config.setdefault("rope_theta", 10_000.0)  # llama.cpp's default
+    config.pop("_model_name_or_path", None)
+    if kind != "qwen2":
+        config["attention_bias"] = False
+    return config
+
+
+def _head_dim(metadata: Mapping[str, Any]) -> int:
+    """Return the channels of a head. Transformers does not read this key for every architecture."""
+    kind = metadata["general.architecture"]
+    usual = metadata[f"{kind}.embedding_length"] // metadata[f"{kind}.attention.head_count"]
+    return metadata.get(f"{kind}.attention.key_length", usual)
+
+
+def _refuse_other_functions(path: Path, header: Gguf) -> None:
+    """Raise CheckpointError for metadata by which llama.cpp computes something else than config.json can say."""
+    metadata = header.metadata
+    if _SCALED_ROTARY in header.names:
         raise CheckpointError(
             f"{path}: {_SCALED_ROTARY}: scaled rotary embeddings are not read from GGUF"
         )
-    kind = str(given.get("general.architecture", "nothing"))
+    kind = str(metadata.get("general.architecture", "nothing"))
     if kind not in ARCHITECTURES:
         raise CheckpointError(
             f"{path}: general.architecture is {kind[:60]}; expected {', '.join(ARCHITECTURES)}"
         )
-    tokens = given.get("tokenizer.ggml.tokens")
+    tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list):
         raise CheckpointError(
             f"{path}: no tokenizer.ggml.tokens; expected a file with its tokenizer"
         )
-    own = {
-        key.removeprefix(f"{kind}."): value
-        for key, value in given.items()
-        if key.startswith(f"{kind}.")
-    }
-    config = {ours: own.pop(theirs) for theirs, ours in _STATED.items() if theirs in own}
-    if lacking := [theirs for theirs in _NEEDED if _STATED[theirs] not in config]:
-        raise CheckpointError(f"{path}: no {kind}.{lacking[0]}; expected a whole model")
-    for key, value in config.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
+    for key in _NEEDED:
+        if f"{kind}.{key}" not in metadata:
+            raise CheckpointError(f"{path}: no {kind}.{key}; expected a whole model")
+    for key in _STATED:
+        value = metadata.get(f"{kind}.{key}", 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise CheckpointError(
-                f"{path}: {key} is {str(value)[:60]}; expected one number for all layers"
+                f"{path}: {kind}.{key} is {str(value)[:60]}; expected one number above 0 for all layers"
             )
-    head_dim = config.setdefault(
-        "head_dim", config["hidden_size"] // max(config["num_attention_heads"], 1)
-    )
-    config.setdefault("rope_theta", 10_000.0)  # llama.cpp's default
-    fixed = {
-        "vocab_size": (len(tokens),),
-        "rope.dimension_count": (head_dim,),
-        "attention.value_length": (head_dim,),
+    head_dim = _head_dim(metadata)
+    neutral = {f"{kind}.{key}": values for key, values in _NEUTRAL.items()} | _NEUTRAL_GENERAL
+    neutral |= {
+        f"{kind}.vocab_size": (len(tokens),),
+        f"{kind}.rope.dimension_count": (head_dim,),
+        f"{kind}.attention.value_length": (head_dim,),
+        f"{kind}.rope.scaling.original_context_length": (metadata[f"{kind}.context_length"],),
     }
-    fixed["rope.scaling.original_context_length"] = (config.get("max_position_embeddings"),)
-    named = {f"{kind}.{name}": (value, (_NEUTRAL | fixed).get(name)) for name, value in own.items()}
-    named |= {name: (given[name], values) for name, values in _WHOLE.items() if name in given}
-    for name, (value, neutral) in named.items():
-        if neutral is None or value not in neutral:
-            wanted = (
-                f"expected {' or '.join(map(str, neutral))}"
-                if neutral
-                else "this key is not read from GGUF"
+    stated = {f"{kind}.{key}" for key in _STATED}
+    for key, value in metadata.items():
+        if key in stated or not (key.startswith(f"{kind}.") or key in neutral):
+            continue
+        if key not in neutral:
+            raise CheckpointError(
+                f"{path}: {key[:80]} is {str(value)[:60]}; this key is not read from GGUF"
             )
-            raise CheckpointError(f"{path}: {name[:80]} is {str(value)[:60]}; {wanted}")
-    embedding = held.tensors.get("token_embd.weight")
-    if embedding is not None and embedding.shape[-1] != len(tokens):
-        raise CheckpointError(
-            f"{path}: {len(tokens)} tokens, but token_embd.weight has {embedding.shape[-1]} rows"
-        )
-    ids = {
-        f"{name.replace('padding', 'pad')}_token_id": f"tokenizer.ggml.{name}_token_id"
-        for name in _TOKEN_IDS
-    }
-    return {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
-        "hidden_act": "silu",
-        "vocab_size": len(tokens),
-        "tie_word_embeddings": "output.weight" not in held.tensors,
-        **({"attention_bias": False} if kind != "qwen2" else {}),
-        **config,
-        **{ours: given[theirs] for ours, theirs in ids.items() if theirs in given},
-    }
+        if value not in neutral[key]:
+            expected = " or ".join(map(str, neutral[key]))
+            raise CheckpointError(f"{path}: {key[:80]} is {str(value)[:60]}; expected {expected}")
 
 
-class GgufTensors(Mapping[str, Tensor]):
-    """Maps Hugging Face names to tensors of a GGUF file, dequantised on access. Raises CheckpointError.
+def read_tensors(
+    path: Path, header: Gguf, config: Mapping[str, Any], dtype: str
+) -> dict[str, Tensor]:
+    """Return all tensors by their Hugging Face names, dequantised to `dtype`. Raises CheckpointError.
 
-    Every tensor of the file must have a name in `family`, and every name of the target a tensor in the file, of the
-    shape that `config` gives it.
+    Every tensor of the file must have a place in the model, and every tensor of the model one in the file.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
-    def __init__(
-        self, path: Path, file: Gguf, family: NameTable, config: Mapping[str, Any], dtype: str
-    ) -> None:
-        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-        typed = check_config(config, str(path), trained=False)
-        self.path = path
-        self.geometry = family.geometry
-        self.dtype = DTYPES[dtype]
-        held = dict(file.tensors)
-        kind = next(
-            kind for kind, architecture in ARCHITECTURES.items() if architecture == family.name
+    fields = {key: value for key, value in config.items() if key != "architectures"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    names = gguf_reader.get_gguf_hf_weights_map(model, gguf_reader.TensorProcessor())
+    if config["tie_word_embeddings"]:
+        names.pop("output.weight", None)
+    architecture = config["architectures"][0]
+    if missing := names.keys() - header.names:
+        raise CheckpointError(f"{path}: lacks {min(missing)}, which {architecture} needs")
+    if unknown := header.names - names.keys():
+        raise CheckpointError(
+            f"{path}: {printable(min(unknown))} has no place in {architecture}; expected no such tensor"
         )
-        self.permuted = kind == "llama"
-        model = next(key for key, name in MODEL_ARCH_NAMES.items() if name == kind)
-        names = get_tensor_name_map(model, family.geometry.layers)
-        self._held: dict[str, ReaderTensor] = {}
-        for name in family.target_names:
-            stem, _, leaf = name.rpartition(".")
-            theirs = f"{names.get_name(stem)}.{leaf}"
-            if theirs not in held:
-                raise CheckpointError(f"{path}: lacks {theirs}, which {family.name} needs")
-            self._held[name] = held.pop(theirs)
-        if held:
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+            loaded = gguf_reader.load_gguf_checkpoint(
+                path, return_tensors=True, model_to_load=model, torch_dtype=DTYPES[dtype]
+            )["tensors"]
+    except NotImplementedError as error:
+        raise CheckpointError(
+            f"{path}: the package gguf does not dequantise it ({first_line(error)})"
+        ) from None
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name, tensor in loaded.items():
+        if tensor.shape != shapes[name]:
             raise CheckpointError(
-                f"{path}: {min(held)} has no place in {family.name}; expected no such tensor"
+                f"{path}: {name} has shape {list(tensor.shape)}, expected {list(shapes[name])}"
             )
-        for name, tensor in self._held.items():
-            wanted = expected_shape(name, typed) or {}
-            shape = tensor.shape[::-1].tolist()
-            if shape != list(wanted.values()):
-                raise CheckpointError(
-                    f"{path}: {tensor.name} has shape {shape}, expected {' x '.join(wanted)} = {list(wanted.values())}"
-                )
-
-    def __getitem__(self, name: str) -> Tensor:
-        from gguf import dequantize
-
-        stored = self._held[name]
-        try:
-            array = dequantize(stored.data, stored.tensor_type)
-        except NotImplementedError:
-            kind = stored.tensor_type.name
-            raise CheckpointError(
-                f"{self.path}: {stored.name} is {kind}, which the package gguf does not dequantise"
-            ) from None
-        tensor = torch.from_numpy(array.copy())
         if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{self.path}: {stored.name} holds NaN or infinite values")
-        if self.permuted and ".q_proj." in name:
-            tensor = _unpermuted(tensor, self.geometry.heads)
-        elif self.permuted and ".k_proj." in name:
-            tensor = _unpermuted(tensor, self.geometry.groups)
-        return tensor.to(self.dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-
-def _unpermuted(tensor: Tensor, heads: int) -> Tensor:
-    """Undo the order of a head's channels (0, D/2, 1, D/2 + 1, ...) in rows `[heads * D, ...]`."""
-    return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+            raise CheckpointError(f"{path}: {name} holds NaN or infinite values")
+    return loaded

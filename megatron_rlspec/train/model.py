@@ -105,7 +105,7 @@ def transformer_config(
     )
     if "kv_lora_rank" in hf_config:
         return MLATransformerConfig(**fields | latent.options(hf_config))
-    yarn = rope.factor if rope.yarn else 1.0
+    yarn = rope.factor if rope.kind == "yarn" else 1.0
     return DecoderConfig(
         **fields, rotary_percent=rotary_percent(hf_config), yarn_rotary_scaling_factor=yarn
     )

@@ -131,7 +131,8 @@ def _rope(model: GPTModel) -> Rope:
     if not getattr(model, "rotary_scaling", False):
         return plain
     held = model.rotary_pos_emb.inv_freq
-    return replace(plain, factor=round(float(plain.frequencies(2 * len(held))[-1] / held[-1]), 3))
+    factor = round(float(plain.frequencies(2 * len(held))[-1] / held[-1]), 3)
+    return Rope.llama3(plain.base, factor)
 
 
 class SlimeDrafter:
