@@ -58,8 +58,7 @@ def log_rollout(rollout_id, args, samples, extra, seconds):
     """`--custom-rollout-log-function-path`: record what the engines report after a rollout."""
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
     engines = [worker["url"] for worker in requests.get(f"{router}/workers", timeout=30).json()["workers"]]
-    held = "delivered" if args.sglang_enable_dp_attention else "fingerprints"
-    told = [{name: ask(url, f"rlspec/control/{name}") for name in ("describe", held)} for url in engines]
+    told = [{name: ask(url, f"rlspec/control/{name}") for name in ("describe", "fingerprints")} for url in engines]
     for url in engines:  # until the next rollout, before which our hook sets its rule again
         ask(url, "rlspec/control/set_schedule", schedule=SpecSchedule.fixed(SpecConfig(3)).to_json())
     again = drawn_again(args, engines, samples) if seeds.keyed(args) else []

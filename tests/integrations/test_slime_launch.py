@@ -54,7 +54,8 @@ def test_the_users_own_hooks_are_kept_and_called():
     [
         ("--sglang-speculative-accept-threshold-single 0.9", {}, "accepts tokens the policy would not draw"),
         ("--sglang-speculative-eagle-topk 4", {}, "chains only"),
-        ("--sglang-enable-dp-attention", {}, "under --sglang-enable-dp-attention SGLang before 0.5.23 does not"),
+        ("--sglang-enable-dp-attention", {}, "requests of their own were never run with a drafter on a GPU"),
+        ("--sglang-attn-dp-size 8", {}, "requests of their own were never run with a drafter on a GPU"),
         ("--sglang-speculative-num-steps 2", {}, "--num-steps 3, but --sglang-speculative-num-steps 2; give one"),
         ("--prefill-num-servers 2", {}, "never run with a drafter that is trained"),
         ("--fp16", {}, "trained in bfloat16 or float32; expected --bf16"),
@@ -106,11 +107,6 @@ def test_the_verifier_reaches_engines_and_hooks():
         settings = json.loads(added.environment["RLSPEC_SGLANG"])
         assert settings["verifier"] == added.settings["rlspec_verifier"] == verifier
     assert settings["drafts"] == "coupled" and planned().settings["rlspec_verifier"] == "target_only"
-    for flag in ("--sglang-enable-dp-attention", "--sglang-attn-dp-size 8"):
-        slime.plan(flag.split(), DRAFTER, None, None)
-        with pytest.raises(ConfigError, match="with --verifier position_keyed was never run in SGLang 0.5.15"):
-            slime.plan(flag.split(), DRAFTER, None, None, verifier="position_keyed", sglang="0.5.15.post1")
-        slime.plan(flag.split(), DRAFTER, None, None, verifier="position_keyed", sglang="0.5.23")
 
 
 def test_harmless_values_are_not_refused():
@@ -123,27 +119,15 @@ def test_harmless_values_are_not_refused():
     planned("--sglang-attn-dp-size 1")
 
 
-@pytest.mark.parametrize(
-    "flag", ["--sglang-enable-dp-attention --sglang-dp-size 8", "--sglang-attn-dp-size 8", "--sglang-enable-pdmux"]
-)
 @pytest.mark.parametrize("given", [None, [2]])
-def test_the_number_of_steps_is_fixed_if_sglang_cannot_adapt_it(flag, given):
+def test_the_number_of_steps_is_fixed_if_sglang_cannot_adapt_it(given):
     """The drafter is trained and pushed as usual, and one line reports that the number is fixed."""
-    added = slime.plan(f"{flag} --sglang-speculative-num-steps 2".split(), DRAFTER, given, None, sglang="0.5.15")
+    added = slime.plan("--sglang-enable-pdmux --sglang-speculative-num-steps 2".split(), DRAFTER, given, None)
     assert "--sglang-speculative-adaptive" not in added.flags and not added.adaptive
     assert set(slime.CHAINED) <= set(added.flags)
     assert added.settings["rlspec_candidate_steps"] == [2]
-    name = flag.split()[0]
-    sglang = "SGLang" if "pdmux" in flag else "SGLang 0.5.15"
-    assert added.notes == [f"the number of draft steps is fixed at 2: under {name} {sglang} does not adapt it"]
-
-
-@pytest.mark.parametrize("flag", ["--sglang-enable-dp-attention --sglang-dp-size 8", "--sglang-attn-dp-size 8"])
-def test_ranks_under_attention_data_parallelism_decide_together_from_0523_on(flag):
-    added = slime.plan(flag.split(), DRAFTER, (0, 1, 3), 3, sglang="0.5.23")
-    assert "--sglang-speculative-adaptive" in added.flags
-    assert added.settings["rlspec_candidate_steps"] == [0, 1, 3]
-    assert "the ranks of an engine decide together" in added.notes[0]
+    reason = "under --sglang-enable-pdmux SGLang does not adapt it"
+    assert added.notes == [f"the number of draft steps is fixed at 2: {reason}"]
 
 
 def test_the_recipes_number_of_steps_is_used_at_the_start():
@@ -328,7 +312,6 @@ def test_yaml_holds_every_flag(capsys):
     [
         ("--sglang-sampling-backend flashinfer", "samples without seeds; --verifier position_keyed expects pytorch"),
         ("--rollout-seed -1", "--rollout-seed -1: --verifier position_keyed expects 0 or more"),
-        ("--sglang-enable-dp-attention", "was never run"),
     ],
 )
 def test_what_samples_without_seeds_is_refused_with_a_keyed_verifier(command, message):

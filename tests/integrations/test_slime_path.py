@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rlspec.integrations.slime.engines import drafter_names
 from megatron_rlspec.models.hf_files import read_hf
-from megatron_rlspec.push.fingerprint import as_delivered, fingerprint
+from megatron_rlspec.push.fingerprint import fingerprint
 
 HERE = Path(__file__).parent
 
@@ -270,40 +269,6 @@ def test_a_mixture_with_split_experts_learns_is_pushed_and_goes_on(run):
     reward = [row["reward"] for row in rollouts]
     assert reward[-1] > 0.35 and reward[-1] > reward[0] + 0.1, reward  # about 0.17 without learning
     assert rollouts[-1]["accept_length"] > 1.2 * rollouts[0]["accept_length"]
-
-
-# One engine of two ranks, each with requests of its own; and one of four, of which two share the heads of attention.
-def attention_ranks(ranks):
-    flags = (f"--rollout-num-gpus={ranks}", f"--rollout-num-gpus-per-engine={ranks}", "--sglang-dp-size=2")
-    return ("--kind=mixture", "--rollouts=2", *flags, "--sglang-enable-dp-attention")
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_of_an_engine_adapt_together_under_attention_data_parallelism(run, ranks):
-    """The greedy texts, with three drafts a round, are those of Transformers. Loaders tell what they were given."""
-    from transformers import AutoModelForCausalLM
-
-    folder, rollouts, logged = run(*attention_ranks(ranks))
-    assert [row["rollout"] for row in rollouts] == [0, 1]
-    is_drafter = drafter_names(str(folder / "model"))
-    for version, row in enumerate(rollouts, 1):
-        _, tensors = exported(folder, version)
-        (engine,) = row["engines"]
-        assert engine["describe"]["controller"] == "ScheduleController"
-        assert as_delivered(engine["delivered"], is_drafter) == {name: fingerprint(tensors[name]) for name in tensors}
-        found = logged["rollout", row["rollout"]]
-        assert found["health/engines_by_delivery"] == 1
-        assert found["health/incidents"] == found["health/unchecked_engines"] == 0
-        assert found["health/unreachable_engines"] == 0
-        model = AutoModelForCausalLM.from_pretrained(folder / f"weights/weight_v{version:06d}").float().eval()
-        for prompt, text in row["greedy"]:
-            with torch.no_grad():
-                most = model(torch.tensor([prompt + text])).logits[0].argmax(-1).tolist()
-            assert text == most[len(prompt) - 1 : -1]
-        assert row["steps"] == [3]  # of the greedy texts; a new drafter's drafts may all be refused
-    assert logged["rollout", 0]["rollout/spec_share_off"] > 0  # by the cost table
-    first, second = (step["train/drafter_loss_1"] for step in steps(logged))
-    assert second < first
 
 
 def check_mixture(folder, rollouts, logged, first):

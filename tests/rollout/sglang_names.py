@@ -127,12 +127,7 @@ managers.overlap_utils
     FutureMap.needs_cpu_seq_lens
     FutureMap.resolve_seq_lens_cpu(batch)
 managers.schedule_batch
-    ScheduleBatch.init_new(reqs, req_to_token_pool, token_to_kv_pool_allocator, tree_cache, model_config,
-        enable_overlap, spec_algorithm)
-    ScheduleBatch(global_num_tokens, global_num_tokens_for_logprob, draft_global_num_tokens,
-        draft_global_num_tokens_for_logprob, can_run_decode_cuda_graph, can_run_dp_draft_cuda_graph,
-        can_run_dp_prefill_cuda_graph, tbo_split_seq_index, req_pool_indices_cpu)
-    ScheduleBatch.prepare_for_idle
+    ScheduleBatch(req_pool_indices_cpu)
 managers.scheduler
     Scheduler._record_scheduler_state_for_paused_engine
     Scheduler.continue_generation(recv_req)
@@ -170,7 +165,6 @@ sampling.sampling_batch_info
         need_top_k_sampling, need_min_p_sampling, sampling_seed, max_top_k, sampling_mask_batch_indices)
 speculative.adaptive_spec_params
     adaptive_unsupported_reason(server_args)
-    attn_dp_enabled_of(cfg)
 speculative.eagle_worker_common
     compute_spec_logprobs(batch, logits_output, predict, accept_index)
 speculative.eagle_worker_v2
@@ -178,7 +172,6 @@ speculative.eagle_worker_v2
     EagleDraftWorker.draft(batch)
     EagleDraftWorker.draft_forward(forward_batch)
     EagleDraftWorker.parallel_layout
-    get_draft_recurrent_hidden_state_spec(model_runner)
 speculative.spec_info
     SpecInput
 """

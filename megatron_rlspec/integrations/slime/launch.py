@@ -19,7 +19,6 @@ from typing import Any
 import yaml
 
 from megatron_rlspec import arguments
-from megatron_rlspec.compat.installed import version
 from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.host import environment
@@ -93,7 +92,6 @@ def plan(
     start: int | None,
     cost_table: str = "",
     verifier: Verifier = "target_only",
-    sglang: str = "",
 ) -> Additions:
     """Decide what to add to `command` (slime's arguments, the driver excluded). Pure.
 
@@ -102,7 +100,6 @@ def plan(
     start       num_steps until the first rollout has ended; None: the command's own, or the default
     cost_table  file by which our rule chooses in the engines; "": it chooses by the model's sizes and what it learns
     verifier    of the engines; position_keyed gives each sample a seed
-    sglang      its version; "" if it is not known here
 
     Raises ConfigError if slime's own flags contradict it.
     """
@@ -110,10 +107,10 @@ def plan(
     refusals.refuse(given, drafter)
     out = Additions()
     if verifier == "position_keyed":
-        refusals.refuse_keyed(given, sglang)
+        refusals.refuse_keyed(given)
         if SAMPLER not in given:
             out.flags += [SAMPLER, "pytorch"]
-    fixed = _fixed_by(given, sglang)
+    fixed = _fixed_by(given)
     steps, start = _steps(given, steps, start, fixed, out.notes)
     depth = _depth(given, drafter["depth"], out.notes)
     eagle3 = drafter["kind"] == "eagle3"
@@ -182,17 +179,11 @@ def _steps(
         raise ConfigError(f"num_steps={start} is not among candidate_steps={list(steps)}")
     if fixed:
         notes.append(f"the number of draft steps is fixed at {start}: {fixed}")
-    elif len(steps) > 1 and (flag := refusals.flag_of_attention_ranks(given)):
-        notes.append(
-            f"under {flag} the ranks of an engine decide together, which ran on CPUs, and not on GPUs yet"
-        )
     return list(steps), start
 
 
-def _fixed_by(given: Mapping[str, str | None], sglang: str) -> str:
+def _fixed_by(given: Mapping[str, str | None]) -> str:
     """Return why the number of steps cannot change while the engines run; "" if it can."""
-    if (flag := refusals.flag_of_attention_ranks(given)) and not refusals.ranks_decide(sglang):
-        return f"under {flag} SGLang {sglang or 'before 0.5.23'} does not adapt it"
     for flag in FIXED:
         if flag in given and given[flag] != "1":
             return f"under {flag} SGLang does not adapt it"
@@ -412,9 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drafter["path"] = str(Path(drafter["path"]).absolute())
     steps = _numbers(options.candidate_steps) if options.candidate_steps else None
     table = str(Path(options.cost_table).absolute()) if options.cost_table else ""
-    added = plan(
-        arguments, drafter, steps, options.num_steps, table, options.verifier, version("sglang")
-    )
+    added = plan(arguments, drafter, steps, options.num_steps, table, options.verifier)
     if table:
         tp = refusals.engine_gpus(flags(arguments))
         refusals.check_table(table, added.settings["rlspec_candidate_steps"], tp)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from packaging.version import Version
 
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.models.config import ModelConfigError
 from megatron_rlspec.models.directory import read_object
 from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
-from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK
+from megatron_rlspec.rollout.sglang.settings import APART, ATTENTION_RANKS, MIXED_CHUNK
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, SpecConfig
@@ -47,6 +46,11 @@ def refuse(given: Mapping[str, str | None], drafter: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"--sglang-config {config}: {APART}; remove them, or run slime without rlspec"
         )
+    for flag in ("--sglang-enable-dp-attention", "--sglang-attn-dp-size"):
+        if flag in given and given[flag] != "1":
+            raise ConfigError(
+                f"{flag}: {ATTENTION_RANKS}; remove the flag, or run slime without rlspec"
+            )
     if given.get("--spec") == "slime_plugins.models.qwen3_5_vl":
         raise ConfigError(f"--spec {given['--spec']}: the model {HIDDEN}")
     if "--fp16" in given:
@@ -125,11 +129,8 @@ def refuse_relative(driver: str) -> None:
             )
 
 
-def refuse_keyed(given: Mapping[str, str | None], sglang: str) -> None:
+def refuse_keyed(given: Mapping[str, str | None]) -> None:
     """Raise ConfigError for flags of slime with which engines do not sample by the seed of a sample."""
-    if (flag := flag_of_attention_ranks(given)) and not ranks_decide(sglang):
-        never = f"{flag} with --verifier position_keyed was never run in SGLang {sglang or 'before 0.5.23'}"
-        raise ConfigError(f"{never}; expected --verifier target_only")
     # others end an engine at a seed beside top-p or top-k
     if (sampler := given.get(SAMPLER, "pytorch")) != "pytorch":
         raise ConfigError(
@@ -137,17 +138,6 @@ def refuse_keyed(given: Mapping[str, str | None], sglang: str) -> None:
         )
     if (seed := given.get("--rollout-seed") or "0").startswith("-"):
         raise ConfigError(f"--rollout-seed {seed}: --verifier position_keyed expects 0 or more")
-
-
-def ranks_decide(sglang: str) -> bool:
-    """Return whether the ranks of an engine of this version can decide together under attention data parallelism."""
-    return bool(sglang) and Version(sglang).release >= (0, 5, 23)
-
-
-def flag_of_attention_ranks(given: Mapping[str, str | None]) -> str:
-    """Return the flag under which the ranks of an engine draw for requests of their own; "" if there is none."""
-    flags = ("--sglang-enable-dp-attention", "--sglang-attn-dp-size")
-    return next((flag for flag in flags if flag in given and given[flag] != "1"), "")
 
 
 def outside(mtp_layers: Any, stages: int | None, mode: str | None) -> str:

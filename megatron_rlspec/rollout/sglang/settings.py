@@ -13,6 +13,9 @@ VARIABLE = "RLSPEC_SGLANG"
 KEY = "RLSPEC_API_KEY"  # in the environment: every user of the machine can read a command line
 # in the answer's meta_info: for every output token, whether it was a draft
 DRAFTED = "rlspec_drafted"
+ATTENTION_RANKS = (
+    "engines whose ranks attend to requests of their own were never run with a drafter on a GPU"
+)
 APART = "engines that prefill and decode apart were never run with a drafter that is trained or switched off"
 MIXED_CHUNK = "batches that mix prefill and decode are not supported with speculation"
 

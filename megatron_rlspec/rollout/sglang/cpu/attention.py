@@ -187,8 +187,7 @@ def extend_attention_cpu(
     """Attend with the last `extend_lens[i]` tokens of request i: prefill, verify and draft-extend. Causal.
 
     query, output [sum of extend_lens, h, d], request after request from `extend_start`. `seq_lens` includes the new
-    tokens, whose keys and values are in the buffers already. Under attention data parallelism a batch may be padded:
-    `query` and `seq_lens` are then longer than `extend_lens` says. Raises as `decode_attention_cpu`.
+    tokens, whose keys and values are in the buffers already. Raises as `decode_attention_cpu`.
     """
     _refuse(
         "extend_attention_cpu",

@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import DumperControlReqInput
 from starlette.requests import ClientDisconnect
 
 from megatron_rlspec.rollout.sglang import limits
-from megatron_rlspec.rollout.sglang.scheduler.control import METHOD, of_all
+from megatron_rlspec.rollout.sglang.scheduler.control import METHOD
 from megatron_rlspec.rollout.sglang.schemas import Body, Nothing, Refusal, parse, shown
 
 logger = logging.getLogger(__name__)
@@ -112,13 +112,11 @@ async def read_nothing(request: Request) -> None:
 
 async def run_command(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Run a command of `control.py` in the scheduler. Raises Refusal with its error."""
-    results = await manager().dumper_control(
-        DumperControlReqInput(method=METHOD, body=arguments | {"command": command})
-    )
-    errors = [result.error for result in results if not result.success]
-    if errors:
-        raise Refusal(400, one_line(errors[0]))
-    return of_all(command, [result.response[0] for result in results])
+    message = DumperControlReqInput(method=METHOD, body=arguments | {"command": command})
+    [result] = await manager().dumper_control(message)
+    if not result.success:
+        raise Refusal(400, one_line(result.error))
+    return result.response[0]
 
 
 def control(command: str, schema: type[Body], then: Callable[[Any], None] | None = None) -> Handler:

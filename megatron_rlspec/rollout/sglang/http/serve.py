@@ -40,7 +40,14 @@ from megatron_rlspec.rollout.sglang.http.checks import (
     extensions_of,
     installed_sglang,
 )
-from megatron_rlspec.rollout.sglang.settings import APART, KEY, MIXED_CHUNK, Settings, known_key
+from megatron_rlspec.rollout.sglang.settings import (
+    APART,
+    ATTENTION_RANKS,
+    KEY,
+    MIXED_CHUNK,
+    Settings,
+    known_key,
+)
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.solver import chains
@@ -66,6 +73,15 @@ _CPU_ARGUMENTS = [
     "--grammar-backend=none",
     "--sleep-on-idle",  # An idle scheduler would otherwise spin on a core that the trainer needs.
 ]
+# SGLang's options that speculation cannot be combined with -> why
+_REFUSED = {
+    "--enable-mixed-chunk": MIXED_CHUNK,
+    "--disaggregation-mode": APART,
+    "--enable-dp-attention": ATTENTION_RANKS,
+    "--attn-dp-size": ATTENTION_RANKS,
+    "--dp-size": ATTENTION_RANKS,
+    "--data-parallel-size": ATTENTION_RANKS,
+}
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -205,7 +221,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
             "--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only"
         )
     installed_sglang()
-    for flag, why in (("--enable-mixed-chunk", MIXED_CHUNK), ("--disaggregation-mode", APART)):
+    for flag, why in _REFUSED.items():
         if options.spec != "off" and any(text.startswith(flag) for text in rest):
             raise ServeError(f"{flag}: {why}; remove it, or serve with --spec off")
     arguments, settings, slots = arguments_for(options, device, tensor_parallel(rest))

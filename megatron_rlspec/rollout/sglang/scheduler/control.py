@@ -92,29 +92,6 @@ def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any
     return None
 
 
-def of_all(command: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the answers of an engine's data-parallel ranks into one.
-
-    Rounds are those of all ranks. A tensor counts as delivered if every rank was given the same. Any other answer is
-    the first rank's, because those commands do the same on every rank.
-    """
-    if command in ("stats", "recent_rounds"):
-        return {"rounds": [row for answer in answers for row in answer["rounds"]]}
-    if command == "not_begun":
-        return {"ids": [name for answer in answers for name in answer["ids"]]}
-    if command == "delivered":
-        first, *others = answers
-        return {
-            model: {
-                name: mark
-                for name, mark in marks.items()
-                if all(other[model].get(name) == mark for other in others)
-            }
-            for model, marks in first.items()
-        }
-    return answers[0]
-
-
 def _reason(error: Exception) -> str:
     """Return the text of our own errors; for other errors of Python, one sentence."""
     if isinstance(error, (ValueError, NotImplementedError)):
@@ -322,7 +299,7 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     counted = [accepted[i] for i in drafting if going_on[i]]
     decisions.decider.observe(ran, counted, sum(going_on) - len(counted))
     last = all(request.finished() for request in batch.reqs)
-    others = (ran.requests or len(accepted)) - len(counted)
+    others = len(accepted) - len(counted)
     ms = rounds.observe(ran.config, ran.context_tokens, counted, last, others, ran.caught_up)
     if ms is not None:
         decisions.decider.timed(ran, len(accepted), ms)

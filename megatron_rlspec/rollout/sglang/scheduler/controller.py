@@ -28,7 +28,6 @@ from sglang.srt.speculative import adaptive_runtime_state
 
 from megatron_rlspec.rollout.sglang import extensions
 from megatron_rlspec.rollout.sglang.scheduler import decisions, plain_round, versions
-from megatron_rlspec.rollout.sglang.scheduler.attention_ranks import AttentionRanks, Share
 from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
 from megatron_rlspec.rollout.sglang.scheduler.known_lengths import known
@@ -55,18 +54,12 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         self._config = SpecConfig(worker.speculative_num_steps)
         settings = Settings.from_environment()
         self._extensions = extensions.loaded(settings.extensions if settings else ())
-        parallel = versions.installed().attention_parallel()
-        self._ranks = (
-            None if parallel is None else AttentionRanks(parallel, max(self.candidate_steps))
-        )
-        self.gap = DrafterGap(worker, self._ranks)
+        self.gap = DrafterGap(worker)
         # indices of the requests whose drafter has caught up; None: all
         self._drafting: list[int] | None = None
         self._caught_up = 0.0  # seconds that this took
         self._batch: Any = None
         self._context = 0  # tokens
-        # number of the round and its requests, where ranks decide together
-        self._together: tuple[int, int] = (0, 0)
         self._plain = False  # whether no request of the round needs the verify path
         self._decided = False  # whether this round was decided before SGLang asked
         self._stub: tuple[torch.Tensor, ...] | None = None
@@ -91,9 +84,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         reqs = self._batch.reqs
         gap = self.gap
         self._caught_up = 0.0
-        if self._ranks is not None:
-            self._decide_together(self._ranks)
-        elif reqs:
+        if reqs:
             self._context = sum(r.seqlen for r in reqs)
             self._plain = plain_round.asks_no_more(self._batch)
             missed = partial(gap.missed, reqs) if gap.open else _nothing
@@ -103,29 +94,6 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             self._drafting = self._catch_up(n, needed) if closing else None
         if self._config.num_steps != self.worker.speculative_num_steps:
             self._activate(self._config.num_steps)
-
-    def _decide_together(self, ranks: AttentionRanks) -> None:
-        """Decide with the other ranks, which call this before the same round. This one may have no requests."""
-        reqs, gap, decider = self._batch.reqs, self.gap, decisions.decider
-        needed = (
-            [i for extension in self._extensions for i in extension.before_round(reqs)]
-            if reqs
-            else []
-        )
-        context, plain = sum(r.seqlen for r in reqs), plain_round.asks_no_more(self._batch)
-        ran, accepted, others = decider.late.due()
-        joint = ranks.join(
-            Share(context, plain, gap.open, bool(needed), gap.lags(reqs), accepted, others)
-        )
-        if ran is not None:
-            decider.learn(ran, joint.accepted, joint.others)
-        self._context, self._plain = joint.context, joint.plain
-        self._config, n = decider.choose(
-            joint.batch, joint.context, joint.missed if joint.open else _nothing
-        )
-        self._together = decider.late.begin(self._config), joint.batch
-        closing = joint.open and (joint.needed or not self._config.off)
-        self._drafting = self._catch_up(joint.own(n), needed) if closing else None
 
     def _catch_up(self, n: int, needed: Sequence[int]) -> list[int] | None:
         """Let n drafters read what they missed if the round drafts, and the needed ones. Returns `_drafting`.
@@ -147,16 +115,12 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         Our rule observes rounds in `control.py`, with the configuration that each of them ran: under the overlap
         scheduler the present one may be another.
         """
-        if decisions.decider.stock and not decisions.decider.held and self._ranks is None:
+        if decisions.decider.stock and not decisions.decider.held:
             decisions.decider.stock.on_verify_complete(num_correct_drafts_per_req, batch_size)
 
     def _round(self, batch: Any, on_publish: Any = None, *args: Any, **kwargs: Any) -> Any:
         self._batch = batch
-        if (
-            batch.forward_mode.is_extend()
-            or batch.is_extend_in_batch
-            or not (batch.reqs or self._ranks)
-        ):
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch or not batch.reqs:
             if self.gap.open:
                 self.gap.forget(batch.reqs)
             return self._forward(batch, on_publish, *args, **kwargs)
@@ -170,15 +134,12 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             self._decided = True
             result = self._forward(batch, on_publish, *args, **kwargs)
         result.rlspec_round = DecodeRound(
-            self._config, self._context, self._drafting, *self._together, caught_up=self._caught_up
+            self._config, self._context, self._drafting, self._caught_up
         )
         return result
 
     def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:
-        if self._config.off and not batch.reqs:
-            self._stub_out(batch, result)
-            return
-        if batch.reqs and (self._config.off or self._drafting is not None):
+        if self._config.off or self._drafting is not None:
             # CUDA graphs write their outputs into the same buffers in every round.
             hidden = result.logits_output.hidden_states.clone()
             tokens = batch.spec_info.draft_token.clone()
@@ -192,11 +153,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
 
     def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
         """Skip the drafter in this round, and keep its inputs."""
-        if batch.reqs:
-            self.gap.record(batch.reqs, hidden, tokens)
-        self._stub_out(batch, result)
-
-    def _stub_out(self, batch: Any, result: Any) -> None:
+        self.gap.record(batch.reqs, hidden, tokens)
         if self._stub is None or len(self._stub[0]) != len(batch.reqs):
             self.worker._stub_skipped_draft_extend(batch, result)
             self._stub = tuple(getattr(result.next_draft_input, name) for name in _STUBBED)

@@ -1,8 +1,7 @@
 """What each decode round in SGLang's scheduler process runs, and why.
 
 Every tensor-parallel rank decides for itself, so a decision may depend only on what all ranks share: batch, context
-lengths and accepted counts, never on a local clock. Ranks with requests of their own first share these
-(`attention_ranks.py`). An engine of one rank also learns from durations (`Decider.timed`).
+lengths and accepted counts, never on a local clock. An engine of one rank also learns from durations (`Decider.timed`).
 """
 
 from __future__ import annotations
@@ -22,16 +21,12 @@ class DecodeRound:
     """What one decode round ran.
 
     drafting  indices of the requests whose drafter had caught up; None: all of them
-    number    the round's number from 1, by which all ranks know it; 0 where ranks do not share their rounds, and
-    requests  those of all ranks
     caught_up seconds in which drafters caught up when it was launched
     """
 
     config: SpecConfig
     context_tokens: int
     drafting: list[int] | None
-    number: int = 0
-    requests: int = 0
     caught_up: float = 0.0
 
     def behind(self, batch: int) -> set[int]:
@@ -39,34 +34,6 @@ class DecodeRound:
         if self.config.off:
             return set(range(batch))
         return set() if self.drafting is None else set(range(batch)) - set(self.drafting)
-
-
-class LateRounds:
-    """Keeps what the rounds of this rank accepted, until all ranks have processed them.
-
-    The overlap scheduler launches a round before it processes the one before. So round n is due before round n + 2.
-    """
-
-    def __init__(self) -> None:
-        self._ran: dict[int, SpecConfig] = {}
-        self._seen: dict[int, tuple[Sequence[int], int]] = {}
-        self._number = 0  # of the latest round
-
-    def begin(self, config: SpecConfig) -> int:
-        """Return the number of a round that begins."""
-        self._number += 1
-        self._ran[self._number] = config
-        return self._number
-
-    def keep(self, number: int, accepted: Sequence[int], others: int) -> None:
-        """Take what the requests of this rank accepted; the arguments are those of `SpecRule.observe`."""
-        if number in self._ran:
-            self._seen[number] = (accepted, others)
-
-    def due(self) -> tuple[SpecConfig | None, Sequence[int], int]:
-        """Return the round that is due before the next one: its configuration, or None, and what was kept."""
-        number = self._number - 1
-        return self._ran.pop(number, None), *self._seen.pop(number, ((), 0))
 
 
 class Decider:
@@ -83,7 +50,6 @@ class Decider:
         self._stock: Any = None  # the same, with what it has learnt
         self.sharpness = settings.sharpness  # of coupled drafts
         self.ranks = 0  # tensor-parallel size
-        self.late = LateRounds()
         # the largest batch with captured graphs, where graphs are limited
         self._most: dict[SpecConfig, int] = {}
 
@@ -184,20 +150,9 @@ class Decider:
             rule.timed(ran.config, batch, ran.context_tokens, ms, 1000 * ran.caught_up)
 
     def observe(self, ran: DecodeRound, accepted: Sequence[int], others: int) -> None:
-        """Take what requests of this rank accepted in a round. The last arguments are those of `SpecRule.observe`."""
-        if ran.number:
-            self.late.keep(ran.number, accepted, others)
-        elif self.rule is not None and not self.held:
+        """Take what requests accepted in a round. The last arguments are those of `SpecRule.observe`."""
+        if self.rule is not None and not self.held:
             self.rule.observe(ran.config, accepted, others)
-
-    def learn(self, config: SpecConfig, accepted: list[int], others: int) -> None:
-        """Learn from a round of all ranks."""
-        if self.held:
-            return
-        if self.rule is not None:
-            self.rule.observe(config, accepted, others)
-        if self.stock and accepted:
-            self.stock.on_verify_complete(accepted, len(accepted) + others)
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         """Decide by `schedule` until the next rule. Raises ValueError."""

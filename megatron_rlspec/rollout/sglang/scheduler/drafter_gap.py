@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from megatron_rlspec.rollout.sglang.scheduler import versions
-from megatron_rlspec.rollout.sglang.scheduler.attention_ranks import AttentionRanks
 from megatron_rlspec.rollout.sglang.scheduler.stash import (
     Buffer,
     Missed,
@@ -58,14 +57,10 @@ class DrafterGap:
     """The inputs that the drafter of one `EAGLEWorkerV2` has not read, by request.
 
     Every `every` rounds their rows move to host memory (`Stash`). One pass of the drafter reads at most `most` tokens.
-    ranks  those with requests of their own, which all run every pass; None: this one's is the only batch
     """
 
-    def __init__(
-        self, worker: Any, ranks: AttentionRanks | None = None, every: int = 64, most: int = 8192
-    ) -> None:
+    def __init__(self, worker: Any, every: int = 64, most: int = 8192) -> None:
         self.worker = worker
-        self.ranks = ranks
         self.every = every
         self.most = most
         self._stash = Stash()
@@ -135,9 +130,6 @@ class DrafterGap:
         Changes `batch.spec_info` in place; SGLang restores its own state of the batch after the round. Returns the
         requests' indices, or None if no request is behind any more.
         """
-        if not self.open:  # other ranks' requests are behind
-            self._run(batch, iter(()))
-            return None
         reqs = batch.reqs
         lags = self.lags(reqs)
         order = sorted(range(len(reqs)), key=lags.__getitem__)
@@ -145,7 +137,8 @@ class DrafterGap:
         behind = [i for i in chosen if lags[i] > 0]
         if self._samples_drafts():
             _one_hot_draft_probs(batch, sorted(set(chosen) - set(behind)))
-        self._run(batch, self._passes(batch, behind) if behind else iter(()))
+        for read in self._passes(batch, behind) if behind else ():
+            self._extend(batch, read)
         if len(chosen) == len(reqs):
             self._reset()
             return None
@@ -187,19 +180,6 @@ class DrafterGap:
                 )
             )
         return Missed(found, len(rids), self._buffers)
-
-    def _run(self, batch: Any, passes: Iterator[Pass]) -> None:
-        """Run these passes. Other ranks may run more: this one then takes part without tokens."""
-        if self.ranks is None:
-            for read in passes:
-                self._extend(batch, read)
-            return
-        while True:
-            own = next(passes, None)
-            sizes = self.ranks.gather([0, 0] if own is None else [len(own.tokens), len(own.behind)])
-            if not sizes.any():
-                return
-            self._extend(batch, own, sizes)
 
     def _passes(self, batch: Any, behind: Sequence[int]) -> Iterator[Pass]:
         """Yield as few drafter passes as `most` allows over what these requests missed, indices into the batch."""
@@ -267,70 +247,24 @@ class DrafterGap:
         part.sampling_info = _rows_of(batch.sampling_info, index, len(batch.reqs))
         return part, index
 
-    def _extend(self, batch: Any, read: Pass | None, sizes: np.ndarray | None = None) -> None:
-        """Run one prefill of the drafter, without tokens if there is nothing to read.
-
-        `sizes`: tokens and requests of all ranks, [ranks, 2]; None if there is one.
-        """
+    def _extend(self, batch: Any, read: Pass) -> None:
+        """Run one prefill of the drafter."""
         from sglang.srt.speculative import eagle_worker_v2 as eagle
 
-        part, index = (_idle(batch), None) if read is None else self._part(batch, read)
-        if sizes is not None and self.ranks is not None:
-            _announce(part, sizes[:, 0].tolist(), sizes[:, 1].tolist(), self.ranks.rank)
+        part, index = self._part(batch, read)
         drafter = self.worker.draft_worker
-        if read is None:
-            width, dtype = eagle.get_draft_recurrent_hidden_state_spec(drafter.draft_runner)
-            hidden = torch.empty(0, width, dtype=dtype, device=part.seq_lens.device)
-            following = torch.empty_like(part.seq_lens)
-        else:
-            hidden, following = read.hidden, read.following
         with (
             versions.installed().drafting(drafter),
             eagle.speculative_moe_backend_context(),
             eagle.speculative_moe_a2a_backend_context(),
         ):
-            caught_up = drafter._draft_extend_for_prefill(part, hidden, following)
-        if read is None:
-            return
+            caught_up = drafter._draft_extend_for_prefill(part, read.hidden, read.following)
         spec = batch.spec_info
         for name in ("topk_p", "topk_index", "hidden_states", "draft_probs"):
             if getattr(caught_up, name) is not None:
                 values = getattr(spec, name).clone()
                 values[index] = getattr(caught_up, name).to(values.dtype)
                 setattr(spec, name, values)
-
-
-def _idle(batch: Any) -> Any:
-    """Return a batch without requests."""
-    idle = type(batch).init_new(
-        [],
-        batch.req_to_token_pool,
-        batch.token_to_kv_pool_allocator,
-        batch.tree_cache,
-        batch.model_config,
-        batch.enable_overlap,
-        batch.spec_algorithm,
-    )
-    idle.prepare_for_idle()
-    if batch.draft_global_num_tokens is not None:
-        idle.draft_global_num_tokens = batch.draft_global_num_tokens
-    idle.global_num_tokens = batch.global_num_tokens
-    return idle
-
-
-def _announce(part: Any, tokens: list[int], requests: list[int], rank: int) -> None:
-    """Tell a prefill of the drafter what every rank reads in it, as SGLang's own exchange before a prefill does."""
-    for name in ("global_num_tokens", "draft_global_num_tokens"):
-        known = getattr(part, name)
-        if known is not None:
-            alone = len(known) == 1  # ranks that do not gather know their own numbers only
-            setattr(part, name, [tokens[rank]] if alone else tokens)
-            setattr(part, f"{name}_for_logprob", [requests[rank]] if alone else requests)
-    part.is_extend_in_batch = True
-    part.can_run_decode_cuda_graph = part.can_run_dp_draft_cuda_graph = (
-        part.can_run_dp_prefill_cuda_graph
-    ) = False
-    part.tbo_split_seq_index = None
 
 
 def _one_hot_draft_probs(batch: Any, current: Sequence[int]) -> None:

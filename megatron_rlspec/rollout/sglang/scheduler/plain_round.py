@@ -24,7 +24,7 @@ def possible(worker: Any) -> bool:
 
 def asks_no_more(batch: Any) -> bool:
     """Return whether a batch has nothing that the verify path alone computes, as grammars and top logprobs."""
-    return not batch.reqs or (
+    return (
         not batch.has_grammar
         and batch.hisparse_coordinator is None
         and batch.mamba_track_indices is None
@@ -39,19 +39,14 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
     """Run the round. Returns the verify path's result, and hidden [B, H] and token [B] of the position computed.
 
     `on_publish` is SGLang's callback under the overlap scheduler: it gets the new sequence lengths [B].
-    B is 0 on a rank without requests, which takes part for the others.
     """
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-    tokens = (
-        batch.spec_info.bonus_tokens
-        if batch.reqs
-        else torch.empty_like(batch.seq_lens, dtype=torch.int32)
-    )
+    tokens = batch.spec_info.bonus_tokens
     part = object.__new__(type(batch))  # A shallow copy: the scheduler's batch must not change.
     vars(part).update(vars(batch))
-    part.forward_mode = ForwardMode.DECODE if batch.reqs else ForwardMode.IDLE
+    part.forward_mode = ForwardMode.DECODE
     part.spec_info = None
     part.input_ids = tokens.to(torch.int64)
     part.out_cache_loc = worker.req_to_token_pool.req_to_token[

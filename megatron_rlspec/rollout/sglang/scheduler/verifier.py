@@ -215,7 +215,7 @@ def sample_targets(verified: VerifyPass) -> torch.Tensor:
 
     Without the kernel, a few rows are sampled at a time: SGLang's functions copy the logits, some of them in float64.
     """
-    group = versions.installed().sampling_group()
+    group = versions.installed().tensor_group()
     kernel = chosen.sampling(verified.logits) if verified.info.sampling_seed is not None else None
     if kernel is None or not versions.installed().draws_logits:
         rows = max(1, ELEMENTS // verified.logits.shape[-1])

@@ -56,20 +56,6 @@ class Sglang0523:
 
         return get_parallel().tp_group
 
-    def sampling_group(self) -> Any:
-        """Return the group of the ranks that sample for the same requests."""
-        from sglang.srt.runtime_context import get_parallel
-
-        parallel = get_parallel()
-        return parallel.attn_tp_group if parallel.attn_dp_size > 1 else parallel.tp_group
-
-    def attention_parallel(self) -> Any:
-        """Return SGLang's parallel sizes, ranks and groups under attention data parallelism; None without it."""
-        from sglang.srt.runtime_context import get_parallel
-
-        parallel = get_parallel()
-        return parallel if parallel.attn_dp_size > 1 else None
-
     def weight_version(self, manager: Any = None) -> str:
         """Return the version of the weights, in a scheduler's process or in the one of the tokenizer `manager`.
 
@@ -168,7 +154,6 @@ class Sglang0523:
 
         from megatron_rlspec.rollout.sglang.cpu import products, stand_ins
         from megatron_rlspec.rollout.sglang.scheduler import (
-            attention_ranks,
             bucket_memory,
             draft_vocabulary,
             flashinfer_plans,
@@ -179,8 +164,6 @@ class Sglang0523:
         from megatron_rlspec.rollout.sglang.scheduler.receive_ahead import ReceiveAhead
 
         yield from draft_vocabulary.hooks()
-        reason = "sglang.srt.speculative.adaptive_spec_params.adaptive_unsupported_reason"
-        yield reason, attention_ranks.keep_adaptive, "AROUND"
         session = PushSession(BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput())
         yield from session.hooks()
         yield from ReceiveAhead(UpdateWeightsFromDistributedReqOutput).hooks()
@@ -211,9 +194,6 @@ class Sglang0515(Sglang0523):
     couples = False
     draws_logits = False
     migrates = False
-
-    def attention_parallel(self) -> Any:
-        return None  # it runs no adaptive speculation there
 
     def weight_version(self, manager: Any = None) -> str:
         if manager is None:
