@@ -163,8 +163,6 @@ runtime_context
 sampling.sampling_batch_info
     SamplingBatchInfo(temperatures, top_ps, top_ks, min_ps, is_all_greedy, need_top_p_sampling,
         need_top_k_sampling, need_min_p_sampling, sampling_seed, max_top_k, sampling_mask_batch_indices)
-speculative.adaptive_spec_params
-    adaptive_unsupported_reason(server_args)
 speculative.eagle_worker_common
     compute_spec_logprobs(batch, logits_output, predict, accept_index)
 speculative.eagle_worker_v2
