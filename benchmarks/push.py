@@ -6,9 +6,8 @@ A model of about 1 GB (bf16; --quick: 64 MB) is pushed into one embedded engine 
 measured a copy of the same tensors, which is the limit in a process, and the fingerprints alone.
 
 With --sglang the model (float32) is also pushed into a real `rlspec serve` process by every transport, in turns with
-the transport's limit. For http and the gloo group the limit is one loopback TCP stream of the same bytes. For ipc it is
-two copies in memory. `update` includes the trainer's fingerprints, not the comparison
-afterwards. On a busy machine CPU seconds say more than time: those of both sides, of the same update and of its limit.
+the transport's limit, which is one loopback TCP stream of the same bytes. `update` includes the trainer's fingerprints,
+not the comparison afterwards. On a busy machine CPU seconds say more than time: those of both sides, of the same update and of its limit.
 The aim, in either measure, is 0.6 of the limit. Each ratio is a median over pairs, with its 90 %
 bootstrap interval.
 
@@ -162,7 +161,7 @@ def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
     """Push into a real SGLang process on the CPU, by each transport in turn."""
     from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
     from megatron_rlspec.rollout.sglang.client.launcher import launch
-    from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Ipc
+    from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http
 
     config, tensors = model(gigabytes, torch.float32)
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -173,7 +172,7 @@ def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
     with launch(room / "served", room / "log", arguments=options, environment={"OMP_NUM_THREADS": "1"}) as process:
         process.wait()
         server = psutil.Process(process.process.pid)
-        ways = {"http": Http(), "group": GroupBroadcast(), "ipc": Ipc()}
+        ways = {"http": Http(), "group": GroupBroadcast()}
         pushers = {}
         for name, way in ways.items():
             engine = SGLangEngine.of(process, timeout=600, transport=way)
@@ -191,7 +190,7 @@ def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
                 assert not report.failed, report.failed
                 used = cpu_seconds(server) - before - compared_in
                 updates[name].append(Cost(report.engines["engine"].seconds, used))
-                limits[name].append(copied_twice(tensors) if name == "ipc" else loopback(size))
+                limits[name].append(loopback(size))
                 checks.append(report.verify_seconds)
     for name in ways:
         found[name] = compared(size, updates[name][1:], limits[name][1:])
@@ -217,19 +216,6 @@ def _interval(ratios: list[float]) -> list[float]:
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
     return [statistics.median(ratios), medians[50], medians[949]]
-
-
-def copied_twice(tensors: dict[str, torch.Tensor]) -> Cost:
-    """Copy the tensors into one piece of memory, and from there to their places."""
-    piece = torch.zeros(max(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
-    places = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    cpu = time.process_time()
-    began = time.perf_counter()
-    for name, tensor in tensors.items():
-        part = piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        part.copy_(tensor)
-        places[name].copy_(part)
-    return Cost(time.perf_counter() - began, time.process_time() - cpu)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from gpu.plan import Plan
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Ipc
+from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Handles, Http
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
@@ -22,9 +22,9 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     size = sum(tensor.nbytes for tensor in tensors.values())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     arguments = [*serving.options(plan, 4, 4096, 0.6), "--spec", "fixed", "--num-steps", "1"]
-    ways = {"group over gloo": GroupBroadcast(backend="gloo"), "ipc": Ipc(), "http": Http()}
+    ways = {"group over gloo": GroupBroadcast(backend="gloo"), "http": Http()}
     if plan.on_gpu:
-        ways["ipc by handles"] = Ipc(handles=True)
+        ways["handles"] = Handles()
     with serving.launched(plan, folder, figures, "engine", arguments) as process:
         version = 0
         for name, way in ways.items():

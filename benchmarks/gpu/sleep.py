@@ -18,7 +18,7 @@ from megatron_rlspec.push.canary import Canary
 from megatron_rlspec.push.detectors import HealthSettings
 from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.rollout.sglang.client.transport import Ipc
+from megatron_rlspec.rollout.sglang.client.transport import Handles, Http
 from megatron_rlspec.types import Prompt, Sampling, SpecConfig
 
 
@@ -31,7 +31,7 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     if plan.on_gpu:
         arguments += ["--enable-memory-saver", "--enable-draft-weights-cpu-backup"]
     with serving.launched(plan, folder, figures, "engine", arguments) as process:
-        engine = SGLangEngine.of(process, timeout=240, transport=Ipc())
+        engine = SGLangEngine.of(process, timeout=240, transport=Handles() if plan.on_gpu else Http())
         pusher = Pusher({"engine": engine})
         _push(figures, pusher, tensors, 1, "awake")
         before = _canary(plan, figures, engine, 1, "before")
@@ -63,7 +63,7 @@ def _push(figures: Figures, pusher: Pusher, tensors: dict[str, torch.Tensor], ve
     report = pusher.push(version, lambda scope: tensors.items())
     if report.failed:
         raise RuntimeError(report.failed["engine"])
-    figures.say(f"a push by ipc, {when}", report.seconds, "s", "fingerprints compared")
+    figures.say(f"a push, {when}", report.seconds, "s", "fingerprints compared")
 
 
 def _canary(plan: Plan, figures: Figures, engine: SGLangEngine, version: int, when: str) -> float:

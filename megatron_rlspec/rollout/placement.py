@@ -213,8 +213,3 @@ def check_together(config: Config) -> None:
         raise ConfigError(
             "drafter.overlap=true trains while engines generate, but engines on the ranks' GPUs need the memory"
         )
-    if config.push.transport == "group":
-        raise ConfigError(
-            "push.transport=group: NCCL refuses two processes on one GPU, and engines share the ranks' GPUs; "
-            "expected ipc or http"
-        )

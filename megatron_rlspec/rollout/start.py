@@ -24,7 +24,7 @@ from megatron_rlspec.rollout.embedded.rounds import Budget, scratch
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
-from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Ipc, Transport
+from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Handles, Http, Transport
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tasks.data import load_tokenizer
@@ -263,20 +263,31 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
 def _transport(config: Config, layout: GpuLayout) -> Transport:
     """Make the weight transport of all engines."""
     way = config.push.transport
-    if way == "auto":  # NCCL refuses two processes on one GPU
-        apart = layout.engines and not (layout.together or layout.second)
-        cards = {*layout.train, *(card for engine in layout.engines for card in engine)}
-        shared = layout.together and len(cards) == 1  # an engine sees its own cards only
-        way = (
-            "http" if config.rollout.urls else "group" if apart else "handles" if shared else "ipc"
-        )
+    if way == "auto":
+        way = _best_transport(config, layout)
+    if way == "http":
+        return Http()
     if way == "group":
-        return GroupBroadcast(config.push.address)
+        # NCCL refuses two processes on one GPU.
+        shared = layout.together or layout.second
+        return GroupBroadcast(config.push.address, "gloo" if shared else "")
     if config.push.transport == "handles" and not torch.cuda.is_available():
         raise ConfigError(
-            "push.transport=handles is for memory of a GPU, and this machine has none; expected ipc"
+            "push.transport=handles is for memory of a GPU, and this machine has none; expected http"
         )
-    return Http() if way == "http" else Ipc(handles=way == "handles")
+    return Handles()
+
+
+def _best_transport(config: Config, layout: GpuLayout) -> str:
+    if config.rollout.urls or not layout.engines or layout.second:
+        return "http"
+    cards = set(layout.train)
+    for engine_cards in layout.engines:
+        cards.update(engine_cards)
+    # An engine sees its own cards only, so it cannot open memory of rank 0's card if that is another one.
+    if layout.together and len(cards) == 1:
+        return "handles"
+    return "group"
 
 
 def embedded(config: Config, budget: MakeBudget | None = None) -> EmbeddedEngine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -124,13 +123,10 @@ NOT_JSON = {
     "lone surrogate": b'{"ids":["\\ud800"]}',
     "BOM": b"\xef\xbb\xbf{}",
 }
-IPC = "weights/ipc?session=SESSION"
-HANDLE = "weights/handle?session=SESSION"
 BUCKET = {"names": [NORM], "dtypes": ["float32"], "shapes": [[64]]}
 ROUTES = ("generate", "abort", "pause", "resume", "sleep", "wake", "weights/join?session=SESSION",
-          "weights/receive?session=SESSION", IPC, "control/set_schedule", "control/describe")  # fmt: skip
+          "weights/receive?session=SESSION", "control/set_schedule", "control/describe")  # fmt: skip
 NEEDED = {
-    IPC: {"process": os.getpid(), "descriptor": 0, "name": "0" * 32} | BUCKET,
     "weights/join?session=SESSION": {
         "address": "127.0.0.1",
         "port": 9,
@@ -140,10 +136,6 @@ NEEDED = {
     },
     "weights/receive?session=SESSION": {"group": "rlspec-a", "names": [NORM], "dtypes": ["float32"], "shapes": [[64]]},
 }
-
-
-def ipc(title: str, words: str, /, **change: object) -> Attack:
-    return Attack(f"ipc: {title}", IPC, json.dumps(NEEDED[IPC] | change).encode(), (words,), 400, "all")
 
 
 ATTACKS = [Attack(f"generate: {name}", "generate", body) for name, body in NOT_JSON.items()]
@@ -255,22 +247,10 @@ ATTACKS += [
     Attack("end: of another client", f"weights/end?session={'0' * 32}", b"", ("another client",), 409, "all"),
     Attack("end: not open", "weights/end?session=SESSION", b"", ("no weight update is open",), 409),
     Attack("bucket: not open", "weights/bucket?session=SESSION", save({NORM: torch.ones(64)}), ("weights/begin",), 409),
-    Attack("ipc: not open", IPC, json.dumps(NEEDED[IPC]).encode(), ("weights/begin",), 409),
     Attack("bucket: empty", "weights/bucket?session=SESSION", b"", ("header too small",), 400, "all"),
     Attack("bucket: text", "weights/bucket?session=SESSION", b"hello, engine", ("header too large",), 400, "all"),
-    Attack("ipc: no process", IPC, json.dumps({"descriptor": 0}).encode(), ("names is missing",), 400, "all"),
-    ipc("a text", "process is", process="../../etc"),
-    ipc("another file", "no memory of this push; expected a trainer on this machine"),
-    ipc("no such process", "not within reach (No such file", process=4_000_000),
-    ipc("no such descriptor", "not within reach (No such file", descriptor=1 << 30),
-    ipc("name", "name is", name="../" * 10 + "ab"),
-    ipc("another shape", "but the engine's is [64]", shapes=[[65]]),
-    ipc("counts", "expected as many of each", shapes=[[64], [64]]),
-    ipc("twice", "expected distinct names", names=[NORM] * 2, dtypes=["float32"] * 2, shapes=[[64]] * 2),
-    ipc("dtype", "expected 'float64'", dtypes=["object"]),
-    ipc("path", "path is not known", path="/etc/passwd"),
     *(
-        Attack(f"handle: {title}", HANDLE, json.dumps(BUCKET | {"handle": text}).encode(), (told,), 400, "all")
+        Attack(f"handle: {title}", "weights/handle?session=SESSION", json.dumps(BUCKET | {"handle": text}).encode(), (told,), 400, "all")
         for title, text, told in (
             ("on a CPU", "A" * 86 + "==", "this engine, on cpu, opens no memory of a GPU; push with push."),
             ("66 bytes", "A" * 88, "handle is"),
@@ -501,7 +481,6 @@ BODIES: dict[str, st.SearchStrategy] = {
     "wake": JUNK,
     f"weights/join?session={'0' * 32}": st.fixed_dictionaries({"address": st.just("127.0.0.1"), "port": JUNK}) | JUNK,
     f"weights/receive?session={'0' * 32}": JUNK,
-    f"weights/ipc?session={'0' * 32}": JUNK,
     "weights/begin": JUNK,
     "weights/end": JUNK,
     f"weights/bucket?session={'0' * 32}": JUNK,

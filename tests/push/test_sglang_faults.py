@@ -32,7 +32,7 @@ from megatron_rlspec.push.health import Health
 from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
-from megatron_rlspec.rollout.sglang.client.transport import Ipc
+from megatron_rlspec.rollout.sglang.client.transport import Http
 from megatron_rlspec.types import Request
 
 pytestmark = pytest.mark.slow
@@ -72,7 +72,7 @@ class Engine(SGLangEngine):
     bucket_memory = None
 
     def __init__(self, url):
-        super().__init__(url, timeout=60, transport=Ipc())
+        super().__init__(url, timeout=60, transport=Http())
         self.wire = lambda name, tensor: tensor
 
     def update_weights(self, version, tensors, scope="all"):
@@ -185,7 +185,7 @@ def pusher_process(url, version, tensors, slowly):
             yield name, tensor
 
     push.bucket_bytes = lambda memory: 1  # tensors travel alone, so that a mixture is there between two of them
-    Pusher({"a": SGLangEngine(url, timeout=60, transport=Ipc())}).push(version, source)
+    Pusher({"a": SGLangEngine(url, timeout=60, transport=Http())}).push(version, source)
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""A bucket of weights reaches a GPU in one copy, from memory of trainer or server, and both loaders read it.
+"""A bucket of weights reaches a GPU in one copy, from memory of the server, and both loaders read it.
 
 And a push's passes over tensors and bytes are counted, on both sides.
 """
@@ -13,54 +13,50 @@ from host_reads import HostReads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rlspec.push import push
-from megatron_rlspec.push.bucket import Bucket
+from megatron_rlspec.push.bucket import Bucket, Memory
 from megatron_rlspec.push.fingerprint import of_parts
-from megatron_rlspec.rollout.sglang.bucket_checks import Entry, ServedTensors, laid_out
+from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors, laid_out
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.scheduler import bucket_memory
-from megatron_rlspec.rollout.sglang.schemas import IpcBody, parse
-from megatron_rlspec.rollout.sglang.shared_memory import SharedMemory
+from megatron_rlspec.rollout.sglang.schemas import ReceiveBody, parse
 
 
 @pytest.fixture
 def bucket():
-    """Return 40 tensors in two number types, packed, the request for an engine, and the places in the bucket."""
+    """Return 40 tensors in two number types, the bucket's bytes, and what SGLang's message says of each tensor."""
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
     torch.manual_seed(0)
     tensors = {f"w{i}": torch.randn(4, 6).to(torch.bfloat16 if i % 2 else torch.float32) for i in range(40)}
     packed = Bucket(list(tensors.items()))
-    memory = SharedMemory()
-    packed.pack(memory)
-    entries, at = [], 0
+    packed.pack(Memory())
+    metadata, first = [], 0
     for name, tensor in packed.tensors:
-        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), at, at + tensor.nbytes))
-        at += tensor.nbytes
-    return tensors, packed.data(), IpcBody(**memory.place(packed.data()), **packed.described), entries
+        end = first + tensor.nbytes
+        metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, first, end, tensor.nbytes))
+        first = end
+    return tensors, packed.data(), metadata
 
 
-@pytest.mark.parametrize("way", ["ipc", "http"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_bucket_is_copied_once_for_both_loaders(bucket, way, device, monkeypatch):
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+def test_a_bucket_is_copied_once_for_both_loaders(bucket, device, monkeypatch):
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    tensors, content, asked, entries = bucket
+    tensors, content, metadata = bucket
     monkeypatch.setattr(bucket_memory.landing, "_kept", torch.empty(0, dtype=torch.uint8))
-    metadata = [
-        FlattenedTensorMetadata(e.name, torch.Size(e.shape), e.dtype, e.first, e.end, e.end - e.first) for e in entries
-    ]
-    payload = bucket_memory.of_shared(asked) if way == "ipc" else b"pickled"
     worker = SimpleNamespace(model_runner=SimpleNamespace(device=device))
     with HostReads() as reads:
-        held = [{n: torch.zeros_like(t).to(device) for n, t in tensors.items()} for _ in ("target", "drafter")]
+        models = [{n: torch.zeros_like(t).to(device) for n, t in tensors.items()} for _ in ("target", "drafter")]
         reads.found.clear()
         for _ in range(2):  # the second bucket lands in the memory of the first one
-            found = bucket_memory.read(
-                lambda *_: {"flattened_tensor": content, "metadata": metadata}, worker, [payload]
+            message = bucket_memory.read(
+                lambda *_: {"flattened_tensor": content, "metadata": metadata}, worker, [b"pickled"]
             )
-            for model in held:
-                for name, tensor in FlattenedTensorBucket(**found).reconstruct_tensors() if way == "http" else found:
+            for model in models:
+                for name, tensor in FlattenedTensorBucket(**message).reconstruct_tensors():
                     model[name].copy_(tensor)
         assert list(reads.found.values()) == ([2] if device == "cuda" else []), reads.found
-        assert all(torch.equal(reads.take(model[n]), tensors[n]) for model in held for n in tensors)
+        assert all(torch.equal(reads.take(model[n]), tensors[n]) for model in models for n in tensors)
     assert bucket_memory.landing._kept.numel() == (0 if device == "cpu" else len(content))
 
 
@@ -110,20 +106,20 @@ def prepare(tensors, memory):
     requests, buckets = [], list(feed._queue)
     for bucket in buckets:
         client._check(bucket, SHAPES)
-        requests.append(json.dumps({**memory.place(bucket.data()), **bucket.described}).encode())
+        requests.append((json.dumps({"group": "rlspec-1", **bucket.described}).encode(), bucket.data()))
     return marks, requests, buckets
 
 
 def load(requests, held):
     """Do the engine's part: its server's, its scheduler's, which gives tensors to two loaders, and the comparison's."""
     served = ServedTensors(SHAPES, frozenset(NAMES[1::2]))
-    worker = SimpleNamespace(model_runner=SimpleNamespace(device="cpu"))
-    for body in requests:
-        asked = parse(IpcBody, body)
+    for body, data in requests:
+        asked = parse(ReceiveBody, body)
         laid_out(asked, served, "all")
-        found = bucket_memory.read(None, worker, [bucket_memory.of_shared(asked)])
+        sizes = bucket_memory.sizes_of(asked.dtypes, asked.shapes)
+        tensors = bucket_memory.tensors_of(data, sizes, asked.names, asked.dtypes, asked.shapes)
         for drafter in (False, True):
-            for name, tensor in found:
+            for name, tensor in tensors:
                 if (name in served.drafter) == drafter:
                     held[name].copy_(tensor)
     return dict(zip(NAMES, of_parts((held[name], 0) for name in NAMES), strict=True))
@@ -137,7 +133,7 @@ def test_no_side_of_a_push_takes_another_pass():
     """Counted for each tensor: one more call for each, or one more copy of a bucket, is too many."""
     tensors = [(name, torch.randn(8, 8).bfloat16()) for name in NAMES]
     for kind, trainers, engines in ((Operators, 10.1, 9.1), (Calls, 46.9, 37.9)):
-        memory = SharedMemory()
+        memory = Memory()
         held = {name: torch.zeros_like(tensor) for name, tensor in tensors}
         with torch._C.DisableTorchFunction(), kind() as trainer:  # a mode that an earlier test left adds calls
             marks, requests, buckets = prepare(tensors, memory)

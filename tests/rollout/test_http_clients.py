@@ -34,7 +34,7 @@ from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
-from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Ipc, Transport
+from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Transport
 from megatron_rlspec.types import Prompt, Request, Sampling
 
 pytestmark = pytest.mark.slow
@@ -175,7 +175,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("way", [Http, Ipc, GroupBroadcast])
+@pytest.mark.parametrize("way", [Http, GroupBroadcast])
 def test_every_transport_sends_an_update_of_its_own(server: Server, way: type[Transport]) -> None:
     engine = MigratableSGLangEngine.of(server.process, timeout=60, transport=way())
     before = server.text()

@@ -31,7 +31,6 @@ def test_the_page_has_every_command_and_field():
     bodies += [
         schemas.BeginQuery,
         schemas.SessionQuery,
-        schemas.IpcBody,
         schemas.HandleBody,
         schemas.JoinBody,
         schemas.ReceiveBody,

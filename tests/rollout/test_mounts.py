@@ -1,10 +1,8 @@
 """An engine whose second rank has a mount namespace of its own says so. Real processes; `unshare` needs root."""
 
 import ctypes
-import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -12,9 +10,7 @@ from train_ranks import on_ranks
 
 from megatron_rlspec.extensions.migration.sglang import folder
 from megatron_rlspec.rollout.sglang import scratch
-from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors
 from megatron_rlspec.rollout.sglang.scheduler import mounts
-from megatron_rlspec.rollout.sglang.schemas import Refusal
 
 CLONE_NEWNS = 0x00020000
 
@@ -44,27 +40,3 @@ def test_another_file_system_is_not_the_same_shared_memory(monkeypatch):
     assert here and here == folder.shared_memory()
     monkeypatch.setattr(scratch, "SHARED_MEMORY", Path("/proc"))
     assert folder.shared_memory() not in ("", here)
-
-
-@pytest.mark.slow
-def test_http_and_ipc_are_refused_then(sglang_models, monkeypatch):
-    import asyncio
-
-    from megatron_rlspec.rollout.sglang.http import weight_routes
-    from megatron_rlspec.rollout.sglang.http.update import Weights
-
-    monkeypatch.setattr(
-        weight_routes, "_held", [ServedTensors({}, frozenset(), 1, "", "rank 1 of this engine is apart")]
-    )
-    monkeypatch.setattr(weight_routes, "weights", Weights())
-    update = weight_routes.weights.begin("all", "1")
-    body = {"process": 1, "descriptor": 3, "name": "0" * 32, "names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
-    for route, sent in ((weight_routes.bucket, b""), (weight_routes.ipc, json.dumps(body).encode())):
-        query = SimpleNamespace(multi_items=lambda: [("session", update.token)])
-        request = SimpleNamespace(query_params=query, headers={}, stream=lambda sent=sent: parts(sent))
-        with pytest.raises(Refusal, match="rank 1 of this engine is apart"):
-            asyncio.run(route(request))
-
-
-async def parts(sent):
-    yield sent

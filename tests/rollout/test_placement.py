@@ -21,8 +21,7 @@ from megatron_rlspec.memory_estimate import GIB, MIB, EngineMemory, RankMemory
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.placement import GpuLayout, Need, needs, place, with_memory
 from megatron_rlspec.rollout.sglang import scratch
-from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Ipc
-from megatron_rlspec.rollout.sglang.gpu_memory import GpuMemory
+from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Handles, Http
 from megatron_rlspec.rollout.start import ServedEngines, engine_arguments
 from megatron_rlspec.run import loading
 
@@ -72,20 +71,22 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: GpuLayout) -> lis
 @pytest.mark.parametrize(
     ("layout", "options", "way"),
     [
-        (GpuLayout(), {}, Ipc),
-        (GpuLayout(), {"push.transport": "http"}, Http),
+        (GpuLayout(), {}, Http),
+        (GpuLayout(), {"push.transport": "group"}, GroupBroadcast),
         (GpuLayout("apart", ("0",), (("1",),)), {}, GroupBroadcast),
         (GpuLayout("apart", ("0",), (("1",),)), {"push.transport": "http"}, Http),
-        (GpuLayout("together", ("0",), (("0",),)), {}, GpuMemory),
-        (GpuLayout("together", ("0", "1"), (("0",), ("1",))), {}, Ipc),
-        (GpuLayout("apart", ("0",), (("1",), ("2",)), second=(("1", "2"),)), {}, Ipc),
+        (GpuLayout("together", ("0",), (("0",),)), {}, Handles),
+        (GpuLayout("together", ("0", "1"), (("0",), ("1",))), {}, GroupBroadcast),
+        (GpuLayout("apart", ("0",), (("1",), ("2",)), second=(("1", "2"),)), {}, Http),
     ],
     ids=["not placed", "asked for", "apart", "http, apart", "one card", "two cards", "two fleets"],
 )
 def test_pushes_travel_as_the_engines_are_placed(layout, options, way, tmp_path):
-    """NCCL goes from GPU to GPU, but refuses two processes on one. An engine opens the memory of a GPU that it sees."""
+    """An engine opens the memory of a GPU that it sees. A group goes from GPU to GPU, or over gloo to shared ones."""
     transport = ServedEngines(load(None, options), tmp_path, layout)._transport
-    assert (GpuMemory if isinstance(transport.memory, GpuMemory) else type(transport)) is way
+    assert type(transport) is way
+    if way is GroupBroadcast and layout.together:
+        assert transport.backend == "gloo"
 
 
 @pytest.mark.parametrize(("mode", "case"), [("apart", c) for c in APART] + [("together", c) for c in TOGETHER])
@@ -188,7 +189,6 @@ def test_calls_of_an_exchange_follow_from_the_engines_caches():
         ({"tail.rebalance": "off"}, "needs moves by tail.rule=makespan, but tail.rebalance=off"),
         ({"tail.rule": "threshold"}, "and tail.rule=threshold"),
         ({"placement.mode": "together"}, "the trainer's memory stays; expected placement.mode=apart"),
-        ({"push.transport": "group"}, "NCCL refuses two processes on one GPU"),
         ({"tail.cost_table": ""}, "tail.tp=1,2 needs tail.cost_table; rlspec profile --tp 1,2 writes it"),
         ({"spec.verifier": "target_only"}, "continues samples, which needs spec.verifier=position_keyed"),
     ],
@@ -347,12 +347,8 @@ def test_visible_devices_keep_their_names():
 
 def test_options_that_exclude_each_other():
     together = {"placement.mode": "together"}
-    for options, line in (
-        ({"rollout.staleness": "1"}, "rollout.staleness=1 draws samples while training"),
-        ({"push.transport": "group"}, "NCCL refuses two processes on one GPU"),
-    ):
-        with pytest.raises(ConfigError, match=line):
-            placement.check_together(load(None, together | options))
+    with pytest.raises(ConfigError, match="rollout.staleness=1 draws samples while training"):
+        placement.check_together(load(None, together | {"rollout.staleness": "1"}))
     with pytest.raises(ConfigError, match="push.transport"):
         load(None, {"push.transport": "files"})
     with pytest.raises(ConfigError, match="push.transport=handles is for memory of a GPU, and this machine has none"):

@@ -21,7 +21,7 @@ from test_sglang_engine import CONFIG, WEIGHTS, texts
 from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
-from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Ipc
+from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Handles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -104,10 +104,10 @@ def test_logprobs_are_those_of_an_independent_model(engines: Engines, checkpoint
     same.test_logprobs_are_those_of_an_independent_model(engines, checkpoint)
 
 
-@pytest.mark.parametrize("way", ["ipc", "handles", "group"])
+@pytest.mark.parametrize("way", ["handles", "group"])
 def test_weights_on_the_gpu_arrive_by_every_transport(processes: dict[str, EngineProcess], way: str) -> None:
     """HTTP is the transport of the other tests."""
-    transport = GroupBroadcast(backend="gloo") if way == "group" else Ipc(handles=way == "handles")
+    transport = GroupBroadcast(backend="gloo") if way == "group" else Handles()
     engine = MigratableSGLangEngine.of(processes["adaptive"], timeout=120, transport=transport)
     pushed = {name: (tensor * 1.01).cuda() for name, tensor in WEIGHTS.items()}
     try:

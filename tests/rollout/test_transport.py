@@ -8,7 +8,7 @@ from megatron_rlspec.push import push
 from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http, Ipc
+from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Http
 
 pytestmark = pytest.mark.slow
 OPTIONS = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096"]
@@ -33,7 +33,7 @@ def test_every_transport_delivers_every_bit(tmp_path, monkeypatch):
         tmp_path / "model", tmp_path / "log", arguments=OPTIONS, environment={"OMP_NUM_THREADS": "1"}
     ) as process:
         process.wait()
-        for number, transport in enumerate((Http(), Ipc(), GroupBroadcast())):
+        for number, transport in enumerate((Http(), GroupBroadcast())):
             pusher = Pusher({"e": SGLangEngine.of(process, timeout=60, transport=transport)})
             first = weights(c, seed=2 * number)
             second = weights(c, seed=2 * number + 1)
@@ -42,12 +42,7 @@ def test_every_transport_delivers_every_bit(tmp_path, monkeypatch):
             report = pusher.push(2 * number + 1, source_of(mixed), "drafter")
             assert not report.failed and report.scope == "drafter"
 
-        # An engine on another machine, where the trainer's number is another process's; and one that dies under a
-        # group that was joined.
-        far = Ipc()
-        monkeypatch.setattr(far.memory, "place", lambda piece: {"process": 1, "descriptor": 0, "name": "0" * 32})
-        lost = Pusher({"e": SGLangEngine.of(process, transport=far)}).push(9, source_of(mixed)).failed["e"]
-        assert "; expected a trainer on this machine" in lost and "\n" not in lost
+        # An engine that dies under a group that was joined.
         process.close()
         report = pusher.push(10, source_of(mixed))
         assert "ended with code" in report.failed["e"]

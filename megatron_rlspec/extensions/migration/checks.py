@@ -85,10 +85,6 @@ def _of_second_fleet(config: Config) -> Iterator[Problem]:
         config.placement.mode == "together",
         ": the two fleets take turns while the trainer's memory stays; expected placement.mode=apart",
     )
-    yield (
-        config.push.transport == "group",
-        ": NCCL refuses two processes on one GPU, and the two fleets share theirs; expected push.transport=ipc or http",
-    )
 
 
 def _of_costs(config: Config) -> Iterator[Problem]:

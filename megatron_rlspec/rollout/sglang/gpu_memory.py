@@ -10,15 +10,17 @@ from __future__ import annotations
 import base64
 import ctypes
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rlspec.push.bucket import Memory
-from megatron_rlspec.rollout.sglang.shared_memory import NotSharedError
 
 _PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: the engine's GPU may be another one
+
+
+class NotReadableError(ValueError):
+    """The engine cannot read the trainer's memory. The message is one line."""
 
 
 class _Handle(ctypes.Structure):
@@ -32,9 +34,9 @@ class GpuMemory(Memory):
         super().__init__("cuda")
         self._handles: dict[int, str] = {}  # by a piece's address
 
-    def place(self, piece: Tensor) -> dict[str, Any]:
-        """Say in JSON where engines find a piece."""
-        return {"handle": self._handles[piece.data_ptr()]}
+    def handle(self, piece: Tensor) -> str:
+        """Return the handle of a piece, in base64."""
+        return self._handles[piece.data_ptr()]
 
     def _make(self, needed: int) -> Tensor:
         torch.empty(1, device=self.device)  # makes torch's context this thread's
@@ -64,19 +66,18 @@ class _Allocation:
 
 
 def copied(handle: str, size: int, device: torch.device) -> Tensor:
-    """Return a copy of a piece's first `size` bytes, uint8. Raises NotSharedError."""
+    """Return a copy of a piece's first `size` bytes, uint8. Raises NotReadableError."""
     landed = torch.empty(size, dtype=torch.uint8, device=device)
     opened = ctypes.c_uint64()
     asked = _Handle.from_buffer_copy(base64.b64decode(handle))
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(opened), asked, ctypes.c_uint(_PEERS))
     try:
-        held = ctypes.c_size_t()
-        _call(
-            "cuMemGetAddressRange_v2", ctypes.byref(ctypes.c_uint64()), ctypes.byref(held), opened
-        )
-        if size > held.value:
-            raise NotSharedError(
-                f"the tensors have {size} bytes, and the trainer's memory has {held.value}"
+        base = ctypes.c_uint64()
+        allocated = ctypes.c_size_t()
+        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(allocated), opened)
+        if size > allocated.value:
+            raise NotReadableError(
+                f"the tensors have {size} bytes, and the trainer's memory has {allocated.value}"
             )
         stream = torch.cuda.current_stream(device)
         target = ctypes.c_uint64(landed.data_ptr())
@@ -88,12 +89,12 @@ def copied(handle: str, size: int, device: torch.device) -> Tensor:
     return landed
 
 
-def _call(name: str, *arguments: Any) -> None:
+def _call(name: str, *arguments: object) -> None:
     code = getattr(_driver(), name)(*arguments)
     if code:
-        raise NotSharedError(
+        raise NotReadableError(
             f"CUDA's {name} refuses with code {code}; expected a trainer on this machine whose GPU this one can read; "
-            "otherwise push with push.transport=ipc"
+            "otherwise push with push.transport=http"
         )
 
 

@@ -242,14 +242,6 @@ class ReceiveBody(TensorsBody):
     group: Text
 
 
-class IpcBody(TensorsBody):
-    """Tensors in the trainer's memory (`shared_memory.py`)."""
-
-    process: int = Field(ge=1, le=1 << 22)
-    descriptor: int = Field(ge=0, le=1 << 30)
-    name: str = Field(pattern=r"^[0-9a-f]{32}$")
-
-
 class HandleBody(TensorsBody):
     """Tensors in the trainer's memory on a GPU (`gpu_memory.py`): 64 bytes in base64."""
 

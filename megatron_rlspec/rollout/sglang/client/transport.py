@@ -1,9 +1,8 @@
-"""Send a bucket of weights to an SGLang engine: in the request, in memory that both map, or through a process group.
+"""Send a bucket of weights to an SGLang engine: in the request, in the trainer's GPU memory, or by a process group.
 
-    http    anywhere; the bytes pass SGLang's server process
-    ipc     engines on this machine, which load from the memory in which the trainer laid the bucket out
-    handles the same with memory of a GPU
-    group   one process group of this process and the ranks of all engines (NCCL between GPUs, gloo between CPUs)
+    http     anywhere; the bytes pass SGLang's server process
+    handles  engines that see the trainer's GPU; they copy the bucket from the memory in which the trainer laid it out
+    group    one process group of this process and the ranks of all engines (NCCL between GPUs, gloo otherwise)
 
 One transport serves all engines, from several threads. Each has the memory in which a push lays out its buckets.
 """
@@ -24,7 +23,6 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host import environment, loopback
 from megatron_rlspec.push.bucket import Bucket, Memory
 from megatron_rlspec.rollout.sglang.gpu_memory import GpuMemory
-from megatron_rlspec.rollout.sglang.shared_memory import SharedMemory
 
 Post = Callable[..., dict[str, Any]]
 _SECONDS = timedelta(seconds=120)  # for engines to join a group, or to take one bucket
@@ -47,22 +45,25 @@ class Http:
         post("weights/bucket", data=bucket.file().numpy().data)
 
 
-class Ipc:
-    """Let engines on this machine map the memory in which a bucket lies, or with `handles` open it on the GPU."""
+class Handles:
+    """Let engines open the GPU memory in which a bucket lies."""
 
-    def __init__(self, handles: bool = False) -> None:
-        self.memory: SharedMemory | GpuMemory = GpuMemory() if handles else SharedMemory()
-        self._path = "weights/handle" if handles else "weights/ipc"
+    def __init__(self) -> None:
+        self.memory = GpuMemory()
 
     def send(self, post: Post, bucket: Bucket) -> None:
-        post(self._path, json={**self.memory.place(bucket.data()), **bucket.described})
+        handle = self.memory.handle(bucket.data())
+        post("weights/handle", json={"handle": handle, **bucket.described})
 
 
 class GroupBroadcast:
     """Broadcast each bucket once, in one process group of all engines. torch.distributed must be initialised.
 
-    `address`: of this machine, as the engines reach it. The first bucket creates the group. When the engines change and
-    after a failure the next bucket creates a new one. An engine that fails during a push fails it for the others, too.
+    address  of this machine, as the engines reach it
+    backend  "nccl" or "gloo"; by default NCCL with a GPU. NCCL refuses two processes on one GPU
+
+    The first bucket creates the group. When the engines change and after a failure the next bucket creates a new one.
+    An engine that fails during a push fails it for the others, too.
     """
 
     def __init__(self, address: str = "127.0.0.1", backend: str = "") -> None:

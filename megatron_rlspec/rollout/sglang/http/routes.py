@@ -294,7 +294,6 @@ ROUTES: dict[str, Route] = {
     "wake": (wake, schemas.Nothing),
     "weights/begin": (weight_routes.begin, schemas.BeginQuery),
     "weights/bucket": (weight_routes.bucket, schemas.SessionQuery),
-    "weights/ipc": (weight_routes.ipc, schemas.IpcBody),
     "weights/handle": (weight_routes.handle, schemas.HandleBody),
     "weights/join": (weight_routes.join, schemas.JoinBody),
     "weights/receive": (weight_routes.receive, schemas.ReceiveBody),

@@ -41,9 +41,8 @@ from megatron_rlspec.rollout.sglang.http.bodies import (
 )
 from megatron_rlspec.rollout.sglang.http.update import Update, Weights
 from megatron_rlspec.rollout.sglang.scheduler import versions
-from megatron_rlspec.rollout.sglang.scheduler.bucket_memory import of_shared
+from megatron_rlspec.rollout.sglang.scheduler.bucket_memory import of_handle
 from megatron_rlspec.rollout.sglang.schemas import Refusal, parse_query
-from megatron_rlspec.rollout.sglang.shared_memory import NotSharedError, mapped
 
 _sglang = versions.installed()
 _SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
@@ -241,23 +240,6 @@ async def _one(part: bytes) -> AsyncIterator[bytes]:
     yield part
 
 
-async def ipc(request: Request) -> JSONResponse:
-    """Load a bucket from the trainer's memory, which the schedulers map. This process only tries whether it can."""
-    query = _query(request, schemas.SessionQuery)
-    asked = await parsed(request, schemas.IpcBody)
-    async with _alone():
-        update = weights.of(query.session)
-        entries = laid_out(asked, await _one_machine(), update.scope)
-        try:
-            bucket = mapped(asked.process, asked.descriptor, asked.name, entries[-1].end)
-        except NotSharedError as error:
-            raise Refusal(400, str(error)) from None
-        if not _sglang.maps:
-            with _memory.piece(bucket.numel()) as landed:
-                return await _load(landed.copy_(bucket), entries, update)
-        return await _opened(asked, update)
-
-
 async def handle(request: Request) -> JSONResponse:
     """Load a bucket from the trainer's memory on a GPU, which the schedulers open."""
     query = _query(request, schemas.SessionQuery)
@@ -266,18 +248,15 @@ async def handle(request: Request) -> JSONResponse:
         update = weights.of(query.session)
         laid_out(asked, await _one_machine(), update.scope)
         device = manager().server_args.device
-        if device != "cuda" or not _sglang.maps:
+        if device != "cuda" or not _sglang.opens_handles:
             raise Refusal(
                 400,
-                f"this engine, on {device}, opens no memory of a GPU; push with push.transport=ipc",
+                f"this engine, on {device}, opens no memory of a GPU; push with push.transport=http",
             )
-        return await _opened(asked, update)
-
-
-async def _opened(asked: schemas.TensorsBody, update: Update) -> JSONResponse:
-    ranks = manager().server_args.tp_size
-    message = _sglang.tensors(_SELECTOR[update.scope], [of_shared(asked)] * ranks, load_format=None)
-    return await _given(update, asked.names, manager().update_weights_from_tensor(message, None))
+        payloads = [of_handle(asked)] * manager().server_args.tp_size
+        message = _sglang.tensors(_SELECTOR[update.scope], payloads, load_format=None)
+        loading = manager().update_weights_from_tensor(message, None)
+        return await _given(update, asked.names, loading)
 
 
 async def join(request: Request) -> JSONResponse:

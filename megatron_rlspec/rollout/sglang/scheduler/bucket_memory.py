@@ -1,7 +1,7 @@
-"""How a scheduler takes a bucket of weights: from memory that it maps itself, and to the GPU in one copy.
+"""How a scheduler takes a bucket of weights: from the trainer's GPU memory, and to its own GPU in one copy.
 
-In place of SGLang's pickled tensors a scheduler gets, as JSON, where the trainer's memory is and what it holds. That
-saves the copy through the server's process.
+With the transport `handles` a scheduler gets, in place of SGLang's pickled tensors, a handle of the trainer's memory
+and what it holds, as JSON. That saves the copy through the server's process.
 
 SGLang's loaders of target and drafter copy tensor by tensor, 40 to 60 a bucket. They get slices of one piece of memory,
 on a GPU of its own, to which the bucket went from pinned memory.
@@ -17,16 +17,15 @@ from typing import Any
 import torch
 
 from megatron_rlspec.rollout.sglang.gpu_memory import copied
-from megatron_rlspec.rollout.sglang.schemas import TensorsBody
-from megatron_rlspec.rollout.sglang.shared_memory import mapped
+from megatron_rlspec.rollout.sglang.schemas import HandleBody
 
 WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank"
-_MAGIC = b"rlspec-ipc"
+_MAGIC = b"rlspec-handle"
 # bytes of memory that stay between pushes: new pages take longer than the copy into them
 _KEPT = 2 << 30
 
 
-def of_shared(asked: TensorsBody) -> bytes:
+def of_handle(asked: HandleBody) -> bytes:
     """Return the message for one scheduler, of a request that was checked."""
     return _MAGIC + asked.model_dump_json().encode()
 
@@ -34,22 +33,20 @@ def of_shared(asked: TensorsBody) -> bytes:
 def read(original: Callable, worker: Any, payloads: Sequence[bytes]) -> Any:
     """Wrap SGLang's reading of a message: a bucket is on the engine's device when the loaders get it.
 
-    A message of `of_shared` becomes names and tensors. On a CPU they lie in the trainer's memory.
+    A message of `of_handle` becomes names and tensors.
     """
     device = torch.device(worker.model_runner.device)
     if payloads and bytes(payloads[0][: len(_MAGIC)]) == _MAGIC:
-        asked = json.loads(payloads[0][len(_MAGIC) :])  # `schemas.IpcBody`, or `HandleBody`
-        what = asked["dtypes"], asked["shapes"]
-        sizes = sizes_of(*what)
-        if "handle" in asked:
-            bucket = copied(asked["handle"], sum(sizes), device)
-        else:
-            bucket = mapped(asked["process"], asked["descriptor"], asked["name"], sum(sizes))
-        return tensors_of(_there(bucket, device), sizes, asked["names"], *what)
-    found = original(worker, payloads)
-    if isinstance(found, dict) and "flattened_tensor" in found:
-        found["flattened_tensor"] = _there(found["flattened_tensor"], device)
-    return found
+        asked = json.loads(payloads[0][len(_MAGIC) :])
+        dtypes = asked["dtypes"]
+        shapes = asked["shapes"]
+        sizes = sizes_of(dtypes, shapes)
+        bucket = copied(asked["handle"], sum(sizes), device)
+        return tensors_of(bucket, sizes, asked["names"], dtypes, shapes)
+    message = original(worker, payloads)
+    if isinstance(message, dict) and "flattened_tensor" in message:
+        message["flattened_tensor"] = _on_device(message["flattened_tensor"], device)
+    return message
 
 
 def sizes_of(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[int]:
@@ -74,9 +71,9 @@ def tensors_of(
     ]
 
 
-def _there(bucket: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a bucket on the engine's device."""
-    if device.type != "cuda" or bucket.device.type != "cpu":
+def _on_device(bucket: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a bucket in CPU memory on the engine's device."""
+    if device.type != "cuda":
         return bucket
     return landing(bucket.numel()).copy_(bucket).to(device)
 

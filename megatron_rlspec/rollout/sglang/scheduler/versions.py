@@ -27,7 +27,7 @@ class Sglang0523:
     cpu_arguments: tuple[str, ...] = ("--attention-backend=intel_amx",)
     # Huge pages: otherwise receiving a bucket of weights takes four times as long as copying it.
     cpu_environment: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
-    maps = True  # schedulers map a bucket of the trainer's memory themselves
+    opens_handles = True  # schedulers open a bucket in the trainer's GPU memory
     couples = True  # drafts can take the verifier's noise
     draws_logits = True  # a sampler's round can be drawn from its logits
     migrates = True  # running samples can move with their KV cache
@@ -190,7 +190,7 @@ class Sglang0515(Sglang0523):
         "--disable-overlap-schedule",
     )
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
-    maps = False
+    opens_handles = False
     couples = False
     draws_logits = False
     migrates = False
