@@ -6,8 +6,9 @@ A model of about 1 GB (bf16; --quick: 64 MB) is pushed into one embedded engine 
 measured a copy of the same tensors, which is the limit in a process, and the fingerprints alone.
 
 With --sglang the model (float32) is also pushed into a real `rlspec serve` process by every transport, in turns with
-the transport's limit, which is one loopback TCP stream of the same bytes. `update` includes the trainer's fingerprints,
-not the comparison afterwards. On a busy machine CPU seconds say more than time: those of both sides, of the same update and of its limit.
+the transport's limit, which is one loopback TCP stream of the same bytes. `update` includes the trainer's
+fingerprints, not the comparison afterwards. On a busy machine CPU seconds say more than time: those of both sides,
+of the same update and of its limit.
 The aim, in either measure, is 0.6 of the limit. Each ratio is a median over pairs, with its 90 %
 bootstrap interval.
 

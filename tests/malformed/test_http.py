@@ -250,7 +250,7 @@ ATTACKS += [
     Attack("bucket: empty", "weights/bucket?session=SESSION", b"", ("header too small",), 400, "all"),
     Attack("bucket: text", "weights/bucket?session=SESSION", b"hello, engine", ("header too large",), 400, "all"),
     *(
-        Attack(f"handle: {title}", "weights/handle?session=SESSION", json.dumps(BUCKET | {"handle": text}).encode(), (told,), 400, "all")
+        Attack(f"handle: {title}", "weights/handle?session=SESSION", BUCKET | {"handle": text}, (told,), 400, "all")
         for title, text, told in (
             ("on a CPU", "A" * 86 + "==", "this engine, on cpu, opens no memory of a GPU; push with push."),
             ("66 bytes", "A" * 88, "handle is"),
