@@ -96,23 +96,6 @@ COMMANDS = {
         "commands.completion:main", "completion of commands and options by the Tab key"
     ),
 }
-# Errors that are printed as one line -> exit code: 2 for a mistake of the user, 1 for a failure of the run. The modules
-# are not imported for this: an error of a module can only occur after its import.
-ERRORS = {
-    "megatron_rlspec.config:ConfigError": 2,
-    "megatron_rlspec.tasks.order:DataError": 2,
-    "megatron_rlspec.models.hf_files:CheckpointError": 2,
-    "megatron_rlspec.speculation.cost_table:CostTableError": 2,
-    "megatron_rlspec.rollout.sglang.http.checks:ServeError": 2,
-    "megatron_rlspec.records.recorder:RecordError": 2,
-    "megatron_rlspec.files:FileError": 2,
-    "megatron_rlspec.commands.sweep:SweepError": 1,
-    "megatron_rlspec.engine:EngineError": 1,
-    "megatron_rlspec.push.push:PushError": 1,
-    "megatron_rlspec.push.contract:HealthError": 1,
-    "megatron_rlspec.train.checkpoint:SaveError": 1,
-    "megatron_rlspec.run.session:RunStopped": 1,
-}
 # Packages that a bare `pip install` leaves out -> the extra that brings each.
 EXTRAS = {
     "torch": "train",
@@ -228,21 +211,24 @@ def run(act: Callable[[], object]) -> int:
 
 
 def exit_code(error: Exception) -> int | None:
-    """Return 2 for a mistake of the user, 1 for a run that failed, None for a bug, which needs its traceback."""
-    for name, code in ERRORS.items():
-        module, _, kind = name.partition(":")
-        if module in sys.modules and isinstance(error, getattr(sys.modules[module], kind)):
-            return getattr(error, "exit_code", code)
-    failed = isinstance(error, OSError) and error.errno in MACHINE
-    return 1 if failed or _lost_rank(error) or _out_of_memory(error) or _unloadable(error) else None
+    """Return 2 for a mistake of the user, 1 for a run that failed, None for a bug, which needs its traceback.
+
+    Our own classes of errors state their code.
+    """
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, int):
+        return code
+    of_machine = isinstance(error, OSError) and error.errno in MACHINE
+    if of_machine or _lost_rank(error) or _out_of_memory(error) or _unloadable(error):
+        return 1
+    return None
 
 
 def _lost_rank(error: Exception) -> bool:
     """Return whether a collective call failed because another rank ended. That rank, or torchrun, prints the reason."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return "DistBackendError" in names or (
-        isinstance(error, RuntimeError) and "gloo/" in str(error)
-    )
+    of_nccl = any(kind.__name__ == "DistBackendError" for kind in type(error).__mro__)
+    # gloo raises a plain RuntimeError that begins with the file of its own source
+    return of_nccl or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -152,40 +152,45 @@ def load(option: str, name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), function)
+        function_of_user = getattr(importlib.import_module(module), function)
     except OURS:
         raise
     except BaseException as error:  # the module's own code can raise any error
         raise ConfigError(f"{option}={name}: cannot be imported: {described(error)}") from None
-    if not callable(found) or inspect.iscoroutinefunction(found):
-        what = "an async function" if callable(found) else type(found).__name__
-        raise ConfigError(f"{option}={name}: expected a function of one argument, found {what}")
-    try:
-        inspect.signature(found).bind(None)
-    except TypeError as error:
-        signature = f"{function}{inspect.signature(found)}"
-        raise ConfigError(
-            f"{option}={name}: {signature}: {error}; expected a function of one argument"
-        ) from None
-    except ValueError:  # some built-in callables have no signature
-        pass
-
-    code = getattr(inspect.unwrap(found), "__code__", None)
+    _check_signature(f"{option}={name}", function_of_user)
+    code = getattr(inspect.unwrap(function_of_user), "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
-    @functools.wraps(found)
+    @functools.wraps(function_of_user)
     def told(rows: Any, /) -> Any:
         try:
-            return found(rows)
+            return function_of_user(rows)
         except OURS:
             raise
         except BaseException as error:  # whatever the function's own code raises
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{place.filename}:{place.lineno}, in {place.name}"
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename}:{last.lineno}, in {last.name}"
             raise FunctionError(f"{option}={name}: {described(error)} ({where})") from error
 
     told.named = f"{option}={name}{place}"  # type: ignore[attr-defined]
     return told
+
+
+def _check_signature(option: str, function: Any) -> None:
+    """Raise ConfigError unless `function` can be called with one argument."""
+    expected = "expected a function of one argument"
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{option}: {expected}, found an async function")
+    if not callable(function):
+        raise ConfigError(f"{option}: {expected}, found {type(function).__name__}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in callables have none
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ConfigError(f"{option}: {signature}: {error}; {expected}") from None
 
 
 def named(option: str, own: Callable[..., Any]) -> str:
@@ -259,18 +264,19 @@ def checked(option: str, result: Any, like: Tensor, mask: Tensor | None = None) 
     """
     import torch
 
-    expected = f"expected a tensor {list(like.shape)} of floating point on {like.device}"
-    if not isinstance(result, torch.Tensor):
+    found = f"{shown(result)}, a {type(result).__name__}"
+    right = False
+    if isinstance(result, torch.Tensor):
+        kind = "sparse tensor" if result.layout != torch.strided else "tensor"
+        dtype = str(result.dtype).removeprefix("torch.")
+        found = f"a {kind} {list(result.shape)} of {dtype} on {result.device}"
+        right = kind == "tensor" and result.is_floating_point()
+        right = right and (result.shape, result.device) == (like.shape, like.device)
+    if not right:
         raise FunctionError(
-            f"{option}: the function returned {shown(result)}, a {type(result).__name__}; {expected}"
+            f"{option}: the function returned {found}; expected a tensor {list(like.shape)} of floating point on "
+            f"{like.device}"
         )
-    found = f"a tensor {list(result.shape)} of {str(result.dtype).removeprefix('torch.')} on {result.device}"
-    if result.layout != torch.strided:
-        found = f"a sparse tensor {list(result.shape)}"
-    if result.layout != torch.strided or result.shape != like.shape or result.device != like.device:
-        raise FunctionError(f"{option}: the function returned {found}; {expected}")
-    if not result.is_floating_point():
-        raise FunctionError(f"{option}: the function returned {found}; {expected}")
     if like.requires_grad and not result.requires_grad:
         raise FunctionError(
             f"{option}: the function returned a tensor without gradient; expected one that is differentiable in the "
@@ -292,22 +298,22 @@ def check_depends(option: str, result: Tensor, sources: Sequence[Tensor], names:
     It follows autograd's graph, and runs no backward of the user's. Sources without gradient are left out.
     """
     ends = [source.grad_fn or source for source in sources if source.requires_grad]
+    if not ends:
+        return
     waiting: list[Any] = [result.grad_fn or result]
     seen = set(waiting)
-    while ends and waiting:
+    while waiting:
         node = waiting.pop()
         if any(node is end or getattr(node, "variable", None) is end for end in ends):
             return
-        further = {
-            link for link, _ in getattr(node, "next_functions", ()) if link is not None
-        } - seen
-        seen |= further
-        waiting += further
-    if ends:
-        raise FunctionError(
-            f"{option}: the gradient of what the function returned does not reach {names}, so it would train nothing; "
-            "expected a result that is computed from them"
-        )
+        for link, _ in getattr(node, "next_functions", ()):
+            if link is not None and link not in seen:
+                seen.add(link)
+                waiting.append(link)
+    raise FunctionError(
+        f"{option}: the gradient of what the function returned does not reach {names}, so it would train nothing; "
+        "expected a result that is computed from them"
+    )
 
 
 def numbers(option: str, result: Any, count: int) -> np.ndarray:

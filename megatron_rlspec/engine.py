@@ -34,6 +34,8 @@ class EngineError(RuntimeError):
            sample cannot go on on another engine
     """
 
+    exit_code = 1
+
     begun: Mapping[str, Partial] = MappingProxyType({})
 
 

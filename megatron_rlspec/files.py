@@ -1,8 +1,4 @@
-"""Small files: read with limits, written whole or not at all. Standard library only.
-
-A file is replaced atomically only where a regular file stands or will stand. Devices, pipes and sockets are written
-through, because replacing `/dev/stdout` or `/dev/full` by a file would destroy them.
-"""
+"""Read files with limits; write them whole or not at all; lock them. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,25 +6,22 @@ import errno
 import fcntl
 import json
 import os
-import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 # bytes of a text file that is read whole; a cost table of 100,000 rows has 2.5e7
 READ_MOST = 1 << 28
-_STREAMS = {"/dev/stdout": "stdout", "/dev/stderr": "stderr"}
-
-
-_LOCKED: set[int] = set()  # descriptors that hold a lock
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class FileError(ValueError):
     """A file that cannot be read or written. One line: which file, what is wrong, what was expected."""
+
+    exit_code = 2
 
 
 class LockedError(FileError):
@@ -39,21 +32,17 @@ class LockedError(FileError):
 
 
 def read_bytes(path: str | Path, most: int = READ_MOST) -> bytes:
-    """Read a regular file of at most `most` bytes. Raises FileError, also for a directory, a pipe or a device."""
+    """Read a regular file of at most `most` bytes. Raises FileError."""
     path = Path(path)
     try:
-        # a pipe without a writer must not block
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, "rb") as file:
-            about = os.fstat(handle)
-            if not stat.S_ISREG(about.st_mode):
-                raise FileError(f"{path}: expected a regular file, found a {kind(about.st_mode)}")
-            if about.st_size > most:
-                raise FileError(f"{path}: {about.st_size} bytes, expected at most {most}")
-            return file.read(most + 1)
-    except (OSError, ValueError) as error:
-        if isinstance(error, FileError):
-            raise
+        size = path.stat().st_size
+        if path.exists() and not path.is_file():
+            what = "directory" if path.is_dir() else "device or pipe"
+            raise FileError(f"{path}: expected a regular file, found a {what}")
+        if size > most:
+            raise FileError(f"{path}: {size} bytes, expected at most {most}")
+        return path.read_bytes()
+    except OSError as error:
         raise FileError(f"{shown(path)}: {reason(error)}") from None
 
 
@@ -74,53 +63,53 @@ def read_json(path: str | Path, most: int = READ_MOST, *, finite: bool = True) -
 
 
 def parse_json(text: str, source: str, *, finite: bool = True) -> Any:
-    """Parse standard JSON. Raises FileError for NaN, infinities, keys that appear twice, and deep nesting.
+    """Parse standard JSON. Raises FileError, which names `source`, also for keys that appear twice in an object.
 
-    `finite=False` reads NaN and infinities, for callers that check the numbers and report their position.
+    finite  refuse NaN and infinity. False: the caller checks the numbers, and reports their position
     """
 
-    def refuse(constant: str) -> float:
+    def constant(name: str) -> float:
         if finite:
-            raise FileError(f"{source}: not valid JSON: {constant} is no JSON number")
-        return float(constant)
+            raise FileError(f"{source}: not valid JSON: {name} is no JSON number")
+        return float(name)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        table = dict(pairs)
+        if len(table) < len(pairs):
             keys = [key for key, _ in pairs]
             repeated = next(key for key in keys if keys.count(key) > 1)
             raise FileError(f"{source}: the key {repeated[:60]!r} appears twice in one object")
-        return found
+        return table
 
     try:
-        return json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+        return json.loads(text, parse_constant=constant, object_pairs_hook=unique)
     except FileError:
         raise
     except RecursionError:
         raise FileError(f"{source}: not valid JSON: nested too deeply") from None
-    except json.JSONDecodeError as error:
-        what = "the file is empty" if not text.strip() else str(error)
+    except ValueError as error:
+        what = reason(error) if text.strip() else "the file is empty"
         raise FileError(f"{source}: not valid JSON: {what}") from None
-    except ValueError:  # an integer of more than 4,300 digits
-        raise FileError(f"{source}: not valid JSON: a number has too many digits") from None
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Write a whole file or none of it; missing directories are made. Raises OSError, which names `path`."""
+    """Write a whole file or none of it; missing directories are made. Raises OSError, which names `path`.
+
+    A device or a pipe is written through: a file in place of `/dev/null` would destroy it.
+    """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        with _naming(path):
+            path.write_bytes(data)
+        return
     with _naming(path):
-        special = _is_special(path)
-        if special:
-            _write_through(path, data)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    if not special:
-        with replacing(path) as partial:
-            partial.write_bytes(data)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial:
+        partial.write_bytes(data)
 
 
 @contextmanager
@@ -158,55 +147,38 @@ def sync(path: Path) -> None:
 def locked(path: str | Path) -> Iterator[None]:
     """Hold the lock of a file during the block. The file and its directory are made if they are missing.
 
-    The system frees the lock when the process ends, however it ends. Processes that this one starts or forks do not
-    hold it. NFS passes it on to its server. A file system without locks gets one line on stderr. Raises LockedError at
-    once if another process has it, and OSError, which names `path`.
+    The system frees the lock when the process ends, however it ends. A file system without locks gets one line on
+    stderr. Raises LockedError at once if another process has it, and OSError, which names `path`.
     """
     with _naming(Path(path)):
         handle = _locked(Path(path))
-    _LOCKED.add(handle)
     try:
         yield
     finally:
-        if handle in _LOCKED:  # else this is a forked child
-            _LOCKED.remove(handle)
-            os.close(handle)
+        os.close(handle)
 
 
 def _locked(path: Path) -> int:
-    """Return the descriptor of a locked file. Tries again if its last owner removes file or directory meanwhile."""
-    for _ in range(100):
-        handle = -1
+    """Return the descriptor of a locked file."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(handle), path.stat()):
-                return handle
         except BlockingIOError:
             os.close(handle)
             raise LockedError(f"{path}: another process uses it") from None
-        except FileNotFoundError:
-            pass
         except OSError as error:
-            if handle < 0 or error.errno not in _NO_LOCKS:
+            if error.errno not in _NO_LOCKS:
+                os.close(handle)
                 raise
             line = f"{path}: this file system has no locks ({reason(error)}); let one process at a time use it"
             tell(line, sys.stderr)
             return handle
-        if handle >= 0:
-            os.close(handle)
-    raise FileNotFoundError(errno.ENOENT, "its directory is removed again and again", str(path))
-
-
-def _close_in_child() -> None:
-    """Close what a forked child inherits: a lock lasts as long as any copy of its descriptor."""
-    for handle in _LOCKED:
+        # The last owner may have removed the file between the two calls. Then the lock is that of no name.
+        if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+            return handle
         os.close(handle)
-    _LOCKED.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 # ---- lines for people --------------------------------------------------------------------------------------------
@@ -234,21 +206,14 @@ def tell(line: str, stream: TextIO | None) -> None:
 def check_output(path: str | Path) -> None:
     """Raise FileError if a file that a command line named cannot be written. Call it before the work begins."""
     path = Path(path)
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        mode = None
-    except (OSError, ValueError) as error:
-        raise FileError(f"{shown(path)}: cannot be written: {reason(error)}") from None
-    if mode is not None and stat.S_ISDIR(mode):
+    if path.is_dir():
         raise FileError(f"{path}: cannot be written: it is a directory; expected a file name")
-    if mode is not None and not stat.S_ISREG(mode):
+    if path.exists() and not path.is_file():
         return
-    parent = path.resolve().parent if path.is_symlink() else path.parent
+    parent = path.resolve().parent
     if not parent.is_dir():
-        raise FileError(f"{path}: cannot be written: there is no directory {parent}")
-    refused = _refuses(parent)
-    if refused:
+        raise FileError(f"{shown(path)}: cannot be written: there is no directory {parent}")
+    if refused := _refuses(parent):
         raise FileError(f"{path}: cannot be written: {parent}: {refused}")
 
 
@@ -258,10 +223,9 @@ def check_outputs(
     """Refuse output files that cannot be written, that replace an input, or that two options share.
 
     outputs  option -> file that it names; None or empty: not asked for
-    inputs   what a message calls it -> file or directory that the command reads. A file below such a directory is read
+    inputs   what a message calls it -> file or directory that the command reads
 
-    Call it before the work begins. Files are compared by their resolved paths, and by inode where they exist. Devices,
-    pipes and standard streams may be shared. Raises FileError.
+    Call it before the work begins. Raises FileError.
     """
     taken = [
         (Path(path), f"this file is read: {what}") for what, path in (inputs or {}).items() if path
@@ -271,8 +235,8 @@ def check_outputs(
             continue
         path = Path(name)
         check_output(path)
-        if _is_special(path):
-            continue
+        if path.exists() and not path.is_file():
+            continue  # devices may be shared
         for other, why in taken:
             if _same(path, other):
                 raise FileError(f"{option} {shown(path)}: {why}; name another file")
@@ -281,35 +245,25 @@ def check_outputs(
 
 def _same(path: Path, other: Path) -> bool:
     """Return whether `path` is the file `other`, or exists and lies below the directory `other`."""
-    path = Path(os.path.realpath(path))
     if other.is_dir():
-        return path.exists() and path.is_relative_to(os.path.realpath(other))
-    return path == Path(os.path.realpath(other)) or (
-        path.exists() and other.exists() and path.samefile(other)
-    )
+        return path.exists() and path.resolve().is_relative_to(other.resolve())
+    if path.exists() and other.exists():
+        return path.samefile(other)
+    return path.resolve() == other.resolve()
 
 
 def check_new_directory(path: str | Path) -> None:
     """Raise FileError unless a directory of this name, which a command line asked for, can be made."""
     path = Path(path)
-    try:
-        parent = path.parent.stat()
-        path.lstat()
+    if os.path.lexists(path):
         problem = "exists already; expected the name of a new directory"
-    except FileNotFoundError as error:
-        problem = "" if path.parent.exists() else f"cannot be made: {reason(error)}"
-    except (OSError, ValueError) as error:
-        problem = f"cannot be made: {reason(error)}"
-    if not problem and not stat.S_ISDIR(parent.st_mode):
-        problem = f"cannot be made: {path.parent} is not a directory"
-    elif not problem and (refused := _refuses(path.parent)):
+    elif not path.parent.is_dir():
+        problem = f"cannot be made: there is no directory {path.parent}"
+    elif refused := _refuses(path.parent):
         problem = f"cannot be made: {path.parent}: {refused}"
-    elif (
-        not problem and len(os.fsencode(path.name)) > 240
-    ):  # the temporary name beside it is longer
-        problem = "cannot be made: File name too long"
-    if problem:
-        raise FileError(f"{shown(path)}: {problem}")
+    else:
+        return
+    raise FileError(f"{shown(path)}: {problem}")
 
 
 def write_output(path: str | Path, content: str | bytes) -> None:
@@ -330,20 +284,8 @@ def _refuses(directory: Path) -> str:
         return reason(error)
 
 
-def kind(mode: int) -> str:
-    """Return the kind of a file with this `st_mode`, in one or two words."""
-    kinds: Sequence[tuple[Any, str]] = (
-        (stat.S_ISDIR, "directory"),
-        (stat.S_ISFIFO, "pipe"),
-        (stat.S_ISCHR, "device"),
-        (stat.S_ISBLK, "disk device"),
-        (stat.S_ISSOCK, "socket"),
-    )
-    return next((name for test, name in kinds if test(mode)), "file")
-
-
 def reason(error: Exception) -> str:
-    """Return the message of an OSError, without its number and path."""
+    """Return the message of an error in one line; of an OSError without its number and path."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return " ".join(str(error).split())
@@ -363,26 +305,3 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from None
-
-
-def _is_special(path: Path) -> bool:
-    if "\0" in str(path):
-        raise OSError(errno.EINVAL, "a null byte in the name")
-    return str(path) in _STREAMS or (path.exists() and not path.is_file() and not path.is_dir())
-
-
-def _write_through(path: Path, data: bytes) -> None:
-    """Write into a device, pipe or standard stream. Raises OSError; a disk is refused."""
-    stream = _STREAMS.get(str(path))
-    if stream is not None:
-        file = getattr(sys, stream)
-        file.write(data.decode())
-        file.flush()
-        return
-    if stat.S_ISBLK(path.stat().st_mode):
-        raise OSError(errno.EPERM, "a disk device is not written to")
-    # a pipe without a reader must not block
-    handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    os.set_blocking(handle, True)
-    with open(handle, "wb") as file:
-        file.write(data)

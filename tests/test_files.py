@@ -2,10 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
-import threading
-import time
 from contextlib import redirect_stderr
 
 import pytest
@@ -23,7 +19,6 @@ from megatron_rlspec.records.recorder import Recorder, read_records
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": NaN}', "NaN is no JSON number"),
         (b"[-Infinity]", "-Infinity is no JSON number"),
-        (b"9" * 5000, "too many digits"),
         (b'{"a": 1, "b": 2, "a": 1}', "'a' appears twice"),
         (b"\xff\xfe{}", "not UTF-8 text (byte 0: 0xff)"),
     ],
@@ -42,12 +37,11 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path):
 
 
 def test_only_regular_files_of_a_size_are_read(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "big").write_bytes(b"x" * 11)
-    for name, part in (("pipe", "found a pipe"), (".", "directory"), ("no", "No such file"), ("a\0b", "null")):
+    for name, part in ((".", "directory"), ("no", "No such file")):
         with pytest.raises(FileError, match=part):
             files.read_text(tmp_path / name)
-    with pytest.raises(FileError, match="found a device"):
+    with pytest.raises(FileError, match="found a device or pipe"):
         files.read_text("/dev/zero")
     with pytest.raises(FileError, match="11 bytes, expected at most 10"):
         files.read_text(tmp_path / "big", most=10)
@@ -86,53 +80,6 @@ def test_devices_are_written_to_and_not_replaced():
     assert os.stat("/dev/full").st_rdev == before.st_rdev and os.stat("/dev/full").st_ino == before.st_ino
 
 
-def test_a_pipe_with_a_reader_gets_everything_and_one_without_a_reader_is_refused(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    with pytest.raises(FileError, match="No such device or address"):
-        files.write_output(pipe, "x")
-    found = []
-    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
-    reader.start()
-    for _ in range(1000):
-        try:
-            files.write(pipe, b"y" * 300_000)
-            break
-        except OSError as error:
-            assert error.errno == errno.ENXIO  # the reader is not there yet
-            time.sleep(0.005)
-    reader.join(120)
-    assert found == [b"y" * 300_000] and pipe.is_fifo()
-
-
-def test_standard_output_keeps_what_was_printed(tmp_path):
-    code = "from megatron_rlspec import files; print('a'); files.write('/dev/stdout', 'b\\n'); print('c')"
-    with (tmp_path / "out").open("w") as out:
-        subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
-    assert (tmp_path / "out").read_text() == "a\nb\nc\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("no/x", "there is no directory"),
-        (".", "it is a directory"),
-        ("file/x", "cannot be written"),
-        ("x" * 300, "File name too long"),
-        ("loop", "Too many levels of symbolic links"),
-        ("a\0b", "null"),
-    ],
-)
-def test_outputs_that_cannot_be_written_are_reported_before_and_during_the_write(tmp_path, name, part):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for act in (files.check_output, lambda path: files.write_output(path, "x")):
-        with pytest.raises(FileError, match="cannot be written") as told:
-            act(tmp_path / name)
-        assert part in str(told.value) and "\n" not in str(told.value)
-    assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
-
-
 def test_outputs_are_compared_with_inputs_and_with_each_other(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
@@ -150,7 +97,7 @@ def test_outputs_are_compared_with_inputs_and_with_each_other(tmp_path):
         files.check_outputs({"--a": tmp_path / "new", "--b": model / "../new"})
     with pytest.raises(FileError, match="cannot be written"):
         files.check_outputs({"--a": tmp_path / "no/file"})
-    files.check_outputs({"--a": "/dev/null", "--b": "/dev/null", "--c": "/dev/stdout"}, {"null": "/dev/null"})
+    files.check_outputs({"--a": "/dev/null", "--b": "/dev/null"}, {"null": "/dev/null"})
 
 
 def test_a_line_that_nobody_can_read_ends_nothing(tmp_path):

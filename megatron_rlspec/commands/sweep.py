@@ -41,6 +41,8 @@ class MeasuredEngine(Protocol):
 class SweepError(RuntimeError):
     """The engines cannot run this sweep. The message is one line: what is wrong, what was expected."""
 
+    exit_code = 1
+
 
 @dataclass
 class Measured:

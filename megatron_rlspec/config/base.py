@@ -25,6 +25,8 @@ MONTH = 30 * 24 * 3600.0  # the longest time limit, in seconds
 class ConfigError(ValueError):
     """A user's mistake in the configuration. The message is one line."""
 
+    exit_code = 2
+
 
 def expectation(error: Mapping[str, Any]) -> str:
     """Return the message of one of pydantic's errors as ours are written: `expected a valid integer`."""

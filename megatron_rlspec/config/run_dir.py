@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -24,20 +23,12 @@ def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
     if os.environ.get("RANK", "0") != "0":
         yield
         return
-    option, lock, owner = f"train.run_dir={run_dir}", run_dir / LOCK, os.getpid()
+    option = f"train.run_dir={run_dir}"
+    lock = run_dir / LOCK
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-    with suppress(OSError):
-        about = lock.lstat()
-        # a link's target would be locked, and replaced
-        if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
-            linked = stat.S_ISLNK(about.st_mode) or (
-                stat.S_ISREG(about.st_mode) and about.st_nlink > 1
-            )
-            what = f"{LOCK} is {'a link' if linked else 'no file'}"
-            raise ConfigError(f"{option}: {what}; expected a file of this run's own, or none")
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            held.enter_context(files.locked(lock))
+            stack.enter_context(files.locked(lock))
         except files.LockedError:
             with suppress(files.FileError):
                 option += f" ({files.read_text(lock, 200)})"
@@ -45,31 +36,32 @@ def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
                 f"{option}: another run goes on in it; expected one run at a time"
             ) from None
         except OSError as error:
-            wanted = "expected a directory that the run can write to"
-            raise ConfigError(f"{option}: {files.reason(error)}; {wanted}") from None
+            raise ConfigError(
+                f"{option}: {files.reason(error)}; expected a directory that the run can write to"
+            ) from None
         try:
             if taken := taken_by(run_dir, resume):
                 raise ConfigError(f"{option}: {taken}")
-            lock.write_text(f"process {owner} on {socket.gethostname()}")
+            lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
             yield
         finally:
-            if os.getpid() == owner:  # else this is a forked child
-                lock.unlink(missing_ok=True)
-                with suppress(OSError):  # it holds a run
-                    for path in made:
-                        path.rmdir()
+            lock.unlink(missing_ok=True)
+            with suppress(OSError):  # it holds a run
+                for path in made:
+                    path.rmdir()
 
 
 def taken_by(run_dir: Path, resume: bool) -> str:
     """Return why no run can start in `run_dir`, or with `resume` continue there; "" if it can."""
-    # also a link to nothing, which the result could not replace
-    if os.path.lexists(run_dir / "hf"):
-        return "holds hf/, the result of a finished run; expected another directory, or move hf/ away to go on"
-    if os.path.lexists(run_dir / "hf_drafter"):
-        return "holds hf_drafter/, the result of a finished run; expected another directory, or move it away to go on"
+    for result in ("hf", "hf_drafter"):
+        # A link to nothing counts, too: the result could not replace it.
+        if os.path.lexists(run_dir / result):
+            return f"holds {result}/, the result of a finished run; expected another directory, or move it away"
     checkpoints = run_dir / "checkpoints"
     if os.path.lexists(checkpoints) and not checkpoints.is_dir():
-        return f"checkpoints is a {'file' if checkpoints.exists() else 'link to nothing'}; expected a directory"
+        # A link to nothing: a disk that is not mounted. The run would begin anew, and drop its records.
+        what = "a file" if checkpoints.exists() else "a link to nothing"
+        return f"checkpoints is {what}; expected a directory"
     if resume:
         return ""
     records = run_dir / "metrics.jsonl"

@@ -26,6 +26,8 @@ _REASON_CHARACTERS = 500
 class HealthError(RuntimeError):
     """No engine may serve. The message lists the findings."""
 
+    exit_code = 1
+
 
 @dataclass(frozen=True)
 class Verdict:

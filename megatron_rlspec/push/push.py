@@ -39,6 +39,8 @@ Source = Callable[[Scope], Iterable[Named]]
 class PushError(RuntimeError):
     """The trainer's side of a push failed: the exporter yielded a tensor that may not be sent to any engine."""
 
+    exit_code = 1
+
 
 @dataclass(frozen=True)
 class EngineReport:

@@ -32,6 +32,8 @@ VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "transform
 class RecordError(ValueError):
     """Records of a run cannot be read. The message is one line, with file and line number."""
 
+    exit_code = 2
+
 
 class Clock:
     """Measures seconds per named part since the last `drain`. Parts do not nest."""

@@ -12,6 +12,8 @@ from megatron_rlspec.types import SpecConfig
 class CostTableError(ValueError):
     """The cost table cannot be used. The message is one line: what is wrong, what was expected, where."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True)
 class Provenance:

@@ -12,6 +12,8 @@ import numpy as np
 class DataError(ValueError):
     """A row, file or tokenizer cannot be used. The message is one line: where, what is wrong, what was expected."""
 
+    exit_code = 2
+
 
 @dataclass
 class Order:

@@ -39,6 +39,8 @@ _OF = "rlspec.checkpoint"  # in a file's metadata: the name of the directory tha
 class SaveError(RuntimeError):
     """A checkpoint could not be written. One line: which file, and why. Nothing of it is left."""
 
+    exit_code = 1
+
 
 def save(
     directory: Path,

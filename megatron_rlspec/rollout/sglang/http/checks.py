@@ -24,6 +24,8 @@ _LLAMAS_CONTEXT = 2048  # Transformers' default of max_position_embeddings
 class ServeError(ValueError):
     """A user's mistake; the message is one line."""
 
+    exit_code = 2
+
 
 def installed_sglang() -> versions.Sglang0523:
     """Return the adapter to the installed SGLang. Raises ServeError if none is installed, or none fits."""
