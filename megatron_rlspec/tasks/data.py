@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
@@ -207,9 +206,6 @@ def read_rows(path: str | Path, level: int | None = None) -> Iterator[tuple[str,
     if path.suffix not in readers:
         raise DataError(f"{path}: expected a name that ends in {' or '.join(readers)}")
     try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            raise DataError(f"{path}: expected a regular file, found a {files.kind(mode)}")
         yield from readers[path.suffix](path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or first_line(error)}") from None

@@ -4,17 +4,15 @@ Tasks are JSON lines on standard input: {"id", "prompt", "response", "label", "m
 the socket, a Unix socket that keeps message boundaries: {"id", "reward"} or {"id", "error"}. Nothing is pickled. The
 module imports little beside the standard library, so that a worker starts fast.
 
-Two processes run for each worker. The *guard* is the one that the trainer starts; the *worker* is its child and calls
-the reward. When the worker ends, or the trainer closes standard input (also by dying), the guard kills everything that
-the worker started. It finds processes that left the session, too, because it is their subreaper.
+The worker leads a process group. When the trainer closes standard input, also by dying, the worker kills the group. The
+trainer kills it when a reward takes too long.
 
 User code cannot answer for a sample by accident. Programs that it starts do not inherit standard input and the socket.
-Children that it forks close both. The trainer drops a message whose id is not that of the current task.
+A forked child that returns from the reward ends. The trainer drops a message whose id is not that of the current task.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import inspect
 import json
@@ -22,13 +20,13 @@ import logging
 import math
 import numbers
 import os
+import queue
 import re
-import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,8 +38,6 @@ SIGNATURE = "(prompt: str, response: str, label: str, metadata: dict) -> float"
 # a reward beyond it is no finite number to the trainer, which computes in float32
 LARGEST = 2.0**127
 STARTED = "started"  # id of the message that says whether the reward could be imported
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def final_answer(text: str) -> str:
@@ -142,8 +138,6 @@ def _check_signature(function: str, found: Callable[..., Any]) -> None:
 
 def build(kind: str, limit: float) -> Reward:
     """Return the reward that `kind` names. Raises any error that the import of a `module:function` raises."""
-    if kind == "exact":
-        return exact
     if kind == "math":
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         # imports the library and builds its parsers before the first sample
@@ -174,18 +168,17 @@ def number(value: Any) -> float:
 
 
 class _Channel:
-    """Receives tasks and sends answers. Only the worker may use it: a forked child that calls `answer` ends at once."""
+    """Receives tasks and sends answers. A forked child that calls `answer` ends at once."""
 
     def __init__(self, tasks: int, answers: socket.socket) -> None:
-        self._tasks = os.fdopen(tasks, "rb")
         self._answers = answers
         self._process = os.getpid()
-        os.register_at_fork(after_in_child=self._close)
+        self._waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(tasks,), daemon=True).start()
 
-    def task(self) -> dict[str, Any] | None:
-        """Return the next task, or None after the last one."""
-        line = self._tasks.readline()
-        return json.loads(line) if line.endswith(b"\n") else None
+    def task(self) -> dict[str, Any]:
+        """Wait for the next task."""
+        return self._waiting.get()
 
     def answer(self, task: str, **content: Any) -> None:
         self.leave_if_forked()
@@ -196,20 +189,25 @@ class _Channel:
         if os.getpid() != self._process:
             os._exit(0)
 
-    def _close(self) -> None:
-        os.close(self._tasks.fileno())
-        self._answers.close()
+    def _read(self, tasks: int) -> None:
+        # A thread, so that the end of the trainer is seen while a reward runs.
+        with os.fdopen(tasks, "rb") as lines:
+            for line in lines:
+                if line.endswith(b"\n"):
+                    self._waiting.put(json.loads(line))
+        os.killpg(0, signal.SIGKILL)
 
 
 def _work(kind: str, limit: float, channel: _Channel) -> None:
-    """Answer tasks until the trainer closes the channel."""
+    """Answer tasks until the process is killed."""
     try:
         reward = build(kind, limit)
     except (Exception, KeyboardInterrupt) as error:
         channel.answer(STARTED, error=one_line(error))
         return
     channel.answer(STARTED)
-    while (task := channel.task()) is not None:
+    while True:
+        task = channel.task()
         name = task.pop("id")
         try:
             content: dict[str, Any] = {"reward": number(reward(**task))}
@@ -222,45 +220,7 @@ def _work(kind: str, limit: float, channel: _Channel) -> None:
         channel.answer(name, **content)
 
 
-def _guard(worker: int, tasks: int) -> int:
-    """Wait for the worker, or for the trainer to close its end of `tasks`; then kill everything the worker started.
-
-    Returns the worker's exit code, negative for a signal.
-    """
-    either = select.poll()
-    either.register(os.pidfd_open(worker), select.POLLIN)
-    either.register(tasks, 0)  # no event but the hang-up
-    either.poll()
-    _kill_descendants(worker)
-    return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-
-
-def _kill_descendants(worker: int) -> None:
-    """Stop every descendant, then kill them all. A stopped process cannot fork new ones during the search.
-
-    Returns when they are gone, at the latest after 2 s. The caller reads the worker's exit code.
-    """
-    import psutil
-
-    found: set[psutil.Process] = set()
-    while new := set(psutil.Process().children(recursive=True)) - found:
-        found |= new
-        for process in new:
-            with suppress(psutil.Error):
-                process.suspend()
-    for process in found:
-        with suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs([process for process in found if process.pid != worker], timeout=2)
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl failed")
-
-
 def main() -> None:
-    """Run as the guard, and fork the worker."""
     kind = sys.argv[1]
     limit = float(sys.argv[2])
     answers = socket.socket(fileno=int(sys.argv[3]))
@@ -268,18 +228,6 @@ def main() -> None:
     tasks = os.dup(0)  # not inherited by programs that the reward starts
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    guard = os.getpid()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    worker = os.fork()
-    if worker:
-        answers.close()
-        code = _guard(worker, tasks)
-        if code < 0:  # end by the same signal, because the trainer reports the guard's exit code
-            os.kill(guard, -code)
-        os._exit(abs(code))
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:
-        os._exit(1)
     sys.path.insert(0, os.getcwd())
     try:
         _work(kind, limit, _Channel(tasks, answers))

@@ -3,8 +3,8 @@
 A reward may begin when its sample ends, while engines still draw the others (`Scoring`).
 
 `exact` is computed in this process. Every other kind runs in worker processes (`reward_worker.py`), because only a
-process can be stopped when a reward hangs. A worker over the time limit is killed with every process that it started,
-and a new worker replaces it.
+process can be stopped when a reward hangs. A worker over the time limit is killed with its process group, and a new
+worker replaces it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_rlspec.tasks.reward_worker import STARTED, exact
 from megatron_rlspec.types import Sample
 
 START_SECONDS = 120.0  # a reward's module may import heavy libraries
-STOP_SECONDS = 5.0  # for a guard to kill what its worker started
+STOP_SECONDS = 5.0  # for a worker that ends by itself
 
 
 class Scorer:
@@ -224,23 +224,23 @@ class _Worker:
             self._start()
         self.await_start()
         name = secrets.token_hex(8)
-        deadline = time.monotonic() + self.options.timeout_seconds
-        self._send(json.dumps({"id": name, **task}, default=str).encode() + b"\n", deadline)
-        reward: float = self._answer(name, deadline - time.monotonic())["reward"]
+        line = json.dumps({"id": name, **task}, default=str).encode() + b"\n"
+        assert self._process.stdin is not None
+        try:
+            while line:
+                line = line[self._process.stdin.write(line) :]
+        except BrokenPipeError:
+            raise _Failed(self._ending()) from None
+        reward: float = self._answer(name, self.options.timeout_seconds)["reward"]
         return reward
 
     def stop(self) -> None:
-        """Kill the worker and everything that it started. Safe to repeat."""
-        self._tasks.close()  # the guard sees the hang-up and kills the worker's processes
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        # the guard itself was killed: kill the worker's session here
-        if self._process.returncode < 0:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """Kill the worker and its process group. Safe to repeat."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._answers.close()
 
     def _start(self) -> None:
@@ -253,23 +253,10 @@ class _Worker:
                 stdout=2,  # a reward's output goes to stderr
                 bufsize=0,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # keeps Ctrl-C away from the worker
+                # A process group of its own, and Ctrl-C does not reach it.
+                start_new_session=True,
             )
-        assert self._process.stdin is not None
-        self._tasks = self._process.stdin
-        os.set_blocking(self._tasks.fileno(), False)
         self._ready = False
-
-    def _send(self, line: bytes, deadline: float) -> None:
-        """Write a task without blocking on a worker that does not read. Raises _Failed."""
-        while line:
-            try:
-                line = line[os.write(self._tasks.fileno(), line) :]
-            except BlockingIOError:
-                self._check_time(deadline)
-                time.sleep(0.01)
-            except BrokenPipeError:
-                raise _Failed(self._ending()) from None
 
     def _answer(self, name: str, seconds: float) -> dict[str, Any]:
         """Return the answer to the task `name`. Messages with another id are dropped. Raises _Failed."""
@@ -299,6 +286,8 @@ class _Worker:
             raise _Failed(f"no answer within {limit:g} s")
 
     def _ending(self) -> str:
+        with suppress(subprocess.TimeoutExpired):  # it may have closed its channels, and live on
+            self._process.wait(STOP_SECONDS)
         self.stop()
         return f"the reward's process ended with exit code {self._process.returncode}"
 

@@ -351,12 +351,8 @@ def hangs_with_children(prompt, response, label, metadata):
     if response == "fine": return 1
     sleep = [sys.executable, "-c", "import time; time.sleep(3600)", metadata["mark"]]
     subprocess.Popen(sleep)
-    subprocess.Popen(sleep, start_new_session=True)
     if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            os.execv(sleep[0], sleep)
-        os._exit(0)
+        os.execv(sleep[0], sleep)
     if response == "die": os.kill(os.getpid(), 9)
     if response == "exit": os._exit(3)
     time.sleep(3600)
@@ -419,10 +415,11 @@ from megatron_rlspec.config import RewardConfig
 from megatron_rlspec.tasks.rewards import Scorer
 import sys; sys.path.insert(0, {str(__file__.rpartition("/")[0])!r})
 from test_rewards import sample
-Scorer(RewardConfig(kind="busy_rewards:hangs_with_children", workers=2)).score([sample("hang", mark={mark!r})])
+samples = [sample("hang", mark={mark!r}) for _ in range(2)]
+Scorer(RewardConfig(kind="busy_rewards:hangs_with_children", workers=2)).score(samples)
 """
     trainer = subprocess.Popen([sys.executable, "-c", code])
-    wait_until(lambda: len(marked(mark)) == 3)
+    wait_until(lambda: len(marked(mark)) == 4)
     children = psutil.Process(trainer.pid).children(recursive=True)
     trainer.kill()
     trainer.wait()
