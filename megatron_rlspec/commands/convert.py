@@ -145,14 +145,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlspec convert: {printable(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
-        note = "; run the same command again to go on" if error.errno in DISK_FULL else ""
         print(
-            f"rlspec convert: {error.filename or options.target}: {files.reason(error)}{note}",
+            f"rlspec convert: {error.filename or options.target}: {files.reason(error)}",
             file=sys.stderr,
         )
-        return 1 if note else 2
+        return 1 if error.errno in DISK_FULL else 2
     except KeyboardInterrupt:
-        print("rlspec convert: interrupted; run the same command again to go on", file=sys.stderr)
+        print("rlspec convert: interrupted", file=sys.stderr)
         return 130
     if options.check:
         from megatron_rlspec.train.check_conversion import compare_logits

@@ -1,16 +1,15 @@
 """Convert checkpoints between Hugging Face and Megatron, with the drafter, tensor by tensor.
 
 Both directions, and the making of a new drafter, share one design: a source maps canonical Megatron names to full
-tensors, and a sink writes them layer by layer. Memory holds one file of up to 5 GB on the way to Hugging Face, and one
-tensor on the way to Megatron. An interrupted conversion keeps its finished files, and the same command continues it.
-The target appears when it is complete.
+tensors, which are written layer by layer. Memory holds one file of up to 5 GB on the way to Hugging Face, and one
+tensor on the way to Megatron. The target appears when it is complete, or not at all.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,13 +30,11 @@ from megatron_rlspec.conversion.torch_dist import (
     is_checkpoint,
 )
 from megatron_rlspec.models import hf_files as checkpoint
-from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER, STATED, refusal
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.families import FAMILIES, names_where, record_of
-from megatron_rlspec.models.hf_files import CheckpointError, read_hf, read_json, write_json
+from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_json
 from megatron_rlspec.models.names import NameTable, name_table
-from megatron_rlspec.models.tensor_file import TensorFile
 
 Kind = Literal["hf", "megatron"]
 _LAYER = re.compile(r"^((?:decoder|mtp|eagle_module\.decoder)\.layers\.\d+)\.")
@@ -203,22 +200,8 @@ class Conversion:
     small_files: Path
     fresh_drafter: bool
     # `small_files` of a GGUF source; removed with this object
-    made: TemporaryDirectory[str] | None = None
+    temporary: TemporaryDirectory[str] | None = None
     eagle3: Eagle3 | None = None
-
-    def identity(self) -> dict[str, Any]:
-        """Return the properties that an interrupted conversion must share with this one to be continued."""
-        stamps = {
-            f.name: [f.stat().st_size, f.stat().st_mtime_ns]
-            for f in sorted(weight_files(self.source))
-        }
-        shape = {"to": self.to, "spec": self.family.spec, "fresh_drafter": self.fresh_drafter}
-        return {
-            **shape,
-            "source": str(self.source.resolve()),
-            "files": stamps,
-            "config": self.config,
-        }
 
 
 def plan(
@@ -249,68 +232,57 @@ def plan(
     if kind == "run" and (add_mtp or to != "hf"):
         raise ValueError(f"{source} is a run's checkpoint: expected --to hf, without --add-mtp")
     files.check_new_directory(target)
-    made = drafter_dir = gguf = None
+    changed = add_mtp or drop_mtp
+    temporary = drafter_directory = header = None
     if kind == "gguf":
-        gguf = gguf_file.read_header(source)
-        made = TemporaryDirectory(prefix="rlspec-gguf-")
-        small_files = Path(made.name)
-        gguf_file.write_small_files(source, gguf, small_files, dtype or "bfloat16")
+        header = gguf_file.read_header(source)
+        temporary = TemporaryDirectory(prefix="rlspec-gguf-")
+        small_files = Path(temporary.name)
+        gguf_file.write_small_files(source, header, small_files, dtype or "bfloat16")
     elif hf:
         small_files = Path(hf)
     elif kind == "run":
-        small_files, drafter_dir = run_checkpoint.model_of(source)
+        small_files, drafter_directory = run_checkpoint.model_of(source)
+    elif kind == "hf":
+        small_files = source
     else:
-        small_files = source if kind == "hf" else checkpoint_directory(source)
-    stated = check_model(small_files, "convert", weights=False, tokenizer=False)
-    own = name_table(stated, spec)
-    if add_mtp and own.drafter_names and _has_drafter(kind, source, own):
-        raise ValueError(
-            f"{source}: has a drafter already ({own.drafter_names[0]}, ...); --add-mtp would replace it"
-        )
-    if drop_mtp and not own.drafter_names and kind != "run":
-        raise ValueError(f"{source}: has no drafter that --drop-mtp could leave out")
-    config, eagle3 = stated, None
+        small_files = checkpoint_directory(source)
+    config = check_model(small_files, "convert", weights=False, tokenizer=False)
+    eagle3 = None
     if kind == "run":
         layout = run_checkpoint.layout_of(source)
-        layers = int(layout["drafter"] == "mtp")
-        config = {
-            **stated,
-            "num_nextn_predict_layers": layers,
-            **(layout["chosen"] if layers else {}),
-        }
-        spec = run_checkpoint.spec_of(source)
-        own = name_table(config, spec)
+        config["num_nextn_predict_layers"] = int(layout["drafter"] == "mtp")
+        if layout["drafter"] == "mtp":
+            config |= layout["chosen"]
         if layout["drafter"] == "eagle3" and not drop_mtp:
-            eagle3 = _eagle3(source, target, drafter_dir)
-    if add_mtp or drop_mtp:
-        config = config_with_drafter(config) if add_mtp else config_without_drafter(config)
-    family = name_table(config, spec)
-    tensors: Mapping[str, Tensor]
-    if gguf is not None:
-        dequantised = gguf_file.read_tensors(source, gguf, stated, dtype or "bfloat16")
-        tensors = HfSource(own, dequantised)
-    elif kind == "hf":
-        changed = add_mtp or drop_mtp
-        check_model(source, "convert", drafter=not changed, tokenizer=False)
-        tensors = HfSource(own, read_hf(source)[1])
-    else:
-        tensors = _megatron_tensors(
-            source, own if drop_mtp else family, family, fresh_drafter=add_mtp
-        )
+            eagle3 = _eagle3(source, target, drafter_directory)
+        spec = run_checkpoint.spec_of(source)
+    source_table = name_table(config, spec)
+    if add_mtp and source_table.drafter_names and _has_drafter(kind, source, source_table):
+        raise ValueError(f"{source}: has a drafter already; --add-mtp would replace it")
+    if drop_mtp and not source_table.drafter_names and kind != "run":
+        raise ValueError(f"{source}: has no drafter that --drop-mtp could leave out")
+    described = config
     if add_mtp:
-        tensors = WithFreshDrafter(family, tensors)
+        config = config_with_drafter(config)
+    elif drop_mtp:
+        config = config_without_drafter(config)
+    table = name_table(config, spec)
+    tensors: Mapping[str, Tensor]
+    if header is not None:
+        dequantised = gguf_file.read_tensors(source, header, described, dtype or "bfloat16")
+        tensors = HfSource(source_table, dequantised)
+    elif kind == "hf":
+        check_model(source, "convert", drafter=not changed, tokenizer=False)
+        tensors = HfSource(source_table, read_hf(source)[1])
+    else:
+        read_as = source_table if drop_mtp else table
+        tensors = _megatron_tensors(source, read_as, table, fresh_drafter=add_mtp)
+    if add_mtp:
+        tensors = WithFreshDrafter(table, tensors)
+    groups = _groups(table)
     return Conversion(
-        source,
-        target,
-        to,
-        family,
-        config,
-        tensors,
-        _groups(family),
-        small_files,
-        add_mtp,
-        made,
-        eagle3,
+        source, target, to, table, config, tensors, groups, small_files, add_mtp, temporary, eagle3
     )
 
 
@@ -328,10 +300,9 @@ def _megatron_tensors(
         )
     else:
         tensors = TorchDistReader(source, read_as)
-    known = set(tensors)
-    lost = [
-        n for n in family.rows if n not in known and not (fresh_drafter and family.is_drafter(n))
-    ]
+    lost = [name for name in family.rows if name not in set(tensors)]
+    if fresh_drafter:
+        lost = [name for name in lost if not family.is_drafter(name)]
     if lost:
         raise CheckpointError(
             f"{source}: lacks {len(lost)} tensors of {family.name}, such as {lost[0]}"
@@ -397,42 +368,57 @@ def _eagle3(source: Path, target: Path, drafter: Path | None) -> Eagle3 | None:
 def convert(
     work: Conversion, advance: Callable[[str, int], None] = lambda label, size: None
 ) -> None:
-    """Convert, or continue an interrupted conversion. Calls `advance(label, bytes)` after every group.
+    """Convert. Calls `advance(label, bytes)` after every group.
 
-    Raises CheckpointError for a damaged source; nothing is then left behind. Raises OSError, for a full disk for
-    example; the same call then continues the conversion. Raises LockedError if another process writes this target.
+    Raises CheckpointError for a damaged source, OSError, for a full disk for example, and LockedError if another
+    process writes this target. Nothing is then left behind.
     """
     lock = work.target.with_name(f".{work.target.name}.lock")
     with files.locked(lock):
         try:
             # another process may have finished it since it was planned
             files.check_new_directory(work.target)
-            _convert(work, advance)
+            built = _build_hf(work, advance) if work.to == "hf" else _build_megatron(work, advance)
+            if work.eagle3 is not None:
+                drafter = _build_eagle3(work.eagle3, work)
+                checkpoint.publish(drafter, work.eagle3.target)
+            checkpoint.publish(built, work.target)
         finally:
             lock.unlink()
 
 
-def _convert(work: Conversion, advance: Callable[[str, int], None]) -> None:
-    unfinished = work.target.with_name(f".{work.target.name}.partial")
-    note = unfinished / "plan.json"
-    if unfinished.exists() and not _continues(note, work):
-        # the interrupted conversion was another one, or named its files when it ended
-        shutil.rmtree(unfinished)
-    unfinished.mkdir(exist_ok=True)
-    write_json(note, work.identity())
+def _build_hf(work: Conversion, advance: Callable[[str, int], None]) -> Path:
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for label, names in work.groups:
+            size = 0
+            for name in names:
+                for hf, tensor in work.family.to_hf(name, work.tensors[name]):
+                    yield hf, tensor
+                    size += tensor.nbytes
+                    for copy in work.family.rows[name].copies:
+                        yield copy, tensor.clone()
+            advance(label, size)
+
+    return checkpoint.build_hf(
+        work.target, work.config, tensors(), work.small_files, checkpoint.SHARD_BYTES
+    )
+
+
+def _build_megatron(work: Conversion, advance: Callable[[str, int], None]) -> Path:
+    partial = work.target.with_name(f".{work.target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        sink = (_MegatronSink if work.to == "megatron" else _HfSink)(work, unfinished)
-        for index, (label, names) in enumerate(work.groups):
-            advance(label, sink.write(index, names))
-    except CheckpointError:
-        shutil.rmtree(unfinished)
+        writer = TorchDistWriter(partial / "release", work.family)
+        for label, names in work.groups:
+            advance(label, writer.write((name, work.tensors[name]) for name in names))
+        writer.finish()
+        write_json(partial / "release" / "config.json", work.config)
+        checkpoint.copy_companions(work.small_files, partial / "release")
+        (partial / TRACKER).write_text("release")
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
         raise
-    built = None if work.eagle3 is None else _build_eagle3(work.eagle3, work)
-    note.unlink()
-    sink.finish()
-    # after the last error that the same call is to repair
-    if work.eagle3 is not None and built is not None:
-        checkpoint.publish(built, work.eagle3.target)
+    return partial
 
 
 def _build_eagle3(drafter: Eagle3, work: Conversion) -> Path:
@@ -444,79 +430,6 @@ def _build_eagle3(drafter: Eagle3, work: Conversion) -> Path:
         pair for name in held if table.is_drafter(name) for pair in table.to_hf(name, held[name])
     )
     return build_drafter(drafter.target, drafter.config, own, drafter.ids, drafter.source)
-
-
-def _continues(note: Path, work: Conversion) -> bool:
-    try:
-        return read_json(note) == work.identity()
-    except CheckpointError:
-        return False
-
-
-class _MegatronSink:
-    """Writes a Megatron checkpoint into `directory`, then publishes it as the target."""
-
-    def __init__(self, work: Conversion, directory: Path) -> None:
-        self.work = work
-        self.directory = directory
-        self.writer = TorchDistWriter(directory / "release", work.family)
-
-    def write(self, index: int, names: Sequence[str]) -> int:
-        if self.writer.has(index):
-            return 0
-        return self.writer.write(index, ((name, self.work.tensors[name]) for name in names))
-
-    def finish(self) -> None:
-        self.writer.finish(len(self.work.groups))
-        write_json(self.directory / "release" / "config.json", self.work.config)
-        checkpoint.copy_companions(self.work.small_files, self.directory / "release")
-        (self.directory / TRACKER).write_text("release")
-        checkpoint.publish(self.directory, self.work.target)
-
-
-class _HfSink:
-    """Writes a Hugging Face checkpoint into `directory`, then publishes it as the target.
-
-    A file holds as many groups as reach `SHARD_BYTES`, and its name has the index of the last one.
-    """
-
-    def __init__(self, work: Conversion, directory: Path) -> None:
-        self.work = work
-        self.directory = directory
-        self._held: dict[str, Tensor] = {}
-        self._written = max(
-            (int(file.stem.removeprefix("shard-")) for file in self._files()), default=-1
-        )
-
-    def write(self, index: int, names: Sequence[str]) -> int:
-        if index <= self._written:
-            return 0
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            for hf, tensor in self.work.family.to_hf(name, self.work.tensors[name]):
-                tensors[hf] = tensor.clone(memory_format=torch.contiguous_format)
-                copies = self.work.family.rows[name].copies
-                tensors |= {copy: tensors[hf].clone() for copy in copies}
-        self._held |= tensors
-        if index == len(self.work.groups) - 1 or _bytes(self._held) >= checkpoint.SHARD_BYTES:
-            tensor_file.save(self._held, self.directory / f"shard-{index:05d}.safetensors")
-            self._held = {}
-        return _bytes(tensors)
-
-    def finish(self) -> None:
-        file_of: dict[str, str] = {}
-        for file in self._files():
-            with TensorFile(file) as opened:
-                file_of |= dict.fromkeys(opened, file.name)
-        checkpoint.complete(self.directory, self.work.config, file_of, self.work.small_files)
-        checkpoint.publish(self.directory, self.work.target)
-
-    def _files(self) -> list[Path]:
-        return sorted(self.directory.glob("shard-*.safetensors"))
-
-
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _groups(family: NameTable) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -532,8 +445,9 @@ def _has_drafter(kind: str, source: Path, family: NameTable) -> bool:
     if kind == "gguf":
         return False
     if kind == "hf":
-        return any(name in read_hf(source)[1] for name in family.drafter_names)
-    return any(map(family.is_drafter, TorchDistReader(source, family)))
+        tensors = read_hf(source)[1]
+        return any(name in tensors for name in family.drafter_names)
+    return any(family.is_drafter(name) for name in TorchDistReader(source, family))
 
 
 def weight_files(source: Path) -> list[Path]:

@@ -11,8 +11,7 @@ Megatron's names:
 
 The reader unpickles the index only, with an unpickler that refuses all classes but those of an index, and checks the
 result by a schema. It compares the CRCs in the zip archive of every stored part. A checkpoint that `TorchDistWriter`
-wrote also has `rlspec-checksums.json`: the checksum of every tensor, and the CRC of every part and of the index. The
-reader compares them, too.
+wrote also has `rlspec-checksums.json`: the CRC of every part, for `verify_files`, and of the index.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ from megatron_rlspec.conversion.torch_dist_index import (
 )
 from megatron_rlspec.models.hf_files import CheckpointError, read_json, write_json
 from megatron_rlspec.models.names import NameTable, canonical
-from megatron_rlspec.models.tensor_file import checksum, verify
 from megatron_rlspec.texts import first_line
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -129,14 +127,11 @@ class TorchDistReader(Mapping[str, Tensor]):
             raise CheckpointError(
                 f"{self.directory / _BACKEND}: not a checkpoint of the torch_dist format"
             )
-        self._written = Checksums.load(self.directory / CHECKSUMS)
-        index = load_index(self.directory / _INDEX, self._written.index)
+        index = load_index(
+            self.directory / _INDEX, Checksums.load(self.directory / CHECKSUMS).index
+        )
         self._stored = index.tensors
         self._where = index.parts
-        for (key, _), info in self._where.items():
-            # a module's extra state: small, and not read later
-            if self._written.parts and key not in self._stored:
-                self._bytes(key, info)
         self._places = {name: self._find(family, name) for name in family.rows}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -174,7 +169,7 @@ class TorchDistReader(Mapping[str, Tensor]):
             filled[target] = True
         if full is None:
             full = torch.empty(stored.size[lead:], dtype=stored.properties.dtype)
-        return verify(full, self._written.tensors.get(canonical(name)), f"{self.directory}: {name}")
+        return full
 
     def __iter__(self):
         return (name for name, found in self._places.items() if found is not None)
@@ -206,24 +201,16 @@ class TorchDistReader(Mapping[str, Tensor]):
         return part
 
     def _bytes(self, key: str, info: Where) -> bytes:
-        """Read the bytes of a stored part and compare their CRC. Raises CheckpointError."""
+        """Read the bytes of a stored part. Raises CheckpointError."""
         file = self.directory / info.relative_path
-        try:
-            if not file.is_file():
-                raise CheckpointError(f"{file}: no such file, though the index names it")
-            if file.stat().st_size < info.offset + info.length:
-                raise CheckpointError(
-                    f"{file}: truncated; {key} should end at byte {info.offset + info.length}"
-                )
-            with file.open("rb") as stream:
-                stream.seek(info.offset)
-                data = stream.read(info.length)
-        except OSError as error:
-            raise CheckpointError(f"{file}: {error.strerror}") from None
-        expected = self._written.crc(info)
-        if expected is not None and zlib.crc32(data) != expected:
-            raise CheckpointError(f"{file}: {key}: {DAMAGED}")
-        return data
+        if not file.is_file():
+            raise CheckpointError(f"{file}: no such file, though the index names it")
+        end = info.offset + info.length
+        if file.stat().st_size < end:
+            raise CheckpointError(f"{file}: truncated; {key} should end at byte {end}")
+        with file.open("rb") as stream:
+            stream.seek(info.offset)
+            return stream.read(info.length)
 
 
 def verify_files(path: str | Path, rank: int = 0, ranks: int = 1) -> int:
@@ -309,76 +296,65 @@ class TorchDistWriter:
         self.directory = directory
         self.family = family
         self.stacked = uniform(family)
-        directory.mkdir(parents=True, exist_ok=True)
+        self._entries: list[dict[str, Any]] = []
+        self._files = 0
+        directory.mkdir(parents=True)
 
-    def has(self, group: int) -> bool:
-        """Return whether this group was written completely."""
-        return self._note(group).exists()
-
-    def write(self, group: int, tensors: Iterable[tuple[str, Tensor]]) -> int:
+    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Write one group and return its bytes. Tensors are consumed one by one. Raises OSError."""
-        entries: list[dict[str, Any]] = []
-        checksums = {}
-        with (
-            files.replacing(self.directory / _file(group)) as partial,
-            partial.open("w+b") as stream,
-        ):
+        file = f"__{self._files}_0.distcp"
+        self._files += 1
+        total = 0
+        with (self.directory / file).open("w+b") as stream:
             for name, tensor in tensors:
-                checksums[name] = checksum(tensor)
                 where = place(self.family, name, self.stacked, self.family.spec)
                 # The stored tensor has the leading axes of the global tensor. `torch.save` stores the whole storage, so
                 # a view is copied first.
                 whole = tensor.contiguous().view(*(1 for _ in where.at), *tensor.shape)
                 if whole.untyped_storage().nbytes() != whole.nbytes:
                     whole = whole.clone()
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                stated = {
+                entry = {
+                    "file": file,
                     "at": where.at,
                     "of": where.of,
                     "shape": tuple(tensor.shape),
-                    "dtype": dtype,
+                    "dtype": tensor.dtype,
                 }
-                entries.append({"key": where.key, **stated, **_append(stream, whole)})
+                self._entries.append({**entry, "key": where.key, **_append(stream, whole)})
+                total += self._entries[-1]["length"]
                 for key in _extra_states(where.key, self.family.spec):
-                    entries.append(
-                        {"key": key, **stated, "shape": (), "dtype": "", **_append(stream, [None])}
-                    )
-        write_json(self._note(group), {"entries": entries, "checksums": checksums})
-        return sum(entry["length"] for entry in entries)
+                    entry = {**entry, "key": key, "dtype": None, **_append(stream, [None])}
+                    self._entries.append(entry)
+        return total
 
-    def finish(self, groups: int) -> None:
+    def finish(self) -> None:
         """Write the index over all groups, and the small files that Megatron expects beside it."""
         parts: dict[str, Any] = {}
         where: dict[MetadataIndex, _StorageInfo] = {}
-        checksums: dict[str, str] = {}
         crcs: dict[str, int] = {}
-        for group in range(groups):
-            written = read_json(self._note(group))
-            checksums |= written["checksums"]
-            for entry in written["entries"]:
-                key, at, of, shape = (entry[name] for name in ("key", "at", "of", "shape"))
-                info = _StorageInfo(_file(group), entry["offset"], entry["length"])
-                crcs[f"{_file(group)}:{info.offset}:{info.length}"] = entry["crc"]
-                if not entry["dtype"]:  # a module's extra state
-                    key = f"{key}/shard_{'.'.join(map(str, at or [0]))}_{'.'.join(map(str, of or [1]))}"
-                    parts[key] = BytesStorageMetadata()
-                    where[MetadataIndex(key)] = info
-                    continue
-                offset = torch.Size(at + [0] * len(shape))
-                chunk = ChunkStorageMetadata(offset, torch.Size([1] * len(at) + shape))
-                size = torch.Size(of + shape)
-                properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
-                stored = parts.setdefault(key, TensorStorageMetadata(properties, size, []))
-                if stored.size != size:
-                    raise CheckpointError(
-                        f"{key}: layers differ in shape, {list(stored.size)} and {list(size)}"
-                    )
-                stored.chunks.append(chunk)
-                where[MetadataIndex(key, offset)] = info
+        for entry in self._entries:
+            key, at, of, shape = entry["key"], entry["at"], entry["of"], entry["shape"]
+            info = _StorageInfo(entry["file"], entry["offset"], entry["length"])
+            crcs[f"{entry['file']}:{info.offset}:{info.length}"] = entry["crc"]
+            if not entry["dtype"]:  # a module's extra state
+                key = f"{key}/shard_{'.'.join(map(str, at or [0]))}_{'.'.join(map(str, of or [1]))}"
+                parts[key] = BytesStorageMetadata()
+                where[MetadataIndex(key)] = info
+                continue
+            offset = torch.Size(at + (0,) * len(shape))
+            chunk = ChunkStorageMetadata(offset, torch.Size((1,) * len(at) + shape))
+            size = torch.Size(of + shape)
+            properties = TensorProperties(dtype=entry["dtype"])
+            stored = parts.setdefault(key, TensorStorageMetadata(properties, size, []))
+            if stored.size != size:
+                raise CheckpointError(
+                    f"{key}: layers differ in shape, {list(stored.size)} and {list(size)}"
+                )
+            stored.chunks.append(chunk)
+            where[MetadataIndex(key, offset)] = info
         index = pickle.dumps(Metadata(parts, planner_data=None, storage_data=where))
         files.write(self.directory / _INDEX, index)
-        written = {"tensors": checksums, "parts": crcs, "index": zlib.crc32(index)}
-        write_json(self.directory / CHECKSUMS, written)
+        write_json(self.directory / CHECKSUMS, {"parts": crcs, "index": zlib.crc32(index)})
         torch.save({"iteration": 0, "checkpoint_version": 3.0}, self.directory / _COMMON)
         versions = {
             "sharded_backend_version": 1,
@@ -386,11 +362,6 @@ class TorchDistWriter:
             "common_backend_version": 1,
         }
         write_json(self.directory / _BACKEND, {"sharded_backend": "torch_dist", **versions})
-        for group in range(groups):
-            self._note(group).unlink()
-
-    def _note(self, group: int) -> Path:
-        return self.directory / f"group-{group:05d}.json"
 
 
 def _extra_states(key: str, spec: str) -> Iterator[str]:
@@ -413,7 +384,3 @@ def _append(stream: Any, content: Any) -> dict[str, int]:
     while block := stream.read(1 << 24):
         crc = zlib.crc32(block, crc)
     return {"offset": first, "length": length, "crc": crc}
-
-
-def _file(group: int) -> str:
-    return f"__{group}_0.distcp"

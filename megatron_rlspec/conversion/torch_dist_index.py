@@ -73,12 +73,10 @@ class Where(_Record):
 class Checksums(_Record):
     """`rlspec-checksums.json`; empty for checkpoints of other writers.
 
-    tensors  canonical name -> checksum of the full tensor
     parts    "file:offset:length" -> CRC32 of a stored part
     index    CRC32 of the index
     """
 
-    tensors: dict[str, str] = Field(default_factory=dict)
     parts: dict[str, NonNegativeInt] = Field(default_factory=dict)
     index: NonNegativeInt | None = None
 
@@ -90,15 +88,6 @@ class Checksums(_Record):
             return cls.model_validate(read_json(file))
         except ValidationError:
             raise CheckpointError(f"{file}: {DAMAGED}") from None
-
-    def crc(self, where: Where) -> int | None:
-        """Return a part's CRC; None without a list of CRCs. Raises CheckpointError for a part that is not listed."""
-        key = f"{where.relative_path}:{where.offset}:{where.length}"
-        if self.parts and key not in self.parts:
-            raise CheckpointError(
-                f"{CHECKSUMS}: lists no part {key}: the index or the list is damaged"
-            )
-        return self.parts.get(key)
 
 
 class _IndexRecord(_Record):

@@ -5,9 +5,7 @@ import json
 import os
 import pickle
 import resource
-import shutil
 import signal
-import zipfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,15 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from harness import Case, check, ids, model_files, write_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_rlspec.commands import convert as command
 from megatron_rlspec.conversion import torch_dist
-from megatron_rlspec.conversion.convert import HfSource, convert, plan
+from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.models import hf_files as checkpoint
-from megatron_rlspec.models.hf_files import read_hf
-from megatron_rlspec.models.names import name_table
 
 TO_MEGATRON = "convert hf out --quiet"
 TO_HF = "convert megatron out --quiet"
@@ -80,22 +74,16 @@ def replaced(name: str, content: bytes | str) -> Callable[[Path], None]:
     return megatron(lambda root: (root / name).write_bytes(data))
 
 
-def removed(name: str) -> Callable[[Path], None]:
-    return megatron(lambda root: (root / name).unlink())
-
-
 def biggest(root: Path) -> Path:
     return max(root.rglob("*.distcp"), key=lambda file: file.stat().st_size)
 
 
-def flipped(position: float) -> Callable[[Path], None]:
-    def edit(root: Path) -> None:
-        file = biggest(root)
-        data = bytearray(file.read_bytes())
-        data[int(position * len(data))] ^= 16
-        file.write_bytes(data)
-
-    return megatron(edit)
+def flipped(root: Path) -> None:
+    """Change a bit of a tensor, which begins at most 64 bytes behind its name."""
+    file = biggest(root)
+    data = bytearray(file.read_bytes())
+    data[data.index(b"/data/0") + 100] ^= 16
+    file.write_bytes(data)
 
 
 class Owned:
@@ -173,29 +161,15 @@ def flip_in_a_name(root: Path) -> None:
     (root / INDEX).write_bytes(content.replace(b"_extra_state", b"_extra_stat_", 1))
 
 
-def linked(here: Path) -> None:
-    write_model(here / "hf")
-    (here / "out").symlink_to(here / "nowhere")
-
-
 CHECKSUMS = torch_dist.CHECKSUMS
 WEIGHTS = model_files()["model.safetensors"]
 INDEX = "release/.metadata"
 CASES = [
     Case("no arguments", "convert", ("required: source, target",)),
-    Case("bogus flag", "convert hf out --bogus", ("unrecognized arguments: --bogus",), hf()),
-    Case("bad kind", "convert hf out --to gguf", ("--to", "'gguf'", "megatron"), hf()),
-    Case("no source", "convert none out", ("none: no such directory",)),
     Case("target exists", "convert hf hf", ("hf: exists already",), hf()),
-    Case("target is a link", TO_MEGATRON, ("out: exists already",), linked),
-    Case("target in no directory", "convert hf no/out", ("no/out: cannot be made: No such file",), hf()),
-    Case("target in a file", "convert hf hf/config.json/out", ("cannot be made: Not a directory",), hf()),
-    Case("target with a null", ["convert", "hf", "a\0b"], ("cannot be made", "null"), hf()),
     Case("same kind", "convert hf out --to hf", ("nothing to do",), hf()),
     Case("drafter twice", "convert hf out --add-mtp", ("has a drafter already",), hf()),
     Case("hf is no directory", "convert megatron out --hf no", ("no: no such directory",), megatron(lambda root: None)),
-    Case("quantised", TO_MEGATRON, ("quantis",), config(quantization_config={"quant_method": "fp8"})),
-    Case("no weights", TO_MEGATRON, ("hf: neither model.safetensors nor",), hf(model__safetensors=None)),
     Case(
         "weights with a flipped bit",
         TO_MEGATRON,
@@ -209,19 +183,13 @@ CASES = [
         ("latest_checkpointed_iteration.txt", "'../../etc'", "expected `release`"),
         replaced(torch_dist.TRACKER, "../../etc"),
     ),
-    Case("tracker of another step", TO_HF, ("iter_0000007",), replaced(torch_dist.TRACKER, "7")),
-    Case("backend missing", TO_HF, ("metadata.json: No such file",), removed("release/metadata.json")),
     Case("backend zarr", TO_HF, ("not a checkpoint of the torch_dist",), replaced("release/metadata.json", "{}")),
     Case("index of no pickle", TO_HF, (".metadata: unreadable index",), replaced(INDEX, b"\x80\x04no")),
     Case("index evil", TO_HF, (".metadata", "refers to posix.mkdir"), megatron(foreign(pickle.dumps(Owned())))),
-    Case("index is a list", TO_HF, ("not the index of a checkpoint",), megatron(foreign(pickle.dumps([])))),
     Case("index flipped", TO_HF, (".metadata", "damaged"), megatron(flip_in_a_name)),
     Case("index without tensors", TO_HF, ("lacks",), with_index(lambda i, _: i.state_dict_metadata.clear())),
-    Case("index without parts", TO_HF, (".metadata: no place for",), with_index(lambda i, _: i.storage_data.clear())),
-    Case("index of lists", TO_HF, ("storage_data",), with_index(lambda i, _: setattr(i, "storage_data", [1]))),
     Case("path out of the directory", TO_HF, ("relative_path",), set_where(relative_path="../../../etc/passwd")),
     Case("length huge", TO_HF, (".distcp: truncated",), set_where(length=1 << 60)),
-    Case("length zero", TO_HF, (".distcp", "damaged"), set_where(length=0)),
     Case("size huge", TO_HF, ("is not whole",), with_index(
         lambda i, _: setattr(embedding(i), "size", torch.Size([1 << 50, 16])))),
     Case("size short", TO_HF, ("lies outside a tensor",), with_index(
@@ -230,13 +198,9 @@ CASES = [
         lambda i, _: setattr(embedding(i).properties, "dtype", torch.int8))),
     Case("parts overlap", TO_HF, ("parts that overlap",), with_index(overlapping)),
     Case("data missing", TO_HF, (".distcp: no such file",), megatron(lambda root: biggest(root).unlink())),
-    Case("data empty", TO_HF, (".distcp: truncated",), megatron(lambda root: os.truncate(biggest(root), 0))),
-    Case("data flipped", TO_HF, (".distcp", "damaged"), flipped(0.5)),
+    Case("data flipped", TO_HF, (".distcp", "damaged"), megatron(flipped)),
     Case("data evil", TO_HF, ("evil.distcp", "damaged, or something else than a tensor"), another_part(Owned())),
-    Case("data is a dictionary", TO_HF, ("expected a tensor, found dict",), another_part({"a": 1})),
     Case("data of another shape", TO_HF, ("of shape [3]",), another_part(torch.zeros(3))),
-    Case("checksums text", TO_HF, (CHECKSUMS, "damaged"), replaced(f"release/{CHECKSUMS}", '{"parts": "x"}')),
-    Case("checksums of no part", TO_HF, ("lists no part",), replaced(f"release/{CHECKSUMS}", '{"parts": {"a": 1}}')),
 ]  # fmt: skip
 
 
@@ -253,27 +217,7 @@ def test_good_ones_are_converted(tmp_path):
         assert command.main([str(tmp_path / source), str(tmp_path / f"from-{source}"), "--quiet"]) == 0
 
 
-def test_a_part_with_right_crcs_and_other_bits_is_found_by_its_checksum(tmp_path):
-    """Someone else's tensor of the same name, shape and type, whole by itself."""
-    megatron(lambda root: None)(tmp_path)
-    root = tmp_path / "megatron" / "release"
-    (file,) = [f for f in root.glob("*.distcp") if b"data/0" in f.read_bytes() and f == biggest(root.parent)]
-    data = file.read_bytes()
-    index = pickle.loads((root / ".metadata").read_bytes())
-    info = next(i for i in index.storage_data.values() if i.relative_path == file.name)
-    part = data[info.offset : info.offset + info.length]
-    tensor = torch.load(io.BytesIO(part), weights_only=True)
-    other = part_of(tensor + 1)
-    assert len(other) == len(part) and zipfile.ZipFile(io.BytesIO(other)).testzip() is None
-    file.write_bytes(data[: info.offset] + other + data[info.offset + info.length :])
-    listed = json.loads((root / CHECKSUMS).read_text())
-    (root / CHECKSUMS).write_text(json.dumps({"tensors": listed["tensors"]}))
-    with pytest.raises(checkpoint.CheckpointError, match="its checksum differs from what was written"):
-        convert(plan(tmp_path / "megatron", tmp_path / "out"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
-
-
-def test_a_full_disk_is_one_line_and_the_same_command_continues(tmp_path, capfd):
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, capfd):
     """A limit on the size of files replaces a full disk."""
     hf()(tmp_path)
     argv = [str(tmp_path / "hf"), str(tmp_path / "out"), "--quiet"]
@@ -287,35 +231,8 @@ def test_a_full_disk_is_one_line_and_the_same_command_continues(tmp_path, capfd)
         signal.signal(signal.SIGXFSZ, previous)
     told = capfd.readouterr().err
     assert code in (1, 2) and told.startswith("rlspec convert: ") and told.count("\n") == 1, told
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert command.main(argv) == 0 and (tmp_path / "out/release/config.json").exists()
-
-
-@given(data=st.data(), checksums=st.booleans())
-@settings(max_examples=80)
-def test_any_flipped_bit_is_one_error_or_harmless(tmp_path_factory, data, checksums):
-    """Of every file of a Megatron checkpoint. With checksums, what is read is what was written."""
-    folder = tmp_path_factory.mktemp("flipped")
-    megatron(lambda root: None)(folder)
-    root = folder / "megatron"
-    if not checksums:
-        (root / "release" / CHECKSUMS).unlink()
-    name = data.draw(st.sampled_from(sorted(str(f.relative_to(root)) for f in root.rglob("*") if f.is_file())))
-    content = bytearray((root / name).read_bytes())
-    position = data.draw(st.integers(0, max(8 * len(content) - 1, 0)))
-    content[position // 8] ^= 1 << position % 8
-    (root / name).write_bytes(content)
-    family = name_table(json.loads(model_files()["config.json"]))
-    original = HfSource(family, read_hf(write_model(folder / "hf"))[1])
-    try:
-        found = dict(torch_dist.TorchDistReader(root, family))
-    except checkpoint.CheckpointError as error:
-        assert "\n" not in str(error) and str(folder) in str(error) or CHECKSUMS in str(error)
-        return
-    if checksums:
-        assert found.keys() == set(original)
-        assert all(torch.equal(found[name], original[name]) for name in found)
-    shutil.rmtree(folder)
 
 
 def test_files_are_verified_for_loaders_that_do_not(tmp_path):
