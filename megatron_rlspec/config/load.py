@@ -138,11 +138,7 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(files.read_text(path, LARGEST_FILE))
     except files.FileError as error:
         raise ConfigError(f"{error}; expected a TOML file") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: not valid TOML: nested too deeply") from None
-    except (
-        ValueError
-    ) as error:  # also an integer of more digits than Python converts, a date that does not exist
+    except ValueError as error:  # also a date that does not exist
         raise ConfigError(f"{path}: not valid TOML: {printable(str(error))[:80]}") from None
 
 
@@ -161,11 +157,10 @@ def _converted(text: str, field: FieldInfo) -> Any:
         if text.startswith("["):
             try:
                 return tomllib.loads(f"list = {text}")["list"]
-            except (ValueError, RecursionError):
+            except ValueError:
                 return text
-        return [
-            _number(part, int) if _of_integers(field) else part for part in text.split(",") if part
-        ]
+        parts = [part for part in text.split(",") if part]
+        return [_number(part, int) for part in parts] if _of_integers(field) else parts
     return _number(text, kind) if kind in (int, float) else text
 
 
@@ -211,15 +206,17 @@ def unknown_option(dotted: str) -> str:
     if dotted in Config.model_fields:
         inside = [name for name in names if name.startswith(f"{dotted}.")]
         return f"unknown option {dotted}; that is a section, with options such as {' and '.join(inside[:2])}"
+    key = dotted.replace("-", "_").rpartition(".")[2]
+    hint = "--help-all lists all"
     near = difflib.get_close_matches(dotted, [*names, *Config.model_fields], n=1, cutoff=0.8)
-    # the section may be missing or another one: `lr`, `data.seed`, `n_samples_per_prompt`
     if not near:
+        # The section may be missing, or be another one: `lr`, `data.seed`.
         keys = [name.rpartition(".")[2] for name in names]
-        written = dotted.replace("-", "_").rpartition(".")[2]
-        closest = difflib.get_close_matches(written, keys, n=1, cutoff=0.75)
-        near = [name for name, key in zip(names, keys, strict=True) if key in closest]
-    hint = f"did you mean {' or '.join(near)}?" if near else "--help-all lists all"
+        closest = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+        near = [name for name in names if name.rpartition(".")[2] in closest]
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
     for others, ours in OTHERS.items():
-        if any(f".{dotted.replace('-', '_')}".endswith(f".{name}") for name in others):
+        if key in others:
             hint = f"here: {ours.replace('`', '')}"
     return f"unknown option {printable(dotted)[:80]}; {hint}"

@@ -2,7 +2,7 @@
 
 OTHERS = {
     ("rollout_batch_size", "train_batch_size"): "`rollout.prompts_per_step`",
-    ("n_samples_per_prompt", "rollout.n"): "`rollout.samples_per_prompt`",
+    ("n_samples_per_prompt", "n"): "`rollout.samples_per_prompt`",
     ("global_batch_size", "ppo_mini_batch_size"): "one optimizer step takes a whole rollout",
     (
         "max_tokens_per_gpu",
@@ -24,7 +24,7 @@ OTHERS = {
         "gpu_memory_utilization",
         "mem_fraction_static",
     ): "`rollout.engine_options`, `--mem-fraction-static`",
-    ("engine_kwargs", "sglang_*"): "`rollout.engine_options`",
+    ("engine_kwargs",): "`rollout.engine_options`",
     ("num_layers", "hidden_size"): "`config.json` of `model.path`",
     ("n_gpus_per_node", "actor_num_nodes"): "torchrun's `--nproc-per-node` and `--nnodes`",
 }

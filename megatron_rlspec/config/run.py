@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -57,17 +57,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.rollout.engine != "embedded" and (
-            self.spec.topk > 1 or self.spec.tree_budget != "none"
-        ):
-            asked = (
-                f"spec.topk={self.spec.topk}"
-                if self.spec.topk > 1
-                else f"spec.tree_budget={self.spec.tree_budget}"
-            )
-            raise ValueError(
-                f"{asked} needs rollout.engine=embedded, but rollout.engine={self.rollout.engine}"
-            )
+        if self.rollout.engine != "embedded":
+            if self.spec.topk > 1:
+                raise ValueError(f"spec.topk={self.spec.topk} needs rollout.engine=embedded")
+            if self.spec.tree_budget != "none":
+                raise ValueError(
+                    f"spec.tree_budget={self.spec.tree_budget} needs rollout.engine=embedded"
+                )
         if self.rollout.max_new_tokens >= self.model.max_length:
             raise ValueError(
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt "
@@ -78,27 +74,22 @@ class Config(Section):
                 f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is longer than "
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens}"
             )
-        if self.algorithm.dynamic_sampling and self.rollout.samples_per_prompt == 1:
+        alike = self.rollout.samples_per_prompt == 1 or self.rollout.temperature == 0
+        if self.algorithm.dynamic_sampling and alike:
             raise ValueError(
-                "algorithm.dynamic_sampling=true drops groups of equal rewards, "
-                "and rollout.samples_per_prompt=1 makes only such"
+                "algorithm.dynamic_sampling=true drops groups of equal rewards, and rollout.samples_per_prompt=1 and "
+                "rollout.temperature=0 make only such"
             )
-        if self.algorithm.dynamic_sampling and self.rollout.temperature == 0:
-            raise ValueError(
-                "algorithm.dynamic_sampling=true drops groups of equal rewards, "
-                "and rollout.temperature=0 draws every sample of a group alike"
-            )
-        own = self.train.eval_temperature
-        if self.train.eval_samples > 1 and 0 in (own, self.rollout.temperature if own < 0 else own):
+        temperature = self.train.eval_temperature
+        if temperature < 0:
+            temperature = self.rollout.temperature
+        if self.train.eval_samples > 1 and temperature == 0:
             raise ValueError(
                 f"train.eval_samples={self.train.eval_samples}: at temperature 0 all responses to a prompt are one; "
                 "expected 1, or another train.eval_temperature"
             )
-        if (
-            self.reward.kind in ("exact", "math")
-            and not self.data.label_key
-            and not self.rollout.function
-        ):
+        labelled = self.data.label_key or self.rollout.function
+        if self.reward.kind in ("exact", "math") and not labelled:
             raise ValueError(
                 f"reward.kind={self.reward.kind} compares with the label, but data.label_key is empty; expected the "
                 "column of the right answers"
@@ -162,120 +153,91 @@ class Config(Section):
 
         because  where the number of ranks comes from, for the message
         """
-        source, what = (
-            ("sft.path", self.sft.path) if command == "sft" else ("data.path", self.data.path)
-        )
-        evaluates = self.train.eval_every
-        warm = command == "sft"
-        alone = warm and self.sft.drafter_only
-        parallel, longest = self.parallel, self.model.max_length
-        shards = parallel.tensor * parallel.pipeline * parallel.context
-        sizes = f"parallel.tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context}"
-        room = self.train.tokens_per_micro_batch
-        rounded = f", in multiples of {parallel.packed} by {sizes}," if parallel.packed > 1 else ""
+        for problem in self._problems(command, world_size, because):
+            raise ConfigError(problem)
         run_dir = Path(self.train.run_dir)
-        problems = (
-            (
-                not self.model.path,
-                "model.path is empty; expected a Hugging Face directory of policy and MTP tensors; "
-                f"`rlspec {command} --help` shows an example",
-            ),
-            (
-                command != "replay" and self.replay.run,
-                f"replay.run={self.replay.run} is not an option of this command; expected rlspec replay RUN",
-            ),
-            (
-                not what,
-                f"{source} is empty; expected a .jsonl or .parquet file to train on"
-                + ("; `rlspec answer` writes one" if command == "sft" else ""),
-            ),
-            (
-                command != "train" and self.train.save_best,
-                "train.save_best=true keeps the best policy of `rlspec train`; expected false",
-            ),
-            (
-                command == "train"
-                and evaluates not in (0, TrainConfig().eval_every)
-                and not self.data.eval_path,
-                f"train.eval_every={evaluates}, but data.eval_path is empty",
-            ),
-            (
-                alone and not self.drafter.train,
-                "sft.drafter_only=true and drafter.train=false leave nothing to train; expected another of the two",
-            ),
-            (
-                warm and self.sft.held_out and not self.drafter.train,
-                f"sft.held_out={self.sft.held_out} measures a drafter that is trained; expected sft.held_out=0, or "
-                "drafter.train=true",
-            ),
-            (
-                world_size % shards,
-                f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}",
-            ),
-            (problem := parallel.expert_problem(world_size), problem),
-            (
-                room // parallel.packed * parallel.packed < longest,
-                f"train.tokens_per_micro_batch={room}{rounded} cannot hold one sample of model.max_length={longest}",
-            ),
-            self._small_cache(),
-        )
-        for wrong, message in problems:
-            if wrong:
-                raise ConfigError(message)
         check_writable(run_dir)
         if taken := taken_by(run_dir, self.train.resume):
             raise ConfigError(f"train.run_dir={run_dir}: {taken}")
 
-    def _small_cache(self) -> tuple[bool, str]:
-        longest, room = self.model.max_length, self.rollout.max_total_tokens
-        wrong = (
-            f"rollout.max_total_tokens={room} cannot hold one sample of model.max_length={longest}"
-        )
-        # its rounds overlap, and it ends an only sample without room for two
+    def _problems(self, command: Command, world_size: int, because: str) -> Iterator[str]:
+        if not self.model.path:
+            yield (
+                "model.path is empty; expected a Hugging Face directory of policy and MTP tensors; "
+                f"`rlspec {command} --help` shows an example"
+            )
+        if command != "replay" and self.replay.run:
+            yield f"replay.run={self.replay.run} is not an option of this command; expected rlspec replay RUN"
+        if command == "sft" and not self.sft.path:
+            yield "sft.path is empty; expected a .jsonl or .parquet file to train on; `rlspec answer` writes one"
+        if command != "sft" and not self.data.path:
+            yield "data.path is empty; expected a .jsonl or .parquet file to train on"
+        if command != "train" and self.train.save_best:
+            yield "train.save_best=true keeps the best policy of `rlspec train`; expected false"
+        evaluates = self.train.eval_every not in (0, TrainConfig().eval_every)
+        if command == "train" and evaluates and not self.data.eval_path:
+            yield f"train.eval_every={self.train.eval_every}, but data.eval_path is empty"
+        if command == "sft" and not self.drafter.train:
+            if self.sft.drafter_only:
+                yield "sft.drafter_only=true and drafter.train=false leave nothing to train"
+            if self.sft.held_out:
+                yield (
+                    f"sft.held_out={self.sft.held_out} measures a drafter that is trained; expected sft.held_out=0, or "
+                    "drafter.train=true"
+                )
+        yield from self._problems_of_layout(world_size, because)
+
+    def _problems_of_layout(self, world_size: int, because: str) -> Iterator[str]:
+        parallel = self.parallel
+        shards = parallel.tensor * parallel.pipeline * parallel.context
+        sizes = f"parallel.tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context}"
+        if world_size % shards:
+            yield f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}"
+        if problem := parallel.expert_problem(world_size):
+            yield problem
+        room = self.train.tokens_per_micro_batch
+        longest = self.model.max_length
+        if room // parallel.packed * parallel.packed < longest:
+            rounded = (
+                f", in multiples of {parallel.packed} by {sizes}," if parallel.packed > 1 else ""
+            )
+            yield f"train.tokens_per_micro_batch={room}{rounded} cannot hold one sample of model.max_length={longest}"
+        yield from self._small_cache()
+
+    def _small_cache(self) -> Iterator[str]:
+        longest = self.model.max_length
+        room = self.rollout.max_total_tokens
+        needed = longest
+        reason = ""
         if self.rollout.engine == "sglang":
-            rounds = 2 * (1 + max(self.spec.steps)) + 2
-            longest += max(6, rounds)
-            wrong += f" and what SGLang needs behind it; expected at least {longest}"
-        return 0 < room < longest, wrong
+            # Its rounds overlap, and it ends an only sample without room for two.
+            needed += max(6, 2 * (1 + max(self.spec.steps)) + 2)
+            reason = f" and what SGLang needs behind it; expected at least {needed}"
+        if 0 < room < needed:
+            yield f"rollout.max_total_tokens={room} cannot hold one sample of model.max_length={longest}{reason}"
 
     def check_answer(self) -> None:
         """Raise ConfigError if `rlspec answer` cannot be started so."""
-        for wrong, message in (
-            (
-                not self.model.path,
-                "model.path is empty; expected a Hugging Face directory; `rlspec answer --help` shows one",
-            ),
-            (
-                not self.data.path,
-                "data.path is empty; expected a .jsonl or .parquet file of prompts",
-            ),
-            (
-                not self.answer.path.endswith(".jsonl"),
-                f"answer.path={self.answer.path}: expected a .jsonl file to write",
-            ),
-            self._small_cache(),
-        ):
-            if wrong:
-                raise ConfigError(message)
+        if not self.model.path:
+            raise ConfigError(
+                "model.path is empty; expected a Hugging Face directory; `rlspec answer --help` shows one"
+            )
+        if not self.data.path:
+            raise ConfigError("data.path is empty; expected a .jsonl or .parquet file of prompts")
+        if not self.answer.path.endswith(".jsonl"):
+            raise ConfigError(f"answer.path={self.answer.path}: expected a .jsonl file to write")
+        for problem in self._small_cache():
+            raise ConfigError(problem)
         check_writable(Path(self.answer.path).parent, "answer.path's directory")
 
 
 def check_writable(run_dir: Path, option: str = "train.run_dir") -> None:
-    """Raise ConfigError if the run cannot write there. A missing directory is made, and removed again."""
-    missing = run_dir.absolute()
-    try:
-        if missing.is_dir():
-            if not os.access(missing, os.W_OK | os.X_OK):
-                raise ConfigError(
-                    f"{option}={run_dir}: not writable; expected a directory that the run can write to"
-                )
-            return
-        while not os.path.lexists(missing.parent):
-            missing = missing.parent
-        missing.mkdir(exist_ok=True)
-        with suppress(OSError):  # another rank's check has made or removed it, or the run has begun
-            missing.rmdir()
-    except OSError as error:
-        raise ConfigError(
-            f"{option}={str(run_dir)[:200]}: {error.strerror}; expected a directory that the run can write to"
-        ) from None
+    """Raise ConfigError if the run cannot write there."""
+    expected = "expected a directory that the run can write to"
+    nearest = run_dir.absolute()
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise ConfigError(f"{option}={run_dir}: Not a directory: {nearest}; {expected}")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option}={run_dir}: not writable; {expected}")

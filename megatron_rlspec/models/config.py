@@ -79,9 +79,6 @@ class Shared(BaseModel):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     intermediate_size: Size | None = None
-    moe_intermediate_size: Size | None = None
-    n_routed_experts: Size | None = None
-    n_shared_experts: Annotated[int, Field(ge=0, le=1024)] | None = None
     # of coupled drafts, chosen in training
     rlspec_sharpness: Annotated[float, Field(gt=0, le=100)] | None = None
 
@@ -102,21 +99,6 @@ class Shared(BaseModel):
             raise ValueError(
                 f"num_key_value_heads={self.groups}: expected a divisor of num_attention_heads={heads}"
             )
-        if not self.head_dim and self.hidden_size % heads:
-            raise ValueError(
-                f"num_attention_heads={heads}: expected a divisor of hidden_size={self.hidden_size}"
-            )
-        for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
-            value = getattr(self, key)
-            for token in value if isinstance(value, list) else [value]:
-                if token is not None and token >= self.vocab_size:
-                    raise ValueError(
-                        f"{key}={token}: expected an id below vocab_size={self.vocab_size}"
-                    )
-        if self.dtype and self.torch_dtype and self.dtype != self.torch_dtype:
-            raise ValueError(
-                f"torch_dtype={self.torch_dtype}: expected the same as dtype={self.dtype}"
-            )
         return self
 
 
@@ -136,15 +118,6 @@ class Llama3Scaling(Rotary):
     high_freq_factor: Annotated[float, Field(gt=0, le=1e6)]
     original_max_position_embeddings: Annotated[int, Field(gt=0, le=2**31 - 1)]
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Llama3Scaling:
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"rope_scaling.low_freq_factor={self.low_freq_factor:g}: expected less than "
-                f"high_freq_factor={self.high_freq_factor:g}"
-            )
-        return self
-
 
 class YarnScaling(Rotary):
     """`rope_scaling` of type yarn, as Qwen2.5 and Qwen3 state it for long contexts."""
@@ -154,14 +127,6 @@ class YarnScaling(Rotary):
     beta_slow: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     beta_fast: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     truncate: Literal[True] = True
-
-    @model_validator(mode="after")
-    def _ordered(self) -> YarnScaling:
-        if self.beta_slow >= self.beta_fast:
-            raise ValueError(
-                f"rope_scaling.beta_slow={self.beta_slow:g}: expected less than beta_fast={self.beta_fast:g}"
-            )
-        return self
 
 
 SCALINGS: dict[str, type[Rotary]] = {"llama3": Llama3Scaling, "yarn": YarnScaling}
@@ -190,8 +155,6 @@ class Trained(Shared):
     compression_config: None = Field(
         None, description="quantised weights are neither trained nor converted"
     )
-    is_encoder_decoder: Literal[False] = False
-    pretraining_tp: Literal[1] = 1
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @property
@@ -205,51 +168,25 @@ class Trained(Shared):
             raise ValueError(
                 f"model_type={self.model_type}: expected {' or '.join(self.model_types)}"
             )
-        scaling, parameters = self.rope_scaling or {}, self.rope_parameters or {}
-        self._check_rope("rope_scaling", scaling)
-        self._check_rope("rope_parameters", parameters)
-        # versions of Transformers read either
-        for name in {**scaling, **parameters} if scaling and parameters else ():
-            if name != "rope_theta" and scaling.get(name) != parameters.get(name):
-                raise ValueError(
-                    f"rope_scaling.{name}={shown(scaling.get(name))}: expected the same as rope_parameters.{name}="
-                    f"{shown(parameters.get(name))}, or one of the two tables"
-                )
-        bases = [
-            base for base in (self.rope_theta, self.rope.get("rope_theta")) if base is not None
-        ]
-        if len(set(bases)) > 1:
-            raise ValueError(
-                f"rope_theta={bases[0]:g}: expected the same as rope_parameters.rope_theta={bases[1]:g}"
-            )
-        if self.head_size % 2:
-            raise ValueError(
-                f"head_dim={self.head_size}: expected an even number, for rotary embeddings"
-            )
+        self._check_rope("rope_scaling", self.rope_scaling or {})
+        self._check_rope("rope_parameters", self.rope_parameters or {})
         other = [kind for kind in self.layer_types or () if kind != "full_attention"]
         if other:
             raise ValueError(f"layer_types holds {other[0]}: only full_attention is implemented")
-        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types: {len(self.layer_types)} of them, num_hidden_layers={self.num_hidden_layers}"
-            )
         return self
 
     def _check_rope(self, key: str, rope: Mapping[str, Any]) -> None:
-        known: dict[str, type[Rotary]] = {"default": Rotary, **self.scalings}
-        kinds = [rope[name] for name in ("rope_type", "type") if name in rope] or ["default"]
-        for kind in kinds:
-            if not isinstance(kind, str) or kind not in known or kind != kinds[0]:
-                *some, last = known
-                raise ValueError(
-                    f"{key}: rotary embedding of type {shown(kind)}; expected {', '.join(some)} or {last}"
-                )
-        schema = known[kinds[0]]
+        schemas: dict[str, type[Rotary]] = {"default": Rotary, **self.scalings}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        schema = schemas.get(str(kind))
+        if schema is None:
+            expected = " or ".join(schemas)
+            raise ValueError(f"{key}: rotary embedding of type {shown(kind)}; expected {expected}")
         try:
-            found = schema.model_validate(dict(rope))
+            scaling = schema.model_validate(dict(rope))
         except ValidationError as error:
             raise ValueError(_one_line(error, schema, rope, f"{key}.")) from None
-        for name, value in (found.model_extra or {}).items():
+        for name, value in (scaling.model_extra or {}).items():
             if value and name not in ("rope_type", "type"):
                 raise ValueError(
                     f"{key}.{name}={shown(value)}: not implemented; expected no such key"
@@ -271,20 +208,7 @@ class WhollyRotated(Trained):
         return self
 
 
-class Dense(WhollyRotated):
-    """Llama, Qwen2, Qwen3 and MiMo."""
-
-    @model_validator(mode="after")
-    def _without_experts(self) -> Dense:
-        for key in ("n_routed_experts", "n_shared_experts", "moe_intermediate_size"):
-            if getattr(self, key):
-                raise ValueError(
-                    f"{key}={getattr(self, key)}: this architecture has no experts; expected null"
-                )
-        return self
-
-
-class Llama(Dense):
+class Llama(WhollyRotated):
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
 
     attention_bias: Literal[False] | None = Field(
@@ -295,7 +219,7 @@ class Llama(Dense):
     )
 
 
-class Qwen2(Dense):
+class Qwen2(WhollyRotated):
     model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
 
     attention_bias: Literal[True] | None = Field(
@@ -303,7 +227,7 @@ class Qwen2(Dense):
     )
 
 
-class MiMo(Dense):
+class MiMo(WhollyRotated):
     model_types: ClassVar[tuple[str, ...]] = ("mimo", "qwen2")
 
     attention_bias: bool | None = Field(
@@ -311,7 +235,7 @@ class MiMo(Dense):
     )
 
 
-class Qwen3(Dense):
+class Qwen3(WhollyRotated):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
 
 
@@ -322,7 +246,7 @@ class Qwen3Moe(WhollyRotated):
 
     num_experts: Size
     num_experts_per_tok: Size
-    moe_intermediate_size: Size  # type: ignore[assignment]  # required here
+    moe_intermediate_size: Size
     norm_topk_prob: bool = False
     decoder_sparse_step: Literal[1] = Field(
         1, description="only experts in every layer are implemented"
@@ -333,22 +257,15 @@ class Qwen3Moe(WhollyRotated):
     attention_bias: Literal[False] | None = Field(
         None, description="biases of its attention are not implemented"
     )
-    n_routed_experts: None = Field(None, description="Qwen3-MoE calls them num_experts")  # type: ignore[assignment]
-    n_shared_experts: None = Field(None, description="Qwen3-MoE has no shared experts")  # type: ignore[assignment]
-
-    @model_validator(mode="after")
-    def _enough_experts(self) -> Qwen3Moe:
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok={self.num_experts_per_tok}: expected at most num_experts={self.num_experts}"
-            )
-        return self
 
 
 class SigmoidExperts(Trained):
     """GLM4-MoE and DeepSeek-V3: experts that a sigmoid and a bias choose."""
 
+    n_routed_experts: Size | None = None
+    n_shared_experts: Annotated[int, Field(ge=0, le=1024)] | None = None
     num_experts_per_tok: Size | None = None
+    moe_intermediate_size: Size | None = None
     first_k_dense_replace: Annotated[int, Field(ge=0, le=10_000)] = 0
     n_group: Size = 1
     topk_group: Size = 1
@@ -357,29 +274,6 @@ class SigmoidExperts(Trained):
     scoring_func: Literal["sigmoid"] = "sigmoid"
     topk_method: Literal["noaux_tc"] = "noaux_tc"
     moe_layer_freq: Literal[1] = 1
-
-    @model_validator(mode="after")
-    def _experts_fit(self) -> SigmoidExperts:
-        experts = self.n_routed_experts or 0
-        chosen = self.num_experts_per_tok or 0
-        if chosen > experts:
-            raise ValueError(
-                f"num_experts_per_tok={chosen}: expected at most n_routed_experts={experts}"
-            )
-        if experts % self.n_group:
-            raise ValueError(
-                f"n_group={self.n_group}: expected a divisor of n_routed_experts={experts}"
-            )
-        if self.topk_group > self.n_group:
-            raise ValueError(
-                f"topk_group={self.topk_group}: expected at most n_group={self.n_group}"
-            )
-        if self.first_k_dense_replace > self.num_hidden_layers:
-            raise ValueError(
-                f"first_k_dense_replace={self.first_k_dense_replace}: expected at most "
-                f"num_hidden_layers={self.num_hidden_layers}"
-            )
-        return self
 
 
 class Glm4Moe(SigmoidExperts):
@@ -409,7 +303,6 @@ class DeepseekV3(SigmoidExperts):
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
     scalings: ClassVar[dict[str, type[Rotary]]] = {"yarn": LatentYarnScaling}
 
-    n_routed_experts: Size  # type: ignore[assignment]  # required here
     q_lora_rank: Size | None = None
     kv_lora_rank: Size
     qk_nope_head_dim: Size
@@ -422,31 +315,11 @@ class DeepseekV3(SigmoidExperts):
     )
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> DeepseekV3:
+    def _values_fit_into_heads(self) -> DeepseekV3:
         whole = self.qk_nope_head_dim + self.qk_rope_head_dim
-        wanted = (
-            (self.groups, self.num_attention_heads, "num_key_value_heads", "num_attention_heads"),
-            (
-                self.qk_head_dim or whole,
-                whole,
-                "qk_head_dim",
-                "qk_nope_head_dim + qk_rope_head_dim",
-            ),
-            (
-                self.head_dim or self.qk_rope_head_dim,
-                self.qk_rope_head_dim,
-                "head_dim",
-                "qk_rope_head_dim",
-            ),
-        )
-        for found, size, key, other in wanted:
-            if found != size:
-                raise ValueError(f"{key}={found}: expected {other}, {size}")
-        if self.qk_rope_head_dim % 2:
-            raise ValueError(f"qk_rope_head_dim={self.qk_rope_head_dim}: expected an even number")
         if self.v_head_dim > whole:
             raise ValueError(
-                f"v_head_dim={self.v_head_dim}: expected at most qk_nope_head_dim + qk_rope_head_dim"
+                f"v_head_dim={self.v_head_dim}: expected at most qk_nope_head_dim + qk_rope_head_dim={whole}"
             )
         return self
 
@@ -480,7 +353,8 @@ def sharpness_of(config: Mapping[str, Any]) -> float:
     stated = config.get(DRAFTER, config).get(STATED)
     if stated is None:
         return SHARPNESS[0]
-    if isinstance(stated, bool) or not isinstance(stated, int | float) or not 0 < stated <= 100:
+    number = isinstance(stated, int | float) and not isinstance(stated, bool)
+    if not number or not 0 < stated <= 100:
         raise ModelConfigError(
             f"config.json: {STATED}={stated!r}; expected a number above 0 and at most 100"
         )
