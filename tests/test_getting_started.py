@@ -2,19 +2,16 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import short_run
-from docs_pages import DOCS, blocks
+from docs_pages import blocks
 from safetensors.torch import load_file
 
-from megatron_rlspec.config import load
 from megatron_rlspec.models.hf_files import write_hf
-from megatron_rlspec.rollout.placement import place
 
 PAGE = "getting-started.md"
 # What a tiny model on a CPU needs in place of the page's numbers.
@@ -33,21 +30,6 @@ SMALL = {
 def configuration() -> str:
     (text,) = blocks(PAGE, "toml")
     return text
-
-
-def test_the_configuration_is_valid(tmp_path):
-    (tmp_path / "run.toml").write_text(configuration())
-    config = load(tmp_path / "run.toml")
-    assert config.sft.drafter_only and config.reward.kind == "my_reward:score"
-
-
-def test_the_table_of_gpus_names_layouts_that_are_taken():
-    rows = re.findall(r"^\| (\d) \| (.*?) \|", (DOCS / PAGE).read_text(), re.MULTILINE)
-    assert [int(count) for count, _ in rows] == [0, 1, 2, 8, 8]
-    for count, options in rows:
-        ranks, engines = (re.search(rf"--{name} (\d)", options) for name in ("ranks", "rollout.engines"))
-        of_ranks, of_engines = (int(found[1]) if found else 1 for found in (ranks, engines))
-        place([str(i) for i in range(int(count))], of_ranks, of_engines, 1, "auto")
 
 
 def stand_in(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """`tools/offline_bundle.sh` with stand-ins for pip and the wheels: what it packs, and its errors."""
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -104,30 +103,6 @@ def test_what_one_gpu_needs_is_packed_and_the_rest_is_not(bundle, tmp_path):
     assert "requirements/offline-bundle.txt colorama==0.4.6" in asked and asked.count("--no-deps") == 2
 
 
-def test_flash_attention_comes_with_the_engine_s_option(python, tmp_path):
-    done = pack(python, "--attention", "fa3", str(tmp_path / "bundle.tar.xz"))
-    assert done.returncode == 0, done.stderr
-    with tarfile.open(tmp_path / "bundle.tar.xz") as archive:
-        assert "rlspec-offline/site/sgl_kernel/flash_ops.abi3.so" in archive.getnames()
-        environment = archive.extractfile("rlspec-offline/env.sh").read().decode()
-    assert 'RLSPEC_ENGINE="--attention-backend fa3 --grammar-backend none' in environment
-
-
-def test_stubs_have_the_names_that_sglang_imports(bundle):
-    code = "from xgrammar import StructuralTag; from xgrammar.structural_tag import AnyTextFormat, JSONSchemaFormat"
-    subprocess.run([sys.executable, "-c", code], cwd=bundle / "site", check=True)
-
-
-def test_checksums_tell_what_was_packed(bundle, tmp_path):
-    listed = dict(reversed(line.split("  ./")) for line in (bundle / "files.sha256").read_text().splitlines())
-    files = {path.relative_to(bundle).as_posix() for path in bundle.rglob("*") if path.is_file()}
-    assert listed.keys() == files - {"files.sha256"}
-    assert all(hashlib.sha256((bundle / name).read_bytes()).hexdigest() == sum for name, sum in listed.items())
-    assert {line.split()[1] for line in (bundle / "wheels.sha256").read_text().splitlines()} == WHEELS.keys()
-    archive = hashlib.sha256((tmp_path / "bundle.tar.xz").read_bytes()).hexdigest()
-    assert (tmp_path / "bundle.tar.xz.sha256").read_text().split() == [archive, "bundle.tar.xz"]
-
-
 @pytest.mark.parametrize("toolkit", [True, False])
 def test_the_environment_is_sourced_from_anywhere(bundle, tmp_path, toolkit):
     (tmp_path / "cuda/lib64").mkdir(parents=True)
@@ -151,15 +126,8 @@ def test_the_environment_is_sourced_from_anywhere(bundle, tmp_path, toolkit):
     "options, message",
     [
         ([], "expected one archive to write, FILE.tar.xz"),
-        (["bundle.zip"], "expected one archive to write, FILE.tar.xz"),
         (["--arch", "70", "bundle.tar.xz"], "--arch 70: expected 90 or 100"),
-        (["--arch"], "--arch needs a value"),
-        (["--small", "yes", "bundle.tar.xz"], "--small: expected --arch, --attention or --add"),
         (["--attention", "fa4", "bundle.tar.xz"], "--attention fa4: expected triton, or fa3 for --arch 90"),
-        (
-            ["--arch", "100", "--attention", "fa3", "bundle.tar.xz"],
-            "--attention fa3: expected triton, or fa3 for --arch 90",
-        ),
         (["no/such/bundle.tar.xz"], "no/such: no such directory"),
     ],
 )
@@ -176,13 +144,3 @@ def test_a_changed_sglang_is_refused(python, tmp_path):
     done = pack(python, str(tmp_path / "bundle.tar.xz"))
     assert done.returncode == 2 and "SGLang's dual_gemm.py has changed" in done.stderr
     assert not (tmp_path / "bundle.tar.xz").exists()
-
-
-def test_pins_are_those_of_the_gpu_environment_where_they_can_be():
-    def pins(name):
-        lines = (ROOT / "requirements" / name).read_text().splitlines()
-        return dict(line.split("==") for line in lines if line and not line.startswith("#"))
-
-    ours, gpu = pins("offline-bundle.txt"), pins("gpu.txt")
-    others = {name for name, version in ours.items() if gpu.get(name, version) != version}
-    assert others == {"sglang-kernel", "fastapi", "starlette"}  # for another torch; without opentelemetry

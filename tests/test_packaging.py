@@ -98,38 +98,6 @@ def test_help_and_doctor_need_no_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-@pytest.mark.slow
-def test_megatron_s_fallback_is_warned_of_on_machines_with_a_gpu_only(tmp_path):
-    """Megatron warns once, at its import. Here its warnings are repeated under the filters of both machines."""
-    code = (
-        "import sys, warnings\n"
-        "from megatron_rlspec import cli\n"
-        "with warnings.catch_warnings(record=True) as given:\n"
-        "    warnings.simplefilter('always')\n"
-        "    import megatron.core.optimizer\n"
-        "def again():\n"
-        "    for one in given:\n"
-        "        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)\n"
-        "cli.imports = lambda argv: again()\n"
-        "cli.COMMANDS['imports'] = cli.Command('cli:imports', '')\n"
-        "for device in sys.argv[1:]:\n"
-        "    cli.GPU_DEVICE = device\n"
-        "    with warnings.catch_warnings():\n"
-        "        try:\n"
-        "            cli.main(['imports'])\n"
-        "        except SystemExit as ended:\n"
-        "            assert not ended.code\n"
-        "    print('--', file=sys.stderr)\n"
-    )
-    device = tmp_path / "nvidiactl"
-    device.touch()
-    command = [sys.executable, "-c", code, str(device), str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    with_gpu, without, _ = done.stderr.split("--\n")
-    assert "Apex are not installed" in with_gpu and not without.strip(), done.stderr
-
-
 def tracked() -> set[str]:
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stdout.splitlines())
@@ -155,18 +123,6 @@ def test_version_changelog_and_citation_agree():
         headings = re.findall(r"^(?:###.*|\*\*.*\*\*)$", version, re.M)
         assert len(headings) == len(set(headings)), f"a heading stands twice in one version: {headings}"
     assert {"cff-version", "message", "title", "authors", "license"} <= set(citation)
-
-
-def test_issue_forms_have_what_github_asks_for():
-    forms = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
-    assert len(forms) >= 3
-    for path in forms:
-        form = yaml.safe_load(path.read_text())
-        if path.stem == "config":
-            continue
-        assert {"name", "description", "body"} <= set(form), path
-        ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
-        assert len(ids) == len(set(ids)) and all("label" in p["attributes"] for p in form["body"] if "id" in p), path
 
 
 @pytest.mark.slow

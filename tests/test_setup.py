@@ -98,48 +98,6 @@ def test_a_cuda_build_of_torch_gets_its_libraries(machine, version, name):
     assert "pip found a CUDA build of torch" in machine.printed and machine.stamped() == 1
 
 
-def test_torch_comes_first_and_the_end_says_what_to_type_next(machine):
-    machine.torch()
-    machine.setup(machine.python("3.11"))
-    asked = [line.partition("--no-deps ")[2] for line in machine.log.read_text().splitlines()]
-    assert asked == ["torch==2.13.0", "-r requirements/cpu.txt", "--no-build-isolation -e ."]
-    assert "GB" in machine.printed.splitlines()[0]
-    for command in (". .venv/bin/activate", "bash examples/quickstart.sh", "bash tests/run.sh"):
-        assert command in machine.printed
-    machine.setup()
-    assert machine.printed == "setup: .venv is up to date\n"
-
-
-def test_the_first_python_that_fits_is_taken(machine):
-    machine.torch()
-    machine.python("3.12")
-    (machine.folder / "python3.11").write_text("#!/bin/sh\necho 'pyenv: python3.11: command not found'; exit 127\n")
-    (machine.folder / "python3.11").chmod(0o755)
-    assert machine.setup(path=f"{machine.folder}:/usr/bin:/bin") == (0, "")
-    assert machine.installed() == ["requirements/cpu-py312.txt"]
-
-
-def test_pips_warnings_are_not_shown_and_its_errors_are(machine):
-    machine.torch()
-    python = machine.python("3.11")
-    noise = "echo 'WARNING: Location is ignored' >&2; echo 'ERROR: No matching distribution found for torch' >&2"
-    python.write_text(
-        python.read_text().replace('echo "$*" >>', f'{noise}; [ -e {machine.folder}/ok ] || exit 1; echo "$*" >>')
-    )
-    code, told = machine.setup(python)
-    assert code == 2 and not machine.stamped()
-    assert told.splitlines()[0] == "ERROR: No matching distribution found for torch"
-    assert "could not install 'torch==2.13.0'" in told.splitlines()[1] and len(told.splitlines()) == 2
-    (machine.folder / "ok").touch()
-    assert machine.setup() == (0, "")
-
-
-def test_a_c_compiler_builds_the_tasks(machine):
-    machine.torch()
-    assert machine.setup(machine.python("3.11"), compiler="true") == (0, "")
-    assert machine.installed() == ["requirements/cpu.txt", "requirements/tasks.txt"]
-
-
 def test_a_changed_lock_is_installed_again(machine):
     machine.torch()
     machine.setup(machine.python("3.12"))
