@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from megatron_rlspec.conversion.drafter_files import config_of_drafter
 from megatron_rlspec.integrations.slime import launch
+from megatron_rlspec.integrations.slime.flags import DRAFT_MODEL, read_flags
 
 TOOLS = ("awk", "basename", "bash", "cat", "dirname", "grep", "seq", "tr", "wc")
 SILENT = ("hf", "mkdir", "nvidia-smi", "pip", "pkill", "sleep", "ssh")
@@ -89,10 +90,10 @@ def run(script: Path, sandbox: Path, **environment: str) -> tuple[list[str], dic
 
 def job(command: list[str], seen: dict[str, str]) -> Job:
     """Return what a command line, `ray job submit …` or `python3 train.py …`, starts with this environment."""
-    runtime = launch.flags(command).get("--runtime-env-json")
+    runtime = read_flags(command).get("--runtime-env-json")
     if runtime is None:
         runtime = json.dumps(json.loads(seen[launch.RAY_JOB])["runtime_env"])
-    return Job(command[launch.driver(command) + 1 :], json.loads(runtime)["env_vars"])
+    return Job(command[launch.driver_index(command) + 1 :], json.loads(runtime)["env_vars"])
 
 
 def with_model(started: Job, recipe: str, folder: Path) -> Job:
@@ -108,12 +109,12 @@ def with_model(started: Job, recipe: str, folder: Path) -> Job:
     for flag in ("--hf-checkpoint", "--ref-load", "--load"):
         if flag in arguments:
             arguments[arguments.index(flag) + 1] = str(folder)
-    config = _config(recipe, launch.flags(arguments))
+    config = _config(recipe, read_flags(arguments))
     (folder / "config.json").write_text(json.dumps(config))
-    if launch.DRAFT_MODEL in arguments:
+    if DRAFT_MODEL in arguments:
         (folder / "drafter").mkdir(exist_ok=True)
         (folder / "drafter/config.json").write_text(json.dumps(config_of_drafter(config, 32000)))
-        arguments[arguments.index(launch.DRAFT_MODEL) + 1] = str(folder / "drafter")
+        arguments[arguments.index(DRAFT_MODEL) + 1] = str(folder / "drafter")
     (folder / "configuration_mimo.py").write_text(
         "from transformers import Qwen2Config\n\n\nclass MiMoConfig(Qwen2Config):\n    model_type = 'mimo'\n"
     )

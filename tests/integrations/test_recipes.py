@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rlspec.commands import profile
-from megatron_rlspec.integrations.slime import launch as slime
+from megatron_rlspec.integrations.slime import launch
+from megatron_rlspec.integrations.slime.flags import read_flags
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(set((ROOT / "examples/slime").glob("*.sh")) - {ROOT / "examples/slime/recipe.sh"})
@@ -42,7 +43,7 @@ def command(recipe, folder, checkout, capsys, **environment):
     done = subprocess.run(["bash", str(recipe)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     name, *arguments, _ = done.stdout.split("\0")
-    assert name == "slime" and slime.main(arguments) == 0
+    assert name == "slime" and launch.main(arguments) == 0
     return capsys.readouterr().out
 
 
@@ -64,7 +65,7 @@ def test_recipe_completes_and_takes_a_cost_table_if_it_explains_how_to_measure_o
     adaptive = "," in steps
     lines = command(recipe, tmp_path, checkout, capsys, **({"TABLE": str(table)} if adaptive else {})).splitlines()
     words = shlex.split(lines[-1])
-    given = slime.flags(words)
+    given = read_flags(words)
     assert given["--custom-megatron-init-path"] and Path(given["--custom-config-path"]).is_file()
     assert given["--sglang-speculative-algorithm"] == ("EAGLE3" if "eagle3" in recipe.stem else "EAGLE")
     assert len([w for w in words if w.startswith("--")]) == len(given), "no flag twice"
@@ -95,7 +96,7 @@ def test_slime_knows_every_flag_of_every_recipe(tmp_path, capsys):
         folder = tmp_path / recipe.stem
         folder.mkdir()
         words = shlex.split(command(recipe, folder, SLIME, capsys).splitlines()[-1])
-        flags |= set(slime.flags(words))
+        flags |= set(read_flags(words))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([MEGATRON, SLIME, str(ROOT)]), "SGLANG_USE_CPU_ENGINE": "1"}
     script = str(Path(__file__).parent / "slime_flags.py")
     asked = json.dumps(sorted(flags | {"--no-such-flag"}))

@@ -159,7 +159,7 @@ def test_drafter_gradient_is_that_of_our_own_loop():
 
 def test_predicted_acceptance_is_that_of_our_own_loop(tmp_path):
     settings = tmp_path / "steps.yaml"
-    settings.write_text("rlspec_candidate_steps: [0, 1, 2, 3, 5]\n")
+    settings.write_text("rlspec: {candidate_steps: [0, 1, 2, 3, 5]}\n")
     own = run("own_loop_of_few_words", 1, "grpo")["predicted"]
     assert set(own) == {1, 2, 3, 5} and own[5] >= own[1] > 1
     for cp in (1, 2):
@@ -171,7 +171,7 @@ def test_predicted_acceptance_is_that_of_our_own_loop(tmp_path):
 def test_depth_one_runs_through_megatrons_own_layer(tmp_path):
     """On a dense layer, the path of latent attention and mixtures of experts computes the same function at depth 1."""
     settings = tmp_path / "depth.yaml"
-    settings.write_text("rlspec_depth: 1\n")
+    settings.write_text("rlspec: {drafter: {depth: 1}}\n")
     inside = run("one_step", 1, *OURS, *UNCLIPPED, "--custom-config-path", str(settings))
     assert "drafter_loss_2" not in inside["losses"]
     assert inside["losses"]["drafter_loss_1"] == pytest.approx(run("own_loop", 1)["losses"]["drafter/loss_1"], rel=1e-5)

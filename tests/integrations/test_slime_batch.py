@@ -107,14 +107,6 @@ def test_acceptance_is_predicted_at_a_part_of_many_tokens():
     assert drafter_fields(batch, 1, 0, 1).seeds is None
 
 
-def test_another_layout_is_refused():
-    tokens, masks = samples()
-    cu = torch.tensor([0, *(n + 8 for n in LENGTHS)]).cumsum(0).int()
-    batch = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": SimpleNamespace(cu_seqlens_q=cu)}
-    with pytest.raises(ValueError, match="sample 0 has 23 tokens, but slime laid out \\[31\\]"):
-        drafter_fields(batch, 1, 0, 1)
-
-
 def test_weights_of_samples_follow_the_rewards_of_the_whole_rollout():
     """Each data-parallel rank holds a part of the samples, in its own order, and the rewards of all."""
     data = {"raw_reward": [0.0, 1.0, 3.0, 4.0], "partition": [3, 0], "total_lengths": [5, 5]}

@@ -53,8 +53,9 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_rlspec.integrations.slime.batch import drafter_fields, trained_tokens
-    from megatron_rlspec.integrations.slime.drafter import Options, SlimeMTP
+    from megatron_rlspec.integrations.slime.drafter import SlimeMTP
     from megatron_rlspec.integrations.slime.eagle3 import SlimeEagle3
+    from megatron_rlspec.integrations.slime.options import Options
     from megatron_rlspec.packing.pack import pack
     from megatron_rlspec.train import runtime
     from megatron_rlspec.train.model import describe
@@ -96,26 +97,20 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
+    learns = {"loss": loss, "lr": 1e-2, "update_every": 2, "train": train}
+    learns |= {"kind": "eagle3", "path": drafter} if folder else {}
     args = Namespace(
         rollout_temperature=temperature,
         rollout_top_p=1.0,
         rollout_top_k=-1,
-        rlspec_depth=3,
-        rlspec_loss=loss,
-        rlspec_lr=1e-2,
         clip_grad=0.0,
-        rlspec_update_every=2,
-        rlspec_zero_first_embedding=True,
-        rlspec_candidate_steps=[0, *STEPS],
-        rlspec_kind="eagle3" if folder else "mtp",
-        rlspec_path=drafter,
-        rlspec_train=train,
+        rlspec={"drafter": learns, "candidate_steps": [0, *STEPS]},
         hf_checkpoint=folder,
         seed=1,
         offload_train=True,  # then what a push sends is copied after every step
     )
-    chosen_options = Options.from_args(args)
-    slimes = SlimeEagle3(model, chosen_options, args) if folder else SlimeMTP(model, chosen_options)
+    given = Options.from_args(args)
+    slimes = SlimeEagle3(model, given, args) if folder else SlimeMTP(model, given, args, zero_first_embedding=True)
     if not folder:  # of a critic, which is never thawed
         assert slimes._postprocess(lambda states, **_: states, hidden, mtp_kwargs={"mtp_labels": 1}) is hidden
     slimes.thaw()

@@ -42,7 +42,7 @@ def eagle3(tmp_path_factory):
     model = tiny_mimo.write(room / "model", config, weights)
     drafter = write_drafter(room / "drafter")
     settings = room / "eagle3.yaml"
-    settings.write_text(f"rlspec_kind: eagle3\nrlspec_path: {drafter}\n")
+    settings.write_text(f"rlspec: {{drafter: {{kind: eagle3, path: {drafter}}}}}\n")
     with served(room, model, drafter) as found:
         yield found, ("--custom-config-path", str(settings))
 

@@ -31,7 +31,7 @@ def joined(ranks, field):
 def settings(folder):
     """Options under which the drafter's clip acts."""
     file = folder / "clip.yaml"
-    file.write_text("rlspec_warmup_steps: 0\n")
+    file.write_text("rlspec: {drafter: {warmup_steps: 0}}\n")
     return "--clip-grad", "0.01", "--custom-config-path", str(file)
 
 

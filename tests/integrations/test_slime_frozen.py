@@ -1,5 +1,7 @@
 """Real slime with a frozen drafter, which stays as it is, also after a resume."""
 
+import json
+
 import pytest
 import test_slime
 import torch
@@ -28,9 +30,10 @@ def test_a_frozen_drafter_stays_and_changes_no_bit_of_the_policy(layout, tmp_pat
     cp, replicas, options = LAYOUTS[layout]
     beside = layout.startswith("eagle3")
     file = tmp_path / "run.yaml"
-    file.write_text("rlspec_train: false\nrlspec_candidate_steps: [0, 3]\n")
+    settings = {"train": False}
     if beside:
-        file.write_text(f"{file.read_text()}rlspec_kind: eagle3\nrlspec_path: {write_drafter(tmp_path / layout)}\n")
+        settings |= {"kind": "eagle3", "path": str(write_drafter(tmp_path / layout))}
+    file.write_text(json.dumps({"rlspec": {"drafter": settings, "candidate_steps": [0, 3]}}))
     given = (*OURS, "--custom-config-path", str(file), *options.split())
     ranks = run_ranks("frozen_beside" if beside else "frozen", cp, *given, replicas=replicas)
     without = run_ranks("frozen_no_drafter", cp, *options.split(), replicas=replicas)

@@ -56,22 +56,17 @@ def given(hooks, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MiMoForCausalLM"]}))
     args = Namespace(
         hf_checkpoint=str(tmp_path),
-        rlspec_folder=str(tmp_path / "run"),
+        rlspec={"folder": str(tmp_path / "run")},
         load=str(tmp_path / "saved"),
         save=str(tmp_path / "saved"),
         finetune=False,
         no_load_optim=False,
         no_save_optim=False,
-        enable_mtp_training=True,
-        mtp_num_layers=1,
-        num_experts=None,
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=1,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None,
         params_dtype=torch.float32,
-        fp16=False,
     )
     monkeypatch.setattr(hooks, "get_args", lambda: args)
     return args
@@ -104,13 +99,6 @@ def test_names_of_parameters_to_train_thaw_no_drafter(hooks, monkeypatch):
     monkeypatch.setattr(hooks, "_drafter", MTP(SimpleNamespace(mtp=model["mtp"])))
     hooks._freeze_drafter(None, model, Namespace())
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {"decoder.weight", "decoder.bias"}
-
-
-def test_float16_is_refused_on_ranks_too(hooks, given):
-    hooks.refuse(given)
-    given.fp16 = True
-    with pytest.raises(ValueError, match="--fp16"):
-        hooks.refuse(given)
 
 
 def test_what_rollouts_taught_stays_where_only_train_ranks_begin_again(hooks, given, tmp_path):
@@ -147,7 +135,7 @@ class Beside:
     def thaw(self):
         pass
 
-    def keep(self):
+    def copy_weights(self):
         pass
 
     def layout(self):

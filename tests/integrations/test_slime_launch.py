@@ -8,44 +8,45 @@ import pytest
 import yaml
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
-from megatron_rlspec.integrations.slime import launch as slime
-from megatron_rlspec.integrations.slime import refusals
+from megatron_rlspec.integrations.slime import launch
+from megatron_rlspec.integrations.slime.flags import read_flags
+from megatron_rlspec.integrations.slime.plan import FUNCTIONS, ONE_DEPTH, plan
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTableError
 from megatron_rlspec.types import OFF, SpecConfig
 
-DRAFTER = DrafterConfig().model_dump()
+DRAFTER = DrafterConfig()
 EAGLE3 = {"kind": "eagle3", "path": "/a"}
 
 
 def planned(command="", **drafter):
-    return slime.plan(command.split(), DRAFTER | drafter, (0, 1, 3), 3)
+    return plan(command.split(), DrafterConfig(**drafter), (0, 1, 3), 3)
 
 
 def test_hooks_and_speculation_are_filled_in():
-    given = slime.flags(planned().flags)
+    given = read_flags(planned().flags)
     assert given["--enable-mtp-training"] is None and given["--mtp-num-layers"] == "1"
     assert given["--sglang-speculative-algorithm"] == "EAGLE"
     assert given["--sglang-speculative-num-draft-tokens"] == "4"
-    assert set(slime.CHAINED) <= set(given)
+    assert set(FUNCTIONS) <= set(given)
 
 
 def test_an_eagle3_drafter_needs_no_mtp_layer():
     added = planned("--sglang-speculative-algorithm EAGLE3", **EAGLE3)
-    given = slime.flags(added.flags)
+    given = read_flags(added.flags)
     assert "--enable-mtp-training" not in given and "--mtp-num-layers" not in given
     assert given["--sglang-speculative-draft-model-path"] == "/a"
     assert "--sglang-speculative-algorithm" not in given  # the user's own
-    assert added.settings["rlspec_kind"] == "eagle3" and added.settings["rlspec_path"] == "/a"
-    assert slime.flags(planned(**EAGLE3).flags)["--sglang-speculative-algorithm"] == "EAGLE3"
+    assert added.settings["drafter"]["kind"] == "eagle3" and added.settings["drafter"]["path"] == "/a"
+    assert read_flags(planned(**EAGLE3).flags)["--sglang-speculative-algorithm"] == "EAGLE3"
 
 
 def test_the_users_own_hooks_are_kept_and_called():
     mine = "--mtp-num-layers 1 --sglang-speculative-num-steps 3 --rollout-function-path my.rollout"
     added = planned(mine)
-    given = slime.flags(added.flags)
+    given = read_flags(added.flags)
     assert "--mtp-num-layers" not in given and "--sglang-speculative-num-steps" not in given
-    assert added.settings["rlspec_inner_rollout_path"] == "my.rollout"
+    assert added.settings["user_functions"] == {"--rollout-function-path": "my.rollout"}
     assert given["--rollout-function-path"].endswith("metrics.generate_rollout")
 
 
@@ -103,10 +104,10 @@ def test_engines_of_a_file_that_prefill_and_decode_apart_are_refused(tmp_path):
 
 def test_the_verifier_reaches_engines_and_hooks():
     for verifier in ("target_only", "position_keyed"):
-        added = slime.plan([], DRAFTER, None, None, verifier=verifier)
+        added = plan([], DRAFTER, verifier=verifier)
         settings = json.loads(added.environment["RLSPEC_SGLANG"])
-        assert settings["verifier"] == added.settings["rlspec_verifier"] == verifier
-    assert settings["drafts"] == "coupled" and planned().settings["rlspec_verifier"] == "target_only"
+        assert settings["verifier"] == added.settings["verifier"] == verifier
+    assert settings["drafts"] == "coupled" and planned().settings["verifier"] == "target_only"
 
 
 def test_harmless_values_are_not_refused():
@@ -122,38 +123,38 @@ def test_harmless_values_are_not_refused():
 @pytest.mark.parametrize("given", [None, [2]])
 def test_the_number_of_steps_is_fixed_if_sglang_cannot_adapt_it(given):
     """The drafter is trained and pushed as usual, and one line reports that the number is fixed."""
-    added = slime.plan("--sglang-enable-pdmux --sglang-speculative-num-steps 2".split(), DRAFTER, given, None)
+    added = plan("--sglang-enable-pdmux --sglang-speculative-num-steps 2".split(), DRAFTER, given)
     assert "--sglang-speculative-adaptive" not in added.flags and not added.adaptive
-    assert set(slime.CHAINED) <= set(added.flags)
-    assert added.settings["rlspec_candidate_steps"] == [2]
+    assert set(FUNCTIONS) <= set(added.flags)
+    assert added.settings["candidate_steps"] == [2]
     reason = "under --sglang-enable-pdmux SGLang does not adapt it"
     assert added.notes == [f"the number of draft steps is fixed at 2: {reason}"]
 
 
 def test_the_recipes_number_of_steps_is_used_at_the_start():
-    added = slime.plan(["--sglang-speculative-num-steps", "4"], DRAFTER, None, None)
-    assert added.settings["rlspec_candidate_steps"] == [0, 1, 2, 3, 4, 5] and not added.notes
-    given = slime.flags(added.flags)
+    added = plan(["--sglang-speculative-num-steps", "4"], DRAFTER)
+    assert added.settings["candidate_steps"] == [0, 1, 2, 3, 4, 5] and not added.notes
+    given = read_flags(added.flags)
     assert given["--sglang-speculative-num-draft-tokens"] == "5"
-    assert slime.flags(slime.plan([], DRAFTER, [2], None).flags)["--sglang-speculative-num-steps"] == "2"
+    assert read_flags(plan([], DRAFTER, [2], None).flags)["--sglang-speculative-num-steps"] == "2"
 
 
-@pytest.mark.parametrize("flag", slime.ONE_DEPTH)
+@pytest.mark.parametrize("flag", ONE_DEPTH)
 def test_depth_follows_from_the_attention_unless_it_is_given(flag):
-    added = slime.plan([flag], DRAFTER | {"depth": None}, None, None)
-    assert added.settings["rlspec_depth"] == 1
+    added = plan([flag], DRAFTER)
+    assert added.settings["drafter"]["depth"] == 1
     assert f"the drafter is trained to depth 1: {flag} supports no other" in added.notes
-    assert slime.plan([], DRAFTER | {"depth": None}, None, None).settings["rlspec_depth"] == 3
+    assert plan([], DRAFTER).settings["drafter"]["depth"] == 3
 
 
 def test_engines_capture_as_few_graphs_as_those_of_rlspec_serve():
     """Of a model of 36 layers, at batches of up to 256: 522 graphs, and not 663."""
     count = lambda added: sum(graphs.count(added.adaptive, 256, 1).values())  # noqa: E731
-    added = slime.plan(["--num-layers", "36"], DRAFTER, None, 1)
-    assert (count(added), count(slime.plan([], DRAFTER, None, 1))) == (522, 663)
-    narrow = slime.plan("--num-layers 36 --sglang-max-running-requests 8".split(), DRAFTER, None, 1).adaptive
+    added = plan(["--num-layers", "36"], DRAFTER, None, 1)
+    assert (count(added), count(plan([], DRAFTER, None, 1))) == (522, 663)
+    narrow = plan("--num-layers 36 --sglang-max-running-requests 8".split(), DRAFTER, None, 1).adaptive
     assert all(int(batch) <= 8 for batch in narrow)
-    table = slime.plan(["--num-layers", "36"], DRAFTER, None, 1, str(TABLE)).adaptive
+    table = plan(["--num-layers", "36"], DRAFTER, None, 1, str(TABLE)).adaptive
     assert table != added.adaptive and {0, 1} <= set(table["1"]["candidate_steps"])
 
 
@@ -163,17 +164,18 @@ def test_an_adaptive_configuration_of_the_user_is_kept():
 
 
 def test_num_steps_must_be_a_candidate():
-    with pytest.raises(ConfigError, match="not among"):
-        slime.plan([], DRAFTER, (0, 1), 3)
+    with pytest.raises(ConfigError, match="--candidate-steps 0,1: expected 3, the steps at the start, among them"):
+        plan([], DRAFTER, (0, 1), 3)
 
 
 def test_plain_command(tmp_path):
     command = shlex.split("python train_async.py --lr 1e-6")
-    whole = slime.complete(command, planned("--lr 1e-6"), tmp_path / "files")
+    whole = launch.complete(command, planned("--lr 1e-6"), tmp_path / "files")
     assert whole[:4] == command
-    given = slime.flags(whole)
-    settings = yaml.safe_load(open(given["--custom-config-path"]))
-    assert settings["rlspec_depth"] == 3 and settings["rlspec_lr"] == 1e-3
+    given = read_flags(whole)
+    settings = yaml.safe_load(open(given["--custom-config-path"]))["rlspec"]
+    assert settings["drafter"]["depth"] == 3 and settings["drafter"]["lr"] == 1e-3
+    assert settings["folder"] == str(tmp_path / "files")
     adaptive = json.load(open(given["--sglang-speculative-adaptive-config"]))
     assert adaptive == {"1": {"candidate_steps": [0, 1, 3]}}
 
@@ -182,9 +184,9 @@ def test_users_yaml_is_kept(tmp_path):
     theirs = tmp_path / "mine.yaml"
     theirs.write_text("my_option: 7\n")
     arguments = f"--custom-config-path {theirs}"
-    whole = slime.complete(["python", "train.py", *arguments.split()], planned(arguments), tmp_path / "files")
-    settings = yaml.safe_load(open(slime.flags(whole)["--custom-config-path"]))
-    assert settings["my_option"] == 7 and settings["rlspec_loss"] == "forward_kl"
+    whole = launch.complete(["python", "train.py", *arguments.split()], planned(arguments), tmp_path / "files")
+    settings = yaml.safe_load(open(read_flags(whole)["--custom-config-path"]))
+    assert settings["my_option"] == 7 and settings["rlspec"]["verifier"] == "target_only"
 
 
 @pytest.mark.parametrize("joined", [True, False])
@@ -192,23 +194,23 @@ def test_ray_job_gets_the_environment(tmp_path, joined):
     runtime = '{"env_vars": {"A": "1"}}'
     option = [f"--runtime-env-json={runtime}"] if joined else ["--runtime-env-json", runtime]
     command = ["ray", "job", "submit", *option, "--", "python3", "train.py"]
-    whole = slime.complete(command, planned(), tmp_path)
-    given = slime.flags(whole)
+    whole = launch.complete(command, planned(), tmp_path)
+    given = read_flags(whole)
     needed = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CUMEM_ENABLE": "0"}
     assert json.loads(given["--runtime-env-json"])["env_vars"] == {"A": "1", **needed, **planned().environment}
     assert whole.index("train.py") > whole.index("--")
 
 
 def test_ray_job_without_runtime_environment(tmp_path):
-    whole = slime.complete(["ray", "job", "submit", "--", "python3", "train.py"], planned(), tmp_path)
-    assert json.loads(slime.flags(whole)["--runtime-env-json"])["env_vars"]
+    whole = launch.complete(["ray", "job", "submit", "--", "python3", "train.py"], planned(), tmp_path)
+    assert json.loads(read_flags(whole)["--runtime-env-json"])["env_vars"]
     assert whole.index("--runtime-env-json") < whole.index("--")
 
 
 @pytest.mark.parametrize("inherited", [{}, {"metadata": {"a": "b"}, "runtime_env": {"env_vars": {"X": "1"}}}])
 def test_workers_of_a_running_cluster_get_the_environment(inherited):
-    outer = {slime.RAY_JOB: json.dumps(inherited)} if inherited else {}
-    job = json.loads(slime.job_environment({"RLSPEC_SGLANG": "{}"}, outer)[slime.RAY_JOB])
+    outer = {launch.RAY_JOB: json.dumps(inherited)} if inherited else {}
+    job = json.loads(launch.job_environment({"RLSPEC_SGLANG": "{}"}, outer)[launch.RAY_JOB])
     theirs = inherited.get("runtime_env", {}).get("env_vars", {})
     needed = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CUMEM_ENABLE": "0"}
     assert job == {**inherited, "runtime_env": {"env_vars": {**theirs, **needed, "RLSPEC_SGLANG": "{}"}}}
@@ -217,24 +219,24 @@ def test_workers_of_a_running_cluster_get_the_environment(inherited):
 def test_what_the_user_set_for_nccl_and_python_reaches_the_workers(tmp_path):
     """The job's own variables override those of the shell, and both override the defaults."""
     shell = {"NCCL_CUMEM_ENABLE": "1", "PYTHONPATH": "/megatron", "HOME": "/home"}
-    job = json.loads(slime.job_environment({}, shell)[slime.RAY_JOB])["runtime_env"]["env_vars"]
+    job = json.loads(launch.job_environment({}, shell)[launch.RAY_JOB])["runtime_env"]["env_vars"]
     assert job == {"NCCL_CUMEM_ENABLE": "1", "PYTHONPATH": "/megatron", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     inner = json.dumps({"runtime_env": {"env_vars": {"NCCL_CUMEM_ENABLE": "0", "PYTHONPATH": "/other"}}})
-    job = json.loads(slime.job_environment({}, shell | {slime.RAY_JOB: inner})[slime.RAY_JOB])["runtime_env"]
+    job = json.loads(launch.job_environment({}, shell | {launch.RAY_JOB: inner})[launch.RAY_JOB])["runtime_env"]
     assert job["env_vars"]["NCCL_CUMEM_ENABLE"] == "0" and job["env_vars"]["PYTHONPATH"] == "/other"
     runtime = json.dumps({"env_vars": {"NCCL_CUMEM_ENABLE": "1"}})
     command = ["ray", "job", "submit", "--runtime-env-json", runtime, "--", "python3", "train.py"]
-    whole = slime.complete(command, planned(), tmp_path)
-    assert json.loads(slime.flags(whole)["--runtime-env-json"])["env_vars"]["NCCL_CUMEM_ENABLE"] == "1"
+    whole = launch.complete(command, planned(), tmp_path)
+    assert json.loads(read_flags(whole)["--runtime-env-json"])["env_vars"]["NCCL_CUMEM_ENABLE"] == "1"
 
 
 def test_a_command_without_slimes_driver_is_refused():
     with pytest.raises(ConfigError, match="no train.py or train_async.py"):
-        slime.driver(["python", "other.py"])
+        launch.driver_index(["python", "other.py"])
 
 
 def test_dry_run_prints_and_stops(tmp_path, capsys):
-    assert slime.main(["--dry-run", "--folder", str(tmp_path), "--", "python", "train.py"]) == 0
+    assert launch.main(["--dry-run", "--folder", str(tmp_path), "--", "python", "train.py"]) == 0
     out = capsys.readouterr().out
     assert "rlspec slime adds flags: --enable-mtp-training" in out
     assert out.splitlines()[-1].startswith("python train.py --enable-mtp-training")
@@ -249,8 +251,7 @@ def test_cost_table_puts_our_rule_into_the_engines(monkeypatch):
     from megatron_rlspec.rollout.sglang.settings import Settings
 
     steps = [0, 1, 3]
-    refusals.check_table(str(TABLE), steps)
-    added = slime.plan([], DRAFTER, steps, 3, str(TABLE))
+    added = plan([], DRAFTER, steps, 3, str(TABLE))
     monkeypatch.setenv("RLSPEC_SGLANG", added.environment["RLSPEC_SGLANG"])
     settings = Settings.from_environment()
     assert settings.verifier == "target_only", "position-keyed, all samples of a group would be one text"
@@ -275,60 +276,41 @@ def test_without_a_table_engines_keep_num_steps_at_first():
 
 def test_bad_cost_tables_are_reported_before_anything_starts(tmp_path):
     with pytest.raises(CostTableError, match="nothing.json"):
-        refusals.check_table(str(tmp_path / "nothing.json"), [0, 1])
+        plan([], DRAFTER, [0, 1], 1, str(tmp_path / "nothing.json"))
     with pytest.raises(ConfigError, match="--cost-table .*"):
-        refusals.check_table(str(TABLE), [0, 1, 50])
+        plan([], DRAFTER, [0, 1, 50], 1, str(TABLE))
     with pytest.raises(ConfigError, match="nothing to choose from"):
-        slime.plan([], DRAFTER, [3], 3, str(TABLE))
+        plan([], DRAFTER, [3], 3, str(TABLE))
     with pytest.raises(ConfigError, match="nothing to choose from: under --sglang-enable-pdmux SGLang does not adapt"):
-        slime.plan(["--sglang-enable-pdmux"], DRAFTER, None, None, str(TABLE))
-    with pytest.raises(ConfigError, match="--candidate-steps 1,x: expected whole numbers"):
-        slime.main(["--candidate-steps", "1,x", "--", "python", "train.py"])
+        plan(["--sglang-enable-pdmux"], DRAFTER, cost_table=str(TABLE))
 
 
 def test_notes_are_printed(tmp_path, capsys):
     command = ["python", "train.py", "--sglang-enable-pdmux", "--multi-latent-attention"]
-    assert slime.main(["--dry-run", "--folder", str(tmp_path), "--", *command]) == 0
+    assert launch.main(["--dry-run", "--folder", str(tmp_path), "--", *command]) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("rlspec slime: the number of draft steps is fixed at 3: under --sglang-enable-pdmux")
     assert told[1] == "rlspec slime: the drafter is trained to depth 1: --multi-latent-attention supports no other"
-
-
-def test_yaml_holds_every_flag(capsys):
-    slime.main(["--yaml", "--drafter.lr", "3e-4", "--"])
-    out = capsys.readouterr().out
-    settings = yaml.safe_load(out)
-    assert settings["rlspec_lr"] == 3e-4 and settings["sglang_speculative_num_steps"] == 3
-    assert settings["enable_mtp_training"] is True
-    assert '# set in the environment of all Ray workers: RLSPEC_SGLANG={"verifier": "target_only"' in out
-    assert settings["rlspec_folder"] == str(
-        Path("rlspec-slime").absolute()
-    )  # Ray workers have another working directory
-    assert settings["rlspec_candidate_steps"] == [0, 1, 2, 3, 5]
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
         ("--sglang-sampling-backend flashinfer", "samples without seeds; --verifier position_keyed expects pytorch"),
-        ("--rollout-seed -1", "--rollout-seed -1: --verifier position_keyed expects 0 or more"),
     ],
 )
 def test_what_samples_without_seeds_is_refused_with_a_keyed_verifier(command, message):
     """With another sampler SGLang ends at a seed beside top-p or top-k."""
     with pytest.raises(ConfigError, match=message):
-        slime.plan(command.split(), DRAFTER, None, None, verifier="position_keyed")
-    keyed = slime.plan([], DRAFTER, None, None, verifier="position_keyed")
-    assert slime.flags(keyed.flags)["--sglang-sampling-backend"] == "pytorch"
-    assert "--sglang-sampling-backend" not in slime.flags(slime.plan([], DRAFTER, None, None).flags)
+        plan(command.split(), DRAFTER, verifier="position_keyed")
+    keyed = plan([], DRAFTER, verifier="position_keyed")
+    assert read_flags(keyed.flags)["--sglang-sampling-backend"] == "pytorch"
+    assert "--sglang-sampling-backend" not in read_flags(plan([], DRAFTER).flags)
 
 
 @pytest.mark.parametrize(
     ("own", "command", "message"),
     [
-        ("--candidate-steps 1,1,3", "train.py", "--candidate-steps 1,1,3: expected different numbers"),
-        ("--num-steps -1", "train.py", "-1 draft steps: expected a number from 0 to 64"),
-        ("--num-steps 99999", "train.py", "99999 draft steps: expected"),
         ("--candidate-steps 0", "train.py", "never drafts"),
         ("", "train.py --custom-config-path broken.yaml", "broken.yaml: not valid YAML"),
         ("", "train.py --custom-config-path tag.yaml", "tag.yaml: not valid YAML"),
@@ -336,12 +318,6 @@ def test_what_samples_without_seeds_is_refused_with_a_keyed_verifier(command, me
         ("", "ray job submit --runtime-env env.yaml -- train.py", "Ray takes one of them"),
         ("", "ray job submit --runtime-env=env.yaml -- train.py", "Ray takes one of them"),
         ("", "ray job submit --runtime-env-json { -- train.py", "--runtime-env-json: not valid JSON"),
-        ("", "ray job submit --runtime-env-json=[1] -- train.py", "--runtime-env-json: expected an object"),
-        (
-            "",
-            'ray job submit --runtime-env-json={"env_vars":[1]} -- train.py',
-            "--runtime-env-json: expected an object",
-        ),
     ],
 )
 def test_a_mistake_is_one_line(own, command, message, tmp_path, monkeypatch):
@@ -349,37 +325,15 @@ def test_a_mistake_is_one_line(own, command, message, tmp_path, monkeypatch):
     for name, text in {"broken": "a: [1", "tag": "a: !!python/name:os.system x", "list": "- 1"}.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        slime.main([*own.split(), "--dry-run", "--", *command.split()])
+        launch.main([*own.split(), "--dry-run", "--", *command.split()])
 
 
-def test_a_script_that_is_not_there_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="train.py: no such file; start the command in slime's directory"):
-        slime.main(["--", "python", "train.py"])
-
-
-def test_a_frozen_drafter_and_one_of_its_own_reach_the_hooks(capsys, tmp_path):
-    (tmp_path / "b").mkdir()
-    command = ["--sglang-speculative-draft-model-path", str(tmp_path / "b")]
-    given = [
-        "--drafter.train",
-        "false",
-        "--drafter.kind",
-        "eagle3",
-        "--folder",
-        str(tmp_path),
-        "--yaml",
-        "--",
-        *command,
-    ]
-    assert slime.main(given) == 0
-    settings = yaml.safe_load(capsys.readouterr().out)
-    assert settings["rlspec_train"] is False and settings["rlspec_path"] == str(tmp_path / "b")
+def test_a_frozen_drafter_and_one_of_its_own_reach_the_hooks(tmp_path):
+    drafter = tmp_path / "b"
+    command = ["python", "train.py", "--sglang-speculative-draft-model-path", str(drafter)]
+    ours = ["--drafter.train", "false", "--drafter.kind", "eagle3", "--folder", str(tmp_path), "--dry-run"]
+    assert launch.main([*ours, "--", *command]) == 0
+    settings = yaml.safe_load((tmp_path / "slime.yaml").read_text())["rlspec"]["drafter"]
+    assert settings["train"] is False and settings["path"] == str(drafter)
     with pytest.raises(ConfigError, match="drafter.lr"):
-        slime.main(["--drafter.train", "false", "--drafter.lr", "1e-4", "--yaml", "--"])
-
-
-def test_a_relative_of_slimes_is_refused(tmp_path):
-    (tmp_path / "miles/backends").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="is miles's, which rlspec does not run inside"):
-        slime.main(["--dry-run", "--folder", str(tmp_path), "--", "python", str(tmp_path / "train.py")])
+        launch.main(["--drafter.train", "false", "--drafter.lr", "1e-4", "--", *command])

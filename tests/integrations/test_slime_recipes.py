@@ -17,6 +17,7 @@ import recorded_recipes
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
 from megatron_rlspec.integrations.slime import launch
+from megatron_rlspec.integrations.slime.plan import FUNCTIONS, HOOKS, plan
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -134,7 +135,7 @@ def test_every_speculative_recipe_of_slime_is_tested():
 def test_a_recipe_that_the_drafter_does_not_fit_is_refused(name, message, jobs):
     arguments, _ = jobs[f"alone/{name}"]
     with pytest.raises(ConfigError, match=message) as refused:
-        launch.plan(arguments, DrafterConfig().model_dump() | {"depth": None}, None, None)
+        plan(arguments, DrafterConfig())
     assert "\n" not in str(refused.value)
 
 
@@ -151,7 +152,7 @@ def test_recipe_is_accepted_or_refused_as_sglang_refuses_it(name, version, answe
     assert "error" not in answer, answer
     eagle3 = "eagle3" in name  # a model of its own: slime's has no MTP layer then
     assert answer["mtp"] == ([False, None] if eagle3 else [True, 1])
-    assert answer["hooks"] == [launch.CHAINED["--custom-megatron-init-path"][0], f"{launch.HOOKS}.model_provider"]
+    assert answer["hooks"] == [FUNCTIONS["--custom-megatron-init-path"][0], f"{HOOKS}.model_provider"]
     for engine in answer["engines"]:
         assert engine["algorithm"] == ("EAGLE3" if eagle3 else "EAGLE")
         assert engine["adaptive"] == (name not in FIXED)

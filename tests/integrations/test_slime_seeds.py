@@ -5,13 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rlspec.integrations.slime.seeds import seed, seeded
+from megatron_rlspec.integrations.slime.seeds import sampling_seed, seeded
 
 
 def test_seeds_are_a_function_of_run_sample_and_purpose():
-    drawn = {seed(run, index, evaluation) for run in (0, 42) for index in range(500) for evaluation in (False, True)}
+    drawn = {
+        sampling_seed(run, index, evaluation) for run in (0, 42) for index in range(500) for evaluation in (False, True)
+    }
     assert len(drawn) == 2000 and all(0 <= value < 1 << 31 for value in drawn)
-    assert seed(42, 7) == seed(42, 7)
+    assert sampling_seed(42, 7) == sampling_seed(42, 7)
 
 
 async def told(args, sample, sampling_params, evaluation=False):
@@ -23,8 +25,8 @@ async def told(args, sample, sampling_params, evaluation=False):
 @pytest.mark.parametrize(
     ("verifier", "index", "given", "expected"),
     [
-        ("position_keyed", 7, {}, {"sampling_seed": seed(3, 7)}),
-        ("position_keyed", 8, {}, {"sampling_seed": seed(3, 8)}),
+        ("position_keyed", 7, {}, {"sampling_seed": sampling_seed(3, 7)}),
+        ("position_keyed", 8, {}, {"sampling_seed": sampling_seed(3, 8)}),
         ("position_keyed", 7, {"sampling_seed": 5}, {"sampling_seed": 5}),
         ("position_keyed", None, {}, {}),
         ("target_only", 7, {}, {}),
@@ -32,7 +34,7 @@ async def told(args, sample, sampling_params, evaluation=False):
     ],
 )
 def test_the_sampling_parameters_of_a_sample(verifier, index, given, expected):
-    args = SimpleNamespace(rollout_seed=3, **({} if verifier is None else {"rlspec_verifier": verifier}))
+    args = SimpleNamespace(rollout_seed=3, **({} if verifier is None else {"rlspec": {"verifier": verifier}}))
     params = {"temperature": 1.0, "max_new_tokens": 9, **given}
     got = asyncio.run(seeded(told)(args, SimpleNamespace(index=index), sampling_params=params))
     assert got == {"temperature": 1.0, "max_new_tokens": 8, **expected}
@@ -40,8 +42,8 @@ def test_the_sampling_parameters_of_a_sample(verifier, index, given, expected):
 
 def test_evaluations_have_other_seeds_and_their_shared_parameters_stay():
     """slime gives all samples of an evaluation one dictionary."""
-    args = SimpleNamespace(rollout_seed=3, rlspec_verifier="position_keyed")
+    args = SimpleNamespace(rollout_seed=3, rlspec={"verifier": "position_keyed"})
     shared = {"max_new_tokens": 9}
     got = [asyncio.run(seeded(told)(args, SimpleNamespace(index=i), shared, evaluation=True)) for i in range(2)]
-    assert [params["sampling_seed"] for params in got] == [seed(3, 0, True), seed(3, 1, True)]
-    assert shared == {"max_new_tokens": 9} and seed(3, 0, True) != seed(3, 0)
+    assert [params["sampling_seed"] for params in got] == [sampling_seed(3, 0, True), sampling_seed(3, 1, True)]
+    assert shared == {"max_new_tokens": 9} and sampling_seed(3, 0, True) != sampling_seed(3, 0)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.integrations.slime import state as slime_state
+from megatron_rlspec.integrations.slime.options import Options
 from megatron_rlspec.speculation.acceptance import Prediction
 
 
@@ -38,7 +39,7 @@ def test_the_learnt_state_is_saved_and_restored(tmp_path):
 
 
 def test_runs_without_a_folder_write_nothing():
-    assert slime_state.folder(SimpleNamespace()) is None
+    assert Options.from_args(SimpleNamespace()).folder is None
     slime_state.write_rollouts(None, {})
     slime_state.hand_on(None, None)
     assert slime_state.read_rollouts(None) is None

@@ -59,39 +59,32 @@ def drafter_fields(
     weights  of the samples of the micro-batch; 1 if omitted
     seeds    of the samples' noise, where drafts are coupled
     counts   of the step, as `DrafterTargets.counts`
-
-    Raises ValueError if the boundaries do not fit the samples, as under another layout than `layout`.
     """
     samples: Sequence[torch.Tensor] = batch["unconcat_tokens"]
     device = samples[0].device
     cu = batch["packed_seq_params"].cu_seqlens_q.cpu()
-    starts = cu[:-1].tolist()
     total = int(cu[-1])
-    widths = (cu[1:] - cu[:-1]).tolist()
     tokens = torch.zeros(total, dtype=torch.int64, device=device)
     mask = torch.zeros(total, dtype=torch.float32, device=device)
     weight = torch.ones(total, dtype=torch.float32, device=device)
-    for i, (sample, trained) in enumerate(zip(samples, batch["loss_masks"], strict=True)):
-        if i >= len(widths) or not len(sample) <= widths[i] < len(sample) + 2 * cp_size:
-            raise ValueError(
-                f"sample {i} has {len(sample)} tokens, but slime laid out {widths[i : i + 1]} for it"
-            )
-        tokens[starts[i] : starts[i] + len(sample)] = sample
-        mask[starts[i] : starts[i] + len(sample)] = token_mask(len(sample), trained)
+    for i, sample in enumerate(samples):
+        start = int(cu[i])
+        rows = slice(start, start + len(sample))
+        tokens[rows] = sample
+        mask[rows] = token_mask(len(sample), batch["loss_masks"][i])
         if weights is not None:
-            weight[starts[i] : starts[i] + len(sample)] = weights[i]
+            weight[rows] = weights[i]
 
     def share(x: torch.Tensor) -> torch.Tensor:
         return to_device(slice_for_cp(x, cu, cp_rank, cp_size, layout), device)
 
-    positions = share(torch.arange(total) - cu[:-1].long().repeat_interleave(cu[1:] - cu[:-1]))
+    starts = cu[:-1].long().repeat_interleave(cu[1:] - cu[:-1])
+    positions = share(torch.arange(total) - starts)
+    inputs, labels, masks = drafter_targets(tokens, mask, cu.to(device), depth)
     noise: dict[str, torch.Tensor] = {}
     if seeds is not None:
-        noise = {
-            "seeds": share(_seeds(samples, seeds, cu, counts[0] if counts else 0.0)),
-            "positions": positions,
-        }
-    inputs, labels, masks = drafter_targets(tokens, mask, cu.to(device), depth)
+        noise["seeds"] = share(_seeds(samples, seeds, cu, counts[0] if counts else 0.0))
+        noise["positions"] = positions
     return DrafterFields(
         tokens=[share(x) for x in inputs],
         labels=[share(x) for x in labels],
@@ -109,11 +102,11 @@ def _seeds(
 ) -> torch.Tensor:
     """Lay out the seeds of the noise of whole sequences, `[T]`, on the CPU, which waits for no device."""
     total = int(cu[-1])
-    laid = torch.full((total,), -1, dtype=torch.int64)
-    # a last sequence is padding
-    for sample, seed, start in zip(samples, seeds, cu.tolist(), strict=False):
-        laid[start : start + len(sample)] = seed
-    return laid.masked_fill(~predicted(total, step_tokens), -1)
+    of_positions = torch.full((total,), -1, dtype=torch.int64)
+    for i, sample in enumerate(samples):
+        start = int(cu[i])
+        of_positions[start : start + len(sample)] = seeds[i]
+    return of_positions.masked_fill(~predicted(total, step_tokens), -1)
 
 
 def trained_tokens(
@@ -126,18 +119,16 @@ def trained_tokens(
 
     `weights` of all samples of this rank's rollout data; 1 if omitted.
     """
-    if not samples:
-        return [0.0] * depth
-    masks = [
-        token_mask(rollout_data["total_lengths"][i], rollout_data["loss_masks"][i].cpu())
-        for i in samples
-    ]
-    cu = torch.tensor([0, *map(len, masks)]).cumsum(0)
-    mask = torch.cat(masks)
-    given = [1.0 if weights is None else weights[i] for i in samples]
-    weight = torch.tensor(given).repeat_interleave(torch.tensor([len(row) for row in masks]))
-    trained = drafter_targets(torch.zeros_like(mask, dtype=torch.int64), mask, cu, depth)[2]
-    return [float((m * weight).sum()) for m in trained]
+    sums = [0.0] * depth
+    for i in samples:
+        length = rollout_data["total_lengths"][i]
+        mask = token_mask(length, rollout_data["loss_masks"][i].cpu())
+        tokens = torch.zeros(length, dtype=torch.int64)
+        _, _, masks = drafter_targets(tokens, mask, torch.tensor([0, length]), depth)
+        weight = 1.0 if weights is None else weights[i]
+        for d in range(depth):
+            sums[d] += weight * float(masks[d].sum())
+    return sums
 
 
 def token_mask(length: int, response_mask: torch.Tensor) -> torch.Tensor:

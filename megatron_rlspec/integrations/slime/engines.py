@@ -30,24 +30,23 @@ from megatron_rlspec.rollout.sglang.client.connection import RefusedError
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 
 logger = logging.getLogger(__name__)
-Marks = Mapping[str, int]  # a tensor's name in the checkpoint -> its fingerprint
-_SECONDS = 600.0
+Fingerprints = Mapping[str, int]  # by a tensor's name in the checkpoint
+TIMEOUT = 600.0  # seconds
 
 
 class SlimeEngine(SGLangEngine):
     """The client of an engine that slime pushes to."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        super().__init__(url, api_key=api_key, timeout=_SECONDS)
+        super().__init__(url, api_key=api_key, timeout=TIMEOUT)
 
     def version(self) -> str:
         """Return the weight version that SGLang reports. Raises EngineError."""
+        url = f"{self.url}/model_info"
         with requests.Session() as session:
-            session.trust_env = False
+            session.trust_env = False  # no proxy lies between the machines of a job
             try:
-                answer = session.get(
-                    f"{self.url}/model_info", headers=self._headers, timeout=_SECONDS
-                )
+                answer = session.get(url, headers=self._headers, timeout=TIMEOUT)
                 answer.raise_for_status()
             except requests.RequestException as error:
                 raise EngineError(f"{self.url}: model_info failed: {error}") from None
@@ -74,10 +73,10 @@ class PushHealth(Verdict):
 
 def after_push(
     urls: Sequence[str],
-    sent: Marks,
+    sent: Fingerprints,
     version: int,
     is_drafter: Callable[[str], bool],
-    push_again: Callable[[], Marks] | None = None,
+    push_again: Callable[[], Fingerprints] | None = None,
     api_key: str = "",
     quantised: bool = False,
 ) -> PushHealth:
@@ -91,32 +90,34 @@ def after_push(
     if a target may be wrong: training must not use samples of such an engine.
     """
     engines = {url: SlimeEngine(url, api_key) for url in urls}
-    examined = _Examination(version, is_drafter, quantised)
+    examination = _Examination(version, is_drafter, quantised)
+    examine_again = None
+    if push_again is not None:
 
-    def push_and_examine(doubted: Sequence[str]) -> Findings:
-        assert push_again is not None
-        return examined.findings(engines, push_again())
+        def examine_again(doubted: Sequence[str]) -> Findings:
+            return examination.findings(engines, push_again())
 
-    first = examined.findings(engines, sent)
     verdict = enforce(
         version,
-        first,
-        push_and_examine if push_again is not None else None,
+        examination.findings(engines, sent),
+        examine_again,
         lambda url, findings: contract.hold(engines[url], findings),
     )
+    wrong_targets = []
     for record in verdict.records:
         logger.error("rlspec: %s", contract.summary(record))
-    dropped = [contract.summary(record) for record in verdict.records if record["action"] == "drop"]
-    if dropped:
-        raise HealthError("; ".join(dropped))
+        if record["action"] == "drop":
+            wrong_targets.append(contract.summary(record))
+    if wrong_targets:
+        raise HealthError("; ".join(wrong_targets))
     for url in verdict.engines("speculate"):
-        if url not in examined.unchecked:
+        if url not in examination.unchecked:
             contract.release(engines[url])
     return PushHealth(
         verdict.actions,
         verdict.records,
-        frozenset(examined.by_delivery),
-        frozenset(examined.unchecked),
+        frozenset(examination.by_delivery),
+        frozenset(examination.unchecked),
     )
 
 
@@ -124,10 +125,8 @@ def described(hf_checkpoint: str, eagle3: str) -> dict[str, Any]:
     """Return config.json of a policy, with that of its EAGLE-3 drafter in the directory `eagle3`, if there is one."""
     config = json.loads(Path(hf_checkpoint, "config.json").read_text())
     if eagle3:
-        config |= {
-            "num_nextn_predict_layers": 0,
-            DRAFTER: json.loads(Path(eagle3, "config.json").read_text()),
-        }
+        config["num_nextn_predict_layers"] = 0
+        config[DRAFTER] = json.loads(Path(eagle3, "config.json").read_text())
     return config
 
 
@@ -139,9 +138,10 @@ def drafter_names(hf_checkpoint: str, eagle3: str = "") -> Callable[[str], bool]
     """
     config = described(hf_checkpoint, eagle3)
     try:
-        return frozenset(name_table(config).drafter_names).__contains__
+        names = frozenset(name_table(config).drafter_names)
     except ValueError:
-        return frozenset().__contains__
+        names = frozenset()
+    return names.__contains__
 
 
 class _Examination:
@@ -154,33 +154,29 @@ class _Examination:
         self.by_delivery: set[str] = set()
         self.unchecked: set[str] = set()
 
-    def findings(self, engines: Mapping[str, SlimeEngine], sent: Marks) -> dict[str, list[Finding]]:
+    def findings(self, engines: Mapping[str, SlimeEngine], sent: Fingerprints) -> Findings:
+        """Compare every engine with `sent`. Returns the findings by URL."""
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            found = threads.map(lambda engine: self._of_one(engine, sent), engines.values())
+            found = threads.map(lambda engine: self._examine(engine, sent), engines.values())
             return dict(zip(engines, found, strict=True))
 
-    def _of_one(self, engine: SlimeEngine, sent: Marks) -> list[Finding]:
+    def _examine(self, engine: SlimeEngine, sent: Fingerprints) -> list[Finding]:
         try:
             difference = self._difference(engine, sent)
             if difference is None:
                 return []
-            named = engine.version()
+            version = engine.version()
         except EngineError as error:
             return [Finding("session", str(error), target=True)]
-        found = []
-        if named != str(self.version):
-            found.append(
-                Finding(
-                    "stamp",
-                    f"names version {named or 'none'}, expected {self.version}",
-                    target=True,
-                )
-            )
-        if bits := fingerprint_finding(difference, self.is_drafter):
-            found.append(bits)
-        return found
+        findings = []
+        if version != str(self.version):
+            message = f"names version {version or 'none'}, expected {self.version}"
+            findings.append(Finding("stamp", message, target=True))
+        if finding := fingerprint_finding(difference, self.is_drafter):
+            findings.append(finding)
+        return findings
 
-    def _difference(self, engine: SlimeEngine, sent: Marks) -> Difference | None:
+    def _difference(self, engine: SlimeEngine, sent: Fingerprints) -> Difference | None:
         """Compare with `sent`. Returns None if the engine reports neither what it holds nor what it was given."""
         if not self.quantised and engine.url not in self.by_delivery:
             try:
@@ -195,5 +191,5 @@ class _Examination:
             self.unchecked.add(engine.url)
             return None
         self.by_delivery.add(engine.url)
-        found = as_delivered(given, self.is_drafter)
-        return compare(sent, {name: found[name] for name in sent if name in found})
+        loaded = as_delivered(given, self.is_drafter)
+        return compare(sent, {name: loaded[name] for name in sent if name in loaded})

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -31,53 +30,44 @@ from slime.utils.distributed_utils import get_gloo_group
 
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.engines import after_push, drafter_names
+from megatron_rlspec.integrations.slime.options import Options
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.fingerprint import fingerprints
 
 Tensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-_marks: dict[str, int] | None = None  # of the push that runs now
+_sent: dict[str, int] | None = None  # fingerprints of the push that runs now
 
 
-def wrap(args: Namespace, beside: Tensors | None = None) -> None:
+def wrap(args: Namespace, eagle3: Tensors | None = None) -> None:
     """Replace `update_weights` of the updater that `args` select, and fingerprint tensors where it has them.
 
-    `beside`: further full tensors that every push sends after slime's, on every rank; collective.
+    `eagle3`: further full tensors that every push sends after slime's, on every rank; collective.
     """
-    if beside is not None:
-        HfWeightIteratorDirect.get_hf_weight_chunks = _with_chunk(
-            HfWeightIteratorDirect.get_hf_weight_chunks, beside
-        )
-        UpdateWeightFromDistributed._iter_non_expert_chunks = _with_chunk_of_first_rank(
-            UpdateWeightFromDistributed._iter_non_expert_chunks, beside
+    iterator = HfWeightIteratorDirect
+    distributed = UpdateWeightFromDistributed
+    if eagle3 is not None:
+        iterator.get_hf_weight_chunks = _with_chunk(iterator.get_hf_weight_chunks, eagle3)
+        distributed._iter_non_expert_chunks = _with_chunk_of_first_rank(
+            distributed._iter_non_expert_chunks, eagle3
         )
     if args.update_weight_mode == "delta":
         from slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta import (
-            UpdateWeightFromDiskDelta,
+            UpdateWeightFromDiskDelta as FromDelta,
         )
 
-        UpdateWeightFromDiskDelta._iter_hf_tensors = _noting_chunks(
-            UpdateWeightFromDiskDelta._iter_hf_tensors, single=True
-        )
-        UpdateWeightFromDiskDelta.update_weights = checked(
-            UpdateWeightFromDiskDelta.update_weights, repeatable=False
-        )
+        FromDelta._iter_hf_tensors = _noting_chunks(FromDelta._iter_hf_tensors, single=True)
+        FromDelta.update_weights = checked(FromDelta.update_weights, repeatable=False)
     elif args.update_weight_transport == "disk":
-        HfWeightIteratorDirect.get_hf_weight_chunks = _noting_chunks(
-            HfWeightIteratorDirect.get_hf_weight_chunks
-        )
-        from_disk.UpdateWeightFromDisk.update_weights = _noting_for_driver(
-            from_disk.UpdateWeightFromDisk.update_weights
-        )
+        iterator.get_hf_weight_chunks = _noting_chunks(iterator.get_hf_weight_chunks)
+        updater = from_disk.UpdateWeightFromDisk
+        updater.update_weights = _noting_for_driver(updater.update_weights)
     elif args.colocate:
-        UpdateWeightFromTensor._send_hf_params = _noting(
-            UpdateWeightFromTensor._send_hf_params, own
-        )
-        UpdateWeightFromTensor.update_weights = checked(UpdateWeightFromTensor.update_weights)
+        colocated = UpdateWeightFromTensor
+        colocated._send_hf_params = _noting(colocated._send_hf_params, only_sent_here)
+        colocated.update_weights = checked(colocated.update_weights)
     else:
-        UpdateWeightFromDistributed._on_chunk = _noting(UpdateWeightFromDistributed._on_chunk)
-        UpdateWeightFromDistributed.update_weights = checked(
-            UpdateWeightFromDistributed.update_weights
-        )
+        distributed._on_chunk = _noting(distributed._on_chunk)
+        distributed.update_weights = checked(distributed.update_weights)
 
 
 def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
@@ -90,53 +80,66 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
     def wrapped(updater: Any) -> None:
         before = updater.weight_version
         sent = _push(update_weights, updater)
-        # the first call of a delta update takes a snapshot and sends nothing
+        # The first call of a delta update takes a snapshot and sends nothing.
         if updater.weight_version == before:
             return
-        if dist.get_rank():
-            while (order := _order(None))["push"]:
-                updater.weight_version -= 1
-                _push(update_weights, updater)
+        if dist.get_rank() == 0:
+            order = _check(update_weights, updater, sent, repeatable)
         else:
-            together = True  # whether the other ranks wait for an order; False during a push
-
-            def push_again() -> dict[str, int]:
-                nonlocal together
-                _order({"push": True})
-                together = False
-                updater.weight_version -= 1  # the same weights, hence the same version
-                again = _push(update_weights, updater)
-                together = True
-                return again
-
-            order = {
-                "push": False,
-                "metrics": {},
-                "error": "rank 0 failed while it checked the engines",
-            }
-            try:
-                health = after_push(
-                    _urls(updater),
-                    sent,
-                    updater.weight_version,
-                    drafter_names(
-                        updater.args.hf_checkpoint, getattr(updater.args, "rlspec_path", "")
-                    ),
-                    push_again if repeatable else None,
-                    getattr(updater.args, "sglang_api_key", None) or "",
-                    quantised=bool(updater.quantization_config),
-                )
-                order.update(metrics=health.metrics(), error="")
-            except HealthError as error:
-                order["error"] = str(error)
-            finally:
-                if together:
-                    _order(order)
+            order = _follow(update_weights, updater)
         updater.update_weight_metrics.update(order["metrics"])
         if order["error"]:
             raise HealthError(order["error"])
 
     return wrapped
+
+
+def _check(
+    update_weights: Callable, updater: Any, sent: dict[str, int], repeatable: bool
+) -> dict[str, Any]:
+    """Check the engines on rank 0, and tell the other ranks the outcome. Returns it."""
+    others_wait = True  # for an order; False during a push
+
+    def push_again() -> dict[str, int]:
+        nonlocal others_wait
+        _broadcast_order({"push": True})
+        others_wait = False
+        updater.weight_version -= 1  # the same weights, hence the same version
+        again = _push(update_weights, updater)
+        others_wait = True
+        return again
+
+    args = updater.args
+    failed = "rank 0 failed while it checked the engines"
+    order: dict[str, Any] = {"push": False, "metrics": {}, "error": failed}
+    try:
+        health = after_push(
+            _urls(updater),
+            sent,
+            updater.weight_version,
+            drafter_names(args.hf_checkpoint, Options.from_args(args).drafter.path),
+            push_again if repeatable else None,
+            getattr(args, "sglang_api_key", None) or "",
+            quantised=bool(updater.quantization_config),
+        )
+        order["metrics"] = health.metrics()
+        order["error"] = ""
+    except HealthError as error:
+        order["error"] = str(error)
+    finally:
+        if others_wait:
+            _broadcast_order(order)
+    return order
+
+
+def _follow(update_weights: Callable, updater: Any) -> dict[str, Any]:
+    """Push as often as rank 0 orders it. Returns the outcome."""
+    while True:
+        order = _broadcast_order(None)
+        if not order["push"]:
+            return order
+        updater.weight_version -= 1
+        _push(update_weights, updater)
 
 
 def _noting_for_driver(update_weights: Callable) -> Callable:
@@ -151,48 +154,49 @@ def _noting_for_driver(update_weights: Callable) -> Callable:
 
 def _push(update_weights: Callable, updater: Any) -> dict[str, int]:
     """Push once, collectively. Returns the fingerprints of what all ranks sent on rank 0, {} on the others."""
-    with _noted() as marks:
-        update_weights(updater)
-    everyone: list[Any] | None = None if dist.get_rank() else [None] * dist.get_world_size()
-    dist.gather_object(marks, everyone, dst=0, group=get_gloo_group())
-    return {name: mark for rank in everyone or () for name, mark in rank.items()}
-
-
-@contextmanager
-def _noted() -> Any:
-    global _marks
-    _marks = {}
+    global _sent
+    own: dict[str, int] = {}
+    _sent = own
     try:
-        yield _marks
+        update_weights(updater)
     finally:
-        _marks = None
+        _sent = None
+    main = dist.get_rank() == 0
+    parts: list[Any] | None = [None] * dist.get_world_size() if main else None
+    dist.gather_object(own, parts, dst=0, group=get_gloo_group())
+    everyone: dict[str, int] = {}
+    for part in parts or ():
+        everyone |= part
+    return everyone
 
 
 def _note(tensors: Iterable[tuple[str, Any]]) -> None:
-    """Note a chunk. The host waits for the device once a chunk."""
-    chunk = list(tensors)
-    if _marks is not None:
-        _marks.update(
-            zip(
-                (name for name, _ in chunk),
-                fingerprints(tensor for _, tensor in chunk),
-                strict=True,
-            )
-        )
+    """Fingerprint a chunk. The host waits for the device once a chunk."""
+    if _sent is None:
+        return
+    names = []
+    values = []
+    for name, tensor in tensors:
+        names.append(name)
+        values.append(tensor)
+    _sent.update(zip(names, fingerprints(values), strict=True))
 
 
 def _noting(send: Callable, which: Callable | None = None) -> Callable:
-    """Return `send`, which also notes its tensors, or `which` of them."""
+    """Return `send`, which also fingerprints its tensors, or `which` of them."""
 
     @functools.wraps(send)
     def wrapped(updater: Any, tensors: Any) -> Any:
-        _note(which(tensors, dist.get_rank(), updater._expert_transfer_plan) if which else tensors)
+        if which is None:
+            _note(tensors)
+        else:
+            _note(which(tensors, dist.get_rank(), updater._expert_transfer_plan))
         return send(updater, tensors)
 
     return wrapped
 
 
-def own(
+def only_sent_here(
     tensors: Iterable[tuple[str, Any]], rank: int, plan: Sequence[Any]
 ) -> list[tuple[str, Any]]:
     """Return those that rank 0 does not send, too, or all on rank 0.
@@ -200,47 +204,47 @@ def own(
     By CUDA IPC every rank sends all tensors, to the engine on its GPU. Under slime's `plan` of experts, each rank sends
     only the experts that its engine holds.
     """
-    if not rank:
+    if rank == 0:
         return list(tensors)
     return [(name, tensor) for name, tensor in tensors if plan and ".experts." in name]
 
 
 def _noting_chunks(chunks: Callable, single: bool = False) -> Callable:
-    """Return `chunks`, which also notes the tensors of each chunk, or the `single` one that it yields."""
+    """Return `chunks`, which also fingerprints the tensors of each chunk, or the `single` one that it yields."""
 
     @functools.wraps(chunks)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        for found in chunks(*args, **kwargs):
-            _note([found] if single else found)
-            yield found
+        for chunk in chunks(*args, **kwargs):
+            _note([chunk] if single else chunk)
+            yield chunk
 
     return wrapped
 
 
-def _with_chunk(chunks: Callable, beside: Tensors) -> Callable:
+def _with_chunk(chunks: Callable, eagle3: Tensors) -> Callable:
     """Return `chunks`, with one more in a push; what slime exports otherwise holds its own model only."""
 
     @functools.wraps(chunks)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         yield from chunks(*args, **kwargs)
-        if _marks is not None:
-            yield list(beside())
+        if _sent is not None:
+            yield list(eagle3())
 
     return wrapped
 
 
-def _with_chunk_of_first_rank(chunks: Callable, beside: Tensors) -> Callable:
+def _with_chunk_of_first_rank(chunks: Callable, eagle3: Tensors) -> Callable:
     @functools.wraps(chunks)
     def wrapped(updater: Any) -> Any:
         yield from chunks(updater)
-        tensors = list(beside())
+        tensors = list(eagle3())
         if updater._is_pp_src_rank:
             yield tensors
 
     return wrapped
 
 
-def _order(order: dict[str, Any] | None) -> dict[str, Any]:
+def _broadcast_order(order: dict[str, Any] | None) -> dict[str, Any]:
     """Return rank 0's order on every rank."""
     box: list[Any] = [order]
     dist.broadcast_object_list(box, src=0, group=get_gloo_group())

@@ -18,18 +18,12 @@ STAGE = "ROUTING_REPLAY_STAGE"  # read by slime's top-k at every call
 
 def leave_out(drafter: nn.Module) -> None:
     """Remove the drafter's routers from those that slime fills, checks and clears. Call it once the model is built."""
-    own = {
-        id(module.routing_replay)
-        for module in drafter.modules()
-        if hasattr(module, "routing_replay")
-    }
-    if not own:
-        return
-    from slime.utils.routing_replay import RoutingReplay
+    for module in drafter.modules():
+        if hasattr(module, "routing_replay"):
+            from slime.utils.routing_replay import RoutingReplay
 
-    RoutingReplay.all_routing_replays[:] = [
-        r for r in RoutingReplay.all_routing_replays if id(r) not in own
-    ]
+            replays = RoutingReplay.all_routing_replays
+            replays[:] = [replay for replay in replays if replay is not module.routing_replay]
 
 
 @contextmanager

@@ -14,20 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rlspec.integrations.slime.options import Options
+
 NAME = "sampling_seed"  # in SGLang's sampling parameters
 
 
-def seed(run: int, index: int, evaluation: bool = False) -> int:
+def sampling_seed(rollout_seed: int, index: int, evaluation: bool = False) -> int:
     """Return the sampling seed, below 2³¹, of a sample; those of evaluations are others."""
-    return (
-        int(np.random.SeedSequence((run, index, int(evaluation))).generate_state(1)[0])
-        & 0x7FFF_FFFF
-    )
-
-
-def keyed(args: Namespace) -> bool:
-    """Return whether the engines of this run verify with noise of a seed."""
-    return getattr(args, "rlspec_verifier", "target_only") == "position_keyed"
+    sequence = np.random.SeedSequence((rollout_seed, index, int(evaluation)))
+    return int(sequence.generate_state(1)[0]) & 0x7FFF_FFFF
 
 
 def seeded(generate: Callable) -> Callable:
@@ -40,9 +35,11 @@ def seeded(generate: Callable) -> Callable:
     async def wrapped(
         args: Namespace, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False
     ) -> Any:
+        keyed = Options.from_args(args).verifier == "position_keyed"
         index = getattr(sample, "index", None)  # a list of samples has none
-        if keyed(args) and index is not None and NAME not in sampling_params:
-            sampling_params = {**sampling_params, NAME: seed(args.rollout_seed, index, evaluation)}
+        if keyed and index is not None and NAME not in sampling_params:
+            seed = sampling_seed(args.rollout_seed, index, evaluation)
+            sampling_params = {**sampling_params, NAME: seed}
         return await generate(args, sample, sampling_params, evaluation=evaluation)
 
     return wrapped

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.types import Prompt, RoundStats, Sampling, SpecConfig
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 
 class Observations(NamedTuple):
@@ -42,7 +43,7 @@ class Observations(NamedTuple):
 class Speculation:
     """Learns about speculation from rollouts and sets the engines' rules. A run has one such object.
 
-    `configs`: the configurations that the engines report they can run; a canary uses one of them.
+    configs  the configurations that the engines report they can run; a canary uses one of them
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class Speculation:
         self.api_key = api_key
         self.settings = settings or HealthSettings()
         self._canary = Canary(self.settings)
-        self._canary_versions: dict[str, int] = {}  # of the latest canary, by engine
+        self._canary_versions: dict[str, int] = {}  # of the latest canary, by URL
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
-        """Take training's prediction of the rollout that begins. Returns it, calibrated: `predict/next_tokens_k*`."""
-        return _named(self.learning.expect(prediction))
+        """Take training's prediction of the rollout that begins. Returns `predict/next_tokens_k*`."""
+        return _slime_names(self.learning.expect(prediction))
 
     def before_rollout(self, urls: Sequence[str]) -> dict[str, float]:
         """Set every engine's rule from the prediction of `expect`. Returns `health/unreachable_engines`."""
@@ -79,20 +80,24 @@ class Speculation:
         steps = [c.num_steps for c in self.configs if 0 < c.num_steps <= self.settings.canary_steps]
         if not prompts or not steps or not self._canary.due():
             return {}
-        engines = {url: SlimeEngine(url, self.api_key) for url in urls}
-        with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            named = dict(
-                zip(engines, threads.map(self._canary_version, engines.values()), strict=True)
-            )
-        versions = {url: version for url, version in named.items() if version is not None}
+        versions: dict[str, int] = {}
+        for url, version in self._ask_all(urls, self._canary_version).items():
+            if version is not None:
+                versions[url] = version
+        engines = {url: SlimeEngine(url, self.api_key) for url in versions}
         chain = SpecConfig(max(steps))
         seconds = self._canary.seconds
-        asked = {url: engines[url] for url in versions}
-        wanted = [Prompt(i, np.asarray(prompt)) for i, prompt in enumerate(prompts)]
         results = self._canary.run(
-            asked, versions, wanted, sampling, chain, self.learning.accept_length(chain)
+            engines,
+            versions,
+            [Prompt(i, np.asarray(prompt)) for i, prompt in enumerate(prompts)],
+            sampling,
+            chain,
+            self.learning.accept_length(chain),
         )
-        failed = 0
+        if all(result.error for result in results.values()):
+            return {}
+        failures = 0
         for url, result in results.items():
             self._after_canary(engines[url])
             if result.error:
@@ -100,48 +105,52 @@ class Speculation:
                 continue
             self._canary_versions[url] = versions[url]
             if result.findings:
-                failed += 1
+                failures += 1
                 self._hold(engines[url], result.findings)
             else:
                 self._canary.remember(url, result)
-        if all(result.error for result in results.values()):
-            return {}
-        return canary_metrics(results.values(), self._canary.seconds - seconds) | {
-            "health/canary_failures": float(failed)
-        }
+        metrics = canary_metrics(results.values(), self._canary.seconds - seconds)
+        return metrics | {"health/canary_failures": float(failures)}
 
     def after_rollout(self, urls: Sequence[str], delivered: float = math.nan) -> dict[str, float]:
         """Gather every engine's rounds, learn from all of them, and set every engine's rule from the result.
 
         Acceptance is learnt as a ratio of sums over all engines; times scale the cost table, if there is one. Returns
-        `rollout/spec_*`, `predict/*` (the prediction compared with this rollout) and `health/unreachable_engines`. An
-        engine that does not answer is left out; slime restarts engines itself.
+        `rollout/spec_*`, `predict/*` (the prediction compared with this rollout) and `health/*`. An engine that does
+        not answer is left out; slime restarts engines itself.
 
         delivered  tokens that a round delivered to a sample, on average; NaN: not known
         """
-        engines = {url: SlimeEngine(url, self.api_key) for url in urls}
-        with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            answers = dict(zip(engines, threads.map(_observations, engines.values()), strict=True))
-            seen = {url: answer for url, answer in answers.items() if answer is not None}
-            rounds = [stats for answer in seen.values() for stats in answer.rounds]
-            reports = [answer.report for answer in seen.values()]
-            values = self.learning.observe(rounds, reports, delivered) if rounds else {}
-        return _named(values) | {
-            "health/unreachable_engines": float(len(engines) - self._set_rules(seen)),
-        }
+        rounds: list[RoundStats] = []
+        reports: list[dict[str, Any]] = []
+        answered: list[str] = []
+        for url, answer in self._ask_all(urls, _observations).items():
+            if answer is not None:
+                answered.append(url)
+                rounds += answer.rounds
+                reports.append(answer.report)
+        metrics: dict[str, float] = {}
+        if rounds:
+            metrics = _slime_names(self.learning.observe(rounds, reports, delivered))
+        unreachable = len(urls) - self._set_rules(answered)
+        return metrics | {"health/unreachable_engines": float(unreachable)}
+
+    def forget(self, urls: Sequence[str]) -> None:
+        """Drop all rounds since the last rollout. An evaluation samples differently, so predictions are not for it."""
+        self._ask_all(urls, _observations)
 
     def _set_rules(self, urls: Collection[str]) -> int:
         """Set the rule of these engines. Returns how many took it."""
         rule = self.learning.rule()
-        with ThreadPoolExecutor(max(1, len(urls))) as threads:
-            return sum(
-                threads.map(lambda url: _set_rule(SlimeEngine(url, self.api_key), rule), urls)
-            )
+        return sum(self._ask_all(urls, lambda engine: _set_rule(engine, rule)).values())
 
-    def forget(self, urls: Sequence[str]) -> None:
-        """Drop all rounds since the last rollout. An evaluation samples differently, so predictions are not for it."""
+    def _ask_all(
+        self, urls: Collection[str], ask: Callable[[SlimeEngine], Answer]
+    ) -> dict[str, Answer]:
+        """Ask all engines at once. Returns the answers by URL."""
         with ThreadPoolExecutor(max(1, len(urls))) as threads:
-            list(threads.map(lambda url: _observations(SlimeEngine(url, self.api_key)), urls))
+            answers = threads.map(lambda url: ask(SlimeEngine(url, self.api_key)), urls)
+            return dict(zip(urls, answers, strict=True))
 
     def _canary_version(self, engine: SlimeEngine) -> int | None:
         """Return the version for which to run a canary; None if it ran already, or must not run."""
@@ -165,17 +174,19 @@ class Speculation:
         _set_rule(engine, self.learning.rule())
 
     def _hold(self, engine: SlimeEngine, findings: Sequence[Finding]) -> None:
-        found = "; ".join(contract.lines(findings))
-        logger.error("rlspec: %s: no speculation until a later push: %s", engine.url, found)
+        reasons = "; ".join(contract.lines(findings))
+        logger.error("rlspec: %s: no speculation until a later push: %s", engine.url, reasons)
         contract.hold(engine, findings)
 
 
-def _named(values: Mapping[str, float]) -> dict[str, float]:
+def _slime_names(values: Mapping[str, float]) -> dict[str, float]:
     """Rename `spec/x` of our own loop's records to `rollout/spec_x`, as slime names its metrics."""
-    return {
-        f"rollout/{name.replace('/', '_', 1)}" if name.startswith("spec/") else name: value
-        for name, value in values.items()
-    }
+    renamed = {}
+    for name, value in values.items():
+        if name.startswith("spec/"):
+            name = "rollout/spec_" + name.removeprefix("spec/")
+        renamed[name] = value
+    return renamed
 
 
 def _observations(engine: SlimeEngine) -> Observations | None:

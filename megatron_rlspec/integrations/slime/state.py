@@ -1,4 +1,4 @@
-"""Small files in `args.rlspec_folder` that slime's train ranks and its RolloutManager exchange.
+"""Small files in the folder of `rlspec slime` that slime's train ranks and its RolloutManager exchange.
 
 `prediction.json`  the train ranks' forecast of the next rollout
 `rollouts.json`    the state learnt from rollouts; train ranks copy it into and out of slime's checkpoints
@@ -19,37 +19,30 @@ ROLLOUTS = "rollouts.json"
 SENT = "rlspec-sent.json"
 
 
-def folder(args: Any) -> Path | None:
-    """Return the shared folder; None in a run whose arguments name none."""
-    named = getattr(args, "rlspec_folder", None)
-    return Path(named) if named else None
-
-
 def added(predicted: Prediction | None, before: Prediction | None) -> Prediction | None:
     """Return the prediction of a step and those `before` it on the same rollout; a step may have none."""
     return predicted + before if predicted and before else predicted or before
 
 
 def write_prediction(folder: Path | None, rollout_id: int, prediction: Prediction) -> None:
-    if folder is not None:
-        sums = [list(prediction.steps), prediction.reached.tolist(), prediction.accepted.tolist()]
-        files.write(folder / PREDICTION, json.dumps({"after_rollout": rollout_id, "sums": sums}))
+    if folder is None:
+        return
+    sums = [list(prediction.steps), prediction.reached.tolist(), prediction.accepted.tolist()]
+    content = {"after_rollout": rollout_id, "sums": sums}
+    files.write(folder / PREDICTION, json.dumps(content))
 
 
 def read_prediction(folder: Path | None, rollout_id: int) -> Prediction | None:
     """Read the prediction of training on rollouts before `rollout_id`; None if there is none yet."""
-    found = _read(folder, PREDICTION)
-    return (
-        Prediction.of_sums(*found["sums"])
-        if found and found["after_rollout"] < rollout_id
-        else None
-    )
+    written = _read(folder, PREDICTION)
+    if written is None or written["after_rollout"] >= rollout_id:
+        return None
+    return Prediction.of_sums(*written["sums"])
 
 
 def write_sent(args: Any, version: int, sent: dict[str, int]) -> None:
-    files.write(
-        Path(args.update_weight_disk_dir, SENT), json.dumps({"version": version, "sent": sent})
-    )
+    content = json.dumps({"version": version, "sent": sent})
+    files.write(Path(args.update_weight_disk_dir, SENT), content)
 
 
 def read_sent(args: Any) -> dict[str, Any] | None:

@@ -1,0 +1,240 @@
+"""Decide what `rlspec slime` adds to a slime command line. Imports nothing of slime and starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection
+from megatron_rlspec.integrations.slime import refusals
+from megatron_rlspec.integrations.slime.flags import (
+    DRAFT_MODEL,
+    NUM_STEPS,
+    SAMPLER,
+    Flags,
+    engine_gpus,
+    read_flags,
+    whole_number,
+)
+from megatron_rlspec.rollout.sglang.settings import Settings
+from megatron_rlspec.speculation import graphs
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.speculation.solver import chains
+from megatron_rlspec.types import Verifier
+
+HOOKS = "megatron_rlspec.integrations.slime.hooks"
+METRICS = "megatron_rlspec.integrations.slime.metrics"
+# slime's flag -> our function, which calls the user's own
+FUNCTIONS = {
+    "--custom-megatron-init-path": f"{HOOKS}.init",
+    "--custom-model-provider-path": f"{HOOKS}.model_provider",
+    "--rollout-function-path": f"{METRICS}.generate_rollout",
+    "--eval-function-path": f"{METRICS}.generate_rollout",
+    "--custom-rollout-log-function-path": f"{METRICS}.log_rollout",
+}
+ADAPTIVE = "--sglang-speculative-adaptive"
+# Under these flags SGLang keeps the number of steps it starts with (`adaptive_unsupported_reason`). It only warns.
+FIXED = (
+    "--sglang-enable-two-batch-overlap",
+    "--sglang-enable-multi-layer-eagle",
+    "--sglang-enable-pdmux",
+)
+DELTA_NET = "--attention-output-gate"  # slime's models with delta nets have it, and no other
+# Attention that is not unrolled: `SlimeMTP` trains one depth through Megatron's own layer.
+ONE_DEPTH = ("--multi-latent-attention", DELTA_NET, "--allgather-cp")
+# Flags that name the largest batch of a CUDA graph, the first that is given.
+MAX_BATCH = (
+    "--sglang-cuda-graph-max-bs-decode",
+    "--sglang-cuda-graph-max-bs",
+    "--sglang-max-running-requests",
+)
+
+
+@dataclass
+class Additions:
+    """What is added to a command.
+
+    flags        to slime's
+    settings     `args.rlspec` (options.py), without the folder
+    environment  of all processes
+    adaptive     content of the file of --sglang-speculative-adaptive-config; empty: none
+    notes        one line for each decision that was made for the user
+    """
+
+    flags: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    adaptive: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add_flag(self, given: Flags, name: str, *value: str) -> None:
+        """Add a flag, unless the command has it."""
+        if name not in given:
+            self.flags += [name, *value]
+
+
+def plan(
+    arguments: Sequence[str],
+    drafter: DrafterConfig,
+    candidate_steps: Sequence[int] | None = None,
+    num_steps: int | None = None,
+    cost_table: str = "",
+    verifier: Verifier = "target_only",
+) -> Additions:
+    """Decide what to add to `arguments`, which follow slime's driver.
+
+    drafter          section [drafter]; a depth that is not set follows from the attention
+    candidate_steps  that the engines may choose from; None: the default, or one number if SGLang cannot adapt it
+    num_steps        until the first rollout has ended; None: the command's own, or the default
+    cost_table       file by which our rule chooses in the engines; "": the rule learns costs from rounds
+
+    Raises ConfigError or CostTableError if slime's own flags contradict it.
+    """
+    given = read_flags(arguments)
+    refusals.refuse(given, drafter)
+    added = Additions()
+    if verifier == "position_keyed":
+        refusals.refuse_keyed(given)
+        added.add_flag(given, SAMPLER, "pytorch")
+    fixed = _why_fixed(given)
+    start = _starting_steps(given, num_steps, candidate_steps)
+    candidates = _candidates(candidate_steps, start, fixed)
+    if fixed:
+        added.notes.append(f"the number of draft steps is fixed at {start}: {fixed}")
+    _add_speculation(added, given, drafter, candidates, start)
+    _add_functions(added, given)
+    if len(candidates) > 1 and ADAPTIVE not in given:
+        added.flags.append(ADAPTIVE)
+        if f"{ADAPTIVE}-config" not in given:
+            added.adaptive = _captured_graphs(given, candidates, cost_table)
+    rule = None
+    if cost_table:
+        if len(candidates) == 1:
+            remedy = f"{fixed}; leave it out" if fixed else "give --candidate-steps more than one"
+            raise ConfigError(f"--cost-table {cost_table}: nothing to choose from: {remedy}")
+        rule = _table_rule(cost_table, candidates, engine_gpus(given))
+    # Without a rule the engines keep `start` until the first rollout has been observed.
+    added.environment |= Settings(verifier, rule).to_environment()
+    depth = _depth(given, drafter, added.notes)
+    added.settings |= {
+        "drafter": drafter.model_dump() | {"depth": depth},
+        "candidate_steps": candidates,
+        "cost_table": cost_table,
+        "verifier": verifier,
+    }
+    return added
+
+
+def _add_functions(added: Additions, given: Flags) -> None:
+    """Put our functions in place of the user's, which ours call."""
+    users = {}
+    for flag, function in FUNCTIONS.items():
+        if given.get(flag):
+            users[flag] = given[flag]
+        added.flags += [flag, function]
+    added.settings["user_functions"] = users
+
+
+def _add_speculation(
+    added: Additions, given: Flags, drafter: DrafterConfig, candidates: Sequence[int], start: int
+) -> None:
+    """Add the flags by which slime builds an MTP layer and SGLang drafts."""
+    if drafter.kind == "eagle3":
+        added.add_flag(given, refusals.ALGORITHM, "EAGLE3")
+        added.add_flag(given, DRAFT_MODEL, drafter.path)
+    else:
+        added.add_flag(given, "--enable-mtp-training")
+        added.add_flag(given, "--mtp-num-layers", "1")
+        added.add_flag(given, refusals.ALGORITHM, "EAGLE")
+    added.add_flag(given, NUM_STEPS, str(start))
+    added.add_flag(given, "--sglang-speculative-eagle-topk", "1")
+    added.add_flag(given, "--sglang-speculative-num-draft-tokens", str(start + 1))
+
+
+def _starting_steps(
+    given: Flags, num_steps: int | None, candidate_steps: Sequence[int] | None
+) -> int:
+    """Return the draft steps at the start. Raises ConfigError if two of them are given."""
+    theirs = whole_number(given.get(NUM_STEPS))
+    if num_steps is not None and theirs is not None and num_steps != theirs:
+        raise ConfigError(f"--num-steps {num_steps}, but {NUM_STEPS} {theirs}; give one of them")
+    if theirs is not None:
+        return theirs
+    if num_steps is not None:
+        return num_steps
+    if candidate_steps is not None and len(candidate_steps) == 1:
+        return candidate_steps[0]
+    return SpecSection().num_steps
+
+
+def _candidates(candidate_steps: Sequence[int] | None, start: int, fixed: str) -> list[int]:
+    """Return the draft steps that engines may choose from, ascending. Raises ConfigError."""
+    if candidate_steps is None:
+        return [start] if fixed else sorted({*SpecSection().candidate_steps, start})
+    shown = ",".join(map(str, candidate_steps))
+    if fixed and len(candidate_steps) > 1:
+        raise ConfigError(f"--candidate-steps {shown}: {fixed}; give one number")
+    if not any(candidate_steps):
+        raise ConfigError(
+            "--candidate-steps 0 never drafts; run slime without rlspec, or give another number"
+        )
+    if start not in candidate_steps:
+        raise ConfigError(
+            f"--candidate-steps {shown}: expected {start}, the steps at the start, among them"
+        )
+    return sorted(candidate_steps)
+
+
+def _why_fixed(given: Flags) -> str:
+    """Return why the number of steps cannot change while the engines run; "" if it can."""
+    for flag in FIXED:
+        if flag in given and given[flag] != "1":
+            return f"under {flag} SGLang does not adapt it"
+    topk = given.get("--sglang-speculative-eagle-topk", "1")
+    if topk != "1":
+        return f"SGLang adapts chains only, not --sglang-speculative-eagle-topk {topk}"
+    if DELTA_NET in given:
+        return "a changing number was never tested with the state of this model's delta nets"
+    return ""
+
+
+def _depth(given: Flags, drafter: DrafterConfig, notes: list[str]) -> int:
+    """Return the depth that the drafter is trained to. Raises ConfigError."""
+    limiting = [flag for flag in ONE_DEPTH if flag in given]
+    if not limiting:
+        return drafter.depth
+    if "depth" not in drafter.model_fields_set:
+        notes.append(f"the drafter is trained to depth 1: {limiting[0]} supports no other")
+    elif drafter.depth > 1:
+        raise ConfigError(
+            f"{limiting[0]} with depth={drafter.depth}: it supports only depth 1; set --drafter.depth 1"
+        )
+    return 1
+
+
+def _captured_graphs(given: Flags, candidates: Sequence[int], cost_table: str) -> dict[str, Any]:
+    """Return the step counts from each batch size on for which SGLang captures CUDA graphs. Raises CostTableError."""
+    gpus = engine_gpus(given)
+    max_batch = 512 if gpus >= 4 else 256  # SGLang's own on GPUs above 60 GiB
+    for flag in reversed(MAX_BATCH):
+        max_batch = whole_number(given.get(flag)) or max_batch
+    table = CostTable.load(cost_table).of_engine(gpus) if cost_table else None
+    layers = whole_number(given.get("--num-layers"))
+    if layers is None and table is None:
+        return {"1": {"candidate_steps": list(candidates)}}
+    needed = graphs.needed(chains(candidates), max_batch, layers or 1, table)
+    return graphs.slots(needed, max_batch)
+
+
+def _table_rule(cost_table: str, candidates: Sequence[int], gpus: int) -> dict[str, Any]:
+    """Return the data of our rule in the engines. Raises CostTableError, or ConfigError if it could not read them."""
+    table = CostTable.load(cost_table).of_engine(gpus)
+    configs = [[c.num_steps, c.topk, c.num_draft_tokens] for c in chains(candidates)]
+    rule = {"table": cost_table, "candidates": configs}
+    try:
+        SpecRule.from_json(rule | {"tp": table.tps[0]})
+    except ValueError as error:
+        raise ConfigError(f"--cost-table {cost_table}: {error}") from None
+    return rule
