@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import requests
 import torch
 
-from megatron_rlspec.integrations.slime import seeds
+from megatron_rlspec.integrations.slime.options import Options
+from megatron_rlspec.integrations.slime.seeds import sampling_seed
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
@@ -61,7 +62,8 @@ def log_rollout(rollout_id, args, samples, extra, seconds):
     told = [{name: ask(url, f"rlspec/control/{name}") for name in ("describe", "fingerprints")} for url in engines]
     for url in engines:  # until the next rollout, before which our hook sets its rule again
         ask(url, "rlspec/control/set_schedule", schedule=SpecSchedule.fixed(SpecConfig(3)).to_json())
-    again = drawn_again(args, engines, samples) if seeds.keyed(args) else []
+    keyed = Options.from_args(args).verifier == "position_keyed"
+    again = drawn_again(args, engines, samples) if keyed else []
     answers = [greedy(router, s.tokens[: len(s.tokens) - s.response_length]) for s in samples[::8]]
     rounds = [row for url in engines for row in ask(url, "rlspec/control/stats")["rounds"]]  # they are of no rollout
     row = {
@@ -95,7 +97,7 @@ def drawn_again(args, engines, samples):
     found = []
     for sample in whole[::3]:
         prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
-        own = seeds.seed(args.rollout_seed, sample.index)
+        own = sampling_seed(args.rollout_seed, sample.index)
         drawn = []
         for config, number in ((OFF, own), (SpecConfig(3), own), (SpecConfig(3), own + 1)):
             ask(url, "rlspec/control/set_schedule", schedule=SpecSchedule.fixed(config).to_json())
