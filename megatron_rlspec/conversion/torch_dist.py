@@ -44,8 +44,6 @@ from megatron_rlspec.conversion.torch_dist_index import (
     CHECKSUMS,
     DAMAGED,
     Checksums,
-    Chunk,
-    Where,
     load_index,
 )
 from megatron_rlspec.models.hf_files import CheckpointError, read_json, write_json
@@ -135,40 +133,30 @@ class TorchDistReader(Mapping[str, Tensor]):
         self._places = {name: self._find(family, name) for name in family.rows}
 
     def __getitem__(self, name: str) -> Tensor:
-        found = self._places[canonical(name)]
-        if found is None:
+        where = self._places[canonical(name)]
+        if where is None:
             raise KeyError(name)
-        stored = self._stored[found.key]
-        lead = len(found.at)
-        if stored.size[:lead] != found.of:
+        stored = self._stored[where.key]
+        lead = len(where.at)
+        if tuple(stored.size[:lead]) != where.of:
             raise CheckpointError(
-                f"{self.directory}: {found.key} is stacked {list(stored.size[:lead])}, expected {list(found.of)}"
+                f"{self.directory}: {where.key} is stacked {list(stored.size[:lead])}, expected {list(where.of)}"
             )
-        chunks = [chunk for chunk in stored.chunks if _holds(chunk, found.at)]
-        elements = math.prod(stored.size[lead:])
+        shape = stored.size[lead:]
+        chunks = [chunk for chunk in stored.chunks if _holds(chunk, where.at)]
         present = sum(math.prod(chunk.sizes[lead:]) for chunk in chunks)
-        if present != elements:  # checked before memory is allocated for the size in the index
+        # Compared before memory is allocated for the size in the index.
+        if present != math.prod(shape):
             raise CheckpointError(
-                f"{self.directory}: {found.key} is not whole ({present} of {elements} elements)"
+                f"{self.directory}: {where.key} is not whole ({present} of {math.prod(shape)} elements)"
             )
-        full: Tensor | None = None
-        filled = torch.zeros(0)
+        full = torch.empty(shape, dtype=stored.properties.dtype)
         for chunk in chunks:
-            part = self._read(found.key, chunk, stored.properties.dtype)
-            if full is None:
-                full = torch.empty(stored.size[lead:], dtype=stored.properties.dtype)
-                filled = torch.zeros(stored.size[lead:], dtype=torch.bool)
-            inside = tuple(
-                at - start for at, start in zip(found.at, chunk.offsets[:lead], strict=True)
-            )
+            part = self._read(where.key, chunk, stored.properties.dtype)
+            inside = tuple(at - start for at, start in zip(where.at, chunk.offsets, strict=False))
             spans = zip(chunk.offsets[lead:], chunk.sizes[lead:], strict=True)
             target = tuple(slice(start, start + size) for start, size in spans)
-            if filled[target].any():
-                raise CheckpointError(f"{self.directory}: {found.key} holds parts that overlap")
             full[target] = part[inside]
-            filled[target] = True
-        if full is None:
-            full = torch.empty(stored.size[lead:], dtype=stored.properties.dtype)
         return full
 
     def __iter__(self):
@@ -185,22 +173,22 @@ class TorchDistReader(Mapping[str, Tensor]):
         )
         return next((c for c in candidates if c.key in self._stored), None)
 
-    def _read(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    def _read(self, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
         """Read one stored part. Raises CheckpointError if it is missing or damaged, or has another shape or dtype."""
-        info = self._where.get((key, chunk.offsets)) or self._where.get((key, ()))
+        info = self._where.get((key, tuple(chunk.offsets))) or self._where.get((key, ()))
         if info is None:
             raise CheckpointError(
                 f"{self.directory / _INDEX}: no place for the part of {key} at {chunk.offsets}"
             )
         part = _load_part(self._bytes(key, info), f"{self.directory / info.relative_path}: {key}")
-        if tuple(part.shape) != chunk.sizes or part.dtype != dtype:
+        if part.shape != chunk.sizes or part.dtype != dtype:
             raise CheckpointError(
                 f"{self.directory / info.relative_path}: {key}: {part.dtype} of shape {list(part.shape)}, "
                 f"expected {dtype} of {list(chunk.sizes)}"
             )
         return part
 
-    def _bytes(self, key: str, info: Where) -> bytes:
+    def _bytes(self, key: str, info: _StorageInfo) -> bytes:
         """Read the bytes of a stored part. Raises CheckpointError."""
         file = self.directory / info.relative_path
         if not file.is_file():
@@ -280,7 +268,7 @@ def _load_part(data: bytes, where: str) -> Tensor:
     return part
 
 
-def _holds(chunk: Chunk, at: tuple[int, ...]) -> bool:
+def _holds(chunk: ChunkStorageMetadata, at: tuple[int, ...]) -> bool:
     """Return whether a chunk holds slice `at` of the leading axes."""
     lead = zip(at, chunk.offsets, chunk.sizes, strict=False)
     return all(start <= i < start + size for i, start, size in lead)

@@ -1,4 +1,4 @@
-"""The index of a `torch_dist` checkpoint: read without running code of the file, and checked by a schema."""
+"""The index of a `torch_dist` checkpoint, read without running code of the file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rlspec import files
@@ -22,63 +23,15 @@ CHECKSUMS = "rlspec-checksums.json"
 DAMAGED = "its checksum differs from what was written: the file is damaged"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(from_attributes=True, strict=True, arbitrary_types_allowed=True)
-
-
-class Chunk(_Record):
-    """A part of a global tensor."""
-
-    offsets: tuple[NonNegativeInt, ...]
-    sizes: tuple[NonNegativeInt, ...]
-
-
-class _Properties(_Record):
-    dtype: torch.dtype
-
-
-class Stored(_Record):
-    """A global tensor. Its chunks have as many axes as it has, and lie inside it."""
-
-    properties: _Properties
-    size: tuple[NonNegativeInt, ...]
-    chunks: list[Chunk]
-
-    @model_validator(mode="after")
-    def _chunks_lie_inside(self) -> Stored:
-        for chunk in self.chunks:
-            ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-            if len(ends) != len(self.size) or any(
-                end > size for end, size in zip(ends, self.size, strict=True)
-            ):
-                raise ValueError(
-                    f"a part at {chunk.offsets} of {chunk.sizes} lies outside a tensor of {self.size}"
-                )
-        return self
-
-
-class _Part(_Record):
-    fqn: str
-    offset: tuple[NonNegativeInt, ...] | None = None
-
-
-class Where(_Record):
-    """A range of bytes in a file of the checkpoint's own directory."""
-
-    relative_path: str = Field(pattern=r"^[^/\\\x00]+$", min_length=1)
-    offset: NonNegativeInt
-    length: NonNegativeInt
-
-
-class Checksums(_Record):
+class Checksums(BaseModel):
     """`rlspec-checksums.json`; empty for checkpoints of other writers.
 
     parts    "file:offset:length" -> CRC32 of a stored part
     index    CRC32 of the index
     """
 
-    parts: dict[str, NonNegativeInt] = Field(default_factory=dict)
-    index: NonNegativeInt | None = None
+    parts: dict[str, int] = Field(default_factory=dict)
+    index: int | None = None
 
     @classmethod
     def load(cls, file: Path) -> Checksums:
@@ -90,32 +43,12 @@ class Checksums(_Record):
             raise CheckpointError(f"{file}: {DAMAGED}") from None
 
 
-class _IndexRecord(_Record):
-    """The used fields of torch's `Metadata`."""
-
-    state_dict_metadata: dict[str, Any]
-    storage_data: dict[Any, Any]
-
-
 @dataclass(frozen=True)
 class Index:
-    """Global tensors by name, and the places of their parts by name and offsets."""
+    """Global tensors by name, and the places of their parts by name and offsets, () for a part without offsets."""
 
-    tensors: dict[str, Stored]
-    parts: dict[tuple[str, tuple[int, ...]], Where]
-
-
-def _index(record: _IndexRecord) -> Index:
-    tensors = {
-        key: Stored.model_validate(entry)
-        for key, entry in record.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    parts = {}
-    for key, info in record.storage_data.items():
-        part = _Part.model_validate(key)
-        parts[part.fqn, part.offset or ()] = Where.model_validate(info)
-    return Index(tensors, parts)
+    tensors: dict[str, TensorStorageMetadata]
+    parts: dict[tuple[str, tuple[int, ...]], _StorageInfo]
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -159,11 +92,23 @@ def load_index(file: Path, expected: int | None) -> Index:
         raise CheckpointError(f"{file}: unreadable index: {first_line(error)}") from None
     if expected is not None and zlib.crc32(content) != expected:
         raise CheckpointError(f"{file}: {DAMAGED}")
+    return _index(file, found)
+
+
+def _index(file: Path, metadata: Any) -> Index:
     try:
-        return _index(_IndexRecord.model_validate(found))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))[:100]
-        raise CheckpointError(
-            f"{file}: not the index of a checkpoint: {place}: {first['msg']}"
-        ) from None
+        entries = metadata.state_dict_metadata
+        places = metadata.storage_data
+    except AttributeError:
+        raise CheckpointError(f"{file}: not the index of a checkpoint") from None
+    tensors = {
+        name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
+    }
+    parts = {}
+    for key, info in places.items():
+        if Path(info.relative_path).name != info.relative_path:
+            raise CheckpointError(
+                f"{file}: places {key.fqn} in {info.relative_path!r}; expected a file beside it"
+            )
+        parts[key.fqn, tuple(key.offset or ())] = info
+    return Index(tensors, parts)
