@@ -112,26 +112,6 @@ MEGATRON_OWN_DEFAULT = "full scope is deprecated"
 # commands that compute with the model in their own process
 COMPUTING = ("train", "sft", "replay", "answer")
 GPU_DEVICE = "/dev/nvidiactl"
-# The disk is full or read-only, or a path is of no use: no bug of ours.
-MACHINE = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.EFBIG,
-    errno.EEXIST,
-}
-MACHINE |= {
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-    errno.ENOTEMPTY,
-    errno.EMFILE,
-}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -168,18 +148,18 @@ def overview(every: bool = False) -> str:
     lines = [f"rlspec {__version__}: RL post-training with speculative decoding", ""]
     if every:
         lines += [f"  {name:11} {command.text}" for name, command in COMMANDS.items()]
-        return "\n".join(
-            [
-                *lines,
-                "",
-                "An example: `rlspec COMMAND --help`. Every option: `rlspec COMMAND --help-all`.",
-            ]
-        )
+        lines += [
+            "",
+            "An example: `rlspec COMMAND --help`. Every option: `rlspec COMMAND --help-all`.",
+        ]
+        return "\n".join(lines)
+    others = []
     for name, command in COMMANDS.items():
         if command.example:
             lines += [f"  {name:10} {command.text}", f"      {command.example}"]
-    others = ", ".join(name for name, command in COMMANDS.items() if not command.example)
-    lines += ["", f"Others: {others}."]
+        else:
+            others.append(name)
+    lines += ["", f"Others: {', '.join(others)}."]
     lines.append("Most used options: `rlspec COMMAND --help`. Every command: `rlspec --help-all`.")
     return "\n".join(lines)
 
@@ -218,7 +198,8 @@ def exit_code(error: Exception) -> int | None:
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code
-    of_machine = isinstance(error, OSError) and error.errno in MACHINE
+    # The disk is full or read-only, or a path is of no use: no bug of ours.
+    of_machine = isinstance(error, OSError) and error.errno is not None
     if of_machine or _lost_rank(error) or _out_of_memory(error) or _unloadable(error):
         return 1
     return None

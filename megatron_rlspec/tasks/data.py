@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 TOKENIZER_BATCH = 1024  # rows given to the tokenizer at once
-LONGEST_LINE = 1 << 28  # bytes of one JSONL row; metadata can hold a program's test cases
 # rows that are checked before a run starts; the others are checked when they are read
 CHECKED_ROWS = 20_000
 
@@ -105,11 +104,7 @@ class Prompts(Source[Prompt]):
     def restore(self, state: Mapping[str, Any]) -> None:
         if self.level is not None:
             level = state.get("level")
-            if (
-                isinstance(level, bool)
-                or not isinstance(level, int)
-                or not 0 <= level <= self.hardest
-            ):
+            if level is None or not 0 <= level <= self.hardest:
                 raise DataError(
                     f"cannot resume the curriculum: level={level!r}, expected 0 to {self.hardest}"
                 )
@@ -168,9 +163,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (
-        Exception
-    ) as error:  # the tokenizers library raises plain Exception for a file it cannot read
+    except Exception as error:  # the tokenizers library raises plain Exception for a bad file
         raise DataError(
             f"{path}: no tokenizer that Transformers can load ({first_line(error)})"
         ) from None
@@ -245,24 +238,18 @@ def read_prompts(
     `Prompt.id` is the row's index in the file, with the longer rows. `Prompt.text` is the tokenized text; no special
     tokens are added to it. Raises DataError, also if no prompt is short enough.
     """
-    rows = []
+    texts = []
+    labels = []
+    metadata = []
     for where, row in read_rows(path, level):
-        text = _text(where, row, options, tokenizer)
-        rows.append(
-            (
-                text,
-                _label(where, row, options.label_key),
-                _metadata(where, row, options.metadata_key),
-            )
-        )
+        texts.append(_text(where, row, options, tokenizer))
+        labels.append(_label(where, row, options.label_key))
+        metadata.append(_metadata(where, row, options.metadata_key))
     prompts = []
-    dropped = 0
-    for i, tokens in enumerate(_tokenize(tokenizer, [text for text, *_ in rows], max_tokens)):
-        text, label, metadata = rows[i]
-        if tokens is None or len(tokens) > max_tokens:
-            dropped += 1
-        else:
-            prompts.append(Prompt(i, tokens, label, text, metadata))
+    for i, tokens in enumerate(_tokenize(tokenizer, texts)):
+        if len(tokens) <= max_tokens:
+            prompts.append(Prompt(i, tokens, labels[i], texts[i], metadata[i]))
+    dropped = len(texts) - len(prompts)
     _require(path, prompts, dropped, f"prompts of at most {max_tokens} tokens")
     return prompts, dropped
 
@@ -284,38 +271,36 @@ def read_demonstrations(
         raise DataError(
             f"{tokenizer.name_or_path}: the tokenizer has no end-of-sequence token to learn"
         )
-    drawn: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    seeds: dict[int, int | None] = {}
     texts: list[tuple[str, str]] = []
+    written: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    seeds: dict[int, int | None] = {}
     for i, (where, row) in enumerate(read_rows(path)):
         if ids := _ids(where, row):
-            drawn[i] = ids
+            written[i] = ids
             seeds[i] = _checked(where, "seed", row.get("seed"), _SEED)
             texts.append(("", ""))
         else:
-            texts.append(
-                (_text(where, row, options, tokenizer), _response(where, row, response_key))
-            )
-    prompts = _tokenize(tokenizer, [prompt for prompt, _ in texts], max_tokens)
-    responses = _tokenize(tokenizer, [response for _, response in texts], max_tokens)
+            text = _text(where, row, options, tokenizer)
+            texts.append((text, _response(where, row, response_key)))
+    prompts = _tokenize(tokenizer, [prompt for prompt, _ in texts])
+    responses = _tokenize(tokenizer, [response for _, response in texts])
     samples = []
-    dropped = 0
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        if i in drawn:
-            prompt, response = drawn[i]
-        elif response is not None:
-            response = np.append(response, tokenizer.eos_token_id)
-        if prompt is None or response is None or len(prompt) + len(response) > max_tokens:
-            dropped += 1
-            continue
+    for i, (text, answer) in enumerate(texts):
+        if i in written:
+            prompt, response = written[i]
+        else:
+            prompt = prompts[i]
+            response = np.append(responses[i], tokenizer.eos_token_id)
         tokens = np.concatenate([prompt, response])
+        if len(tokens) > max_tokens:
+            continue
         mask = (np.arange(len(tokens)) >= len(prompt)).astype(np.float32)
         no_logprobs = np.zeros(len(tokens), np.float32)
-        text, written = texts[i]
         asked = Prompt(i, prompt, text=text)
         samples.append(
-            Sample(f"row-{i}", asked, tokens, mask, no_logprobs, text=written, seed=seeds.get(i))
+            Sample(f"row-{i}", asked, tokens, mask, no_logprobs, text=answer, seed=seeds.get(i))
         )
+    dropped = len(texts) - len(samples)
     _require(path, samples, dropped, f"samples of at most {max_tokens} tokens")
     return samples, dropped
 
@@ -341,15 +326,8 @@ def without_prompts(
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
-        for number in count(1):
-            line = file.readline(LONGEST_LINE + 1)
+        for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
-            if not line:
-                return
-            if len(line) > LONGEST_LINE:
-                raise DataError(
-                    f"{where}: a line of more than {LONGEST_LINE} bytes; expected one row per line"
-                )
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
@@ -388,9 +366,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"{path}: truncated or not Parquet ({first_line(error)})") from None
 
 
-Utf8 = Annotated[
-    str, Field(strict=True, max_length=LONGEST_LINE)
-]  # a bound makes pydantic refuse half a surrogate pair
+# A bound makes pydantic refuse half a surrogate pair.
+Utf8 = Annotated[str, Field(strict=True, max_length=1 << 30)]
 
 
 class Message(BaseModel):
@@ -517,30 +494,19 @@ def _metadata(where: str, row: Mapping[str, Any], key: str) -> Mapping[str, Any]
     metadata: dict[str, Any] = _checked(where, key, row.get(key), _OBJECT) or {}
     try:
         json.dumps(metadata, default=str, allow_nan=False, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
+    except ValueError:  # also of half a surrogate pair, which UTF-8 cannot encode
         raise DataError(
-            f"{where}: {key} holds a lone surrogate; expected text that UTF-8 can encode"
+            f"{where}: {key} holds NaN, infinity or half a surrogate pair; expected other values"
         ) from None
-    except ValueError:
-        raise DataError(f"{where}: {key} holds NaN or infinity, expected finite numbers") from None
     return metadata
 
 
-def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_tokens: int
-) -> list[np.ndarray | None]:
-    """Return `[P] int64` per text. No special tokens are added; a chat template writes them itself.
-
-    A text with more characters than `max_tokens` times the longest token is not tokenized and gives None.
-    """
-    longest = max_tokens * max(map(len, tokenizer.get_vocab()))
-    tokens: list[np.ndarray | None] = [None] * len(texts)
-    short = [index for index, text in enumerate(texts) if len(text) <= longest]
-    for start in range(0, len(short), TOKENIZER_BATCH):
-        chosen = short[start : start + TOKENIZER_BATCH]
-        batch = tokenizer([texts[index] for index in chosen], add_special_tokens=False)
-        for index, ids in zip(chosen, batch["input_ids"], strict=True):
-            tokens[index] = np.asarray(ids, np.int64)
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
+    """Return `[P] int64` per text. No special tokens are added; a chat template writes them itself."""
+    tokens: list[np.ndarray] = []
+    for start in range(0, len(texts), TOKENIZER_BATCH):
+        batch = tokenizer(list(texts[start : start + TOKENIZER_BATCH]), add_special_tokens=False)
+        tokens += [np.asarray(ids, np.int64) for ids in batch["input_ids"]]
     return tokens
 
 

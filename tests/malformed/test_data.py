@@ -56,7 +56,7 @@ ROWS = [
     row('{"prompt": [{"role": "user", "content": "x"}], "label": "1"}', "data.apply_chat_template=true"),
     row('{"prompt": "a1"}', "no label; the row has prompt", "data.label_key names the column"),
     row('{"prompt": "a1", "label": 1e999}', "label: expected a finite number"),
-    row('{"prompt": "a1", "label": "1", "metadata": {"x": 1e999}}', "metadata holds NaN or infinity"),
+    row('{"prompt": "a1", "label": "1", "metadata": {"x": 1e999}}', "metadata holds NaN, infinity or"),
     row('{"prompt": "a\\ud800b", "label": "1"}', "prompt: expected a valid string, unable to parse raw data"),
     row('{"prompt": [{"role": "user"}], "label": "1"}', "prompt[0].content: Field required", options=CHAT),
     row('{"prompt": "a1"}', "no response; the row has prompt", "sft.response_key", act=SFT),
