@@ -460,7 +460,6 @@ class Load:
     free_tokens  room in its KV cache, tokens
     version      of its weights; samples move between engines of one version only
     tp           its tensor-parallel size
-    node         engines with one name share memory
     """
 
     engine: str
@@ -469,7 +468,6 @@ class Load:
     free_tokens: int
     version: int
     tp: int = 1
-    node: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "megatron_rlspec"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED = {
-    "sglang": ("rollout/sglang/", "extensions/migration/sglang/"),
+    "sglang": ("rollout/sglang/",),
     "sgl_kernel": ("rollout/sglang/",),
     "megatron": ("train/", "integrations/"),
     "slime": ("integrations/",),

@@ -79,16 +79,6 @@ ESTIMATES: dict[tuple[str, str], Estimate] = {
     ),
     ("head", "drafter, ce, compiled"): Estimate(33, 50, "one pass in place of about ten"),
     ("sleep", "accept length after / before"): Estimate(0.9, 1.1, "the same weights, other seeds"),
-    ("moves", "prefill"): Estimate(
-        120, 200, "8,192 tokens of 18 layers at 60 % of the FLOPs; half of MiMo-7B's 0.27 s"
-    ),
-    ("moves", "KV cache: bytes"): Estimate(0.6, 0.65, "8,192 tokens of 18 layers of 8 heads of 128, bfloat16"),
-    ("moves", "KV cache: out of the source"): Estimate(
-        200, 500, "a head at a time: gathered on the GPU, pinned, written at 2 to 3 GB/s"
-    ),
-    ("moves", "KV cache: into the target"): Estimate(
-        300, 900, "read at 1 to 2 GB/s, summed at 3.9 GB/s on one core, then a copy a layer of a head"
-    ),
     ("catchup", "catching up"): Estimate(
         300, 1500, "512,000 tokens of one layer in 63 passes; to find the rows takes 0.1 s of a CPU core"
     ),

@@ -41,14 +41,13 @@ PARTS: dict[str, Part] = {
         "the output layer: losses of policy and drafter by kernels and plain torch, chunks, compiled", 70, 180
     ),
     "sleep": Part("an engine beside a trainer: sleep, wake, push, canary; memory that comes free", 90, 240),
-    "moves": Part("a running sample with a long context changes engines, with its KV cache and without", 90, 240),
     "catchup": Part("rounds without drafts, and the first rounds that draft again", 110, 300),
     "identity": Part("policy with and without a drafter at 4,096 tokens, and twice without", 60, 240),
     "train": Part("a training step with and without the drafter: ms, peak memory", 60, 240),
     "attention": Part("the drafter's attention, forward and backward: ms, peak memory", 20, 90),
 }
 MOST_FOR_THREE = 24  # layers of a model of which three engines fit into 80 GB
-SERVING = ("decode", "shared", "push", "sleep", "moves", "catchup")  # these need the part `model`
+SERVING = ("decode", "shared", "push", "sleep", "catchup")  # these need the part `model`
 
 
 @dataclass(frozen=True)

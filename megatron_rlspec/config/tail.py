@@ -13,8 +13,9 @@ from megatron_rlspec.config.base import Needs, Positive, Section, Text
 class TailConfig(Section):
     rebalance: Literal["off", "recompute", "kv", "auto"] = Field(
         "off",
-        description="move running samples from full engines to empty ones: never, with their KV cache (kv), with "
-        "their tokens only, which the other engine prefills (recompute), or by the cheaper way (auto)",
+        description="move running samples from full engines to empty ones: never, with their tokens only, which the "
+        "other engine prefills (recompute), or between embedded engines also with their KV cache (kv), or by the "
+        "cheaper way (auto)",
     )
     rule: Annotated[Literal["makespan", "threshold"], Needs("tail.rebalance")] = Field(
         "makespan",

@@ -217,9 +217,10 @@ class Dispatch:
 
         future = threads.submit(generate)
         self.running[future] = (engine, requests)
-        future.add_done_callback(self._wake)
+        future.add_done_callback(self.wake)
 
-    def _wake(self, future: Future) -> None:
+    def wake(self, *_: object) -> None:
+        """Look again for engines that have room."""
         with self.changed:
             self.changed.notify()
 

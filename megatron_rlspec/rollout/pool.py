@@ -57,7 +57,7 @@ class EnginePool:
         if not engines:
             raise ValueError("an EnginePool needs at least one engine")
         self._engines = dict(engines)
-        self._spare: set[str] = set()  # engines that get no requests while another one is left
+        self._spare: set[str] = set()  # engines that get no requests
         self.in_flight = in_flight
         self._lost = lost
         self.continues = continues
@@ -77,8 +77,7 @@ class EnginePool:
     @property
     def serving(self) -> list[str]:
         """Return the names of the engines that get requests."""
-        names = list(self._engines)
-        return [name for name in names if name not in self._spare] or names
+        return [name for name in list(self._engines) if name not in self._spare]
 
     def generate(
         self,
@@ -155,8 +154,10 @@ class EnginePool:
             raise EngineError(f"no engine is left; the last one failed with: {self._last_failure}")
 
     def serve(self, names: Collection[str]) -> None:
-        """Give requests to these engines from now on, and none to the others while one of these is left."""
+        """Give requests to these engines from now on, and none to the others."""
         self._spare = self._engines.keys() - set(names)
+        for run in list(self._running):
+            run.wake()
 
     def add(self, name: str, engine: RolloutEngine, spare: bool = False) -> None:
         """Add an engine that holds the same weights as the others; a spare one also during `generate`."""

@@ -28,7 +28,6 @@ VOCABULARY = 160
 CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=VOCABULARY)
 WEIGHTS = tiny_mimo.weights(CONFIG)
 SERVE = "--device cpu --dtype float32 --candidate-steps 0,1,2,3 --max-total-tokens 4096 --max-running-requests 16"
-SERVE += " --extensions migration"
 NORM, DRAFTER = "model.norm.weight", "model.mtp_layers.0.final_layernorm.weight"
 PYTHON = ("Traceback", "pydantic", "Input should", "<class", "object at 0x", "errno", "NoneType")
 
@@ -171,26 +170,6 @@ ATTACKS += [
     *(Attack(f"{name}: a body", name, {"mode": "a"}, ("mode is not known",)) for name in ("pause", "sleep", "wake")),
     Attack("wake: awake", "wake", b"", ("the engine is awake",), 409),
     Attack("sleep: during a push", "sleep", b"", ("a weight update is open",), 409, "all"),
-    *(
-        Attack(f"{command}: name {name}", f"control/{command}", {"notes": [note | {"name": name}]}, ("name is",))
-        for name in ("../a", "/dev/shm/rlspec-kv-a", "rlspec-kv-a", "A" * 32, "0" * 31, "")
-        for command, note in (("kv_export", {"id": "a", "first": 0}), ("kv_accept", {"id": "a"}))
-    ),
-    *(
-        Attack(
-            f"kv_accept: folder {folder}",
-            "control/kv_accept",
-            {"notes": [{"id": "a", "name": "0" * 32, "folder": folder}]},
-            ("folder is",),
-        )
-        for folder in ("/tmp", "..", ".", "rlspec-kv-..", "rlspec-kv-rlspec-engine-a/b", "sem.x")
-    ),
-    Attack(
-        "kv_export: a path",
-        "control/kv_export",
-        {"notes": [{"id": "a", "first": 0, "path": "/etc/rlspec-kv-x"}]},
-        ("name is missing",),
-    ),
     *(lacking(route, name) for route, body in NEEDED.items() for name in body),
     *(
         Attack(f"{route}: no key", route, b"", ("Bearer KEY",), 401, headers={"Authorization": ""})

@@ -20,13 +20,11 @@ from typing import NamedTuple
 import contracts
 import sglang_names
 
-from megatron_rlspec.extensions.migration.sglang import kv_tree
 from megatron_rlspec.rollout.sglang.scheduler import versions
 
 RECORD = Path(__file__).with_name("sglang_signatures.json")
 ROOM = Path(versions.__file__).parents[1]
-MIGRATION = Path(kv_tree.__file__).parent
-SOURCES = [file for room in (ROOM, MIGRATION) for file in sorted(room.rglob("*.py")) if file.name != "versions.py"]
+SOURCES = [file for file in sorted(ROOM.rglob("*.py")) if file.name != "versions.py"]
 
 
 class Call(NamedTuple):
@@ -53,7 +51,7 @@ def calls(version: str) -> list[Call]:
 
 def recorded_names() -> list[str]:
     named = {call.dotted for version in versions.KNOWN for call in calls(version)}
-    return sorted(named.union(sglang_names.contract(sglang_names.MIGRATION), *sglang_names.CONTRACTS.values()))
+    return sorted(named.union(*sglang_names.CONTRACTS.values()))
 
 
 def calls_within(tree: ast.AST, source: Path, package: str) -> Iterator[Call]:

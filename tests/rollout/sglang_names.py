@@ -130,6 +130,8 @@ managers.schedule_batch
     ScheduleBatch(req_pool_indices_cpu)
 managers.scheduler
     Scheduler._record_scheduler_state_for_paused_engine
+    Scheduler.chunked_req
+    Scheduler.collect_inflight_reqs
     Scheduler.continue_generation(recv_req)
     Scheduler.flush_cache
     Scheduler.idle_sleeper
@@ -172,27 +174,6 @@ speculative.eagle_worker_v2
     EagleDraftWorker.parallel_layout
 speculative.spec_info
     SpecInput
-"""
-# What migration needs beyond that, of 0.5.23 alone.
-MIGRATION = """
-managers.schedule_batch
-    ReqKvInfo(req_pool_idx, kv_committed_len)
-    ScheduleBatch.check_decode_mem(selected_indices)
-managers.scheduler
-    Scheduler.chunked_req
-    Scheduler.collect_inflight_reqs
-    Scheduler.forward_stream
-managers.scheduler_components.batch_result_processor
-    SchedulerBatchResultProcessor._prepare_kv_cache_release(req)
-managers.scheduler_components.pool_stats_observer
-    SchedulerPoolStatsObserver.session_held_tokens
-mem_cache.memory_pool
-    MHATokenToKVPool(head_num, head_dim, layer_num, v_head_dim)
-mem_cache.unified_radix_cache
-    UnifiedRadixCache.lock(node_id)
-    UnifiedRadixCache.path_device_indices(node)
-    UnifiedRadixCache.tree_core
-    UnifiedRadixCache.unlock(lock)
 """
 SGLANG_0515 = """
 managers.schedule_batch

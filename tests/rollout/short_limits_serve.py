@@ -2,14 +2,12 @@
 
 import sys
 
-from megatron_rlspec.extensions.migration.sglang import limits as migration
 from megatron_rlspec.rollout.sglang import limits
 
 limits.BODY_SILENT = 1.0
 limits.BODY_SECONDS = 2.0
 limits.UPDATE_SILENT = 3.0
 limits.UPDATE_WAIT = 1.0
-migration.RESERVED_SECONDS = 2.0
 
 from megatron_rlspec.rollout.sglang.http import serve  # noqa: E402
 

@@ -1,7 +1,4 @@
-"""However an engine ends, no process, shared memory or file of it remains. It listens on local addresses only.
-
-Without `--extensions` it has none of their routes and commands, and imports none of their files.
-"""
+"""However an engine ends, no process, shared memory or file of it remains. It listens on local addresses only."""
 
 from __future__ import annotations
 
@@ -25,22 +22,19 @@ import tiny_mimo
 
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.extensions.migration.builders import served
-from megatron_rlspec.extensions.migration.sglang import schemas
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
+from megatron_rlspec.rollout.start import ServedEngines
 
 CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
 SERVE = "--device cpu --dtype float32 --max-total-tokens 1024 --max-running-requests 4".split()
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-# Every process of the engine writes a line for each module that it imports.
-ENVIRONMENT = ONE_THREAD | {"PYTHONPROFILEIMPORTTIME": "1"}
 LAUNCHER = f"""
 import json, sys, time
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-process = launch(sys.argv[1], sys.argv[2], arguments=sys.argv[3:], environment={ENVIRONMENT}).wait()
+process = launch(sys.argv[1], sys.argv[2], arguments=sys.argv[3:], environment={ONE_THREAD}).wait()
 print(json.dumps([process.process.pid, str(process.directory), process.url, process.api_key]), flush=True)
 time.sleep(600)
 """
@@ -129,50 +123,15 @@ def test_an_engine_listens_on_loopback_only_and_shows_its_key_nowhere(started: S
     assert not [f for f in started.directory.rglob("*") if f.is_file() and key.encode() in f.read_bytes()]
 
 
-def imported(log: Path) -> set[str]:
-    """Return the modules of extensions that the engine's processes have imported."""
-    names = {line.rpartition("|")[2].strip() for line in log.read_text(errors="replace").splitlines()}
-    assert "megatron_rlspec.rollout.sglang.scheduler.controller" in names, "the log has no imports"
-    return {name for name in names if name.startswith("megatron_rlspec.extensions")}
-
-
-ROUTES = [f"control/{name}" for name in schemas.COMMANDS]
-
-
 @pytest.mark.slow
-def test_an_engine_has_no_extension_that_it_was_not_asked_for(started: Started, tmp_path: Path, monkeypatch) -> None:
-    request = {"id": "a", "input_ids": [1, 2, 3], "sampling": {"max_new_tokens": 8}}
-    assert started.post("generate", {"requests": [request]}).status_code == 200
-    assert started.post("control/describe", {}).json()["extensions"] == []
-    for path in ROUTES:
-        answer = started.post(path, {})
-        told = answer.json()["error"]
-        assert answer.status_code == 404 and told.startswith(f'no route "/rlspec/{path}"; known are '), told
-    assert not imported(started.log)
-    assert not Path("/dev/shm", f"rlspec-kv-{started.directory.name}").exists()
+def test_an_engine_that_was_started_otherwise_is_refused(started: Started, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("RLSPEC_API_KEY", started.api_key)
-    moving = load(None, {"rollout.urls": started.url, "tail.rebalance": "kv"})
-    with pytest.raises(ConfigError, match="was started without --extensions migration"):
-        served(moving, tmp_path, GpuLayout())
     other = load(None, {"rollout.urls": started.url, "spec.verifier": "target_only"})
     with pytest.raises(ConfigError, match="spec.verifier=target_only.*started with --verifier position_keyed"):
-        served(other, tmp_path, GpuLayout())
+        ServedEngines(other, tmp_path, GpuLayout())
     fewer = load(None, {"rollout.urls": started.url, "spec.num_steps": "1", "spec.candidate_steps": "1"})
     with pytest.raises(ConfigError, match="candidate_steps=1, but .* chooses among 0,1.*--num-steps 1 --candidate"):
-        served(fewer, tmp_path, GpuLayout())
-
-
-@pytest.mark.slow
-def test_an_engine_has_the_extension_that_it_was_asked_for(model: Path, tmp_path: Path) -> None:
-    engine = start(model, tmp_path / "log", "--extensions", "migration")
-    try:
-        assert engine.post("control/describe", {}).json()["extensions"] == ["migration"]
-        assert 404 not in [engine.post(path, {}).status_code for path in ROUTES]
-        assert {"kv_moves", "reservations"} <= {name.rpartition(".")[2] for name in imported(tmp_path / "log")}
-    finally:
-        engine.launcher.kill()
-        engine.launcher.wait()
-        assert not ended(engine.directory)
+        ServedEngines(fewer, tmp_path, GpuLayout())
 
 
 @pytest.mark.slow

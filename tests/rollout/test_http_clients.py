@@ -29,7 +29,6 @@ import torch.distributed as dist
 from safetensors.torch import save
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
@@ -41,7 +40,6 @@ pytestmark = pytest.mark.slow
 CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=160)
 WEIGHTS = tiny_mimo.weights(CONFIG)
 SERVE = "--device cpu --dtype float32 --candidate-steps 0,1,2,3 --max-total-tokens 4096 --max-running-requests 16"
-SERVE += " --extensions migration"
 NORM = "model.norm.weight"
 LONG = Sampling(max_new_tokens=300, ignore_eos=True)
 
@@ -49,7 +47,7 @@ LONG = Sampling(max_new_tokens=300, ignore_eos=True)
 class Server:
     def __init__(self, process: EngineProcess) -> None:
         self.process = process
-        self.engine = MigratableSGLangEngine.of(process, timeout=120)
+        self.engine = SGLangEngine.of(process, timeout=120)
         self.headers = {"Authorization": f"Bearer {process.api_key}"}
 
     def post(self, path: str, **options: object) -> requests.Response:
@@ -82,8 +80,8 @@ class Server:
         return connection
 
     def free(self) -> int:
-        found = self.post("control/kv_audit").json()
-        return found["free"] + found["evictable"]
+        """Return the room of the KV cache that no running sample has, in tokens."""
+        return self.engine.progress().free_tokens
 
 
 def sample(name: str, tokens: int = 6) -> Request:
@@ -177,7 +175,7 @@ def alone() -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("way", [Http, GroupBroadcast])
 def test_every_transport_sends_an_update_of_its_own(server: Server, way: type[Transport]) -> None:
-    engine = MigratableSGLangEngine.of(server.process, timeout=60, transport=way())
+    engine = SGLangEngine.of(server.process, timeout=60, transport=way())
     before = server.text()
     engine.update_weights(30, tripled().items())
     assert engine.progress().version == 30 and server.text() != before
@@ -241,7 +239,7 @@ def test_an_unfinished_bucket_holds_nothing(server: Server) -> None:
     assert server.text()
 
 
-@pytest.mark.parametrize("path", ["generate", "abort", "control/kv_offer", "control/describe"])
+@pytest.mark.parametrize("path", ["generate", "abort", "control/describe"])
 def test_a_body_that_does_not_come_is_given_up(server: Server, path: str) -> None:
     with server.send(path, b"{", announced=1000) as connection:
         told = b""
@@ -265,42 +263,6 @@ def test_ids_are_the_clients_own(server: Server) -> None:
     assert found == alone
     while server.engine.progress().running:  # those whose clients left
         time.sleep(0.05)
-
-
-def offered(server: Server, name: str, upto: int) -> dict:
-    notes = [{"id": name, "tokens": [3, 4, 5], "upto": upto}]
-    return server.post("control/kv_offer", json={"version": version(server), "notes": notes}).json()["answers"][0]
-
-
-def version(server: Server) -> str:
-    return str(server.engine.progress().version)
-
-
-def test_reservations_leave_room_and_end(server: Server) -> None:
-    total = server.free()
-    sampling = Sampling(max_new_tokens=800, ignore_eos=True)
-    alone = server.engine.generate([sample("alone")], sampling)[0].response.tolist()
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.extend(server.engine.generate([sample("a")], sampling)[0].response))
-    thread.start()
-    while not server.engine.progress().running:
-        time.sleep(0.01)
-    assert "no room for" in offered(server, "all", server.free() - 100)["refused"]
-    assert "refused" not in offered(server, "most", server.free() - 600)
-    thread.join()
-    assert found == alone
-    while server.free() < total:  # the engine gives the reservation up by itself
-        time.sleep(0.1)
-
-
-def test_tokens_out_of_the_vocabulary_never_reach_the_tree(server: Server) -> None:
-    for token in (-1, 160, 1_000_000, 2**63, 2**70):
-        notes = [{"id": "a", "tokens": [3, token], "upto": 10}]
-        answer = server.post("control/kv_offer", json={"version": version(server), "notes": notes})
-        told = answer.json()
-        told = told["error"] if answer.status_code == 400 else told["answers"][0]["refused"]
-        assert "\n" not in told and "expected" in told, told
-    assert "Traceback" not in server.process.log.read_text()
 
 
 def test_weights_of_nan_are_an_error_of_the_sample(server: Server) -> None:
@@ -345,9 +307,6 @@ def hostile(server: Server, seed: int) -> None:
         "unfinished": lambda: server.send(chance.choice(["generate", "abort"]), b"{", announced=10**6).recv(1),
         "bucket": lambda: server.post(f"weights/bucket?session={token}", data=os.urandom(1000)),
         "end": lambda: server.post(f"weights/{chance.choice(['end', 'abandon'])}?session={token}"),
-        "offer": lambda: offered(server, f"x{seed}", chance.choice([10, 1000, 4000, 1 << 39])),
-        "withdraw": lambda: server.post("control/kv_withdraw", json={"ids": ["run-1", f"x{seed - 1}"]}),
-        "accept": lambda: server.post("control/kv_accept", json={"notes": [{"id": "run-1", "name": token}]}),
         "abort": lambda: server.post("abort", json={"ids": ["run-", "x", "rlspec."]}),
         "junk": lambda: server.post("generate", data=os.urandom(chance.choice([10, 10**5]))),
         "rows": lambda: server.post("generate", json={"requests": [prompt] * 5000}),

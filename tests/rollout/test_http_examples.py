@@ -10,8 +10,6 @@ from docs_pages import DOCS, blocks
 from pydantic import BaseModel
 from safetensors.torch import save_file
 
-from megatron_rlspec.extensions.migration.sglang import limits as migration_limits
-from megatron_rlspec.extensions.migration.sglang import schemas as migration
 from megatron_rlspec.rollout.sglang import limits, schemas
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 
@@ -24,7 +22,7 @@ PRELUDE = 'curl() { command curl --fail-with-body "$@"; echo; }\n'
 
 def test_the_page_has_every_command_and_field():
     text = (DOCS / PAGE).read_text()
-    commands = schemas.COMMANDS | migration.COMMANDS
+    commands = schemas.COMMANDS
     for command in commands:
         assert f"`{command}`" in text, command
     bodies: list[type[BaseModel]] = [schemas.GenerateBody, schemas.RequestBody, schemas.SamplingBody]
@@ -43,7 +41,7 @@ def test_the_page_has_every_command_and_field():
 def test_the_page_has_every_limit():
     text = (DOCS / PAGE).read_text()
     units = {"BYTES": (limits.MEGABYTE, " MiB"), "SECONDS": (1, " s"), "SILENT": (1, " s"), "WAIT": (1, " s")}
-    for name, value in (vars(limits) | vars(migration_limits)).items():
+    for name, value in vars(limits).items():
         if name.isupper() and name != "MEGABYTE":
             scale, unit = units.get(name.rpartition("_")[2], (1, ""))
             assert f"`{name}`: {value / scale:g}{unit}" in text, name

@@ -2,14 +2,11 @@
 
 import ctypes
 import os
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from train_ranks import on_ranks
 
-from megatron_rlspec.extensions.migration.sglang import folder
-from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.scheduler import mounts
 
 CLONE_NEWNS = 0x00020000
@@ -33,10 +30,3 @@ def test_ranks_with_mounts_of_their_own_are_found(own_mounts):
         assert "\n" not in said
     else:
         assert said == ""
-
-
-def test_another_file_system_is_not_the_same_shared_memory(monkeypatch):
-    here = folder.shared_memory()
-    assert here and here == folder.shared_memory()
-    monkeypatch.setattr(scratch, "SHARED_MEMORY", Path("/proc"))
-    assert folder.shared_memory() not in ("", here)

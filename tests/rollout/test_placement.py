@@ -15,8 +15,7 @@ import torch
 from megatron_rlspec import memory_estimate
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.extensions.migration import checks
-from megatron_rlspec.extensions.migration.builders import MigratableEngines, rebalancer
-from megatron_rlspec.extensions.migration.turns import calls
+from megatron_rlspec.extensions.migration.builders import rebalancer, served
 from megatron_rlspec.memory_estimate import GIB, MIB, EngineMemory, RankMemory
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.placement import GpuLayout, Need, needs, place, with_memory
@@ -64,7 +63,7 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: GpuLayout) -> lis
     monkeypatch.setattr(scratch, "MOST_BYTES", 4096)  # of an engine that binds sockets there; none does here
     monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "this would be the trainers'")
-    MigratableEngines(config, tmp_path, layout).launch()
+    served(config, tmp_path, layout).launch()
     return list(started)
 
 
@@ -135,11 +134,11 @@ def test_an_engine_of_two_gpus_and_without_gpus(monkeypatch, tmp_path):
 
 
 def test_a_second_fleet_has_the_gpus_of_the_first(monkeypatch, tmp_path):
-    options = {"tail.tp": "1,2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
+    options = {"tail.tp": "1,2", "tail.rebalance": "recompute", "tail.cost_table": "t.json", "model.path": "m"}
     config = load(None, options | {"rollout.engines": "4"})
     layout = place(tuple("abcdef"), 2, 4, 1, "auto", second=2)
     assert layout.engines == (("c",), ("d",), ("e",), ("f",)) and layout.second == (("c", "d"), ("e", "f"))
-    engines = MigratableEngines(config, tmp_path, layout)
+    engines = served(config, tmp_path, layout)
     for index in range(6):
         name = list(engines.sizes)[index]
         arguments, _ = engines._command(name, index)
@@ -155,27 +154,6 @@ def test_a_second_fleet_has_the_gpus_of_the_first(monkeypatch, tmp_path):
     assert with_memory(layout, need).mem_fraction < with_memory(alone, need).mem_fraction  # the sleeping one keeps some
 
 
-def test_calls_of_an_exchange_follow_from_the_engines_caches():
-    """Weights of 14 GiB; a token's cache has 128 KiB over all ranks."""
-    need = need_of(80, weights=14)
-    layout = GpuLayout("apart", need=need)
-    sizes = {"engine-0": 1, "second-0": 2}
-
-    def acts(tokens: int, wide: int) -> list[str]:
-        fleets = [
-            {name: SimpleNamespace(describe=lambda n=n: {"max_total_tokens": n})}
-            for name, n in (("engine-0", tokens), ("second-0", wide))
-        ]
-        return calls(layout, *fleets, sizes)
-
-    one_awake = ["leave", "sleep", "wake", "push", "arrive"]
-    assert acts(200_000, 400_000) == ["wake", "push", "move", "sleep"]  # 14 + 24 + 7 + 24 GiB, twice 2 for processes
-    assert acts(300_000, 400_000) == one_awake
-    with pytest.raises(ValueError, match="does not fit into"):
-        acts(500_000, 400_000)
-    assert calls(GpuLayout(), {}, {}, {}) == ["wake", "push", "move", "sleep"]
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -186,6 +164,7 @@ def test_calls_of_an_exchange_follow_from_the_engines_caches():
             {"rollout.urls": "http://a:1", "rollout.engines": "1"},
             "tail.tp=1,2: a second fleet needs engines that the run starts",
         ),
+        ({"tail.rebalance": "kv"}, "SGLang's move samples by recomputation: expected recompute"),
         ({"tail.rebalance": "off"}, "needs moves by tail.rule=makespan, but tail.rebalance=off"),
         ({"tail.rule": "threshold"}, "and tail.rule=threshold"),
         ({"placement.mode": "together"}, "the trainer's memory stays; expected placement.mode=apart"),
@@ -194,7 +173,7 @@ def test_calls_of_an_exchange_follow_from_the_engines_caches():
     ],
 )
 def test_a_second_fleet_that_cannot_be_is_refused(options, line):
-    good = {"tail.tp": "1,2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
+    good = {"tail.tp": "1,2", "tail.rebalance": "recompute", "tail.cost_table": "t.json", "model.path": "m"}
     config = load(None, good | {"rollout.engines": "2"})
     checks.check(config)
     assert config.second == 2
@@ -372,6 +351,6 @@ def test_ranks_hold_their_share_of_the_experts():
 
 
 def test_moves_count_the_tokens_of_a_model_with_latent_attention_as_its_placement_does(tmp_path):
-    config = load(None, {"tail.rebalance": "kv", "model.path": "m", "rollout.engines": "2"})
+    config = load(None, {"tail.rebalance": "auto", "model.path": "m", "rollout.engines": "2"})
     model = MIMO | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    assert rebalancer(config, model).transport.token_bytes == memory_estimate.token_bytes(config, model) == 37 * 576 * 2
+    assert rebalancer(config, model).token_bytes == memory_estimate.token_bytes(config, model) == 37 * 576 * 2

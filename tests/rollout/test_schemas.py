@@ -9,8 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from megatron_rlspec.extensions.migration.sglang import kv_moves
-from megatron_rlspec.extensions.migration.sglang import schemas as migration
 from megatron_rlspec.rollout.sglang import schemas
 from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors, read_entries
 from megatron_rlspec.rollout.sglang.scheduler import control
@@ -76,10 +74,9 @@ def test_what_no_schema_can_know_is_refused():
 
 def test_every_command_has_a_schema():
     assert set(schemas.COMMANDS) == set(control._COMMANDS) - {"stamp"}  # which only `weights/end` gives
-    assert migration.COMMANDS.keys() == kv_moves.COMMANDS.keys()
 
 
-COMMANDS = schemas.COMMANDS | migration.COMMANDS
+COMMANDS = schemas.COMMANDS
 SESSION = ("session", "a" * 32)
 QUERIES = [
     (schemas.BeginQuery, [], "query: scope is missing"),

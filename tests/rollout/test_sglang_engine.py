@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import subprocess
 import sys
 import threading
 import time
-import uuid
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pieces
 import pytest
-import requests as http
 import tiny_mimo
 import torch
 
 from megatron_rlspec.engine import EngineError, RequestError
-from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
-from megatron_rlspec.extensions.migration.protocol import KVTransfer, Reservation, TransferRequest
-from megatron_rlspec.extensions.migration.sglang import kv_file
 from megatron_rlspec.host import environment
 from megatron_rlspec.integrations.slime.engines import PushHealth, after_push
 from megatron_rlspec.integrations.slime.speculation import Speculation
@@ -58,7 +50,6 @@ LAUNCHES = {
     "unkeyed": ["--spec", "fixed", "--num-steps", "3", "--verifier", "target_only"],
 }
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "32"]
-SERVE += ["--extensions", "migration"]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +60,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, MigratableSGLangEngine]]:
+def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLangEngine]]:
     logs = tmp_path_factory.mktemp("logs")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RLSPEC_API_KEY", "right-key")  # of all three, and of clients that know an address only
@@ -78,7 +69,7 @@ def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             for name, arguments in LAUNCHES.items()
         }
         try:
-            yield {name: MigratableSGLangEngine.of(process.wait(), timeout=120) for name, process in processes.items()}
+            yield {name: SGLangEngine.of(process.wait(), timeout=120) for name, process in processes.items()}
         finally:
             for process in processes.values():
                 process.close()
@@ -870,7 +861,7 @@ assert "megatron_rlspec.rollout.sglang.scheduler.verifier" not in sys.modules
 
 
 def started(
-    engine: MigratableSGLangEngine,
+    engine: SGLangEngine,
     asked: list[Request],
     sampling: Sampling,
     least: int,
@@ -893,72 +884,11 @@ def started(
     return end
 
 
-def first_version(*engines: MigratableSGLangEngine) -> None:
+def first_version(*engines: SGLangEngine) -> None:
     """Give engines the same weights and version, whatever other tests have pushed."""
     target = {name: tensor for name, tensor in WEIGHTS.items() if ".mtp_layers." not in name}
     for engine in engines:
         engine.update_weights(0, (WEIGHTS if engine.describe()["speculative"] else target).items())
-
-
-def rest(asked: list[Request], begun: list[Sample]) -> list[Request]:
-    return [replace(request, partial=Partial.of(sample)) for request, sample in zip(asked, begun, strict=True)]
-
-
-def flush(engine: MigratableSGLangEngine) -> None:
-    """Empty the prefix tree, once the engine is idle."""
-    deadline = time.monotonic() + 600
-    headers = {"Authorization": "Bearer right-key"}
-    while http.post(f"{engine.url}/flush_cache", headers=headers, timeout=20).status_code != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def balanced(*engines: MigratableSGLangEngine) -> bool:
-    """Return whether every slot of idle engines is free, or in the tree."""
-    for engine in engines:
-        while (slots := engine.post("control/kv_audit"))["requests"]:
-            time.sleep(0.05)
-        if slots["free"] + slots["evictable"] != slots["total"] or slots["protected"] or slots["reserved"]:
-            return False
-    return True
-
-
-def wrong(path: str, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Rewrite a file of columns: `change` gets those of target and drafter [head, layer, key or value, column, ...]."""
-    whole = bytearray(Path(path).read_bytes())
-    size = int.from_bytes(whole[:8], "little")
-    columns = torch.frombuffer(whole, dtype=torch.uint8)[12 + size :].clone().view(torch.float32)
-    parts = columns[: len(columns) * 8 // 9], columns[len(columns) * 8 // 9 :]
-    header = msgspec.msgpack.decode(whole[12 : 12 + size], type=kv_file.Header)
-    heads = [model.heads[1] for model in header.layout.models]
-    target, drafter = (
-        part.view(n, -1, 2, header.last - header.first, 16) for n, part in zip(heads, parts, strict=True)
-    )
-    change({"target": target, "drafter": drafter})
-    head = kv_file._encoded(header, [fingerprint(head.flatten().view(torch.uint8)) for head in (*target, *drafter)])
-    prefix = len(head).to_bytes(8, "little") + zlib.crc32(head).to_bytes(4, "little")
-    Path(path).write_bytes(prefix + head + columns.numpy().tobytes())
-
-
-def negate_target(columns: dict[str, torch.Tensor]) -> None:
-    columns["target"][:, 0, 0] *= -1
-
-
-def zero_drafter(columns: dict[str, torch.Tensor]) -> None:
-    columns["drafter"].zero_()
-
-
-def shift_drafter(columns: dict[str, torch.Tensor]) -> None:
-    """Give column p the pair of column p - 1. A permutation of the columns would change nothing."""
-    columns["drafter"][:, :, :, 1:] = columns["drafter"][:, :, :, :-1].clone()
-
-
-def attentive_drafter() -> dict[str, torch.Tensor]:
-    """As `half_wrong_drafter`, but it attends to few of its columns instead of to all of them."""
-    drafter = half_wrong_drafter()
-    for name in ("q", "k"):
-        drafter[f"model.mtp_layers.0.self_attn.{name}_proj.weight"] *= 5
-    return drafter
 
 
 def fresh(n: int, tag: str, first: int) -> list[Request]:
@@ -967,140 +897,8 @@ def fresh(n: int, tag: str, first: int) -> list[Request]:
     return [Request(f"{tag}-{i:03d}.", prompt, seed=first + i) for i, prompt in enumerate(prompts)]
 
 
-@pytest.mark.slow
 @pytest.mark.lossless
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_running_samples_move_with_their_kv_cache(
-    engines: dict[str, MigratableSGLangEngine], temperature: float
-) -> None:
-    """Two stages between engines that speculate; the text is that of one that does not. The source samples unkeyed."""
-    source, target = engines["unkeyed"], engines["adaptive"]
-    assert source.node == target.node not in (source.url, target.url)
-    first_version(source, target, engines["plain"])
-    target.set_schedule(k(3))
-    asked = fresh(4, f"move{temperature:.0f}", 9000)
-    sampling = Sampling(temperature=temperature, max_new_tokens=200, ignore_eos=True)
-    ended = started(source, asked, sampling, 20)
-    grants = target.offer(
-        source.progress().version, [TransferRequest(r.id, np.asarray(r.prompt.tokens), 220) for r in asked]
-    )
-    first = source.export(grants)
-    assert not [piece for piece in target.accept(first) if piece.refused]
-    delta = source.detach([Reservation(piece.id, piece.last) for piece in first])
-    begun = ended()
-    second = target.accept(delta)
-    assert [piece.last for piece in second] == [len(sample.tokens) - 2 for sample in begun]
-    got = target.generate(rest(asked, begun), sampling)
-    equal = [a == b for a, b in zip(texts(got), texts(engines["plain"].generate(asked, sampling)), strict=True)]
-    assert equal == [temperature == 0] * 4  # a sampler that is not keyed draws another text before the move
-    assert {sample.status for sample in begun} == {"aborted"} and {len(s.response) for s in got} == {200}
-    assert balanced(source, target)
-    assert not files_of(source) and not files_of(target)
-
-
-@pytest.mark.lossless
-@pytest.mark.slow
-@pytest.mark.parametrize("before", [k(3), SpecSchedule.fixed(OFF)], ids=["k3", "off"])
-def test_rounds_after_a_move_accept_as_after_recomputation(
-    engines: dict[str, MigratableSGLangEngine], before: SpecSchedule
-) -> None:
-    """Samples leave an engine and come back after a flush, also if their drafter has not read their tokens.
-
-    Wrong columns are noticed: the target's in the text, the drafter's in the rounds.
-    """
-    engine = engines["adaptive"]
-    sampling = Sampling(temperature=0.3, max_new_tokens=90, ignore_eos=True)
-
-    def continued(tag: str, change: Callable[[dict[str, torch.Tensor]], None] | None = None) -> list[Sample]:
-        flush(engine)
-        asked = [Request(f"{tag}-{r.id}", r.prompt, r.seed) for r in cut]
-        if tag != "recompute":
-            for piece in delta:
-                path = f"{piece.path[:-32]}{uuid.uuid4().hex}"
-                shutil.copy(f"{piece.path}.0", f"{path}.0")
-                if change is not None:
-                    wrong(f"{path}.0", change)
-                (answer,) = engine.accept([KVTransfer(piece.id, path)])
-                assert not answer.refused, answer
-        found = engine.generate(rest(asked, begun), sampling)
-        engine.withdraw([piece.id for piece in delta])
-        return found
-
-    try:
-        for weights in (WEIGHTS, attentive_drafter()):
-            engine.update_weights(3, weights.items())
-            engine.set_schedule(before)
-            cut = fresh(12, "rounds", 9100)
-            ended = started(engine, cut, sampling, 20)
-            delta = engine.detach([Reservation(r.id) for r in cut])
-            begun = ended()
-            engine.set_schedule(k(3))
-            again = continued("recompute")
-            moved = continued("moved")
-            assert texts(moved) == texts(again)
-            assert [s.accepted_spans for s in moved] == [s.accepted_spans for s in again]
-            if weights is WEIGHTS:
-                assert texts(continued("negated", negate_target)) != texts(again)
-                continue
-            for tag, change in (("zeroed", zero_drafter), ("shifted", shift_drafter)):
-                spoilt = continued(tag, change)
-                assert texts(spoilt) == texts(again)
-                assert [s.accepted_spans for s in spoilt] != [s.accepted_spans for s in again]
-            assert max(len(s.accepted_spans) for s in again) > 2
-    finally:
-        engine.update_weights(0, WEIGHTS.items())
-        engine.withdraw()
-    assert not files_of(engine)
-
-
-def files_of(engine: MigratableSGLangEngine) -> list[Path]:
-    return list(Path("/dev/shm", engine.place.folder).iterdir())
-
-
-def test_refused_moves_leave_no_trace(engines: dict[str, MigratableSGLangEngine]) -> None:
-    source, target = engines["unkeyed"], engines["adaptive"]
-    first_version(source, target)
-    asked = fresh(2, "refused", 9200)
-    notes = [TransferRequest(r.id, np.asarray(r.prompt.tokens), 100) for r in asked]
-    with pytest.raises(EngineError, match="the sample has weights of version 7, this engine of version 0"):
-        target.offer(7, notes)
-    (grant, large) = target.offer(0, [notes[0], TransferRequest(asked[1].id, notes[1].tokens, 1 << 30)])
-    assert not grant.refused and large.refused.startswith("no room for ")
-    assert [piece.refused for piece in source.export([Reservation("unknown")])] == ["unknown does not decode here"]
-    ended = started(source, asked, Sampling(max_new_tokens=2000, ignore_eos=True), 30)
-    (answer,) = engines["plain"].accept(source.export([Reservation(asked[0].id)]))
-    assert "columns of another kind" in answer.refused  # it has no drafter
-    pieces = source.export([Reservation(r.id, 0) for r in asked])
-    torn = bytearray(Path(f"{pieces[0].path}.0").read_bytes())
-    torn[-1] ^= 1
-    Path(f"{pieces[0].path}.0").write_bytes(torn)
-    answers = target.accept([*pieces, KVTransfer("x", f"{Path(pieces[0].path).parent}/{'0' * 32}")])
-    assert ["checksum" in answers[0].refused, answers[1].refused, "No such file" in answers[2].refused] == [
-        True,
-        "",
-        True,
-    ]
-    (late,) = source.export([Reservation(asked[0].id, 40)])
-    (answer,) = target.accept([late])
-    assert answer.refused.startswith("columns below 40 are needed, and ")
-    (other,) = source.export([Reservation(asked[0].id)])
-    (answer,) = target.accept([replace(other, id=asked[1].id)])
-    assert f"columns of {asked[0].id}, not of {asked[1].id}" in answer.refused
-    assert not files_of(source)
-    source.export([Reservation(asked[1].id)])  # no target reads it
-    assert len(files_of(source)) == 1
-    target.withdraw()
-    source.withdraw([asked[1].id])
-    assert len(files_of(source)) == 1
-    source.withdraw()
-    assert not files_of(source)
-    source.abort()
-    ended()
-    assert balanced(source, target)
-
-
-@pytest.mark.lossless
-def test_a_sample_that_leaves_holds_no_token_after_its_end(engines: dict[str, MigratableSGLangEngine]) -> None:
+def test_a_sample_that_leaves_holds_no_token_after_its_end(engines: dict[str, SGLangEngine]) -> None:
     """The round that an abort waits for can hold a stop token; then the sample has ended."""
     stops = (2, *range(3, 160, 8))  # 2 ends every text
     sampling = Sampling(max_new_tokens=400, stop_token_ids=stops)
@@ -1114,7 +912,7 @@ def test_a_sample_that_leaves_holds_no_token_after_its_end(engines: dict[str, Mi
         while thread.is_alive():
             here = [held.id for held in engine.progress().running if held.id not in left]
             if here:
-                engine.detach([Reservation(here[0])])
+                engine.abort([here[0]])
                 left.add(here[0])
         if {sample.status for sample in samples} == {"finished", "aborted"}:
             break
@@ -1122,8 +920,6 @@ def test_a_sample_that_leaves_holds_no_token_after_its_end(engines: dict[str, Mi
     for sample in samples:
         stopped = np.flatnonzero(np.isin(sample.response, stops)).tolist()
         assert stopped == ([len(sample.response) - 1] if sample.status == "finished" else []), sample
-    engine.withdraw()
-    assert not files_of(engine)
 
 
 @pytest.mark.slow

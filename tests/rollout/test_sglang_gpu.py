@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 import requests
 import test_sglang_engine as same
-import test_sglang_moves as moves
 import test_sglang_overlap as overlap
 import tiny_mimo
 import torch
 from test_sglang_engine import CONFIG, WEIGHTS, texts
 
-from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.push.fingerprint import fingerprint
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Handles
 
@@ -29,8 +28,8 @@ KEY = "right-key"
 EXACT = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "ieee"}
 SERVE = ["--device", "cuda", "--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "32"]
 SERVE += ["--attention-backend", "triton", "--grammar-backend", "none", "--disable-prefill-cuda-graph"]
-SERVE += ["--mem-fraction-static", "0.2", "--log-level", "info", "--extensions", "migration"]
-Engines = dict[str, MigratableSGLangEngine]
+SERVE += ["--mem-fraction-static", "0.2", "--log-level", "info"]
+Engines = dict[str, SGLangEngine]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def processes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def engines(processes: dict[str, EngineProcess]) -> Engines:
-    return {name: MigratableSGLangEngine.of(process, timeout=120) for name, process in processes.items()}
+    return {name: SGLangEngine.of(process, timeout=120) for name, process in processes.items()}
 
 
 def test_rounds_overlap_and_run_in_captured_graphs(engines: Engines, processes: dict[str, EngineProcess]) -> None:
@@ -108,7 +107,7 @@ def test_logprobs_are_those_of_an_independent_model(engines: Engines, checkpoint
 def test_weights_on_the_gpu_arrive_by_every_transport(processes: dict[str, EngineProcess], way: str) -> None:
     """HTTP is the transport of the other tests."""
     transport = GroupBroadcast(backend="gloo") if way == "group" else Handles()
-    engine = MigratableSGLangEngine.of(processes["adaptive"], timeout=120, transport=transport)
+    engine = SGLangEngine.of(processes["adaptive"], timeout=120, transport=transport)
     pushed = {name: (tensor * 1.01).cuda() for name, tensor in WEIGHTS.items()}
     try:
         engine.update_weights(7, pushed.items())
@@ -117,36 +116,3 @@ def test_weights_on_the_gpu_arrive_by_every_transport(processes: dict[str, Engin
     finally:
         engine.update_weights(0, WEIGHTS.items())
     assert before != texts(engine.generate(same.requests(4), same.SAMPLINGS["T=1"]))
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("budget", [4, 2], ids=["both awake", "one awake"])
-def test_fleets_of_two_sizes_take_turns(checkpoint: Path, tmp_path: Path, budget: int) -> None:
-    """Two engines of one GPU and one of two GPUs share two cards; each fleet releases its memory while it sleeps."""
-    devices = {"a": "0", "b": "1", "wide": "0,1"}
-    options = [*SERVE, *same.LAUNCHES["adaptive"], "--enable-memory-saver", "--enable-draft-weights-cpu-backup"]
-    started: dict[str, EngineProcess] = {}
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RLSPEC_API_KEY", KEY)
-        try:
-            for name, cards in devices.items():
-                arguments = [*options, "--tp", str(len(cards.split(",")))]
-                log = tmp_path / f"{name}.log"
-                seen = EXACT | {"CUDA_VISIBLE_DEVICES": cards}
-                started[name] = launch(checkpoint, log, arguments=arguments, environment=seen)
-                started[name].wait(300)  # one after the other: each takes its share of the memory that is free then
-            engines = {name: MigratableSGLangEngine.of(process, timeout=120) for name, process in started.items()}
-            for name in ("wide", "a"):
-                before = [torch.cuda.mem_get_info(i)[0] for i in (0, 1)]
-                engines[name].sleep()
-                after = [torch.cuda.mem_get_info(i)[0] for i in (0, 1)]
-                print(
-                    f"{name} sleeps: bytes released on each card {[b - a for a, b in zip(before, after, strict=True)]}"
-                )
-                assert after[0] > before[0]
-                engines[name].wake()
-                engines[name].update_weights(0, WEIGHTS.items())
-            moves.check_turns(engines["a"], engines["b"], engines["wide"], budget)
-        finally:
-            for process in started.values():
-                process.close()

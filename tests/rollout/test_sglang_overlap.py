@@ -18,7 +18,6 @@ import test_sglang_engine as same
 import tiny_mimo
 from test_sglang_engine import CONFIG, ONE_THREAD, SERVE, WEIGHTS, k, texts
 
-from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
@@ -26,7 +25,7 @@ from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecCo
 pytestmark = pytest.mark.slow
 KEY = "right-key"
 EMULATED = {"like a GPU": ",".join(emulation.PARTS), "overlap only": "overlap"}
-Engines = dict[str, MigratableSGLangEngine]
+Engines = dict[str, SGLangEngine]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def engines(
     arguments = [*SERVE, *same.LAUNCHES["adaptive"]]
     log = tmp_path_factory.mktemp("logs") / "overlap.log"
     with emulation.launch(checkpoint, log, arguments, environment, KEY) as process:
-        yield {"adaptive": MigratableSGLangEngine.of(process.wait(), timeout=120), "plain": plain}
+        yield {"adaptive": SGLangEngine.of(process.wait(), timeout=120), "plain": plain}
 
 
 def test_the_engine_overlaps(engines: Engines) -> None:
@@ -100,11 +99,6 @@ def test_an_aborted_sample_holds_no_token_after_its_end(engines: Engines) -> Non
 def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: Engines) -> None:
     """The first sample to end, rarely several, takes part in the round that was launched before that was known."""
     same.test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines, late=3)
-
-
-@pytest.mark.parametrize("before", [k(3), SpecSchedule.fixed(OFF)], ids=["k3", "off"])
-def test_a_move_takes_the_drafters_columns(engines: Engines, before: SpecSchedule) -> None:
-    same.test_rounds_after_a_move_accept_as_after_recomputation(engines, before)
 
 
 def test_rounds_of_finished_requests_do_not_count(engines: Engines) -> None:

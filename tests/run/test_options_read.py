@@ -37,7 +37,7 @@ def runs(start, tmp_path_factory):
         "recorded": words(start, folder / "recorded", "train", ONE | ALL_ON),
         "talks": words(start, folder / "talks", "train", ONE | TALKS),
         "served": words(start, folder / "served", "train", SERVED | {"push__transport": "group"}),
-        "moved": words(start, folder / "moved", "train", SERVED | {"tail__rebalance": "kv"}),
+        "moved": words(start, folder / "moved", "train", SERVED | {"tail__rebalance": "recompute"}),
         "warm": words(start, folder / "warm", "sft", {"sft__eval_every": 0, "sft__held_out": 0} | warm),
         "judged": words(start, folder / "judged", "sft", EMBEDDED | warm | JUDGED),
         "answers": words(start, folder / "answers", "answer", EMBEDDED | answers),

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from megatron_rlspec import files
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import RolloutEngine
-from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
 from megatron_rlspec.extensions.migration.plans import rebalance
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner
-from megatron_rlspec.extensions.migration.turns import Turns, calls
+from megatron_rlspec.extensions.migration.second_fleet import SecondFleet
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.memory_estimate import token_bytes
 from megatron_rlspec.push.health import Health
@@ -26,6 +25,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.start import (
     EmbeddedEngines,
     Kind,
@@ -41,8 +41,7 @@ from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
-EXTENSION = "migration"  # by this name `rlspec serve --extensions` loads the engine's part
-Engines = dict[str, MigratableSGLangEngine]
+Engines = dict[str, SGLangEngine]
 SECOND = "second-"  # begins the names of the engines of the second size of tail.tp
 
 
@@ -58,9 +57,8 @@ def engines(budget: MakeBudget | None = None) -> dict[str, Kind]:
 
 
 def served(config: Config, run_dir: Path, layout: GpuLayout) -> StartingEngines:
-    """Return SGLang's engines of a run: the core's unless running samples move."""
-    kind = ServedEngines if config.tail.rebalance == "off" else MigratableEngines
-    return kind(config, run_dir, layout)
+    """Return SGLang's engines of a run: one fleet or two."""
+    return (TwoFleets if config.second else ServedEngines)(config, run_dir, layout)
 
 
 class FleetEngines(EmbeddedEngines):
@@ -81,101 +79,65 @@ class FleetEngines(EmbeddedEngines):
             self._fleet.close()
 
 
-class MigratableEngines(ServedEngines):
-    """SGLang's engines whose samples move, and the second fleet of `tail.tp`. See `StartingEngines`."""
-
-    client = MigratableSGLangEngine
+class TwoFleets(ServedEngines):
+    """SGLang's engines, and a second fleet on their devices, which sleeps. See `StartingEngines`."""
 
     def __init__(self, config: Config, run_dir: Path, layout: GpuLayout) -> None:
-        """Raises ConfigError also for attached engines without migration."""
         super().__init__(config, run_dir, layout)
-        self._turning: tuple[Engines, Engines] | None = None
-        for url, engine in self._attached.items():
-            if EXTENSION not in engine.describe().get("extensions", ()):
-                raise ConfigError(
-                    f"tail.rebalance={config.tail.rebalance}, but the engine at {url} was started without "
-                    f"--extensions {EXTENSION}"
-                )
-        number = (
-            config.rollout.engines * config.placement.tensor // config.second
-            if config.second
-            else 0
-        )
+        self._first: Engines = {}
+        self._second: Engines = {}
+        number = config.rollout.engines * config.placement.tensor // config.second
         self.sizes |= {f"{SECOND}{index}": config.second for index in range(number)}
 
     @property
     def own(self) -> Collection[str]:
-        """Return the names of the engines that `again` can restart: those launched, without the second fleet."""
+        """Return the names of the engines that `again` can restart: those of the first fleet."""
         return [name for name in self._processes if not name.startswith(SECOND)]
 
     def launch(self) -> None:
-        """Start the processes of the engines, except those of the second fleet."""
+        """Start the processes of the first fleet."""
         for name in self.sizes:
-            if name not in self._attached and not name.startswith(SECOND):
+            if not name.startswith(SECOND):
                 self._launch(name)
 
     def wait(self) -> Mapping[str, RolloutEngine]:
-        """Return the engines that are awake, once the second fleet sleeps, if there is one."""
-        found = super().wait()
-        if self._config.second:
-            self._start_second(found)
-        return found
+        """Return the first fleet, once the second one sleeps.
 
-    def _start_second(self, engines: Mapping[str, RolloutEngine]) -> None:
-        """Start the second fleet on the devices of `engines`, which sleep meanwhile; then it sleeps.
-
-        It starts after them, because SGLang takes its share of the memory that is free then. Raises EngineError as
-        `wait`.
+        The second one starts after the first, which sleeps meanwhile: SGLang takes its share of the memory that is free
+        then.
         """
-        first = {
-            name: engine
-            for name, engine in engines.items()
-            if isinstance(engine, MigratableSGLangEngine)
-        }
-        second: Engines = {}
+        engines = super().wait()
         try:
-            for engine in first.values():
+            for name, engine in engines.items():
+                assert isinstance(engine, SGLangEngine)
                 engine.sleep()
-            processes = {name: self._launch(name) for name in self.sizes if name.startswith(SECOND)}
+                self._first[name] = engine
+            names = [name for name in self.sizes if name.startswith(SECOND)]
+            processes = {name: self._launch(name) for name in names}
             for name, process in processes.items():
-                started = process.wait(self._startup)
-                second[name] = self.client.of(
-                    started, timeout=self._timeout, transport=self._transport
-                )
-            for engine in second.values():
+                self._second[name] = self._connected(process)
+            for engine in self._second.values():
                 engine.sleep()
-            for engine in first.values():
+            for engine in self._first.values():
                 engine.wake()
         except BaseException:
             self.close()
             raise
-        self._turning = first, second
+        return engines
 
-    def turns(self, planner: TPPlanner | None, pool: EnginePool, health: Health) -> Turns | None:
-        """Build the switch between two fleets, or None if there is one. Raises ConfigError for lack of memory."""
-        if self._turning is None or planner is None:
-            return None
-        try:
-            steps = calls(self._layout, *self._turning, self.sizes)
-        except ValueError as error:
-            raise ConfigError(
-                f"tail.tp={','.join(map(str, self._config.tail.tp))}: {error}"
-            ) from None
-        return Turns(planner, *self._turning, steps, pool, health.pusher, health.speculate)
+    def second(self, planner: TPPlanner, pool: EnginePool, health: Health) -> SecondFleet:
+        """Return the second fleet, which takes over from the first one."""
+        return SecondFleet(
+            planner, self._first, self._second, pool, health.pusher, health.speculate
+        )
 
     def _command(self, name: str, index: int) -> tuple[list[str], dict[str, str]]:
-        layout = self._layout
-        sleeps = layout.together or bool(layout.second)
-        arguments = [
-            *engine_arguments(self._config, layout, index, sleeps),
-            "--extensions",
-            EXTENSION,
-        ]
-        environment = layout.environment(index)
-        tp = self.sizes[name] if self._config.second else 1
-        if tp > 1 and not layout.engines:
-            arguments += ["--tp", str(tp)]
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(tp)
+        arguments = engine_arguments(self._config, self._layout, index, sleeps=True)
+        environment = self._layout.environment(index)
+        if self.sizes[name] > 1 and not self._layout.engines:  # on a CPU all ranks share its cores
+            arguments += ["--tp", str(self.sizes[name])]
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * self.sizes[name])
         return arguments, environment
 
 
@@ -192,11 +154,14 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
     else:
         cost = LearntCost(Roofline.of_model(hf_config, draft_vocabulary=config.drafter.vocabulary))
     modes = rebalance.WAYS[tail.rebalance]
-    if config.rollout.engine == "embedded" and isinstance(cost, LearntCost) and "kv" in modes:
-        # no clock enters a fleet's plan, so only a table tells how long a prefill takes
+    if config.rollout.engine == "sglang":
+        modes = ("recompute",)
+    elif isinstance(cost, LearntCost) and "kv" in modes:
+        # No clock enters a fleet's plan, so only a table tells how long a prefill takes.
         modes = ("kv",)
-    transport = rebalance.Transport(token_bytes=token_bytes(config, hf_config))
-    return rebalance.Rebalancer(cost, _candidates(config), transport, rule=tail.rule, modes=modes)
+    return rebalance.Rebalancer(
+        cost, _candidates(config), token_bytes(config, hf_config), rule=tail.rule, modes=modes
+    )
 
 
 def _candidates(config: Config) -> list[SpecConfig]:
@@ -244,8 +209,3 @@ def sizes_planner(config: Config, costs: SwitchCosts, ranks: int) -> TPPlanner:
     rates = Acceptance(max(1, *(candidate.num_steps for candidate in candidates))).rates
     table = CostTable.load(Path(config.tail.cost_table)).of_sizes(config.tail.tp)
     return TPPlanner(table, candidates, rates, costs, ranks)
-
-
-def _cores(ranks: int) -> str:
-    """Return SGLang's binding of an engine's ranks to CPU cores: all ranks share those of this process."""
-    return "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * ranks)

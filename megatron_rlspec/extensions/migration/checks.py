@@ -30,6 +30,10 @@ def check(config: Config, ranks: int | None = None, because: str = "") -> None:
 def _of_moves(config: Config, ranks: int | None) -> Iterator[Problem]:
     yield from _of_continued_samples(config)
     yield (
+        config.tail.rebalance == "kv" and config.rollout.engine == "sglang",
+        " is for embedded engines; SGLang's move samples by recomputation: expected recompute",
+    )
+    yield (
         config.rollout.function,
         " does not move the conversations of rollout.function; expected off",
     )

@@ -189,6 +189,7 @@ COMMANDS: dict[str, type[Strict]] = {
     "spec_rule_report": Nothing,
     "stats": Nothing,
     "not_begun": Nothing,
+    "progress": Nothing,
     "recent_rounds": Nothing,
     "fingerprints": Nothing,
     "delivered": Nothing,

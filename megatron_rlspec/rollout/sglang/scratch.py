@@ -41,13 +41,9 @@ def current() -> Path | None:
 
 def remove(directory: Path) -> None:
     """Remove the directory and the shared memory that bears its name. Safe to repeat."""
-    # SGLang's files, extensions' folders
     for name in glob.glob(f"{SHARED_MEMORY}/*{glob.escape(directory.name)}*"):
-        if os.path.isdir(name) and not os.path.islink(name):
-            shutil.rmtree(name, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                os.unlink(name)
+        with suppress(OSError):
+            os.unlink(name)
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -31,7 +31,6 @@ class Settings:
     sharpness: float = SHARPNESS[0]  # of coupled drafts, until a rule names one
     architectures: tuple[str, ...] = ()  # import SGLang's files of these alone; (): all its files
     loopback: bool = False  # torch's stores listen on the loopback address only
-    extensions: tuple[str, ...] = ()  # names of those that every process imports (`extensions.py`)
 
     @classmethod
     def from_environment(cls) -> Settings | None:
@@ -39,10 +38,8 @@ class Settings:
         if text is None:
             return None
         fields = json.loads(text or "{}")
-        return cls(
-            **fields
-            | {name: tuple(fields.get(name, ())) for name in ("architectures", "extensions")}
-        )
+        fields["architectures"] = tuple(fields.get("architectures", ()))
+        return cls(**fields)
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}

@@ -12,9 +12,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -143,7 +143,7 @@ class Fleet:
         self._sizes += [{"began": began} | change for change in self.member.changes]
         self.member.changes = []
         moved = [one for report in self.member.reports for one in report.moved]
-        self._moves += [msgspec.structs.asdict(one) | {"began": began} for one in moved]
+        self._moves += [asdict(one) | {"began": began} for one in moved]
 
     def record(self) -> dict[str, Any]:
         """Return and forget what a line of `moves.jsonl` holds, to the precision of a tick."""

@@ -30,6 +30,7 @@ from megatron_rlspec.extensions.migration.embedded.move import (
 from megatron_rlspec.extensions.migration.embedded.regroup import regroup
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import How, Rebalancer
+from megatron_rlspec.extensions.migration.plans.record import MoveRecord
 from megatron_rlspec.extensions.migration.plans.tp_planner import TPPlanner
 from megatron_rlspec.host.ranks import Pending, Ranks
 from megatron_rlspec.push.bucket import Named, buckets
@@ -63,26 +64,6 @@ class Order(msgspec.Struct, frozen=True):
     call: str = ""
     argument: Any = None
     close: bool = False
-
-
-class MoveRecord(msgspec.Struct, frozen=True):
-    """The record of one move, as a line of `moves.jsonl` has it.
-
-    bytes, ms  that arrived, and that the target spent on them
-    rounds     between the last one at the source and the first one at the target: the most of all samples
-    refused    why some samples did not move
-    """
-
-    source: str
-    target: str
-    ids: list[str]
-    how: str
-    why: str
-    tokens: int
-    bytes: int = 0
-    ms: float = 0.0
-    rounds: float = 0.0
-    refused: str = ""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -251,7 +232,7 @@ class Member:
         told = []
         for record in found:
             missed = max([self._missed.pop(id, (0, 0))[1] for id in record.ids], default=0)
-            told.append(msgspec.structs.replace(record, rounds=float(missed)))
+            told.append(replace(record, rounds=float(missed)))
         return told
 
     def _plan(self, order: Tick) -> list[Move]:
@@ -378,7 +359,7 @@ class Member:
         moved = MoveRecord(
             move.source, move.target, list(ids), move.how, why, tokens, arrival.bytes, arrival.ms
         )
-        self._moved.append(msgspec.structs.replace(moved, refused=arrival.refused))
+        self._moved.append(replace(moved, refused=arrival.refused))
 
     # ---- everything else --------------------------------------------------------------------------------------------
 

@@ -5,10 +5,8 @@ No wall clock enters a plan. Ranks that have the same loads, lengths and observa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -33,27 +31,9 @@ WORTH = 0.5  # of the latest finish: an engine that finishes earlier gives no sa
 STEPS = 64  # of one plan, at most
 TARGETS = 4  # engines that finish first, among which a step chooses
 COUNTS = 16  # numbers of samples that a step compares
-WIRE = 1.0  # GB/s that a link, and a rank, is taken to send, where it is not measured
+MISSED = 2.0  # rounds that a moved sample misses
+WIRE = 1.0  # GB/s that a rank is taken to send
 FASTEST = 4.0  # factor by which a sample may be faster, or slower, than the average
-
-
-@dataclass(frozen=True)
-class Transport:
-    """What it takes to move samples.
-
-    gigabytes_per_second  of the link between two engines; 0: not measured, so `WIRE`
-    token_bytes           of one token in the KV caches of target and drafter
-    rounds                that a moved sample misses
-    """
-
-    gigabytes_per_second: float = 0.0
-    token_bytes: int = 0
-    rounds: float = 2.0
-
-    @property
-    def rate(self) -> float:
-        """Return GB/s of a link, measured or assumed."""
-        return self.gigabytes_per_second or WIRE
 
 
 class Rebalancer:
@@ -65,21 +45,20 @@ class Rebalancer:
 
     rule "makespan": samples move where that lets the later of two engines finish earlier, by more than the cost of the
     moves and `gain` of the time. Costs are the transfer or the prefill, whichever is cheaper (`modes` restricts that),
-    and the rounds that a sample misses. A prompt that the target holds is free. Steps repeat until none pays, each
-    judged by itself, so a plan that follows a plan is empty.
+    and the rounds that a sample misses. A prompt that the target runs already is free. Steps repeat until none pays,
+    each judged by itself, so a plan that follows a plan is empty.
 
-    Under both rules no KV cache travels between engines that share no memory (`Load.node`).
-
-    cost        a `Roofline`, a `LearntCost`, or a `CostTable`. Of a table of several tensor-parallel sizes, an engine
-                has the rounds of its own size (`Load.tp`)
-    candidates  the configurations that engines choose from
+    cost         a `Roofline`, a `LearntCost`, or a `CostTable`. Of a table of several tensor-parallel sizes, an engine
+                 has the rounds of its own size (`Load.tp`)
+    candidates   the configurations that engines choose from
+    token_bytes  of one token in the KV caches of target and drafter
     """
 
     def __init__(
         self,
         cost: Cost,
         candidates: Sequence[SpecConfig],
-        transport: Transport = Transport(),
+        token_bytes: int = 0,
         *,
         gain: float = GAIN,
         rule: Rule = "makespan",
@@ -87,31 +66,23 @@ class Rebalancer:
     ) -> None:
         self.cost = cost
         self.candidates = tuple(candidates)
-        self.transport = transport
+        self.token_bytes = token_bytes
         self.gain = gain
         self.rule = rule
         self.modes = tuple(modes)
-        self.ms_per_unit = 1.0 if isinstance(cost, CostTable) else 0.0  # 0: not known
         self._acceptance = Acceptance(max(1, *(config.num_steps for config in candidates)))
         self._timed: set[int] = set()  # sizes of which rounds were observed
-        self.renew()
+        self._renew()
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """Compute how fast engines are from the costs and the acceptance known by now."""
-        tables = (
-            {tp: self.cost.at(tp) for tp in self.cost.tps}
-            if isinstance(self.cost, CostTable)
-            else {}
-        )
-        self._paces = {tp: Pace(table, self.candidates, self.rates) for tp, table in tables.items()}
-        self.pace = (
-            self._paces[self.sizes[0]] if tables else Pace(self.cost, self.candidates, self.rates)
-        )
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return the tensor-parallel sizes of the table; () without a table."""
-        return self.cost.tps if isinstance(self.cost, CostTable) else ()
+        self._paces: dict[int, Pace] = {}
+        if isinstance(self.cost, CostTable):
+            for tp in self.cost.tps:
+                self._paces[tp] = Pace(self.cost.at(tp), self.candidates, self.rates)
+            self.pace = self._paces[self.cost.tps[0]]
+        else:
+            self.pace = Pace(self.cost, self.candidates, self.rates)
 
     @property
     def rates(self) -> list[float]:
@@ -135,31 +106,16 @@ class Rebalancer:
             if s.ms > 0 and s.rounds > 0 and s.batch > 0:
                 timed.append(s)
         if timed and isinstance(self.cost, CostTable):
-            own = self.sizes[0] if len(self.sizes) == 1 else tp
-            self._timed |= {own} if own is not None else set()
-            self.cost = self.cost.calibrated(timed, own, like=set(self.sizes) - self._timed)
-        elif timed:
-            if isinstance(self.cost, LearntCost):
-                for s in timed:
-                    self.cost.add(s.config, s.batch, s.context_tokens, s.ms / s.rounds)
-                self.cost.fit()
-            units = [
-                float(self.cost.grid([s.config], np.array(s.batch), np.array(s.context_tokens))[0])
-                for s in timed
-            ]
-            self.ms_per_unit = float(
-                np.median([s.ms / s.rounds / u for s, u in zip(timed, units, strict=True)])
-            )
-        self.renew()
-
-    def moved(self, transfers: Iterable[tuple[int, float]]) -> None:
-        """Learn the bandwidth of a link from transfers: (bytes, ms) each. The newest count half."""
-        for size, ms in transfers:
-            if size > 0 and ms > 0:
-                known = self.transport.gigabytes_per_second
-                measured = size / ms / 1e6
-                rate = math.sqrt(known * measured) if known else measured
-                self.transport = replace(self.transport, gigabytes_per_second=rate)
+            sizes = self.cost.tps
+            size = sizes[0] if len(sizes) == 1 else tp
+            if size is not None:
+                self._timed.add(size)
+            self.cost = self.cost.calibrated(timed, size, like=set(sizes) - self._timed)
+        elif timed and isinstance(self.cost, LearntCost):
+            for s in timed:
+                self.cost.add(s.config, s.batch, s.context_tokens, s.ms / s.rounds)
+            self.cost.fit()
+        self._renew()
 
     def threshold(self, loads: Sequence[Load]) -> int:
         """Return the samples from which on one more adds little throughput, at the mean context of `loads`."""
@@ -176,70 +132,13 @@ class Rebalancer:
             return self._by_threshold(loads)
         if not any(load.running for load in loads):
             return []
-        state = _State(self, loads, lengths, cap)
+        search = Search(self, loads, lengths, cap)
         for _ in range(STEPS):
-            step = state.best_step()
+            step = search.best_step()
             if step is None:
                 break
-            state.apply(*step)
-        return state.moves()
-
-    def finish(self, loads: Sequence[Load], lengths: Lengths, cap: int) -> float:
-        """Return the expected time to the end of the last sample."""
-        running = any(load.running for load in loads)
-        return float(_State(self, loads, lengths, cap).finish.max()) if running else 0.0
-
-    def charge(self, loads: Sequence[Load], moves: Sequence[Move]) -> float:
-        """Return the time that the most burdened target needs to take in what moves to it."""
-        by_name = {load.engine: load for load in loads}
-        samples = {held.id: held for load in loads for held in load.running}
-        spent: dict[str, float] = {}
-        for move in moves:
-            target = by_name[move.target]
-            moved = [samples[name] for name in move.ids]
-            apart = by_name[move.source].node != target.node
-            work = sum(self.work(held.context, target, apart)[0] for held in moved)
-            batch = np.array(len(target.running) + len(moved))
-            missed = self.transport.rounds * float(
-                self.pace_of(target).per_round(batch, _mean_context(moved))
-            )
-            spent[move.target] = spent.get(move.target, 0.0) + work + missed
-        return max(spent.values(), default=0.0)
-
-    def work(self, tokens: float, target: Load, apart: bool = False) -> tuple[float, How]:
-        """Return the cheaper way to bring `tokens` tokens of a sample to another engine, and its time; see `ways`."""
-        ways = self.ways(np.array([tokens]), target, np.array([apart]))
-        how = min(ways, key=lambda way: float(ways[way][0]))
-        return float(ways[how][0]), how
-
-    def ways(self, tokens: np.ndarray, target: Load, apart: np.ndarray) -> dict[How, np.ndarray]:
-        """Return the time of each way, as `work`, for every one of several samples.
-
-        apart  whether a sample is on an engine that shares no memory with the target: its transfer takes for ever
-
-        While the length of a unit of time is not known, a transfer is taken to last as long as a prefill.
-        """
-        found: dict[How, np.ndarray] = {"recompute": self._prefill(tokens, target)}
-        found["kv"] = found["recompute"]
-        size = tokens * self.transport.token_bytes
-        if self.ms_per_unit or not size.any():
-            found["kv"] = size / (self.transport.rate * 1e6 * (self.ms_per_unit or 1.0))
-        found["kv"] = np.where(apart, np.inf, found["kv"])
-        return {how: times for how, times in found.items() if how in self.modes}
-
-    def _prefill(self, tokens: np.ndarray, target: Load) -> np.ndarray:
-        if isinstance(self.cost, CostTable):
-            tp = target.tp if target.tp in self.sizes else self.sizes[0]
-            try:
-                return np.array([self.cost.prefill_ms(n, tp=tp) for n in tokens.tolist()])
-            except (
-                CostTableError
-            ):  # no prefill was measured: as in the largest round of plain decoding
-                most = BATCHES[-1:]
-                times: np.ndarray = tokens * self.pace_of(target).per_round(most, tokens) / most
-                return times
-        roofline = self.cost.fitted if isinstance(self.cost, LearntCost) else self.cost
-        return roofline.target_ms(tokens, tokens) * (1 + roofline.drafter)
+            search.apply(step)
+        return search.moves()
 
     def _by_threshold(self, loads: Sequence[Load]) -> list[Move]:
         threshold = self.threshold(loads)
@@ -252,52 +151,63 @@ class Rebalancer:
                 break
             order = order[1:-1]
             if largest.version == smallest.version:
-                chosen = sorted(
-                    largest.running, key=lambda held: (held.context, held.accept, held.id)
-                )[:count]
-                moves += self.by_way(largest, smallest, [(held, held.context) for held in chosen])
+                samples = sorted(largest.running, key=lambda s: (s.context, s.accept, s.id))[:count]
+                tokens = np.array([held.context for held in samples])
+                ids = [held.id for held in samples]
+                moves += self.by_way(largest, smallest, ids, tokens)
         return moves
 
-    def by_way(self, source: Load, target: Load, chosen: Sequence[tuple[Held, int]]) -> list[Move]:
-        """Return at most two moves, one by KV and one by recomputation. `chosen`: samples, and tokens to bring over."""
-        ways: dict[How, list[str]] = {}
-        for held, tokens in chosen:
-            time, how = self.work(tokens, target, source.node != target.node)
-            if time < math.inf:
-                ways.setdefault(how, []).append(held.id)
-        return [
-            Move(source.engine, target.engine, tuple(ids), how) for how, ids in sorted(ways.items())
-        ]
+    def ways(self, tokens: np.ndarray, target: Load) -> dict[How, np.ndarray]:
+        """Return the time of each allowed way to bring samples of `tokens` [n] tokens to another engine.
+
+        Without a table a unit of time has no length. Then a transfer is taken to last as long as a prefill.
+        """
+        prefill = self._prefill(tokens, target)
+        times: dict[How, np.ndarray] = {}
+        if "kv" in self.modes:
+            known = isinstance(self.cost, CostTable)
+            times["kv"] = tokens * self.token_bytes / (WIRE * 1e6) if known else prefill
+        if "recompute" in self.modes:
+            times["recompute"] = prefill
+        return times
+
+    def _prefill(self, tokens: np.ndarray, target: Load) -> np.ndarray:
+        if isinstance(self.cost, CostTable):
+            tp = target.tp if target.tp in self._paces else self.cost.tps[0]
+            try:
+                return np.array([self.cost.prefill_ms(n, tp=tp) for n in tokens.tolist()])
+            except CostTableError:
+                # No prefill was measured: take it as in the largest round of plain decoding.
+                most = BATCHES[-1:]
+                times: np.ndarray = tokens * self.pace_of(target).per_round(most, tokens) / most
+                return times
+        roofline = self.cost.fitted if isinstance(self.cost, LearntCost) else self.cost
+        return roofline.target_ms(tokens, tokens) * (1 + roofline.drafter)
+
+    def by_way(
+        self, source: Load, target: Load, ids: Sequence[str], tokens: np.ndarray
+    ) -> list[Move]:
+        """Return at most two moves, one by KV and one by recomputation. `tokens` [n]: to bring over, of each sample."""
+        times = self.ways(tokens, target)
+        cheapest = np.stack(list(times.values())).argmin(0)
+        moves = []
+        for number, how in enumerate(times):
+            chosen = tuple(ids[i] for i in np.flatnonzero(cheapest == number))
+            if chosen:
+                moves.append(Move(source.engine, target.engine, chosen, how))
+        return moves
 
 
 def held_of(request: Request) -> Held:
     """Describe a sample by its request, as it was when its engine got it."""
     prompt = len(request.prompt.tokens)
-    begun = request.partial
-    drawn, accepted = (0, ()) if begun is None else (len(begun.response), begun.accepted)
-    accept = accept_length(accepted) if any(accepted) else 1.0
-    return Held(request.id, prompt, prompt + drawn, accept, request.prompt.id)
-
-
-def _mean_context(running: Sequence[Held]) -> float:
-    return float(np.mean([held.context for held in running]))
-
-
-def after(loads: Sequence[Load], moves: Sequence[Move]) -> list[Load]:
-    """Return the loads as they are when all moves have succeeded."""
-    where = {held.id: (load.engine, held) for load in loads for held in load.running}
-    for move in moves:
-        for id in move.ids:
-            where[id] = (move.target, where[id][1])
-    here: dict[str, list[Held]] = {load.engine: [] for load in loads}
-    for engine, held in where.values():
-        here[engine].append(held)
-    result = []
-    for load in loads:
-        running = tuple(here[load.engine])
-        used = sum(held.context for held in running) - sum(held.context for held in load.running)
-        result.append(replace(load, running=running, free_tokens=load.free_tokens - used))
-    return result
+    context = prompt
+    accept = 1.0
+    if request.partial is not None:
+        context += len(request.partial.response)
+        if any(request.partial.accepted):
+            accept = accept_length(request.partial.accepted)
+    return Held(request.id, prompt, context, accept, request.prompt.id)
 
 
 class Running:
@@ -312,50 +222,61 @@ class Running:
     """
 
     def __init__(self, loads: Sequence[Load], lengths: Lengths, cap: int) -> None:
-        found = [(held, i) for i, load in enumerate(loads) for held in load.running]
-        average = float(np.mean([held.accept for held, _ in found]))
-        prompt = int(np.mean([held.prompt for held, _ in found]))
-        found.sort(key=lambda one: one[0].id)
-        self.held = [held for held, _ in found]
-        self.origin = np.array([i for _, i in found])
+        located = [(held, i) for i, load in enumerate(loads) for held in load.running]
+        located.sort(key=lambda pair: pair[0].id)
+        self.held = [held for held, _ in located]
+        self.origin = np.array([i for _, i in located])
         self.prompt = np.array([held.prompt for held in self.held])
         self.context = np.array([held.context for held in self.held])
-        groups = np.unique([held.group for held in self.held])
-        self.group = np.searchsorted(groups, [held.group for held in self.held])
-        self.group[[held.group < 0 for held in self.held]] = -1
-        drawn = self.context - self.prompt
-        lengths = lengths.beside(drawn.tolist())
-        remaining = np.array([lengths.remaining(n, cap) for n in drawn.tolist()])
-        speed = np.array(
-            [
-                held.accept / average if held.accept > 0 and average > 0 else 1.0
-                for held in self.held
-            ]
-        )
+        prompts = np.array([held.group for held in self.held])
+        self.group = np.searchsorted(np.unique(prompts), prompts)
+        self.group[prompts < 0] = -1
+        response = self.context - self.prompt
+        lengths = lengths.beside(response.tolist())
+        remaining = np.array([lengths.remaining(n, cap) for n in response.tolist()])
+        accept = np.array([held.accept for held in self.held])
+        average = accept.mean()
+        speed = np.where((accept > 0) & (average > 0), accept / max(average, 1e-9), 1.0)
         self.needs = self.context + remaining
         self.left = remaining / speed
+        # Times are counted in tokens of an average sample, the last one for a sample that waits.
         most = max(cap, 2)
-        grids = (
-            np.geomspace(1, most, 16),
-            np.linspace(0, most, 65),
-            np.geomspace(most, FASTEST * most, 12),
+        self.times = np.unique(
+            np.concatenate(
+                [
+                    np.geomspace(1, most, 16),
+                    np.linspace(0, most, 65),
+                    np.geomspace(most, FASTEST * most, 12),
+                ]
+            )
         )
-        self.times = np.unique(np.concatenate(grids))
         speed = np.append(np.clip(speed, 1 / FASTEST, FASTEST), 1.0)
         tokens = speed[:, None] * self.times
-        done = np.append(drawn, 0)[:, None]
+        done = np.append(response, 0)[:, None]
         most_tokens = np.maximum(cap - done, 0)
         alive = np.where(tokens < most_tokens, lengths.survival(done, tokens), 0.0)
-        context = np.append(self.context, prompt)[:, None] + np.minimum(tokens, most_tokens)
-        both = terms(alive, context)
-        self.terms = both[:, :-1]
-        self.fresh = both[:, -1]
+        begun = np.append(self.context, int(self.prompt.mean()))[:, None]
+        every = terms(alive, begun + np.minimum(tokens, most_tokens))
+        self.terms = every[:, :-1]
+        self.fresh = every[:, -1]
 
 
-class _State:
+class Step(NamedTuple):
+    """A move that saves time. `samples`: indices in `Running`."""
+
+    saved: float
+    source: int
+    target: int
+    samples: np.ndarray
+
+
+class Search:
     """A search for moves that let engines finish earlier. It notes where samples are, step by step.
 
+    here    samples of each of E engines, in the order of their ids
     finish  [E] expected times to the end of the engines' last samples
+    groups  [E, G + 1] whether an engine runs a sample of a prompt; the last column is that of unknown prompts
+    sums    [3, E, T] of `pace.terms`
     """
 
     def __init__(
@@ -365,177 +286,129 @@ class _State:
         self.loads = list(loads)
         self.all = Running(loads, lengths, cap)
         self.paces = [planner.pace_of(load) for load in loads]
-        self.nodes = np.unique([load.node for load in loads], return_inverse=True)[1]
         self.free = [load.free_tokens for load in loads]
         self.waits = [self.all.fresh * load.waiting for load in loads]
-        order = np.argsort(self.all.origin, kind="stable")
-        firsts = np.searchsorted(self.all.origin[order], np.arange(1, len(loads)))
-        self.here = np.split(order, firsts)  # engine -> its samples, in the order of their ids
-        # those that an engine holds
+        self.here = [np.flatnonzero(self.all.origin == i) for i in range(len(loads))]
         self.groups = np.zeros((len(loads), int(self.all.group.max()) + 2), bool)
         self.sums = np.zeros((3, len(loads), len(self.all.times)))
         self.finish = np.zeros(len(loads))
-        self._changes = [0] * len(loads)
-        # source -> it and its targets, by their changes
-        self._stuck: dict[int, list[tuple[int, int]]] = {}
-        self._refresh(range(len(loads)))
+        for i in range(len(loads)):
+            self._refresh(i)
 
-    def _refresh(self, changed: Sequence[int]) -> None:
-        """Compute what is known of engines that have changed."""
-        for i in changed:
-            self.sums[:, i] = self.all.terms[:, self.here[i]].sum(1) + self.waits[i]
-            self.groups[i] = False
-            self.groups[i, self.all.group[self.here[i]]] = True
-            self.groups[i, -1] = False  # the column of unknown groups
-            self._changes[i] += 1
-        for pace in dict.fromkeys(self.paces[i] for i in changed):
-            alike = [i for i in changed if self.paces[i] is pace]
-            self.finish[alike] = drained(pace, self.all.times, self.sums[:, alike])
+    def _refresh(self, i: int) -> None:
+        """Compute what is known of an engine whose samples have changed."""
+        self.sums[:, i] = self.all.terms[:, self.here[i]].sum(1) + self.waits[i]
+        self.groups[i] = False
+        self.groups[i, self.all.group[self.here[i]]] = True
+        self.groups[i, -1] = False
+        self.finish[i] = drained(self.paces[i], self.all.times, self.sums[:, i : i + 1])[0]
 
-    def best_step(self) -> tuple[int, int, np.ndarray] | None:
-        """Return (source, target, samples) of the step that saves most, from the engine that finishes last; or None."""
-        rising = np.argsort(self.finish, kind="stable").tolist()
+    def best_step(self) -> Step | None:
+        """Return the step that saves most, from the engine that finishes last; None if none pays."""
         latest = self.finish.max()
         for source in np.argsort(-self.finish, kind="stable").tolist():
             if self.finish[source] < WORTH * latest:
                 break
-            targets = self._targets(source, rising)
-            known = [(i, self._changes[i]) for i in (source, *targets)]
-            if not targets or self._stuck.get(source) == known:
-                continue
-            step = _Source(self, source).best_step(targets)
-            if step is not None:
-                return source, *step
-            self._stuck[source] = known
+            steps = [self._step(source, target) for target in self._targets(source)]
+            paying = [step for step in steps if step is not None]
+            if paying:
+                return max(paying, key=lambda step: step.saved)
         return None
 
-    def _targets(self, source: int, rising: Sequence[int]) -> list[int]:
+    def _targets(self, source: int) -> list[int]:
         """Return the engines that finish first, and before `source`, of those that can take its samples."""
-        found: list[int] = []
-        anywhere = "recompute" in self.planner.modes
-        if len(self.here[source]):
-            for target in rising:
-                if len(found) == TARGETS or self.finish[target] >= self.finish[source]:
-                    break
-                reached = anywhere or self.nodes[target] == self.nodes[source]
-                if reached and self.loads[target].version == self.loads[source].version:
-                    found.append(target)
-        return found
+        targets: list[int] = []
+        if not len(self.here[source]):
+            return targets
+        for target in np.argsort(self.finish, kind="stable").tolist():
+            if len(targets) == TARGETS or self.finish[target] >= self.finish[source]:
+                break
+            if self.loads[target].version == self.loads[source].version:
+                targets.append(target)
+        return targets
 
-    def new_tokens(self, samples: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Return the tokens to bring over: without the prompt, where an engine runs a sample of it (`known` [G])."""
-        found: np.ndarray = (
-            self.all.context[samples] - self.all.prompt[samples] * known[self.all.group[samples]]
-        )
-        return found
+    def _step(self, source: int, target: int) -> Step | None:
+        """Return the best move from one engine to another, or None if none pays."""
+        samples = self.here[source]
+        counts = np.unique(np.linspace(1, len(samples), COUNTS).round().astype(int))
+        finish = self.finish[source]
+        least = self.planner.gain * finish
+        soon = np.argsort(self.all.left[samples], kind="stable")
+        cheap = np.argsort(self.new_tokens(samples, self.groups[target]), kind="stable")
+        works: np.ndarray | None = None
+        best: Step | None = None
+        for order in (cheap, soon[::-1], soon):
+            # The first k samples move, for each k of `counts`.
+            needs = self.all.needs[samples[order]].cumsum()[counts - 1]
+            arriving, staying = self._split(source, order, counts)
+            possible = (finish - staying > least) & (needs <= self.free[target])
+            if not possible.any():
+                continue
+            if works is None:
+                works = self.works(samples, target)
+                missed = self.missed(samples, target, counts)
+            sums = arriving + self.sums[:, target, None]
+            later = drained(self.paces[target], self.all.times, sums)
+            later += works[order].cumsum()[counts - 1] + missed
+            saved = np.where(possible, finish - np.maximum(staying, later), -np.inf)
+            i = int(saved.argmax())
+            if saved[i] > least and (best is None or saved[i] > best.saved):
+                best = Step(float(saved[i]), source, target, samples[order[: counts[i]]])
+        return best
+
+    def _split(
+        self, source: int, order: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each k of `counts` [K] the terms [3, K, T] of the first k samples, and when the rest ends."""
+        ordered = self.all.terms[:, self.here[source][order]]
+        arriving = ordered.cumsum(1)[:, counts - 1]
+        nothing = np.zeros_like(ordered[:, :1])
+        from_the_end = np.concatenate([nothing, ordered[:, ::-1].cumsum(1)], 1)
+        rest = from_the_end[:, len(order) - counts] + self.waits[source][:, None]
+        return arriving, drained(self.paces[source], self.all.times, rest)
+
+    def new_tokens(self, samples: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """Return the tokens to bring over, without prompts of which the target runs a sample (`groups` [G + 1])."""
+        free = self.all.prompt[samples] * groups[self.all.group[samples]]
+        tokens: np.ndarray = self.all.context[samples] - free
+        return tokens
 
     def works(self, samples: np.ndarray, target: int) -> np.ndarray:
         """Return the times in which samples come to an engine."""
-        apart = self.nodes[self.all.origin[samples]] != self.nodes[target]
-        ways = self.planner.ways(
-            self.new_tokens(samples, self.groups[target]), self.loads[target], apart
+        tokens = self.new_tokens(samples, self.groups[target])
+        times: np.ndarray = np.minimum.reduce(
+            list(self.planner.ways(tokens, self.loads[target]).values())
         )
-        found: np.ndarray = np.minimum.reduce(list(ways.values()))
-        return found
+        return times
 
     def missed(self, samples: np.ndarray, target: int, counts: np.ndarray) -> np.ndarray:
         """Return the time of the rounds that moved samples miss, for `counts` of `samples`."""
         length = float(np.mean(self.all.context[samples]))
-        rounds = self.paces[target].per_round(len(self.here[target]) + counts, length)
-        return self.planner.transport.rounds * rounds
+        return MISSED * self.paces[target].per_round(len(self.here[target]) + counts, length)
 
-    def apply(self, source: int, target: int, samples: np.ndarray) -> None:
-        used = int(self.all.context[samples].sum())
-        self.here[source] = np.setdiff1d(self.here[source], samples)
-        self.here[target] = np.union1d(self.here[target], samples)
-        self.free[source] += used
-        self.free[target] -= used
-        self._refresh((source, target))
+    def apply(self, step: Step) -> None:
+        used = int(self.all.context[step.samples].sum())
+        self.here[step.source] = np.setdiff1d(self.here[step.source], step.samples)
+        self.here[step.target] = np.union1d(self.here[step.target], step.samples)
+        self.free[step.source] += used
+        self.free[step.target] -= used
+        self._refresh(step.source)
+        self._refresh(step.target)
 
     def moves(self) -> list[Move]:
         """Return the moves from where samples were to where they are now."""
-        found: dict[tuple[int, int], list[Move]] = {}
-        for target, here in enumerate(self.here):
-            origin = self.all.origin[here]
-            # groups of the samples that were there from the start
-            known = np.zeros(self.groups.shape[1], bool)
-            known[self.all.group[here[origin == target]]] = True
-            known[-1] = False
-            for source in np.unique(origin[origin != target]).tolist():
-                samples = here[origin == source]
-                tokens = self.new_tokens(samples, known).tolist()
-                chosen = [(self.all.held[i], n) for i, n in zip(samples, tokens, strict=True)]
-                found[source, target] = self.planner.by_way(
-                    self.loads[source], self.loads[target], chosen
-                )
-        return [move for _, moves in sorted(found.items()) for move in moves]
-
-
-class _Source:
-    """An engine from which the first samples of some order may move: what does not depend on the target.
-
-    counts  numbers of samples that are compared
-    """
-
-    def __init__(self, state: _State, source: int) -> None:
-        self.state = state
-        self.samples = state.here[source]
-        self.finish = state.finish[source]
-        self.waits = state.waits[source]
-        self.pace = state.paces[source]
-        count = len(self.samples)
-        self.counts = np.unique(np.linspace(1, count, COUNTS).round().astype(int))
-        self.soon = np.argsort(state.all.left[self.samples], kind="stable")
-        self._known: dict[bytes, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-
-    def best_step(self, targets: Sequence[int]) -> tuple[int, np.ndarray] | None:
-        """Return the target and the samples that save most time, or None if none pays."""
-        best: tuple[float, int, np.ndarray] | None = None
-        for target in targets:
-            step = self._step(target)
-            if step is not None and (best is None or (step[0], -target) > (best[0], -best[1])):
-                best = step[0], target, step[1]
-        return None if best is None else best[1:]
-
-    def _step(self, target: int) -> tuple[float, np.ndarray] | None:
-        """Return (time saved, samples) of the best move to an engine, or None if none pays."""
-        state = self.state
-        cheap = np.argsort(state.new_tokens(self.samples, state.groups[target]), kind="stable")
-        # those that come cheap, long ones, and those that end soon first
-        orders = [cheap, self.soon[::-1], self.soon]
-        least = state.planner.gain * self.finish
-        best: tuple[float, np.ndarray] | None = None
-        works: np.ndarray | None = None
-        for order in orders:
-            arriving, staying, needs = self._parts(order)
-            tried = np.flatnonzero((self.finish - staying > least) & (needs <= state.free[target]))
-            if not len(tried):
-                continue
-            if works is None:
-                works = state.works(self.samples, target)
-                missed = state.missed(self.samples, target, self.counts)
-            sums = arriving[:, tried] + state.sums[:, target, None]
-            later = drained(state.paces[target], state.all.times, sums)
-            later += np.cumsum(works[order])[self.counts - 1][tried] + missed[tried]
-            saved = self.finish - np.maximum(staying[tried], later)
-            i = int(saved.argmax())
-            if saved[i] > least and (best is None or saved[i] > best[0]):
-                best = float(saved[i]), self.samples[order[: self.counts[tried[i]]]]
-        return best
-
-    def _parts(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return, for the first k samples of an order: their terms' sums, when the rest finishes, and their tokens."""
-        key = order.tobytes()
-        if key not in self._known:
-            everything = self.state.all
-            terms = everything.terms[:, self.samples[order]]
-            first = terms.cumsum(1)[:, self.counts - 1]
-            rest = np.concatenate([np.zeros_like(terms[:, :1]), terms[:, ::-1].cumsum(1)], 1)
-            rest = rest[:, len(order) - self.counts] + self.waits[:, None]
-            staying = drained(self.pace, everything.times, rest)
-            self._known[key] = (
-                first,
-                staying,
-                np.cumsum(everything.needs[self.samples[order]])[self.counts - 1],
-            )
-        return self._known[key]
+        moves: list[Move] = []
+        for source in range(len(self.loads)):
+            for target in range(len(self.loads)):
+                origin = self.all.origin[self.here[target]]
+                samples = self.here[target][origin == source]
+                if source == target or not len(samples):
+                    continue
+                # Prompts of samples that were there from the start are free.
+                groups = np.zeros(self.groups.shape[1], bool)
+                groups[self.all.group[self.here[target][origin == target]]] = True
+                groups[-1] = False
+                tokens = self.new_tokens(samples, groups)
+                ids = [self.all.held[i].id for i in samples]
+                moves += self.planner.by_way(self.loads[source], self.loads[target], ids, tokens)
+        return moves

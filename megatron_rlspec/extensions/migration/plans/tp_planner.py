@@ -16,12 +16,10 @@ from megatron_rlspec.extensions.migration.plans.pace import Pace, drained
 from megatron_rlspec.extensions.migration.plans.rebalance import (
     GAIN,
     How,
-    Rebalancer,
     Running,
-    after,
 )
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
-from megatron_rlspec.types import Held, Load, Move, SpecConfig
+from megatron_rlspec.types import Held, Load, SpecConfig
 
 
 @dataclass(frozen=True)
@@ -64,52 +62,6 @@ class Change:
     stay_ms: float
     finish_ms: float
     cost_ms: float
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What is done for the last samples of engines that cannot change their size; nothing without moves and a change.
-
-    moves      between the engines that are awake
-    change     another fleet on the same devices takes over (`exchange`)
-    saving_ms  by which the last sample is expected to end earlier, the cost of the way included
-    """
-
-    saving_ms: float = 0.0
-    moves: tuple[Move, ...] = ()
-    change: Change | None = None
-
-
-def choose(
-    rebalancer: Rebalancer,
-    planner: TPPlanner | None,
-    loads: Sequence[Load],
-    lengths: Lengths,
-    cap: int,
-) -> Choice:
-    """Choose what lets the last sample end earliest.
-
-    rebalancer  knows the sizes of all engines (`Rebalancer.sizes`), and counts in ms
-    planner     decides on the size of the fleet that shares its devices with a sleeping one: the engines of the
-                smallest size among `loads`; None: there is none
-    """
-    best = Choice()
-    moves = tuple(rebalancer.plan(loads, lengths, cap))
-    if moves:
-        before = rebalancer.finish(loads, lengths, cap)
-        later = rebalancer.finish(after(loads, moves), lengths, cap) + rebalancer.charge(
-            loads, moves
-        )
-        best = Choice(max(before - later, 0.0), moves)  # 0: only engines that end earlier gain
-    tp = min(load.tp for load in loads)
-    change = (
-        planner.decide([load for load in loads if load.tp == tp], tp, lengths, cap)
-        if planner
-        else None
-    )
-    if change is not None and change.stay_ms - change.finish_ms > best.saving_ms:
-        best = Choice(change.stay_ms - change.finish_ms, change=change)
-    return best
 
 
 class TPPlanner:

@@ -29,6 +29,8 @@ from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import known_key
 from megatron_rlspec.speculation.acceptance import delivered, pooled, runs
 from megatron_rlspec.types import (
+    Held,
+    Load,
     Partial,
     Request,
     RoundStats,
@@ -276,6 +278,19 @@ class SGLangEngine(Connection):
 
     def not_begun(self) -> list[str]:
         return self.field("control/not_begun", "ids", list)
+
+    def progress(self) -> Load:
+        """Return what the engine decodes now, what waits, and its free room.
+
+        A resumed sample's `prompt` includes what it was resumed with.
+        """
+        answer = self.post("control/progress")
+        try:
+            running = tuple(Held(*row) for row in answer["running"])
+            sizes = answer["waiting"], answer["free_tokens"], int(answer["version"]), answer["tp"]
+            return Load(self.url, running, *sizes)
+        except (KeyError, TypeError, ValueError):
+            raise self.not_an_engine("control/progress", answer) from None
 
     def stats(self) -> list[RoundStats]:
         rounds = self.field("control/stats", "rounds", list)

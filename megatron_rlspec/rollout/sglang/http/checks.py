@@ -1,4 +1,4 @@
-"""Check the options of `rlspec serve`: address, extensions, and the model directories. SGLang is not imported."""
+"""Check the options of `rlspec serve`: address and the model directories. SGLang is not imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models.config import ModelConfigError
 from megatron_rlspec.models.directory import check_model
-from megatron_rlspec.rollout.sglang import extensions
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import KEY
 
@@ -38,7 +37,6 @@ def installed_sglang() -> versions.Sglang0523:
 def check(options: argparse.Namespace) -> None:
     """Check address and model directory, which needs no import of SGLang. Raises ServeError."""
     _check_address(options)
-    extensions_of(options.extensions)
     if not (Path(options.model) / "config.json").is_file():
         raise ServeError(
             f"--model {options.model}: no config.json there; expected a Hugging Face directory; "
@@ -81,18 +79,6 @@ def _check_effects(options: argparse.Namespace) -> None:
         for name in names if useless else ():
             if getattr(options, name) != defaults.get(name, ""):
                 raise ServeError(f"--{name.replace('_', '-')} has no effect with {because}")
-
-
-def extensions_of(text: str) -> tuple[str, ...]:
-    names = text.split(",") if text else []
-    for number, name in enumerate(names):
-        if name in names[:number]:  # its hooks would be registered twice
-            raise ServeError(f"--extensions {text}: {name} twice; expected each once")
-        if name not in extensions.known():
-            raise ServeError(
-                f"--extensions {name}: expected names of {', '.join(extensions.known())}"
-            )
-    return tuple(names)
 
 
 def _check_model(options: argparse.Namespace) -> None:

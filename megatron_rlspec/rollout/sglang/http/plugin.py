@@ -12,7 +12,7 @@ import importlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from megatron_rlspec.host import loopback
 from megatron_rlspec.models.families import FAMILIES
@@ -50,7 +50,7 @@ def register() -> None:
         HookRegistry.register(target, hook, HookType[kind])
     if settings.loopback:
         loopback.bind_stores()
-    _add_routes(settings.extensions)
+    _add_routes()
 
 
 def _register_models(architectures: Collection[str]) -> None:
@@ -67,7 +67,7 @@ def _register_models(architectures: Collection[str]) -> None:
             ModelRegistry.models[entry.__name__] = entry
 
 
-def _add_routes(extensions: Sequence[str]) -> None:
+def _add_routes() -> None:
     """Add our routes in the HTTP process: SGLang's main program, or a process started to run its server."""
     name = "sglang.srt.entrypoints.http_server"
     if name not in sys.modules and multiprocessing.parent_process() is not None:
@@ -80,4 +80,4 @@ def _add_routes(extensions: Sequence[str]) -> None:
 
     for target, hook, kind in protect.http_hooks():
         HookRegistry.register(target, hook, HookType[kind])
-    add_routes(http_server.app, extensions)
+    add_routes(http_server.app)

@@ -1,8 +1,7 @@
 """Our routes on SGLang's HTTP server, all below /rlspec. Weights travel as safetensors: nothing sent here is unpickled.
 
-docs/http-api.md describes them; `ROUTES` lists them, and an extension adds its own (`extensions.py`). Every body and
-query is checked against `schemas.py` before anything reaches a scheduler. Every error is a JSON object with one
-sentence.
+docs/http-api.md describes them; `ROUTES` lists them. Every body and query is checked against `schemas.py` before
+anything reaches a scheduler. Every error is a JSON object with one sentence.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
@@ -24,7 +23,6 @@ from sglang.srt.managers.io_struct import (
 )
 
 from megatron_rlspec.rollout.sglang import ids, schemas
-from megatron_rlspec.rollout.sglang.extensions import Route, loaded
 from megatron_rlspec.rollout.sglang.http import guard, weight_routes
 from megatron_rlspec.rollout.sglang.http.bodies import (
     Handler,
@@ -46,6 +44,8 @@ from megatron_rlspec.texts import StopStrings
 from megatron_rlspec.types import ended
 
 PROGRESS_TOKENS = 64  # between two lines of a sample that is being generated
+# a handler, and the schema of its body or query
+Route = tuple[Callable[[Any], Awaitable[Any]], type[schemas.Strict]]
 STARTED_AT_ONCE = 64  # samples; the server answers others in between
 _sglang = versions.installed()
 logger = logging.getLogger(__name__)
@@ -302,15 +302,10 @@ ROUTES: dict[str, Route] = {
 }
 
 
-def add_routes(app: FastAPI, extensions: Sequence[str] = ()) -> None:
-    """Add our routes and those of extensions, and refuse other sites' pages, which SGLang would let in (`guard`)."""
+def add_routes(app: FastAPI) -> None:
+    """Add our routes, and refuse other sites' pages, which SGLang would let in (`guard`)."""
     router = APIRouter(prefix="/rlspec")
-    routes = ROUTES | {
-        path: route
-        for extension in loaded(extensions)
-        for path, route in extension.routes().items()
-    }
-    for path, (handler, schema) in routes.items():
+    for path, (handler, schema) in ROUTES.items():
         router.add_api_route(
             f"/{path}",
             answering(handler),
@@ -321,7 +316,7 @@ def add_routes(app: FastAPI, extensions: Sequence[str] = ()) -> None:
     methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
     router.add_api_route(
         "/{rest:path}",
-        answering(_unknown(routes)),
+        answering(_unknown(ROUTES)),
         methods=methods,
         response_model=None,
         include_in_schema=False,

@@ -37,7 +37,6 @@ from megatron_rlspec.rollout.sglang.http import parents
 from megatron_rlspec.rollout.sglang.http.checks import (
     ServeError,
     check,
-    extensions_of,
     installed_sglang,
 )
 from megatron_rlspec.rollout.sglang.settings import (
@@ -176,11 +175,6 @@ def parser() -> Parser:
         help="KV cache; 0: 65536 on a CPU, else what fits",
     )
     p.add_argument(
-        "--extensions",
-        default="",
-        help="what the engine can do beyond that: migration, which tail.rebalance needs",
-    )
-    p.add_argument(
         "--stop-with-parent",
         nargs="?",
         type=integer(1, 1 << 22),
@@ -242,7 +236,6 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         settings,
         architectures=_architectures(options.model, options.draft_model),
         sharpness=_sharpness(options),
-        extensions=extensions_of(options.extensions),
     )
     os.environ.update(settings.to_environment())
     if settings.architectures:  # before SGLang is imported

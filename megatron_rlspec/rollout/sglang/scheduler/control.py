@@ -16,7 +16,7 @@ from typing import Any
 from megatron_rlspec.host.environment import SHARED
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import name_table
-from megatron_rlspec.rollout.sglang import extensions, ids
+from megatron_rlspec.rollout.sglang import ids
 from megatron_rlspec.rollout.sglang.scheduler import (
     aborts,
     coupled,
@@ -65,8 +65,6 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     yield f"{processor}.process_batch_result_prefill", _before_prefill, "BEFORE"
     yield from aborts.hooks()
     yield from stop_strings.hooks()
-    for extension in extensions.loaded(settings.extensions):
-        yield from extension.hooks()
 
 
 def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any) -> Any:
@@ -77,10 +75,9 @@ def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any
     body = dict(request.body)
     command = body.pop("command", None)
     try:
-        commands = _COMMANDS | extensions.commands(settings.extensions)
-        if command not in commands:
-            raise ValueError(f"unknown command {command!r}; known are {', '.join(commands)}")
-        result = commands[command](settings, scheduler, **body)
+        if command not in _COMMANDS:
+            raise ValueError(f"unknown command {command!r}; known are {', '.join(_COMMANDS)}")
+        result = _COMMANDS[command](settings, scheduler, **body)
         answer = DumperControlReqOutput(success=True, response=[result])
     except Exception as error:  # an exception that leaves this method ends the scheduler
         if not isinstance(error, (ValueError, NotImplementedError)):
@@ -123,7 +120,6 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "held": decisions.decider.held,
         "unnamed": scheduler.rlspec_unnamed,
         "nccl_cumem_enable": os.environ.get(SHARED, ""),
-        "extensions": list(settings.extensions),
     }
 
 
@@ -174,6 +170,27 @@ def _not_begun(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "ids": [
             ids.outer(request.rid) for request in scheduler.waiting_queue if not request.output_ids
         ]
+    }
+
+
+def _progress(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    """Return what the engine decodes, how many requests wait, and the free room of its KV cache in tokens."""
+    running = []
+    for request in scheduler.collect_inflight_reqs():
+        decodes = request.output_ids and request.kv.holds_kv
+        if not decodes or request.finished() or request.is_retracted:
+            continue
+        prompt = len(request.origin_input_ids)
+        context = prompt + len(request.output_ids)
+        accept = 1 + request.spec_num_correct_drafts / max(1, request.spec_verify_ct)
+        running.append([ids.outer(request.rid), prompt, context, accept])
+    allocator = scheduler.token_to_kv_pool_allocator
+    return {
+        "running": sorted(running),
+        "waiting": len(scheduler.waiting_queue) + (scheduler.chunked_req is not None),
+        "free_tokens": allocator.available_size() + scheduler.tree_cache.evictable_size(),
+        "version": versions.installed().weight_version(),
+        "tp": versions.installed().tensor_group().world_size,
     }
 
 
@@ -265,6 +282,7 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "spec_rule_report": _spec_rule_report,
     "stats": _stats,
     "not_begun": _not_begun,
+    "progress": _progress,
     "recent_rounds": _recent_rounds,
     "fingerprints": _fingerprints,
     "delivered": _delivered,

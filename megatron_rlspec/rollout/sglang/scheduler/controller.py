@@ -19,20 +19,17 @@ before. So request lengths (`Req.seqlen`) lag by one round, and the rule observe
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from sglang.srt.speculative import adaptive_runtime_state
 
-from megatron_rlspec.rollout.sglang import extensions
 from megatron_rlspec.rollout.sglang.scheduler import decisions, plain_round, versions
 from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
 from megatron_rlspec.rollout.sglang.scheduler.known_lengths import known
 from megatron_rlspec.rollout.sglang.scheduler.rounds import rounds
-from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.types import SpecConfig
 
 # SGLang passes these between rounds; unused while off
@@ -52,8 +49,6 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             self.candidate_steps, worker.speculative_num_steps, worker.server_args.tp_size
         )
         self._config = SpecConfig(worker.speculative_num_steps)
-        settings = Settings.from_environment()
-        self._extensions = extensions.loaded(settings.extensions if settings else ())
         self.gap = DrafterGap(worker)
         # indices of the requests whose drafter has caught up; None: all
         self._drafting: list[int] | None = None
@@ -89,14 +84,13 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             self._plain = plain_round.asks_no_more(self._batch)
             missed = partial(gap.missed, reqs) if gap.open else _nothing
             self._config, n = decisions.decider.choose(batch_size, self._context, missed)
-            needed = [i for extension in self._extensions for i in extension.before_round(reqs)]
-            closing = gap.open and (bool(needed) or not self._config.off)
-            self._drafting = self._catch_up(n, needed) if closing else None
+            closing = gap.open and not self._config.off
+            self._drafting = self._catch_up(n) if closing else None
         if self._config.num_steps != self.worker.speculative_num_steps:
             self._activate(self._config.num_steps)
 
-    def _catch_up(self, n: int, needed: Sequence[int]) -> list[int] | None:
-        """Let n drafters read what they missed if the round drafts, and the needed ones. Returns `_drafting`.
+    def _catch_up(self, n: int) -> list[int] | None:
+        """Let n drafters read what they missed. Returns `_drafting`.
 
         Its first copy to a GPU waits for the round before. That is no time of catching up.
         """
@@ -104,10 +98,10 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         began = time.perf_counter()
-        drafting = self.gap.close(self._batch, 0 if self._config.off else n, needed)
+        drafting = self.gap.close(self._batch, n)
         self._caught_up = time.perf_counter() - began
         rounds.catching_up(self._caught_up)
-        return None if self._config.off else drafting
+        return drafting
 
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
         """Pass the counts to SGLang's rule if that decides.

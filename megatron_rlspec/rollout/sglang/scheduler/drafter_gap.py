@@ -122,10 +122,8 @@ class DrafterGap:
         behind = self.lags(reqs)
         return sum(behind) if n >= len(behind) else sum(sorted(behind)[:n])
 
-    def close(self, batch: Any, n: int, also: Collection[int] = ()) -> list[int] | None:
-        """Let the drafter read what requests missed, and put their first drafts into `spec_info`.
-
-        These are the n least behind requests and `also`, indices into the batch.
+    def close(self, batch: Any, n: int) -> list[int] | None:
+        """Let the drafter read what the n least behind requests missed, and put their first drafts into `spec_info`.
 
         Changes `batch.spec_info` in place; SGLang restores its own state of the batch after the round. Returns the
         requests' indices, or None if no request is behind any more.
@@ -133,7 +131,7 @@ class DrafterGap:
         reqs = batch.reqs
         lags = self.lags(reqs)
         order = sorted(range(len(reqs)), key=lags.__getitem__)
-        chosen = sorted({*order[:n], *also})
+        chosen = sorted(order[:n])
         behind = [i for i in chosen if lags[i] > 0]
         if self._samples_drafts():
             _one_hot_draft_probs(batch, sorted(set(chosen) - set(behind)))

@@ -15,7 +15,7 @@ from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Prove
 from megatron_rlspec.types import OFF, SpecConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-TURNING = Path(__file__).parent / "turning_run.py"
+RUN = Path(__file__).parent / "two_fleets_run.py"
 STEPS = 6
 OPTIONS = {"rollout__engines": 2, "rollout__prompts_per_step": 2, "rollout__samples_per_prompt": 6}
 # Long answers and several steps, so that some samples still go on when the second fleet is awake.
@@ -37,13 +37,14 @@ def two_fleets(folder: Path, pays: bool) -> dict[str, object]:
     ]
     prefill = [PrefillCost(tp, 1, tokens, tokens / 10) for tp in (1, 2) for tokens in (16, 4096)]
     CostTable(here, rounds, prefill).save(folder / "table.json")
-    return {"tail__rebalance": "kv", "tail__every": 4, "tail__tp": "1,2", "tail__cost_table": folder / "table.json"}
+    options = {"tail__rebalance": "recompute", "tail__every": 4, "tail__tp": "1,2"}
+    return options | {"tail__cost_table": folder / "table.json"}
 
 
 @pytest.fixture
 def tidy(start, monkeypatch):
     """Check that the engines of a test leave no process, no directory and no file of a cache."""
-    folder = Path(tempfile.mkdtemp(prefix="turns-"))
+    folder = Path(tempfile.mkdtemp(prefix="two-"))
     monkeypatch.setenv("TMPDIR", str(folder))
     names: set[str] = set()
     ended = threading.Event()
@@ -77,16 +78,15 @@ def still(start, tmp_path_factory):
 
 
 def test_a_second_fleet_ends_rollouts_with_the_same_texts(start, still, tidy, tmp_path):
-    output = finish(train(start, tmp_path / "turns", **OPTIONS, **two_fleets(tmp_path / "pays", pays=True)))
-    assert drawn(tmp_path / "turns") == drawn(still)
-    rows = rows_of(tmp_path / "turns")
+    output = finish(train(start, tmp_path / "two", **OPTIONS, **two_fleets(tmp_path / "pays", pays=True)))
+    assert drawn(tmp_path / "two") == drawn(still)
+    rows = rows_of(tmp_path / "two")
     changes = [change for row in rows for change in row["sizes"]]
     print(changes)
     assert changes and all((change["from"], change["to"]) == (1, 2) and change["ms"] > 0 for change in changes)
     moves = [move for row in rows for move in row["moves"] if move["target"] == "second-0" and move["ids"]]
-    assert moves and all(move["began"] >= 0 and move["ms"] > 0 and move["tp"] == [1, 2] for move in moves)
-    assert any(move["kept"] for move in moves)
-    ours, theirs = (read_records(folder / "metrics.jsonl") for folder in (tmp_path / "turns", still))
+    assert moves and all(move["began"] >= 0 and move["ms"] > 0 for move in moves)
+    ours, theirs = (read_records(folder / "metrics.jsonl") for folder in (tmp_path / "two", still))
     of_steps = [sum(len(row["sizes"]) for row in rows if row["step"] == step) for step in range(STEPS)]
     evaluated = [row for row in rows if all(id.startswith("e-") for move in row["moves"] for id in move["ids"])]
     in_steps = sum(of_steps) - sum(len(row["sizes"]) for row in evaluated)
@@ -99,7 +99,7 @@ def test_a_second_fleet_ends_rollouts_with_the_same_texts(start, still, tidy, tm
     assert min(accepted) > 2  # the pushed drafters draft
     # A round yields at most 2 tokens of a sample, so the longest sample's rounds on both fleets are counted.
     assert all(record["spec/rounds"] > 0.4 * record["rollout/longest_response"] for record in ours)
-    assert report.main([str(tmp_path / "turns")]) == 0
+    assert report.main([str(tmp_path / "two")]) == 0
 
 
 def test_a_second_fleet_that_does_not_pay_sleeps_on(start, still, tmp_path):
@@ -121,7 +121,7 @@ def test_a_killed_second_fleet_costs_no_sample(start, still, tidy, tmp_path, mon
     monkeypatch.setenv("KILLED", moment)
     run_dir = tmp_path / "run"
     options = OPTIONS | {"data__eval_path": ""}  # the one sample of an evaluation can end before the kill
-    finish(train(start, run_dir, program=TURNING, **options, **two_fleets(tmp_path / "pays", pays=True)))
+    finish(train(start, run_dir, program=RUN, **options, **two_fleets(tmp_path / "pays", pays=True)))
     assert drawn(run_dir) == drawn(still)
     told = [event["message"] for event in read_records(run_dir / "events.jsonl") if event["kind"] == "engine"]
     assert len(told) == 1 and told[0].startswith("second-0: left out, 2 remain:"), told
