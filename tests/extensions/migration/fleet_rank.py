@@ -17,7 +17,7 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
-from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
@@ -48,7 +48,7 @@ def scenario(meeting: str, modes: tuple[str, ...]) -> Any:
     )
     planner = None
     if modes:
-        planner = Rebalancer(STEEP, (SpecConfig(3),), Transport(rounds=1.0), gain=0.02, modes=modes)
+        planner = Rebalancer(STEEP, (SpecConfig(3),), gain=0.02, modes=modes)
     plans = []
     if planner is not None:
         plan = planner.plan
