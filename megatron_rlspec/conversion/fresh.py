@@ -33,14 +33,16 @@ def add_mtp(source: str | Path, target: Path) -> None:
     partial.mkdir(parents=True)
     try:
         new = dict(_new_tensors(work.family, work.tensors, old))
+        # A tensor that the file calls otherwise is written once more, under its name.
+        renamed = [name for name, header in old.headers.items() if header.name != name]
+        new |= {name: old[name].clone() for name in renamed}
         shards = {file: f"shard-{i:05d}.safetensors" for i, file in enumerate(old.files())}
         for file, shard in shards.items():
             os.symlink((old.directory / file).resolve(), partial / shard)
         own = f"shard-{len(shards):05d}.safetensors"
         tensor_file.save(new, partial / own)
-        file_of = {tensor: shards[file] for tensor, file in old.file_of.items()} | dict.fromkeys(
-            new, own
-        )
+        file_of = {name: shards[header.file] for name, header in old.headers.items()}
+        file_of |= dict.fromkeys(new, own)
         complete(partial, work.config, file_of, work.small_files)
         publish(partial, target)
     except BaseException:

@@ -6,12 +6,14 @@ does not read weights. It imports torch only at the end, for the table of tensor
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from megatron_rlspec import files
@@ -29,7 +31,8 @@ INDEX = "model.safetensors.index.json"
 LARGEST_CONFIG = 1 << 24  # bytes
 FLOATS = ("F64", "F32", "F16", "BF16")
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-_OF_WORDS = ("model.embed_tokens.weight", "lm_head.weight")  # in every family
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 # buffers, and towers that are not used
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|^model\.visual\.|^visual\.")
 
@@ -38,11 +41,12 @@ Use = Literal["train", "convert", "serve"]
 
 @dataclass(frozen=True)
 class Header:
-    """One tensor as its file describes it."""
+    """One tensor as its file describes it. `name`: the tensor's in the file."""
 
     file: str
     shape: tuple[int, ...]
     dtype: str
+    name: str
 
 
 def check_model(
@@ -86,7 +90,7 @@ def check_model(
     if weights and use == "train":
         _check_stated(config, str(path))
     if weights:
-        _check_weights(directory, config, typed, drafter=drafter)
+        _check_weights(directory, config, typed, use, drafter=drafter)
     if tokenizer:
         _check_tokenizer(directory)
     return config
@@ -141,8 +145,48 @@ def read_object(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
 
-def read_headers(directory: Path) -> dict[str, Header]:
-    """Map every tensor's name to its file, shape and type. Raises ModelConfigError if a file is missing or damaged."""
+def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
+    """Map every tensor's name to its file, shape and type. Raises ModelConfigError if a file is missing or damaged.
+
+    tied  head and embedding are one tensor, which has the embedding's name here, whatever the files call it
+    """
+    headers = _stored_headers(directory)
+    if not tied or HEAD not in headers:
+        return headers
+    head = headers.pop(HEAD)
+    embedding = headers.setdefault(EMBEDDING, head)
+    if not _equal(directory, head, embedding):
+        raise ModelConfigError(
+            f"{directory}: {HEAD} differs from {EMBEDDING}; expected tie_word_embeddings=false in config.json, for a "
+            "model with a head of its own"
+        )
+    return headers
+
+
+def _equal(directory: Path, one: Header, other: Header) -> bool:
+    """Return whether two tensors have the same bits. Reads both, 16 MB at a time, unless they are one."""
+    if (one.file, one.name) == (other.file, other.name):
+        return True
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    first, second = _bytes_of(directory, one), _bytes_of(directory, other)
+    step = 1 << 24
+    return all(
+        np.array_equal(first[start : start + step], second[start : start + step])
+        for start in range(0, len(first), step)
+    )
+
+
+def _bytes_of(directory: Path, header: Header) -> np.ndarray:
+    """Map the bytes of a tensor, `[bytes] uint8`. A file begins with the length of its JSON header, and that header."""
+    file = directory / header.file
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        start, end = json.loads(stream.read(length))[header.name]["data_offsets"]
+    return np.memmap(file, np.uint8, "r", offset=8 + length + start, shape=(end - start,))
+
+
+def _stored_headers(directory: Path) -> dict[str, Header]:
     if (directory / INDEX).exists():
         return _indexed_headers(directory)
     if not (directory / SINGLE).exists():
@@ -177,7 +221,7 @@ def _headers_of(file: Path) -> Iterator[tuple[str, Header]]:
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118, this object is no mapping
                 about = opened.get_slice(name)
-                yield name, Header(file.name, tuple(about.get_shape()), about.get_dtype())
+                yield name, Header(file.name, tuple(about.get_shape()), about.get_dtype(), name)
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelConfigError(
             f"{file}: truncated or not safetensors ({shown(error, str)})"
@@ -185,14 +229,14 @@ def _headers_of(file: Path) -> Iterator[tuple[str, Header]]:
 
 
 def _check_weights(
-    directory: Path, config: Mapping[str, Any], typed: Shared, *, drafter: bool
+    directory: Path, config: Mapping[str, Any], typed: Shared, use: Use, *, drafter: bool
 ) -> None:
-    headers = read_headers(directory)
-    where = f"config.json of {directory}"
-    if typed.tie_word_embeddings and "lm_head.weight" in headers:
+    headers = read_headers(directory, tied=typed.tie_word_embeddings)
+    embedding = headers.get(EMBEDDING)
+    if use == "serve" and embedding is not None and embedding.name == HEAD:
         raise ModelConfigError(
-            f"{where}: tie_word_embeddings=true, but the weights hold an lm_head.weight of their own; expected false, "
-            "or no such tensor"
+            f"{directory}: holds its embedding as {HEAD} only, which SGLang does not read; expected {EMBEDDING}: "
+            "`rlspec convert` to Megatron and back writes it"
         )
     for name, header in headers.items():
         if header.dtype not in FLOATS and not name.endswith(("d2t", "t2d")):
@@ -202,7 +246,9 @@ def _check_weights(
     known = typed.architectures[0] in SCHEMAS
     # conversion leaves it unchecked
     sized = known and ("kv_lora_rank" not in config or isinstance(typed, DeepseekV3))
-    shaped = headers if sized else {name: headers[name] for name in _OF_WORDS if name in headers}
+    shaped = (
+        headers if sized else {name: headers[name] for name in (EMBEDDING, HEAD) if name in headers}
+    )
     _check_shapes(directory, shaped, typed)
     _check_names(directory, config, headers, drafter=drafter, extra=known)
 

@@ -15,7 +15,14 @@ from torch import Tensor
 from megatron_rlspec import files
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import ModelConfigError
-from megatron_rlspec.models.directory import INDEX, SINGLE, no_checkpoint, read_headers, read_object
+from megatron_rlspec.models.directory import (
+    INDEX,
+    SINGLE,
+    Header,
+    no_checkpoint,
+    read_headers,
+    read_object,
+)
 from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
 
 SHARD_BYTES = 5_000_000_000  # of a file of tensors, about: Transformers' own habit
@@ -39,17 +46,17 @@ class LazyTensors(Mapping[str, Tensor]):
 
     Raises CheckpointError for a tensor that is damaged, or holds NaN or infinity.
 
-    file_of  names of the files by those of the tensors
+    headers  of the tensors, by the names that they have here
     """
 
-    def __init__(self, directory: Path, file_of: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path, headers: Mapping[str, Header]) -> None:
         self.directory = directory
-        self.file_of = dict(file_of)
+        self.headers = headers
         self._open: TensorFile | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         file = self._file(name)
-        tensor = file[name]
+        tensor = file[self.headers[name].name]
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
             if not all(bound.isfinite() for bound in tensor.aminmax()):
                 raise CheckpointError(
@@ -58,22 +65,22 @@ class LazyTensors(Mapping[str, Tensor]):
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.file_of)
+        return iter(self.headers)
 
     def __len__(self) -> int:
-        return len(self.file_of)
+        return len(self.headers)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape, without reading the tensor."""
-        return self._file(name).shape(name)
+        return self.headers[name].shape
 
     def files(self) -> list[str]:
         """Return the names of all files."""
-        return sorted(set(self.file_of.values()))
+        return sorted({header.file for header in self.headers.values()})
 
     def _file(self, name: str) -> TensorFile:
         # One file is mapped at a time: closing the last one gives its pages back.
-        path = self.directory / self.file_of[name]
+        path = self.directory / self.headers[name].file
         if self._open is None or self._open.path != path:
             self._open = TensorFile(path)
         return self._open
@@ -89,10 +96,10 @@ def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
         raise CheckpointError(wrong)
     config = read_json(directory / "config.json")
     try:
-        headers = read_headers(directory)
+        headers = read_headers(directory, tied=bool(config.get("tie_word_embeddings")))
     except ModelConfigError as error:
         raise CheckpointError(str(error)) from None
-    return config, LazyTensors(directory, {name: header.file for name, header in headers.items()})
+    return config, LazyTensors(directory, headers)
 
 
 def write_hf(

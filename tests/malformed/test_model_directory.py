@@ -75,7 +75,6 @@ VALUES = [  # one for each rule
     value("num_key_value_heads", 3, "a divisor of num_attention_heads=2"),
     value("hidden_size", 24, "hidden_size=24, but lm_head.weight has shape"),
     value("max_position_embeddings", 32, "model.max_length of at most 26"),
-    value("tie_word_embeddings", True, "lm_head.weight of their own"),
     setting("architecture GPT2LMHeadModel", "not trained", architectures=["GPT2LMHeadModel"]),
     setting("attention_bias=true", "biases of Llama's attention", architectures=["LlamaForCausalLM"]),
     value("model_type", "llama", "mimo or qwen2"),
