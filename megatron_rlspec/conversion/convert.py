@@ -393,7 +393,8 @@ def _build_hf(work: Conversion, advance: Callable[[str, int], None]) -> Path:
             size = 0
             for name in names:
                 for hf, tensor in work.family.to_hf(name, work.tensors[name]):
-                    yield hf, tensor
+                    # A fresh drafter shares storage with a layer, which safetensors refuses.
+                    yield hf, tensor.clone(memory_format=torch.contiguous_format)
                     size += tensor.nbytes
                     for copy in work.family.rows[name].copies:
                         yield copy, tensor.clone()
