@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from megatron_rlspec.engine import EngineError, RequestError, RolloutEngine
-from megatron_rlspec.rollout.dispatch import Dispatch, RunningRequests
+from megatron_rlspec.rollout.dispatch import Dispatch
 from megatron_rlspec.types import Request, Sample, Sampling
 
 Result = TypeVar("Result")
@@ -39,7 +39,7 @@ class EnginePool:
     lost       is called with the name of each engine that failed, from the thread that saw the failure
     continues  whether the engines take samples that have begun; otherwise such samples begin anew
 
-    `balance`, if it is set, is entered around every `generate`, and may move its samples through `RunningRequests`.
+    `balance`, if it is set, is entered around every `generate`, and may move its samples through `Dispatch`.
 
     A request that an engine refuses as malformed ends `generate` with RequestError, and the engine stays. An engine
     that fails is closed and left out from then on; `failures` has the reason until `take_failures`. Its unfinished
@@ -62,7 +62,7 @@ class EnginePool:
         self._lost = lost
         self.continues = continues
         self._running: list[Dispatch] = []
-        self.balance: Callable[[RunningRequests], AbstractContextManager] | None = None
+        self.balance: Callable[[Dispatch], AbstractContextManager] | None = None
         self.stolen = 0  # requests that moved before they had begun
         self.continued = 0  # tokens of lost engines' samples that other engines continued from
         self.failures: dict[str, str] = {}

@@ -18,7 +18,7 @@ from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, hel
 from megatron_rlspec.extensions.migration.plans.record import MoveRecord
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change
 from megatron_rlspec.extensions.migration.second_fleet import SecondFleet
-from megatron_rlspec.rollout.dispatch import RunningRequests
+from megatron_rlspec.rollout.dispatch import Dispatch
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import Held, Load, Move
 
@@ -40,7 +40,7 @@ class Balancer:
 
     def __init__(
         self,
-        owner: RunningRequests,
+        owner: Dispatch,
         engines: Mapping[str, SGLangEngine],
         planner: Rebalancer,
         lengths: Lengths,

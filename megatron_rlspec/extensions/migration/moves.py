@@ -12,7 +12,7 @@ import queue
 from collections.abc import Collection
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.rollout.dispatch import RunningRequests
+from megatron_rlspec.rollout.dispatch import Dispatch
 from megatron_rlspec.types import Request
 
 ABORT_AGAIN = 0.2  # seconds
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def cut_off(
-    owner: RunningRequests, name: str, engine: RolloutEngine, ids: Collection[str]
+    owner: Dispatch, name: str, engine: RolloutEngine, ids: Collection[str]
 ) -> list[Request]:
     """Have samples leave an engine. Returns those that did, as requests to continue.
 

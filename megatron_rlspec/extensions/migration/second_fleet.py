@@ -31,7 +31,7 @@ from megatron_rlspec.extensions.migration.plans.tp_planner import (
 )
 from megatron_rlspec.push.bucket import Named
 from megatron_rlspec.push.push import Pusher, Source
-from megatron_rlspec.rollout.dispatch import RunningRequests
+from megatron_rlspec.rollout.dispatch import Dispatch
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.speculation.cost_table import CostTable
@@ -163,7 +163,7 @@ class SecondFleet:
             self.planner.renew(rebalancer.cost.of_sizes(self.planner.sizes), rebalancer.rates)
         self._refresh()
 
-    def take_over(self, owner: RunningRequests, change: Change) -> list[MoveRecord] | None:
+    def take_over(self, owner: Dispatch, change: Change) -> list[MoveRecord] | None:
         """Have this fleet continue all samples. Returns what moved, or None if it failed and the first one goes on."""
         with self._lock:
             began = time.perf_counter()
@@ -197,7 +197,7 @@ class SecondFleet:
             self._ms = 1e3 * (time.perf_counter() - began)
             return self._resume(owner, requests)
 
-    def _leave_first(self, owner: RunningRequests, requests: dict[str, list[Request]]) -> None:
+    def _leave_first(self, owner: Dispatch, requests: dict[str, list[Request]]) -> None:
         """Have all samples leave the first fleet, into `requests` by engine. Raises EngineError if some stay."""
         for _ in range(TRIES):
             running = {name: list(owner.on_engine(name)) for name in self.first}
@@ -208,9 +208,7 @@ class SecondFleet:
             time.sleep(PAUSE)
         raise EngineError(f"samples stay on {', '.join(self.first)}, which therefore cannot sleep")
 
-    def _resume(
-        self, owner: RunningRequests, requests: dict[str, list[Request]]
-    ) -> list[MoveRecord]:
+    def _resume(self, owner: Dispatch, requests: dict[str, list[Request]]) -> list[MoveRecord]:
         """Deal the samples to this fleet's engines."""
         records = []
         by_id = {request.id: request for cut in requests.values() for request in cut}

@@ -18,7 +18,7 @@ from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts
 from megatron_rlspec.extensions.migration.second_fleet import SecondFleet
 from megatron_rlspec.push.health import Health
 from megatron_rlspec.push.push import Source
-from megatron_rlspec.rollout.dispatch import RunningRequests
+from megatron_rlspec.rollout.dispatch import Dispatch
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.start import StartingEngines
@@ -90,7 +90,7 @@ class RunMigration:
         return {"size_changes": float(self.second.changes)}
 
     @contextmanager
-    def _balanced(self, running: RunningRequests) -> Iterator[None]:
+    def _balanced(self, running: Dispatch) -> Iterator[None]:
         """Move samples between engines during one `generate`, and record moves and changes of the size."""
         engines = dict(self._pool.engines)
         for engine in engines.values():

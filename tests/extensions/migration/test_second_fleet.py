@@ -21,7 +21,7 @@ from megatron_rlspec.extensions.migration.plans.tp_planner import Change
 from megatron_rlspec.extensions.migration.second_fleet import SecondFleet
 from megatron_rlspec.push.fingerprint import fingerprints
 from megatron_rlspec.push.push import Pusher
-from megatron_rlspec.rollout.dispatch import RunningRequests
+from megatron_rlspec.rollout.dispatch import Dispatch
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.types import Held, Load
 
@@ -98,7 +98,7 @@ class Run:
         self.second.lost(name)
 
     @contextmanager
-    def _balance(self, owner: RunningRequests) -> Iterator[None]:
+    def _balance(self, owner: Dispatch) -> Iterator[None]:
         self.second.begin(SimpleNamespace(cost=None))
         self.a.tokens = 0
 
