@@ -176,9 +176,7 @@ def refused(path, capsys) -> str:
         ({"words": [*WORDS, "more"]}, "model.embed_tokens.weight has shape [30, 64], expected [31, 64]"),
         ({"keys": [("add_float32", "llama.rope.scaling.factor", 4.0)]}, "llama.rope.scaling.factor is 4.0"),
         ({"keys": [("add_sliding_window", 64)]}, "llama.attention.sliding_window is 64; expected 0"),
-        ({"keys": [("add_causal_attention", False)]}, "llama.attention.causal is False; expected True"),
         ({"keys": [("add_uint16", "split.count", 2)]}, "split.count is 2; expected 0 or 1"),
-        ({"keys": [("add_string", "general.type", "adapter")]}, "general.type is adapter; expected model"),
         ({"keys": [("add_float32", "llama.swing", 1.0)]}, "llama.swing is 1.0; this key is not read from GGUF"),
         ({"keys": [("add_array", "llama.attention.key_length", [8, 8])]}, "expected one number above 0 for all layers"),
     ],
@@ -212,20 +210,10 @@ def test_values_that_are_not_finite_are_refused(small, tmp_path, capsys):
     assert "model.norm.weight holds NaN or infinite values" in refused(path, capsys)
 
 
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.1, 0.9])
 def test_a_file_that_ends_early_is_refused(small, share, tmp_path, capsys):
     """In its metadata, in its list of tensors, and in its tensors."""
     path = write(tmp_path / "m.gguf", *small)
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
     assert "truncated or not GGUF" in refused(path, capsys)
-
-
-def test_what_a_file_holds_drives_no_terminal(small, tmp_path, capsys):
-    path = write(tmp_path / "m.gguf", *small, keys=[("add_uint32", "llama.\x1b[2J", 1)])
-    assert r"llama.\x1b[2J is 1; this key is not read" in refused(path, capsys)
-    path = write(tmp_path / "n.gguf", *small)
-    path.write_bytes(path.read_bytes().replace(b"output_norm.weight", b"output_norm.w\x1b[2J\x00"))
-    assert "lacks output_norm.weight" in refused(path, capsys)
-    path = write(tmp_path / "o.gguf", *small, extra={"swing\x1b[2J.weight": small[1]["model.norm.weight"]})
-    assert r"swing\x1b[2J.weight has no place" in refused(path, capsys)

@@ -12,7 +12,6 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_rlspec import cli
 from megatron_rlspec.commands.report import records as report_records
 from megatron_rlspec.config import ConfigError, RewardConfig
 from megatron_rlspec.records.recorder import Recorder
@@ -130,37 +129,7 @@ def test_what_goes_wrong_is_marked_and_the_others_are_judged(functions):
     ]
 
 
-class Unreadable(Exception):
-    def __str__(self):
-        raise RuntimeError("no text")
-
-    __repr__ = __str__
-
-
-class Broken(float):
-    def item(self):
-        raise Unreadable
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "0.5",
-        b"1",
-        "1_0",
-        "\u0663",
-        10**400,
-        1j,
-        [1.0],
-        np.array("1"),
-        np.zeros(2),
-        1e300,
-        Unreadable(),
-        Broken(),
-        math.inf,
-    ],
-    ids=lambda value: type(value).__name__,
-)
+@pytest.mark.parametrize("value", ["0.5", 10**400, 1j, [1.0], np.zeros(2), 1e300, math.inf], ids=str)
 def test_only_one_finite_number_is_a_reward(value):
     with pytest.raises(ValueError, match="expected one finite number|is no number") as error:
         reward_worker.number(value)
@@ -170,17 +139,6 @@ def test_only_one_finite_number_is_a_reward(value):
 def test_numbers_of_other_libraries_are_rewards():
     values = [True, 2, 0.5, np.float32(0.5), np.int64(3), np.bool_(True), np.array([0.25])]
     assert [reward_worker.number(value) for value in values] == [1, 2, 0.5, 0.5, 3, 1, 0.25]
-
-
-def test_escape_codes_of_a_reward_reach_no_terminal(tmp_path, capsys):
-    text = "\x1b]0;title\x07\x1b[2J"
-    Recorder(tmp_path).event(
-        "reward", f"step 1: 1 of 4 rewards failed; {reward_worker.one_line(ValueError(text))}{text}"
-    )
-    cli.run(lambda: (_ for _ in ()).throw(ConfigError(text)))
-    printed = capsys.readouterr().err + (tmp_path / "events.jsonl").read_text()
-    assert "\x1b" not in printed and "\\u001b" not in printed and "\x07" not in printed
-    assert printed.count("x1b]0;title") == 5  # stderr has two and the refusal one, events.jsonl two
 
 
 def test_failed_rewards_enter_no_mean_and_are_marked_in_the_record(tmp_path):
@@ -196,14 +154,6 @@ def test_failed_rewards_enter_no_mean_and_are_marked_in_the_record(tmp_path):
     Recorder(tmp_path).samples(0, samples[:2], str)
     rows = report_records.read(tmp_path / "samples.jsonl", report_records.SampleRow)
     assert [(row.reward, row.reward_error) for row in rows] == [(None, "ValueError: odd"), (-1.0, "")]
-
-
-def test_a_second_score_forgets_the_first_failure(functions):
-    with Scorer(RewardConfig(kind="my_rewards:awkward", workers=1)) as scorer:
-        one = sample("raise")
-        assert scorer.score([one]) and failed(one)
-        one.text = "fine"
-        assert not scorer.score([one]) and not failed(one) and one.reward == 1
 
 
 def test_rewards_run_at_the_same_time(functions):
@@ -243,8 +193,6 @@ class Service(BaseHTTPRequestHandler):
         reward = {"reward": len(body["label"])} if body["metadata"] else len(body["prompt"])
         if self.path == "/moved":
             self.answer(302, b"")
-        elif self.path == "/other":
-            self.answer(200, b'{"error": "no quota"}')
         elif body["response"] == "nonsense":
             self.answer(200, b"nonsense")
         else:
@@ -270,17 +218,10 @@ def url():
     server.server_close()
 
 
-@pytest.mark.parametrize(
-    ("path", "told"),
-    [
-        ("moved", "sends to /other; expected the address that answers itself"),
-        ("other", "answered {'error': 'no quota'}; expected a number, or an object with `reward`"),
-    ],
-)
-def test_a_reward_server_that_did_not_judge_the_sample_fails_it(url, path, told):
-    """A redirect makes a GET of the POST, so the sample would not reach the server that answers."""
-    rewards, failures = score(f"{url}/{path}", [sample("a")], workers=1)
-    assert rewards == [0] and told in failures[0]
+def test_a_redirect_of_a_reward_server_fails_the_sample(url):
+    """It makes a GET of the POST, so the sample would not reach the server that answers."""
+    rewards, failures = score(f"{url}/moved", [sample("a")], workers=1)
+    assert rewards == [0] and "sends to /other; expected the address that answers itself" in failures[0]
 
 
 def test_http(url):
@@ -296,11 +237,6 @@ def test_no_proxy_lies_before_a_reward_server_of_this_machine(url, monkeypatch):
     assert reward_worker.http_reward(f"{url}/reward", 60)("prompt", "a", "", {}) == 6
 
 
-def test_a_reward_server_that_is_down_fails_the_samples():
-    rewards, failures = score("http://127.0.0.1:9/", [sample("a")], workers=1)
-    assert rewards == [0] and "ConnectionError" in failures[0]
-
-
 def test_worker_starts_without_heavy_imports():
     code = "import sys, megatron_rlspec.tasks.reward_worker; print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
@@ -310,19 +246,11 @@ def test_worker_starts_without_heavy_imports():
 
 PROCESSES = """
 import os, subprocess, sys, time
-def cancels(prompt, response, label, metadata):
-    import asyncio
-    raise asyncio.CancelledError("mine")
 def forks(prompt, response, label, metadata):
     "Both processes return, the child first and with another value."
     if os.fork() == 0:
         return 111
     time.sleep(0.05)
-    return float(response)
-def forks_past_python(prompt, response, label, metadata):
-    import ctypes
-    if ctypes.CDLL(None).fork() == 0:
-        return 111
     return float(response)
 def forked_child_exits(prompt, response, label, metadata):
     if os.fork() == 0:
@@ -338,15 +266,6 @@ def child_writes(prompt, response, label, metadata):
     code = "import os\\nfor fd in range(3, 64):\\n try: os.write(fd, b'{\\"reward\\": 111}')\\n except OSError: pass"
     subprocess.run([sys.executable, "-c", code], close_fds=False, pass_fds=())
     return float(response)
-def reads_tasks(prompt, response, label, metadata):
-    try: input()
-    except EOFError: pass
-    return float(response)
-def closes_all(prompt, response, label, metadata):
-    if response == "close": os.closerange(3, 256)
-    return 1
-def interrupts(prompt, response, label, metadata):
-    raise KeyboardInterrupt("mine")
 def hangs_with_children(prompt, response, label, metadata):
     if response == "fine": return 1
     sleep = [sys.executable, "-c", "import time; time.sleep(3600)", metadata["mark"]]
@@ -358,10 +277,6 @@ def hangs_with_children(prompt, response, label, metadata):
     time.sleep(3600)
 def positional(prompt, response, label, metadata, /): return 1
 def too_many(prompt, response, label, metadata, tokenizer): return 1
-def keywords(**sample): return len(sample)
-class Judge:
-    def __call__(self, response, **rest): return len(response)
-judge = Judge()
 """
 
 
@@ -373,25 +288,13 @@ def processes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "function",
-    ["forks", "forks_past_python", "forked_child_exits", "writes_everywhere", "child_writes", "reads_tasks"],
+    ["forks", "forked_child_exits", "writes_everywhere", "child_writes"],
 )
 def test_no_reward_becomes_that_of_another_sample(processes, function):
     samples = [sample(f"{n / 4}", number=n) for n in range(12)]
     rewards, failures = score(f"busy_rewards:{function}", samples, workers=1, timeout_seconds=60)
     assert not failures
     assert rewards == [n / 4 for n in range(12)]
-
-
-def test_a_reward_that_closes_all_files_fails_and_the_next_is_judged(processes):
-    samples = [sample(text, number=i) for i, text in enumerate(["fine", "close", "fine"])]
-    rewards, failures = score("busy_rewards:closes_all", samples, workers=1)
-    assert rewards == [1, 0, 1] and failures == ["r1: the reward's process ended with exit code 1"]
-
-
-def test_an_interrupt_raised_by_a_reward_is_an_answer(processes, capfd):
-    assert score("busy_rewards:interrupts", [sample("")], workers=1)[1] == ["r0: KeyboardInterrupt: mine"]
-    assert score("busy_rewards:cancels", [sample("")], workers=1)[1] == ["r0: CancelledError: mine"]
-    assert "Traceback" not in capfd.readouterr().err
 
 
 def marked(mark: str) -> list[int]:
@@ -444,8 +347,3 @@ def test_a_wrong_signature_is_refused_before_the_first_sample(processes, functio
     with pytest.raises(ConfigError) as told:
         Scorer(RewardConfig(kind=f"busy_rewards:{function}", workers=1))
     assert expected in str(told.value) and "\n" not in str(told.value)
-
-
-@pytest.mark.parametrize(("function", "reward"), [("keywords", 4), ("judge", 3)])
-def test_other_ways_to_take_the_four_arguments(processes, function, reward):
-    assert score(f"busy_rewards:{function}", [sample("abc")], workers=1) == ([reward], [])
