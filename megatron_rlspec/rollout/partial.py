@@ -33,7 +33,7 @@ class Drawing:
         self._wanted = wanted
         self._oldest = oldest
         self._usable = usable
-        self._of: dict[str, OpenGroup] = {}
+        self._group_of: dict[str, OpenGroup] = {}  # by the id of a request
         self._lock = threading.RLock()
         self._told = False
         self._ready = 0  # complete groups that may be trained on
@@ -41,52 +41,52 @@ class Drawing:
 
     def begin(self, groups: Iterable[OpenGroup]) -> None:
         """Add groups. Those given are not changed."""
-        for group in groups:
-            own = OpenGroup(list(group.requests), list(group.samples))
-            self.groups.append(own)
-            self._of |= {request.id: own for request in own.requests}
-            self._count(own)
+        for given in groups:
+            group = OpenGroup(list(given.requests), list(given.samples))
+            self.groups.append(group)
+            for request in group.requests:
+                self._group_of[request.id] = group
+            self._count(group)
 
     def requests(self) -> list[Request]:
         """Return the requests whose samples have not ended."""
         with self._lock:
             ended = {sample.request_id for group in self.groups for sample in group.samples}
-        return [
-            request
-            for group in self.groups
-            for request in group.requests
-            if request.id not in ended
-        ]
+        left = []
+        for group in self.groups:
+            left += [request for request in group.requests if request.id not in ended]
+        return left
 
     @property
     def full(self) -> bool:
         """Return whether there is a batch, and every group has ended that the next step may not train on."""
-        return self._ready >= self._wanted and all(
-            g.complete or g.oldest >= self._oldest for g in self.groups
-        )
+        too_old = [g for g in self.groups if not g.complete and g.oldest < self._oldest]
+        return self._ready >= self._wanted and not too_old
 
     def add(self, sample: Sample) -> bool:
         """Add a sample that has ended. Returns True once: when the batch is full."""
         with self._lock:
-            group = self._of[sample.request_id]
-            if all(sample.request_id != known.request_id for known in group.samples):
+            group = self._group_of[sample.request_id]
+            ended = {other.request_id for other in group.samples}
+            if sample.request_id not in ended:
                 group.samples.append(sample)
                 self._count(group)
-            before = self._told
-            self._told = before or self.full
-            return self._told and not before
+            if self._told or not self.full:
+                return False
+            self._told = True
+            return True
 
     def _count(self, group: OpenGroup) -> None:
         self._ready += group.complete and self._usable(group.group())
 
     def keep(self, aborted: Iterable[Sample]) -> None:
         """Keep what aborted samples have, for the next step."""
-        found = {sample.request_id: sample for sample in aborted if len(sample.response)}
+        begun = {sample.request_id: sample for sample in aborted if len(sample.response)}
         for group in self.groups:
-            group.requests = [
-                replace(r, partial=Partial.of(found[r.id])) if r.id in found else r
-                for r in group.requests
-            ]
+            for i, request in enumerate(group.requests):
+                if request.id in begun:
+                    partial = Partial.of(begun[request.id])
+                    group.requests[i] = replace(request, partial=partial)
 
     def drop_unusable(self) -> None:
         """Drop complete groups that may not be trained on."""
@@ -94,13 +94,14 @@ class Drawing:
 
     def batch(self) -> tuple[list[Group], list[OpenGroup]]:
         """Return the groups of the batch and those that go on. A group too old for the next step begins anew."""
-        chosen = [group for group in self.groups if group.complete and self._usable(group.group())][
-            : self._wanted
-        ]
-        left = [group for group in self.groups if group not in chosen]
-        return [group.group() for group in chosen], [
-            g if g.oldest >= self._oldest else g.anew() for g in left
-        ]
+        batch: list[Group] = []
+        left: list[OpenGroup] = []
+        for group in self.groups:
+            if len(batch) < self._wanted and group.complete and self._usable(group.group()):
+                batch.append(group.group())
+            else:
+                left.append(group if group.oldest >= self._oldest else group.anew())
+        return batch, left
 
 
 def mask_continued(samples: Sequence[Sample]) -> None:

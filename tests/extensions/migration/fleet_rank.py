@@ -53,7 +53,7 @@ def scenario(meeting: str, modes: tuple[str, ...]) -> Any:
     if planner is not None:
         plan = planner.plan
         planner.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
-    # Without moves few samples run at once, so that other ranks take those that wait.
+    # Without moves few samples run at once, so that some wait.
     member = Member(engine(max_running_requests=256 if modes else 2), Ranks(), planner)
     if rank:
         Follower(member).close()
@@ -75,15 +75,12 @@ def lead(fleet: Fleet) -> dict[str, Any]:
         [request for part in deal() for request in part],
         *([] for _ in range(1, fleet.member.ranks.size)),
     ]
-    take, taken = fleet._take, []
-    fleet._take = lambda: taken.append(take()) or taken[-1]
     seen: list[str] = []
     first = fleet.generate(requests(), LONG, lambda sample: seen.append(sample.request_id))
     found["texts"] = [s.tokens.tolist() for s in first]
     found["versions"] = [s.policy_versions for s in first]
     found["seen"] = sorted(seen) == sorted(r.id for r in requests())
     found["moved"] = fleet.record()
-    found["taken"] = [pair for pairs in taken for pair in pairs]
     found["rounds"] = sum(stats.rounds for stats in fleet.stats())
 
     fleet.update_weights(2, oracle.tiny(**MODEL)[1].items())

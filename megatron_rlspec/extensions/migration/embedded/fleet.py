@@ -159,21 +159,12 @@ class Fleet:
             return record
 
     def _tick(self) -> Tick:
-        """Return the next tick: new requests go to the ranks that have least to do, and dry ranks take queued ones."""
-        taken = [] if self._new or self._aborted or self._dropped else self._take()
+        """Return the next tick: new requests go to the ranks that have least to do."""
         dealt = self._deal()
-        for id, rank in taken:
-            dealt[rank].append(self._open[id])
         cap = max((sampling.max_new_tokens for _, sampling in self._open.values()), default=1)
-        tick = Tick(
-            dealt,
-            sorted(self._aborted),
-            sorted(self._dropped),
-            [id for id, _ in taken],
-            self.every,
-            cap,
-        )
-        self._dealt |= {request.id for new in dealt for request, _ in new}
+        tick = Tick(dealt, sorted(self._aborted), sorted(self._dropped), self.every, cap)
+        for new in dealt:
+            self._dealt |= {request.id for request, _ in new}
         self._new = []
         self._aborted.clear()
         self._dropped.clear()
@@ -196,27 +187,6 @@ class Fleet:
                 busy[rank] += len(part)
                 dealt[rank] += part
         return dealt
-
-    def _take(self) -> list[tuple[str, int]]:
-        """Return ids that ranks have not begun, each with the rank that takes it. It depends on the reports alone."""
-        size = self.member.engine.model.comm.size
-        reports = self.member.reports[::size]
-        queued = []
-        for report in reports:
-            untouched = [
-                id
-                for id, drawn in report.queued
-                if id in self._open and drawn == _begun(self._open[id][0])
-            ]
-            queued.append(untouched)
-        dry = [not report.load.waiting for report in reports]
-        taken = steal(
-            queued,
-            dry,
-            [report.open for report in reports],
-            self.member.engine.max_running_requests,
-        )
-        return [(id, index * size) for id, index in taken]
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         with self._known:
@@ -319,39 +289,6 @@ class Fleet:
                 with suppress(RuntimeError):  # a rank has died
                     self.member.ranks.tell(wire.encode(Order(close=True)))
             self._closed = True
-
-
-def steal(
-    queued: Sequence[Sequence[str]], dry: Sequence[bool], open: Sequence[int], most: int
-) -> list[tuple[str, int]]:
-    """Return (id, engine that takes it) of requests that engines without a queue take from the others' queues.
-
-    queued  ids that each engine has not begun, in its order; the last ones go
-    dry     whether an engine has no queue
-    open    requests that each engine has, queued ones included
-    most    that an engine runs at once
-    An engine takes up to half of what another one has more than it. So a plan that follows a plan is empty.
-    """
-    left = [list(ids) for ids in queued]
-    has = list(open)
-    taken: list[tuple[str, int]] = []
-    takers = [i for i, empty in enumerate(dry) if empty]
-    while True:
-        full = [i for i, ids in enumerate(left) if ids]
-        if not takers or not full:
-            return taken
-        source = max(full, key=lambda i: (has[i], -i))
-        target = min(takers, key=lambda i: (has[i], i))
-        if has[source] - has[target] < 2 or has[target] >= most:
-            return taken
-        taken.append((left[source].pop(), target))
-        has[source] -= 1
-        has[target] += 1
-
-
-def _begun(request: Request) -> int:
-    """Return how many tokens a request had when it came."""
-    return 0 if request.partial is None else len(request.partial.response)
 
 
 class Follower:

@@ -43,15 +43,11 @@ Drawn = list[tuple[Request, Sampling]]
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Some rounds on all ranks. new: requests of each rank; cap: tokens of a response; aborted, dropped: ids.
-
-    taken  ids among `new` that another rank had before, and has not begun
-    """
+    """Some rounds on all ranks. new: requests of each rank; cap: tokens of a response; aborted, dropped: ids."""
 
     new: list[Drawn]
     aborted: list[str]
     dropped: list[str]
-    taken: list[str]
     rounds: int
     cap: int
 
@@ -67,15 +63,11 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a rank tells all others after a tick. ended: (tokens, whether cut) of its samples; open: its requests.
-
-    queued  the ids of those that had no row of the cache yet, in their order, and the tokens that they came with
-    """
+    """What a rank tells all others after a tick. ended: (tokens, whether cut) of its samples; open: its requests."""
 
     load: Load
     ended: list[tuple[int, bool]]
     open: int
-    queued: list[tuple[str, int]]
     done: int
     moved: list[MoveRecord]
     error: str = ""
@@ -132,7 +124,7 @@ class Member:
         self._error = ""
         engine = self.engine
         self._resize(order)
-        dropped = {run.request.id for run in engine.drop([*order.dropped, *order.taken])}
+        dropped = {run.request.id for run in engine.drop(order.dropped)}
         self.runs = [run for run in self.runs if run.request.id not in dropped]
         self.runs += engine.submit([new for rank in self._group for new in order.new[rank]])
         engine.abort(order.aborted)
@@ -176,11 +168,9 @@ class Member:
 
     def _loads(self, order: Tick) -> list[Load]:
         """Return every rank's load, with the requests of this tick."""
-        taken = set(order.taken)
         loads = []
         for report, new in zip(self.reports, order.new, strict=True):
-            gone = sum(id in taken for id, _ in report.queued)
-            loads.append(replace(report.load, waiting=report.load.waiting + len(new) - gone))
+            loads.append(replace(report.load, waiting=report.load.waiting + len(new)))
         return loads
 
     def _step(self, landing: Arrivals | None = None) -> None:
@@ -205,10 +195,7 @@ class Member:
         moved = self._settled()
         ended = [(len(sample.response), sample.status != "finished") for sample in done]
         load = self.engine.load(str(self.ranks.rank))
-        queued = [
-            (run.request.id, len(run.response)) for run in self.engine.waiting if not run.seats
-        ]
-        report = Report(load, ended, len(self.runs), queued, len(done), moved, self._error)
+        report = Report(load, ended, len(self.runs), len(done), moved, self._error)
         self.reports = [wire.decode(data, Report) for data in self.ranks.share(wire.encode(report))]
         if self.ranks.rank:
             if done:
