@@ -92,9 +92,10 @@ class Student:
         self._kind = kind
         self._head = VocabParallelHead.of(weight, temperature, tp_group, finite)
         self._chunk = chunk or self._head.chunk
-        self._reduced = (
-            None if words is None else DraftHead.of_words(self._head, words, own, own_finite)
-        )
+        # the output layer of the draft vocabulary; None: that of the whole vocabulary
+        self._draft_head: DraftHead | None = None
+        if words is not None:
+            self._draft_head = DraftHead.of_words(self._head, words, own, own_finite)
         # a function sees whole distributions
         self._fused = self._head.kernel is not None and not callable(kind)
         rows = self._head.rows_of(token_weight, labels)
@@ -106,25 +107,32 @@ class Student:
         self._rows = to_device(rows, device)
         self._source = hidden
         self._hidden = hidden.detach().index_select(0, self._rows)
+        exact = accumulate_in(hidden)
         self._labels = to_device(labels.index_select(0, rows), device)
-        self._weight = to_device(
-            token_weight.detach().index_select(0, rows).to(accumulate_in(hidden)), device
-        )
-        self._groups = to_device(
-            torch.zeros_like(rows) if groups is None else groups.index_select(0, rows), device
-        )
-        self._noise = None if noise is None else tuple(x.index_select(0, rows) for x in noise)
+        self._weight = to_device(token_weight.detach().index_select(0, rows).to(exact), device)
+        group_of_row = torch.zeros_like(rows)
+        if groups is not None:
+            group_of_row = groups.index_select(0, rows)
+        self._groups = to_device(group_of_row, device)
+        self._noise: tuple[torch.Tensor, torch.Tensor] | None = None
+        if noise is not None:
+            seeds, keys = noise
+            self._noise = seeds.index_select(0, rows), keys.index_select(0, rows)
         self._scalar_metrics = groups is None
         learns = torch.is_grad_enabled()
-        self._grad = torch.zeros_like(self._hidden) if hidden.requires_grad and learns else None
+        self._grad: torch.Tensor | None = None
+        if hidden.requires_grad and learns:
+            self._grad = torch.zeros_like(self._hidden)
         self._own = own
-        exact = accumulate_in(hidden)
-        self._own_grad = torch.zeros_like(own, dtype=exact) if own is not None and learns else None
+        self._own_grad: torch.Tensor | None = None
+        if own is not None and learns:
+            self._own_grad = torch.zeros_like(own, dtype=exact)
         self._total = self._weight.new_zeros(())
         self._taught = kind != "ce"
         # All ranks need all names, also a rank without rows, because metrics are summed over ranks.
         names = ["tokens", "loss", "ce", "match", "overlap", "argmax_prob"]
-        names += [] if words is None else ["covered"]
+        if words is not None:
+            names.append("covered")
         self._metrics = {name: self._weight.new_zeros(num_groups) for name in names}
         self._learned = 0
         # Results of single rows `[N]` for `losses/predict.py`; rows without a weight stay 0.
@@ -142,17 +150,17 @@ class Student:
         last = first + len(teacher_hidden)
         needed = self._teacher[(self._teacher >= first) & (self._teacher < last)].unique()
         for rows in needed.split(self._chunk):
-            if len(rows):
-                hidden = teacher_hidden.index_select(0, to_device(rows - first, self._rows.device))
-                if self._head.kernel is None:
-                    scores = self._head.scores(hidden)
-                    lse = self._head.log_sum_exp(scores)
-                else:
-                    scores = self._head.logits(hidden)
-                    lse = FusedRows(
-                        self._head, scores, to_device(torch.zeros_like(rows), scores.device)
-                    ).lse
-                self.observe(rows, scores, lse)
+            if not len(rows):
+                continue
+            hidden = teacher_hidden.index_select(0, to_device(rows - first, self._rows.device))
+            if self._head.kernel is None:
+                scores = self._head.scores(hidden)
+                lse = self._head.log_sum_exp(scores)
+            else:
+                scores = self._head.logits(hidden)
+                no_labels = to_device(torch.zeros_like(rows), scores.device)
+                lse = FusedRows(self._head, scores, no_labels).lse
+            self.observe(rows, scores, lse)
 
     @torch.no_grad()
     def observe(self, rows: torch.Tensor, scores: torch.Tensor, lse: torch.Tensor) -> None:
@@ -172,16 +180,16 @@ class Student:
         first, last = torch.stack([begin, end]).tolist()
         for start in range(first, last, self._chunk):
             part = slice(start, min(start + self._chunk, last))
-            at = torch.searchsorted(rows, self._teacher[part])
-            if not torch.equal(rows[at], self._teacher[part]):
+            index = torch.searchsorted(rows, self._teacher[part])
+            if not torch.equal(rows[index], self._teacher[part]):
                 raise ValueError(
                     "the teacher of a drafter row is not among the rows with computed logits"
                 )
-            at = to_device(at, scores.device)
+            index = to_device(index, scores.device)
             if self._fused:
-                self._learn(part, taught=Taught(self._head, scores, lse, at))
+                self._learn(part, taught=Taught(self._head, scores, lse, index))
             else:
-                self._learn(part, logp=scores.index_select(0, at))
+                self._learn(part, logp=scores.index_select(0, index))
 
     def finish(self) -> tuple[torch.Tensor, Metrics]:
         """Return (Σ token_weight · loss, metrics). Raises ValueError if some row had no teacher."""
@@ -197,14 +205,12 @@ class Student:
             total = _Precomputed.apply(
                 self._source, total, self._rows, self._grad, self._own, self._own_grad
             )
-        metrics = self._metrics
+        metrics = dict(self._metrics)
         if not self._taught:
-            metrics = {
-                name: x for name, x in metrics.items() if name not in ("overlap", "argmax_prob")
-            }
-        return total, {
-            name: x[0] for name, x in metrics.items()
-        } if self._scalar_metrics else metrics
+            del metrics["overlap"], metrics["argmax_prob"]
+        if self._scalar_metrics:
+            metrics = {name: x[0] for name, x in metrics.items()}
+        return total, metrics
 
     def kept_rows(self) -> dict[str, torch.Tensor]:
         """Return the results of single rows, `[N]` or `[N, F]` by name; zeros for rows without a weight."""
@@ -221,35 +227,37 @@ class Student:
         self, part: slice, logp: torch.Tensor | None = None, taught: Taught | None = None
     ) -> None:
         """Add loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
-        head = self._reduced or self._head
+        head = self._draft_head or self._head
         weight = self._weight[part]
         scale = weight / head.temperature
         if self._fused:
-            sums, loss, grad = self._of_kernels(part, taught, scale)
+            sums, loss, grad = self._learn_with_kernels(part, taught, scale)
         else:
-            sums, loss, grad = self._of_torch(part, logp)
+            sums, loss, grad = self._learn_with_torch(part, logp)
         self._total += (weight * loss).sum()
+        # Kernels have multiplied the gradient by `scale` already.
         if self._grad is not None:
             back = head.back(grad)
-            self._grad[part] = back if self._fused else back * scale[:, None]
-        if self._own_grad is not None and self._reduced is not None:
+            if not self._fused:
+                back = back * scale[:, None]
+            self._grad[part] = back
+        if self._own_grad is not None and self._draft_head is not None:
             hidden = self._hidden[part]
-            product = (
-                grad.t() @ hidden
-                if self._fused
-                else (grad * scale[:, None]).t() @ hidden.to(scale.dtype)
-            )
-            self._own_grad[self._reduced.own] += product
+            if self._fused:
+                product = grad.t() @ hidden
+            else:
+                product = (grad * scale[:, None]).t() @ hidden.to(scale.dtype)
+            self._own_grad[self._draft_head.own] += product
         for name, x in (sums | {"loss": loss}).items():
             self._metrics[name].index_add_(0, self._groups[part], x)
         self._learned += len(weight)
 
-    def _of_torch(
+    def _learn_with_torch(
         self, part: slice, logp: torch.Tensor | None
     ) -> tuple[Metrics, torch.Tensor, torch.Tensor]:
         """Return metrics and loss `[C]`, and the loss's gradient in the scores, `[C, width]`; keep results of rows."""
         full = self._head
-        head = self._reduced or full
+        head = self._draft_head or full
         labels = self._labels[part]
         scores = head.scores(self._hidden[part])
         lse = head.log_sum_exp(scores)
@@ -257,45 +265,44 @@ class Student:
         best = head.argmax(scores)
         logq = scores.sub_(lse[:, None])
         sums = {"tokens": torch.ones_like(ce), "ce": ce, "match": (best == labels).to(ce.dtype)}
-        if self._reduced is not None:
-            sums["covered"] = self._reduced.holds(labels)
+        if self._draft_head is not None:
+            sums["covered"] = self._draft_head.holds(labels)
             sums["ce"] = ce = ce * sums["covered"]
         loss = ce
         if self.rows is not None:
-            self._keep(part, match=sums["match"])
+            self._store_rows(part, match=sums["match"])
             if self._noise is not None:
-                self._keep(part, coupled=self._coupled(part, logq, labels, head))
+                self._store_rows(part, coupled=self._coupled(part, logq, labels, head))
             if logp is not None:
-                label_p = full.sum(full.pick(logp, labels))
-                self._keep(part, label_ratio=(-ce - label_p).exp() * sums.get("covered", 1.0))
+                label_logp = full.sum(full.pick(logp, labels))
+                ratio = (-ce - label_logp).exp() * sums.get("covered", 1.0)
+                self._store_rows(part, label_ratio=ratio)
         if logp is not None:
-            sums["overlap"], divergence, grad = self._against(
-                logq, logp, labels, self._groups[part] + 1
-            )
+            depths = self._groups[part] + 1
+            sums["overlap"], divergence, grad = self._against(logq, logp, labels, depths)
             sums["argmax_prob"] = full.sum(full.pick(logp, best)).exp()
         if self._kind == "ce":
             grad = head.add_at(logq.exp_(), labels, -1)
-            if self._reduced is not None:
+            if self._draft_head is not None:
                 grad *= sums["covered"][:, None]
         else:
             loss = divergence
         if self.rows is not None and logp is not None:
-            self._keep(part, overlap=sums["overlap"], argmax_prob=sums["argmax_prob"])
+            self._store_rows(part, overlap=sums["overlap"], argmax_prob=sums["argmax_prob"])
         return sums, loss, grad
 
-    def _of_kernels(
+    def _learn_with_kernels(
         self, part: slice, taught: Taught | None, scale: torch.Tensor
     ) -> tuple[Metrics, torch.Tensor, torch.Tensor]:
-        """Return the same as `_of_torch`; the gradient is multiplied by `scale [C]`, and in the type of the logits."""
-        head = self._reduced or self._head
-        labels, kind = self._labels[part], str(self._kind)
+        """Return the same as `_learn_with_torch`; the gradient is times `scale [C]`, and in the type of the logits."""
+        head = self._draft_head or self._head
+        labels = self._labels[part]
+        kind = str(self._kind)
         logits = head.logits(self._hidden[part])
         noise = None
         if self._noise is not None and self.rows is not None:
-            noise = (
-                to_device(self._noise[0][part], logits.device),
-                to_device(self._noise[1][part], logits.device),
-            )
+            seeds, keys = self._noise
+            noise = to_device(seeds[part], logits.device), to_device(keys[part], logits.device)
         moment = kind if kind in ("forward_kl", "reverse_kl") else "none"
         rows = FusedRows(head, logits, labels, moment, taught, noise)
         best = rows.best()
@@ -304,27 +311,28 @@ class Student:
             "ce": -rows.logprob,
             "match": (best == labels).to(scale.dtype),
         }
-        if self._reduced is not None:
-            sums["covered"] = self._reduced.holds(labels)
+        if self._draft_head is not None:
+            sums["covered"] = self._draft_head.holds(labels)
             sums["ce"] = sums["ce"] * sums["covered"]
         covered = sums.get("covered", torch.ones_like(scale))
         loss = sums["ce"]
-        kept = {"match": sums["match"]}
+        of_rows = {"match": sums["match"]}
         if noise is not None:
-            kept["coupled"] = rows.coupled() * covered[:, None]
+            of_rows["coupled"] = rows.coupled() * covered[:, None]
         learns = self._grad is not None or self._own_grad is not None
         if taught is not None:
             sums["argmax_prob"] = taught.logprob(best).exp()
-            sums["overlap"], divergence = rows.against(
-                kind, scale if learns and kind != "ce" else None
-            )
-            kept |= {name: sums[name] for name in ("argmax_prob", "overlap")}
-            kept["label_ratio"] = (-loss - taught.logprob(labels)).exp() * covered
-            loss = loss if kind == "ce" else divergence
+            scales = scale if learns and kind != "ce" else None
+            sums["overlap"], divergence = rows.against(kind, scales)
+            of_rows["argmax_prob"] = sums["argmax_prob"]
+            of_rows["overlap"] = sums["overlap"]
+            of_rows["label_ratio"] = (-loss - taught.logprob(labels)).exp() * covered
+            if kind != "ce":
+                loss = divergence
         if kind == "ce" and learns:
             rows.write_label(-scale * covered)
         if self.rows is not None:
-            self._keep(part, **kept)
+            self._store_rows(part, **of_rows)
         return sums, loss, logits
 
     def _coupled(
@@ -332,31 +340,34 @@ class Student:
     ) -> torch.Tensor:
         """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
         assert self._noise is not None
-        seeds, keys = (x[part] for x in self._noise)
-        known = (seeds >= 0).nonzero()[:, 0]
-        seeds, keys, rows = (to_device(x, logq.device) for x in (seeds[known], keys[known], known))
-        found = logq.new_zeros(len(logq), len(SHARPNESS))
-        if len(known):
-            drafts = head.sample(logq.index_select(0, rows), seeds, keys, SHARPNESS)
-            found[rows] = (drafts == labels[rows][:, None]).to(found.dtype)
-        return found
+        seeds, keys = self._noise
+        with_seed = (seeds[part] >= 0).nonzero()[:, 0]
+        coupled = logq.new_zeros(len(logq), len(SHARPNESS))
+        if not len(with_seed):
+            return coupled
+        rows = to_device(with_seed, logq.device)
+        row_seeds = to_device(seeds[part][with_seed], logq.device)
+        row_keys = to_device(keys[part][with_seed], logq.device)
+        drafts = head.sample(logq.index_select(0, rows), row_seeds, row_keys, SHARPNESS)
+        coupled[rows] = (drafts == labels[rows][:, None]).to(coupled.dtype)
+        return coupled
 
     def _against(
         self, logq: torch.Tensor, logp: torch.Tensor, labels: torch.Tensor, depths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return Σ min(p, q), the loss and its gradient in the student's scores; `logp` is over the full vocabulary."""
-        reduced = self._reduced
         if callable(self._kind):
             return _own_divergence(self._kind, logq, logp, labels, depths, self._head)
-        if reduced is None:
+        if self._draft_head is None:
             return _divergence(self._kind, logq, logp, self._head.sum)
-        return _divergence(self._kind, logq, reduced.of_full(logp), self._head.sum, whole=False)
+        logp = self._draft_head.of_full(logp)
+        return _divergence(self._kind, logq, logp, self._head.sum, whole=False)
 
-    def _keep(self, part: slice, **values: torch.Tensor) -> None:
+    def _store_rows(self, part: slice, **values: torch.Tensor) -> None:
         assert self.rows is not None
         for name, x in values.items():
-            kept = self.rows.setdefault(name, x.new_zeros(len(self._source), *x.shape[1:]))
-            kept.index_copy_(0, self._rows[part], x)
+            whole = self.rows.setdefault(name, x.new_zeros(len(self._source), *x.shape[1:]))
+            whole.index_copy_(0, self._rows[part], x)
 
 
 class _Precomputed(torch.autograd.Function):
@@ -373,16 +384,12 @@ class _Precomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream):
         rows, grad, own_grad = ctx.saved_tensors
-        out = grad.new_zeros(ctx.rows, grad.shape[1])
-        out.index_copy_(0, rows, (grad * upstream).to(grad.dtype))
-        return (
-            out,
-            None,
-            None,
-            None,
-            None if own_grad is None else (own_grad * upstream).to(ctx.own_type),
-            None,
-        )
+        grad_source = grad.new_zeros(ctx.rows, grad.shape[1])
+        grad_source.index_copy_(0, rows, (grad * upstream).to(grad.dtype))
+        grad_own = None
+        if own_grad is not None:
+            grad_own = (own_grad * upstream).to(ctx.own_type)
+        return grad_source, None, None, None, grad_own, None
 
 
 def _divergence(
@@ -410,8 +417,10 @@ def _divergence(
     else:
         second = (logp - logq).mul_(p).sum(-1)
     overlap, second = total(torch.stack([torch.minimum(p, q).sum(-1), second]))
-    if kind in ("reverse_kl", "tv"):
-        return overlap, second if kind == "reverse_kl" else 1 - overlap, q * (g - second[:, None])
+    if kind == "reverse_kl":
+        return overlap, second, q * (g - second[:, None])
+    if kind == "tv":
+        return overlap, 1 - overlap, q * (g - second[:, None])
     if whole:
         return overlap, second, q.sub_(p)
     mass = total(p.sum(-1))

@@ -29,11 +29,10 @@ class Taught:
 
     def logprob(self, ids: Tensor) -> Tensor:
         """Return log p `[C]` of `ids [C]`."""
-        place = self.head.places(ids)
-        x = _scaled(self.logits[self.rows, place.clamp(min=0)], self.head).masked_fill_(
-            place < 0, 0
-        )
-        return (self.head.sum(x).double() - self.lse[self.rows]).float()
+        columns = self.head.places(ids)
+        scaled = _scaled(self.logits[self.rows, columns.clamp(min=0)], self.head)
+        scaled.masked_fill_(columns < 0, 0)  # another rank has them
+        return (self.head.sum(scaled).double() - self.lse[self.rows]).float()
 
 
 class FusedRows:
@@ -55,7 +54,8 @@ class FusedRows:
         teacher: Taught | None = None,
         noise: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        self._head, self._labels = head, labels
+        self._head = head
+        self._labels = labels
         kernel: Any = head.kernel
         self._kernel = kernel
         words = head if isinstance(head, DraftHead) else None
@@ -74,15 +74,15 @@ class FusedRows:
             factors = to_device(torch.tensor(SHARPNESS), logits.device)
             ids = None if words is None else words.ids.to(torch.int32)
             draws = kernel.Noise(*noise, labels, label, factors, head.start, ids)
-        found = self._found = kernel.read(*self._chunk, moment, self._teacher, draws)
-        peak = head.max(found.peak)
-        behind = found.peak - peak
+        here = self._here = kernel.read(*self._chunk, moment, self._teacher, draws)  # of this rank
+        peak = head.max(here.peak)
+        behind = here.peak - peak
         scale = behind.exp()
-        parts = [found.total * scale]
+        parts = [here.total * scale]
         if moment == "forward_kl":
-            parts += [found.second - behind * found.mass, found.mass]
+            parts += [here.second - behind * here.mass, here.mass]
         elif moment != "none":
-            parts.append(scale * (found.second + behind * found.total))
+            parts.append(scale * (here.second + behind * here.total))
         total, *second = head.sum(torch.stack(parts)).double()
         self.lse = peak.double() + total.log()
         self.logprob = (label.double() - self.lse).float()
@@ -90,27 +90,25 @@ class FusedRows:
         if moment == "forward_kl":
             # Over a part of the vocabulary: p(S) · KL(p / p(S) ‖ q), as in `losses/drafter.py`.
             self._mass = torch.ones_like(label) if words is None else second[1].float()
-            self.value = (second[0] + second[1] * total.log()).float() - torch.xlogy(
-                self._mass, self._mass
-            )
+            value = (second[0] + second[1] * total.log()).float()
+            self.value = value - torch.xlogy(self._mass, self._mass)
         elif moment != "none":
-            self.value = (second[0] / total - total.log()).float() * (
-                -1 if moment == "entropy" else 1
-            )
+            self.value = (second[0] / total - total.log()).float()
+            if moment == "entropy":
+                self.value = self.value * -1
 
     def best(self) -> Tensor:
         """Return the ids `[C]` of the largest logits; of equal ones the lowest id."""
-        return self._head.best(self._found.peak, self._head.ids_of(self._found.best))
+        return self._head.best(self._here.peak, self._head.ids_of(self._here.best))
 
     def coupled(self) -> Tensor:
         """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
-        return 1 - self._head.max(self._found.beaten.float())
+        return 1 - self._head.max(self._here.beaten.float())
 
     def write_label(self, on_logprob: Tensor) -> None:
         """Replace the logits by `on_logprob [C]` times the gradient of log q(label) in q's scores."""
-        self._kernel.write_label(
-            *self._chunk, self.lse, self._head.places(self._labels), on_logprob
-        )
+        columns = self._head.places(self._labels)
+        self._kernel.write_label(*self._chunk, self.lse, columns, on_logprob)
 
     def against(self, kind: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return Σ min(p, q) and the loss of `kind`, `[C]`, and replace the logits by `scales [C]` times its gradient.
@@ -122,9 +120,8 @@ class FusedRows:
             second = self._mass if kind == "forward_kl" else self.value
             overlap, _ = run(*self._chunk, self.lse, kind, self._teacher, scales, second)
             return self._head.sum(overlap), self.value
-        overlap, losers = self._head.sum(
-            torch.stack(run(*self._chunk, self.lse, "tv", self._teacher))
-        )
+        sums = torch.stack(run(*self._chunk, self.lse, "tv", self._teacher))
+        overlap, losers = self._head.sum(sums)
         if scales is not None:
             run(*self._chunk, self.lse, "tv", self._teacher, scales, losers)
         return overlap, 1 - overlap

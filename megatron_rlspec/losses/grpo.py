@@ -8,7 +8,7 @@ only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +49,9 @@ def advantages(
     if len(known_rewards) < 2 or known_rewards.min() == known_rewards.max():
         return result
     centred = known_rewards - known_rewards.mean()
-    result[rated] = centred / (known_rewards.std(ddof=1) + STD_FLOOR) if normalise_std else centred
+    if normalise_std:
+        centred = centred / (known_rewards.std(ddof=1) + STD_FLOOR)
+    result[rated] = centred
     return result
 
 
@@ -68,7 +70,61 @@ def overlong_penalty(length: int, *, max_length: int, zone: int) -> float:
     """
     if zone == 0:
         return 0.0
-    return -min(1.0, max(0.0, (length - (max_length - zone)) / zone))
+    free = max_length - zone
+    into_zone = (length - free) / zone
+    return -min(1.0, max(0.0, into_zone))
+
+
+class TokenLoss(NamedTuple):
+    """What an algorithm makes of each trained token, `[T]`; 0 where nothing is trained.
+
+    loss       before the weights and penalties that all algorithms share
+    clipped    whether the clip range has an effect, bool
+    log_ratio  logprob - old, of the token or of its sequence
+    """
+
+    loss: Tensor
+    clipped: Tensor
+    log_ratio: Tensor
+
+
+def ppo_loss(log_ratio: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> TokenLoss:
+    """PPO with a clip range of two widths: max(-r A, -clip(r) A), with r = exp(log_ratio).
+
+    `dual_clip` bounds the loss of tokens with A < 0 by -dual_clip · A (arXiv 1912.09729); 0: no bound.
+    """
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    unclipped_loss = -ratio * advantage
+    clipped_loss = -clipped_ratio * advantage
+    loss = torch.maximum(unclipped_loss, clipped_loss)
+    if algorithm.dual_clip:
+        bounded = torch.minimum(loss, -algorithm.dual_clip * advantage)
+        loss = torch.where(advantage < 0, bounded, loss)
+    return TokenLoss(loss, clipped_loss > unclipped_loss, log_ratio)
+
+
+def gspo_loss(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    algorithm: AlgorithmConfig,
+    mask: Tensor,
+    batch: PackedBatch,
+    sequence_sum: Callable[[Tensor], Tensor] | None,
+) -> TokenLoss:
+    """GSPO (arXiv 2507.18071, eq. 13): PPO's loss with one ratio per sequence, the mean of its tokens' log-ratios."""
+    of_sequence = _sequence_log_ratio(log_ratio, mask, batch, sequence_sum)
+    return ppo_loss(of_sequence, advantage, algorithm)
+
+
+def cispo_loss(
+    log_ratio: Tensor, advantage: Tensor, algorithm: AlgorithmConfig, logprobs: Tensor
+) -> TokenLoss:
+    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): REINFORCE, weighted by the clipped ratio without gradient."""
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    loss = -clipped_ratio.detach() * advantage * logprobs
+    return TokenLoss(loss, clipped_ratio != ratio, log_ratio)
 
 
 def policy_loss(
@@ -88,16 +144,13 @@ def policy_loss(
                    no gradient flows through it
     own            the user's loss of a token (`algorithm.loss`); it replaces w · pg below
 
-    With ratio r = exp(logprob - old) and advantage A, the loss of a token is
+    The loss of a token is
 
         w · pg + kl_coef · KL(policy, reference) - entropy_coef · entropy
 
-    w is min(exp(old - behaviour), tis_clip); 1 if `tis_clip` is 0. Where an older policy drew the token, and `old` is
-    of the step's start, this is AReaL's decoupled objective (arXiv 2505.24298, §5.2), truncated. `ratio` selects pg:
-
-    token     max(-rA, -clip(r)A), at most -dual_clip · A where A < 0          (PPO; dual clip: arXiv 1912.09729)
-    sequence  the same with r = exp(mean over the sequence's trained tokens)   (GSPO: arXiv 2507.18071, eq. 13)
-    cispo     -sg(clip(r)) · A · logprob                                       (MiniMax-M1: arXiv 2506.13585, eq. 4)
+    `ratio` selects pg: `ppo_loss` (token), `gspo_loss` (sequence) or `cispo_loss`. w is
+    min(exp(old - behaviour), tis_clip), and 1 if `tis_clip` is 0. Where an older policy sampled the token, and `old` is
+    of the step's start, this is AReaL's decoupled objective (arXiv 2505.24298, §5.2), truncated.
 
     The sums run over trained tokens and can be added over micro-batches and ranks; divided by `tokens` they are means.
     Metrics carry slime's names. Raises ValueError if KL or entropy is asked for and its tensor is None.
@@ -112,29 +165,26 @@ def policy_loss(
     old = trained(batch.old_logprobs)
     advantage = trained(batch.advantages)
     log_ratio = logprobs - old
-    if algorithm.ratio == "sequence":
-        log_ratio = _sequence_log_ratio(log_ratio, mask, batch, sequence_sum)
-    ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    if algorithm.ratio == "cispo":
-        pg_loss = -clipped_ratio.detach() * advantage * logprobs
-        clipped = clipped_ratio != ratio
+    if algorithm.ratio == "token":
+        token_loss = ppo_loss(log_ratio, advantage, algorithm)
+    elif algorithm.ratio == "sequence":
+        token_loss = gspo_loss(log_ratio, advantage, algorithm, mask, batch, sequence_sum)
     else:
-        unclipped_loss = -ratio * advantage
-        clipped_loss = -clipped_ratio * advantage
-        pg_loss = torch.maximum(unclipped_loss, clipped_loss)
-        clipped = clipped_loss > unclipped_loss
-        if algorithm.dual_clip:
-            lowest = torch.minimum(pg_loss, -algorithm.dual_clip * advantage)
-            pg_loss = torch.where(advantage < 0, lowest, pg_loss)
-    sums = {"pg_clipfrac": clipped, "ppo_kl": -log_ratio, "ratio": ratio}
+        token_loss = cispo_loss(log_ratio, advantage, algorithm, logprobs)
+    pg_loss = token_loss.loss
+    sums = {
+        "pg_clipfrac": token_loss.clipped,
+        "ppo_kl": -token_loss.log_ratio,
+        "ratio": token_loss.log_ratio.exp(),
+    }
 
     if batch.behaviour_logprobs is not None:
         behaviour = trained(batch.behaviour_logprobs)
         if algorithm.tis_clip:
             weight = (old - behaviour).exp()
             pg_loss = pg_loss * weight.clamp(max=algorithm.tis_clip)
-            sums |= {"tis": weight, "tis_clipfrac": weight > algorithm.tis_clip}
+            sums["tis"] = weight
+            sums["tis_clipfrac"] = weight > algorithm.tis_clip
         if batch.staleness is not None:
             sums["staleness"] = trained(batch.staleness)
         # With old_logprobs=engine, `old` equals `behaviour`. The gap then shows in the current policy's log-probs.
@@ -151,18 +201,17 @@ def policy_loss(
             raise ValueError(
                 f"kl_coef={algorithm.kl_coef} needs reference_logprobs, but the batch has none"
             )
-        sums["kl_loss"] = kl_estimate(
-            logprobs, trained(batch.reference_logprobs), algorithm.kl_kind
-        )
+        reference = trained(batch.reference_logprobs)
+        sums["kl_loss"] = kl_estimate(logprobs, reference, algorithm.kl_kind)
         loss = loss + algorithm.kl_coef * sums["kl_loss"]
+    if algorithm.entropy_coef and entropy is None:
+        raise ValueError(
+            f"entropy_coef={algorithm.entropy_coef} needs the entropy of every position, but it is None"
+        )
     if entropy is not None:
         sums["entropy"] = trained(entropy)
         if algorithm.entropy_coef:
             loss = loss - algorithm.entropy_coef * sums["entropy"]
-    elif algorithm.entropy_coef:
-        raise ValueError(
-            f"entropy_coef={algorithm.entropy_coef} needs the entropy of every position, but it is None"
-        )
 
     metrics = {name: (values.detach().to(logprobs) * mask).sum() for name, values in sums.items()}
     metrics["tokens"] = mask.sum().to(logprobs)
@@ -197,12 +246,8 @@ def _own_loss(
     option = named("algorithm.loss", own)
     loss = checked(option, own(tokens), logprobs, mask)
     if bool(mask.any()):  # else nothing depends on the result
-        check_depends(
-            option,
-            loss,
-            [t for t in (logprobs, entropy) if t is not None],
-            "tokens.logprobs or tokens.entropy",
-        )
+        inputs = [logprobs] if entropy is None else [logprobs, entropy]
+        check_depends(option, loss, inputs, "tokens.logprobs or tokens.entropy")
     return loss.to(logprobs)
 
 

@@ -53,14 +53,14 @@ class VocabParallelHead:
             raise ValueError(f"temperature={temperature}, expected above 0")
         rank = 0 if group is None else dist.get_rank(group)
         size = 1 if group is None else dist.get_world_size(group)
-        held = weight.shape[0]
+        rows = weight.shape[0]
         return cls(
-            weight.detach(),
-            temperature,
-            rank * held,
-            size * held,
-            group if size > 1 else None,
-            finite,
+            weight=weight.detach(),
+            temperature=temperature,
+            start=rank * rows,
+            total=size * rows,
+            group=group if size > 1 else None,
+            finite=finite,
         )
 
     @property
@@ -77,7 +77,9 @@ class VocabParallelHead:
         if self.kernel is not None:
             rows = BYTES_ON_GPU // (self.width * self.weight.element_size())
             return min(max(rows // 256 * 256, 1024), 8192)
-        return 1024 if self.weight.is_cuda else min(max(LOGITS_ON_CPU // self.width, 32), 1024)
+        if self.weight.is_cuda:
+            return 1024
+        return min(max(LOGITS_ON_CPU // self.width, 32), 1024)
 
     @cached_property
     def kernel(self) -> ModuleType | None:
@@ -124,11 +126,8 @@ class VocabParallelHead:
 
     def normalised(self, logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """Return log-probabilities `[C, width]` from `logits` and `lse [C]`, log Σ exp(logits / temperature)."""
-        z = (
-            logits.to(accumulate_in(logits))
-            .div_(self.temperature)
-            .clamp_(min=lowest(accumulate_in(logits)))
-        )
+        exact = accumulate_in(logits)
+        z = logits.to(exact).div_(self.temperature).clamp_(min=lowest(exact))
         return z.sub_(lse[:, None])
 
     def back(self, grad: torch.Tensor) -> torch.Tensor:
@@ -206,7 +205,10 @@ class VocabParallelHead:
     ) -> torch.Tensor:
         """Add `value` to `x [C, width]`, in place, at the `ids` that this rank holds."""
         local, mine = self._local(ids)
-        value = value.to(x.dtype) if isinstance(value, torch.Tensor) else x.new_full((), value)
+        if isinstance(value, torch.Tensor):
+            value = value.to(x.dtype)
+        else:
+            value = x.new_full((), value)
         value = value.expand(ids.shape).reshape(mine.shape)
         return x.scatter_add_(1, local, value.masked_fill(~mine, 0))
 
@@ -224,7 +226,9 @@ class VocabParallelHead:
         return x[:, self.start : self.start + self.width]
 
     def _local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        local = (ids if ids.ndim == 2 else ids[:, None]) - self.start
+        if ids.ndim == 1:
+            ids = ids[:, None]
+        local = ids - self.start
         mine = (local >= 0) & (local < self.width)
         return local.masked_fill_(~mine, 0), mine
 
@@ -271,16 +275,23 @@ class DraftHead(VocabParallelHead):
             raise ValueError(
                 f"draft vocabulary: expected ids from 0 to {full.total - 1}, at least one"
             )
-        columns = words[(words >= full.start) & (words < full.start + full.width)] - full.start
-        some = bool(len(columns))
-        if not some:
+        ids = words[(words >= full.start) & (words < full.start + full.width)]
+        some = bool(len(ids))
+        first = 0
+        if some:
+            first = int(torch.searchsorted(words, full.start))
+            columns = ids - full.start
+        else:  # a head needs a row; its logits are replaced
+            ids = words.new_full((1,), -1)
             columns = words.new_zeros(1)
-        ids = columns + full.start if some else words.new_full((1,), -1)
-        first = int(torch.searchsorted(words, full.start)) if some else 0
         rows = slice(first, first + len(columns))
         columns = to_device(columns, full.weight.device)
+        if own is None:
+            weight = full.weight.index_select(0, columns)
+        else:
+            weight = own.detach()[rows]
         return cls(
-            weight=full.weight.index_select(0, columns) if own is None else own.detach()[rows],
+            weight=weight,
             temperature=full.temperature,
             start=full.start,
             total=full.total,
@@ -301,15 +312,20 @@ class DraftHead(VocabParallelHead):
 
     def of_full(self, x: torch.Tensor) -> torch.Tensor:
         """Return the columns of the words of log-probabilities `x [C, V/tp]`."""
-        found = x.index_select(1, self.columns)
-        return found if self.some else found.fill_(lowest(found.dtype))
+        logprobs = x.index_select(1, self.columns)
+        if not self.some:
+            logprobs.fill_(lowest(logprobs.dtype))
+        return logprobs
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = super()._logits(hidden)
-        return logits if self.some else logits.fill_(lowest(logits.dtype))
+        if not self.some:
+            logits.fill_(lowest(logits.dtype))
+        return logits
 
     def _local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = ids if ids.ndim == 2 else ids[:, None]
+        if ids.ndim == 1:
+            ids = ids[:, None]
         local = torch.searchsorted(self.ids, ids).clamp_(max=self.width - 1)
         return local, self.ids[local] == ids
 

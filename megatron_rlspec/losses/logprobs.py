@@ -52,9 +52,10 @@ def policy_logprobs(
         (head, chunk or head.chunk, with_entropy, observe, chosen),
     )
     zeros = picked.new_zeros(len(labels))
-    return zeros.index_copy(0, rows, picked), zeros.index_copy(
-        0, rows, entropy
-    ) if with_entropy else None
+    logprobs = zeros.index_copy(0, rows, picked)
+    if not with_entropy:
+        return logprobs, None
+    return logprobs, zeros.index_copy(0, rows, entropy)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -64,18 +65,20 @@ class _LogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, labels, options):
         head, chunk, with_entropy, observe, rows = options
         picked = hidden.new_zeros(len(labels), dtype=accumulate_in(hidden))
-        lses = torch.zeros_like(
-            picked, dtype=picked.dtype if head.kernel is None else torch.float64
-        )
+        lse_dtype = picked.dtype if head.kernel is None else torch.float64
+        lses = torch.zeros_like(picked, dtype=lse_dtype)
         entropy = torch.zeros_like(picked)
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
             if head.kernel is not None:
                 logits = head.logits(hidden[part])
-                found = FusedRows(head, logits, labels[part], "entropy" if with_entropy else "none")
-                lses[part], picked[part], entropy[part] = found.lse, found.logprob, found.value
+                moment = "entropy" if with_entropy else "none"
+                read = FusedRows(head, logits, labels[part], moment)
+                lses[part] = read.lse
+                picked[part] = read.logprob
+                entropy[part] = read.value
                 if observe is not None:
-                    observe(rows[part], logits, found.lse)
+                    observe(rows[part], logits, read.lse)
                 continue
             scores = head.scores(hidden[part])
             lse = lses[part] = head.log_sum_exp(scores)
@@ -97,17 +100,17 @@ class _LogProbs(torch.autograd.Function):
         head, chunk, with_entropy, *_ = ctx.options
         grad_hidden = torch.zeros_like(hidden)
         # Chunks are summed in float32 or float64, because bfloat16 would lose small contributions.
-        grad_weight = (
-            torch.zeros_like(weight, dtype=entropy.dtype) if ctx.needs_input_grad[1] else None
-        )
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=entropy.dtype)
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
             if head.kernel is not None:
                 grad = head.logits(hidden[part])
                 above = grad_picked[part] / head.temperature
-                spread = (
-                    (grad_entropy[part] / head.temperature, entropy[part]) if with_entropy else None
-                )
+                spread = None
+                if with_entropy:
+                    spread = grad_entropy[part] / head.temperature, entropy[part]
                 row = head.width, head.temperature, lses[part], head.places(labels[part])
                 head.kernel.write_label(grad, *row, above, spread)
             else:
@@ -118,18 +121,12 @@ class _LogProbs(torch.autograd.Function):
                     grad = p.mul_(spread - grad_picked[part, None])
                 else:
                     grad = p.mul_(-grad_picked[part, None])
-                grad = (
-                    head.add_at(grad, labels[part], grad_picked[part])
-                    .div_(head.temperature)
-                    .to(hidden.dtype)
-                )
+                grad = head.add_at(grad, labels[part], grad_picked[part])
+                grad = grad.div_(head.temperature).to(hidden.dtype)
             grad_hidden[part] = head.back(grad)
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part]
         head.sum(grad_hidden)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None,
-            None,
-        )
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None

@@ -44,7 +44,8 @@ def of_rows(
     else:
         reach = rows["match"]
         accept = rows["argmax_prob"] if sampled and "argmax_prob" in rows else reach
-    shape = (depth, len(accept) // depth, accept.shape[1] if accept.dim() == 2 else 1)
+    factors = accept.shape[1] if accept.dim() == 2 else 1
+    shape = (depth, len(accept) // depth, factors)
     return accept.reshape(shape).transpose(0, 1), reach.reshape(shape).transpose(0, 1)
 
 
@@ -90,13 +91,17 @@ def walk(
 
 def _round_starts(inside: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
     """Return the probability that a round of k steps starts at each position, `[T]`; `carried [T, k + 1]`."""
-    at = torch.arange(len(inside), device=carried.device)
-    if not len(at):
+    index = torch.arange(len(inside), device=carried.device)
+    if not len(index):
         return carried.new_zeros(0)
-    before = torch.nn.functional.pad(inside, (1, 0))[:-1]
-    offset = at - torch.where(inside & ~before, at, 0).cummax(0).values
-    starts = _solved if carried.device.type == "cpu" else _scanned
-    return starts(offset, carried).masked_fill(~inside, 0)
+    inside_before = torch.nn.functional.pad(inside, (1, 0))[:-1]
+    first = torch.where(inside & ~inside_before, index, 0).cummax(0).values
+    offset = index - first
+    if carried.device.type == "cpu":
+        starts = _solved(offset, carried)
+    else:
+        starts = _scanned(offset, carried)
+    return starts.masked_fill(~inside, 0)
 
 
 def _scanned(offset: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:

@@ -118,36 +118,26 @@ class DrafterStep:
 
         `predict`: keep what `learn` needs for the prediction of acceptance.
         """
-        goal = self.objective
-        place = targets.labels[0].device
+        objective = self.objective
+        depths = range(1, objective.depth + 1)
+        device = targets.labels[0].device
         t = len(targets.labels[0])
-        scale = [goal.depth_decay**d / targets.counts[d] for d in range(goal.depth)]
-        weight = torch.cat([w * s for w, s in zip(targets.weight, scale, strict=True)])
-        # Depth d at position t learns the policy's distribution at position t + d. Rows of weight 0 may have any index.
-        size = ps.get_context_parallel_world_size()
-        rank = ps.get_context_parallel_rank()
-        position = cp_index(targets.cu_seqlens_padded, rank, size, targets.layout).to(place)
-        teacher = torch.cat(
-            [(position + d).clamp(max=size * t - 1) for d in range(1, goal.depth + 1)]
-        )
-        if targets.rows is not None and self.shares_policy_logits:
-            teacher = targets.rows.to(place)[teacher]
+        weights = []
+        for d in depths:
+            scale = objective.depth_decay ** (d - 1) / targets.counts[d - 1]
+            weights.append(targets.weight[d - 1] * scale)
         noise = None
-        if predict and goal.coupled and targets.seeds is not None and targets.positions is not None:
-            depths = range(1, goal.depth + 1)
-            noise = (
-                targets.seeds.repeat(goal.depth),
-                torch.cat([targets.positions + d for d in depths]),
-            )
+        if predict and objective.coupled:
+            noise = self._noise(targets)
         return Student(
             torch.cat(list(outputs)),
             layer.weight.detach(),
             torch.cat(list(targets.labels)),
-            weight,
-            goal.loss,
-            teacher_index=teacher,
-            groups=torch.arange(goal.depth, device=place).repeat_interleave(t),
-            num_groups=goal.depth,
+            torch.cat(weights),
+            objective.loss,
+            teacher_index=self._teacher_index(targets),
+            groups=torch.arange(objective.depth, device=device).repeat_interleave(t),
+            num_groups=objective.depth,
             temperature=layer.temperature,
             tp_group=layer.tensor_group,
             keep_rows=predict,
@@ -157,6 +147,30 @@ class DrafterStep:
             own_finite=self._head_is_finite,
             noise=noise,
         )
+
+    def _teacher_index(self, targets: DrafterTargets) -> Tensor:
+        """Return the teacher's row of each student, `[depth * t]`: depth d at t learns the distribution at t + d.
+
+        Rows of weight 0 may have any index.
+        """
+        device = targets.labels[0].device
+        size = ps.get_context_parallel_world_size()
+        rank = ps.get_context_parallel_rank()
+        position = cp_index(targets.cu_seqlens_padded, rank, size, targets.layout).to(device)
+        last = size * len(targets.labels[0]) - 1
+        depths = range(1, self.objective.depth + 1)
+        teacher = torch.cat([(position + d).clamp(max=last) for d in depths])
+        if targets.rows is not None and self.shares_policy_logits:
+            teacher = targets.rows.to(device)[teacher]
+        return teacher
+
+    def _noise(self, targets: DrafterTargets) -> tuple[Tensor, Tensor] | None:
+        """Return (seeds, keys), `[depth * t]`, of the noise of each label; None if the seeds are not known."""
+        if targets.seeds is None or targets.positions is None:
+            return None
+        depth = self.objective.depth
+        keys = torch.cat([targets.positions + d for d in range(1, depth + 1)])
+        return targets.seeds.repeat(depth), keys
 
     def learn(
         self, student: Student, targets: DrafterTargets, hidden: Tensor | None
@@ -189,27 +203,36 @@ class DrafterStep:
 
         Only the first rank of a context-parallel group counts them.
         """
-        goal = self.objective
-        tables: tuple[Tensor, ...] = of_rows(
-            student.kept_rows(), goal.depth, goal.verifier, sampled=goal.sampled
+        objective = self.objective
+        accept, reach = of_rows(
+            student.kept_rows(), objective.depth, objective.verifier, sampled=objective.sampled
         )
         trained = torch.stack([w != 0 for w in targets.weight], 1)
-        if goal.coupled and targets.seeds is not None:
-            trained &= (targets.seeds >= 0)[:, None]
-        if goal.coupled:  # all ranks sum the same arrays, also one whose samples have no seeds
-            tables = tuple(table.expand(-1, -1, len(SHARPNESS)) for table in tables)
-        mask = to_device(trained, tables[0].device).to(tables[0].dtype)
-        table = _of_all_context_ranks(torch.cat([*tables, mask[:, :, None]], 2), targets)
+        if objective.coupled:
+            if targets.seeds is not None:
+                trained &= (targets.seeds >= 0)[:, None]
+            # all ranks sum the same arrays, also one whose samples have no seeds
+            accept = accept.expand(-1, -1, len(SHARPNESS))
+            reach = reach.expand(-1, -1, len(SHARPNESS))
+        mask = to_device(trained, accept.device).to(accept.dtype)
+        table = torch.cat([accept, reach, mask[:, :, None]], 2)
+        table = _of_all_context_ranks(table, targets)
         if ps.get_context_parallel_rank():
             table = table[:0]
-        *columns, mask = (deepen(part, max(goal.predicted_steps)) for part in table.unbind(2))
-        walks = []
-        for accept, reach in zip(
-            columns[: len(columns) // 2], columns[len(columns) // 2 :], strict=True
-        ):
-            walks.append(walk(accept, reach, mask, goal.predicted_steps))
-        reached, accepted = (torch.stack(part) for part in zip(*walks, strict=True))
-        return {"prediction/reached": reached, "prediction/accepted": accepted}
+        steps = objective.predicted_steps
+        columns = [deepen(column, max(steps)) for column in table.unbind(2)]
+        factors = len(columns) // 2
+        mask = columns[-1]
+        reached = []
+        accepted = []
+        for factor in range(factors):
+            walked = walk(columns[factor], columns[factors + factor], mask, steps)
+            reached.append(walked[0])
+            accepted.append(walked[1])
+        return {
+            "prediction/reached": torch.stack(reached),
+            "prediction/accepted": torch.stack(accepted),
+        }
 
 
 def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Prediction | None:
@@ -226,7 +249,9 @@ def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Pre
 
 def drafter_loss_named(name: str) -> Kind | DrafterLoss:
     """Return the loss that `drafter.loss` names; a function is imported. Raises ConfigError."""
-    return load_function("drafter.loss", name) if is_function(name) else cast(Kind, name)
+    if is_function(name):
+        return load_function("drafter.loss", name)
+    return cast(Kind, name)
 
 
 def training_temperature(rollout_temperature: float) -> float:

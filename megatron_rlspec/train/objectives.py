@@ -36,11 +36,9 @@ class OutputLayer:
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
-        return (
-            ps.get_tensor_model_parallel_group()
-            if ps.get_tensor_model_parallel_world_size() > 1
-            else None
-        )
+        if ps.get_tensor_model_parallel_world_size() == 1:
+            return None
+        return ps.get_tensor_model_parallel_group()
 
     def logprobs(
         self,
@@ -98,20 +96,21 @@ def grpo(
         dist.all_reduce(x, group=group)
         return x
 
+    own = None
+    if custom.is_function(algorithm.loss):
+        own = custom.load("algorithm.loss", algorithm.loss)
     total, sums = policy_loss(
         logprobs,
         entropy,
         batch,
         algorithm,
         sequence_sum=over_context if group.size() > 1 else None,
-        own=custom.load("algorithm.loss", algorithm.loss)
-        if custom.is_function(algorithm.loss)
-        else None,
+        own=own,
     )
     loss = total / batch.counts["policy"]
-    return loss, {"policy/loss": loss.detach()} | {
-        f"policy/{name}": value for name, value in sums.items()
-    }
+    records = {"policy/loss": loss.detach()}
+    records |= {f"policy/{name}": value for name, value in sums.items()}
+    return loss, records
 
 
 Objective = Callable[

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megatron_rlspec.config import Config
 from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.losses.head import all_finite
+from megatron_rlspec.losses.logprobs import Observer
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import read_json
 from megatron_rlspec.models.rope import Rope
@@ -67,22 +68,14 @@ class Trainer:
         self.model_config = transformer_config(hf_config, config)
         self.rope = Rope.of(hf_config)
         self.policy = Policy(self.model_config, hf_config, config.model.max_length).to(self.device)
+        self.table = shards.family(hf_config)
         overlap = runtime.has_transformer_engine()
         self.learner = Learner(self.policy, config.optimizer, pipelined=True, overlap=overlap)
         self.drafter: Drafter | None = None
         self.drafter_learner: Learner | None = None
         self.drafter_step: DrafterStep | None = None
-        options = config.drafter
-        self.table = shards.family(hf_config)
-        if options.train and self.last_stage:
-            self.drafter = build_drafter(
-                self.model_config, hf_config, options, config.train.seed + 1
-            ).to(self.device)
-            own = {"lr": options.lr, "weight_decay": 0.0, "warmup_steps": options.warmup_steps}
-            adam = config.optimizer.model_copy(update=own)
-            self.drafter_learner = Learner(self.drafter, adam, pipelined=False, pace=self.learner)
-            self.drafter_step = DrafterStep(self.drafter_learner, _drafter_objective(config))
-            self.drafter_step.head = getattr(self.drafter, "head", None)
+        if config.drafter.train and self.last_stage:
+            self._build_drafter()
         # After the models are built: layers with experts copy the configuration that they are built from.
         self.model_config.finalize_model_grads_func = self.learner.finalize
         self.model_config.no_sync_func = self.learner.ddp.no_sync if overlap else None
@@ -90,12 +83,24 @@ class Trainer:
         self.prediction: Prediction | None = None
         # of coupled drafts, by the newest prediction or measurement
         self.sharpness: float | None = None
-        self._steps = _predicted_steps(config) if options.train else ()
+        self._steps = _predicted_steps(config) if config.drafter.train else ()
         self.temperature = training_temperature(config.rollout.temperature)
         self._head_is_finite: bool | None = None  # known during a step
         self.reference: Reference | None = None  # after `keep_reference`
         self.embedding: Tensor | None = None
         self.refresh_embedding()
+
+    def _build_drafter(self) -> None:
+        config = self.config
+        options = config.drafter
+        seed = config.train.seed + 1  # a random stream of its own
+        drafter = build_drafter(self.model_config, self.hf_config, options, seed).to(self.device)
+        changes = {"lr": options.lr, "weight_decay": 0.0, "warmup_steps": options.warmup_steps}
+        adam = config.optimizer.model_copy(update=changes)
+        self.drafter = drafter
+        self.drafter_learner = Learner(drafter, adam, pipelined=False, pace=self.learner)
+        self.drafter_step = DrafterStep(self.drafter_learner, _drafter_objective(config))
+        self.drafter_step.head = getattr(drafter, "head", None)
 
     def load_hf(self, tensors: Mapping[str, Tensor], *, fresh_drafter: bool = False) -> None:
         """Load the weights of a checkpoint; with `fresh_drafter` without its MTP tensors, which may be missing.
@@ -126,13 +131,17 @@ class Trainer:
         """
         learner = self.drafter_learner
         last = ps.get_pipeline_model_parallel_world_size() - 1
-        own_updates = 0 if learner is None else learner.steps + learner.updates_before
-        updates = self._from_last_stage(torch.tensor(own_updates))
+        count = 0
+        if learner is not None:
+            count = learner.steps + learner.updates_before
+        updates = self._from_last_stage(torch.tensor(count))
         if not int(updates):
             return
         for moment in moments.MOMENTS:
-            held = {} if learner is None else moments.under_canonical_names(learner, moment)
-            for name, tensor in shards.export_stage(self.table, held, last, self.model_config):
+            tensors: dict[str, Tensor] = {}
+            if learner is not None:
+                tensors = moments.under_canonical_names(learner, moment)
+            for name, tensor in shards.export_stage(self.table, tensors, last, self.model_config):
                 yield f"{moment}.{name}", tensor
         if dist.get_rank() == 0:
             yield "updates", updates
@@ -176,17 +185,13 @@ class Trainer:
             return {}
         self.policy.train()
         self.learner.zero_grad()
-        if coefficient := self.config.model.moe_aux_loss_coeff:
-            tokens = sum(len(batch.tokens) for batch in batches)
-            sequence = self.config.parallel.sequence
-            per_token = experts.coefficient_of_a_token(coefficient, tokens, sequence=sequence)
-            self.model_config.moe_aux_loss_coeff = per_token
+        self._scale_balancing_loss(batches)
         if self.drafter is not None and self.drafter_step is not None and train_drafter:
             self.drafter.train()
             self.drafter_step.begin()
-        losses = partial(self._losses, objective, train_policy, train_drafter)
         if self.last_stage:
             self._head_is_finite = all_finite(self.policy.head_weight())
+        losses = partial(self._losses, objective, train_policy, train_drafter)
         sums = self.run(batches, losses, forward_only=not train_policy)
         self._head_is_finite = None
         totals = reduce_sums(sums)
@@ -194,16 +199,26 @@ class Trainer:
         metrics = means(totals)
         if train_policy:
             agree = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
-            norm, updated = self.learner.step(
-                allowed=agree and math.isfinite(metrics["policy/loss"])
-            )
-            metrics |= {"policy/grad_norm": norm, "policy/skipped": float(not updated)}
+            finite = math.isfinite(metrics["policy/loss"])
+            norm, updated = self.learner.step(allowed=agree and finite)
+            metrics["policy/grad_norm"] = norm
+            metrics["policy/skipped"] = float(not updated)
         if self.config.drafter.train and train_drafter:
-            metrics |= self._drafter_step()
+            metrics |= self._update_drafter()
         if train_policy:
             self.learner.finish_parameters()  # gathered while the drafter was updated
             self.refresh_embedding()
         return metrics
+
+    def _scale_balancing_loss(self, batches: Sequence[PackedBatch]) -> None:
+        """Set Megatron's coefficient of the balancing loss, which it multiplies by a micro-batch's tokens."""
+        coefficient = self.config.model.moe_aux_loss_coeff
+        if not coefficient:
+            return
+        tokens = sum(len(batch.tokens) for batch in batches)
+        sequence = self.config.parallel.sequence
+        per_token = experts.coefficient_of_a_token(coefficient, tokens, sequence=sequence)
+        self.model_config.moe_aux_loss_coeff = per_token
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
         """Train the drafter on `words`, the ids that engines choose drafts from, in later steps."""
@@ -230,33 +245,39 @@ class Trainer:
         The texts are the policy's own. Drafts are coupled, with the best sharpness, if spec.drafts says so and the
         texts' seeds are known; else the likeliest tokens. `batches` have a depth of max(steps), for a repeated layer.
         """
-        depth = max(steps)
         self.policy.eval()
-        coupled = _drafts_coupled(self.config) and all(
-            batch.noise_seeds is not None for batch in batches
+        seeds_known = all(batch.noise_seeds is not None for batch in batches)
+        objective = DrafterObjective(
+            depth=max(steps),
+            loss="ce",
+            depth_decay=1.0,
+            predicted_steps=tuple(steps),
+            verifier="position_keyed",
+            sampled=False,
+            coupled=_drafts_coupled(self.config) and seeds_known,
         )
-        goal = DrafterObjective(
-            depth, "ce", 1.0, tuple(steps), "position_keyed", sampled=False, coupled=coupled
-        )
-        replay = DrafterStep(None, goal)
+        replay = DrafterStep(None, objective)
         if self.drafter is not None and self.drafter_step is not None:
             self.drafter.eval()
-            self.drafter.depth = depth
+            self.drafter.depth = objective.depth
             replay.words = self.drafter_step.words
             replay.head = self.drafter_step.head
         try:
-            found = self.run(batches, partial(self._replayed, replay), forward_only=True)
+            sums = self.run(batches, partial(self._replayed, replay), forward_only=True)
         finally:
             if self.drafter is not None:
                 self.drafter.depth = self.config.drafter.depth
-        prediction = self._predicted(reduce_sums(found), tuple(steps))
-        return {k: 1.0 if prediction is None else prediction.tokens_per_round(k) for k in steps}
+        prediction = self._predicted(reduce_sums(sums), tuple(steps))
+        if prediction is None:
+            return dict.fromkeys(steps, 1.0)
+        return {k: prediction.tokens_per_round(k) for k in steps}
 
     def _predicted(
         self, totals: dict[str, list[float]], steps: tuple[int, ...]
     ) -> Prediction | None:
         prediction = prediction_of(totals, steps)
-        self.sharpness = (prediction and prediction.sharpness) or self.sharpness
+        if prediction is not None and prediction.sharpness:
+            self.sharpness = prediction.sharpness
         return prediction
 
     def keep_reference(self) -> None:
@@ -283,22 +304,21 @@ class Trainer:
             )
 
     def _learners(self) -> dict[str, Learner]:
-        both = {"policy": self.learner, "drafter": self.drafter_learner}
-        return {name: learner for name, learner in both.items() if learner is not None}
+        learners = {"policy": self.learner}
+        if self.drafter_learner is not None:
+            learners["drafter"] = self.drafter_learner
+        return learners
 
     def _layout(self) -> dict[str, Any]:
+        """Return what must be equal between a checkpoint and the run that resumes from it."""
         parallel = self.config.parallel
         drafter = self.config.drafter
         layout: dict[str, Any] = {}
-        if (
-            self.drafter_step is not None
-            and self.drafter_step.head is not None
-            and self.drafter_step.words is not None
-        ):
-            words = zlib.crc32(self.drafter_step.words.numpy().tobytes())
-            layout["eagle3"] = (
-                f"the layers {list(taps_of(self.hf_config))} and the words {words:08x}"
-            )
+        step = self.drafter_step
+        if step is not None and step.head is not None and step.words is not None:
+            layers = list(taps_of(self.hf_config))
+            words = zlib.crc32(step.words.numpy().tobytes())
+            layout["eagle3"] = f"the layers {layers} and the words {words:08x}"
         return layout | {
             "tensor": parallel.tensor,
             "pipeline": parallel.pipeline,
@@ -343,19 +363,20 @@ class Trainer:
         """Return the policy's loss, whose backward the schedule runs; run the drafter's forward and backward."""
         hidden = hidden[:, 0]
         # A drafter that learns alone learns the distribution that engines sample from, as in an RL step.
-        layer = self.output_layer(1.0 if objective == "sft" and train_policy else self.temperature)
+        temperature = 1.0 if objective == "sft" and train_policy else self.temperature
+        layer = self.output_layer(temperature)
         loss = hidden.new_zeros(())
         sums: Sums = {}
         step = self.drafter_step if train_drafter else None
         student: Student | None = None
+        observe: Observer | None = None
         if step is not None:
             targets = _drafter_targets(batch)
             predict = objective == "grpo" and bool(step.objective.predicted_steps)
-            student = step.student(
-                self._draft(batch, packed, hidden), targets, layer, predict=predict
-            )
-        shared = step is not None and step.shares_policy_logits
-        observe = student.observe if student is not None and shared else None
+            outputs = self._draft(batch, packed, hidden)
+            student = step.student(outputs, targets, layer, predict=predict)
+            if step.shares_policy_logits:
+                observe = student.observe
         if train_policy:
             loss, sums = OBJECTIVES[objective](layer, batch, hidden, self.config.algorithm, observe)
         elif observe is not None:
@@ -363,24 +384,25 @@ class Trainer:
             with torch.no_grad():
                 layer.logprobs(batch, hidden, observe=observe)
         if step is not None and student is not None:
-            drafter_loss, drafter_sums = step.learn(
-                student, targets, None if shared else _drafted(batch, hidden)
-            )
+            teacher_hidden = None
+            if observe is None:
+                teacher_hidden = _drafter_rows_of(batch, hidden)
+            drafter_loss, drafter_sums = step.learn(student, targets, teacher_hidden)
             sums |= drafter_sums
             drafter_loss.backward()
         return loss, torch.zeros((), dtype=torch.int), sums
 
     def _draft(self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> list[Tensor]:
         """Run the drafter's forward; return the input of the output layer, `[T, H]` per depth."""
-        assert (
-            self.drafter is not None
-            and self.drafter_learner is not None
-            and self.embedding is not None
-        )
-        if DRAFTER in self.hf_config:
+        assert self.drafter is not None
+        assert self.drafter_learner is not None
+        assert self.embedding is not None
+        eagle3 = DRAFTER in self.hf_config
+        if eagle3:
             hidden = self.policy.taps()
-        if DRAFTER in self.hf_config or batch.drafter_part is not None:
-            hidden, batch = _drafted(batch, hidden), batch.drafter_part or batch
+        if eagle3 or batch.drafter_part is not None:
+            hidden = _drafter_rows_of(batch, hidden)
+            batch = batch.drafter_part or batch
             # of the drafter's heads
             packed = describe(batch, self.drafter.config, self.rope, self.device)
         tokens = [to_device(tokens, self.device) for tokens in batch.drafter_tokens]
@@ -420,7 +442,7 @@ class Trainer:
         )
         return x.cpu()
 
-    def _drafter_step(self) -> dict[str, float]:
+    def _update_drafter(self) -> dict[str, float]:
         result = [0.0, 0.0]
         if self.drafter_step is not None:
             norm, updated = self.drafter_step.update()
@@ -429,10 +451,11 @@ class Trainer:
         return {"drafter/grad_norm": norm, "drafter/skipped": skipped}
 
 
-def _drafted(batch: PackedBatch, hidden: Tensor) -> Tensor:
+def _drafter_rows_of(batch: PackedBatch, hidden: Tensor) -> Tensor:
     """Return the hidden states `[t, H]` of the positions that the drafter learns from."""
-    rows = batch.drafter_rows
-    return hidden if rows is None else hidden.index_select(0, to_device(rows, hidden.device))
+    if batch.drafter_rows is None:
+        return hidden
+    return hidden.index_select(0, to_device(batch.drafter_rows, hidden.device))
 
 
 def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
@@ -480,9 +503,9 @@ def _predicted_steps(config: Config) -> tuple[int, ...]:
     spec = config.spec
     if spec.mode == "off":
         return ()
-    if spec.verifier == "rejection" and (
-        config.drafter.loss == "ce" or not _taught_what_is_sampled(config)
-    ):
-        return ()
+    if spec.verifier == "rejection":
+        has_teacher = config.drafter.loss != "ce"
+        if not (has_teacher and _taught_what_is_sampled(config)):
+            return ()
     steps = spec.candidate_steps if spec.mode == "adaptive" else (spec.num_steps,)
     return tuple(sorted({k for k in steps if k > 0}))
