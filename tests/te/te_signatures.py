@@ -3,7 +3,8 @@
     python tests/te/te_signatures.py TRANSFORMER_ENGINE_CHECKOUT
 
 reads the versions below from a clone of Transformer Engine and writes `te_signatures.json`: signatures, names of
-parameters and whether there is an extra state, as facts; nothing is copied. Names that a version lacks are null.
+parameters and whether there is an extra state, as facts; nothing is copied. Names that a version lacks are null. Of the
+other versions the file has only the signatures that differ from the stand-in's version.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 
 import contracts
 
+VERSION = "2.11"  # the stand-in's; the newest that megatron-core 0.16.1 allows
 VERSIONS = {
-    "2.9": "v2.9",  # the oldest that megatron-core 0.16.1 supports
-    "2.11": "v2.11",  # the newest that it allows; the stand-in's
+    "2.9": "v2.9",  # the oldest that it supports
+    VERSION: "v2.11",
     "2.12": "v2.12",  # requirements/transformer-engine.txt
     "2.16.1": "v2.16.1",  # slime's
 }
@@ -141,18 +143,27 @@ def _at(checkout: str, commit: str) -> contracts.Read:
 
 
 def record(checkout: str) -> dict[str, Any]:
-    out = {}
+    """Return the facts of all versions. Raises AssertionError if layers have other parameters in another version."""
+    of_version = {}
     for version, tag in VERSIONS.items():
         read = _at(checkout, tag)
-        commit = subprocess.run(
+        shown = subprocess.run(
             ["git", "-C", checkout, "rev-parse", f"{tag}^{{commit}}"], capture_output=True, text=True
         )
-        out[version] = {
-            "commit": commit.stdout.strip(),
+        of_version[version] = {
+            "commit": shown.stdout.strip(),
             "signatures": signatures(read),
             "parameters": {layer: parameters(layer, read) for layer in LAYERS},
             "imports": {name: has(name, read) for name in imports()},
         }
+    base = of_version[VERSION]
+    out = {VERSION: base}
+    for version, facts in of_version.items():
+        if version == VERSION:
+            continue
+        assert facts["parameters"] == base["parameters"], version
+        differing = {n: s for n, s in facts["signatures"].items() if s != base["signatures"][n]}
+        out[version] = {"commit": facts["commit"], "signatures": differing}
     return out
 
 
