@@ -71,16 +71,17 @@ def pack(
         samples, lengths, advantages, old_logprobs, reference_logprobs, drafter_weights
     )
     columns["policy_weight"] = _policy_weight(samples, aggregation)
-    seeds = [sample.seed for sample in samples if sample.seed is not None]
-    if len(seeds) == len(samples):
-        columns["seeds"] = [
-            torch.full((length,), seed) for seed, length in zip(seeds, lengths, strict=True)
-        ]
+    if all(sample.seed is not None for sample in samples):
+        columns["seeds"] = [torch.full((len(s.tokens),), s.seed) for s in samples]
     if version is not None:
         columns["staleness"] = [_staleness(sample, version) for sample in samples]
     counts = _counts(columns, lengths, depth, aggregation, constant_length)
-    learnt = {i for i, weight in enumerate(columns["drafter_weight"]) if bool(weight.any())}
-    learnt_tokens = sum(float(columns["mask"][i][1:].sum()) for i in learnt)
+    learnt: set[int] = set()  # the samples that the drafter learns from
+    learnt_tokens = 0.0
+    for i, weight in enumerate(columns["drafter_weight"]):
+        if bool(weight.any()):
+            learnt.add(i)
+            learnt_tokens += float(columns["mask"][i][1:].sum())
 
     def batch_of(chosen: list[int]) -> PackedBatch:
         return _micro_batch(
@@ -95,14 +96,14 @@ def pack(
             cp_rank,
         )
 
-    batches = [batch_of(chosen) for chosen in bins[dp_rank::dp_size]]
-    if len(learnt) == len(samples):
-        return batches
-    parts = [batch_of([i for i in chosen if i in learnt]) for chosen in bins[dp_rank::dp_size]]
-    return [
-        replace(batch, drafter_part=part, drafter_rows=_rows_in(batch, part))
-        for batch, part in zip(batches, parts, strict=True)
-    ]
+    batches = []
+    for chosen in bins[dp_rank::dp_size]:
+        batch = batch_of(chosen)
+        if len(learnt) < len(samples):
+            part = batch_of([i for i in chosen if i in learnt])
+            batch = replace(batch, drafter_part=part, drafter_rows=_rows_in(batch, part))
+        batches.append(batch)
+    return batches
 
 
 def predicted(total: int, tokens: float) -> torch.Tensor:
@@ -203,19 +204,19 @@ def _staleness(sample: Sample, version: int) -> torch.Tensor:
 
     Raises ValueError if the spans do not cover the response, or hold a version above `version`.
     """
-    found = torch.zeros(len(sample.tokens))
+    staleness = torch.zeros(len(sample.tokens))
     covered = sample.prompt_len
-    for drawn_by, first, last in sorted(sample.policy_versions, key=lambda span: span[1]):
-        if sample.prompt_len + first != covered or drawn_by > version:
+    for sampled_by, first, last in sorted(sample.policy_versions, key=lambda span: span[1]):
+        if sample.prompt_len + first != covered or sampled_by > version:
             break
         covered = sample.prompt_len + last
-        found[sample.prompt_len + first : covered] = version - drawn_by
+        staleness[sample.prompt_len + first : covered] = version - sampled_by
     if covered != len(sample.tokens):
         raise ValueError(
             f"sample {sample.request_id}: policy_versions={sample.policy_versions} of {len(sample.response)} response "
             f"tokens; expected spans that cover them, of versions up to {version}"
         )
-    return found
+    return staleness
 
 
 def _policy_weight(samples: Sequence[Sample], aggregation: Aggregation) -> list[torch.Tensor]:
@@ -266,10 +267,10 @@ def _counts(
 
 def _rows_in(batch: PackedBatch, part: PackedBatch) -> torch.Tensor:
     """Return the row in `batch` of each position of `part`, which holds some of its samples; 0 for padding."""
-    found = torch.zeros(len(part.tokens), dtype=torch.int64)
+    rows = torch.zeros(len(part.tokens), dtype=torch.int64)
     real = part.sequence_ids >= 0
-    found[real] = torch.isin(batch.sequence_ids, part.sequence_ids[real]).nonzero()[:, 0]
-    return found
+    rows[real] = torch.isin(batch.sequence_ids, part.sequence_ids[real]).nonzero()[:, 0]
+    return rows
 
 
 def _micro_batch(
@@ -296,9 +297,8 @@ def _micro_batch(
     cu_padded = torch.tensor([0, *padded]).cumsum(0).int()
 
     def lay_out(field: str, empty: int = 0) -> torch.Tensor:
-        flat = torch.full(
-            (total,), empty, dtype=torch.int64 if field in ("tokens", "seeds") else torch.float32
-        )
+        dtype = torch.int64 if field in ("tokens", "seeds") else torch.float32
+        flat = torch.full((total,), empty, dtype=dtype)
         # no sequence starts at the last boundary
         for i, start in zip(chosen, cu_padded.tolist(), strict=False):
             flat[start : start + len(columns[field][i])] = columns[field][i]
@@ -319,24 +319,25 @@ def _micro_batch(
         """Return the shifted values, with 0 where nothing is trained; the values there may be NaN."""
         return share(shift_packed(lay_out(field), cu_padded).masked_fill(loss_mask == 0, 0))
 
-    def noise_seeds() -> torch.Tensor:
-        """Return the seeds of positions where acceptance is predicted, and -1 elsewhere."""
-        return share(lay_out("seeds", -1).masked_fill(~predicted(total, learnt_tokens), -1))
+    def trained_if_any(field: str) -> torch.Tensor | None:
+        return trained(field) if field in columns else None
 
+    noise_seeds: torch.Tensor | None = None
+    if "seeds" in columns:
+        # of positions where acceptance is predicted; -1 elsewhere
+        seeds = lay_out("seeds", -1)
+        noise_seeds = share(seeds.masked_fill(~predicted(total, learnt_tokens), -1))
+    starts = cu_padded[:-1].repeat_interleave(torch.tensor(padded))
     return PackedBatch(
         tokens=share(tokens),
-        position_ids=share(
-            torch.arange(total) - cu_padded[:-1].repeat_interleave(torch.tensor(padded))
-        ),
+        position_ids=share(torch.arange(total) - starts),
         labels=share(shift_packed(tokens, cu_padded)),
         loss_mask=share(loss_mask),
         advantages=trained("advantages"),
         old_logprobs=trained("old_logprobs"),
         behaviour_logprobs=trained("behaviour_logprobs"),
-        reference_logprobs=trained("reference_logprobs")
-        if "reference_logprobs" in columns
-        else None,
-        staleness=trained("staleness") if "staleness" in columns else None,
+        reference_logprobs=trained_if_any("reference_logprobs"),
+        staleness=trained_if_any("staleness"),
         sequence_ids=share(sequence_ids),
         policy_weight=trained("policy_weight"),
         drafter_weight=share(lay_out("drafter_weight")),
@@ -346,5 +347,5 @@ def _micro_batch(
         cu_seqlens=cu,
         cu_seqlens_padded=cu_padded,
         counts=counts,
-        noise_seeds=noise_seeds() if "seeds" in columns else None,
+        noise_seeds=noise_seeds,
     )

@@ -121,11 +121,8 @@ class PackedAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        if (
-            config.attention_dropout
-            or config.window_size is not None
-            or config.softmax_type != "vanilla"
-        ):
+        plain = config.softmax_type == "vanilla" and config.window_size is None
+        if config.attention_dropout or not plain:
             raise ValueError(
                 "PackedAttention computes plain causal softmax: no dropout, window or softmax offset"
             )
@@ -168,7 +165,9 @@ class PackedAttention(MegatronModule):
             out = _Attend.apply(query, key, value, packed.plan, self.scale)
         else:
             chain.made = (key, value)
-            links = [tensor for pair in (*chain.links, chain.made) for tensor in pair]
+            links: list[Tensor] = []
+            for pair in (*chain.links, chain.made):
+                links += pair
             out = _Attend.apply(query, *chain.base, packed.plan, self.scale, *links)
         return out[..., :width].flatten(1)
 
@@ -238,18 +237,17 @@ class _Attend(torch.autograd.Function):
         if isinstance(plan.keys, Batched):
             slots = _gather(q, plan.keys.query_rows, k, v, plan.keys.key_rows)
             out, lse = _joined_spans(q, k, v, slots, plan.keys, scale)
-            saved = [*slots, *saved] if links or plan.keys.spans else [*slots]
+            if links or plan.keys.spans:
+                saved = [*slots, *saved]
+            else:
+                saved = [*slots]
         else:
             out, lse = varlen.attend(q, k, v, plan.keys, scale)
         if links:
             out = out.to(lse.dtype)
             for key, value in zip(links[::2], links[1::2], strict=True):
-                _join(
-                    out,
-                    lse,
-                    _per_query_head(value, q.shape[1]),
-                    _row_dot(q, key, lse.dtype) * scale,
-                )
+                score = _row_dot(q, key, lse.dtype) * scale
+                _join(out, lse, _per_query_head(value, q.shape[1]), score)
         out = out.to(q.dtype)
         ctx.save_for_backward(out, lse, *saved, *links)
         return out
@@ -307,12 +305,9 @@ def _joined_spans(
     for span in plan.spans:
         rows, seen = span.slices
         part, part_lse = _attend(*_grouped(q[rows], k[seen], v[seen]), False, scale)
-        _join(
-            out[rows],
-            lse[rows],
-            part.permute(2, 0, 1, 3).flatten(1, 2),
-            part_lse.permute(2, 0, 1).flatten(1),
-        )
+        part = part.permute(2, 0, 1, 3).flatten(1, 2)
+        part_lse = part_lse.permute(2, 0, 1).flatten(1)
+        _join(out[rows], lse[rows], part, part_lse)
     return out, lse
 
 
@@ -331,7 +326,8 @@ def _batches(plan: Batched, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     heads = max(x.shape[1] for x in tensors if x.dim() == 3)
     columns = []
     for x in tensors:
-        x = x[:, None].expand(-1, heads, -1) if x.dim() == 2 else x
+        if x.dim() == 2:
+            x = x[:, None].expand(-1, heads, -1)
         parts = zip(x.split(sizes), plan.shapes, strict=True)
         columns.append([part.unflatten(0, shape).transpose(1, 2) for part, shape in parts])
     return list(zip(*columns, strict=True))
@@ -345,9 +341,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, plan: Batched, scale: float) -> tup
         out, lse = _attend(q_b, k_b, v_b, True, scale)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         lses.append(lse.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs).index_select(0, plan.slot_of), torch.cat(lses).index_select(
-        0, plan.slot_of
-    )
+    out = torch.cat(outs).index_select(0, plan.slot_of)
+    lse = torch.cat(lses).index_select(0, plan.slot_of)
+    return out, lse
 
 
 def _causal_backward(
@@ -392,7 +388,8 @@ def _span_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[1]
-    grad, out = (x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3) for x in (grad, out))
+    grad = grad.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
+    out = out.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
     lse = lse.unflatten(1, (groups, -1)).permute(1, 2, 0)
     dq, dk, dv = _attend_backward(grad, *_grouped(q, k, v), out, lse, False, scale)
     return (
@@ -407,22 +404,24 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[1]
     per_group = q.shape[1] // k.shape[1]
     q = q.unflatten(1, (groups, per_group)).permute(1, 2, 0, 3)
-    k, v = (x.transpose(0, 1)[:, None].expand(groups, per_group, -1, -1) for x in (k, v))
+    k = k.transpose(0, 1)[:, None].expand(groups, per_group, -1, -1)
+    v = v.transpose(0, 1)[:, None].expand(groups, per_group, -1, -1)
     return q, k, v
 
 
 def _join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Add attention to further keys to `out [t, n, d]` and `lse [t, n]`, in place."""
     both = torch.logaddexp(lse, other_lse)
-    out.mul_(torch.exp(lse - both)[..., None]).addcmul_(
-        other, torch.exp(other_lse - both)[..., None]
-    )
+    out.mul_(torch.exp(lse - both)[..., None])
+    out.addcmul_(other, torch.exp(other_lse - both)[..., None])
     lse.copy_(both)
 
 
 def _per_query_head(x: Tensor, heads: int) -> Tensor:
     """Repeat each key/value head for its query heads: `[t, g, d] -> [t, n, d]`."""
-    return x.repeat_interleave(heads // x.shape[1], dim=1) if x.shape[1] != heads else x
+    if x.shape[1] == heads:
+        return x
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _per_group(x: Tensor, groups: int) -> Tensor:
@@ -432,7 +431,8 @@ def _per_group(x: Tensor, groups: int) -> Tensor:
 
 def _row_dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply row by row: `[t, n, d] · [t, g, d] -> [t, n]`."""
-    return (a.to(dtype).unflatten(1, (b.shape[1], -1)) * b.to(dtype)[:, :, None]).sum(-1).flatten(1)
+    grouped = a.to(dtype).unflatten(1, (b.shape[1], -1))
+    return (grouped * b.to(dtype)[:, :, None]).sum(-1).flatten(1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -455,9 +455,8 @@ def _attend_backward(
     torch's kernel takes several times as long for bfloat16 as for float32 where rows are few.
     """
     exact = torch.promote_types(q.dtype, torch.float32)
-    parts = [x.to(exact) for x in (grad, q, k, v, out)]
-    found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *parts, lse, 0.0, causal, scale=scale
+    inputs = [x.to(exact) for x in (grad, q, k, v, out)]
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *inputs, lse, 0.0, causal, scale=scale
     )
-    dq, dk, dv = (x.to(q.dtype) for x in found)
-    return dq, dk, dv
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)

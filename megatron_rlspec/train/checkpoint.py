@@ -66,11 +66,12 @@ def save(
     def write() -> None:
         for name, learner in learners.items():
             for part in learner.parts:
-                if learner.adam.distributed or part.replicas.rank() == 0:
-                    copies = {
-                        key: t.detach().cpu().clone() for key, t in _tensors(learner, part).items()
-                    }
-                    tensor_file.save(copies, _file(partial, name, learner, part), notes)
+                first_replica = part.replicas.rank() == 0
+                if not (learner.adam.distributed or first_replica):
+                    continue
+                tensors = _tensors(learner, part)
+                copies = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
+                tensor_file.save(copies, _file(partial, name, learner, part), notes)
         if generators and ps.get_expert_data_parallel_rank() == 0:
             tensor_file.save(_generators(), _generators_file(partial), notes)
 
@@ -174,10 +175,10 @@ def _load_generators(path: Path) -> None:
         if torch.cuda.is_available():
             torch.cuda.set_rng_state(_stored(file, "cuda", torch.cuda.get_rng_state()))
         tracker = tensor_parallel.get_cuda_rng_tracker()
-        states = tracker.get_states()
-        tracker.set_states(
-            {name: _stored(file, f"tracker.{name}", state) for name, state in states.items()}
-        )
+        states = {}
+        for name, state in tracker.get_states().items():
+            states[name] = _stored(file, f"tracker.{name}", state)
+        tracker.set_states(states)
 
 
 def _check_place(file: TensorFile) -> None:
@@ -208,15 +209,22 @@ def _count(file: TensorFile, name: str) -> int:
 def _tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
     """Name every tensor of a part: parameters, the optimizer's copies, moments, step count; routers' biases."""
     module = learner.ddp.module
-    out = {f"parameter.{name}": p.data for name, p in module.named_parameters() if part.holds(p)}
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if part.holds(parameter):
+            tensors[f"parameter.{name}"] = parameter.data
     if not part.experts:
-        out |= {f"bias.{name}": bias for name, bias in experts.biases(module).items()}
+        for name, bias in experts.biases(module).items():
+            tensors[f"bias.{name}"] = bias
     for key, parameter, state in _optimized(part):
-        out[f"main.{key}"] = parameter.data
-        out |= {f"{moment}.{key}": state[moment] for moment in _MOMENTS if moment in state}
+        tensors[f"main.{key}"] = parameter.data
+        for moment in _MOMENTS:
+            if moment in state:
+                tensors[f"{moment}.{key}"] = state[moment]
     if learner.updates_before:
-        out[_BEFORE] = torch.tensor(learner.updates_before)
-    return out | {"steps": torch.tensor(learner.steps)}
+        tensors[_BEFORE] = torch.tensor(learner.updates_before)
+    tensors["steps"] = torch.tensor(learner.steps)
+    return tensors
 
 
 def _optimized(part: Part) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
@@ -227,9 +235,8 @@ def _optimized(part: Part) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
 
 
 def _generators() -> dict[str, Tensor]:
-    states = {
-        f"tracker.{k}": v for k, v in tensor_parallel.get_cuda_rng_tracker().get_states().items()
-    }
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    states = {f"tracker.{name}": state for name, state in tracker.get_states().items()}
     states["cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -238,18 +245,17 @@ def _generators() -> dict[str, Tensor]:
 
 def _file(directory: Path, name: str, learner: Learner, part: Part) -> Path:
     replica = f"-replica{part.replicas.rank()}" if learner.adam.distributed else ""
-    shard = (
-        f"-experts{_expert_shard()}"
-        if part.experts
-        else f"-tensor{ps.get_tensor_model_parallel_rank()}"
-    )
+    shard = f"-tensor{ps.get_tensor_model_parallel_rank()}"
+    if part.experts:
+        shard = f"-experts{_expert_shard()}"
     return directory / f"{name}{shard}{_stage()}{replica}.safetensors"
 
 
 def _generators_file(directory: Path) -> Path:
     """Return the file of this rank's generators. One of Megatron's differs between expert-parallel ranks."""
-    split = ps.get_expert_model_parallel_world_size() > 1
-    shard = _expert_shard() if split else f"-tensor{ps.get_tensor_model_parallel_rank()}"
+    shard = f"-tensor{ps.get_tensor_model_parallel_rank()}"
+    if ps.get_expert_model_parallel_world_size() > 1:
+        shard = _expert_shard()
     return directory / f"generators{shard}{_stage()}.safetensors"
 
 

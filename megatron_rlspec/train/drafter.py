@@ -115,7 +115,9 @@ class Drafter(MegatronModule):
         return self.run(*inputs)
 
     def _scatter(self, x: Tensor) -> Tensor:
-        return scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
+        if not self.config.sequence_parallel:
+            return x
+        return scatter_to_sequence_parallel_region(x)
 
     def _gather(self, x: Tensor) -> Tensor:
         # The loss already sums the head's gradient over tensor-parallel ranks, so the backward only splits it.
@@ -205,15 +207,15 @@ class Eagle3Drafter(Drafter):
         self.norm_output = bool(stated.norm_output)
         block: Any = nn.Module()
         with runtime.own_random_stream(seed):
+            # the order of these lines is that of the random numbers
             block.fc = nn.Linear(taps * width, width, **plain)
             block.enorm = RMSNorm(own, width, own.layernorm_epsilon)
             block.decoder = nn.Module()
-            specs = [runtime.eagle3_spec(own, first=not index) for index in range(own.num_layers)]
-            layers = [
-                build_module(spec, config=own, layer_number=number)
-                for number, spec in enumerate(specs, 1)
-            ]
-            block.decoder.layers = nn.ModuleList(layers)
+            block.decoder.layers = nn.ModuleList()
+            for number in range(1, own.num_layers + 1):
+                spec = runtime.eagle3_spec(own, first=number == 1)
+                layer = build_module(spec, config=own, layer_number=number)
+                block.decoder.layers.append(layer)
             block.decoder.final_layernorm = RMSNorm(own, width, own.layernorm_epsilon)
             block.input_norm = _norm_before_fc(own, taps * width) if stated.norms_joined else None
             block.fc_norm = None
@@ -235,9 +237,8 @@ class Eagle3Drafter(Drafter):
             hidden = block.input_norm(hidden)
         if block.fc_norm is not None:
             parts = hidden.chunk(len(block.fc_norm), -1)
-            hidden = torch.cat(
-                [norm(part) for norm, part in zip(block.fc_norm, parts, strict=True)], -1
-            )
+            normed = [norm(part) for norm, part in zip(block.fc_norm, parts, strict=True)]
+            hidden = torch.cat(normed, -1)
         return block.fc(hidden)
 
     def run(
@@ -249,10 +250,14 @@ class Eagle3Drafter(Drafter):
             state, _ = layer(
                 hidden_states=state, attention_mask=None, packed_seq_params=_chained(packed, chain)
             )
-        return decoder.final_layernorm(state) if self.norm_output else state
+        if self.norm_output:
+            return decoder.final_layernorm(state)
+        return state
 
     def leave(self, state: Tensor) -> Tensor:
-        return state if self.norm_output else self.eagle_module.decoder.final_layernorm(state)
+        if self.norm_output:  # `run` has normed it
+            return state
+        return self.eagle_module.decoder.final_layernorm(state)
 
 
 def _norm_before_fc(config: TransformerConfig, width: int) -> RMSNorm:
@@ -326,8 +331,7 @@ def embed(tokens: Tensor, weight: Tensor) -> Tensor:
             return F.embedding(tokens, weight)
         local = tokens - rank * weight.shape[0]
         elsewhere = (local < 0) | (local >= weight.shape[0])
-        rows = F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill_(
-            elsewhere[:, None], 0
-        )
+        rows = F.embedding(local.masked_fill(elsewhere, 0), weight)
+        rows.masked_fill_(elsewhere[:, None], 0)
         dist.all_reduce(rows, group=parallel_state.get_tensor_model_parallel_group())
         return rows

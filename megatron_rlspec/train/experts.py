@@ -35,19 +35,20 @@ def options(hf_config: Mapping[str, Any], config: Config) -> dict[str, Any]:
     layers = hf_config["num_hidden_layers"]
     dense = hf_config.get("first_k_dense_replace", 0)
     width = hf_config["moe_intermediate_size"]
+    shared = hf_config.get("n_shared_experts") or 0
     coefficient = config.model.moe_aux_loss_coeff
+    router = _sigmoid(hf_config, config) if _has_bias(hf_config) else _softmax(hf_config)
     return {
         "num_moe_experts": count(hf_config),
         "expert_model_parallel_size": config.parallel.expert,
         "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": width * (hf_config.get("n_shared_experts") or 0)
-        or None,
+        "moe_shared_expert_intermediate_size": width * shared or None,
         "moe_layer_freq": [int(layer >= dense) for layer in range(layers)],
         "moe_router_topk": hf_config["num_experts_per_tok"],
         "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
         "moe_aux_loss_coeff": coefficient,
         "moe_router_dtype": "fp64" if config.model.dtype == "float64" else "fp32",
-        **(_sigmoid(hf_config, config) if _has_bias(hf_config) else _softmax(hf_config)),
+        **router,
     }
 
 
@@ -132,10 +133,12 @@ def coefficient_of_a_token(coefficient: float, tokens: int, *, sequence: bool) -
     """
     total = torch.tensor(float(tokens), dtype=torch.float64, device=runtime.device())
     dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
-    split = ps.get_context_parallel_world_size() * (
-        ps.get_tensor_model_parallel_world_size() if sequence else 1
-    )
-    return coefficient * (1 if _counts_all_ranks_tokens() else split) / float(total)
+    split = 1
+    if not _counts_all_ranks_tokens():
+        split = ps.get_context_parallel_world_size()
+        if sequence:
+            split *= ps.get_tensor_model_parallel_world_size()
+    return coefficient * split / float(total)
 
 
 def _counts_all_ranks_tokens() -> bool:

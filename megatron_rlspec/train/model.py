@@ -61,14 +61,16 @@ def transformer_config(
     parallel = config.parallel
     rope = Rope.of(hf_config)
     # Transformer Engine's kernel of the rotary embedding knows no factor on cosine and sine.
-    devices = runtime.device_options() | (
-        {"apply_rope_fusion": False} if rope.magnitude != 1 else {}
-    )
-    recompute = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
+    devices = runtime.device_options()
+    if rope.magnitude != 1:
+        devices["apply_rope_fusion"] = False
+    recompute: dict[str, Any] = {}
+    if parallel.recompute:
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     fields: dict[str, Any] = dict(
         num_layers=hf_config["num_hidden_layers"],
         hidden_size=hf_config["hidden_size"],
@@ -99,7 +101,7 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         # Losses are divided by the step's global count already, so neither DDP nor the schedule may scale them.
         calculate_per_token_loss=True,
-        **(recompute if parallel.recompute else {}),
+        **recompute,
         **experts.options(hf_config, config),
         **devices,
     )
@@ -159,20 +161,23 @@ class Taps:
 
     def __init__(self, model: GPTModel, layers: Sequence[int]) -> None:
         self._gathers = model.config.sequence_parallel
-        self._kept: dict[int, Tensor] = {}
+        self._inputs: dict[int, Tensor] = {}
         for index in layers:
             model.decoder.layers[index].register_forward_pre_hook(
                 partial(self._keep, index), with_kwargs=True
             )
 
     def _keep(self, index: int, layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self._kept[index] = (args[0] if args else options["hidden_states"]).detach()
+        hidden = args[0] if args else options["hidden_states"]
+        self._inputs[index] = hidden.detach()
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
         """Return the kept inputs of n layers side by side, `[T, n · H]`, on every tensor-parallel rank."""
-        found = torch.cat([self._kept[index][:, 0] for index in sorted(self._kept)], -1)
-        return gather_from_sequence_parallel_region(found) if self._gathers else found
+        inputs = torch.cat([self._inputs[index][:, 0] for index in sorted(self._inputs)], -1)
+        if self._gathers:
+            return gather_from_sequence_parallel_region(inputs)
+        return inputs
 
 
 class Policy(GPTModel):
@@ -203,8 +208,9 @@ class Policy(GPTModel):
             rotary_percent=rotary_percent(hf_config),
         )
         if angles:  # Megatron's own scaling has Llama 3.1's other settings built in
-            held = self.rotary_pos_emb.inv_freq
-            self.rotary_pos_emb.inv_freq = rope.frequencies(2 * len(held), held.device)
+            frequencies = self.rotary_pos_emb.inv_freq
+            ours = rope.frequencies(2 * len(frequencies), frequencies.device)
+            self.rotary_pos_emb.inv_freq = ours
         self.taps = Taps(self, taps_of(hf_config))
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -217,17 +223,17 @@ class Policy(GPTModel):
 
     def head_weight(self) -> Tensor:
         """Return the output head `[V / tensor, H]` on the last stage; the embedding if they are tied."""
-        tied = self.share_embeddings_and_output_weights
-        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
 
 
 def taps_of(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the layers whose inputs the model's EAGLE-3 drafter reads, from 0; () without such a drafter."""
     if DRAFTER not in hf_config:
         return ()
-    return check_drafter_config(hf_config[DRAFTER], "the drafter").taps(
-        hf_config["num_hidden_layers"]
-    )
+    drafter = check_drafter_config(hf_config[DRAFTER], "the drafter")
+    return drafter.taps(hf_config["num_hidden_layers"])
 
 
 def describe(

@@ -60,23 +60,26 @@ def _problem(file: TensorFile, family: NameTable, weights: Mapping[str, tuple[in
 
 def trained_names(family: NameTable) -> list[str]:
     """Return the checkpoint names of the drafter tensors that an optimizer updates, so without routers' biases."""
-    rows = {name: row for name, row in family.rows.items() if family.is_drafter(name)}
-    return [hf for name, row in rows.items() if not name.endswith(".expert_bias") for hf in row.hf]
+    names: list[str] = []
+    for name, row in family.rows.items():
+        if family.is_drafter(name) and not name.endswith(".expert_bias"):
+            names += row.hf
+    return names
 
 
 def gather(learner: Learner, moment: str) -> dict[str, Tensor]:
     """Gather this tensor-parallel rank's moment of each parameter, by name in the module; collective over replicas."""
-    found: dict[str, Tensor] = {}
-    places = dict(learner.optimized())
+    moments: dict[str, Tensor] = {}
+    pieces = dict(learner.optimized())
     for name, parameter in learner.ddp.module.named_parameters():
         whole = torch.zeros(parameter.numel(), dtype=_exact(parameter), device=parameter.device)
-        if name in places:
-            inner, start, state = places[name]
+        if name in pieces:
+            inner, start, state = pieces[name]
             whole[start : start + inner.numel()] = state[moment].flatten()
         if learner.adam.distributed:
             dist.all_reduce(whole, group=learner.part_of(parameter).replicas)
-        found[name] = whole.view(parameter.shape)
-    return found
+        moments[name] = whole.view(parameter.shape)
+    return moments
 
 
 def take(learner: Learner, family: NameTable, file: Mapping[str, Tensor]) -> None:
@@ -85,15 +88,16 @@ def take(learner: Learner, family: NameTable, file: Mapping[str, Tensor]) -> Non
     size = ps.get_tensor_model_parallel_world_size()
     learner.updates_before = int(file["updates"])
     learner.create_moments()
-    places = dict(learner.optimized())
+    pieces = dict(learner.optimized())
     for name, canonical in _canonical(learner.ddp.module).items():
         row = family.row(canonical)
         for moment in MOMENTS:
             full = row.layout.fuse([file[f"{moment}.{hf}"] for hf in row.hf])
             shard = family.shard(canonical, full, rank, size).flatten()
-            if name in places:
-                inner, start, state = places[name]
-                state[moment].copy_(shard[start : start + inner.numel()].view(state[moment].shape))
+            if name in pieces:
+                inner, start, state = pieces[name]
+                piece = shard[start : start + inner.numel()]
+                state[moment].copy_(piece.view(state[moment].shape))
 
 
 def under_canonical_names(learner: Learner, moment: str) -> dict[str, Tensor]:

@@ -196,11 +196,10 @@ class Learner:
 
         Under the distributed optimizer that is this replica's piece; a parameter without such a piece is left out.
         """
-        copies = {
-            id(model): copy
-            for part in self.parts
-            for model, copy in _float32_copies(part.optimizer)
-        }
+        copies: dict[int, Tensor] = {}
+        for part in self.parts:
+            for parameter, copy in _float32_copies(part.optimizer):
+                copies[id(parameter)] = copy
         for name, parameter in self.ddp.module.named_parameters():
             outer = self.part_of(parameter).optimizer
             inner = copies.get(id(parameter), parameter)
@@ -226,9 +225,8 @@ class Learner:
     def finalize(self, *_: Any, **__: Any) -> None:
         """Sum gradients over replicas, then over ranks that share norms (sequence parallel) or tied embeddings."""
         if self.pipelined:
-            self._biases_before = [
-                (bias, bias.clone()) for bias in experts.biases(self.ddp).values()
-            ]
+            biases = experts.biases(self.ddp).values()
+            self._biases_before = [(bias, bias.clone()) for bias in biases]
             finalize_model_grads([self.ddp])  # also updates the routers' biases
         else:
             self.ddp.finish_grad_sync()
@@ -244,9 +242,8 @@ class Learner:
             return norm, False
         if self.adam.clip_grad > 0:
             for part in self.parts:
-                clip_grad_by_total_norm_fp32(
-                    part.optimizer.get_parameters(), self.adam.clip_grad, norm
-                )
+                parameters = part.optimizer.get_parameters()
+                clip_grad_by_total_norm_fp32(parameters, self.adam.clip_grad, norm)
         self.steps += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate()
@@ -261,15 +258,14 @@ class Learner:
 
         Updates of the run whose moments this one continues with count in the warm-up only. The decay counts by `pace`.
         """
-        adam, step = self.adam, self.steps
-        warmup = (
-            min(1.0, (step + self.updates_before) / adam.warmup_steps) if adam.warmup_steps else 1.0
-        )
-        decay = (
-            max(0.1, 1 - 0.9 * (self._pace.steps or step) / adam.decay_steps)
-            if adam.decay_steps
-            else 1.0
-        )
+        adam = self.adam
+        warmup = 1.0
+        if adam.warmup_steps:
+            warmup = min(1.0, (self.steps + self.updates_before) / adam.warmup_steps)
+        decay = 1.0
+        if adam.decay_steps:
+            paced_steps = self._pace.steps or self.steps
+            decay = max(0.1, 1 - 0.9 * paced_steps / adam.decay_steps)
         return adam.lr * min(warmup, decay)
 
     def finish_parameters(self) -> None:
@@ -293,15 +289,24 @@ def _groups(
         "is_expert_parallel": experts,
         "is_decoupled_lr": False,
         "default_config": True,
+        "max_lr": config.lr,
+        "min_lr": config.min_lr,
     }
-    common |= {"max_lr": config.lr, "min_lr": config.min_lr}
-    trained = [p for p in ddp.parameters() if p.requires_grad and _is_expert(p) == experts]
-
-    def group(decayed: bool) -> dict[str, Any]:
-        params: list[Tensor] = [p for p in trained if (p.dim() > 1) == decayed]
-        return {"params": params, "wd_mult": 1.0 if decayed else 0.0, **common}
-
-    return [group(True), group(False)] if trained else []
+    decayed: list[Tensor] = []
+    others: list[Tensor] = []
+    for parameter in ddp.parameters():
+        if not parameter.requires_grad or _is_expert(parameter) != experts:
+            continue
+        if parameter.dim() > 1:
+            decayed.append(parameter)
+        else:
+            others.append(parameter)
+    if not decayed and not others:
+        return []
+    return [
+        {"params": decayed, "wd_mult": 1.0, **common},
+        {"params": others, "wd_mult": 0.0, **common},
+    ]
 
 
 def _create_moments(part: Part, updates: int) -> None:
@@ -316,13 +321,12 @@ def _create_moments(part: Part, updates: int) -> None:
     for group in inner.param_groups:
         for parameter in group["params"]:
             state = inner.state[parameter]
-            if not state:
-                state |= {
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-                if counts_in_state:
-                    state["step"] = torch.tensor(float(updates))
+            if state:
+                continue
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            if counts_in_state:
+                state["step"] = torch.tensor(float(updates))
     if not counts_in_state:
         for group in part.groups:
             group["step"] = updates
@@ -330,9 +334,7 @@ def _create_moments(part: Part, updates: int) -> None:
 
 def _float32_copies(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each bfloat16 parameter of Megatron's optimizer with its float32 copy; nothing for other parameters."""
-    groups = (
-        getattr(optimizer, "float16_groups", []),
-        getattr(optimizer, "fp32_from_float16_groups", []),
-    )
-    for models, copies in zip(*groups, strict=True):
-        yield from zip(models, copies, strict=True)
+    groups = getattr(optimizer, "float16_groups", [])
+    groups_of_copies = getattr(optimizer, "fp32_from_float16_groups", [])
+    for parameters, copies in zip(groups, groups_of_copies, strict=True):
+        yield from zip(parameters, copies, strict=True)

@@ -194,13 +194,15 @@ def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Return specs of the policy's layers and final norm on this pipeline stage."""
     first = get_transformer_layer_offset(config)
     count = get_num_layers_to_build(config)
-    with_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    kinds = {}
-    for kind in set(with_experts):
-        kinds[kind], norm = _layer_spec(config, experts=bool(kind))
+    with_experts = [0] * config.num_layers
+    if config.num_moe_experts:
+        with_experts = config.moe_layer_freq
+    specs = {}
+    for experts in set(with_experts):
+        specs[experts], norm = _layer_spec(config, experts=bool(experts))
         if not has_transformer_engine():
-            kinds[kind].submodules.self_attention.submodules.core_attention = PackedAttention
-    layers = [kinds[kind] for kind in with_experts[first : first + count]]
+            specs[experts].submodules.self_attention.submodules.core_attention = PackedAttention
+    layers = [specs[experts] for experts in with_experts[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -218,9 +220,11 @@ def drafter_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodul
 
 def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec, type]:
     """Return the spec of one transformer layer, with experts or a plain MLP, and the class of its norm."""
-    shared: dict[str, Any] = {"qk_layernorm": config.qk_layernorm}
-    shared["multi_latent_attention"] = config.multi_latent_attention
-    shared["num_experts"] = config.num_moe_experts if experts else None
+    shared: dict[str, Any] = {
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+        "num_experts": config.num_moe_experts if experts else None,
+    }
     norm: type = RMSNorm
     if has_transformer_engine():
         from megatron.core.extensions.transformer_engine import TENorm
@@ -256,13 +260,18 @@ def _local_layer_spec(config: TransformerConfig, shared: Mapping[str, Any]) -> M
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     mlp = _submodules(layer.submodules.mlp)
-    for part in map(_submodules, (mlp.experts, mlp.shared_experts)) if experts else (mlp,):
-        part.activation_func = SwiGLU
+    if experts:
+        _submodules(mlp.experts).activation_func = SwiGLU
+        _submodules(mlp.shared_experts).activation_func = SwiGLU
+    else:
+        mlp.activation_func = SwiGLU
     if shared["qk_layernorm"]:
         attention = layer.submodules.self_attention.submodules
-        other = "kv_layernorm" if shared.get("multi_latent_attention") else "k_layernorm"
-        for name in ("q_layernorm", other):
-            setattr(attention, name, RMSNorm)
+        attention.q_layernorm = RMSNorm
+        if shared.get("multi_latent_attention"):
+            attention.kv_layernorm = RMSNorm
+        else:
+            attention.k_layernorm = RMSNorm
     return layer
 
 
@@ -398,16 +407,15 @@ def _let_cuda_mean_cpu() -> None:
     def moved(x: Tensor, *args: Any, **named: Any) -> Tensor:
         if _is_cuda(named.get("device")):
             named["device"] = torch.cuda.current_device()
-        return to(
-            x, *(torch.cuda.current_device() if _is_cuda(arg) else arg for arg in args), **named
-        )
+        places = [torch.cuda.current_device() if _is_cuda(arg) else arg for arg in args]
+        return to(x, *places, **named)
 
     @functools.wraps(kind)
     def cuda_type(x: Tensor, *args: Any, **named: Any) -> Any:
-        found = kind(x, *args, **named)
-        if args or named or found.startswith("torch.cuda."):
-            return found
-        return found.replace("torch.", "torch.cuda.", 1).replace("DoubleTensor", "FloatTensor")
+        name = kind(x, *args, **named)
+        if args or named or name.startswith("torch.cuda."):
+            return name
+        return name.replace("torch.", "torch.cuda.", 1).replace("DoubleTensor", "FloatTensor")
 
     # A dry run stays on meta.
     torch.Tensor.cuda = lambda x, *_, **__: x if x.is_meta else x.to(torch.cuda.current_device())
@@ -434,6 +442,6 @@ def _without_cuda(construct: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _is_cuda(x: Any) -> bool:
-    return (isinstance(x, str) and x.startswith("cuda")) or (
-        isinstance(x, torch.device) and x.type == "cuda"
-    )
+    if isinstance(x, str):
+        return x.startswith("cuda")
+    return isinstance(x, torch.device) and x.type == "cuda"

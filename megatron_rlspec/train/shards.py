@@ -39,8 +39,8 @@ def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, Tens
         name = _LAYER.sub(lambda m: f"decoder.layers.{int(m[1]) + offset}.", canonical(name))
         return _expert_later(name, first_expert)
 
-    held = dict(module.named_parameters()) | experts.biases(module)
-    return {renumber(name): tensor for name, tensor in held.items()}
+    tensors = dict(module.named_parameters()) | experts.biases(module)
+    return {renumber(name): tensor for name, tensor in tensors.items()}
 
 
 def load(
@@ -53,21 +53,13 @@ def load(
 
     Raises CheckpointError where `tensors` lacks one, or has it in another shape.
     """
-    wanted: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     for module in modules:
-        wanted |= global_names(module, config)
+        parameters |= global_names(module, config)
     rank = ps.get_tensor_model_parallel_rank()
     size = ps.get_tensor_model_parallel_world_size()
-    missing = [hf for name in wanted for hf in table.row(name).hf if hf not in tensors]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        hint = (
-            "; the drafter can also be initialised fresh"
-            if missing[0] in table.drafter_names
-            else ""
-        )
-        raise CheckpointError(f"the checkpoint has no {missing[0]}{more}{hint}")
-    for name, parameter in wanted.items():
+    _check_present(table, parameters, tensors)
+    for name, parameter in parameters.items():
         row = table.row(name)
         try:
             whole = row.layout.fuse([tensors[hf] for hf in row.hf])
@@ -80,6 +72,22 @@ def load(
             )
         with torch.no_grad():
             parameter.copy_(shard)
+
+
+def _check_present(
+    table: NameTable, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> None:
+    missing: list[str] = []
+    for name in parameters:
+        missing += [hf for hf in table.row(name).hf if hf not in tensors]
+    if not missing:
+        return
+    message = f"the checkpoint has no {missing[0]}"
+    if len(missing) > 1:
+        message += f" and {len(missing) - 1} more"
+    if missing[0] in table.drafter_names:
+        message += "; the drafter can also be initialised fresh"
+    raise CheckpointError(message)
 
 
 def export(
@@ -106,21 +114,21 @@ def export(
             modules.append(policy)
         if scope != "target" and source == stages - 1 and drafter is not None:
             modules.append(drafter)
-        held: dict[str, Tensor] = {}
+        shards: dict[str, Tensor] = {}
         if source == stage:
             for module in modules:
-                held |= global_names(module, config)
-        yield from export_stage(table, held, source, config, live)
+                shards |= global_names(module, config)
+        yield from export_stage(table, shards, source, config, live)
 
 
 def whole(
-    table: NameTable, held: Mapping[str, Tensor], device: torch.device
+    table: NameTable, shards: Mapping[str, Tensor], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors under Hugging Face names on `device`, on every rank; collective over tensor-parallel ranks.
 
-    `held`: shards by canonical name, on any device, of a module without experts that is whole on this pipeline stage.
+    `shards`: by canonical name, on any device, of a module without experts that is whole on this pipeline stage.
     """
-    for name, shard in held.items():
+    for name, shard in shards.items():
         parts = _gather(shard.detach().to(device), ps.get_tensor_model_parallel_group())
         for hf, tensor in table.to_hf(name, table.unshard(name, parts)):
             yield hf, tensor.contiguous()
@@ -128,31 +136,27 @@ def whole(
 
 def export_stage(
     table: NameTable,
-    held: dict[str, Tensor],
+    shards: dict[str, Tensor],
     source: int,
     config: TransformerConfig,
     live: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield one pipeline stage's tensors as `export` does: full, under Hugging Face names, on rank 0.
 
-    `held`: shards by canonical name on stage `source`, empty on the others. Every rank must exhaust it.
+    `shards`: by canonical name on stage `source`, empty on the others. Every rank must exhaust it.
     """
     if ps.get_expert_data_parallel_rank() != 0:
         return
     stage = ps.get_pipeline_model_parallel_rank()
-    for name, full in _stage_tensors(table, held, source, stage, config):
+    for name, full in _stage_tensors(table, shards, source, stage, config):
         for hf, tensor in table.to_hf(name, full):
-            # A copy unless `live`: the next step changes the parameter itself.
-            kept = (
-                tensor
-                if live
-                else tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            )
-            yield hf, kept.contiguous()
+            if not live:  # the next step changes the parameter itself
+                tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            yield hf, tensor.contiguous()
 
 
 def _stage_tensors(
-    table: NameTable, held: dict[str, Tensor], source: int, stage: int, config: TransformerConfig
+    table: NameTable, shards: dict[str, Tensor], source: int, stage: int, config: TransformerConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather one stage's parameters over its tensor- and expert-parallel ranks and send them to rank 0."""
     tensor_size = ps.get_tensor_model_parallel_world_size()
@@ -162,18 +166,18 @@ def _stage_tensors(
     pipeline = ps.get_pipeline_model_parallel_group()
     target = dist.get_process_group_ranks(pipeline)[0]
     origin = dist.get_process_group_ranks(pipeline)[source]
-    plan: list[Any] = [
-        [(name, *_full_shape(table, name, p, tensor_size)) for name, p in held.items()]
-    ]
+    # Rank 0 needs names, shapes and types before it can receive.
+    described = []
+    for name, shard in shards.items():
+        described.append((name, *_full_shape(table, name, shard, tensor_size)))
+    plan: list[Any] = [described]
     if source != 0 and first_shard:
         dist.broadcast_object_list(plan, src=origin, group=pipeline)
     for name, shape, dtype in plan[0]:
         names = _of_all_ranks(name, config)
-        parts = (
-            _whole(table, names, held[name].detach(), first_shard)
-            if stage == source
-            else [None] * len(names)
-        )
+        parts: list[Any] = [None] * len(names)
+        if stage == source:
+            parts = _whole(table, names, shards[name].detach(), first_shard)
         if not first_shard or stage not in (0, source):
             continue
         for each, part in zip(names, parts, strict=True):
@@ -193,11 +197,10 @@ def _whole(table: NameTable, names: list[str], shard: Tensor, first_shard: bool)
     size = ps.get_tensor_model_parallel_world_size()
     if len(names) == 1 and ps.get_expert_model_parallel_rank():
         return [None]  # the first expert-parallel rank has the same shard
-    group = (
-        ps.get_expert_tensor_and_model_parallel_group()
-        if len(names) > 1
-        else ps.get_tensor_model_parallel_group()
-    )
+    if len(names) > 1:
+        group = ps.get_expert_tensor_and_model_parallel_group()
+    else:
+        group = ps.get_tensor_model_parallel_group()
     shards = _gather(shard, group)
     if not first_shard:
         return [None] * len(names)
