@@ -369,10 +369,10 @@ def add_up(
 def choose(
     logits, stride, width, vocabulary, seeds, positions, temperatures, sharpnesses, top_ks, top_ps, min_ps, words,
     row_z, row_column, row_score, row_floor_z, row_floor_column, row_peak, row_total, numbers, masses, wholes,
-    tokens, logprobs, unsettled, nodes,
-    WHOLE: tl.constexpr, MAPPED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, STAIRS: tl.constexpr,
+    tokens, logprobs, nodes,
+    MAPPED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, STAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the stair that is kept and beats the others. WHOLE: `logits` has all columns of the row."""
+    """Choose the stair that is kept and beats the others."""
     row = tl.program_id(0)
     request = row // nodes
     k, p, least, ranked = _limits(top_ks, top_ps, min_ps, request, vocabulary)
@@ -391,27 +391,25 @@ def choose(
     best_z, best_column, best = _best(z, column, score, kept)
     cut = tl.sum(((score > -_INF) & (kept == 0)).to(tl.int32), 0)
     going_on = (ranked != 0) & (cut == 0) & (tl.load(row_floor_z + row) > -_INF)
-    tl.store(unsettled + row, going_on.to(tl.int32))
-    if WHOLE:
-        temperature = tl.load(temperatures + request)
-        state = hash_of_row(seeds, positions, row, request)
-        while going_on:
-            z, column, score, lowest_z, lowest_column, _, _ = _stairs(
-                logits, row, stride, 0, width, 0, words, state, temperature, tl.load(sharpnesses + request), ranked,
-                best_z, best_column, best, peak, MAPPED, BLOCK, STAIRS,
-            )  # fmt: skip
-            tl.debug_barrier()
-            tl.store(row_z + places, z)
-            tl.store(row_column + places, column)
-            tl.debug_barrier()
-            number, mass, whole = _sums(
-                logits, row, stride, 0, width, 0, temperature, peak,
-                row_z + row * STAIRS, row_column + row * STAIRS, STAIRS, BLOCK, STAIRS,
-            )  # fmt: skip
-            kept = _kept(z, score, number, mass, whole, peak, k, p, least)
-            best_z, best_column, best = _best(z, column, score, kept)
-            cut = tl.sum(((score > -_INF) & (kept == 0)).to(tl.int32), 0)
-            going_on = (cut == 0) & (lowest_z > -_INF)
+    temperature = tl.load(temperatures + request)
+    state = hash_of_row(seeds, positions, row, request)
+    while going_on:
+        z, column, score, lowest_z, lowest_column, _, _ = _stairs(
+            logits, row, stride, 0, width, 0, words, state, temperature, tl.load(sharpnesses + request), ranked,
+            best_z, best_column, best, peak, MAPPED, BLOCK, STAIRS,
+        )  # fmt: skip
+        tl.debug_barrier()
+        tl.store(row_z + places, z)
+        tl.store(row_column + places, column)
+        tl.debug_barrier()
+        number, mass, whole = _sums(
+            logits, row, stride, 0, width, 0, temperature, peak,
+            row_z + row * STAIRS, row_column + row * STAIRS, STAIRS, BLOCK, STAIRS,
+        )  # fmt: skip
+        kept = _kept(z, score, number, mass, whole, peak, k, p, least)
+        best_z, best_column, best = _best(z, column, score, kept)
+        cut = tl.sum(((score > -_INF) & (kept == 0)).to(tl.int32), 0)
+        going_on = (cut == 0) & (lowest_z > -_INF)
     tl.store(tokens + row, tl.where(best > -_INF, best_column, 0).to(tl.int64))
     log_total = tl.log(tl.load(row_total + row))
     tl.store(logprobs + row, ((best_z - peak).to(tl.float64) - log_total).to(tl.float32))

@@ -1,4 +1,4 @@
-"""Draw tokens from raw logits by the kernels of `keyed_draw.py`: of whole rows, or of columns that lie on ranks."""
+"""Sample tokens from raw logits by the kernels of `keyed_draw.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import triton
 
 from megatron_rlspec.kernels import keyed_draw
@@ -44,28 +43,37 @@ class Draws:
 
 
 class _Rows:
-    """One call: logits [N, W] of columns [offset, offset + W) of a vocabulary, and what the kernels hand on."""
+    """One call: logits [N, V], and what the kernels hand on."""
 
-    def __init__(self, logits: torch.Tensor, draws: Draws, offset: int = 0, ranks: int = 1) -> None:
+    def __init__(self, logits: torch.Tensor, draws: Draws) -> None:
         if logits.stride(1) != 1:
             raise ValueError(
                 f"logits have a stride of {logits.stride(1)} between columns; expected 1"
             )
-        self.draws, self.device = draws, logits.device
+        self.draws = draws
+        self.device = logits.device
         self.rows, width = logits.shape
-        vocabulary = width * ranks
         tiles = triton.cdiv(width, BLOCK)
         parts = PARTS if self.rows * FEWER < PROGRAMS else FEWER
         self.parts = min(parts, triton.next_power_of_2(tiles))
-        b, k, p, least = draws.seeds.shape, draws.top_ks, draws.top_ps, draws.min_ps
-        sharp = torch.ones(b, device=self.device) if draws.sharpness is None else draws.sharpness
+        requests = draws.seeds.shape
+        top_ks = draws.top_ks
+        if top_ks is None:
+            top_ks = torch.full(requests, width, dtype=torch.int32, device=self.device)
+        top_ps = draws.top_ps
+        if top_ps is None:
+            top_ps = torch.ones(requests, device=self.device)
+        min_ps = draws.min_ps
+        if min_ps is None:
+            min_ps = torch.zeros(requests, device=self.device)
+        sharpness = draws.sharpness
+        if sharpness is None:
+            sharpness = torch.ones(requests, device=self.device)
         limits: dict[str, Any] = {
-            "top_ks": torch.full(b, vocabulary, dtype=torch.int32, device=self.device)
-            if k is None
-            else k,
-            "top_ps": torch.ones(b, device=self.device) if p is None else p,
-            "min_ps": torch.zeros(b, device=self.device) if least is None else least,
-            "vocabulary": vocabulary,
+            "top_ks": top_ks,
+            "top_ps": top_ps,
+            "min_ps": min_ps,
+            "vocabulary": width,
             "nodes": self.rows // len(draws.seeds),
             "STAIRS": STAIRS,
         }
@@ -79,11 +87,11 @@ class _Rows:
         noise = {
             "seeds": draws.seeds,
             "positions": draws.positions,
-            "sharpnesses": sharp.reshape(-1).float(),
+            "sharpnesses": sharpness.reshape(-1).float(),
             "words": logits if draws.words is None else draws.words,  # not read without words
             "MAPPED": draws.words is not None,
         }
-        part = {"offset": offset, "columns_of_part": triton.cdiv(tiles, self.parts) * BLOCK}
+        part = {"offset": 0, "columns_of_part": triton.cdiv(tiles, self.parts) * BLOCK}
         self._of_scan = limits | read | noise | part
         self._of_merge = limits
         self._of_sums = limits | read | part
@@ -133,17 +141,17 @@ class _Rows:
         return sums
 
     def choose(
-        self, merged: dict[str, torch.Tensor], sums: dict[str, torch.Tensor], whole: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return token [N] int64, log-prob [N], and [N] whether the cut may lie behind what was listed."""
-        tokens, logprobs = self._empty(self.rows, dtype=torch.int64), self._empty(self.rows)
-        unsettled = self._empty(self.rows, dtype=torch.int32)
+        self, merged: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the token [N] int64 and its log-prob [N]."""
+        tokens = self._empty(self.rows, dtype=torch.int64)
+        logprobs = self._empty(self.rows)
         given = {name: value for name, value in merged.items() if name != "counts"}
         keyed_draw.choose[(self.rows,)](
-            **given, **sums, tokens=tokens, logprobs=logprobs, unsettled=unsettled,
-            PARTS=sums["wholes"].shape[1], WHOLE=whole, **self._of_choice,
+            **given, **sums, tokens=tokens, logprobs=logprobs,
+            PARTS=sums["wholes"].shape[1], **self._of_choice,
         )  # fmt: skip
-        return tokens, logprobs, unsettled
+        return tokens, logprobs
 
 
 def sample(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,50 +160,8 @@ def sample(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tens
     The log-prob is of all tokens, whatever the limits are. The host does not wait for the device.
     """
     if not len(logits):
-        return draws.positions.new_empty(0, dtype=torch.int64), logits.new_empty(
-            0, dtype=torch.float32
-        )
+        no_tokens = draws.positions.new_empty(0, dtype=torch.int64)
+        return no_tokens, logits.new_empty(0, dtype=torch.float32)
     rows = _Rows(logits, draws)
     merged = rows.merge(rows.scan())
-    tokens, logprobs, _ = rows.choose(merged, rows.add_up(merged), whole=True)
-    return tokens, logprobs
-
-
-def sample_shards(
-    logits: torch.Tensor, draws: Draws, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw as `sample` does where the columns lie on the ranks of a group: logits [N, V / ranks], in the ranks' order.
-
-    All ranks return the same tokens and log-probs. `draws.words` are those of this rank's columns. Ranks exchange lists
-    and sums; logits only of rows with more stairs than a list holds. The host waits to see whether there are any.
-    Raises ValueError if the group's size is not a power of 2.
-    """
-    ranks = dist.get_world_size(group)
-    if ranks & (ranks - 1):
-        raise ValueError(f"the vocabulary lies on {ranks} ranks; expected a power of 2")
-    rows = _Rows(logits, draws, dist.get_rank(group) * logits.shape[1], ranks)
-    lists = {name: _joined(value, group) for name, value in rows.scan().items()}
-    merged = rows.merge(lists)
-    sums = rows.add_up(merged)
-    if draws.limited:
-        for value in sums.values():
-            dist.all_reduce(value, group=group)
-    tokens, logprobs, unsettled = rows.choose(merged, sums, whole=False)
-    again = unsettled.nonzero().view(-1)
-    if len(again):
-        words = None if draws.words is None else _joined(draws.words[None], group)[0]
-        requests = again // (len(logits) // len(draws.seeds))
-        names = ("seeds", "temperatures", "top_ks", "top_ps", "min_ps", "sharpness")
-        given = {
-            name: value[requests] for name in names if (value := getattr(draws, name)) is not None
-        }
-        some = Draws(**given, positions=draws.positions[again], words=words)
-        tokens[again], logprobs[again] = sample(_joined(logits[again], group), some)
-    return tokens, logprobs
-
-
-def _joined(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Join the ranks' tensors [N, n, ...] to [N, ranks · n, ...]."""
-    parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, value.contiguous(), group=group)
-    return torch.cat(parts, 1)
+    return rows.choose(merged, rows.add_up(merged))

@@ -19,7 +19,7 @@ FLOATS = (
 DOUBLES = "part_score part_total row_score row_total lses teacher_lses"
 LONGS = "seeds positions words masses wholes tokens teacher_rows keys labels places"
 INTEGERS = (
-    "top_ks part_column part_floor_column row_column row_floor_column counts numbers unsettled columns bests beaten"
+    "top_ks part_column part_floor_column row_column row_floor_column counts numbers columns bests beaten"
 )
 POINTERS = {
     name: pointer
@@ -53,7 +53,7 @@ def test_drawing_spills_no_register(capability: int, logits: str, name: str, tmp
     kernel = getattr(keyed_draw, name)
     warps = sampling.WARPS_OF_CHOICE if name == "choose" else 4
     for parts in (sampling.FEWER, sampling.PARTS):
-        constants = {"BLOCK": sampling.BLOCK, "STAIRS": sampling.STAIRS, "PARTS": parts, "MAPPED": False, "WHOLE": True}
+        constants = {"BLOCK": sampling.BLOCK, "STAIRS": sampling.STAIRS, "PARTS": parts, "MAPPED": False}
         used = compiled(kernel, {"logits": logits}, constants, capability, warps, tmp_path)
         print(f"{name}, sm_{capability}, {logits}, {parts} parts: {used}")
 

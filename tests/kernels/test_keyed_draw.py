@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -294,33 +291,3 @@ def test_equal_scores(kernel: Interpreter) -> None:
         "top_ks": np.array([12, 3], np.int32),
     }
     assert kernel.sample(sizes=SIZES, **given).tokens.tolist() == [0, 0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stairs", [2, 32])
-def test_two_ranks_draw_what_one_does(kernel: Interpreter, tmp_path: Path, stairs: int) -> None:
-    """Over gloo, with and without limits; lists of two are full, so that ranks exchange the logits of some rows."""
-    random = np.random.default_rng(1)
-    rows, width = 6, 64
-    given = {
-        "logits": random.normal(size=(rows, width)).astype(np.float32),
-        "seeds": random.integers(-(2**63), 2**63, rows),
-        "positions": random.integers(0, 2**31, rows),
-        "temperatures": np.ones(rows, np.float32),
-        "top_ks": np.array([width, 5, width, 40, width, 50], np.int32),
-        "top_ps": np.array([1, 1, 0.8, 0.95, 0.99, 1], np.float32),
-        "words": random.permutation(500)[:width],
-    }
-    np.savez(tmp_path / "given.npz", stairs=stairs, **given)
-    program = Path(__file__).with_name("shard_rank.py")
-    command = [sys.executable, str(program)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
-    ]
-    errors = [rank.communicate(timeout=600)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
-    alone = kernel.sample(sizes=SIZES, **given)
-    for rank in (0, 1):
-        found = np.load(tmp_path / f"{rank}.npz")
-        assert found["tokens"].tolist() == alone.tokens.tolist()
-        assert np.allclose(found["logprobs"], alone.logprobs, atol=2e-6)
