@@ -111,8 +111,6 @@ class Pending:
 
 
 def _tensor(message: bytes | Sequence[int]) -> torch.Tensor:
-    return (
-        torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if message
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    if not message:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)

@@ -62,14 +62,7 @@ def measure_micro_batch(
             batch = _batch(config)
             packed = describe(batch, trainer.model_config, trainer.rope, _META)
             if not parallel_state.is_pipeline_first_stage():
-                rows = len(batch.tokens) // (
-                    config.parallel.tensor if config.parallel.sequence else 1
-                )
-                shape = (rows, 1, trainer.model_config.hidden_size)
-                dtype = trainer.model_config.params_dtype
-                trainer.policy.set_input_tensor(
-                    torch.empty(shape, dtype=dtype, device=_META, requires_grad=True)
-                )
+                trainer.policy.set_input_tensor(_stage_input(config, trainer, len(batch.tokens)))
             tokens = batch.tokens.to(_META)[None]
             positions = batch.position_ids.to(_META)[None]
             hidden = trainer.policy(tokens, positions, None, packed_seq_params=packed)
@@ -79,6 +72,14 @@ def measure_micro_batch(
                 hidden, _, _ = trainer._losses("grpo", True, True, batch, packed, hidden)
             hidden.backward(torch.empty_like(hidden))
     return Activations(after_forward, live.peak)
+
+
+def _stage_input(config: Config, trainer: step.Trainer, tokens: int) -> Tensor:
+    """Return what the stage before sends: hidden states `[rows, 1, H]`."""
+    rows = tokens // config.parallel.tensor if config.parallel.sequence else tokens
+    shape = (rows, 1, trainer.model_config.hidden_size)
+    dtype = trainer.model_config.params_dtype
+    return torch.empty(shape, dtype=dtype, device=_META, requires_grad=True)
 
 
 def _batch(config: Config) -> PackedBatch:
@@ -115,12 +116,8 @@ def _balanced(self: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, No
     gathered = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
     rows = hidden.flatten(0, -2)
     routed = rows.repeat_interleave(self.config.moe_router_topk * gathered, 0)
-    out = (
-        self.experts.local_experts[0](routed)[0]
-        .unflatten(0, (len(rows), -1))
-        .sum(1)
-        .view_as(hidden)
-    )
+    of_experts, _bias = self.experts.local_experts[0](routed)
+    out = of_experts.unflatten(0, (len(rows), -1)).sum(1).view_as(hidden)
     if self.shared_experts is not None:
         out = out + self.shared_experts(hidden)
     return out, None

@@ -74,20 +74,17 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
             queries, _bias = self.linear_q_proj(hidden_states)
         else:
             low = self._whole(self.linear_q_down_proj(hidden_states)[0], config.q_lora_rank)
-            queries, _bias = self.linear_q_up_proj(
-                self.q_layernorm(self._own_rows(low, len(hidden_states)))
-            )
-        plain, turned = self._heads(queries).split(
-            [config.qk_head_dim, config.qk_pos_emb_head_dim], -1
-        )
+            normed = self.q_layernorm(self._own_rows(low, len(hidden_states)))
+            queries, _bias = self.linear_q_up_proj(normed)
+        parts = [config.qk_head_dim, config.qk_pos_emb_head_dim]
+        plain, turned = self._heads(queries).split(parts, -1)
         query = torch.cat([plain, rotated(_halves(turned), packed_seq_params)], -1)
 
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
         low = self._whole(self.linear_kv_down_proj(hidden_states)[0], width)
         latent, shared = low.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
-        up, _bias = self.linear_kv_up_proj(
-            self.kv_layernorm(self._own_rows(latent, len(hidden_states)))
-        )
+        normed = self.kv_layernorm(self._own_rows(latent, len(hidden_states)))
+        up, _bias = self.linear_kv_up_proj(normed)
         plain, value = self._heads(up).split([config.qk_head_dim, config.v_head_dim], -1)
         turned = rotated(_halves(self._for_all_heads(shared, len(plain))), packed_seq_params)
         key = torch.cat([plain, turned.expand(-1, plain.shape[1], -1)], -1)
@@ -99,11 +96,15 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
     def _whole(self, x: Tensor, width: int) -> Tensor:
         """Return all channels of a down projection, which local specs cut over the tensor-parallel ranks."""
-        return x if x.shape[-1] == width else gather_from_tensor_model_parallel_region(x)
+        if x.shape[-1] == width:
+            return x
+        return gather_from_tensor_model_parallel_region(x)
 
     def _own_rows(self, x: Tensor, rows: int) -> Tensor:
         """Return the rows that sequence parallelism gives to this rank."""
-        return x if len(x) == rows else scatter_to_sequence_parallel_region(x)
+        if len(x) == rows:
+            return x
+        return scatter_to_sequence_parallel_region(x)
 
     def _for_all_heads(self, x: Tensor, rows: int) -> Tensor:
         """Return all rows `[t, 1, r]` of what the heads of all tensor-parallel ranks read."""

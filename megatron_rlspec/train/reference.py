@@ -20,7 +20,7 @@ from megatron_rlspec.types import PackedBatch
 ROWS = 512  # tokens of a micro-batch whose distributions `drift` compares
 
 
-class Held:
+class Copies:
     """Copies of tensors on the CPU, made at construction, which take the tensors' place for a while."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -28,10 +28,10 @@ class Held:
 
     def exchange(self) -> None:
         """Exchange the tensors' values and the copies' values, bit for bit."""
-        for tensor, held in self._pairs:
+        for tensor, copy in self._pairs:
             present = tensor.detach().to("cpu", copy=True)
-            tensor.data.copy_(held)
-            held.copy_(present)
+            tensor.data.copy_(copy)
+            copy.copy_(present)
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
@@ -62,12 +62,12 @@ class Reference:
         self._run = run
         self._logprobs = logprobs
         self._layer = layer
-        self._held = Held([*policy.parameters(), *experts.biases(policy).values()])
+        self._weights = Copies([*policy.parameters(), *experts.biases(policy).values()])
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Compute `Trainer.logprobs` with the reference; then restore the current weights bit for bit."""
-        with self._held.exchanged():
+        with self._weights.exchanged():
             return self._logprobs(batches)
 
     @torch.no_grad()
@@ -80,7 +80,7 @@ class Reference:
         The sample is at most `ROWS` tokens of a micro-batch, evenly spaced.
         """
         self._policy.eval()
-        with self._held.exchanged():
+        with self._weights.exchanged():
             rows = self._run(batches, self._report_distribution, forward_only=True)
         reference = iter(rows)
         sums = self._run(batches, partial(self._report_drift, reference), forward_only=True)
@@ -89,11 +89,8 @@ class Reference:
     def _report_distribution(
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return (
-            hidden.new_zeros(()),
-            torch.zeros((), dtype=torch.int),
-            self._distribution(batch, hidden)[1],
-        )
+        _, logp = self._distribution(batch, hidden)
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), logp
 
     def _report_drift(
         self,
@@ -103,11 +100,8 @@ class Reference:
         hidden: Tensor,
     ) -> tuple[Tensor, Tensor, Sums]:
         head, logp = self._distribution(batch, hidden)
-        return (
-            hidden.new_zeros(()),
-            torch.zeros((), dtype=torch.int),
-            drift_sums(head, logp, next(reference)),
-        )
+        sums = drift_sums(head, logp, next(reference))
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), sums
 
     def _distribution(self, batch: PackedBatch, hidden: Tensor) -> tuple[VocabParallelHead, Tensor]:
         """Return the head and log-probabilities `[n, V / tensor]` of at most `ROWS` of the trained tokens."""

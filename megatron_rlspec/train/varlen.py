@@ -113,22 +113,17 @@ def attend_backward(
         dq, dk, dv = _blocked_backward(grad, q, k, v, out, lse, pieces, scale)
     if pieces.key_rows is not None:
         # A key row belongs to two pieces at most, so the order of a GPU's additions does not matter.
-        dk, dv = (
-            x.new_zeros(keys, *x.shape[1:]).index_add_(0, pieces.key_rows, x) for x in (dk, dv)
-        )
+        dk = dk.new_zeros(keys, *dk.shape[1:]).index_add_(0, pieces.key_rows, dk)
+        dv = dv.new_zeros(keys, *dv.shape[1:]).index_add_(0, pieces.key_rows, dv)
     return dq, dk, dv
 
 
 def _has_flash(q: Tensor) -> bool:
     """Return whether torch's flash attention takes these queries. Tensors without values stand for a GPU's."""
+    if q.device.type not in ("cuda", "meta") or not len(q):
+        return False
     d = q.shape[-1]
-    return (
-        q.device.type in ("cuda", "meta")
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and d % 8 == 0
-        and d <= 256
-        and len(q) > 0
-    )
+    return q.dtype in (torch.float16, torch.bfloat16) and d % 8 == 0 and d <= 256
 
 
 def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:

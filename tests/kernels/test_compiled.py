@@ -18,9 +18,7 @@ FLOATS = (
 )
 DOUBLES = "part_score part_total row_score row_total lses teacher_lses"
 LONGS = "seeds positions words masses wholes tokens teacher_rows keys labels places"
-INTEGERS = (
-    "top_ks part_column part_floor_column row_column row_floor_column counts numbers columns bests beaten"
-)
+INTEGERS = "top_ks part_column part_floor_column row_column row_floor_column counts numbers columns bests beaten"
 POINTERS = {
     name: pointer
     for names, pointer in ((FLOATS, "*fp32"), (DOUBLES, "*fp64"), (LONGS, "*i64"), (INTEGERS, "*i32"))
