@@ -36,10 +36,10 @@ def head(weight: torch.Tensor, group: dist.ProcessGroup | None = None) -> Module
     """
     if not weight.is_cuda or weight.dtype not in (torch.float32, torch.bfloat16):
         return None
-    found = _choose("head", losses_agree, "losses are computed", weight.device)
-    if group is not None and not on_all(found is not None, group, weight.device):
+    kernel = _choose("head", losses_agree, "losses are computed", weight.device)
+    if group is not None and not on_all(kernel is not None, group, weight.device):
         return None
-    return found
+    return kernel
 
 
 def fingerprints(device: torch.device, agrees: Agrees) -> ModuleType | None:
@@ -65,28 +65,23 @@ def on_all(here: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
 def prepare() -> None:
     """Choose for the current CUDA device, before graphs are captured: in a capture the host cannot compare tokens."""
     if torch.cuda.is_available():
-        _choose(
-            "sampling",
-            draws_agree,
-            "tokens are drawn",
-            torch.device("cuda", torch.cuda.current_device()),
-        )
+        device = torch.device("cuda", torch.cuda.current_device())
+        _choose("sampling", draws_agree, "tokens are drawn", device)
 
 
 @cache
 def _choose(name: str, agrees: Agrees, what: str, device: torch.device) -> ModuleType | None:
     reason = "Triton is not installed"
     try:
-        found = import_module(f"megatron_rlspec.kernels.{name}")
-        if agrees(found, device):
+        kernel = import_module(f"megatron_rlspec.kernels.{name}")
+        if agrees(kernel, device):
             logger.info("rlspec: %s by kernels/%s.py on %s", what, name, device)
-            return found
+            return kernel
         reason = "the kernel's results are other ones here"
     except ImportError:
         pass
-    except (
-        Exception
-    ) as error:  # of Triton's compiler, whose version is not ours; plain torch has the same results
+    except Exception as error:
+        # of Triton's compiler, whose version is not ours; plain torch has the same results
         reason = f"the kernel does not run here: {error}"
     logger.warning(
         "rlspec: %s by plain torch on %s, in more memory and time: %s", what, device, reason
@@ -104,62 +99,74 @@ def draws_agree(kernel: ModuleType, device: torch.device) -> bool:
         logits, kernel.Draws(rows, rows * 7, torch.ones(64, device=device), top_ks)
     )
     ranks = logits.argsort(dim=1, descending=True, stable=True).argsort(1)
-    kept = logits.masked_fill(ranks >= top_ks[:, None], float("-inf"))
-    return bool((draw(kept, rows, rows * 7) == tokens).all())
+    limited = logits.masked_fill(ranks >= top_ks[:, None], float("-inf"))
+    return bool((draw(limited, rows, rows * 7) == tokens).all())
 
 
 def losses_agree(kernel: ModuleType, device: torch.device) -> bool:
     """Return whether `kernels.head` finds the losses and gradients of float64, on 4 rows in float32 and in bfloat16."""
     generator = torch.Generator().manual_seed(0)
-    normal = torch.randn(2, 4, 2500, generator=generator)
-    rows = torch.arange(4, device=device)
+    student, teacher = 3 * torch.randn(2, 4, 2500, generator=generator)
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 1e-2)):
-        student, taught = (3 * normal).to(device, dtype)
-        z = student.double().div(0.9).requires_grad_()
-        logq, logp = z.log_softmax(1), taught.double().div(0.9).log_softmax(1)
-        labels = draw(logp, rows, rows)
-        teacher = kernel.Teacher(taught, torch.logsumexp(taught.double() / 0.9, 1), rows)
-        noise = kernel.Noise(
-            rows,
-            rows,
-            labels,
-            z.detach().gather(1, labels[:, None])[:, 0].float(),
-            z.new_tensor(SHARPNESS).float(),
+        near = _compare_losses(
+            kernel, student.to(device, dtype), teacher.to(device, dtype), tolerance
         )
-        near = []
-        for kind, loss in {
-            "ce": -logq.gather(1, labels[:, None])[:, 0],
-            "entropy": -(logq.exp() * logq).sum(1),
-            "forward_kl": (logp.exp() * (logp - logq)).sum(1),
-            "reverse_kl": (logq.exp() * (logq - logp)).sum(1),
-            "tv": 1 - torch.minimum(logq.exp(), logp.exp()).sum(1),
-        }.items():
-            found = kernel.read(
-                student, 2500, 0.9, "none" if kind in ("ce", "tv") else kind, teacher, noise
-            )
-            lse = found.peak.double() + found.total.double().log()
-            overlap, loser = kernel.write_against(student, 2500, 0.9, lse, "tv", teacher)
-            log_total = found.total.log()
-            value = {
-                "ce": found.peak + log_total - noise.scores,
-                "entropy": log_total - found.second / found.total,
-                "forward_kl": found.second + log_total,
-                "reverse_kl": found.second / found.total - log_total,
-                "tv": 1 - overlap,
-            }[kind]
-            grad, ones = student.clone(), torch.ones_like(value)
-            if kind == "ce":
-                kernel.write_label(grad, 2500, 0.9, lse, labels, -ones)
-            elif kind == "entropy":
-                kernel.write_label(grad, 2500, 0.9, lse, labels, 0 * ones, (ones, value))
-            else:
-                second = {"forward_kl": ones, "reverse_kl": value, "tv": loser}[kind]
-                kernel.write_against(grad, 2500, 0.9, lse, kind, teacher, ones, second)
-            (expected,) = torch.autograd.grad(loss.sum(), z, retain_graph=True)
-            near.append((value - loss).norm() <= 1e-4 * loss.norm())
-            near.append((grad - expected).norm() <= tolerance * expected.norm())
-        coupled = draw_each(logq.detach().float(), rows, rows, SHARPNESS) == labels[:, None]
-        near += [(found.best == z.argmax(1)).all(), (coupled == ~found.beaten).all()]
-        if not bool(torch.stack(near).all()):
+        if not bool(near.all()):
             return False
     return True
+
+
+def _compare_losses(
+    kernel: ModuleType, student: torch.Tensor, taught: torch.Tensor, tolerance: float
+) -> torch.Tensor:
+    """Return, for each comparison with float64, whether the kernels agree. Logits of student and teacher: [4, V]."""
+    temperature = 0.9
+    width = student.shape[1]
+    rows = torch.arange(len(student), device=student.device)
+    z = student.double().div(temperature).requires_grad_()
+    logq = z.log_softmax(1)
+    logp = taught.double().div(temperature).log_softmax(1)
+    labels = draw(logp, rows, rows)
+    label_z = z.detach().gather(1, labels[:, None])[:, 0]
+    losses = {
+        "ce": -logq.gather(1, labels[:, None])[:, 0],
+        "entropy": -(logq.exp() * logq).sum(1),
+        "forward_kl": (logp.exp() * (logp - logq)).sum(1),
+        "reverse_kl": (logq.exp() * (logq - logp)).sum(1),
+        "tv": 1 - torch.minimum(logq.exp(), logp.exp()).sum(1),
+    }
+    lse_of_teacher = torch.logsumexp(taught.double() / temperature, 1)
+    teacher = kernel.Teacher(taught, lse_of_teacher, rows)
+    sharpness = z.new_tensor(SHARPNESS).float()
+    noise = kernel.Noise(rows, rows, labels, label_z.float(), sharpness)
+    near = []
+    for kind, loss in losses.items():
+        moment = "none" if kind in ("ce", "tv") else kind
+        read = kernel.read(student, width, temperature, moment, teacher, noise)
+        lse = read.peak.double() + read.total.double().log()
+        overlap, loser = kernel.write_against(student, width, temperature, lse, "tv", teacher)
+        log_total = read.total.log()
+        values = {
+            "ce": read.peak + log_total - noise.scores,
+            "entropy": log_total - read.second / read.total,
+            "forward_kl": read.second + log_total,
+            "reverse_kl": read.second / read.total - log_total,
+            "tv": 1 - overlap,
+        }
+        value = values[kind]
+        ones = torch.ones_like(value)
+        grad = student.clone()  # the kernels write the gradient in place of the logits
+        if kind == "ce":
+            kernel.write_label(grad, width, temperature, lse, labels, -ones)
+        elif kind == "entropy":
+            kernel.write_label(grad, width, temperature, lse, labels, 0 * ones, (ones, value))
+        else:
+            second = {"forward_kl": ones, "reverse_kl": value, "tv": loser}[kind]
+            kernel.write_against(grad, width, temperature, lse, kind, teacher, ones, second)
+        (expected,) = torch.autograd.grad(loss.sum(), z, retain_graph=True)
+        near.append((value - loss).norm() <= 1e-4 * loss.norm())
+        near.append((grad - expected).norm() <= tolerance * expected.norm())
+        near.append((read.best == z.argmax(1)).all())
+    coupled = draw_each(logq.detach().float(), rows, rows, SHARPNESS) == labels[:, None]
+    near.append((coupled == ~read.beaten).all())
+    return torch.stack(near)

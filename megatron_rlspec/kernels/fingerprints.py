@@ -51,14 +51,13 @@ def add_rows(places, programs, sums, BLOCK: tl.constexpr, ROW: tl.constexpr):
         total += (word ^ (word >> 32)) * mixed(column)
     # The bytes after the last whole word, filled up with zeros; none in other rows.
     rest = tl.arange(0, 8)
-    at = whole * 8 + rest
-    one = tl.load(
-        address.to(tl.pointer_type(tl.uint8)) + at, mask=(at < size) & (end > whole), other=0
-    )
-    word = tl.sum(one.to(tl.uint64) << (8 * rest).to(tl.uint64), 0)
+    offsets = whole * 8 + rest
+    single_bytes = address.to(tl.pointer_type(tl.uint8))
+    byte = tl.load(single_bytes + offsets, mask=(offsets < size) & (end > whole), other=0)
+    word = tl.sum(byte.to(tl.uint64) << (8 * rest).to(tl.uint64), 0)
     tail = (word ^ (word >> 32)) * mixed(((first + whole) % ROW + (1 << 40)).to(tl.uint64))
-    found = (tl.sum(total, 0) + tail) * mixed((row % ROW + 1).to(tl.uint64))
-    tl.atomic_add(sums + which, found.to(tl.int64, bitcast=True))
+    of_row = (tl.sum(total, 0) + tail) * mixed((row % ROW + 1).to(tl.uint64))
+    tl.atomic_add(sums + which, of_row.to(tl.int64, bitcast=True))
 
 
 def sums(parts: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
@@ -66,22 +65,31 @@ def sums(parts: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
 
     A tensor that does not begin at a multiple of 8 bytes is copied first.
     """
-    aligned = [tensor if tensor.data_ptr() % 8 == 0 else tensor.clone() for tensor, _ in parts]
-    device = aligned[0].device
-    places = np.array(
-        [(x.data_ptr(), x.nbytes, first) for x, (_, first) in zip(aligned, parts, strict=True)],
-        np.int64,
-    )
-    begins = places[:, 2] // ROW
-    rows = np.maximum((places[:, 2] + (places[:, 1] + 7) // 8 - 1) // ROW - begins + 1, 0)
-    rows[places[:, 1] == 0] = 0
+    device = parts[0][0].device
+    aligned = []  # lives until the kernel has been launched
+    described = []
+    for tensor, first_word in parts:
+        if tensor.data_ptr() % 8:
+            tensor = tensor.clone()
+        aligned.append(tensor)
+        described.append((tensor.data_ptr(), tensor.nbytes, first_word))
+    places = np.array(described, np.int64)
+    sizes = places[:, 1]
+    first_words = places[:, 2]
+
+    # A program for each row that a tensor has a part of.
+    first_rows = first_words // ROW
+    last_rows = (first_words + (sizes + 7) // 8 - 1) // ROW
+    rows = np.maximum(last_rows - first_rows + 1, 0)
+    rows[sizes == 0] = 0
     which = np.repeat(np.arange(len(parts)), rows)
-    row = np.arange(len(which)) - np.repeat(np.cumsum(rows) - rows, rows) + np.repeat(begins, rows)
-    table = np.concatenate([places.ravel(), np.stack([which, row], 1).ravel()])
-    there = torch.from_numpy(table).to(device)
-    found = torch.zeros(len(parts), dtype=torch.int64, device=device)
+    row_in_tensor = np.arange(len(which)) - np.repeat(np.cumsum(rows) - rows, rows)
+    programs = np.stack([which, row_in_tensor + np.repeat(first_rows, rows)], 1)
+
+    table = torch.from_numpy(np.concatenate([places.ravel(), programs.ravel()])).to(device)
+    result = torch.zeros(len(parts), dtype=torch.int64, device=device)
     if len(which):
         add_rows[(len(which),)](
-            there[: places.size], there[places.size :], found, BLOCK=BLOCK, ROW=ROW
+            table[: places.size], table[places.size :], result, BLOCK=BLOCK, ROW=ROW
         )
-    return found
+    return result

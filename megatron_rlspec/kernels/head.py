@@ -114,16 +114,20 @@ def write_against(
     They become `scales` times the gradient of `kind` in z. second [C]: over all words, Σ p for forward_kl,
     Σ q log(q / p) for reverse_kl, Σ of q where q < p for tv.
     """
-    overlap, loser = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
-    rest = {
-        "scales": scales,
-        "seconds": second,
-        "masses": second,
-        "overlaps": overlap,
-        "losers": loser,
-    }
+    overlap = logits.new_empty(len(logits), dtype=torch.float32)
+    loser = torch.empty_like(overlap)
     _second_pass(
-        logits, width, temperature, lse, kind, teacher=teacher, write=scales is not None, **rest
+        logits,
+        width,
+        temperature,
+        lse,
+        kind,
+        teacher=teacher,
+        write=scales is not None,
+        scales=scales,
+        second=second,
+        overlap=overlap,
+        loser=loser,
     )
     return overlap, loser
 
@@ -140,13 +144,15 @@ def _second_pass(
     entropies: torch.Tensor | None = None,
     teacher: Teacher | None = None,
     write: bool = True,
-    **rest: torch.Tensor | None,
+    scales: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
+    overlap: torch.Tensor | None = None,
+    loser: torch.Tensor | None = None,
 ) -> None:
     if len(logits):
-        names = ("scales", "seconds", "masses", "overlaps", "losers")
         loss_passes.gradient[(len(logits),)](
             logits, logits.stride(0), width, temperature, lse, *_given(teacher, logits),
-            places, on_logprob, on_entropy, entropies, *[rest.get(name) for name in names],
+            places, on_logprob, on_entropy, entropies, scales, second, second, overlap, loser,
             KIND=kind, TEACHER=teacher is not None, WRITE=write, MAPPED=_mapped(teacher), BLOCK=BLOCK,
         )  # fmt: skip
 
