@@ -20,6 +20,7 @@ tensor-parallel rank, d channels of a head.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -244,10 +245,7 @@ class _Attend(torch.autograd.Function):
         else:
             out, lse = varlen.attend(q, k, v, plan.keys, scale)
         if links:
-            out = out.to(lse.dtype)
-            for key, value in zip(links[::2], links[1::2], strict=True):
-                score = _row_dot(q, key, lse.dtype) * scale
-                _join(out, lse, _per_query_head(value, q.shape[1]), score)
+            out = _join_links(out.to(lse.dtype), lse, q, links, scale)
         out = out.to(q.dtype)
         ctx.save_for_backward(out, lse, *saved, *links)
         return out
@@ -268,24 +266,52 @@ class _Attend(torch.autograd.Function):
             q, k, v, *links = saved
             for span in keys.spans:
                 rows, seen = span.slices
-                shares = _span_backward(
+                dq_span, dk_span, dv_span = _span_backward(
                     grad[rows], q[rows], k[seen], v[seen], out[rows], lse[rows], scale
                 )
-                for total, share in zip((dq[rows], dk[seen], dv[seen]), shares, strict=True):
-                    total += share
+                dq[rows].add_(dq_span)
+                dk[seen].add_(dk_span)
+                dv[seen].add_(dv_span)
         else:
             q, k, v, *links = saved
             dq, dk, dv = varlen.attend_backward(grad, q, k, v, out, lse, keys, scale)
-        dlinks: list[Tensor] = []
-        if links:
-            delta = (grad.to(lse.dtype) * out).sum(-1)
-            for key, value in zip(links[::2], links[1::2], strict=True):
-                p = torch.exp(_row_dot(q, key, lse.dtype) * scale - lse)
-                ds = (p * (_row_dot(grad, value, lse.dtype) - delta) * scale)[..., None]
-                dq += (ds * _per_query_head(key, q.shape[1])).to(dq.dtype)
-                dlinks.append(_per_group(ds * q, k.shape[1]).to(key.dtype))
-                dlinks.append(_per_group(p[..., None] * grad, k.shape[1]).to(value.dtype))
+        dlinks = _links_backward(grad, q, out, lse, links, scale, dq)
         return dq, dk, dv, None, None, *dlinks
+
+
+def _join_links(
+    out: Tensor, lse: Tensor, q: Tensor, links: Sequence[Tensor], scale: float
+) -> Tensor:
+    """Add attention of row i of `q [t, n, d]` to row i of each link to `out` and `lse`, in place."""
+    for key, value in zip(links[::2], links[1::2], strict=True):
+        score = _row_dot(q, key, lse.dtype) * scale
+        _join(out, lse, _per_query_head(value, q.shape[1]), score)
+    return out
+
+
+def _links_backward(
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    links: Sequence[Tensor],
+    scale: float,
+    dq: Tensor,
+) -> list[Tensor]:
+    """Add the links' part to `dq [t, n, d]`, in place; return dk and dv, `[t, g, d]`, of each link."""
+    gradients: list[Tensor] = []
+    if not links:
+        return gradients
+    heads = q.shape[1]
+    delta = (grad.to(lse.dtype) * out).sum(-1)
+    for key, value in zip(links[::2], links[1::2], strict=True):
+        groups = key.shape[1]
+        p = torch.exp(_row_dot(q, key, lse.dtype) * scale - lse)
+        ds = (p * (_row_dot(grad, value, lse.dtype) - delta) * scale)[..., None]
+        dq += (ds * _per_query_head(key, heads)).to(dq.dtype)
+        gradients.append(_per_group(ds * q, groups).to(key.dtype))
+        gradients.append(_per_group(p[..., None] * grad, groups).to(value.dtype))
+    return gradients
 
 
 def _joined_spans(
@@ -366,9 +392,8 @@ def _causal_backward(
     dq = [q[:0]]
     dk = [k[:0]]
     dv = [v[:0]]
-    for grad_b, q_b, k_b, v_b, out_b, lse_b in _batches(
-        plan, grad_slots, q, k, v, out_slots, lse_slots[..., None]
-    ):
+    batches = _batches(plan, grad_slots, q, k, v, out_slots, lse_slots[..., None])
+    for grad_b, q_b, k_b, v_b, out_b, lse_b in batches:
         dq_b, dk_b, dv_b = _attend_backward(
             grad_b, q_b, k_b, v_b, out_b, lse_b[..., 0], True, scale
         )

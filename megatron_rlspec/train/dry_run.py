@@ -168,8 +168,8 @@ def report(
     most = ranks[largest].total / GIB
     yield f"fits: a rank needs at most {most:.2f} of {gpu_gib:g} GiB, without an engine on the same GPU"
     if config.rollout.engine == "sglang" and not config.rollout.urls:
-        kept = max(rank.between_steps for rank in ranks)
-        yield from _engines(config, hf_config, world, int(gpu_gib * GIB), policy + drafter, kept)
+        trainer = max(rank.between_steps for rank in ranks)
+        yield from _engines(config, hf_config, world, int(gpu_gib * GIB), policy + drafter, trainer)
 
 
 def _replicas(config: Config, world: int) -> int:
@@ -240,13 +240,13 @@ def _engines(
     )
     colocated = world == config.rollout.engines * engine.tensor
     ways: dict[str, int | None] = {}
-    if mode == "apart" or mode == "auto":
+    if mode != "together":
         ways["on GPUs of its own"] = None
     if mode == "together" or (mode == "auto" and colocated):
         ways[f"beside a trainer rank that keeps {trainer / GIB:.2f} GiB"] = trainer
-    for where, kept in ways.items():
+    for where, of_trainer in ways.items():
         try:
-            tokens = engine_share(engine, gpu, kept).kv_tokens
+            tokens = engine_share(engine, gpu, of_trainer).kv_tokens
         except ConfigError as error:
             if mode != "auto":
                 raise
@@ -282,15 +282,17 @@ def _build(
         repeated = policy.head_weight().numel() if tied else 0
         return Stage(
             range(stage * each, (stage + 1) * each),
-            _held(table, policy, described),
-            _held(table, drafter, described) if drafter is not None else Sizes(),
+            _count(table, policy, described),
+            _count(table, drafter, described) if drafter is not None else Sizes(),
             repeated,
             measure_micro_batch(config, hf_config, policy, drafter) if activations else None,
         )
 
 
-def _held(table: NameTable, module: nn.Module, config: Any) -> Sizes:
-    names = {id(tensor): name for name, tensor in shards.global_names(module, config).items()}
+def _count(table: NameTable, module: nn.Module, config: Any) -> Sizes:
+    names: dict[int, str] = {}
+    for name, tensor in shards.global_names(module, config).items():
+        names[id(tensor)] = name
     sizes = Counter[str]()
     for parameter in module.parameters():
         name = names[id(parameter)]

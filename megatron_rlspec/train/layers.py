@@ -66,7 +66,8 @@ class _RMSNorm(torch.autograd.Function):
         product = unit * grad
         dweight = product.flatten(0, -2).sum(0).to(weight.dtype)
         mean = (product @ weight.to(product.dtype)).div_(x.shape[-1])[..., None]
-        dx = torch.mul(grad, weight).to(unit.dtype).addcmul_(unit, mean, value=-1).mul_(scale)
+        dx = torch.mul(grad, weight).to(unit.dtype)
+        dx.addcmul_(unit, mean, value=-1).mul_(scale)
         return dx.to(x.dtype), dweight, None
 
 

@@ -51,7 +51,7 @@ GLM = {
 def trainers_tensors(monkeypatch) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors that all pipeline stages export, as `shards.export_stage` does."""
     found: dict[str, tuple[int, ...]] = {}
-    held = dry_run._held
+    count = dry_run._count
 
     def noted(table, module, config):
         for name, tensor in shards.global_names(module, config).items():
@@ -59,9 +59,9 @@ def trainers_tensors(monkeypatch) -> dict[str, tuple[int, ...]]:
             full = torch.empty(shape, dtype=dtype, device="meta")
             for hf, part in table.to_hf(name, full):
                 found[hf] = tuple(part.shape)
-        return held(table, module, config)
+        return count(table, module, config)
 
-    monkeypatch.setattr(dry_run, "_held", noted)
+    monkeypatch.setattr(dry_run, "_count", noted)
     config = load(RECIPE)
     assert (config.parallel.tensor, config.parallel.pipeline) == (8, 2)
     dry_run.stages(config, GLM, 64)
