@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -22,7 +22,6 @@ MOST_POINTS = 400  # of a line; longer ones are drawn as means of neighbours
 MOST_BARS = 60
 SMOOTH_FROM = 16  # points; a shorter line is drawn as it is
 WINDOWS = 15  # a line is smoothed over a window of one part in so many
-DRAWN_MOST = 1e30  # larger values and NaN are left out
 GREY = "0.55"
 INK = "#010203"  # becomes the colour of the page's text, which follows the browser's scheme
 STYLE: dict[Any, Any] = {
@@ -38,25 +37,17 @@ STYLE: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
-Points = list[tuple[float, float]]
+Points = list[tuple[float, float]]  # (step from 1, value)
 
 
 @dataclass
 class Series:
-    """A line of a chart, or one part of its bars.
-
-    key     of the records, for the glossary; "" where there is none
-    colour  number of the colour; -1: grey
-    dashed  for a prediction, beside what was seen
-    listed  whether the legend names it
-    """
+    """A line of a chart, or one part of its bars. `key` is that of the records, `colour` a matplotlib colour."""
 
     label: str
     points: Points
-    key: str = ""
-    colour: int = 0
-    dashed: bool = False
-    listed: bool = True
+    key: str
+    colour: str
 
 
 @dataclass
@@ -80,87 +71,93 @@ class Drawing:
     svg: str
 
 
-def lines(
-    title: str,
-    series: Sequence[Series],
-    *,
-    note: str = "",
-    unit: str = "",
-    marks: Sequence[Mark] = (),
-) -> Drawing:
+class Mean(NamedTuple):
+    """The mean over a window of steps around x, and the 95 % interval of that mean."""
+
+    x: float
+    mean: float
+    low: float
+    high: float
+
+
+def lines(series: Sequence[Series], marks: Sequence[Mark] = ()) -> str:
     """Draw lines over steps: the mean over a window, the 95 % interval of that mean, and single steps as dots."""
     with matplotlib.rc_context(STYLE):
         figure, axes = _empty()
-        for one in series:
-            colour = _colour(one)
-            style: dict[str, Any] = {"color": colour, "ls": "--" if one.dashed else "-"}
-            style["label"] = one.label if one.listed else None
-            points = thin(one.points)
+        for line in series:
+            points = thin(line.points)
             x, y = zip(*points, strict=True)
-            if (means := smooth(points)) is None:
-                axes.plot(x, y, marker="" if one.dashed else ".", **style)
+            means = smooth(points)
+            if not means:
+                axes.plot(x, y, marker=".", color=line.colour, label=line.label)
                 continue
             _, mean, low, high = zip(*means, strict=True)
-            axes.plot(x, y, ".", color=colour, alpha=0.4, markersize=3)
-            axes.fill_between(x, low, high, color=colour, alpha=0.16, lw=0)
-            axes.plot(x, mean, **style)
+            axes.plot(x, y, ".", color=line.colour, alpha=0.4, markersize=3)
+            axes.fill_between(x, low, high, color=line.colour, alpha=0.16, lw=0)
+            axes.plot(x, mean, color=line.colour, label=line.label)
         for mark in marks:
             error = [[mark.value - mark.low], [mark.high - mark.value]]
             axes.errorbar(mark.x, mark.value, yerr=error, color=INK, marker="D", markersize=4)
-        return Drawing(title, note, unit, series, _svg(figure, legend=len(series) > 1))
+        return _svg(figure, legend=len(series) > 1)
 
 
-def bars(title: str, series: Sequence[Series], *, note: str = "", unit: str = "") -> Drawing:
+def bars(series: Sequence[Series]) -> str:
     """Draw stacked bars over steps. Many steps share a bar, which then is their mean."""
-    steps = sorted({x for one in series for x, _ in one.points})
+    steps = sorted({x for part in series for x, _ in part.points})
     groups = np.array_split(steps, min(len(steps), MOST_BARS))
-    edges = [*(group[0] - 0.5 for group in groups), steps[-1] + 0.5]
-    begin = np.zeros(len(groups))
+    edges = [group[0] - 0.5 for group in groups]
+    edges.append(steps[-1] + 0.5)
+    bottom = np.zeros(len(groups))
     with matplotlib.rc_context(STYLE):
         figure, axes = _empty()
-        for one in series:
-            values = dict(one.points)
-            end = begin + [sum(values.get(x, 0.0) for x in group) / len(group) for group in groups]
-            axes.stairs(end, edges, baseline=begin, fill=True, color=_colour(one), label=one.label)
-            begin = end
-        return Drawing(title, note, unit, series, _svg(figure, legend=True))
+        for part in series:
+            values = dict(part.points)
+            heights = []
+            for group in groups:
+                heights.append(sum(values.get(x, 0.0) for x in group) / len(group))
+            top = bottom + heights
+            axes.stairs(top, edges, baseline=bottom, fill=True, color=part.colour, label=part.label)
+            bottom = top
+        return _svg(figure, legend=True)
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """Return the drawable points, or means of neighbours if there are more than `most`."""
-    known = [(x, y) for x, y in points if abs(y) <= DRAWN_MOST]
-    size = math.ceil(len(known) / most) or 1
-    if size == 1:
-        return known
-    parts = [known[i : i + size] for i in range(0, len(known), size)]
-    return [
-        (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts
-    ]
+    """Return the points, or means of neighbours if there are more than `most`."""
+    size = math.ceil(len(points) / most)
+    if size <= 1:
+        return points
+    means = []
+    for first in range(0, len(points), size):
+        x, y = np.mean(points[first : first + size], axis=0)
+        means.append((float(x), float(y)))
+    return means
 
 
-def smooth(points: Points) -> list[tuple[float, float, float, float]] | None:
-    """Return (x, mean over a window around it, low, high), the 95 % interval of the mean; None for few points.
+def smooth(points: Points) -> list[Mean]:
+    """Return the mean over a window around each point; [] for few points.
 
-    The interval takes the points of a window for independent draws around one value.
+    The interval takes the points of a window for independent samples of one value.
     """
     if len(points) < SMOOTH_FROM:
-        return None
+        return []
     half = max(2, len(points) // WINDOWS // 2)
-    found = []
+    size = 2 * half + 1
+    means = []
     for i, (x, _) in enumerate(points):
-        # windows at the ends are as long as the others
-        first = min(max(0, i - half), len(points) - 2 * half - 1)
-        mean, error = interval([y for _, y in points[first : first + 2 * half + 1]])
-        found.append((x, mean, mean - error, mean + error))
-    return found
+        # Windows at the ends are as long as the others.
+        first = min(max(0, i - half), len(points) - size)
+        mean, error = interval([y for _, y in points[first : first + size]])
+        means.append(Mean(x, mean, mean - error, mean + error))
+    return means
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of independent draws and half of its 95 % interval; NaN for fewer than three draws."""
+    """Return the mean of independent samples and half of its 95 % interval; NaN for fewer than three samples."""
+    mean = float(np.mean(values))
     if len(values) < 3:
-        return sum(values) / len(values), math.nan
+        return mean, math.nan
     error = _quantile(len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
-    return float(np.mean(values)), float(error)
+    return mean, float(error)
 
 
 @functools.cache
@@ -170,9 +167,9 @@ def _quantile(freedom: int) -> float:
 
 def short(value: float) -> str:
     """Return a number as a label of three digits; k, M, G."""
-    for size, sign in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size <= abs(value) < 1e12:
-            return f"{value / (1e3 if sign == 'k' else size):.3g}{sign}"
+    for size, start, sign in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e3, 1e4, "k")):
+        if abs(value) >= start:
+            return f"{value / size:.3g}{sign}"
     return f"{value:.4g}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -185,18 +182,15 @@ def _empty() -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _colour(one: Series) -> str:
-    return GREY if one.colour < 0 else f"C{one.colour}"
-
-
 def _svg(figure: Figure, legend: bool) -> str:
     """Return the figure as an element of an HTML page."""
     if legend:
         figure.legend(loc="outside upper left", ncols=3, fontsize="small")
     file = io.StringIO()
-    about = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(file, format="svg", transparent=True, metadata=about)
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
     text = file.getvalue()
-    # HTML knows both
-    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text[text.index("<svg") :], count=2)
-    return text.replace(INK, "currentColor")
+    element = text[text.index("<svg") :]
+    # HTML knows the two namespaces, which look like addresses in a network.
+    element = re.sub(r' xmlns(:xlink)?="[^"]*"', "", element, count=2)
+    return element.replace(INK, "currentColor")
