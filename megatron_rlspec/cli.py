@@ -92,9 +92,6 @@ COMMANDS = {
     "profile": Command(
         "commands.profile:main", "measure how long an engine's decode rounds take: a cost table"
     ),
-    "completion": Command(
-        "commands.completion:main", "completion of commands and options by the Tab key"
-    ),
 }
 # Packages that a bare `pip install` leaves out -> the extra that brings each.
 EXTRAS = {

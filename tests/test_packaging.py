@@ -150,7 +150,6 @@ def test_sdist_and_wheel_install_in_a_clean_environment_and_run(tmp_path):
         "--version",
         "--help",
         f"plan {table} --acceptance 0.8,0.7 --max-batch 32",
-        "completion bash",
         "doctor",
     )
     for words in commands:

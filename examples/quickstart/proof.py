@@ -67,7 +67,7 @@ def main() -> None:
         with CONSOLE.status("starting a speculating and a plain engine"):
             spec, plain = SGLangEngine.of(fast.wait()), SGLangEngine.of(slow.wait())
             engines = {"spec": (spec, fast), "plain": (plain, slow)}
-        summary = rewards(run) | times(run) | predictions(run) | {"policy": compare.policy_of(run / "rl")}
+        summary = rewards(run) | times(run) | predictions(run) | {"policy": policy(run)}
         with CONSOLE.status("accept lengths of four drafters on the final policy's rollouts"):
             found = compare.measure(spec, drafters, prompts[: args.prompts], sampling, STEPS)
             summary["comparison"] = found.to_json()
@@ -87,6 +87,14 @@ def main() -> None:
     files.write(run / "rl/comparison.json", json.dumps(summary["comparison"], indent=1) + "\n")  # for `rlspec report`
     show(summary)
     CONSOLE.print(f"written: {run / 'summary.json'}. The run's page: .venv/bin/rlspec report {run / 'rl'}")
+
+
+def policy(run: Path) -> dict[str, float]:
+    """Read how far the policy has moved: the newest recorded values of `POLICY`."""
+    found: dict[str, float] = {}
+    for record in read_records(run / "rl/metrics.jsonl"):
+        found |= {name: record[name] for name in POLICY if name in record}
+    return found
 
 
 def rewards(run: Path) -> dict:
@@ -191,9 +199,9 @@ def cpu_seconds(engine: EngineProcess) -> float:
 def show(summary: dict) -> None:
     """Print the closing tables: of the policy, of the drafters on it, and of speeds. They fit into 80 columns."""
     first, last = (f"{summary[f'reward_{at}']:.3f} {interval(summary[f'reward_{at}_interval'])}" for at in ENDS)
-    policy = summary["policy"]
+    moved = summary["policy"]
     rows = [["held-out reward, first", first], ["held-out reward, last", last]]
-    rows += [[text, f"{policy[key]:.3f}"] for key, text in POLICY.items() if key in policy]
+    rows += [[text, f"{moved[key]:.3f}"] for key, text in POLICY.items() if key in moved]
     if "prediction_error" in summary:
         rows.append(["tokens a round, predicted one step ahead: error", f"{summary['prediction_error']:.3f}"])
         rows.append(["the same from the last rollout's rates", f"{summary['last_value_error']:.3f}"])

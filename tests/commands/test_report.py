@@ -1,11 +1,8 @@
 """`rlspec report`: what a page has, what it leaves out, and texts that stay texts."""
 
-import asyncio
 import json
 from html.parser import HTMLParser
 
-import chromium
-import numpy as np
 import pytest
 
 from megatron_rlspec.commands import report
@@ -186,21 +183,3 @@ def test_a_line_over_many_steps_is_thinned_and_smoothed():
     assert middle.low < 0.5 < middle.high and middle.mean == pytest.approx(0.5, abs=0.02)
     assert charts.smooth(points[:10]) == []
     assert charts.short(12_345.0) == "12.3k" and charts.short(0.12345) == "0.123"
-
-
-@pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium here")
-@pytest.mark.slow
-def test_a_browser_shows_it(run_dir, tmp_path):
-    page_of(run_dir)
-    asyncio.run(look(run_dir / "page.html", tmp_path))
-
-
-async def look(page, folder):
-    """Charts are as wide as the page allows; the filter works; the console is silent."""
-    async with chromium.tab(folder / "profile") as tab:
-        await tab.load(page, 1280, "light")
-        widths = await tab.evaluate("[...document.querySelectorAll('figure svg')].map(svg => svg.clientWidth)")
-        assert widths and np.min(widths) > 300
-        await tab.evaluate("least.value = '1.5', least.dispatchEvent(new Event('input'))")
-        assert await tab.evaluate("shown.textContent") == "0 of 1 shown"
-        assert tab.messages == []

@@ -3,51 +3,46 @@
 import numpy as np
 import pytest
 
-from megatron_rlspec.commands.profile import summary, validation
-from megatron_rlspec.commands.sweep import Bench, Sweep, SweepError, configs_of, sweep
-from megatron_rlspec.speculation.cost_table import CostTable, Provenance
+from megatron_rlspec.commands.sweep import Bench, Sweep, SweepError, configs_of, measure_grid, outward, possible_loss
+from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Sample, SpecConfig, SpecSchedule
 
 PROVENANCE = Provenance("tiny", "none", "float32", "none", "0", "2025-01-01", simulated=True)
-STEPS = (SpecConfig(0), SpecConfig(1), SpecConfig(3))
-SMOOTH = Roofline(5.0, 0.001, 1e-6, 0.1, host_ms=1.0, pass_ms=0.1)
-KINKED = Roofline(5.0, 0.1, 1e-6, 0.1)  # computing overtakes reading at 50 tokens
+CONFIGS = (OFF, SpecConfig(0), SpecConfig(1), SpecConfig(3))
+COST = Roofline(5.0, 0.001, 1e-6, 0.1, host_ms=1.0, pass_ms=0.1)
 
 
 class Known:
     """An engine with a roofline's costs. It refuses every third depth; the round after a switch costs 0.5 ms more."""
 
-    def __init__(self, cost, speculative=True, real_off=False, most_tokens=200_000, noise=0.02):
-        self.cost = cost
+    def __init__(self, most_tokens=200_000, noise=0.02):
         self.noise = noise
-        self.said = {"speculative": speculative, "max_total_tokens": most_tokens, "max_running_requests": 256}
-        runs = [OFF] * real_off + list(STEPS)
-        self.said["configs"] = [[c.num_steps, c.topk, c.num_draft_tokens] for c in runs] if speculative else []
-        self.schedule = SpecSchedule.fixed(OFF if not speculative else SpecConfig(1))
+        configs = [[c.num_steps, c.topk, c.num_draft_tokens] for c in CONFIGS]
+        self.description = {"speculative": True, "max_total_tokens": most_tokens, "max_running_requests": 256}
+        self.description["configs"] = configs
+        self.schedule = SpecSchedule.fixed(OFF)
         self.rng = np.random.default_rng(0)
         self.rounds = []
         self.points = []
 
     def describe(self):
-        return self.said
+        return self.description
 
     def set_schedule(self, schedule):
-        assert self.said["speculative"]
         self.schedule = schedule
 
     def generate(self, requests, sampling):
         batch = len(requests)
         length = len(requests[0].prompt.tokens)
-        done = 0
         if sampling.max_new_tokens > 8:
             self.points.append((batch, length))
+        done = 0
         previous = None
         while done < sampling.max_new_tokens:
             context = batch * (length + done)
-            config = self.schedule.choose(batch, context) if self.said["speculative"] else OFF
-            ms = float(self.cost.grid([config], np.array(batch), np.array(context))[0])
-            ms *= 1 + self.noise * self.rng.standard_normal()
+            config = self.schedule.choose(batch, context)
+            ms = true_ms(config, batch, context) * (1 + self.noise * self.rng.standard_normal())
             if previous not in (None, config):
                 ms += 0.5 + (0.01 * 12 * batch if previous.off else 0)
             self.rounds.append((config, batch, context, None if previous is None else ms))
@@ -61,121 +56,63 @@ class Known:
         return rounds
 
 
-def benches(cost, **kwargs):
-    plain = Known(cost, speculative=False, **kwargs)
-    return [Bench(plain, [OFF], 100), Bench(Known(cost, **kwargs), STEPS, 100)]
+def true_ms(config, batch, context):
+    return float(COST.grid([config], np.array(batch), np.array(context))[0])
 
 
-def swept(cost, batches=(1, 4, 16), lengths=(64, 512), seconds=1e9, tolerance=0.5, **kwargs):
-    run = Sweep(benches(cost), PROVENANCE, **kwargs)
-    return run, sweep(run, batches, lengths, seconds=seconds, tolerance=tolerance)
+def sweep_of(**settings):
+    engine = Known(**settings)
+    return Sweep(Bench(engine, configs_of(engine), 100), PROVENANCE)
 
 
-def test_the_table_holds_the_engines_costs():
-    run, end = swept(SMOOTH)
-    table = run.table()
-    assert end == "able to decide at each of them" and len(run.cells) == 6
+def test_the_table_holds_the_costs_of_the_engine():
+    sweep = sweep_of()
+    assert measure_grid(sweep, (1, 4, 16), (64, 512), seconds=1e9) == "able to decide at each of them"
+    table = sweep.table()
+    assert table.configs() == CONFIGS and table.batches() == (1, 4, 16)
     for cell in table.rounds:
-        true = float(SMOOTH.grid([cell.config], np.array(cell.batch), np.array(cell.context_tokens))[0])
-        assert cell.ms == pytest.approx(true, rel=0.03)
+        assert cell.ms == pytest.approx(true_ms(cell.config, cell.batch, cell.context_tokens), rel=0.03)
         assert 0 < cell.spread_ms / cell.ms < 0.05 and cell.samples >= 12
     assert table.switch_ms == pytest.approx(0.5, abs=0.15)
-    assert [p.tokens for p in table.prefill] == [64, 512]
-    errors = [abs(predicted / cell.ms - 1) for cell, predicted in run.validate(run.off_grid(4))]
-    assert len(errors) == 16 and np.median(errors) < 0.03
-    assert "error off the grid: median" in validation(run.validate(run.off_grid(2)))
-    assert "batch" in summary(table, 1)
-
-
-def test_points_are_added_where_the_cost_bends():
-    straight, _ = swept(SMOOTH, batches=(1, 16, 256), lengths=(64,), tolerance=0.05)
-    bent, _ = swept(KINKED, batches=(1, 16, 256), lengths=(64,), tolerance=0.05)
-    assert len(straight.cells) == 3
-    added = {batch for batch, _ in bent.cells} - {1, 16, 256}
-    assert added and 4 in added
-    coarse, _ = swept(KINKED, batches=(1, 16, 256), lengths=(64,))
-
-    def worst(run):
-        table = run.table()
-        batch = np.arange(1, 200)
-        own, true = (cost.grid([SpecConfig(3)], batch, batch * 130) for cost in (table, KINKED))
-        return np.max(np.abs(own / true - 1))
-
-    assert worst(bent) < 0.5 * worst(coarse)
-
-
-def test_an_interrupted_sweep_continues_where_it_stopped(tmp_path):
-    run = Sweep(benches(SMOOTH), PROVENANCE)
-    path = tmp_path / "t.part"
-    seen = []
-
-    def keep(table):
-        table.save(path)
-        seen.append(len(table.rounds))
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        sweep(run, (1, 4, 16), (64, 512), seconds=1e9, tolerance=0.5, keep=keep)
-    again = benches(SMOOTH)
-    resumed = Sweep(again, PROVENANCE, known=CostTable.load(path))
-    assert len(resumed.cells) == 3
-    sweep(resumed, (1, 4, 16), (64, 512), seconds=1e9, tolerance=0.5)
-    assert sorted(resumed.cells) == [(1, 64), (1, 512), (4, 64), (4, 512), (16, 64), (16, 512)]
-    assert not set(again[0].engine.points) & set(run.cells)
-    with pytest.raises(SweepError, match="start again with --fresh"):
-        Sweep([Bench(Known(SMOOTH, speculative=False), [OFF], 100)], PROVENANCE, known=CostTable.load(path))
+    assert table.catch_up_ms == pytest.approx(0.01, rel=0.3)
+    assert [prefill.tokens for prefill in table.prefill] == [64, 512]
 
 
 def test_the_budget_stops_it_with_a_usable_table():
-    run, end = swept(SMOOTH, seconds=-1.0)
-    assert end.startswith("stopped by the time budget; it cannot decide at batches 1, 4, 16 (points not measured: 5).")
-    assert len(run.cells) == 1 and run.table().ms(OFF, 1, 100) > 0
+    sweep = sweep_of()
+    end = measure_grid(sweep, (1, 4, 16), (64, 512), seconds=-1.0)
+    assert "cannot decide at batches 1, 4, 16 (points not measured: 5)" in end
+    assert sweep.table().ms(OFF, 1, 100) > 0
 
 
 def test_noisy_points_are_measured_again_until_no_choice_can_lose_much():
-    engine = Known(SMOOTH, real_off=True, noise=0.1)
-    run = Sweep([Bench(engine, configs_of(engine), 100)], PROVENANCE)
-    grid = (run, (1, 16), (64,))
-    for point in ((1, 64), (16, 64)):
-        run.add(point)
-    first = {(cell.batch, cell.config): cell.samples for cells in run.cells.values() for cell in cells}
-    said = sweep(*grid, seconds=-1.0, tolerance=0.03)
-    assert "cannot decide at batches 1, 16 (points too noisy: 2); a choice may lose" in said and "at most 3%" in said
-    assert sweep(*grid, seconds=1e9, tolerance=0.03) == "able to decide at each of them"
-    assert not run.undecided(0.03) and min(map(engine.points.count, run.cells)) > 5
-    for cells in run.cells.values():
-        for cell in cells:
-            true = float(SMOOTH.grid([cell.config], np.array(cell.batch), np.array(cell.context_tokens))[0])
-            assert cell.ms == pytest.approx(true, rel=0.03) and cell.samples > 3 * first[cell.batch, cell.config]
+    sweep = sweep_of(noise=0.1)
+    sweep.add((1, 64))
+    first = sweep.cells((1, 64))
+    assert possible_loss(first) > 0.03
+    assert measure_grid(sweep, (1, 16), (64,), seconds=1e9) == "able to decide at each of them"
+    assert not sweep.undecided()
+    for before, cell in zip(first, sweep.cells((1, 64)), strict=True):
+        assert cell.samples > 3 * before.samples
+        assert cell.ms == pytest.approx(true_ms(cell.config, 1, cell.context_tokens), rel=0.03)
 
 
 def test_points_beyond_the_engine_are_left_out():
-    small = [Bench(Known(SMOOTH, speculative=False), [OFF], 100), Bench(Known(SMOOTH, most_tokens=4000), STEPS, 100)]
-    run = Sweep(small, PROVENANCE)
-    sweep(run, (1, 4, 64), (64, 512), seconds=1e9, tolerance=0.01)
-    assert max(batch * length for batch, length in run.cells) < 4000 and (64, 64) not in run.cells
+    sweep = sweep_of(most_tokens=4000)
+    measure_grid(sweep, (1, 4, 64), (64, 512), seconds=1e9)
+    assert max(batch * length for batch, length in sweep.steady) < 4000
     with pytest.raises(SweepError, match="no point of batches"):
-        sweep(Sweep(small, PROVENANCE), (64,), (512,), seconds=1e9, tolerance=0.5)
+        measure_grid(sweep_of(most_tokens=4000), (64,), (512,), seconds=1e9)
 
 
-def test_one_engine_is_enough_if_it_has_a_real_off():
-    assert configs_of(Known(SMOOTH)) == list(STEPS)
-    assert configs_of(Known(SMOOTH, speculative=False)) == [OFF]
-    engine = Known(SMOOTH, real_off=True)
-    run = Sweep([Bench(engine, configs_of(engine), 100)], PROVENANCE)
-    sweep(run, (1, 16, 64), (64,), seconds=1e9, tolerance=0.5)
-    assert run.table().configs() == (OFF, *STEPS)
-    assert run.table().switch_ms == pytest.approx(0.5, abs=0.15)
-    assert run.table().catch_up_ms == pytest.approx(0.01, rel=0.3)
+def test_the_outermost_batches_come_first():
+    assert outward([1, 4, 16, 64, 4]) == [1, 64, 4, 16]
 
 
 def test_a_sweep_that_gives_no_table_is_refused():
-    with pytest.raises(SweepError, match="decodes without a drafter"):
-        Sweep([Bench(Known(SMOOTH), STEPS, 100)], PROVENANCE)
-    with pytest.raises(SweepError, match="same configuration"):
-        Sweep([*benches(SMOOTH), Bench(Known(SMOOTH), STEPS, 100)], PROVENANCE)
-    silent = Known(SMOOTH)
+    with pytest.raises(SweepError, match="decode without a drafter"):
+        Sweep(Bench(Known(), CONFIGS[1:], 100), PROVENANCE)
+    silent = Known()
     silent.recent_rounds = lambda: []
-    with pytest.raises(SweepError, match="ran no round of k0, k1, k3"):
-        Bench(silent, STEPS, 100).measure((1, 8), 40, 4)
+    with pytest.raises(SweepError, match="ran no round of off, k0, k1, k3"):
+        Bench(silent, CONFIGS, 100).measure((1, 8))
