@@ -2,8 +2,8 @@
 
 A row of the JSONL file is one answer: token ids of prompt and response, both as text, why the response ended, and the
 row of the prompt. A drafter learns these ids as they are: without tokenising the text again, and with an end token
-only where the model drew one. Every row is written when its answer is complete, so an interrupted command goes on where
-it ended. `FILE.settings.json` holds what all rows share.
+only where the model generated one. Every row is written when its answer is complete, so an interrupted command goes on
+where it ended. `FILE.settings.json` holds what all rows share.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_rlspec import files
 from megatron_rlspec.config import Config, ConfigError
-from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.kinds import KINDS
 from megatron_rlspec.rollout.placement import GpuLayout, devices
 from megatron_rlspec.rollout.pool import EnginePool
@@ -37,7 +36,7 @@ from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Request, Sample, SpecSchedule
 
 COMPLETE = ("finished", "truncated")  # status of an answer that is whole
-# requests given to the engines together, as a multiple of those that they decode together
+# Requests given to the engines together, as a multiple of those that they decode together.
 AT_ONCE = 16
 
 
@@ -56,56 +55,50 @@ def _answer(config: Config, hf_config: dict[str, Any]) -> str:
     tokenizer = data.load_tokenizer(config.model.path)
     longest = config.model.max_length - config.rollout.max_new_tokens
     prompts, dropped = data.read_prompts(config.data.path, config.data, tokenizer, longest)
-    held = settings(config, prompts)
-    if config.rollout.urls:  # others have started these engines, with weights of their choice
-        held["served"] = identity.of_rows(_served(config).items())
-    prompts = prompts[: config.answer.prompts or len(prompts)]
-    journal = Journal(path, held, prompts)
+    shared = settings(config, prompts)
+    if config.rollout.urls:
+        # Others have started these engines, with weights of their choice.
+        shared["served"] = identity.of_rows(_served(config).items())
+    if config.answer.prompts:
+        prompts = prompts[: config.answer.prompts]
+    journal = Journal(path, shared, prompts)
     missing = [request for request in requests(config, prompts) if request.id not in journal.done]
-    tokens = 0
-    seconds = 1.0
+    speed = ""
     if missing:
         print(
             f"rlspec answer: loading {config.model.path} ({hf_config['architectures'][0]}) in {config.model.dtype}, "
             f"engine {config.rollout.engine}; {len(missing)} answers are missing in {path}",
             flush=True,
         )
-        starting = KINDS[config.rollout.engine].start(
-            config, path.with_name(f"{path.name}.logs"), layout(config)
-        )
-        try:
-            starting.launch()
-            engines = starting.wait()
-            began = time.perf_counter()
-            tokens = _draw(config, hf_config, engines, missing, journal, tokenizer)
-            seconds = time.perf_counter() - began
-        finally:
-            starting.close()
-    rate = f"; {tokens} new tokens, {tokens / seconds:.0f} per second" if missing else ""
+        tokens, seconds = _generate(config, hf_config, missing, journal, tokenizer)
+        speed = f"; {tokens} new tokens, {tokens / seconds:.0f} per second"
     left_out = f"; {dropped} prompts of more than {longest} tokens left out" if dropped else ""
-    ended = sum(status == "finished" for status in journal.done.values())
+    ended = list(journal.done.values()).count("finished")
     return (
-        f"{path}: {len(journal.done)} answers to {len(prompts)} prompts, of which {ended} ended by themselves{rate}"
-        f"{left_out}"
+        f"{path}: {len(journal.done)} answers to {len(prompts)} prompts, of which {ended} ended by themselves"
+        f"{speed}{left_out}"
     )
 
 
 def layout(config: Config) -> GpuLayout:
     """Give each of several engines GPUs of its own. Raises ConfigError if there are too few."""
+    rollout = config.rollout
     gpus = devices(os.environ, torch.cuda.device_count())
-    count = config.rollout.engines
-    if count == 1 or not gpus or config.rollout.engine != "sglang" or config.rollout.urls:
+    if rollout.engines == 1 or not gpus or rollout.engine != "sglang" or rollout.urls:
         return GpuLayout()
-    size = int(tensor_parallel(shlex.split(config.rollout.engine_options)))
-    if count * size > len(gpus):
+    size = int(tensor_parallel(shlex.split(rollout.engine_options)))
+    needed = rollout.engines * size
+    if needed > len(gpus):
         raise ConfigError(
-            f"rollout.engines={count}: {count * size} GPUs, {size} for each engine, but this machine has {len(gpus)}"
+            f"rollout.engines={rollout.engines}: {needed} GPUs, {size} for each engine, "
+            f"but this machine has {len(gpus)}"
         )
-    return GpuLayout("apart", engines=tuple(gpus[i * size : (i + 1) * size] for i in range(count)))
+    engines = [gpus[first : first + size] for first in range(0, needed, size)]
+    return GpuLayout("apart", engines=tuple(engines))
 
 
 def requests(config: Config, prompts: Sequence[Prompt]) -> Iterator[Request]:
-    """Yield every answer to draw. Its seed depends on `train.seed`, the prompt's row and its number only."""
+    """Yield every answer to generate. Its seed depends on `train.seed`, the prompt's row and its number only."""
     for prompt in prompts:
         for number in range(config.rollout.samples_per_prompt):
             seed = seed_of(config.train.seed, prompt.id, number)
@@ -117,29 +110,28 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
 
     That is what `generate` is given (`prompts` are all of `data.path`), and what an engine is started with.
     """
-    spec = config.spec
-    found: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "model": identity.of_model(config.model.path),
         "dtype": config.model.dtype,
-    }
-    found |= {
         "prompts": identity.of_rows(prompts),
         "seed": config.train.seed,
         "engine": config.rollout.engine,
+        **asdict(sampling(config)),
+        "verifier": config.spec.verifier,
     }
-    found |= asdict(sampling(config))
-    found["verifier"] = spec.verifier
-    if spec.verifier != "position_keyed":  # then drafts, too, decide which text is drawn
-        found["spec"] = spec.model_dump(mode="json")
-        found["drafter"] = identity.of_model(config.drafter.path) if config.drafter.path else ""
-    return json.loads(json.dumps(found))
+    if config.spec.verifier != "position_keyed":
+        # Then drafts, too, decide which text is sampled.
+        shared["spec"] = config.spec.model_dump(mode="json")
+        drafter = config.drafter.path
+        shared["drafter"] = identity.of_model(drafter) if drafter else ""
+    return json.loads(json.dumps(shared))
 
 
 def _served(config: Config) -> dict[str, int]:
     """Return the fingerprints of what the engines at `rollout.urls` hold. Raises EngineError if they differ."""
     starting = KINDS[config.rollout.engine].start(config, Path(), GpuLayout())
-    found = EnginePool(starting.wait()).fingerprints()
-    return dict(sorted(found.items()))
+    fingerprints = EnginePool(starting.wait()).fingerprints()
+    return dict(sorted(fingerprints.items()))
 
 
 class Journal:
@@ -152,17 +144,18 @@ class Journal:
     def __init__(self, path: Path, settings: dict[str, Any], prompts: Sequence[Prompt]) -> None:
         self.done: dict[str, str] = {}
         self._lock = threading.Lock()
-        beside = path.with_name(f"{path.name}.settings.json")
+        settings_file = path.with_name(f"{path.name}.settings.json")
         if path.exists() and path.stat().st_size:
-            if other := identity.difference(
-                files.read_json(beside) if beside.exists() else {}, settings
-            ):
+            written = files.read_json(settings_file) if settings_file.exists() else {}
+            other = identity.difference(written, settings)
+            if other:
                 raise ConfigError(
-                    f"answer.path={path}: its answers have another `{other}` ({beside.name}); expected another file"
+                    f"answer.path={path}: its answers have another `{other}` ({settings_file.name}); "
+                    "expected another file"
                 )
             self._read(path, {prompt.id for prompt in prompts})
         else:
-            files.write(beside, json.dumps(settings, indent=1) + "\n")
+            files.write(settings_file, json.dumps(settings, indent=1) + "\n")
         self._file = path.open("ab")
 
     def _read(self, path: Path, prompts: set[int]) -> None:
@@ -185,66 +178,84 @@ class Journal:
         """Append one answer; threads may call it."""
         row, number = (int(part[1:]) for part in sample.request_id.split("-"))
         prompt = sample.prompt
-        entry: dict[str, Any] = {"row": row, "sample": number, "status": sample.status}
-        entry |= {
+        entry: dict[str, Any] = {
+            "row": row,
+            "sample": number,
+            "status": sample.status,
             "prompt": prompt.text,
             "response": text,
             "label": prompt.label,
             "metadata": dict(prompt.metadata),
         }
-        entry |= {} if sample.seed is None else {"seed": sample.seed}
-        entry |= {
-            "prompt_tokens": prompt.tokens.tolist(),
-            "response_tokens": sample.response.tolist(),
-        }
+        if sample.seed is not None:
+            entry["seed"] = sample.seed
+        entry["prompt_tokens"] = prompt.tokens.tolist()
+        entry["response_tokens"] = sample.response.tolist()
+        line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
         with self._lock:
-            self._file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+            self._file.write(line)
             self._file.flush()
             self.done[sample.request_id] = sample.status
 
 
-def _draw(
+def _generate(
     config: Config,
     hf_config: dict[str, Any],
-    engines: Mapping[str, RolloutEngine],
     missing: list[Request],
     journal: Journal,
     tokenizer: Any,
-) -> int:
-    """Draw the missing answers and write them. Returns the number of their tokens. Raises EngineError."""
-    rollout = config.rollout
-    how = sampling(config)
-    pool = EnginePool(engines)
+) -> tuple[int, float]:
+    """Start engines, generate the missing answers and write them. Returns their tokens and the seconds they took.
+
+    Raises EngineError.
+    """
+    logs = Path(config.answer.path + ".logs")
+    starting = KINDS[config.rollout.engine].start(config, logs, layout(config))
+    try:
+        starting.launch()
+        engines = starting.wait()
+        pool = EnginePool(engines)
+        _set_speculation(config, hf_config, pool)
+        start = time.perf_counter()
+        with _progress_bar() as bar:
+            total = len(journal.done) + len(missing)
+            task = bar.add_task("", total=total, completed=len(journal.done), tokens=0)
+            tokens = 0
+
+            def write(sample: Sample) -> None:
+                nonlocal tokens
+                if sample.status == "aborted":
+                    return
+                journal.add(sample, tokenizer.decode(sample.response, skip_special_tokens=True))
+                tokens += len(sample.response)
+                bar.update(task, advance=1, tokens=tokens)
+
+            part = AT_ONCE * config.rollout.max_running_requests * len(engines)
+            for first in range(0, len(missing), part):
+                pool.generate(missing[first : first + part], sampling(config), write)
+        return tokens, time.perf_counter() - start
+    finally:
+        starting.close()
+
+
+def _set_speculation(config: Config, hf_config: dict[str, Any], pool: EnginePool) -> None:
+    """Give all engines the rule or the schedule that [spec] asks for."""
     if config.spec.mode == "adaptive":
         rule = learning(config, hf_config).rule()
         pool.everywhere(lambda engine: engine.set_spec_rule(rule))
     else:
         schedule = SpecSchedule.fixed(config.spec.config())
         pool.everywhere(lambda engine: engine.set_schedule(schedule))
-    tokens = 0
+
+
+def _progress_bar() -> Progress:
     console = Console(stderr=True)
-    columns = (
+    return Progress(
         TextColumn("answers"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[tokens]} tokens"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
     )
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task(
-            "", total=len(journal.done) + len(missing), completed=len(journal.done), tokens=0
-        )
-
-        def write(sample: Sample) -> None:
-            nonlocal tokens
-            if sample.status == "aborted":
-                return
-            journal.add(sample, tokenizer.decode(sample.response, skip_special_tokens=True))
-            tokens += len(sample.response)
-            progress.update(task, advance=1, tokens=tokens)
-
-        part = AT_ONCE * rollout.max_running_requests * len(engines)
-        for first in range(0, len(missing), part):
-            pool.generate(missing[first : first + part], how, write)
-    return tokens

@@ -8,7 +8,7 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 
 from megatron_rlspec import arguments
 from megatron_rlspec.commands import doctor
@@ -16,7 +16,6 @@ from megatron_rlspec.config import Command, Config, ConfigError, load, load_repl
 from megatron_rlspec.config.effects import option, unread
 from megatron_rlspec.config.load import unknown_option
 from megatron_rlspec.config.run_dir import claimed
-from megatron_rlspec.config.tail import TailConfig
 from megatron_rlspec.host import environment
 from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.models.config import DRAFTER
@@ -28,6 +27,7 @@ from megatron_rlspec.texts import printable
 if TYPE_CHECKING:
     from megatron_rlspec.run.extension import Extensions
 
+Name = Command | Literal["answer"]
 TORCHRUN = (
     "-m",
     "megatron_rlspec.host.launch",
@@ -37,51 +37,36 @@ TORCHRUN = (
     "--nproc-per-node",
 )
 MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
-TRAIN_NOTES = """\
---ranks N starts N training processes on this machine, one for each GPU that trains. On several machines, start
-`torchrun ... -m megatron_rlspec.cli COMMAND ...` on each, without --ranks.
-
-With `train --dry-run` nothing starts: it prints parameters, memory and place of each of N ranks. Where a rank needs
-more than --gpu-gib G, it refuses the layout.
-
-Every option below can stand in the TOML file, as [section] key = value; the command line wins over the file.
-
-  rlspec train --ranks 2 --config examples/quickstart/quickstart.toml --optimizer.lr 1e-5 --train.run_dir runs/mine
-
-The run directory holds metrics.jsonl, events.jsonl, samples.jsonl, config.json, tensorboard/, checkpoints/, logs/ of
-engines and, at the end, hf/: the policy and its drafter as a Hugging Face checkpoint; an EAGLE-3 drafter is in
-hf_drafter/. Ctrl-C, SIGTERM and the end of the terminal (SIGHUP, except under nohup) end a run after its present
-step, with a checkpoint; --train.resume true continues it.
-
-Exit codes: 2, a mistake in what was asked; 1, the run failed; 130, 143 and 129, Ctrl-C, SIGTERM and SIGHUP."""
-
-REPLAY_NOTES = """\
-The options are those of the recorded run, except for what --config and the command line set; train.run_dir must be set.
-
-  rlspec replay runs/recorded --ranks 2 --drafter.loss tv --train.run_dir runs/tv
-
-With as many ranks as the run, and the same options, the drafter is bit for bit the one that the run trained.
-docs/replay.md has the variants."""
+NOTES = """\
+Every option can stand in the TOML file, as [section] key = value; the command line wins over the file.
+docs/configuration.md has the options, docs/runs.md the files of a run and its exit codes."""
 
 
-# Of each command: what it does, an example, and the options that `--help` shows; `--help-all` shows the rest.
-FIRST: dict[Command | Literal["answer"], tuple[str, str, str]] = {
-    "train": (
+class Help(NamedTuple):
+    """What `--help` shows of a command: its description, an example, and the most used options."""
+
+    description: str
+    example: str
+    options: str
+
+
+HELP: dict[Name, Help] = {
+    "train": Help(
         "GRPO with a drafter that learns in the same step. With --dry-run it only prints the memory of each rank.",
         "rlspec train --config run.toml --model.path MODEL --drafter.fresh true",
         "model.path data.path data.eval_path reward.kind drafter.fresh optimizer.lr train.steps train.run_dir",
     ),
-    "sft": (
+    "sft": Help(
         "Supervised warm start of policy and drafter, or of the drafter alone.",
         "rlspec sft --ranks 2 --config run.toml --sft.path answers.jsonl \\\n    --sft.drafter_only true",
         "model.path sft.path sft.steps sft.drafter_only sft.held_out train.run_dir",
     ),
-    "answer": (
+    "answer": Help(
         "Let a model write answers to prompts, as token ids: what a drafter is warmed up on.",
         "rlspec answer --model.path MODEL --data.path prompts.jsonl \\\n    --answer.path answers.jsonl",
         "model.path data.path answer.path answer.prompts rollout.samples_per_prompt rollout.temperature",
     ),
-    "replay": (
+    "replay": Help(
         "Train a drafter again along a recorded run.",
         "rlspec replay runs/recorded --ranks 2 --drafter.loss tv \\\n    --train.run_dir runs/tv",
         "drafter.loss drafter.lr replay.policy_step train.run_dir",
@@ -107,7 +92,7 @@ def replay(argv: list[str]) -> None:
 
 
 def _run(command: Command, argv: list[str]) -> None:
-    """Check what is asked, keep the run directory for this process, and run the command's loop.
+    """Check what is asked, lock the run directory for this process, and run the command's loop.
 
     With --ranks above 1 this process checks, and becomes a torchrun of so many ranks.
     """
@@ -121,10 +106,8 @@ def _run(command: Command, argv: list[str]) -> None:
     config = parse(command, argv, ranks)
     if ranks > 1:
         check_inputs(config, command)
-        os.execv(
-            sys.executable,
-            [sys.executable, *TORCHRUN, str(ranks), "-m", "megatron_rlspec.cli", command, *argv],
-        )
+        words = [*TORCHRUN, str(ranks), "-m", "megatron_rlspec.cli", command, *argv]
+        os.execv(sys.executable, [sys.executable, *words])
     with claimed(Path(config.train.run_dir), config.train.resume):
         check_inputs(config, command)
         if config.drafter.fresh and command != "replay":
@@ -149,51 +132,64 @@ def ranks_of(argv: list[str]) -> tuple[int, list[str]]:
     parser = _Parser(add_help=False)
     parser.add_argument("--ranks", type=int)
     known, rest = parser.parse_known_args(argv)
-    if known.ranks is not None and not 1 <= known.ranks <= MOST_RANKS:
+    if known.ranks is None:
+        return 0, rest
+    if not 1 <= known.ranks <= MOST_RANKS:
         raise ConfigError(f"--ranks {known.ranks}: expected a number from 1 to {MOST_RANKS}")
-    return known.ranks or 0, rest
+    return known.ranks, rest
+
+
+def migrates(config: Config) -> bool:
+    """Return whether running samples may move, or engines change their size."""
+    return config.tail.rebalance != "off" or config.tail.tp != (1,)
 
 
 def extensions(config: Config) -> Extensions:
     """Return the extensions that a configuration asks for. With its defaults, on one rank, none is imported."""
     from megatron_rlspec.run.extension import Extensions
 
-    drafter = None
-    options = config.drafter
-    if options.train and (
-        options.separate or options.update_every > 1 or options.reward_weight != "none"
+    schedule = None
+    drafter = config.drafter
+    if drafter.train and (
+        drafter.separate or drafter.update_every > 1 or drafter.reward_weight != "none"
     ):
         from megatron_rlspec.extensions.drafter_schedules.online import OnlineLearner
 
-        drafter = partial(OnlineLearner, config)
+        schedule = partial(OnlineLearner, config)
+
     migration = None
-    migrates = config.tail.rebalance != "off" or config.tail.tp != (1,)
-    if migrates:
+    if migrates(config):
         from megatron_rlspec.extensions.migration.wiring import RunMigration
 
         migration = partial(RunMigration, config)
+
     kinds = None
-    several = (
-        config.rollout.engine == "embedded" and (environment.ranks_started(os.environ) or 1) > 1
-    )
-    if migrates or several or config.spec.tree_budget != "none":
+    embedded = config.rollout.engine == "embedded"
+    several_ranks = (environment.ranks_started(os.environ) or 1) > 1
+    has_trees = config.spec.tree_budget != "none"
+    if migrates(config) or has_trees or (embedded and several_ranks):
         from megatron_rlspec.extensions.kinds import KINDS
 
         kinds = KINDS
-    return Extensions(drafter, migration, kinds)
+    return Extensions(schedule, migration, kinds)
 
 
 def answer(argv: list[str]) -> None:
     """Run `rlspec answer`. Prints at its end what the file holds."""
     config = parse("answer", argv)
-    longest = config.model.max_length
     hf_config = check_model(
-        config.model.path, "serve", drafter=False, longest=longest, spare=config.spare
+        config.model.path,
+        "serve",
+        drafter=False,
+        longest=config.model.max_length,
+        spare=config.spare,
     )
     data.check_prompts(config.data.path, config.data)
     hf_config = with_drafter(config, hf_config)
-    if DRAFTER not in hf_config and not hf_config.get("num_nextn_predict_layers"):
-        config = config.model_copy(update={"spec": config.spec.model_copy(update={"mode": "off"})})
+    has_drafter = DRAFTER in hf_config or bool(hf_config.get("num_nextn_predict_layers"))
+    if not has_drafter:
+        plain = config.spec.model_copy(update={"mode": "off"})
+        config = config.model_copy(update={"spec": plain})
     with Interruption("; run the same command again to go on").install().translating():
         from megatron_rlspec.commands import answer
 
@@ -211,9 +207,14 @@ def dry_run(argv: list[str]) -> None:
     if options.gpu_gib is not None and not options.gpu_gib > 0:
         raise ConfigError(f"--gpu-gib {options.gpu_gib:g}: expected a number above 0")
     config = parse("train", rest, ranks)
-    sizes = {"longest": config.model.max_length, "spare": config.spare}
     hf_config = check_model(
-        config.model.path, "train", drafter=False, weights=False, tokenizer=False, **sizes
+        config.model.path,
+        "train",
+        drafter=False,
+        weights=False,
+        tokenizer=False,
+        longest=config.model.max_length,
+        spare=config.spare,
     )
     if config.drafter.fresh:
         from megatron_rlspec.run.fresh import described
@@ -233,79 +234,82 @@ class _Parser(arguments.Parser):
         raise ConfigError(message)
 
 
-def parse(
-    command: Command | Literal["answer"], argv: list[str], ranks: int | None = None
-) -> Config:
+def parse(command: Name, argv: list[str], ranks: int | None = None) -> Config:
     """Return the configuration of a command line, for `ranks` or as many as torchrun started. Raises ConfigError."""
-    parser = parser_of(command)
-    known, unknown = parser.parse_known_args(argv)
-    overrides = {
-        name: value for name, value in vars(known).items() if name not in ("config", "run")
-    }
+    known, unknown = parser_of(command).parse_known_args(argv)
     if unknown:
-        name, equals, value = unknown[0].partition("=")
-        if not name.startswith("-"):
-            wanted = f"--{name} {value}" if equals else f"--config {name}"
-            raise ConfigError(
-                printable(f"unexpected word {unknown[0][:80]}; expected {wanted[:80]}")
-            )
-        raise ConfigError(unknown_option(name.removeprefix("--")))
+        raise ConfigError(_unknown_word(unknown[0]))
     if len(known.config) > 1:
         raise ConfigError(
             "--config twice: expected one file; options of the command line win over it"
         )
     file = known.config[0] if known.config else None
-    config = (
-        load_replay(known.run, file, overrides) if command == "replay" else load(file, overrides)
-    )
-    for name in overrides:  # a file may serve several commands
-        value, field = option(config, name)
-        if command != "replay" and field is not None and value != field.default:
-            if where := unread(config, command, name):
-                raise ConfigError(f"{name} has no effect on {where}")
+    overrides = vars(known)
+    del overrides["config"]
+    if command == "replay":
+        recorded = overrides.pop("run")
+        config = load_replay(recorded, file, overrides)
+    else:
+        config = load(file, overrides)
+        _check_effects(config, command, overrides)
+
     if command == "answer":
         config.check_answer()
-        # answers stay on the engine where they began
-        return config.model_copy(update={"tail": TailConfig()})
+        # Answers stay on the engine where they began.
+        return config.model_copy(update={"tail": Config().tail})
     started = ranks or environment.ranks_started(os.environ)
-    because = (
-        f"torchrun started {started}"
-        if started
-        else "this is one process; --ranks N starts several"
-    )
     if ranks:
         because = f"--ranks is {ranks}"
+    elif started:
+        because = f"torchrun started {started}"
+    else:
+        because = "this is one process; --ranks N starts several"
     config.check_run(command, started or 1, because)
-    if config.tail != TailConfig():
+    if migrates(config) or config.tail.cost_table:
         from megatron_rlspec.extensions.migration import checks
 
         checks.check(config, started or 1, because)
     return config
 
 
-def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
+def _unknown_word(word: str) -> str:
+    """Return what is wrong with a word that no option takes."""
+    name, equals, value = word.partition("=")
+    if name.startswith("-"):
+        return unknown_option(name.removeprefix("--"))
+    wanted = f"--{name} {value}" if equals else f"--config {name}"
+    return printable(f"unexpected word {word[:80]}; expected {wanted[:80]}")
+
+
+def _check_effects(config: Config, command: Name, overrides: dict[str, str]) -> None:
+    """Refuse options of the command line that the command does not read; a file may serve several commands."""
+    for name in overrides:
+        value, field = option(config, name)
+        if field is not None and value != field.default:
+            where = unread(config, command, name)
+            if where:
+                raise ConfigError(f"{name} has no effect on {where}")
+
+
+def parser_of(command: Name) -> arguments.Parser:
     """Return the parser of one of the four commands: every option of the configuration as --section.key."""
-    text, example, first = FIRST[command]
+    help = HELP[command]
+    run = "RUN " if command == "replay" else ""
     parser = _Parser(
         prog=f"rlspec {command}",
-        usage=f"rlspec {command} {'RUN ' if command == 'replay' else ''}[--config FILE] [--section.key value ...]",
-        description=text,
-        epilog=REPLAY_NOTES if command == "replay" else TRAIN_NOTES,
+        usage=f"rlspec {command} {run}[--config FILE] [--section.key value ...]",
+        description=help.description,
+        epilog=NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        example=example,
-        first=[
-            "--config",
-            *(["--ranks"] if command != "answer" else []),
-            *(f"--{name}" for name in first.split()),
-        ],
+        example=help.example,
+        first=["--config", "--ranks", *(f"--{name}" for name in help.options.split())],
     )
-    # argparse takes -1e-4 for an option
+    # argparse would take -1e-4 for an option.
     parser._negative_number_matcher = re.compile(r"^-\.?(\d|inf|nan)")
+    add = parser.add_argument
     if command == "replay":
-        parser.add_argument(
-            "run", metavar="RUN", help="run directory of `rlspec train --train.record_gib 20`"
-        )
-    parser.add_argument(
+        add("run", metavar="RUN", help="run directory of `rlspec train --train.record_gib 20`")
+    add(
         "--config",
         metavar="FILE",
         action="append",
@@ -313,17 +317,26 @@ def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
         help="TOML file, one table per section",
     )
     if command != "answer":
-        help = "training processes, one a GPU (default 1)"
-        parser.add_argument("--ranks", metavar="N", default=argparse.SUPPRESS, help=help)
+        add(
+            "--ranks",
+            metavar="N",
+            default=argparse.SUPPRESS,
+            help="training processes on this machine, one a GPU (default 1)",
+        )
     if command == "train":
-        help = "start nothing: print parameters, memory and place of each rank"
-        parser.add_argument("--dry-run", action="store_true", default=argparse.SUPPRESS, help=help)
+        add(
+            "--dry-run",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="start nothing: print parameters, memory and place of each rank",
+        )
     groups: dict[str, argparse._ArgumentGroup] = {}
     for known in options():
         section = known.name.partition(".")[0]
-        group = groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
+        if section not in groups:
+            groups[section] = parser.add_argument_group(f"[{section}]")
         text = f"{known.help} (default {known.shown})" if known.shown else known.help
-        group.add_argument(
+        groups[section].add_argument(
             f"--{known.name}",
             metavar=known.metavar,
             default=argparse.SUPPRESS,
@@ -332,6 +345,7 @@ def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
     return parser
 
 
-train_parser, sft_parser, answer_parser, replay_parser = (
-    partial(parser_of, name) for name in FIRST
-)
+train_parser = partial(parser_of, "train")
+sft_parser = partial(parser_of, "sft")
+answer_parser = partial(parser_of, "answer")
+replay_parser = partial(parser_of, "replay")

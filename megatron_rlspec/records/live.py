@@ -28,46 +28,45 @@ Numbers = Mapping[str, float]
 
 def line(step: int, total: int, values: Numbers) -> str:
     """Return one step as a line of text."""
-    numbers = [
-        f"{name} {style.format(values[key])}"
-        for key, (name, style) in SHOWN.items()
-        if key in values
-    ]
-    return "  ".join(
-        part for part in (f"step {step + 1}/{total}", *numbers, configs(values)) if part
-    )
+    parts = [f"step {step + 1}/{total}"]
+    for key, (name, style) in SHOWN.items():
+        if key in values:
+            parts.append(f"{name} {style.format(values[key])}")
+    shares = configs(values)
+    if shares:
+        parts.append(shares)
+    return "  ".join(parts)
 
 
 def saved_line(records: Sequence[Numbers]) -> str:
     """Return what speculation saved in a run, from the records of its steps; "" if no step says."""
-    drafted = [values for values in records if "spec/accept_length" in values]
-    known = [values for values in drafted if "spec/saved_seconds" in values]
-    if not known:
+    drafted = [values for values in records if "spec/verified_tokens" in values]
+    estimated = [values for values in drafted if "spec/saved_seconds" in values]
+    if not estimated:
         return ""
-    seconds = sum(values["spec/saved_seconds"] for values in known)
-    spent = sum(values["spec/rounds"] * values["spec/ms_per_round"] for values in known) / 1e3
-    did = (
-        f"{'saved' if seconds >= 0 else 'cost'} about {abs(seconds):.1f} s of the engines' decoding"
-    )
-    if abs(seconds) < CLEAR * spent:
-        did = "neither saved nor cost a clear part of the engines' decoding"
-    steps = (
-        f"in {len(known)} of the {len(drafted)} steps with drafts, "
-        if len(known) < len(drafted)
-        else ""
-    )
+    saved = sum(values["spec/saved_seconds"] for values in estimated)
+    spent = sum(values["spec/rounds"] * values["spec/ms_per_round"] for values in estimated) / 1e3
+    if abs(saved) < CLEAR * spent:
+        effect = "neither saved nor cost a clear part of the engines' decoding"
+    elif saved >= 0:
+        effect = f"saved about {saved:.1f} s of the engines' decoding"
+    else:
+        effect = f"cost about {-saved:.1f} s of the engines' decoding"
+    steps = ""
+    if len(estimated) < len(drafted):
+        steps = f"in {len(estimated)} of the {len(drafted)} steps with drafts, "
     return (
-        f"{steps}speculation {did}: {spent:.1f} s with drafts, about {spent + seconds:.1f} s without. This is "
+        f"{steps}speculation {effect}: {spent:.1f} s with drafts, about {spent + saved:.1f} s without. This is "
         "an estimate from its rounds and their costs; prefill, and training and pushing the drafter, are not counted"
     )
 
 
 def configs(values: Numbers) -> str:
     """Return each configuration's share of the decode rounds, the largest first: "k3 84%, off 16%"."""
-    shares = {
-        key.removeprefix("spec/share_"): share
-        for key, share in values.items()
-        if key.startswith("spec/share_")
-    }
-    largest_first = sorted(shares.items(), key=lambda item: -item[1])
-    return printable(", ".join(f"{name} {share:.0%}" for name, share in largest_first if share > 0))
+    prefix = "spec/share_"
+    shares = []
+    for key, share in values.items():
+        if key.startswith(prefix) and share > 0:
+            shares.append((share, key.removeprefix(prefix)))
+    shares.sort(key=lambda pair: -pair[0])
+    return printable(", ".join(f"{name} {share:.0%}" for share, name in shares))

@@ -7,7 +7,9 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-_FAMILY = {"<d>": r"\d+", "<config>": r"\w+"}  # what such a part of a key stands for
+# What the last part of a key's family stands for.
+FAMILIES = {"<d>": r"\d+", "<config>": r"\w+"}
+BOUND = re.compile(r"(below|above|at least|) ?(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
@@ -22,27 +24,39 @@ class Metric:
 
     def is_normal(self, value: float) -> bool | None:
         """Compare a value with `normal` where that is `0`, `below N`, `above N` or `at least N`; None elsewhere."""
-        bound = re.fullmatch(r"(?:(below|above|at least) )?(\d+(?:\.\d+)?)", self.normal)
+        bound = BOUND.fullmatch(self.normal)
         if bound is None:
             return None
         limit = float(bound[2])
-        return {"below": value < limit, "above": value > limit, "at least": value >= limit}.get(
-            bound[1] or "", value == limit
-        )
+        match bound[1]:
+            case "below":
+                return value < limit
+            case "above":
+                return value > limit
+            case "at least":
+                return value >= limit
+        return value == limit
 
 
-def _pattern(key: str) -> re.Pattern[str]:
-    fixed, place, _ = re.split("(<.*>|$)", key, maxsplit=1)
-    return re.compile(re.escape(fixed) + _FAMILY.get(place, ""))
+def _read() -> list[tuple[re.Pattern[str], Metric]]:
+    """Return the entries of the TOML file, each with the pattern of its keys."""
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    entries = []
+    for key, fields in table.items():
+        pattern = re.escape(key)
+        for family, part in FAMILIES.items():
+            pattern = pattern.replace(re.escape(family), part)
+        entries.append((re.compile(pattern), Metric(key, **fields)))
+    return entries
 
 
-METRICS = tuple(
-    Metric(key, **fields)
-    for key, fields in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
-)
-_PATTERNS = [(_pattern(metric.key), metric) for metric in METRICS]
+_ENTRIES = _read()
+METRICS = tuple(metric for _, metric in _ENTRIES)
 
 
 def find(key: str) -> Metric | None:
     """Return the entry of a record's key, also of a family such as `drafter/loss_2`; None for an unknown key."""
-    return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(key)), None)
+    for pattern, metric in _ENTRIES:
+        if pattern.fullmatch(key):
+            return metric
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import platform
 import shlex
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 Decode = Callable[[Sequence[int] | np.ndarray], str]  # token ids -> text
 READ_MOST = 1 << 31  # bytes of a file of records
-# of packages that decide results
+# Packages that decide results.
 VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers")
 
 
@@ -71,10 +72,9 @@ class Recorder:
         """`open_sinks` is called once the directory is as at `first_step`."""
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        # from a process that was killed during a write
-        for left in self.run_dir.glob(".*.partial"):
-            if left.is_file():
-                left.unlink()
+        # A process that was killed during a write has left these.
+        for partial in self.run_dir.glob(".*.partial"):
+            partial.unlink()
         for name in ("metrics", "samples", "moves"):
             _keep_before(self.run_dir / f"{name}.jsonl", first_step)
         for name in ("events", "process"):
@@ -82,11 +82,13 @@ class Recorder:
         self._sinks = open_sinks()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the record of a step."""
-        self._add("metrics", [{"step": step, "time": time.time(), **values}])
-        self.to_sinks(
-            step, {name: value for name, value in values.items() if isinstance(value, int | float)}
-        )
+        """Add the record of a step. Values that are not finite become null."""
+        self._append("metrics", [{"step": step, "time": time.time(), **values}])
+        numbers = {}
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                numbers[name] = value
+        self.to_sinks(step, numbers)
 
     def to_sinks(self, step: int, values: Mapping[str, float]) -> None:
         """Send numbers of a step to the sinks of [log] only."""
@@ -97,45 +99,63 @@ class Recorder:
         """Print one line on stderr, and add the event to `events.jsonl`. Control characters are escaped."""
         message = texts.printable(message)
         files.tell(f"[{kind}] {message}", sys.stderr)
-        self._add("events", [{"time": time.time(), "kind": kind, "message": message, **fields}])
+        self._append("events", [{"time": time.time(), "kind": kind, "message": message, **fields}])
 
     def samples(self, step: int, samples: Sequence[Sample], decode: Decode) -> None:
         """Add texts to `samples.jsonl`, cut into pieces [text, whether its tokens are accepted drafts]."""
         rows = []
-        for s in samples:
+        for sample in samples:
             row: dict[str, Any] = {
                 "step": step,
-                "prompt": s.prompt.text,
-                "response": s.text,
-                "label": s.prompt.label,
+                "prompt": sample.prompt.text,
+                "response": sample.text,
+                "label": sample.prompt.label,
+                "reward": sample.reward,
+                "status": sample.status,
+                "accepted": list(sample.accepted),
+                "tokens": len(sample.response),
+                "pieces": pieces(sample, decode),
             }
-            error = s.metadata.get("reward_error")
-            row |= (
-                {"reward": s.reward} if error is None else {"reward": None, "reward_error": error}
-            )
-            row |= {"status": s.status, "accepted": list(s.accepted), "tokens": len(s.response)}
-            row["pieces"] = pieces(s, decode)
+            error = sample.metadata.get("reward_error")
+            if error is not None:
+                row |= {"reward": None, "reward_error": error}
             rows.append(row)
-        self._add("samples", rows)
+        self._append("samples", rows)
 
     def started(self, step: int) -> None:
         """Add to `process.jsonl` how the run was started: command line, ranks, versions, and its first step."""
-        row: dict[str, Any] = {"kind": "start", "time": time.time(), "step": step}
-        row["command"] = shlex.join(["rlspec", *sys.argv[1:]])
-        row["ranks"] = int(os.environ.get("WORLD_SIZE", "1"))
-        self._add("process", [row | {"versions": versions()}])
+        row = {
+            "kind": "start",
+            "time": time.time(),
+            "step": step,
+            "command": shlex.join(["rlspec", *sys.argv[1:]]),
+            "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+            "versions": versions(),
+        }
+        self._append("process", [row])
 
     def ended(self, step: int) -> None:
         """Add to `process.jsonl` that this process trains no more, after `step` steps."""
         with suppress(OSError):  # the disk may be full, which another line says already
-            self._add("process", [{"kind": "end", "time": time.time(), "step": step}])
+            self._append("process", [{"kind": "end", "time": time.time(), "step": step}])
 
     def moves(self, step: int, record: Mapping[str, Any]) -> None:
         """Add the moves of one rollout to `moves.jsonl`."""
-        self._add("moves", [{"step": step, **record}])
+        self._append("moves", [{"step": step, **record}])
 
-    def _add(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        _append(self.run_dir / f"{name}.jsonl", rows)
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add all lines to a JSONL file, or none if that fails. Raises OSError."""
+        path = self.run_dir / f"{name}.jsonl"
+        lines = [json.dumps(finite(row), allow_nan=False) + "\n" for row in rows]
+        content = "".join(lines).encode()
+        with path.open("ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                while content:
+                    content = content[file.write(content) :]
+            except OSError as error:
+                os.truncate(path, size)
+                raise OSError(error.errno, error.strerror, str(path)) from None
 
     def close(self) -> None:
         for sink in self._sinks:
@@ -144,13 +164,24 @@ class Recorder:
 
 def versions() -> dict[str, str]:
     """Return the versions of this package, of Python and of the installed packages of `VERSIONS`."""
-    found = {"rlspec": __version__, "python": platform.python_version()}
+    installed = {"rlspec": __version__, "python": platform.python_version()}
     for name in VERSIONS:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
+
+
+def finite(value: Any) -> Any:
+    """Return a value for JSON, in which NaN and infinities are None: JSON has no such numbers."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return value
 
 
 def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
@@ -159,63 +190,44 @@ def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
     All texts together are the decoded response. A character with bytes on both sides of a split is in the later text.
     """
     tokens = sample.response
-    cuts = [0]
-    for first, last in sample.accepted_spans:
-        cuts += [first, last]
-    cuts.append(len(tokens))
-    found = []
-    taken = ""
+    cuts = [0, *itertools.chain(*sample.accepted_spans), len(tokens)]
+    texts_and_kinds = []
+    so_far = ""
     for i, (first, last) in enumerate(itertools.pairwise(cuts)):
         text = decode(tokens[:last])
         if last < len(tokens):
+            # Half a character: its other bytes follow.
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        if last > first and len(text) > len(taken):
-            found.append((text[len(taken) :], i % 2 == 1))
-            taken = text
-    return found
-
-
-def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add all lines to a JSONL file, or none if that fails. Raises OSError."""
-    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    with path.open("ab", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        try:
-            while content:
-                content = content[file.write(content) :]
-        except OSError as error:
-            os.truncate(path, size)
-            raise OSError(error.errno, error.strerror, str(path)) from None
+        if last > first and len(text) > len(so_far):
+            is_drafted = i % 2 == 1
+            texts_and_kinds.append((text[len(so_far) :], is_drafted))
+            so_far = text
+    return texts_and_kinds
 
 
 def _keep_before(path: Path, step: int) -> None:
-    """Drop the lines of `step` and later. Raises RecordError for a line without a step."""
+    """Drop the lines of `step` and later. Raises RecordError."""
     if not path.exists():
         return
-    kept = []
-    for number, line in enumerate(read_records(path), 1):
-        found = line.get("step") if isinstance(line, dict) else None
-        if not isinstance(found, int):
-            raise RecordError(f"{path}:{number}: expected an object with a number `step`")
-        if found < step:
-            kept.append(json.dumps(line) + "\n")
-    files.write(path, "".join(kept))
+    lines = []
+    for record in read_records(path):
+        if record["step"] < step:
+            lines.append(json.dumps(record) + "\n")
+    files.write(path, "".join(lines))
 
 
 def _drop_torn_line(path: Path) -> None:
     """Remove an unfinished last line that a killed run left. An appended line would make it unreadable."""
-    if path.is_fifo():  # its opening would wait for another process
-        raise RecordError(f"{path}: expected a regular file, found a pipe")
     if not path.exists():
         return
     content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
+    end_of_lines = content.rfind(b"\n") + 1
+    if end_of_lines < len(content):
+        os.truncate(path, end_of_lines)
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a JSONL file; none without a file. NaN and infinities are kept.
+    """Return the records of a JSONL file; none without a file.
 
     An unfinished last line, which a killed run can leave, is dropped. Raises RecordError.
     """
@@ -229,7 +241,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
-            record = files.parse_json(line, f"{path}:{number}", finite=False)
+            record = files.parse_json(line, f"{path}:{number}")
         except files.FileError as error:
             if number == len(lines):
                 break  # empty after the last newline, or unfinished

@@ -48,14 +48,15 @@ class WeightsAndBiases:
     def __init__(self, config: Config, run_dir: Path, first_step: int) -> None:
         import wandb
 
-        known = run_dir / "wandb_id"
-        if not (first_step and known.exists()):
-            files.write(known, uuid.uuid4().hex)
+        id_file = run_dir / "wandb_id"
+        is_resumed = first_step > 0 and id_file.exists()
+        if not is_resumed:
+            files.write(id_file, uuid.uuid4().hex)
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "megatron_rlspec"),
                 name=os.environ.get("WANDB_NAME") or run_dir.resolve().name,
-                id=known.read_text(),
+                id=id_file.read_text(),
                 resume="allow",
                 dir=str(run_dir),
                 config=config.model_dump(mode="json"),

@@ -287,7 +287,7 @@ class Learning:
         }
         drafting = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
         if any(drafting):  # `rollout/accept_length` counts rounds that drafted nothing, too, as 1
-            values["spec/accept_length"] = accept_length(drafting)
+            values["spec/verified_tokens"] = accept_length(drafting)
         if (found := self.saved(rounds, delivered)) is not None:
             values["spec/saved_seconds"] = (found.plain_ms - found.ms) / 1e3
         decided = [report for report in reports if report.get("predicted_ms")]

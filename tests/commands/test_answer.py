@@ -85,52 +85,23 @@ def test_an_interrupted_command_goes_on(start, tmp_path):
         answered(config)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"status": None},
-        {"status": "aborted"},
-        {"status": ["finished"]},
-        {"response_tokens": []},
-        {"response_tokens": None},
-        {"row": "3"},
-        {"sample": 1.5},
-    ],
-    ids=str,
-)
-def test_a_changed_row_is_no_answer(tmp_path, change):
+def test_a_changed_row_is_no_answer(tmp_path):
     held, prompts = {"seed": 1}, [Prompt(3, np.array([1, 2]))]
     path = tmp_path / "a.jsonl"
     row = {"row": 3, "sample": 0, "status": "finished", "response_tokens": [4]}
     answer.Journal(path, held, prompts)
     path.write_text(json.dumps(row) + "\n")
     assert answer.Journal(path, held, prompts).done == {"p000000003-n0000000": "finished"}
-    path.write_text(json.dumps(row | {"row": 4}) + "\n" + json.dumps(row | change) + "\n")
+    path.write_text(json.dumps(row | {"row": 4}) + "\n" + json.dumps(row | {"status": "aborted"}) + "\n")
     with pytest.raises(data.DataError, match=r"a\.jsonl:2: not a row of `rlspec answer`"):
         answer.Journal(path, held, prompts)
-
-
-def changed_model(folder: Path, file: str, old: str, new: str) -> None:
-    path = folder / "model" / file
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
 
 
 # What an answer's text, or its row, follows from: the change, and the part of the identity that tells it.
 CHANGES = {
     "sampling": ({"rollout__temperature": "0.5"}, "temperature"),
-    "seed": ({"train__seed": "2"}, "seed"),
-    "prompts of another column": ({"data__prompt_key": "other"}, "prompts"),
-    "prompts with another system prompt": (
-        {"data__apply_chat_template": "true", "data__system_prompt": "Be brief."},
-        "prompts",
-    ),
     "labels": ({"data__label_key": "other"}, "prompts"),
-    "prompts that are left out": ({"model__max_length": "30"}, "prompts"),
-    "tokenizer": (lambda folder: changed_model(folder, "tokenizer.json", '"version"', ' "version"'), "model"),
-    "end of text": (lambda folder: changed_model(folder, "config.json", "{", '{ "eos_token_id": 5,'), "model"),
     "weights": (lambda folder: halve(folder / "model/model.safetensors"), "model"),
-    "type of the weights": ({"model__dtype": "float64"}, "dtype"),
     "verifier": ({"spec__verifier": "target_only"}, "verifier"),
 }
 
@@ -155,14 +126,11 @@ def test_answers_of_another_kind_are_not_mixed(start, tmp_path, change):
         prompts, _ = data.read_prompts(config.data.path, config.data, tokenizer, longest)
         return answer.settings(config, prompts)
 
-    template = {"data__apply_chat_template": "true"} if "system" in change else {}
-    if template:
-        changed_model(tmp_path, "tokenizer_config.json", "{", '{"chat_template": "{{ messages }}",')
-    before = held(**template)
+    before = held()
     answer.Journal(tmp_path / "a.jsonl", before, [])
     (tmp_path / "a.jsonl").write_text("{}\n")
     os.utime(tmp_path / "model/config.json", (0, 0))
-    answer.Journal(tmp_path / "b.jsonl", held(**template), [])  # the same contents, of another date
+    answer.Journal(tmp_path / "b.jsonl", held(), [])  # the same contents, of another date
     assert (tmp_path / "b.jsonl.settings.json").read_text() == (tmp_path / "a.jsonl.settings.json").read_text()
     what, part = CHANGES[change]
     what(tmp_path) if callable(what) else None
@@ -205,26 +173,6 @@ def test_one_command_at_a_time_writes_a_file(start, tmp_path):
     ):
         answered(options(start, tmp_path / "a.jsonl"))
     assert (tmp_path / "a.jsonl").read_bytes() == b"" and not (tmp_path / "a.jsonl.settings.json").exists()
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"response_tokens": [1, "2"]}, r'rows.jsonl:1: response_tokens\[1\]: .* integer \(got "2"\)'),
-        ({"response_tokens": []}, r"rows.jsonl:1: response_tokens: .* at least 1 item"),
-        ({"prompt_tokens": None}, r"rows.jsonl:1: prompt_tokens: .* list \(got null\)"),
-    ],
-)
-def test_rows_that_are_no_answers_are_refused(start, tmp_path, change, message):
-    row = {"prompt_tokens": [1, 2], "response_tokens": [3], "prompt": "x", "response": "y"} | change
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    tokenizer = data.load_tokenizer(start / "model")
-    for read in (
-        lambda path: data.check_demonstrations(path, load().data, "response"),
-        lambda path: data.read_demonstrations(path, load().data, tokenizer, 100),
-    ):
-        with pytest.raises(data.DataError, match=message):
-            read(tmp_path / "rows.jsonl")
 
 
 def test_held_out_prompts_are_not_trained(start, tmp_path):

@@ -39,26 +39,15 @@ def reward(name: str, code: str, *expects: str, kind: str = "mine:f", act: str =
     return Case(f"{act.split()[0]} reward {name}", f"{act}--reward.kind {kind}", expects, run_with(mine__py=code))
 
 
-def table(name: str, text: str, *expects: str) -> Case:
-    return Case(f"cost table {name}", TRAIN + "--spec.cost_table c.json", ("c.json", *expects), run_with(c__json=text))
-
-
 REWARDS = [
     reward("of no module", "", "No module named 'no_such'", kind="no_such:f"),
-    reward("of an async function", "async def f(**given): ...", "async"),
-    reward("with another signature", "def f(sample): return 1", "f(sample)", "prompt"),
-    reward("that cannot be parsed", "def f(:", "SyntaxError"),
     reward("that raises", "raise OSError('no such thing')", "OSError: no such thing"),
     reward("that exits with 3", "import os; os._exit(3)", "process ended with exit code 3"),
-    reward("that closes every file", "import os; os.closerange(3, 4096)\ndef f(**given): return 1", "process ended"),
-    reward("that is no function", "f = 3", "TypeError: mine:f is not a function"),
     reward("of no function, for a warm start", "", "has no attribute 'f'", act=SFT),
 ]
 
 TABLES = [
     Case("cost table missing", TRAIN + "--spec.cost_table no.json", ("no.json", "No such file"), run_with()),
-    table("empty", "", "not valid JSON"),
-    table("{}", "{}", "not a cost table"),
 ]
 
 COMMANDS = [
@@ -66,21 +55,16 @@ COMMANDS = [
     Case("train of nothing", "train", ("model.path is empty", "Hugging Face directory")),
     Case("sft of a model", "sft --model.path m", ("sft.path is empty", ".jsonl")),
     Case("dry run of no model", "train --dry-run --model.path no --data.path d", ("no: no such directory",)),
-    Case("ranks of text", "train --dry-run --ranks two", ("--ranks", "'two'")),
     Case("ranks 1e9", "train --dry-run --ranks 1000000000", ("--ranks 1000000000", "16384")),
     Case("ranks of torchrun", "train --ranks 4", ("--ranks 4", "WORLD_SIZE=1", "unset them"), environment=TORCHRUN),
-    Case("ranks of answers", "answer --ranks 2", ("unknown option ranks",)),
     Case(
         "ranks that do not divide",
         "train --dry-run --ranks 3 --model.path m --data.path d --parallel.tensor 2",
         ("parallel.tensor=2", "multiple of 2 ranks", "--ranks is 3"),
     ),
     Case("two files", "train --config a.toml --config b.toml", ("--config twice", "expected one file")),
-    Case("an abbreviation", "train --optimizer.l 1", ("unknown option optimizer.l", "optimizer.lr")),
     Case("words of Hydra", "train optimizer.lr=1e-5", ("unexpected word optimizer.lr=1e-5", "--optimizer.lr 1e-5")),
     Case("a file", "train run.toml", ("unexpected word run.toml", "--config run.toml")),
-    Case("a name of verl", "train --data.train_files a", ("unknown option data.train_files", "here: data.path")),
-    Case("doctor of no path", ["doctor", "--path", ""], ("--path ''", "no such directory")),
     Case(
         "one rank of two",
         TRAIN + "--parallel.tensor 2",

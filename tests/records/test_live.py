@@ -18,7 +18,4 @@ def test_a_step_is_one_line():
     shown = "reward 0.500  accept length 2.25  tokens/s 1234  generate 3.00 s  train 1.00 s  k3 75%, off 25%"
     assert line(4, 30, RECORD) == f"step 5/30  {shown}"
     assert line(5, 30, {"rollout/reward": math.nan}) == "step 6/30  reward nan"
-
-
-def test_a_step_of_a_warm_start_has_no_rollout():
     assert line(2, 9, {"policy/loss": 1.5, "seconds_train": 0.5}) == "step 3/9  loss 1.500  train 0.50 s"

@@ -41,14 +41,14 @@ def test_a_run_trains_and_pushes_both_models_and_resumes_or_leaves_the_drafter_a
         assert record["push/failed_engines"] == 0
         assert record["push/tensors"] == len(read_hf(target)[1]) + len(own)
         assert record["drafter/grad_norm"] > 0 and record["policy/train_rollout_logprob_abs_diff"] < 1e-3
-        assert record["spec/accept_length"] >= 1
+        assert record["spec/verified_tokens"] >= 1
     held = read_records(tmp_path / "events.jsonl")
     options = {name: value for name, value in options.items() if name not in ("drafter__lr", "drafter__warmup_steps")}
     options |= {"drafter__train": "false", "spec__mode": "adaptive"}
     finish(train(start, tmp_path / "frozen", train__steps=1, **options))
     (frozen,) = read_records(tmp_path / "frozen/metrics.jsonl")
     assert frozen["push/tensors"] == len(read_hf(target)[1]) and frozen["push/failed_engines"] == 0
-    print("accept lengths:", [round(record["spec/accept_length"], 3) for record in records])
+    print("accept lengths:", [round(record["spec/verified_tokens"], 3) for record in records])
     held += read_records(tmp_path / "frozen/events.jsonl")
     assert not [event for event in held if event["kind"] == "health"]
     assert json.loads((tmp_path / "config.json").read_text())["drafter"]["kind"] == "eagle3"

@@ -113,8 +113,8 @@ def test_the_accept_length_of_drafting_rounds_leaves_rounds_without_drafts_out()
     made = learning(3)
     plain = RoundStats(OFF, 8, 800, 100, 100.0, (800,))
     drafted = RoundStats(SpecConfig(3), 8, 800, 10, 20.0, (20, 0, 0, 60))
-    assert made.observe([plain, drafted], [])["spec/accept_length"] == pytest.approx(1 + 3 * 60 / 80)
-    assert "spec/accept_length" not in made.observe([plain], [])
+    assert made.observe([plain, drafted], [])["spec/verified_tokens"] == pytest.approx(1 + 3 * 60 / 80)
+    assert "spec/verified_tokens" not in made.observe([plain], [])
 
 
 def test_engines_without_a_rule_get_no_forecast():

@@ -76,7 +76,7 @@ def test_the_first_drafts_are_told_with_their_gain_where_it_is_known():
 
 
 def step(**values):
-    return {"spec/accept_length": 2.0, "spec/rounds": 10.0, "spec/ms_per_round": 100.0} | {
+    return {"spec/verified_tokens": 2.0, "spec/rounds": 10.0, "spec/ms_per_round": 100.0} | {
         f"spec/{name}": value for name, value in values.items()
     }
 
