@@ -321,7 +321,7 @@ def parser_of(command: Name) -> arguments.Parser:
             "--ranks",
             metavar="N",
             default=argparse.SUPPRESS,
-            help="training processes on this machine, one a GPU (default 1)",
+            help="training processes, one a GPU (default 1)",
         )
     if command == "train":
         add(
