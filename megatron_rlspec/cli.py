@@ -24,13 +24,11 @@ class Command(NamedTuple):
     run      module:function of this package, which gets the other words of the command line
     text     what `rlspec --help` says of it
     example  a command line of a first day; "": `rlspec --help` only names the command
-    parser   module:function that returns its parser; "": `parser` in the module of `run`
     """
 
     run: str
     text: str
     example: str = ""
-    parser: str = ""
 
 
 COMMANDS = {
@@ -38,7 +36,6 @@ COMMANDS = {
         "commands.training:train",
         "GRPO with a drafter that learns in the same step",
         "rlspec train --config run.toml --model.path MODEL --drafter.fresh true",
-        "commands.training:train_parser",
     ),
     "report": Command(
         "commands.report:main",
@@ -54,13 +51,11 @@ COMMANDS = {
         "commands.training:answer",
         "let a model write answers, from which a drafter learns before RL",
         "rlspec answer --config run.toml --answer.path answers.jsonl",
-        "commands.training:answer_parser",
     ),
     "sft": Command(
         "commands.training:sft",
         "train a drafter on such answers, or a policy on demonstrations",
         "rlspec sft --config run.toml --sft.path answers.jsonl",
-        "commands.training:sft_parser",
     ),
     "compare": Command(
         "commands.compare:main",
@@ -71,7 +66,6 @@ COMMANDS = {
         "rollout.sglang.http.foreground:main",
         "one SGLang engine: lossless drafts, weight pushes, adaptive",
         "rlspec serve --model DIR",
-        "rollout.sglang.http.serve:parser",
     ),
     "slime": Command(
         "integrations.slime.launch:main",
@@ -87,7 +81,6 @@ COMMANDS = {
     "replay": Command(
         "commands.training:replay",
         "train a drafter again along a recorded run",
-        parser="commands.training:replay_parser",
     ),
     "profile": Command(
         "commands.profile:main", "measure how long an engine's decode rounds take: a cost table"

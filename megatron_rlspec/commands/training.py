@@ -343,9 +343,3 @@ def parser_of(command: Name) -> arguments.Parser:
             help=text.replace("%", "%%"),
         )
     return parser
-
-
-train_parser = partial(parser_of, "train")
-sft_parser = partial(parser_of, "sft")
-answer_parser = partial(parser_of, "answer")
-replay_parser = partial(parser_of, "replay")
