@@ -48,7 +48,6 @@ managers.scheduler_components.weight_updater
     SchedulerWeightUpdaterManager.update_weights_from_tensor(recv_req)
 managers.tokenizer_manager
     TokenizerManager._update_weight_version_if_provided(weight_version)
-    TokenizerManager._validate_one_request(obj, input_ids)
     TokenizerManager.abort_request(rid, abort_all)
     TokenizerManager.continue_generation(obj)
     TokenizerManager.dumper_control(obj)
@@ -74,8 +73,6 @@ sampling.sampling_batch_info
     SamplingBatchInfo(temperatures, top_ps, top_ks, min_ps, is_all_greedy, need_top_p_sampling,
         need_top_k_sampling, need_min_p_sampling, sampling_seed)
     SamplingBatchInfo.from_schedule_batch(batch, vocab_size)
-sampling.sampling_params
-    SamplingParams.verify(vocab_size)
 server_args
     PortArgs.init_new(server_args)
 speculative.adaptive_runtime_state

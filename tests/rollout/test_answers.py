@@ -12,9 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 
 import megatron_rlspec.rollout.sglang as ours
-from megatron_rlspec.rollout.sglang.scheduler.protect import check_token_ids
 from megatron_rlspec.rollout.sglang.schemas import GenerateBody, RequestBody, SamplingBody
-from megatron_rlspec.rollout.sglang.settings import Settings
 
 
 class Tokenizer(SimpleNamespace):
@@ -99,11 +97,3 @@ def test_samples_are_streamed_only_if_the_last_answer_is_whole(routes: dict[str,
     names["_lines"] = lambda requests, finished, progress: streamed.append(progress) or iter(())
     asyncio.run(routes["generate"](None))
     assert streamed == [not incremental]
-
-
-def test_sglangs_own_routes_refuse_what_would_change_other_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in Settings("position_keyed").to_environment().items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="return_sampling_mask changes how other samples"):
-        check_token_ids(Tokenizer([]), SimpleNamespace(rid="a", return_sampling_mask=True), [1])
-    check_token_ids(Tokenizer([]), SimpleNamespace(rid="a", token_ids_logprob=[0], return_sampling_mask=False), [1])

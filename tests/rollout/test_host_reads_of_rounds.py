@@ -30,9 +30,8 @@ FILTER_TWICE = {
 CATCHING_UP = {
     "drafter_gap.py:DrafterGap._passes: tolist": (1, "lengths of the requests, which SGLang has on the device only"),
     "drafter_gap.py:DrafterGap._missed_by: tolist": (1, "how many drafts were accepted in recent probes, all at once"),
-    "stash.py:Buffer.gather: waiting copy to the GPU": (2, "which rows of recent rounds a pass reads: hidden, tokens"),
-    "stash.py:Missed.read: waiting copy to the GPU": (1, "the order of a pass's rows"),
-    "drafter_gap.py:DrafterGap._passes: waiting copy to the GPU": (1, "which token follows each request's part"),
+    "stash.py:split: waiting copy to the GPU": (1, "which rows of recent rounds the passes read"),
+    "drafter_gap.py:_on: waiting copy to the GPU": (3, "which token follows each request's part"),
     "drafter_gap.py:DrafterGap._part: waiting copy to the GPU": (1, "places and lengths of the drafter's pass"),
 }
 STORING = {

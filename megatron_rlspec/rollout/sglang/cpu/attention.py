@@ -127,9 +127,8 @@ def decode_attention_cpu(
 ) -> None:
     """Attend with one query per request: query, output [B, h, d]; buffers [rows, n, d].
 
-    key and value [B, n, d] are written to rows `loc` first. Where ranks split the attention of a part of the requests,
-    a batch may be padded: `query` is then longer than `seq_lens`. Raises NotImplementedError for what SGLang does not
-    use for dense models.
+    key and value [B, n, d] are written to rows `loc` first. Raises NotImplementedError for what SGLang does not use for
+    dense models.
     """
     _refuse(
         "decode_attention_cpu",
@@ -152,12 +151,10 @@ def decode_attention_cpu(
         return rows, _additive(visible[:, None], query, key_buffer)
 
     plan = _shared(key_buffer, (req_to_token, req_pool_indices, seq_lens), make)
-    n = len(seq_lens)
-    out = _attend(
-        query[:n, None], plan.gather(key_buffer), plan.gather(value_buffer), plan.mask, scaling
-    )
-    output[:n].copy_(out[:, 0])
-    output[n:].zero_()
+    keys = plan.gather(key_buffer)
+    values = plan.gather(value_buffer)
+    out = _attend(query[:, None], keys, values, plan.mask, scaling)
+    output.copy_(out[:, 0])
 
 
 def extend_attention_cpu(
@@ -203,10 +200,9 @@ def extend_attention_cpu(
     uniform = batch * max_extend_len == total
 
     def make() -> tuple:
-        ends = seq_lens[:batch]
-        longest = int(ends.max())
-        rows = req_to_token[req_pool_indices[:batch], :longest].long()
-        last_seen = (ends - extend_lens)[:, None] + torch.arange(max_extend_len)
+        longest = int(seq_lens.max())
+        rows = req_to_token[req_pool_indices, :longest].long()
+        last_seen = (seq_lens - extend_lens)[:, None] + torch.arange(max_extend_len)
         mask = _additive(torch.arange(longest) <= last_seen[:, :, None], query, key_buffer)
         query_rows = None
         if not uniform:
@@ -217,9 +213,8 @@ def extend_attention_cpu(
         return rows, mask, query_rows
 
     if not uniform and batch * max_extend_len * int(seq_lens.max()) > _MAX_PADDED_PAIRS:
-        for i, (first, length, end) in enumerate(
-            zip(extend_start.tolist(), extend_lens.tolist(), seq_lens[:batch].tolist(), strict=True)
-        ):
+        for i in range(batch):
+            first, length, end = int(extend_start[i]), int(extend_lens[i]), int(seq_lens[i])
             rows = req_to_token[req_pool_indices[i], :end].long()
             visible = torch.arange(end) <= (torch.arange(length) + end - length)[:, None]
             mask = _additive(visible[None], query, key_buffer)
@@ -242,5 +237,4 @@ def extend_attention_cpu(
     padded = torch.cat((query, query.new_zeros(1, *query.shape[1:])))[plan.query_rows]
     out = _attend(padded, keys, values, plan.mask, scaling)
     real = plan.query_rows < total
-    output.zero_()
     output[plan.query_rows[real]] = out[real]

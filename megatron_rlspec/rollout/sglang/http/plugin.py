@@ -73,11 +73,7 @@ def _add_routes() -> None:
     if name not in sys.modules and multiprocessing.parent_process() is not None:
         return
     from sglang.srt.entrypoints import http_server
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from megatron_rlspec.rollout.sglang.http.routes import add_routes
-    from megatron_rlspec.rollout.sglang.scheduler import protect
 
-    for target, hook, kind in protect.http_hooks():
-        HookRegistry.register(target, hook, HookType[kind])
     add_routes(http_server.app)

@@ -26,7 +26,7 @@ from megatron_rlspec.rollout.sglang.settings import Settings
 
 DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 # in buffers of fixed address
-HELD = ("seeds", "temperatures", "top_ks", "sharpness", "top_ps", "min_ps")
+BUFFERED = ("seeds", "temperatures", "top_ks", "sharpness", "top_ps", "min_ps")
 
 
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
@@ -64,8 +64,8 @@ class _Rows:
 
     def first(self, rows: int, info: Any) -> _Rows:
         """Return the first `rows` rows of buffers."""
-        held = {name: getattr(self, name)[:rows] for name in HELD}
-        return _Rows(**held, info=info)
+        columns = {name: getattr(self, name)[:rows] for name in BUFFERED}
+        return _Rows(**columns, info=info)
 
     @classmethod
     def of(cls, info: Any) -> _Rows:
@@ -112,8 +112,7 @@ class CoupledDrafts:
 
     def _after_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         drafted = self._prefill(batch, *args, **kwargs)
-        if not batch.forward_mode.is_idle():
-            drafted.topk_index = self._first(batch, batch.seq_lens, drafted.topk_index)
+        drafted.topk_index = self._first(batch, batch.seq_lens, drafted.topk_index)
         return drafted
 
     def _after_extend(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,9 +121,8 @@ class CoupledDrafts:
             graphs.rlspec_execute = graphs.execute
             graphs.execute = self._remembering(graphs.execute)
         returned = self._extend(batch, result, *args, **kwargs)
-        if not batch.forward_mode.is_idle():
-            drafted = result.next_draft_input
-            drafted.topk_index = self._first(batch, result.new_seq_lens, drafted.topk_index)
+        drafted = result.next_draft_input
+        drafted.topk_index = self._first(batch, result.new_seq_lens, drafted.topk_index)
         return returned
 
     def _remembering(self, execute: Callable) -> Callable:
@@ -141,28 +139,25 @@ class CoupledDrafts:
         )
 
     def _fill_and_draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if not batch.forward_mode.is_idle():
-            given = _Rows.of(batch.sampling_info)
-            held = self._held(len(given.seeds), given)
-            for name in HELD:
-                values = getattr(given, name)
-                getattr(held, name)[: len(values)].copy_(values)
+        rows = _Rows.of(batch.sampling_info)
+        buffers = self._buffers_for(len(rows.seeds), rows)
+        for name in BUFFERED:
+            values = getattr(rows, name)
+            getattr(buffers, name)[: len(values)].copy_(values)
         return self._draft(batch, *args, **kwargs)
 
     def _further_drafts(self, forward_batch: Any) -> Any:
-        if forward_batch.forward_mode.is_idle():
-            return self._further(forward_batch)
         rows = forward_batch.batch_size
-        held = self._held(rows, _Rows.of(forward_batch.sampling_info))
+        buffers = self._buffers_for(rows, _Rows.of(forward_batch.sampling_info))
         in_graph = forward_batch.positions.is_cuda and torch.cuda.is_current_stream_capturing()
         info = None if in_graph else forward_batch.sampling_info
-        self._loop = held.first(rows, info)
+        self._loop = buffers.first(rows, info)
         try:
             return self._further(forward_batch)
         finally:
             self._loop = None
 
-    def _held(self, rows: int, like: _Rows) -> _Rows:
+    def _buffers_for(self, rows: int, like: _Rows) -> _Rows:
         if self._buffers is None:
             rows = max(rows, self.drafter.draft_runner.max_running_requests)
             device = like.temperatures.device

@@ -25,13 +25,11 @@ import torch
 
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.scheduler.stash import (
-    Buffer,
-    Missed,
+    PinnedBuffer,
     Rows,
     SkippedRound,
     Stash,
-    find,
-    sort,
+    split,
 )
 
 
@@ -64,7 +62,8 @@ class DrafterGap:
         self.every = every
         self.most = most
         self._stash = Stash()
-        self._buffers = Buffer(), Buffer()
+        self._hidden_buffer = PinnedBuffer()
+        self._token_buffer = PinnedBuffer()
         self._reset()
 
     def _reset(self) -> None:
@@ -76,7 +75,7 @@ class DrafterGap:
         self._number: defaultdict[str, int] = defaultdict(count().__next__)
         self._running: list[str] = []
         self._numbers = np.empty(0, np.int64)  # of those
-        self._stash.keep(())
+        self._stash.clear()
 
     @property
     def open(self) -> bool:
@@ -119,8 +118,7 @@ class DrafterGap:
 
     def missed(self, reqs: Sequence[Any], n: int) -> int:
         """Return how many tokens the n least behind requests have missed in all."""
-        behind = self.lags(reqs)
-        return sum(behind) if n >= len(behind) else sum(sorted(behind)[:n])
+        return sum(sorted(self.lags(reqs))[:n])
 
     def close(self, batch: Any, n: int) -> list[int] | None:
         """Let the drafter read what the n least behind requests missed, and put their first drafts into `spec_info`.
@@ -135,7 +133,7 @@ class DrafterGap:
         behind = [i for i in chosen if lags[i] > 0]
         if self._samples_drafts():
             _one_hot_draft_probs(batch, sorted(set(chosen) - set(behind)))
-        for read in self._passes(batch, behind) if behind else ():
+        for read in self._passes(batch, behind):
             self._extend(batch, read)
         if len(chosen) == len(reqs):
             self._reset()
@@ -155,52 +153,63 @@ class DrafterGap:
         self._stash.keep(set(self._number.values()))
         self._rounds = []
 
-    def _missed_by(self, rids: Sequence[str]) -> Missed:
-        asked = (
-            np.array([self._number[rid] for rid in rids]),
-            np.array([self._since.get(rid, 0) for rid in rids]),
-        )
-        found = self._stash.find(*asked)
+    def _missed_by(self, reqs: Sequence[Any]) -> list[list[Rows]]:
+        """Return the rows that each of these requests missed, in the order of time."""
+        numbers = [self._number[req.rid] for req in reqs]
+        newest: dict[int, Rows] = {}
         if self._rounds:
-            known = [kept.counts for kept in self._rounds if kept.counts is not None]
-            accepted = torch.cat(known).tolist() if known else []  # one wait for the device
-            keys, order = sort(self._rounds, np.array(accepted))
-            places, counts = find(keys, *asked)
-            hidden, tokens = (
-                [getattr(kept, name) for kept in self._rounds] for name in ("hidden", "tokens")
+            counts = [skipped.counts for skipped in self._rounds if skipped.counts is not None]
+            newest = split(
+                self._rounds,
+                torch.cat([skipped.hidden for skipped in self._rounds]),
+                torch.cat([skipped.tokens.long() for skipped in self._rounds]),
+                np.array(torch.cat(counts).tolist() if counts else []),  # one wait for the device
+                wanted=numbers,
             )
-            found.append(
-                Rows(
-                    order[places],
-                    counts,
-                    torch.cat(hidden),
-                    torch.cat([part.long() for part in tokens]),
-                )
-            )
-        return Missed(found, len(rids), self._buffers)
+        missed = []
+        for req, number in zip(reqs, numbers, strict=True):
+            since = self._since.get(req.rid, 0)
+            parts = self._stash.find(number, since)
+            if number in newest and newest[number].at[-1] >= since:
+                parts.append(newest[number].since(since))
+            missed.append(parts)
+        return missed
 
     def _passes(self, batch: Any, behind: Sequence[int]) -> Iterator[Pass]:
         """Yield as few drafter passes as `most` allows over what these requests missed, indices into the batch."""
-        missed = self._missed_by([batch.reqs[i].rid for i in behind])
-        lengths = (batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).tolist()
-        shift = np.array([lengths[i] for i in behind]) - missed.ends  # from rows to positions
+        missed = self._missed_by([batch.reqs[i] for i in behind])
+        parts = [rows for own in missed for rows in own]
+        if not parts:
+            return
+        own_parts = [(i, own) for i, own in zip(behind, missed, strict=True) if own]
+        requests = np.array([i for i, _ in own_parts])
+        counts = np.array([sum(len(rows.at) for rows in own) for _, own in own_parts])
+        ends = np.cumsum(counts)
+        lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+        # from rows to positions
+        shift = np.array(lengths.tolist())[requests] - ends
+
+        device = batch.seq_lens.device
+        tokens = self._token_buffer.gather([rows.tokens for rows in parts], device)
+        # the token after each row: after a request's last one, its newest token
+        following = tokens.roll(-1)
         bonus = batch.spec_info.bonus_tokens.to(torch.int64)
-        total = int(missed.ends[-1])
-        for first in range(0, total, self.most):
-            last = min(first + self.most, total)
-            # with the token after the last one
-            hidden, tokens = missed.read(first, min(last + 1, total), bonus.device)
-            begins, ends = (
-                np.maximum(missed.ends - missed.counts, first),
-                np.minimum(missed.ends, last),
+        following[_on(ends - 1, device)] = bonus[_on(requests, device)]
+
+        hidden = [rows.hidden for rows in parts]
+        for first in range(0, int(ends[-1]), self.most):
+            last = min(first + self.most, int(ends[-1]))
+            begins = np.maximum(ends - counts, first)
+            stops = np.minimum(ends, last)
+            here = np.flatnonzero(begins < stops)
+            yield Pass(
+                requests[here].tolist(),
+                (begins + shift)[here].tolist(),
+                (stops - begins)[here].tolist(),
+                self._hidden_buffer.gather(_between(hidden, first, last), device),
+                tokens[first:last],
+                following[_on(stops[here] - 1, device)],
             )
-            here = np.flatnonzero(begins < ends)
-            begins, ends, own = begins[here], ends[here], np.array(behind)[here]
-            after = np.where(ends < missed.ends[here], ends - first, len(tokens) + own)
-            following = torch.cat([tokens, bonus])[torch.from_numpy(after).to(bonus.device)]
-            starts, sizes = (begins + shift[here]).tolist(), (ends - begins).tolist()
-            n = last - first
-            yield Pass(own.tolist(), starts, sizes, hidden[:n], tokens[:n], following)
 
     def _part(self, batch: Any, read: Pass) -> tuple[Any, torch.Tensor]:
         """Return the batch of one prefill of the drafter, and the indices of its requests in `batch`."""
@@ -263,6 +272,22 @@ class DrafterGap:
                 values = getattr(spec, name).clone()
                 values[index] = getattr(caught_up, name).to(values.dtype)
                 setattr(spec, name, values)
+
+
+def _between(parts: Sequence[torch.Tensor], first: int, last: int) -> list[torch.Tensor]:
+    """Return rows [first, last) of the concatenation of parts."""
+    found = []
+    begin = 0
+    for part in parts:
+        end = begin + len(part)
+        if begin < last and first < end:
+            found.append(part[max(first - begin, 0) : last - begin])
+        begin = end
+    return found
+
+
+def _on(index: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(index).to(device)
 
 
 def _one_hot_draft_probs(batch: Any, current: Sequence[int]) -> None:

@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec.rollout.sglang.scheduler.bucket_memory import sizes_of, tensors_of
+from megatron_rlspec.rollout.sglang.scheduler.protect import GROUP_PREFIX
 from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER, UPDATER
-
-# how names of our groups begin; buckets of other trainers are received as SGLang does
-_OURS = "rlspec-"
 
 
 @dataclass
@@ -50,7 +48,8 @@ class ReceiveAhead:
 
     def update(self, original: Callable, manager: Any, request: Any) -> Any:
         """Begin to receive this bucket, and load the one before it."""
-        if manager._session is None or not request.group_name.startswith(_OURS):
+        # SGLang itself receives the buckets of other trainers
+        if manager._session is None or not request.group_name.startswith(GROUP_PREFIX):
             return original(manager, request)
         before, self._begun = self._begun, None
         try:

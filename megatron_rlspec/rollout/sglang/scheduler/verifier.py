@@ -190,7 +190,7 @@ class _SampledVerification:
         **kwargs: Any,
     ) -> Any:
         info = batch.sampling_info
-        if not (batch.forward_mode.is_idle() or info.is_all_greedy):
+        if not info.is_all_greedy:
             logits, positions = logits_output.next_token_logits, verify_input.positions
             self._pass = VerifyPass(
                 info, logits, positions, verify_input.draft_token_num, logits_output
