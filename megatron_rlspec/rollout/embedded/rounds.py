@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, get_args
+from typing import NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
@@ -31,6 +31,15 @@ class Budget(Protocol):
 
     def timed(self, samples: int, context_tokens: int, verified: int, ms: float) -> None:
         """Learn the duration of a round in which the target verified `verified` tokens."""
+
+
+class Span(NamedTuple):
+    """Columns [first, last) of a row that a prefill runs on. `prefix`: the shared prompt that has them, if any."""
+
+    row: int
+    first: int
+    last: int
+    prefix: Prefix | None
 
 
 class RoundRunner:
@@ -94,41 +103,44 @@ class RoundRunner:
     def prefill(self, rows: list[int]) -> None:
         """Run the target on at most `prefill_chunk` tokens that it has not seen yet; shared prefixes run once."""
         cache = self.cache
-        left = self.prefill_chunk
-        spans: list[tuple[int, int, int, Prefix | None]] = []
-        prefixes = set()
-        for row in rows:
-            prefix = cache.prefix[row]
-            if prefix.computed < len(prefix.tokens):
-                if prefix.key in prefixes:
-                    continue
-                prefixes.add(prefix.key)
-                first = prefix.computed
-                last = len(prefix.tokens)
-                owner = prefix
-            else:
-                first = int(cache.computed[row])
-                last = int(cache.length[row]) - 1
-                owner = None
-            last = min(last, first + left)
-            if first < last:
-                spans.append((row, first, last, owner))
-                left -= last - first
+        spans = self._prefill_spans(rows)
         if not spans:
             return
-        which = np.array([span[0] for span in spans])
-        starts = np.array([span[1] for span in spans])
-        ends = np.array([span[2] for span in spans])
+        which = np.array([span.row for span in spans])
+        starts = np.array([span.first for span in spans])
+        ends = np.array([span.last for span in spans])
         columns, valid = _columns(starts, ends)
         plan = cache.plan(self._read(which, ends), self._to(columns), valid=valid)
         tokens = self._to(cache.tokens[which[:, None], columns][valid])
         _, drafted_from = self.model.target(tokens, plan, cache.kv)
         cache.hidden.index_copy_(0, plan.write, drafted_from)
-        for row, _, upto, owner in spans:
-            if owner is not None:
-                owner.computed = upto
+        for span in spans:
+            if span.prefix is not None:
+                span.prefix.computed = span.last
             else:
-                cache.computed[row] = upto
+                cache.computed[span.row] = span.last
+
+    def _prefill_spans(self, rows: list[int]) -> list[Span]:
+        """Return the columns that the next prefill runs on, in the order of rows."""
+        cache = self.cache
+        left = self.prefill_chunk
+        spans = []
+        prefixes = set()
+        for row in rows:
+            prefix = cache.prefix[row]
+            if prefix.computed < len(prefix.tokens):
+                # its first row computes it for all
+                if prefix.key in prefixes:
+                    continue
+                prefixes.add(prefix.key)
+                span = Span(row, prefix.computed, len(prefix.tokens), prefix)
+            else:
+                span = Span(row, int(cache.computed[row]), int(cache.length[row]) - 1, None)
+            last = min(span.last, span.first + left)
+            if span.first < last:
+                spans.append(span._replace(last=last))
+                left -= last - span.first
+        return spans
 
     def can_draft(self, rows: np.ndarray) -> np.ndarray:
         """Return [B], false for rows of one token: the drafter needs the hidden state of the token before."""
@@ -136,11 +148,17 @@ class RoundRunner:
 
     def missed(self, rows: np.ndarray) -> int:
         """Return how many tokens the drafter must run on beyond those of a usual round: prompts, and rounds off."""
-        prefixes = {
-            prefix.key: prefix for prefix in (self.cache.prefix[row] for row in rows.tolist())
-        }.values()
-        own = np.maximum(self.before[rows] - self.cache.drafted[rows], 0).sum()
-        return int(own) + sum(len(prefix.tokens) - prefix.drafted for prefix in prefixes)
+        generated = np.maximum(self.before[rows] - self.cache.drafted[rows], 0).sum()
+        prompts = [len(prefix.tokens) - prefix.drafted for _, prefix in self._prefixes(rows)]
+        return int(generated) + sum(prompts)
+
+    def _prefixes(self, rows: np.ndarray) -> list[tuple[int, Prefix]]:
+        """Return the distinct prefixes of rows, each with a row that has it."""
+        prefixes = {}
+        for row in rows.tolist():
+            prefix = self.cache.prefix[row]
+            prefixes[prefix.key] = (row, prefix)
+        return list(prefixes.values())
 
     def columns(self, rows: np.ndarray, config: SpecConfig) -> np.ndarray:
         """Return [B], the number of columns that must have slots for a round of `config`."""
@@ -162,11 +180,11 @@ class RoundRunner:
         if drafting.all():
             return self._round(rows, config, ahead)
         committed: dict[int, Committed] = {}
-        for part, chosen, drafted in ((drafting, config, ahead), (~drafting, OFF, None)):
-            if part.any():
-                committed |= zip(
-                    rows[part].tolist(), self._round(rows[part], chosen, drafted), strict=True
-                )
+        if drafting.any():
+            part = rows[drafting]
+            committed |= zip(part.tolist(), self._round(part, config, ahead), strict=True)
+        part = rows[~drafting]
+        committed |= zip(part.tolist(), self._round(part, OFF, None), strict=True)
         return [committed[row] for row in rows.tolist()]
 
     def _round(self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None) -> list[Committed]:
@@ -174,16 +192,7 @@ class RoundRunner:
         cache = self.cache
         self.before[rows] = cache.length[rows]
         read = self._read(rows, self.columns(rows, config))
-        fresh = len(rows) - (len(ahead.rows) if ahead is not None else 0)
-        if fresh:
-            tree, q = self._draft(rows[:fresh], read[:fresh], config)
-        if ahead is not None:
-            tree = draft.joined(tree, ahead.tree) if fresh else ahead.tree
-            q = (
-                torch.cat([q, ahead.q])
-                if fresh and q is not None and ahead.q is not None
-                else ahead.q
-            )
+        tree, q = self._drafts(rows, read, config, ahead)
         self.verified += int(tree.valid.sum())
         targets, logprobs = self._verify(rows, read, tree, q, chain=config.topk <= 1)
         path, accepted = verify.walk(tree.tokens, tree.parents, tree.valid, targets)
@@ -193,28 +202,64 @@ class RoundRunner:
             drafted = tree.valid & (tree.depth > 0)
             self.budget.observe(tree.scores[drafted], on_path[drafted])
         committed = []
-        for i, (row, count) in enumerate(zip(rows.tolist(), accepted.tolist(), strict=True)):
-            taken = path[i, : count + 1]
-            cache.commit(row, targets[i, taken], taken, tree.tokens.shape[1])
-            committed.append(Committed(targets[i, taken], logprobs[i, taken], count))
+        for i, row in enumerate(rows.tolist()):
+            count = int(accepted[i])
+            nodes = path[i, : count + 1]
+            cache.commit(row, targets[i, nodes], nodes, tree.tokens.shape[1])
+            committed.append(Committed(targets[i, nodes], logprobs[i, nodes], count))
         return committed
+
+    def _drafts(
+        self, rows: np.ndarray, read: torch.Tensor, config: SpecConfig, ahead: Ahead | None
+    ) -> tuple[draft.Tree, torch.Tensor | None]:
+        """Return what `_draft` returns, with the drafts that the last rows have already."""
+        if ahead is None:
+            return self._draft(rows, read, config)
+        fresh = len(rows) - len(ahead.rows)
+        if not fresh:
+            return ahead.tree, ahead.q
+        tree, q = self._draft(rows[:fresh], read[:fresh], config)
+        tree = draft.joined(tree, ahead.tree)
+        if q is None or ahead.q is None:
+            return tree, ahead.q
+        return tree, torch.cat([q, ahead.q])
 
     def _draft(
         self, rows: np.ndarray, read: torch.Tensor, config: SpecConfig
     ) -> tuple[draft.Tree, torch.Tensor | None]:
         """Return the tree to verify and, under rejection, the drafter's probabilities q [B, num_steps, V]."""
-        cache = self.cache
         model = self.model
-        length = cache.length[rows]
-        pending = cache.tokens[rows, length - 1]
+        length = self.cache.length[rows]
+        pending = self.cache.tokens[rows, length - 1]
         if config.off:
             return draft.roots(pending), None
         hidden = self._extend(rows, read)
         if config.num_steps == 0:
             return draft.roots(pending), None
-        start = self._to(length)
-        chain = config.topk == 1
         q: list[torch.Tensor] = []
+        candidates = draft.grow(
+            hidden,
+            model.draft_logits(hidden),
+            config.num_steps,
+            config.topk,
+            self._expand(rows, read, chain=config.topk == 1),
+            self._pick(rows, config.topk, q),
+        )
+        if config.topk == 1 and self.budget is None:
+            keep = np.ones(candidates.tokens.shape, bool)
+        else:
+            scores = candidates.scores.float().cpu().numpy()
+            limit = config.num_draft_tokens - 1
+            if self.budget is None:
+                keep = top(scores, limit)
+            else:
+                keep = self.budget.keep(scores, candidates.depth, int(length.sum()), limit)
+        return draft.cut(pending, candidates, keep), torch.stack(q, 1) if q else None
+
+    def _expand(self, rows: np.ndarray, read: torch.Tensor, chain: bool) -> draft.Expand:
+        """Return the function that runs the drafter on a level of candidates."""
+        model = self.model
+        start = self._to(self.cache.length[rows])
 
         def expand(
             parents: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor, level: int
@@ -223,61 +268,55 @@ class RoundRunner:
             columns = start[:, None] + torch.arange(nodes - expanded, nodes, device=start.device)
             depth = torch.full_like(columns, level - 2)
             tree = None if chain else TreeColumns(start, ancestors, depth)
-            plan = cache.plan(read, columns, drafter=True, tree=tree)
-            out = model.draft(
-                parents.reshape(batch * expanded, -1), tokens.reshape(-1), plan, cache.kv
-            )
-            return out.view(batch, expanded, -1), model.draft_logits(out).view(batch, expanded, -1)
+            plan = self.cache.plan(read, columns, drafter=True, tree=tree)
+            parents = parents.reshape(batch * expanded, -1)
+            out = model.draft(parents, tokens.reshape(-1), plan, self.cache.kv)
+            logits = model.draft_logits(out)
+            return out.view(batch, expanded, -1), logits.view(batch, expanded, -1)
 
-        def sampled(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return expand
+
+    def _pick(self, rows: np.ndarray, topk: int, q: list[torch.Tensor]) -> draft.Pick:
+        """Return the function that picks a candidate's children.
+
+        q  gets the probabilities [B, V] of each level, if drafts are sampled from them
+        """
+        words = self.model.draft_ids
+        pick: draft.Pick
+        if self.verifier == "rejection":
+            pick = self._sampled(rows, q)
+        elif self.coupled:
+            seeds = self._to(self.seeds[rows, 0])
+            keys = self._to(self.cache.length[rows]) - 1
+            coupling = draft.Coupling(seeds, keys, *self._sampling(rows), words, self.sharpness)
+            pick = draft.coupled(topk, coupling)
+        else:
+            pick = draft.likeliest(topk)
+        return pick if words is None else draft.among(words, pick)
+
+    def _sampled(self, rows: np.ndarray, q: list[torch.Tensor]) -> draft.Pick:
+        words = self.model.draft_ids
+
+        def pick(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
             logp, sampling = self._logprobs(logits[:, 0], rows)
             support = verify.support(logp, *sampling)
-            q.append(support if words is None else spread(support, words, model.arch.vocab))
+            whole = support if words is None else spread(support, words, self.model.arch.vocab)
+            q.append(whole)
             seeds = self._to(self.seeds[rows, verify.DRAFT])
             keys = self._to(self.draws[rows] + level - 1)
             token = verify.draw(support.log(), seeds, keys)[:, None]
             return logp.gather(1, token)[:, None], token[:, None]
 
-        words = model.draft_ids
-        pick: draft.Pick
-        if self.verifier == "rejection":
-            pick = sampled
-        elif self.coupled:
-            seeds = self._to(self.seeds[rows, 0])
-            coupling = draft.Coupling(
-                seeds, start - 1, *self._sampling(rows), words, self.sharpness
-            )
-            pick = draft.coupled(config.topk, coupling)
-        else:
-            pick = draft.likeliest(config.topk)
-        if words is not None:
-            pick = draft.among(words, pick)
-        candidates = draft.grow(
-            hidden, model.draft_logits(hidden), config.num_steps, config.topk, expand, pick
-        )
-        if chain and self.budget is None:
-            keep = np.ones(candidates.tokens.shape, bool)
-        else:
-            scores = candidates.scores.float().cpu().numpy()
-            limit = config.num_draft_tokens - 1
-            context = int(length.sum())
-            keep = (
-                self.budget.keep(scores, candidates.depth, context, limit)
-                if self.budget
-                else top(scores, limit)
-            )
-        return draft.cut(pending, candidates, keep), torch.stack(q, 1) if q else None
+        return pick
 
     def _extend(self, rows: np.ndarray, read: torch.Tensor) -> torch.Tensor:
         """Run the drafter on all tokens it has not seen, up to the pending ones. Returns its last output [B, H]."""
         cache = self.cache
         chunk = self.prefill_chunk
-        for row in {cache.prefix[row].key: row for row in rows}.values():  # a shared prefix once
-            prefix = cache.prefix[row]
-            one = np.array([row])
+        for row, prefix in self._prefixes(rows):
             while prefix.drafted < len(prefix.tokens):
                 last = min(prefix.drafted + chunk, len(prefix.tokens))
-                self._pairs(one, np.array([prefix.drafted]), np.array([last]))
+                self._pairs(np.array([row]), np.array([prefix.drafted]), np.array([last]))
                 prefix.drafted = last
         while (behind := cache.length[rows] - cache.drafted[rows] > chunk).any():
             first = cache.drafted[rows[behind]]
@@ -315,43 +354,48 @@ class RoundRunner:
         chain: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Run the target on the trees. Returns the token to commit at every node and its log-prob, both [B, T]."""
-        cache = self.cache
         batch, nodes = tree.tokens.shape
-        start = cache.length[rows] - 1
-        where = None
-        if not chain:
-            where = TreeColumns(
-                self._to(start), self._to(draft.ancestors(tree.parents)), self._to(tree.depth)
-            )
-        # padding stays within `read`
-        columns = np.minimum(start[:, None] + np.arange(nodes), read.shape[1] - 1)
-        plan = cache.plan(read, self._to(columns), valid=tree.valid, tree=where)
-        hidden, drafted_from = self.model.target(self._to(tree.tokens[tree.valid]), plan, cache.kv)
-        cache.hidden.index_copy_(0, plan.write, drafted_from)
-        sample_of = np.nonzero(tree.valid)[0]  # the sample of each flat node
-        logp, sampling = self._logprobs(self.model.logits(hidden), rows[sample_of])
+        logits = self._target_logits(rows, read, tree, chain)
+        samples = rows[np.nonzero(tree.valid)[0]]  # the row of each flat node
+        logp, sampling = self._logprobs(logits, samples)
         counter = self.draws[rows][:, None] + np.arange(nodes)
         if q is not None:
+            p = verify.support(logp, *sampling).view(batch, nodes, -1)
             coin_seeds = self._to(self.seeds[rows, verify.COIN])
             residual_seeds = self._to(self.seeds[rows, verify.RESIDUAL])
-            p = verify.support(logp, *sampling).view(batch, nodes, -1)
             drafts = self._to(tree.tokens[:, 1:])
-            chosen = verify.reject(
-                drafts, q, p, coin_seeds, residual_seeds, self._to(counter)
-            ).view(-1)
+            keys = self._to(counter)
+            chosen = verify.reject(drafts, q, p, coin_seeds, residual_seeds, keys).view(-1)
         else:
+            # the noise is of positions, or new in every round
             keyed = self.verifier == "position_keyed"
-            keys = start[:, None] + tree.depth if keyed else counter
-            seeds = self._to(self.seeds[rows[sample_of], 0 if keyed else verify.TARGET])
-            chosen = verify.sample(logp, *sampling, seeds, self._to(keys[tree.valid]))
+            numbers = self.cache.length[rows][:, None] - 1 + tree.depth if keyed else counter
+            seeds = self._to(self.seeds[samples, 0 if keyed else verify.TARGET])
+            chosen = verify.sample(logp, *sampling, seeds, self._to(numbers[tree.valid]))
         self.draws[rows] += nodes
         targets = np.full((batch, nodes), -1, np.int64)
         logprobs = np.zeros((batch, nodes), np.float32)
         targets[tree.valid] = chosen.cpu().numpy()
-        logprobs[tree.valid] = (
-            logp.gather(1, chosen.clamp(min=0)[:, None])[:, 0].float().cpu().numpy()
-        )
+        chosen_logp = logp.gather(1, chosen.clamp(min=0)[:, None])[:, 0]
+        logprobs[tree.valid] = chosen_logp.float().cpu().numpy()
         return targets, logprobs
+
+    def _target_logits(
+        self, rows: np.ndarray, read: torch.Tensor, tree: draft.Tree, chain: bool
+    ) -> torch.Tensor:
+        """Run the target on the valid nodes of trees; returns their logits [N, V]."""
+        cache = self.cache
+        start = cache.length[rows] - 1
+        where = None
+        if not chain:
+            ancestors = self._to(draft.ancestors(tree.parents))
+            where = TreeColumns(self._to(start), ancestors, self._to(tree.depth))
+        # padding stays within `read`
+        columns = np.minimum(start[:, None] + np.arange(tree.tokens.shape[1]), read.shape[1] - 1)
+        plan = cache.plan(read, self._to(columns), valid=tree.valid, tree=where)
+        hidden, drafted_from = self.model.target(self._to(tree.tokens[tree.valid]), plan, cache.kv)
+        cache.hidden.index_copy_(0, plan.write, drafted_from)
+        return self.model.logits(hidden)
 
     def _logprobs(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[torch.Tensor, Knobs]:
         """Return log p [N, V] under the rows' temperatures, and what `_sampling` returns of the rows, [N] each."""
@@ -360,12 +404,11 @@ class RoundRunner:
 
     def _sampling(self, rows: np.ndarray) -> Knobs:
         """Return (temperature, top_p, top_k, min_p) of the rows, [B] each."""
-        to = self._to
         return (
-            to(self.temperature[rows]),
-            to(self.top_p[rows]),
-            to(self.top_k[rows]),
-            to(self.min_p[rows]),
+            self._to(self.temperature[rows]),
+            self._to(self.top_p[rows]),
+            self._to(self.top_k[rows]),
+            self._to(self.min_p[rows]),
         )
 
     def _read(self, rows: np.ndarray, last: np.ndarray) -> torch.Tensor:
