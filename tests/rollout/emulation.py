@@ -74,7 +74,7 @@ def _allow_overlap() -> None:
 
 
 def _compare_known_lengths() -> None:
-    resolve = known_lengths.known.resolve
+    resolve = known_lengths.known_lengths.resolve
     count = 0
 
     def compared(original: Callable, futures: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -94,7 +94,7 @@ def _compare_known_lengths() -> None:
             if count % 10 == 0:
                 print(KNOWN, flush=True)
 
-    known_lengths.known.resolve = compared  # type: ignore[method-assign]
+    known_lengths.known_lengths.resolve = compared  # type: ignore[method-assign]
 
 
 def gather_rows(indices: torch.Tensor, *buffers: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -307,15 +307,18 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
             else SpecConfig(result.speculative_num_draft_tokens - 1)
         )
         ran = decisions.DecodeRound(config, sum(r.seqlen for r in batch.reqs), None)
-    going_on = [not (request.finished() or request.is_retracted) for request in batch.reqs]
+    running = set()
+    for i, request in enumerate(batch.reqs):
+        if not (request.finished() or request.is_retracted):
+            running.add(i)
     returned = original(processor, batch, result)
-    if not any(going_on):
+    if not running:
         rounds.interrupt()
         return returned
     accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
     drafting = range(len(accepted)) if ran.drafting is None else ran.drafting
-    counted = [accepted[i] for i in drafting if going_on[i]]
-    decisions.decider.observe(ran, counted, sum(going_on) - len(counted))
+    counted = [accepted[i] for i in drafting if i in running]
+    decisions.decider.observe(ran, counted, len(running) - len(counted))
     last = all(request.finished() for request in batch.reqs)
     others = len(accepted) - len(counted)
     ms = rounds.observe(ran.config, ran.context_tokens, counted, last, others, ran.caught_up)

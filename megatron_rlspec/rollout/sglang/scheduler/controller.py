@@ -28,7 +28,7 @@ from sglang.srt.speculative import adaptive_runtime_state
 from megatron_rlspec.rollout.sglang.scheduler import decisions, plain_round, versions
 from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
-from megatron_rlspec.rollout.sglang.scheduler.known_lengths import known
+from megatron_rlspec.rollout.sglang.scheduler.known_lengths import known_lengths
 from megatron_rlspec.rollout.sglang.scheduler.rounds import rounds
 from megatron_rlspec.types import SpecConfig
 
@@ -120,7 +120,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             return self._forward(batch, on_publish, *args, **kwargs)
         self._decide(len(batch.reqs))
         if self._config.off:
-            known.after_off(batch)
+            known_lengths.after_off(batch)
         if self._config.off and self._plain and plain_round.possible(self.worker):
             result, hidden, tokens = plain_round.run(self.worker, batch, on_publish)
             self._leave_out(batch, result, hidden, tokens)

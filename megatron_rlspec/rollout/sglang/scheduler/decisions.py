@@ -6,7 +6,7 @@ lengths and accepted counts, never on a local clock. An engine of one rank also 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,12 @@ class DecodeRound:
 
     def behind(self, batch: int) -> set[int]:
         """Return the indices of the requests, of `batch` many, whose drafter has not read this round's tokens."""
+        everyone = set(range(batch))
         if self.config.off:
-            return set(range(batch))
-        return set() if self.drafting is None else set(range(batch)) - set(self.drafting)
+            return everyone
+        if self.drafting is None:
+            return set()
+        return everyone - set(self.drafting)
 
 
 class Decider:
@@ -73,15 +76,15 @@ class Decider:
         `captured`: the batch sizes with graphs, by step count; None: no graphs. SGLang captures the step count that it
         starts with, `start`, at every batch size.
         """
-        ends = {
-            steps: max(sizes, default=0) for steps, sizes in captured.items() if sizes is not None
-        }
-        most = max(ends.values(), default=0)
-        self._most = {
-            SpecConfig(steps): end
-            for steps, end in ends.items()
-            if steps not in (0, start) and end < most
-        }
+        largest = {}
+        for steps, sizes in captured.items():
+            if sizes is not None:
+                largest[steps] = max(sizes, default=0)
+        most = max(largest.values(), default=0)
+        self._most = {}
+        for steps, batch in largest.items():
+            if steps not in (0, start) and batch < most:
+                self._most[SpecConfig(steps)] = batch
         if self.rule is not None:
             self.rule.limit(self._most)
 
@@ -97,21 +100,20 @@ class Decider:
         if data.get("stock"):
             self.stock = self._stock = self._stock or self._stock_rule()
             return
-        offered = self.candidates
+        candidates = self.candidates
         if (table := data.get("table")) is not None:
-            measured = (
-                CostTable.load(table) if isinstance(table, str) else CostTable.from_json(table)
-            )
+            load = CostTable.load if isinstance(table, str) else CostTable.from_json
+            costs = load(table)
             if data.get("tp") is None:
-                data["tp"] = measured.of_engine(max(self.ranks, 1)).tps[0]
+                data["tp"] = costs.of_engine(max(self.ranks, 1)).tps[0]
             # without a cost of step 0, `OFF` emits the same tokens for less
-            known = measured.configs(data["tp"])
-            offered = [c for c in offered if c != SpecConfig(0) or c in known]
-        candidates = [[c.num_steps, c.topk, c.num_draft_tokens] for c in offered]
-        rule = SpecRule.from_json({"candidates": candidates, **data})
+            if SpecConfig(0) not in costs.configs(data["tp"]):
+                candidates = [config for config in candidates if config != SpecConfig(0)]
+        offered = [[c.num_steps, c.topk, c.num_draft_tokens] for c in candidates]
+        rule = SpecRule.from_json({"candidates": offered, **data})
         self._check(rule.candidates)
         if rule.schedule is not None:
-            self._check({config for row in rule.schedule.configs for config in row})
+            self._check_schedule(rule.schedule)
         if self.rule is not None:
             rule.inherit(self.rule)
         rule.limit(self._most)
@@ -145,8 +147,10 @@ class Decider:
 
     def timed(self, ran: DecodeRound, batch: int, ms: float) -> None:
         """Let a rule with a cost table learn the duration of a round, if this engine has one rank: clocks differ."""
-        rule = None if self.stock or self.held else self.rule
-        if self.ranks == 1 and rule is not None and rule.correct and ran.config in rule.candidates:
+        rule = self.rule
+        if rule is None or self.stock or self.held or self.ranks != 1:
+            return
+        if rule.correct and ran.config in rule.candidates:
             rule.timed(ran.config, batch, ran.context_tokens, ms, 1000 * ran.caught_up)
 
     def observe(self, ran: DecodeRound, accepted: Sequence[int], others: int) -> None:
@@ -156,7 +160,7 @@ class Decider:
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         """Decide by `schedule` until the next rule. Raises ValueError."""
-        self._check({config for row in schedule.configs for config in row})
+        self._check_schedule(schedule)
         if self.rule is not None:
             self.rule.update(schedule=schedule)
             self.stock = None
@@ -171,14 +175,17 @@ class Decider:
         self._check({SpecConfig(steps) for steps in rule.candidate_steps})
         return rule
 
-    def _check(self, wanted: Sequence[SpecConfig] | set[SpecConfig]) -> None:
+    def _check_schedule(self, schedule: SpecSchedule) -> None:
+        for row in schedule.configs:
+            self._check(row)
+
+    def _check(self, wanted: Iterable[SpecConfig]) -> None:
         allowed = self.candidates or [OFF]
-        refused = [str(config) for config in sorted(wanted) if config not in allowed]
+        refused = sorted(set(wanted) - set(allowed))
         if refused:
-            has = ", ".join(str(config) for config in allowed)
-            raise ValueError(
-                f"this engine cannot run {', '.join(refused)}; it was launched with {has}"
-            )
+            names = ", ".join(map(str, refused))
+            launched = ", ".join(map(str, allowed))
+            raise ValueError(f"this engine cannot run {names}; it was launched with {launched}")
 
 
 # of this process; the plugin sets it before SGLang builds its controller

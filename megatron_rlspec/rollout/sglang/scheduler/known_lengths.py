@@ -47,4 +47,4 @@ class KnownLengths:
             batch.seq_lens_sum = int(lengths.sum())
 
 
-known = KnownLengths()
+known_lengths = KnownLengths()

@@ -69,8 +69,8 @@ def _keep_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> Any:
 
 def _seed(request: Any) -> int:
     """Return the request's seed. One that has none gets its own, of its id, which all ranks have."""
-    given = request.sampling_params.sampling_seed
-    return zlib.crc32(request.rid.encode()) if given is None else given
+    seed = request.sampling_params.sampling_seed
+    return zlib.crc32(request.rid.encode()) if seed is None else seed
 
 
 def _sample_filtered(original: Callable, probs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -78,25 +78,29 @@ def _sample_filtered(original: Callable, probs: torch.Tensor, *args: Any, **kwar
     from sglang.srt.layers.sampler import multinomial_with_seed
 
     names = ("top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if given["sampling_seed"] is None or given.get("return_filtered_probs"):
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    seeds = arguments["sampling_seed"]
+    if seeds is None or arguments.get("return_filtered_probs"):
         return original(probs, *args, **kwargs)
-    min_ps = given["min_ps"] if given["need_min_p_sampling"] else None
-    kept = filtered(probs, given["top_ks"], given["top_ps"], min_ps, kwargs.get("max_top_k"))
-    return (
-        multinomial_with_seed(torch.log(kept), given["sampling_seed"], given["positions"])
-        .view(-1)
-        .to(torch.int32)
-    )
+    min_ps = arguments["min_ps"] if arguments["need_min_p_sampling"] else None
+    limits = (arguments["top_ks"], arguments["top_ps"], min_ps)
+    logprobs = torch.log(filtered(probs, *limits, kwargs.get("max_top_k")))
+    tokens = multinomial_with_seed(logprobs, seeds, arguments["positions"])
+    return tokens.view(-1).to(torch.int32)
 
 
 def _draws(kernel: Any, info: Any, positions: torch.Tensor) -> Any:
     """Return the kernel's `Draws` for a `SamplingBatchInfo`, with the limits that some request of the batch has."""
-    some = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
-    limits = {"top_ks": info.top_ks, "top_ps": info.top_ps} if some else {}
+    limits = {}
+    if _limited(info):
+        limits = {"top_ks": info.top_ks, "top_ps": info.top_ps}
     if info.need_min_p_sampling:
         limits["min_ps"] = info.min_ps
     return kernel.Draws(info.sampling_seed, positions, info.temperatures, **limits)
+
+
+def _limited(info: Any) -> bool:
+    return info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
 
 
 def _only_tokens(top_logprobs_nums: Any, token_ids_logprobs: Any) -> bool:
@@ -240,7 +244,7 @@ def _sample_rows(verified: VerifyPass, rows: slice) -> torch.Tensor:
     seeds = None if info.sampling_seed is None else per_node(info.sampling_seed)
     positions = verified.positions[rows]
     probs = versions.installed().softmax(verified.logits[rows] / per_node(info.temperatures))
-    if not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling):
+    if not _limited(info):
         return sampler.sampling_from_probs_torch(probs, sampling_seed=seeds, positions=positions)
     return sampler.top_k_top_p_min_p_sampling_from_probs_torch(
         probs,

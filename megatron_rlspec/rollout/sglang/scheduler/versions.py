@@ -171,7 +171,7 @@ class Sglang0523:
         yield bucket_memory.WORKER, bucket_memory.read, "AROUND"
         yield from protect.scheduler_hooks()
         yield from flashinfer_plans.hooks()
-        yield known_lengths.RESOLVE, known_lengths.known.resolve, "AROUND"
+        yield known_lengths.RESOLVE, known_lengths.known_lengths.resolve, "AROUND"
         if stand_ins.standing_in("sgl_kernel"):
             yield from products.hooks()
 
