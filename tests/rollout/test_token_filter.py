@@ -151,7 +151,7 @@ def test_a_round_makes_no_large_buffers_on_a_gpu(sampler, limits):
         # Whether a nucleus is wider than the cut depends on values.
         patches.enter_context(mock.patch.object(torch.Tensor, "__bool__", lambda x: True))
         group = SimpleNamespace(world_size=1)
-        patches.enter_context(mock.patch.object(verifier.versions.Sglang0523, "sampling_group", lambda self: group))
+        patches.enter_context(mock.patch.object(verifier.versions.Sglang0523, "tensor_group", lambda self: group))
         softmax = lambda self, logits: logits.softmax(-1)  # noqa: E731
         patches.enter_context(mock.patch.object(verifier.versions.Sglang0523, "softmax", softmax))
 
