@@ -124,7 +124,7 @@ def _ours(plan: Plan, logits: torch.Tensor, kernel: bool = False) -> dict[str, C
             alone = SimpleNamespace(world_size=1)  # this process has no tensor-parallel group
             used = chosen.sampling(logits) if kernel else None
             with (
-                mock.patch.object(type(installed), "sampling_group", lambda _: alone),
+                mock.patch.object(type(installed), "tensor_group", lambda _: alone),
                 mock.patch.object(chosen, "sampling", lambda _: used),
             ):
                 if top_p == 1:
