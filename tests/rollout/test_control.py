@@ -124,12 +124,6 @@ def test_an_unknown_version_gets_no_part_of_the_plugin(monkeypatch):
     assert not hooks
 
 
-def test_settings_are_read_back_from_the_environment(monkeypatch):
-    settings = Settings("target_only", {"table": "cost.json"}, deliveries=True)
-    monkeypatch.setenv(*next(iter(settings.to_environment().items())))
-    assert Settings.from_environment() == settings
-
-
 def test_the_probe_budget_survives_a_new_rule_and_a_hold(decider):
     rule = {"roofline": Roofline.of_layers(12).to_json()}
     control._set_spec_rule(SETTINGS, None, rule)

@@ -119,11 +119,6 @@ def test_layers_share_a_plan_and_passes_do_not() -> None:
         first.req_to_token[first.slots, first.lengths - 1] = torch.tensor([500, 501], dtype=torch.int32)
 
 
-def test_attention_refuses_what_it_cannot_do() -> None:
-    with pytest.raises(NotImplementedError, match="sliding_window"):
-        cpu_attention.decode_attention_cpu(*[None] * 13, SCALE, 0.0, False, 128, None, None)
-
-
 def test_cache_rows_of_ragged_ranges() -> None:
     slots = torch.tensor([2, 0])
     start = torch.tensor([1, 3])

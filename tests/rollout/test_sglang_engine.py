@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -23,19 +22,16 @@ import pytest
 import tiny_mimo
 import torch
 
-from megatron_rlspec.engine import EngineError, RequestError
-from megatron_rlspec.host import environment
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime.engines import PushHealth, after_push
 from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.detectors import HealthSettings
 from megatron_rlspec.push.fingerprint import fingerprint
-from megatron_rlspec.rollout.conversation import Conversation, Conversations
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine, _body
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.rollout.sglang.http import serve
 from megatron_rlspec.speculation.acceptance import Acceptance, pooled
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learning import Learning
@@ -375,55 +371,6 @@ def test_a_later_turn_finds_no_hole_in_the_drafters_cache(engines: dict[str, SGL
     assert any(sum(s.accepted[1:]) > 10 for s in always[1])
 
 
-def test_a_conversation_is_one_sample(engines: dict[str, SGLangEngine]) -> None:
-    """Turns without a tool are the text of one reply. With a tool, drafts change no text."""
-
-    class Ids:
-        def decode(self, tokens: np.ndarray, skip_special_tokens: bool = False) -> str:
-            return " ".join(str(int(token)) for token in tokens)
-
-        def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
-            return {"input_ids": [int(token) for token in text.split()]}
-
-    def in_pieces(conversation: Conversation) -> None:
-        while conversation.remaining and not conversation.finished:
-            conversation.reply(max_new_tokens=7)
-
-    def with_tool(conversation: Conversation) -> None:
-        conversation.reply(max_new_tokens=9)
-        conversation.append("5 6 7")
-        conversation.reply()
-
-    def drawn(function: Callable[[Conversation], None]) -> list[Sample]:
-        conversations = Conversations(function, EnginePool({"a": engine}), Ids())
-        return conversations.draw(requests(6, "talk"), Sampling(temperature=0.3, max_new_tokens=30))
-
-    engine = engines["adaptive"]
-    try:
-        engine.set_schedule(k(3))
-        whole = engine.generate(requests(6, "whole"), Sampling(temperature=0.3, max_new_tokens=30))
-        assert texts(drawn(in_pieces)) == texts(whole)
-        drafted = drawn(with_tool)
-        engine.set_schedule(SpecSchedule.fixed(OFF))
-        assert texts(drawn(with_tool)) == texts(drafted)
-    finally:
-        engine.set_schedule(k(3))
-    assert any(first > 12 for sample in drafted for first, _ in sample.accepted_spans)
-
-
-def test_a_table_without_step_0_never_chooses_step_0(engines: dict[str, SGLangEngine]) -> None:
-    """The engine could run step 0, which feeds the drafter without drafts. A step without a price is not chosen."""
-    engine = engines["adaptive"]
-    table = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
-    try:
-        engine.set_spec_rule({"table": str(table), "correct": True})
-        engine.stats()
-        list(engine.generate(requests(4, "priced"), SAMPLINGS["greedy"]))
-        assert SpecConfig(0) not in {s.config for s in engine.stats()} and engine.spec_rule_report()["predicted_ms"] > 0
-    finally:
-        engine.set_schedule(k(3))
-
-
 def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) -> None:
     engine = engines["adaptive"]
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}
@@ -547,50 +494,6 @@ def test_a_sample_goes_on_on_another_engine(engines: dict[str, SGLangEngine], fi
 
 
 @pytest.mark.slow
-def test_an_idle_engine_takes_what_another_has_not_begun(engines: dict[str, SGLangEngine]) -> None:
-    """One engine gets 160 samples of a prompt and runs 32 at once; the other gets two, which end long before."""
-    sampling = Sampling(max_new_tokens=24, ignore_eos=True)
-    first, second = requests(2, "steal")
-    asked = [Request(f"steal-{i:03d}.", first.prompt, seed=i) for i in range(160)]
-    asked += [Request(f"steal-{i:03d}.", second.prompt, seed=i) for i in range(160, 162)]
-    engines["adaptive"].set_schedule(k(1))
-    whole = engines["adaptive"].generate(asked, sampling)
-    pool = EnginePool({name: engines[name] for name in ("adaptive", "plain")})
-    seen: list[str] = []
-    samples = pool.generate(asked, sampling, lambda s: seen.append(s.request_id))
-    assert texts(samples) == texts(whole) and sorted(seen) == [r.id for r in asked]
-    assert pool.stolen > 0 and engines["adaptive"].not_begun() == []
-
-
-def test_partials_that_have_ended_or_are_wrong(engines: dict[str, SGLangEngine]) -> None:
-    sampling = replace(SAMPLINGS["T=1"], max_new_tokens=40, stop_token_ids=tuple(range(3, 12)))
-    asked = requests(12, "ended")
-    samples = engines["adaptive"].generate(asked, sampling)
-    assert {s.status for s in samples} == {"finished", "truncated"}
-    partials = [replace(r, partial=Partial.of(s)) for r, s in zip(asked, samples, strict=True)]
-    again = engines["adaptive"].generate([*partials, *requests(1, "fresh")], sampling)
-    for sample, before in zip(again[:-1], samples, strict=True):
-        np.testing.assert_array_equal(sample.behaviour_logprobs, before.behaviour_logprobs)
-        for name in ("status", "policy_versions", "accepted", "accepted_spans"):
-            assert getattr(sample, name) == getattr(before, name)
-    plain = engines["plain"]
-    with pytest.raises(EngineError, match=r"\d+ response tokens were drawn before; expected at most max_new_tokens=30"):
-        plain.generate(partials, replace(sampling, max_new_tokens=30))
-    finished = next(r for r, s in zip(partials, samples, strict=True) if s.status == "finished")
-    response = np.append(finished.partial.response, 50)
-    longer = replace(finished.partial, response=response, logprobs=np.zeros(len(response)))
-    with pytest.raises(EngineError, match=r"response token \d+ of \d+ drawn before is \d+, a stop token"):
-        plain.generate([replace(finished, partial=longer)], replace(sampling, max_new_tokens=100))
-    with pytest.raises(
-        EngineError, match="request ended-000.: a sample goes on only in an engine with --verifier posit"
-    ):
-        engines["unkeyed"].generate(partials, sampling)
-    wrong = replace(partials[0], partial=replace(partials[0].partial, response=partials[0].partial.response + 200))
-    with pytest.raises(EngineError, match=r"requests\[0\].begun\[0\] is \d+; expected a token id from 0 to 159"):
-        plain.generate([wrong], sampling)
-
-
-@pytest.mark.slow
 def test_pause_and_resume(engines: dict[str, SGLangEngine]) -> None:
     engine = engines["adaptive"]
     engine.set_schedule(k(1))
@@ -706,24 +609,6 @@ def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict
     assert pushed(72, agreeing)["health/canary_failures"] == 0 and not engine.describe()["held"]
 
 
-def test_an_engine_without_the_plugin_is_unchecked() -> None:
-    """A server without our routes: nothing can be checked, and the error says so."""
-
-    class Bare(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.send_error(404)
-
-        def log_message(self, *_: object) -> None:
-            return None
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Bare) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        found = after_push([url], {}, 1, bool)
-        server.shutdown()
-    assert found.metrics()["health/unchecked_engines"] == 1 and found.unchecked == {url}
-
-
 def hundred_times_faster(path: Path) -> Path:
     """Make a cost table that no CPU can match, so that the engine's times must scale it."""
     data = json.loads((Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json").read_text())
@@ -776,29 +661,6 @@ def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngin
     assert resumed.rule() == speculation.learning.rule()
 
 
-def test_refusals_are_one_line(engines: dict[str, SGLangEngine]) -> None:
-    with pytest.raises(EngineError, match="cannot run k5; it was launched with off, k0, k1, k2, k3$"):
-        engines["adaptive"].set_schedule(k(5))
-    with pytest.raises(EngineError, match="cannot run k1; it was launched with off$"):
-        engines["plain"].set_schedule(k(1))
-    with pytest.raises(EngineError, match="cannot run k5, k7; it was launched with off, k0, k1, k2, k3$"):
-        engines["adaptive"].set_spec_rule({"stock": True})  # SGLang's built-in rule needs both
-    engines["plain"].set_schedule(SpecSchedule.fixed(OFF))
-    pool = EnginePool({name: engines[name] for name in ("plain", "adaptive")})
-    for wrong, told in (
-        (Request("r-000.", Prompt(0, np.full(5000, 7)), 1), "request r-000.: .*4096"),
-        (Request("r-000.", Prompt(0, np.full(5, 7)), -1), r"requests\[0\].sampling.sampling_seed is -1; expected"),
-    ):
-        with pytest.raises(RequestError, match=told):
-            pool.generate([wrong], SAMPLINGS["T=1"])
-    assert list(pool.engines) == ["plain", "adaptive"]
-    with pytest.raises(ValueError, match="2 requests, but only 1 distinct ids"):
-        engines["plain"].generate(requests(1) * 2, SAMPLINGS["T=1"])
-    with pytest.raises(ValueError, match="no tensors"):
-        engines["unkeyed"].update_weights(3, [])
-    engines["unkeyed"].update_weights(3, WEIGHTS.items())
-
-
 def test_an_engine_of_a_fixed_number_of_drafts_can_be_held(engines: dict[str, SGLangEngine]) -> None:
     engine = engines["unkeyed"]
     engine.set_schedule(k(3))
@@ -810,20 +672,6 @@ def test_an_engine_of_a_fixed_number_of_drafts_can_be_held(engines: dict[str, SG
         ran.append({str(one.config) for one in engine.stats()})
         assert engine.describe()["held"] == held
     assert ran == [{"off"}, {"k3"}]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
-def test_cuda_is_refused_where_there_is_none(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        serve.main(["--model", str(checkpoint), "--device", "cuda"])
-    assert "rlspec serve: --device cuda, but torch finds no CUDA device here" in capsys.readouterr().err
-
-
-def test_engine_has_the_nccl_setting_that_train_ranks_take(engines: dict[str, SGLangEngine]) -> None:
-    """The value is SGLang's own choice. A rank with another value is refused (`tests/host/test_environment.py`)."""
-    engine = engines["plain"]
-    assert engine.describe()["nccl_cumem_enable"] == environment.RANKS["NCCL_CUMEM_ENABLE"]
-    assert environment.disagreement(engine.describe()["nccl_cumem_enable"], {}) == ""
 
 
 def test_an_engine_with_a_key_refuses_requests_without_it(engines: dict[str, SGLangEngine], monkeypatch) -> None:

@@ -81,7 +81,6 @@ def test_text_does_not_depend_on_speculation(engines: Engines, name: str) -> Non
         same.test_drafting_after_off_equals_drafting_after_step_0,
         same.test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all,
         same.test_a_later_turn_finds_no_hole_in_the_drafters_cache,
-        same.test_a_table_without_step_0_never_chooses_step_0,
         same.test_pushed_weights_are_the_served_ones,
         same.test_samples_continue_under_new_weights,
         same.test_abort,

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from contextlib import ExitStack
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -13,13 +9,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rlspec.rollout.sglang.scheduler import token_filter, verifier
 
 ALL = 1 << 30  # SGLang's top_k of a request without one
 VOCABULARY = 151_680  # MiMo-7B
-NODES = 256 * 4  # of a round of 256 requests and three drafts
 
 
 @pytest.fixture(scope="module")
@@ -117,72 +111,3 @@ def test_a_nucleus_wider_than_the_cut_of_a_real_vocabulary(sampler):
     kept = token_filter.filtered(probs, top_ks, top_ps, None)
     assert agrees(kept[:3], probs[:3], kept_by_sglang(sampler, probs, top_ks, top_ps, None)[:3])
     assert (kept[0] > 0).sum() > token_filter.CUT and torch.equal(kept[3], probs[3])
-
-
-class Buffers(TorchDispatchMode):
-    """Record every operator with the shape and dtype of its results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[str, tuple[int, ...], torch.dtype]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
-        for result in results if isinstance(results, tuple | list) else [results]:
-            if isinstance(result, torch.Tensor):
-                self.made.append((func.overloadpacket.__name__, tuple(result.shape), result.dtype))
-        return results
-
-
-@pytest.mark.parametrize("limits", ["none", "top-k", "top-p"])
-def test_a_round_makes_no_large_buffers_on_a_gpu(sampler, limits):
-    """Run the verifier's draw over 1,024 nodes of 151,680 words on tensors without data.
-
-    SGLang's `multinomial_with_seed` is compiled on a GPU; compiled_draw.py has its buffers.
-    """
-    drawn = []
-
-    def multinomial(logprobs, seeds, positions):
-        drawn.append(logprobs.shape)
-        return seeds.new_empty(len(seeds), 1)
-
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(sampler, "multinomial_with_seed", multinomial))
-        # Whether a nucleus is wider than the cut depends on values.
-        patches.enter_context(mock.patch.object(torch.Tensor, "__bool__", lambda x: True))
-        group = SimpleNamespace(world_size=1)
-        patches.enter_context(mock.patch.object(verifier.versions.Sglang0523, "tensor_group", lambda self: group))
-        softmax = lambda self, logits: logits.softmax(-1)  # noqa: E731
-        patches.enter_context(mock.patch.object(verifier.versions.Sglang0523, "softmax", softmax))
-
-        def filtering(probs, top_ks, top_ps, min_ps, need_min_p, seeds, positions, **known):
-            limits = {"sampling_seed": seeds, "positions": positions, "need_min_p_sampling": need_min_p}
-            return verifier._sample_filtered(None, probs, top_ks, top_ps, min_ps, **limits, **known)
-
-        patches.enter_context(mock.patch.object(sampler, "top_k_top_p_min_p_sampling_from_probs_torch", filtering))
-        empty = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
-        batch = NODES // 4
-        info = SimpleNamespace(
-            temperatures=empty(batch, 1), top_ks=empty(batch, dtype=torch.int32), top_ps=empty(batch),
-            min_ps=empty(batch), sampling_seed=empty(batch, dtype=torch.int64), need_min_p_sampling=False,
-            need_top_k_sampling=limits == "top-k", need_top_p_sampling=limits == "top-p",
-            max_top_k=50 if limits == "top-k" else None,
-        )  # fmt: skip
-        logits = empty(NODES, VOCABULARY)
-        verified = verifier.VerifyPass(info, logits, empty(NODES, dtype=torch.int64), 4)
-        with Buffers() as buffers:
-            tokens = verifier.sample_targets(verified)
-    assert tokens.shape == (NODES,) and sum(rows for rows, _ in drawn) == NODES
-    wide = [made for made in buffers.made if made[1][-1:] == (VOCABULARY,) and len(made[1]) > 1]
-    assert {dtype for _, _, dtype in wide} <= {torch.float32, torch.bool, torch.int32}
-    assert not {"sort", "argsort"} & {name for name, _, _ in wide}
-    assert max(rows * columns for _, (rows, columns), _ in wide) <= verifier.ELEMENTS
-
-
-@pytest.mark.slow  # imports and compiles SGLang's draw in a process of its own; fifteen seconds
-def test_the_compiled_draw_in_a_process_of_its_own(request):
-    """Training on a CPU replaces functions of torch, and torch's compiler keeps a table of those it has seen first."""
-    cases = Path(__file__).with_name("compiled_draw.py")
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", str(cases)]
-    done = subprocess.run(command, cwd=request.config.rootpath, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]

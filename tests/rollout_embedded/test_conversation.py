@@ -1,7 +1,5 @@
 """Samples of several turns, in the embedded engine: text, masks, log-probs, drafts, and what ends a conversation."""
 
-import contextlib
-import sys
 import threading
 from dataclasses import replace
 
@@ -10,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rlspec import custom
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.conversation import Conversations
@@ -138,35 +135,6 @@ def test_no_token_past_the_limit(model):
     assert {len(s.response) for s in samples} == {5} and {s.status for s in samples} == {"truncated"}
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (lambda conversation: 1 / 0, "rollout.function=m:f: ZeroDivisionError: division by zero"),
-        (lambda conversation: conversation.reply(), "returned '.*'; expected None or a finite number"),
-        (lambda conversation: conversation.append("A"), "the function asked for no reply"),
-        (lambda conversation: 10**400, "returned 1000.*; expected None or a finite number"),
-        (lambda conversation: Silent(), r"returned \(Silent, whose repr\(\) raised RuntimeError\)"),
-        (
-            lambda conversation: (conversation.reply(), "0.5")[1],
-            "m:f .*: the function returned '0.5'; expected None or a",
-        ),
-        (lambda conversation: raising(KeyboardInterrupt()), "m:f: KeyboardInterrupt "),
-        (lambda conversation: sys.exit(0), "m:f: it would end the process with exit code 0 "),
-        (lambda conversation: raising(Silent("x")), r"m:f: Silent: \(Silent, whose str\(\) raised RuntimeError\)"),
-        (lambda conversation: conversation.prompt.tokens.fill(5), "m:f: ValueError: .*read-only"),
-        (lambda conversation: setattr(conversation, "prompt", None), "m:f: AttributeError: .*'prompt'"),
-        (lambda conversation: setattr(conversation, "sampling", Sampling(5.0)), "m:f: AttributeError: .*'sampling'"),
-        (lambda conversation: conversation.append(["A", "B"]), "m:f: TypeError: append: expected text, found list"),
-        (lambda conversation: conversation.reply(stop_token_ids="AB"), "m:f: TypeError: 'str' object cannot be"),
-        (lambda conversation: conversation.reply(max_new_tokens=2.5), "m:f: TypeError: 'float' object cannot be"),
-    ],
-)
-def test_a_wrong_function_ends_the_rollout_in_one_line(model, monkeypatch, function, expected):
-    monkeypatch.setitem(__import__("sys").modules, "m", type("m", (), {"f": staticmethod(function)}))
-    with pytest.raises(ConfigError, match=expected):
-        drawn(model, custom.load("rollout.function", "m:f"))
-
-
 def test_a_failure_where_a_sample_is_taken_ends_the_rollout(model):
     """It must not leave a thread dead and the rollout waiting."""
 
@@ -196,29 +164,6 @@ def test_a_function_that_does_not_go_on_ends_the_rollout(model, patient):
     try:
         with pytest.raises(ConfigError, match=r"did not go on for 0.5 s \(rollout.timeout_seconds\)"):
             conversations.draw(oracle.requests(PROMPTS), LONG)
-    finally:
-        release.set()
-
-
-def test_a_function_that_catches_the_end_of_its_conversation_does_not_keep_the_rollout(model):
-    """Its thread stays behind, and the first failure ends the rollout after `seconds`."""
-    release, began = threading.Event(), threading.Event()
-
-    def catches_all(conversation):
-        if conversation.prompt.id == 0:
-            began.wait()
-            raise ValueError("the first failure")
-        while not release.is_set():
-            with contextlib.suppress(BaseException):
-                conversation.reply(max_new_tokens=1)
-                began.set()
-                release.wait(0.01)
-
-    engine = oracle.engine_of(*model, K3)
-    conversations = Conversations(catches_all, EnginePool({"a": engine}), Letters(), seconds=0.5)
-    try:
-        with pytest.raises(ValueError, match="the first failure"):
-            conversations.draw(oracle.requests(PROMPTS), replace(LONG, max_new_tokens=200))
     finally:
         release.set()
 
@@ -254,23 +199,6 @@ def test_a_conversation_takes_one_turn_at_a_time(model):
     finally:
         seen.set()
     assert len(said) == 2
-
-
-def test_a_long_text_is_cut_before_it_is_tokenised(model):
-    seen = []
-
-    class Counting(Letters):
-        def __call__(self, text, add_special_tokens=False):
-            seen.append(len(text))
-            return super().__call__(text)
-
-    def tells_much(conversation):
-        conversation.reply(max_new_tokens=2)
-        conversation.append("A" * 10_000_000)
-
-    engine = oracle.engine_of(*model, K3)
-    samples = Conversations(tells_much, EnginePool({"a": engine}), Counting()).draw(oracle.requests(PROMPTS[:1]), LONG)
-    assert len(samples[0].response) == LONG.max_new_tokens and max(seen) < 100_000
 
 
 class Silent(Exception):
@@ -318,14 +246,6 @@ def test_another_engine_goes_on_where_one_is_lost(model):
     samples = Conversations(three_turns, pool, Letters()).draw(oracle.requests(PROMPTS, group=2), LONG)
     assert [s.tokens.tolist() for s in samples] == expected
     assert len(pool.engines) == 1 and pool.continued == 2
-
-
-def test_a_spare_engine_gets_no_turn_while_another_one_is_left(model):
-    spare = Lost(oracle.engine_of(*model, K3))
-    pool = EnginePool({"spare": spare, "a": oracle.engine_of(*model, K3)})
-    pool.serve(["a"])
-    Conversations(three_turns, pool, Letters()).draw(oracle.requests(PROMPTS), LONG)
-    assert spare.answers == 0
 
 
 def test_an_abort_reaches_a_turn_that_is_on_its_way(model):

@@ -53,17 +53,3 @@ def test_an_abort_on_one_rank_ends_the_sample_on_all(answers):
     assert answers[1]["aborted"] == answers[0]["aborted"]
     assert status == "aborted" and 0 < len(tokens) < 220
     assert rest == "truncated" and len(whole) == 220
-
-
-def test_a_size_that_does_not_divide_the_model_is_refused(monkeypatch):
-    from megatron_rlspec.rollout.embedded import engine
-
-    class Three:
-        rank, size = 0, 3
-
-        def __init__(self, group):
-            pass
-
-    monkeypatch.setattr(engine, "TensorParallel", Three)
-    with pytest.raises(ValueError, match="tensor parallel size 3 does not divide heads=4"):
-        oracle.engine_of(*oracle.tiny(), group=object())

@@ -99,24 +99,6 @@ def test_a_sample_that_has_ended_comes_back_as_it_is(model):
     assert len(seen) == len(wanted) and engine.stats() == []
 
 
-def test_wrong_partials_are_refused_in_one_line(model):
-    engine = engine_of(model, OFF)
-    [request] = oracle.requests(PROMPTS[:1])
-    tokens = np.array([4, 5, 6, 7])
-    partial = Partial(tokens, np.zeros(4, np.float32), ((0, 0, 4),))
-    request = replace(request, partial=partial)
-    with pytest.raises(EngineError, match="4 response tokens were drawn before; expected at most max_new_tokens=3"):
-        engine.generate([request], replace(LONG, max_new_tokens=3))
-    with pytest.raises(EngineError, match="response token 1 of 4 drawn before is 5, a stop token"):
-        engine.generate([request], replace(LONG, stop_token_ids=(5,)))
-    assert partial.then(((0, 0, 2), (3, 2, 5))) == ((0, 0, 6), (3, 6, 9))
-    assert partial.then(((2, 0, 5),)) == ((0, 0, 4), (2, 4, 9))
-    with pytest.raises(ValueError, match="a partial sample of 0 tokens"):
-        Partial(tokens[:0], np.zeros(0, np.float32), ())
-    assert engine.generate([request], replace(LONG, max_new_tokens=4))[0].status == "truncated"
-    assert engine.generate([request], replace(LONG, stop_token_ids=(7,), max_new_tokens=4))[0].status == "finished"
-
-
 def test_a_failed_engine_tells_what_its_samples_had(model):
     engine = engine_of(model, SpecConfig(2), max_running_requests=2)
     wanted = oracle.requests(PROMPTS)

@@ -11,8 +11,6 @@ import torch
 from pieces import Pieces, first_end
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.rollout.conversation import Conversations
-from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.texts import StopStrings
 from megatron_rlspec.types import OFF, Partial, Sampling, SpecConfig
 
@@ -94,22 +92,6 @@ def test_what_decides_at_a_token_are_the_last_tokens_alone():
         assert (found and found[1]) == (known and known[1])
     two = StopStrings(("cc", "b"), Pieces().decode)
     assert two.end([1, 2, 2], 0) == (1, "b") and two.end([2, 2, 1], 0) == (2, "cc")
-
-
-def test_a_reply_of_a_conversation_ends_at_a_string(model):
-    def turns(conversation):
-        first = conversation.reply(stop=["ab", "ba"])
-        conversation.append("x")
-        return float(any(string in first for string in ("ab", "ba", "da")) == conversation.finished)
-
-    class Tokenizer(Pieces):
-        def __call__(self, text, add_special_tokens=False):
-            return {"input_ids": [1]}
-
-    conversations = Conversations(turns, EnginePool({"a": engine_of(model, SpecConfig(3))}), Tokenizer())
-    samples = conversations.draw(oracle.requests(PROMPTS, group=2), replace(LONG, stop=("da",)))
-    assert {sample.reward for sample in samples} == {1.0}
-    assert len({len(sample.response) for sample in samples}) > 2
 
 
 def test_without_a_tokenizer_stop_strings_are_refused(model):
