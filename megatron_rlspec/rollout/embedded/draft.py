@@ -181,29 +181,26 @@ def cut(pending: np.ndarray, candidates: Candidates, keep: np.ndarray) -> Tree:
     above = candidates.parents.cpu().numpy()
     above = np.where(above < 0, 0, np.take_along_axis(number, np.maximum(above, 0), 1))
     valid = np.arange(width) < count[:, None]
-    root = roots(pending)
-    return Tree(
-        np.concatenate(
-            [root.tokens, np.take_along_axis(candidates.tokens.cpu().numpy(), order, 1)], 1
-        ),
-        np.concatenate([root.parents, np.take_along_axis(above, order, 1)], 1),
-        np.concatenate([root.depth, np.where(valid, candidates.depth[order], 0)], 1),
-        np.concatenate([root.valid, valid], 1),
-        np.concatenate(
-            [root.scores, np.take_along_axis(candidates.scores.float().cpu().numpy(), order, 1)], 1
-        ),
+    nodes = Tree(
+        np.take_along_axis(candidates.tokens.cpu().numpy(), order, 1),
+        np.take_along_axis(above, order, 1),
+        np.where(valid, candidates.depth[order], 0),
+        valid,
+        np.take_along_axis(candidates.scores.float().cpu().numpy(), order, 1),
     )
+    fields = zip(roots(pending), nodes, strict=True)
+    return Tree(*(np.concatenate(both, 1) for both in fields))
 
 
 def joined(first: Tree, second: Tree) -> Tree:
     """Return the trees of two batches as one batch, padded to the larger number of nodes."""
     width = max(first.tokens.shape[1], second.tokens.shape[1])
-    both = []
-    for x, y in zip(first, second, strict=True):
-        both.append(
-            np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in (x, y)])
-        )
-    return Tree(*both)
+
+    def padded(values: np.ndarray) -> np.ndarray:
+        return np.pad(values, ((0, 0), (0, width - values.shape[1])))
+
+    fields = zip(first, second, strict=True)
+    return Tree(*(np.concatenate([padded(x), padded(y)]) for x, y in fields))
 
 
 def ancestors(parents: np.ndarray) -> np.ndarray:

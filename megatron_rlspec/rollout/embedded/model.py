@@ -281,18 +281,17 @@ class Decoder:
         inner = self.arch.draft_intermediate
         self.mtp = self._layer(EAGLE3 + "midlayer.", width=2 * h, intermediate=inner)
         prefixes = [f"{EAGLE3}layers.{index}." for index in range(1, self.arch.eagle3_layers)]
-        self.further = [
-            self._layer(prefix, intermediate=inner, norm="hidden_norm") for prefix in prefixes
-        ]
+        self.further = []
+        for prefix in prefixes:
+            self.further.append(self._layer(prefix, intermediate=inner, norm="hidden_norm"))
         self.hidden_norm = self._new({EAGLE3 + "midlayer.hidden_norm.weight": h})
-        self.joined_norm = (
-            self._new({EAGLE3 + "input_norm.weight": width}) if self.arch.norms_joined else None
-        )
-        names = [
-            f"{EAGLE3}fc_norm.{tap}.weight"
-            for tap in range(len(self.arch.taps) if self.arch.norms_each else 0)
-        ]
-        self.each_norm = [self._new({name: h}) for name in names]
+        self.joined_norm = None
+        if self.arch.norms_joined:
+            self.joined_norm = self._new({EAGLE3 + "input_norm.weight": width})
+        self.each_norm = []
+        if self.arch.norms_each:
+            for tap in range(len(self.arch.taps)):
+                self.each_norm.append(self._new({f"{EAGLE3}fc_norm.{tap}.weight": h}))
         self.token_norm = self.mtp.norm1
         self.input_proj = self._new({EAGLE3 + "fc.weight": h}, width)
         self.final_norm = self._new({EAGLE3 + "norm.weight": h})
@@ -329,21 +328,16 @@ class Decoder:
         kv = cache[self.arch.layers]
         if self.arch.taps:
             state = hidden if hidden.shape[-1] == self.arch.hidden else self._projected(hidden)
-            pair = torch.cat(
-                [self._rms(embedded, self.token_norm), self._rms(state, self.hidden_norm)], -1
-            )
+            parts = [self._rms(embedded, self.token_norm), self._rms(state, self.hidden_norm)]
+            pair = torch.cat(parts, -1)
             state = self._block(self.mtp, state, plan, kv, pair)
             for index, layer in enumerate(self.further, self.arch.layers + 1):
                 state = self._block(layer, state, plan, cache[index])
             return self._rms(state, self.final_norm) if self.arch.norm_output else state
         embedded = embedded.masked_fill_(plan.first[:, None], 0)
-        pair = torch.cat(
-            [self._rms(hidden, self.hidden_norm), self._rms(embedded, self.token_norm)], -1
-        )
-        return self._rms(
-            self._block(self.mtp, self.packed.linear(pair, self.input_proj), plan, kv),
-            self.final_norm,
-        )
+        parts = [self._rms(hidden, self.hidden_norm), self._rms(embedded, self.token_norm)]
+        state = self.packed.linear(torch.cat(parts, -1), self.input_proj)
+        return self._rms(self._block(self.mtp, state, plan, kv), self.final_norm)
 
     def _projected(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `fc` of the target's hidden states [N, n · H], normed before as the drafter says, [N, H]."""
@@ -351,10 +345,8 @@ class Decoder:
             hidden = self._rms(hidden, self.joined_norm)
         if self.each_norm:
             parts = hidden.split(self.arch.hidden, -1)
-            hidden = torch.cat(
-                [self._rms(part, norm) for part, norm in zip(parts, self.each_norm, strict=True)],
-                -1,
-            )
+            normed = map(self._rms, parts, self.each_norm)
+            hidden = torch.cat(list(normed), -1)
         return self.packed.linear(hidden, self.input_proj)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -378,25 +370,18 @@ class Decoder:
             )
         words = words.to(self.device, torch.int64).sort().values
         vocab = self.arch.vocab
-        if (
-            not len(words)
-            or int(words[0]) < 0
-            or int(words[-1]) >= vocab
-            or len(words.unique()) < len(words)
-        ):
+        valid = len(words) > 0 and int(words[0]) >= 0 and int(words[-1]) < vocab
+        if not valid or len(words.unique()) < len(words):
             raise ValueError(
                 f"draft vocabulary: expected different ids from 0 to {vocab - 1}, at least one"
             )
-        held = vocab // self.comm.size
-        of_ranks = [
-            words[(words >= held * rank) & (words < held * (rank + 1))]
-            for rank in range(self.comm.size)
-        ]
+        # each rank has a block of the head's rows
+        rows = vocab // self.comm.size
+        of_ranks = [words[words // rows == rank] for rank in range(self.comm.size)]
         width = max(len(part) for part in of_ranks)  # every rank computes as many columns
-        self.draft_ids = torch.cat(
-            [F.pad(part, (0, width - len(part)), value=-1) for part in of_ranks]
-        )
-        own = of_ranks[self.comm.rank] - held * self.comm.rank
+        padded = [F.pad(part, (0, width - len(part)), value=-1) for part in of_ranks]
+        self.draft_ids = torch.cat(padded)
+        own = of_ranks[self.comm.rank] - rows * self.comm.rank
         self._draft_rows = F.pad(own, (0, width - len(own)))
         self.renew_draft_head()
 
@@ -476,10 +461,9 @@ class Decoder:
 
     def _add(self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return x + y @ weightᵀ, with the product summed over ranks; only the first rank adds x."""
-        first = self.comm.rank == 0
-        return self.comm.sum(
-            self.packed.add(x, y, weight) if first else self.packed.linear(y, weight)
-        )
+        if self.comm.rank == 0:
+            return self.comm.sum(self.packed.add(x, y, weight))
+        return self.comm.sum(self.packed.linear(y, weight))
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         # as in Transformers: normalise in float32, scale in x.dtype

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-LEAST = (
-    1 << 17
-)  # elements of a matrix that is packed: a call of oneDNN costs 10 µs more, and small matrices stay in cache
+# elements of a matrix that is packed: a call of oneDNN costs 10 µs more, and small matrices stay in cache
+LEAST = 1 << 17
 
 
 class PackedWeights:
@@ -45,22 +44,20 @@ class PackedWeights:
             self._copies.pop(weight, None)
 
     def _packed(self, weight: torch.Tensor) -> torch.Tensor | None:
-        found = self._copies.get(weight)
-        version = weight._version
-        if found is None or found[0] != version:
-            found = self._copies[weight] = (version, _pack(weight))
-        return found[1]
+        version, copy = self._copies.get(weight, (-1, None))
+        if version != weight._version:
+            copy = _pack(weight)
+            self._copies[weight] = (weight._version, copy)
+        return copy
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor | None:
     """Return a copy in oneDNN's layout; None for a small matrix, or without a fast product of this dtype."""
-    if (
-        weight.device.type != "cpu"
-        or weight.numel() < LEAST
-        or not torch.backends.mkldnn.is_available()
-    ):
+    if weight.device.type != "cpu" or weight.numel() < LEAST:
         return None
-    fast = weight.dtype == torch.float32 or (
-        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    if not torch.backends.mkldnn.is_available():
+        return None
+    fast = weight.dtype == torch.float32
+    if weight.dtype == torch.bfloat16:
+        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach()) if fast else None

@@ -46,14 +46,11 @@ class ActiveRequest:
         for token, logprob in zip(new.tokens.tolist(), new.logprobs.tolist(), strict=True):
             self.response.append(token)
             self.logprobs.append(logprob)
-            status = (
-                "finished"
-                if self.stopped()
-                else "truncated"
-                if len(self.response) >= limit
-                else None
-            )
-            if status is not None:
+            if self.stopped():
+                status = "finished"
+                break
+            if len(self.response) >= limit:
+                status = "truncated"
                 break
         last = len(self.response)
         if new.accepted:
@@ -68,9 +65,9 @@ class ActiveRequest:
     def stopped(self) -> bool:
         """Return whether the last token ends the response."""
         last = len(self.response) - 1
-        return self.response[last] in self.stops or (
-            self.strings is not None and self.strings.end(self.response, last) is not None
-        )
+        if self.response[last] in self.stops:
+            return True
+        return self.strings is not None and self.strings.end(self.response, last) is not None
 
     def finish(self, status: Status) -> None:
         """Set `sample`."""
@@ -90,9 +87,5 @@ class ActiveRequest:
     def progress(self) -> tuple[str, int, int, float]:
         """Return the first four fields of `Held`. The round that drew the first token counts here."""
         prompt = len(self.request.prompt.tokens)
-        return (
-            self.request.id,
-            prompt,
-            prompt + len(self.response),
-            len(self.response) / (self.rounds + 1),
-        )
+        accept = len(self.response) / (self.rounds + 1)
+        return self.request.id, prompt, prompt + len(self.response), accept

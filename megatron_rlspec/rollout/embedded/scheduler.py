@@ -51,9 +51,9 @@ class Scheduler:
         """Return requests as the engine works on them. Raises EngineError for stop strings without a tokenizer."""
         runs = []
         for request, sampling in requests:
-            stops = frozenset(sampling.stop_token_ids) | (
-                frozenset() if sampling.ignore_eos else self.ends
-            )
+            stops = frozenset(sampling.stop_token_ids)
+            if not sampling.ignore_eos:
+                stops |= self.ends
             strings = StopStrings(sampling.stop, self._decode) if sampling.stop else None
             runs.append(ActiveRequest(request, sampling, stops, strings))
         return runs

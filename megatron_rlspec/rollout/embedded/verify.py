@@ -54,9 +54,8 @@ def coin(probability: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> 
 
 def logprobs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Return log softmax(logits / T) [N, V] with `temperature [N]` as T; rows with T = 0 use T = 1."""
-    return torch.log_softmax(
-        logits / torch.where(temperature > 0, temperature, 1.0).to(logits.dtype)[:, None], -1
-    )
+    divisor = torch.where(temperature > 0, temperature, 1.0).to(logits.dtype)
+    return torch.log_softmax(logits / divisor[:, None], -1)
 
 
 def filtered(
@@ -78,9 +77,8 @@ def filtered(
         above = ordered.cumsum(-1) - ordered
         rank = torch.arange(logp.shape[1], device=logp.device)
         limit = torch.where(top_k > 0, top_k, logp.shape[1])
-        behind = (rank >= limit[:, None]) | (
-            above > torch.where(top_p < 1, top_p, 2.0).to(above.dtype)[:, None]
-        )
+        most = torch.where(top_p < 1, top_p, 2.0).to(above.dtype)
+        behind = (rank >= limit[:, None]) | (above > most[:, None])
         outside |= torch.zeros_like(behind).scatter_(1, ids, behind)
     return logp.masked_fill(outside, float("-inf"))
 
@@ -159,9 +157,8 @@ def reject(
     b, k = drafts.shape
     rows = torch.arange(b, device=drafts.device)
     ratio = p[:, :k].gather(2, drafts[:, :, None]) / q.gather(2, drafts[:, :, None])
-    ok = coin(ratio.reshape(-1), coin_seeds.repeat_interleave(k), keys[:, :k].reshape(-1)).view(
-        b, k
-    )
+    ok = coin(ratio.reshape(-1), coin_seeds.repeat_interleave(k), keys[:, :k].reshape(-1))
+    ok = ok.view(b, k)
     residual = p.clone()
     residual[:, :k] -= q
     residual.clamp_(min=0)
