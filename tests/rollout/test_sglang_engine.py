@@ -7,7 +7,6 @@ speculates with correct sampling that is not position-keyed: the sampler that th
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 import threading
@@ -32,8 +31,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine, _body
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.speculation.acceptance import Acceptance, pooled
-from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.acceptance import pooled
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Partial, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
@@ -607,58 +605,6 @@ def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict
     assert failed["health/canary_failures"] == 1 and failed["health/canary_accept_length"] < 2
     assert "accept length" in engine.describe()["held"]
     assert pushed(72, agreeing)["health/canary_failures"] == 0 and not engine.describe()["held"]
-
-
-def hundred_times_faster(path: Path) -> Path:
-    """Make a cost table that no CPU can match, so that the engine's times must scale it."""
-    data = json.loads((Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json").read_text())
-    for row in data["rounds"]:
-        row["ms"] /= 100
-    path.write_text(json.dumps(data))
-    return path
-
-
-def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngine], tmp_path: Path) -> None:
-    """A few rounds accept everything, many accept nothing. Every engine's rule gets the ratio of sums."""
-    few = engines["adaptive"]
-    many = engines["unkeyed"]
-    few.update_weights(60, tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"]).items())
-    many.update_weights(60, WEIGHTS.items())
-    few.set_schedule(k(3))
-    for engine in (few, many):
-        engine.stats()
-    whole = 1 + 8 * 4  # tokens: the prefill's, and eight rounds that the limit does not cut
-    samples = few.generate(requests(2), Sampling(temperature=0, max_new_tokens=whole, ignore_eos=True))
-    samples += many.generate(requests(12), Sampling(max_new_tokens=30, ignore_eos=True))
-    speculation = Speculation(Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0)))
-    found = speculation.after_rollout([few.url, many.url])
-    assert found["rollout/spec_share_k3"] == 1.0
-    shares = [sum(s.accepted[1:]) / sum(s.accepted) for s in (samples[0], samples[-1])]
-    assert shares[0] == 1.0 and shares[1] < 0.2
-    assert found["rollout/spec_accept_1"] < 0.2
-    start = Acceptance.from_json(speculation.learning.rule()["acceptance"])
-    learnt = [round(rate, 4) for rate in start.rates]
-    for engine in (few, many):
-        report = engine.spec_rule_report()
-        assert report["acceptance"][:3] == learnt[:3] and not report["rounds"]
-        engine.generate(requests(2), Sampling(max_new_tokens=4, ignore_eos=True))
-        assert "predicted_ms" in engine.spec_rule_report()  # it decides by costs, not by a schedule
-    # By a cost table: its times are scaled by what rounds took, and what it did not measure is no candidate.
-    costs = hundred_times_faster(tmp_path / "costs.json")
-    by_table = Speculation(
-        Learning([0, 1, 2, 3], str(costs), Roofline.of_model(CONFIG, 64.0), scale_table=True),
-        [SpecConfig(*config) for config in few.describe()["configs"]],
-    )
-    few.set_schedule(k(2))
-    few.generate(requests(4), Sampling(max_new_tokens=20, ignore_eos=True))
-    assert by_table.after_rollout([few.url])["health/unreachable_engines"] == 0
-    given = by_table.learning.rule()
-    measured = CostTable.load(costs)
-    scaled = CostTable.from_json(given["table"]).ms(SpecConfig(2), 4, 400) / measured.ms(SpecConfig(2), 4, 400)
-    assert not 0.99 < scaled < 1.01
-    resumed = Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0))
-    assert resumed.restore(json.loads(json.dumps(speculation.learning.state()))) == ""
-    assert resumed.rule() == speculation.learning.rule()
 
 
 def test_an_engine_of_a_fixed_number_of_drafts_can_be_held(engines: dict[str, SGLangEngine]) -> None:
