@@ -201,5 +201,5 @@ def test_the_round_that_a_gpu_still_computes_is_no_time_of_catching_up(monkeypat
     monkeypatch.setattr(controller, "rounds", SimpleNamespace(catching_up=told.append))
     batch = SimpleNamespace(seq_lens=SimpleNamespace(device=SimpleNamespace(type="cuda")))
     ours = SimpleNamespace(gap=SimpleNamespace(close=close), _batch=batch, _config=SpecConfig(3))
-    controller.ScheduleController._catch_up(ours, 4, [])
+    controller.ScheduleController._catch_up(ours, 4)
     assert told == [pytest.approx(6.0)] and ours._caught_up == pytest.approx(6.0)
