@@ -25,7 +25,7 @@ def train(
                 # rank 0: engines generate, rewards score; all ranks get the groups
                 groups = run.collect(step)
             # with train.record_gib: the policy and these rollouts, for `rlspec replay`
-            run.keep(groups)
+            run.record_trajectory(groups)
             with run.clock("train"):
                 # advantages within each group, then this rank's micro-batches
                 batches = run.pack(groups)
@@ -40,7 +40,7 @@ def train(
                 run.push()
             run.record(step, metrics, groups)
             run.checkpoint()
-        run.keep()
+        run.record_trajectory()
         run.evaluate("last")
         run.finish()
 

@@ -17,13 +17,13 @@ from megatron_rlspec.types import Group, PackedBatch, Sample
 
 def advantages(config: Config, groups: Sequence[Group]) -> list[float]:
     """Return the advantage of every sample, in the order of groups. It is computed within each group."""
-    found: list[float] = []
+    values: list[float] = []
     for group in groups:
-        found += _of_group(config, group)
-    return found
+        values += _group_advantages(config, group)
+    return values
 
 
-def _of_group(config: Config, group: Group) -> list[float]:
+def _group_advantages(config: Config, group: Group) -> list[float]:
     algorithm = config.algorithm
     longest = config.rollout.max_new_tokens
     shaped = []
@@ -33,8 +33,8 @@ def _of_group(config: Config, group: Group) -> list[float]:
         shaped.append(sample.reward + penalty)
     known = [not rewards.failed(sample) for sample in group.samples]
     if custom.is_function(algorithm.advantage):
-        own = custom.load("algorithm.advantage", algorithm.advantage)
-        return grpo.own_advantages(own, group.samples, shaped, known, algorithm).tolist()
+        function = custom.load("algorithm.advantage", algorithm.advantage)
+        return grpo.own_advantages(function, group.samples, shaped, known, algorithm).tolist()
     return grpo.advantages(shaped, normalise_std=algorithm.normalise_std, known=known).tolist()
 
 

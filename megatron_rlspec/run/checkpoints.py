@@ -44,15 +44,15 @@ class Drawn(NamedTuple):
         done     steps of the run so far, so version `done` + 1 trains next
         partial  whether begun groups go on; they end in the step after that of `ahead`
         """
-        spans = [
-            span
-            for group in self.ahead
-            for sample in group.samples
-            for span in sample.policy_versions
-        ]
-        ages = [done + 1 - version for version, _, _ in spans]
-        begun = [group.oldest for group in self.begun if partial]
-        return max([0, *ages, *(done + 1 + bool(self.ahead) - version for version in begun)])
+        age = 0.0
+        for group in self.ahead:
+            for sample in group.samples:
+                for version, _, _ in sample.policy_versions:
+                    age = max(age, done + 1 - version)
+        if partial:
+            for begun in self.begun:
+                age = max(age, done + 1 + bool(self.ahead) - begun.oldest)
+        return age
 
 
 class Checkpoints:
@@ -67,11 +67,8 @@ class Checkpoints:
 
     def whole(self) -> list[Path]:
         """Return the whole checkpoints, the oldest first. A copy that a user named otherwise is none."""
-        return sorted(
-            path
-            for path in self.folder.glob("step-*/")
-            if path.name.removeprefix("step-").isdecimal()
-        )
+        folders = sorted(self.folder.glob("step-*/"))
+        return [path for path in folders if path.name.removeprefix("step-").isdecimal()]
 
     def write_state(self, step: int, state: Mapping[str, Any], drawn: Drawn) -> None:
         """Write the small files. Raises OSError."""
@@ -91,14 +88,12 @@ class Checkpoints:
             state = read_json(file)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {advice(path)}") from None
-        if state.pop(_CHECKSUM, None) != _checksum(state) or state.get("step") != int(
-            path.name.removeprefix("step-")
-        ):
+        if state.pop(_CHECKSUM, None) != _checksum(state):
             raise CheckpointError(_damaged(file))
-        parts = [
-            _read_groups(path.with_suffix(suffix), state.pop(_checksum_name(suffix), ""), kind)
-            for suffix, kind in _FORMATS.items()
-        ]
+        parts = []
+        for suffix, kind in _FORMATS.items():
+            checksum = state.pop(_checksum_name(suffix), "")
+            parts.append(_read_groups(path.with_suffix(suffix), checksum, kind))
         return state, Drawn(*parts)
 
     def discard(self, step: int) -> None:

@@ -68,9 +68,8 @@ class Drafting:
         if self.schedule is not None:
             self.schedule.observe(groups)
         if self._vocabulary is not None:
-            self._vocabulary.observe(
-                sample.response for group in groups for sample in group.samples
-            )
+            samples = [sample for group in groups for sample in group.samples]
+            self._vocabulary.observe(sample.response for sample in samples)
             self._trainer.set_draft_vocabulary(self._vocabulary.ids())
 
     def during_rollout(self, step: int, begin: Callable[[], object]) -> None:
@@ -118,16 +117,20 @@ class Drafting:
         samples = [sample for group in self._rollouts for sample in group.samples]
         order = np.random.default_rng(step).permutation(len(samples))
         prediction = self._trainer.prediction
-        for part in np.array_split(order, min(FRESH_UPDATES * (step + 1), len(order))):
+        updates = min(FRESH_UPDATES * (step + 1), len(order))
+        for part in np.array_split(order, updates):
             batches = pack([samples[i] for i in part])
             self._trainer.train_step(batches, objective="grpo", train_policy=False)
         self._trainer.prediction = prediction  # of texts that it had not learnt from
         if step + 1 >= FRESH_STEPS:
-            self._teaches, self._rollouts = False, []
+            self._teaches = False
+            self._rollouts = []
 
     def hot_tokens(self) -> np.ndarray | None:
         """Return the ids that drafts are chosen from, ascending; None if drafts are chosen from all."""
-        return None if self._vocabulary is None else self._vocabulary.ids()
+        if self._vocabulary is None:
+            return None
+        return self._vocabulary.ids()
 
     def state(self) -> tuple[dict[str, Any], Sequence[Group]]:
         """Return the state for a checkpoint, as JSON, and the rollouts that the schedule keeps."""

@@ -89,21 +89,24 @@ class Engines:
 
         Waits for engines that are starting, and adds them. Raises EngineError if no engine is left then.
         """
-        if not self._asleep:  # a warm start takes several steps before a push
-            if self._restarts.pending:  # they would take the step's memory
-                self._restarts.settle()
-                self.record_losses()
-                self._add_restarted()
-            self.pool.everywhere(lambda engine: engine.sleep())
-            self._asleep = True
+        if self._asleep:  # a warm start takes several steps before a push
+            return
+        if self._restarts.pending:
+            # Engines that are starting would take the step's memory.
+            self._restarts.settle()
+            self.record_losses()
+            self._add_restarted()
+        self.pool.everywhere(lambda engine: engine.sleep())
+        self._asleep = True
 
     def wake(self) -> None:
         """Let engines that sleep take their memory back."""
-        if self._asleep:
-            self._asleep = False  # before an engine may fail: one that replaces it is awake
-            for name in self.pool.engines:
-                self.health.pusher.forget(name)
-            self.pool.everywhere(lambda engine: engine.wake())
+        if not self._asleep:
+            return
+        self._asleep = False  # before an engine may fail: one that replaces it is awake
+        for name in self.pool.engines:
+            self.health.pusher.forget(name)
+        self.pool.everywhere(lambda engine: engine.wake())
 
     def push(
         self, version: int, source: Source, hot_tokens: np.ndarray | None, scope: Scope
@@ -129,12 +132,14 @@ class Engines:
                 if not engine.alive:
                     self.pool.drop(name, EngineError(f"{engine}: it ended during a push"))
             raise
-        for name in set(report.pushes[0].engines) - set(report.serving):
-            self.pool.drop(name, EngineError("its weights stayed wrong"))
+        for name in report.pushes[0].engines:
+            if name not in report.serving:
+                self.pool.drop(name, EngineError("its weights stayed wrong"))
         if self._speculation.learning.renews:
-            for name in self.pool.engines.keys() & (set(report.serving) - set(report.plain)):
-                self.speculate(name, self.pool.engines[name])
-        # drop the canary's rounds, which are not part of a rollout
+            for name, engine in list(self.pool.engines.items()):
+                if name in report.serving and name not in report.plain:
+                    self.speculate(name, engine)
+        # Drop the canary's rounds, which are not part of a rollout.
         self.pool.everywhere(lambda engine: engine.stats())
         self.record_losses()
         return report.metrics()
@@ -157,11 +162,11 @@ class Engines:
         remaining = len(self.pool.engines) + len(failures)
         for name, reason in failures.items():
             remaining -= 1
-            again = self._restarting.pop(name, 0)
-            restart = f"; restart {again} of {self._restarts.most} begins" if again else ""
-            self._recorder.event(
-                "engine", f"{name}: left out, {remaining} remain: {reason}{restart}", engine=name
-            )
+            message = f"{name}: left out, {remaining} remain: {reason}"
+            number = self._restarting.pop(name, 0)
+            if number:
+                message += f"; restart {number} of {self._restarts.most} begins"
+            self._recorder.event("engine", message, engine=name)
 
     def restart(self, name: str) -> None:
         """Restart an engine that the pool has dropped, if this run started it. The pool's `lost` calls this."""

@@ -47,7 +47,7 @@ class Evaluation:
         self._generates = generates
         self._rollouts = rollouts
         self._push = push
-        self._last_rollout = 0.0  # accept length of the newest evaluation of a warm start
+        self._last_accept_length = 0.0  # of the newest evaluation of a warm start
 
     def evaluate(self, name: str, done: int) -> dict[str, dict[str, float]]:
         """Generate and score responses to held-out prompts, if there are any, and write an event for each set.
@@ -56,17 +56,18 @@ class Evaluation:
 
         Returns the results on rank 0 by the name of the set, {} on the others. Collective.
         """
-        found: dict[str, dict[str, float]] = {}
-
-        def measure() -> None:
-            assert self._rollouts is not None
-            found.update(self._rollouts.generation.evaluate(name, done))
-
-        while not self._rank0.run(measure):
+        results: dict[str, dict[str, float]] = {}
+        while True:
+            with self._rank0.calls() as calls:
+                if self._rollouts is not None:
+                    results = self._rollouts.generation.evaluate(name, done)
+            if calls.succeeded:
+                break
+            # All engines were lost. One has started again, and needs the weights.
             self._push()
-        for which, result in found.items():
+        for which, result in results.items():
             self._records.evaluated(done, which, result)
-        return found
+        return results
 
     def warm_enough(self, done: int, tokens: int, held_out: list[Sample]) -> bool:
         """Measure policy and drafter of a warm start after `done` steps. Returns whether it may end, on every rank.
@@ -93,16 +94,16 @@ class Evaluation:
                 depth=max(HELD_OUT_DRAFTS),
                 supervised=True,
             )
-            found = self._trainer.accept_lengths(packed, HELD_OUT_DRAFTS)
+            by_drafts = self._trainer.accept_lengths(packed, HELD_OUT_DRAFTS)
         past = self.accept_lengths
-        past.append(float(np.mean(list(found.values()))))
-        lengths = ", ".join(f"{value:.3f} at k = {k}" for k, value in found.items())
+        past.append(float(np.mean(list(by_drafts.values()))))
+        lengths = ", ".join(f"{value:.3f} at k = {k}" for k, value in by_drafts.items())
         self._records.event(
             "drafter",
             f"step {done}, {tokens} tokens: accept length {lengths} on {len(answers)} held-out answers",
             step=done,
             tokens=tokens,
-            **{f"accept_length_{k}": value for k, value in found.items()},
+            **{f"accept_length_{k}": value for k, value in by_drafts.items()},
         )
         return len(past) > 2 and max(past[-2:]) < max(past[:-2]) + PLATEAU
 
@@ -111,9 +112,10 @@ class Evaluation:
         with self._records.clock("push"):
             self._push()
         with self._records.clock("generate"):
-            found = self.evaluate(f"step-{done:06d}", done).get("", {})
-        stop = False
-        if found:
-            stop = found["accept_length"] - self._last_rollout < PLATEAU
-            self._last_rollout = found["accept_length"]
-        return bool(ranks.job().number(stop))
+            results = self.evaluate(f"step-{done:06d}", done)
+        steady = False
+        if "" in results:
+            accept_length = results[""]["accept_length"]
+            steady = accept_length - self._last_accept_length < PLATEAU
+            self._last_accept_length = accept_length
+        return bool(ranks.job().number(steady))

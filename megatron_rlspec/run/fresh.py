@@ -93,9 +93,8 @@ def _kind(config: Config, hf_config: Mapping[str, Any]) -> str:
 def _changed(config: Config, kind: str, target: Path) -> Config:
     """Return the configuration with the directory `target` of the drafter. Raises ConfigError if it does not fit."""
     if kind == "mtp":
-        return config.model_copy(
-            update={"model": config.model.model_copy(update={"path": str(target)})}
-        )
+        model = config.model.model_copy(update={"path": str(target)})
+        return config.model_copy(update={"model": model})
     drafter = config.drafter.model_dump() | {"kind": kind, "path": str(target)}
     try:
         return Config.model_validate(config.model_dump() | {"drafter": drafter})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -54,8 +55,9 @@ class Generation:
         cancelled: threading.Event,
     ) -> None:
         self.sampling = sampling(config)
-        own = config.train.eval_temperature
-        self._of_evaluations = self.sampling if own < 0 else replace(self.sampling, temperature=own)
+        self._eval_sampling = self.sampling
+        if config.train.eval_temperature >= 0:
+            self._eval_sampling = replace(self.sampling, temperature=config.train.eval_temperature)
         self.begun: list[OpenGroup] = []
         self.held_out = held_out
         self._config = config
@@ -72,12 +74,13 @@ class Generation:
         self._closed = threading.Event()
         self._conversations: Conversations | None = None
         if config.rollout.function:
-            function = custom.load("rollout.function", config.rollout.function)
-            seconds, keyed = (
+            self._conversations = Conversations(
+                custom.load("rollout.function", config.rollout.function),
+                engines.pool,
+                tokenizer,
                 config.rollout.timeout_seconds,
                 config.spec.verifier == "position_keyed",
             )
-            self._conversations = Conversations(function, engines.pool, tokenizer, seconds, keyed)
 
     def start(self) -> None:
         """Start the thread that ends a rollout when it is cancelled."""
@@ -110,26 +113,27 @@ class Generation:
         `counts`. Raises EngineError if no engine is left, and RewardsFailedError.
         """
         options = self._config.rollout
-        keep_all = not self._config.algorithm.dynamic_sampling
-        drawing = Drawing(
-            self.begun,
-            options.prompts_per_step,
-            step + 2 - options.oldest,
-            lambda g: keep_all or _has_signal(g),
-        )
+
+        def usable(group: Group) -> bool:
+            return not self._config.algorithm.dynamic_sampling or _has_signal(group)
+
+        drawing = Drawing(self.begun, options.prompts_per_step, step + 2 - options.oldest, usable)
+        counts["continued_tokens"] = float(_tokens_of_partials(self.begun))
         failures: Failures = []
-        ended = places = 0
-        begun = [r.partial for group in self.begun for r in group.requests if r.partial is not None]
-        counts["continued_tokens"] = float(sum(len(partial.response) for partial in begun))
+        ended = 0
+        begun_prompts = 0
         while True:
             # One prompt at least, so that every rollout generates something.
-            missing = max(
-                options.begun_prompts - len(drawing.groups), 0 if drawing.requests() else 1
+            least = 0 if drawing.requests() else 1
+            missing = max(options.begun_prompts - len(drawing.groups), least)
+            running = [group.requests[0].prompt for group in drawing.groups]
+            prompts = source.take(missing, running)
+            drawing.begin(
+                self._requests(
+                    f"t{step:06d}", prompts, options.samples_per_prompt, step, begun_prompts
+                )
             )
-            prompts = source.take(missing, [group.requests[0].prompt for group in drawing.groups])
-            new = self._requests(f"t{step:06d}", prompts, options.samples_per_prompt, step, places)
-            drawing.begin(new)
-            places += len(prompts)
+            begun_prompts += len(prompts)
             number, failed = self._generate(drawing, counts)
             failures += failed
             ended += number
@@ -138,18 +142,17 @@ class Generation:
             drawing.drop_unusable()
             if drawing.full:
                 break
-        kept, left = drawing.batch()
-        self.begun = left
+        groups, self.begun = drawing.batch()
         if options.partial:
             counts["over_drawn"] = float(sum(len(group.requests) for group in self.begun))
         if options.mask_offpolicy:
-            mask_continued([sample for group in kept for sample in group.samples])
-        self._learn_lengths(kept)
+            mask_continued([sample for group in groups for sample in group.samples])
+        self._learn_lengths(groups)
         if step == 0:
-            self._show("step 1", kept[0].samples[0])
+            self._show("step 1", groups[0].samples[0])
         self._record_failures(f"step {step + 1}", ended, failures)
-        self._raise_level(step, source, kept)
-        return kept
+        self._raise_level(step, source, groups)
+        return groups
 
     def _learn_lengths(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -186,10 +189,10 @@ class Generation:
 
         name, done  of the events: the evaluation's name, and the steps that the policy has had
         """
-        found = {which: self._evaluate(name, done, which) for which in self.held_out}
-        # drops them: the next rollout's are counted and learnt from, at its temperature
+        results = {which: self._evaluate(name, done, which) for which in self.held_out}
+        # Drop the evaluation's rounds. Only those of rollouts are learnt from, at their temperature.
         self._engines.rounds()
-        return found
+        return results
 
     def _evaluate(self, name: str, done: int, which: str) -> dict[str, float]:
         chosen = self.held_out[which][: self._config.train.eval_prompts]
@@ -202,19 +205,17 @@ class Generation:
             self._show("the first of the evaluation", samples[0])
         shown = f"{name}, {which}" if which else name
         self._record_failures(f"evaluation {shown}", len(samples), failures)
-        best = best_of(groups)
-        passed = "".join(f", pass@{k} {value:.3f}" for k, value in best.items())
+        passed = best_of(groups)
         result = rollout_metrics(samples) | {"prompts": float(len(groups))}
-        result |= {f"pass_{k}": value for k, value in best.items()}
-        self._recorder.event(
-            "evaluation",
-            f"{shown}: reward {result.get('reward', math.nan):.3f}{passed} on {len(groups)} held-out prompts, "
-            f"accept length {result['accept_length']:.2f}",
-            name=name,
-            step=done,
-            **({"set": which} if which else {}),
-            **result,
-        )
+        text = f"{shown}: reward {result.get('reward', math.nan):.3f}"
+        for k, value in passed.items():
+            result[f"pass_{k}"] = value
+            text += f", pass@{k} {value:.3f}"
+        text += f" on {len(groups)} held-out prompts, accept length {result['accept_length']:.2f}"
+        fields: dict[str, Any] = {"name": name, "step": done}
+        if which:
+            fields["set"] = which
+        self._recorder.event("evaluation", text, **fields, **result)
         return result
 
     # ---- samples ----------------------------------------------------------------------------------------------------
@@ -244,16 +245,18 @@ class Generation:
         Returns the number of samples that ended, and one line per failed reward. `counts` is given for training.
         """
         scoring = rewards.Scoring(self._scorer)
-        predicted = (
-            {}
-            if counts is None
-            else {name: tokens / n for name, (tokens, n) in self._lengths.items()}
-        )
+        how = self._eval_sampling
+        expected_lengths: dict[int, float] = {}
+        if counts is not None:
+            how = self.sampling
+            for row, (tokens, number) in self._lengths.items():
+                expected_lengths[row] = tokens / number
         try:
-            how = self._of_evaluations if counts is None else self.sampling
-            requests = drawing.requests()
             samples = self._answer(
-                requests, how, lambda sample: self._ended(sample, drawing, scoring), predicted
+                drawing.requests(),
+                how,
+                lambda sample: self._ended(sample, drawing, scoring),
+                expected_lengths,
             )
             ended = [sample for sample in samples if sample.status != "aborted"]
             for sample in ended:
@@ -278,37 +281,46 @@ class Generation:
         """Begin to compute the reward of a sample that has just ended. A full batch aborts the others."""
         if sample.status == "aborted":
             return
-
-        def add(scored: object) -> None:
-            if drawing.add(sample) and (left := [request.id for request in drawing.requests()]):
-                self._engines.pool.abort(left)
-
         sample.text = self.decode(sample.response)
         if "own_reward" in sample.metadata:
-            add(sample)
-        elif (
-            self._config.algorithm.dynamic_sampling
-        ):  # whether a group counts depends on its rewards
-            scoring.add(sample).add_done_callback(
-                lambda future: None if future.cancelled() else add(future)
-            )
-        else:
-            scoring.add(sample)
-            add(sample)
+            self._add(sample, drawing)
+            return
+        future = scoring.add(sample)
+        if not self._config.algorithm.dynamic_sampling:
+            self._add(sample, drawing)
+            return
+
+        def add_scored(future: Future[Any]) -> None:
+            if not future.cancelled():
+                self._add(sample, drawing)
+
+        # Whether a group counts depends on its rewards.
+        future.add_done_callback(add_scored)
+
+    def _add(self, sample: Sample, drawing: Drawing) -> None:
+        """Add a sample to the batch. A full batch aborts the requests that are left."""
+        if not drawing.add(sample):
+            return
+        left = [request.id for request in drawing.requests()]
+        if left:
+            self._engines.pool.abort(left)
 
     def _answer(
         self,
         requests: Sequence[Request],
         how: Sampling,
         ended: Callable[[Sample], None],
-        predicted: Mapping[int, float],
+        expected_lengths: Mapping[int, float],
     ) -> list[Sample]:
-        """Generate one sample per request, in one reply each or by the user's function. `ended` is called with each."""
+        """Generate one sample per request, in one reply each or by the user's function. `ended` is called with each.
+
+        expected_lengths  tokens of a response, by the row of its prompt
+        """
         self._check_cancelled()
         try:
             if self._conversations is None:
                 self._running = [request.id for request in requests]
-                samples = self._engines.pool.generate(requests, how, ended, predicted)
+                samples = self._engines.pool.generate(requests, how, ended, expected_lengths)
             else:
                 self._running = self._conversations.running
                 samples = self._conversations.draw(requests, how, ended)
@@ -336,8 +348,19 @@ class Generation:
 
 
 def _has_signal(group: Group) -> bool:
+    values = [sample.reward for sample in group.samples]
     known = [not rewards.failed(sample) for sample in group.samples]
-    return grpo.has_signal([sample.reward for sample in group.samples], known=known)
+    return grpo.has_signal(values, known=known)
+
+
+def _tokens_of_partials(groups: Sequence[OpenGroup]) -> int:
+    """Return the response tokens that the requests of these groups have already."""
+    tokens = 0
+    for group in groups:
+        for request in group.requests:
+            if request.partial is not None:
+                tokens += len(request.partial.response)
+    return tokens
 
 
 def seed_of(*parts: int) -> int:

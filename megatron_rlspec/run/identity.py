@@ -57,9 +57,9 @@ def _contents(path: Path) -> bytes:
     return digest.digest()
 
 
-def difference(known: object, present: Mapping[str, Any]) -> str:
-    """Return the first part of `present` that `known` lacks or has otherwise; "" if there is none."""
-    held = known if isinstance(known, Mapping) else {}
-    return next(
-        (part for part, value in present.items() if part not in held or held[part] != value), ""
-    )
+def difference(written: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """Return the first part of `present` that `written` lacks or has otherwise; "" if there is none."""
+    for part, value in present.items():
+        if written.get(part) != value:
+            return part
+    return ""

@@ -85,24 +85,31 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
         print(_announcement(command, config, hf_config, generates), flush=True)
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(tokenizer, hf_config["vocab_size"])
-    vocabulary = draft_vocabulary(config, hf_config)
     rows: Prompts | Demonstrations | None = None
     if supervised:
         rows = Demonstrations(data_path, tokenizer, config)
         rows.check_ids(hf_config["vocab_size"])
     elif generates:
         rows = Prompts(data_path, tokenizer, config)
-    replay = Replay(config, tensors) if config.replay.run else None
     digests = {"model.path": identity.of_model(config.model.path)}
     if config.drafter.path:
         digests["drafter.path"] = identity.of_model(config.drafter.path)
     if rows is not None:
         digests["sft.path" if supervised else "data.path"] = identity.of_rows(rows.rows)
-    if replay is not None:
+    replay = None
+    if config.replay.run:
+        replay = Replay(config, tensors)
         digests["replay.run"] = replay.recorded.run
-    eagle3_ids = words(tensors, hf_config) if DRAFTER in hf_config else None
     return Loaded(
-        hf_config, tensors, eagle3_ids, layout, tokenizer, vocabulary, rows, replay, digests
+        hf_config=hf_config,
+        tensors=tensors,
+        eagle3_ids=words(tensors, hf_config) if DRAFTER in hf_config else None,
+        layout=layout,
+        tokenizer=tokenizer,
+        vocabulary=draft_vocabulary(config, hf_config),
+        data=rows,
+        replay=replay,
+        identity=digests,
     )
 
 
@@ -115,12 +122,8 @@ def check_machine(config: Config) -> None:
             f"torch {torch.__version__} cannot use the {gpus} GPUs of this machine; `rlspec doctor --gpu` says why. "
             "With an empty CUDA_VISIBLE_DEVICES the CPU computes"
         )
-    if (
-        not gpus
-        and rollout.engine == "sglang"
-        and not rollout.urls
-        and config.spec.verifier == "rejection"
-    ):
+    own_engines = rollout.engine == "sglang" and not rollout.urls
+    if own_engines and not gpus and config.spec.verifier == "rejection":
         raise ConfigError(
             "spec.verifier=rejection needs SGLang's GPU kernels, and there is no GPU here; "
             "expected position_keyed or target_only"

@@ -43,9 +43,9 @@ class Records:
         if not main:
             return
         run_dir = Path(config.train.run_dir)
-        dropped = (
-            read_records(run_dir / "metrics.jsonl") if config.train.resume and not done else []
-        )
+        dropped = []
+        if config.train.resume and done == 0:
+            dropped = read_records(run_dir / "metrics.jsonl")
         self.recorder = Recorder(run_dir, done, partial(open_sinks, config, run_dir, done))
         self.recorder.started(done)
         if dropped:
@@ -90,16 +90,20 @@ class Records:
         """
         self.recorded = step + 1
         skipped = [side for side in ("policy", "drafter") if values.get(f"{side}/skipped")]
-        self.bad_steps = self.bad_steps + 1 if skipped else 0
-        self.why_bad = self._why_skipped(skipped, values) if skipped else ""
+        if skipped:
+            self.bad_steps += 1
+            self.why_bad = self._why_skipped(skipped, values)
+        else:
+            self.bad_steps = 0
+            self.why_bad = ""
         if self.recorder is None:
             return
         if skipped:
             self.recorder.event("loss", f"step {step + 1}: {self.why_bad}; step skipped")
         record = dict(values) | self.clock.drain()
         if samples and decode is not None:
-            shown = samples[:: max(1, len(samples) // SHOWN_TEXTS)][:SHOWN_TEXTS]
-            self.recorder.samples(step, shown, decode)
+            distance = max(1, len(samples) // SHOWN_TEXTS)
+            self.recorder.samples(step, samples[::distance][:SHOWN_TEXTS], decode)
         self.recorder.write(step, record)
         files.tell(line(step, self._total, record), sys.stdout)
 

@@ -61,17 +61,16 @@ class TrajectoryRecording:
         self._records = records
         self._writer = writer
 
-    def keep(self, step: int, groups: Sequence[Group] = ()) -> None:
+    def record(self, step: int, groups: Sequence[Group] = ()) -> None:
         """Write the present policy, and the rollouts that `step` trains on; none after the last step. Collective."""
         writer = self._writer
         if not ranks.job().number(writer is not None and not writer.ended):
             return  # the bytes of train.record_gib are used
         with self._records.clock("record"), exporting(self._trainer.export) as source:
-            if (
-                source is not None
-                and writer is not None
-                and (line := writer.keep(step, source("target"), groups))
-            ):
+            if source is None or writer is None:
+                return
+            line = writer.write(step, source("target"), groups)
+            if line:
                 self._records.event("trajectory", line)
 
 

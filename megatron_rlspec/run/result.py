@@ -7,9 +7,9 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from megatron_rlspec.config import Config
+from megatron_rlspec.config import Config, DrafterConfig
 from megatron_rlspec.conversion.drafter_files import Tensors, build_drafter
-from megatron_rlspec.files import FileError, read_json, tell
+from megatron_rlspec.files import read_json, tell
 from megatron_rlspec.host import ranks
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER, STATED
@@ -28,9 +28,19 @@ class Results:
     best  the reward of the model in hf-best/, which `train.save_best` keeps; -inf: there is none
     """
 
-    def __init__(self, config: Config, loaded: Loaded, trainer: Trainer) -> None:
-        self.best = _reward_of(Path(config.train.run_dir) / "hf-best" / REWARD)
-        self._config = config
+    def __init__(
+        self,
+        run_dir: Path,
+        model_path: str,
+        drafter: DrafterConfig,
+        loaded: Loaded,
+        trainer: Trainer,
+    ) -> None:
+        """`model_path`: directory of the tokenizer."""
+        self.best = _reward_of(run_dir / "hf-best" / REWARD)
+        self._run_dir = run_dir
+        self._model_path = model_path
+        self._drafter = drafter
         self._loaded = loaded
         self._trainer = trainer
 
@@ -41,26 +51,31 @@ class Results:
 
         Older directories of other names than hf/ are replaced.
         """
-        result = Path(self._config.train.run_dir) / name
+        result = self._run_dir / name
         # directories by the names that they get at the end; the policy's is the last
         built: dict[Path, Path] = {}
         with exporting(self._trainer.export) as source:
             if source is not None:
-                built = _build(self._config, self._loaded, source, result, self._trainer.sharpness)
-        found = dict(self._trainer.export_drafter_moments())
-        if found:
+                sharpness = self._trainer.sharpness
+                built = build_result(
+                    self._model_path, self._drafter, self._loaded, source, result, sharpness
+                )
+        drafter_moments = dict(self._trainer.export_drafter_moments())
+        if not built:
+            return
+        if drafter_moments:
             path = next(iter(built.values())) / moments.FILE
             path.parent.mkdir()
-            tensor_file.save(found, path)
-        if built and reward is not None:
+            tensor_file.save(drafter_moments, path)
+        if reward is not None:
             write_json(built[result] / REWARD, {"reward": reward})
         for target, directory in built.items():
             publish(directory, target, replace=name != "hf")
-        if built:
-            drafter, *policy = built
-            what = "policy and drafter as a Hugging Face checkpoint"
-            what = f"the policy, and {drafter}, its EAGLE-3 drafter" if policy else what
-            tell(f"written: {result}, {what}", sys.stdout)
+        drafter = next(iter(built))
+        what = "policy and drafter as a Hugging Face checkpoint"
+        if drafter != result:
+            what = f"the policy, and {drafter}, its EAGLE-3 drafter"
+        tell(f"written: {result}, {what}", sys.stdout)
 
     def keep_best(self, reward: float | None) -> bool:
         """Write `run_dir/hf-best` if rank 0's `reward` is the highest so far. Returns whether it is. Collective.
@@ -79,42 +94,44 @@ def _reward_of(note: Path) -> float:
     """Read the reward of the model in hf-best/; -inf: there is none. Raises FileError."""
     if not note.exists():
         return -math.inf
-    found = read_json(note)
-    if not isinstance(found, dict) or not isinstance(found.get("reward"), int | float):
-        raise FileError(f'{note}: expected {{"reward": a number}}')
-    return float(found["reward"])
+    return float(read_json(note)["reward"])
 
 
-def _build(
-    config: Config, loaded: Loaded, source: Source, target: Path, sharpness: float | None
+def build_result(
+    model_path: str,
+    drafter: DrafterConfig,
+    loaded: Loaded,
+    source: Source,
+    target: Path,
+    sharpness: float | None,
 ) -> dict[Path, Path]:
     """Write the directories of drafter and policy, which can be one, beside their names. Return them by name.
 
-    sharpness  with which drafts begin that are drawn from the drafter; None: as config.json says
+    sharpness  with which drafts begin that are sampled from the drafter; None: as config.json says
     """
     hf_config = loaded.hf_config
-    tokenizer = config.model.path
     chosen = {} if sharpness is None else {STATED: sharpness}
     if DRAFTER not in hf_config:
         tensors = source("all")
-        # the trainer has no drafter; the engines draft with that of model.path
-        if not config.drafter.train:
+        if not drafter.train:
+            # The trainer has no drafter; the engines draft with that of model.path.
             frozen = sorted(drafter_names(hf_config) & loaded.tensors.keys())
             tensors = chain(tensors, ((name, loaded.tensors[name]) for name in frozen))
-        return {target: build_hf(target, hf_config | chosen, tensors, tokenizer)}
-    stated = {key: value for key, value in hf_config.items() if key != DRAFTER}
+        return {target: build_hf(target, hf_config | chosen, tensors, model_path)}
+    policy_config = dict(hf_config)
+    del policy_config[DRAFTER]
     built = {}
-    if config.drafter.train:
+    if drafter.train:
         assert loaded.eagle3_ids is not None
-        own = target.with_name(f"{target.name}_drafter")
-        built[own] = build_drafter(
-            own,
+        beside = target.with_name(f"{target.name}_drafter")
+        built[beside] = build_drafter(
+            beside,
             hf_config[DRAFTER] | chosen,
             source("drafter"),
             loaded.eagle3_ids,
-            config.drafter.path,
+            drafter.path,
         )
-    return built | {target: build_hf(target, stated, source("target"), tokenizer)}
+    return built | {target: build_hf(target, policy_config, source("target"), model_path)}
 
 
 def take_drafter_moments(config: Config, trainer: Trainer, tensors: Tensors) -> str:

@@ -60,20 +60,22 @@ class StartingRollouts:
         self.hf_config = hf_config
         self.tokenizer = tokenizer
         self.run_dir = Path(config.train.run_dir)
-        sets = {
-            name: data.Prompts(path, tokenizer, config)
-            for name, path in config.data.evaluated.items()
-        }
-        self.held_out = {name: prompts.rows for name, prompts in sets.items()}
-        self.left_out = [prompts.left_out for prompts in sets.values() if prompts.left_out]
+        self.held_out = {}
+        self.left_out = []
+        for name, path in config.data.evaluated.items():
+            prompts = data.Prompts(path, tokenizer, config)
+            self.held_out[name] = prompts.rows
+            if prompts.left_out:
+                self.left_out.append(prompts.left_out)
         self.learning = learning(config, hf_config)
         self.scorer = rewards.Scorer(config.reward)
         try:
             self.engines = extensions.kind(config.rollout.engine).start(
                 config, self.run_dir, layout
             )
-            build = extensions.migration
-            self.migration = build(hf_config, self.engines) if build is not None else None
+            self.migration = None
+            if extensions.migration is not None:
+                self.migration = extensions.migration(hf_config, self.engines)
         except BaseException:
             self.scorer.close()
             raise
@@ -163,10 +165,9 @@ class Rollouts:
         if self._migration is not None:
             self._migration.attach(self.engines.pool, self.engines.health, self._record_moves)
         if drawn.ahead:
+            ahead = Rollout(list(drawn.ahead), math.nan, dict(resumed.get("ahead", {})))
             self._ahead = Future()
-            self._ahead.set_result(
-                Rollout(list(drawn.ahead), math.nan, dict(resumed.get("ahead", {})))
-            )
+            self._ahead.set_result(ahead)
         self.generation.start()
         if lost := self.speculation.learning.restore(resumed):
             self._recorder.event("resume", lost)
@@ -187,13 +188,11 @@ class Rollouts:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON, without what `drawn` returns."""
-        ahead = self._ahead.result().counts if self._ahead is not None else {}
-        own = {
-            "ahead": ahead,
-            "lengths": self.generation.state(),
-            "drafts": not self._awaits_drafts,
-        }
-        return self.speculation.learning.state() | own
+        state = self.speculation.learning.state()
+        state["ahead"] = {} if self._ahead is None else self._ahead.result().counts
+        state["lengths"] = self.generation.state()
+        state["drafts"] = not self._awaits_drafts
+        return state
 
     def drawn(self, replay: Sequence[Group]) -> Drawn:
         """Return the groups that a checkpoint keeps, with the drafter's buffer `replay`.
@@ -216,7 +215,8 @@ class Rollouts:
         groups = self.newest.groups
         current = step + 1
         oldest = max(1, current - self._config.rollout.oldest)
-        finding = stamp_finding([s for g in groups for s in g.samples], oldest, current)
+        samples = [sample for group in groups for sample in group.samples]
+        finding = stamp_finding(samples, oldest, current)
         if finding is not None:
             raise HealthError(finding.message)
         if self._config.rollout.staleness and step + 1 < self._config.train.steps:
@@ -255,21 +255,22 @@ class Rollouts:
     def _moved(self) -> dict[str, float]:
         """Return numbers that grow with every rollout, by the names of their metrics."""
         pool = self.engines.pool
-        found = {"stolen": float(pool.stolen), "continued_tokens": float(pool.continued)}
-        return found if self._migration is None else found | self._migration.counts()
+        counts = {"stolen": float(pool.stolen), "continued_tokens": float(pool.continued)}
+        if self._migration is not None:
+            counts |= self._migration.counts()
+        return counts
 
     def _record_moves(self, record: Mapping[str, Any]) -> None:
         self._recorder.moves(self._rolling, record)
 
     def step_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return `rollout/*` of the samples of the newest rollout, and the engines that were restarted since."""
-        found = rollout_metrics(samples)
-        found["tokens_per_second"] = found["response_tokens"] / self.newest.seconds
-        found |= self.newest.counts
-        restarted = float(self.engines.restarted())
-        return {f"rollout/{name}": value for name, value in found.items()} | {
-            "engine/restarts": restarted
-        }
+        values = rollout_metrics(samples)
+        values["tokens_per_second"] = values["response_tokens"] / self.newest.seconds
+        values |= self.newest.counts
+        metrics = {f"rollout/{name}": value for name, value in values.items()}
+        metrics["engine/restarts"] = float(self.engines.restarted())
+        return metrics
 
     # ---- weights and speculation ------------------------------------------------------------------------------------
 
@@ -279,15 +280,16 @@ class Rollouts:
         `prediction` is the trainer's, of the next rollout's acceptance. Call this before the push, because the canary
         runs under another configuration.
         """
-        rounds, reports = self.engines.rounds()
-        seen = [stats for _, of_engine in rounds for stats in of_engine]
-        # whose rounds these are
-        drawn = self.newest if self._ahead is None else self._ahead.result()
-        delivered = accept_length(
-            pooled(sample.accepted for group in drawn.groups for sample in group.samples)
-        )
-        found = self.speculation.learn(seen, reports, prediction, delivered)
-        if self._awaits_drafts and (told := self.speculation.began(seen, delivered)):
-            self._recorder.event("drafting", f"step {self._rolling + 1}: {told}")
-            self._awaits_drafts = False
-        return found
+        by_engine, reports = self.engines.rounds()
+        rounds = [stats for _, engine_rounds in by_engine for stats in engine_rounds]
+        # The rollout whose rounds these are.
+        rollout = self.newest if self._ahead is None else self._ahead.result()
+        samples = [sample for group in rollout.groups for sample in group.samples]
+        delivered = accept_length(pooled(sample.accepted for sample in samples))
+        metrics = self.speculation.learn(rounds, reports, prediction, delivered)
+        if self._awaits_drafts:
+            line = self.speculation.began(rounds, delivered)
+            if line:
+                self._recorder.event("drafting", f"step {self._rolling + 1}: {line}")
+                self._awaits_drafts = False
+        return metrics

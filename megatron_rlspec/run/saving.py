@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlspec import __version__
-from megatron_rlspec.config import Config
+from megatron_rlspec.config import RolloutConfig
 from megatron_rlspec.models.hf_files import CheckpointError
 from megatron_rlspec.run import identity
 from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
@@ -24,43 +24,49 @@ class Saver:
     """
 
     def __init__(
-        self, config: Config, trainer: Trainer, main: bool, known: Mapping[str, str]
+        self,
+        run_dir: Path,
+        rollout: RolloutConfig,
+        trainer: Trainer,
+        main: bool,
+        digests: Mapping[str, str],
     ) -> None:
-        """`known`: digests of model and data, by names of options; a checkpoint with others is not resumed from."""
+        """`digests`: of model and data, by names of options; a checkpoint with others is not resumed from."""
         self.saved = 0
-        self._rollout = config.rollout
-        self._checkpoints = Checkpoints(Path(config.train.run_dir))
+        self._rollout = rollout
+        self._checkpoints = Checkpoints(run_dir)
         self._trainer = trainer
         self._main = main
-        self._identity = dict(known)
+        self._identity = dict(digests)
 
-    def load_newest(self, steps: int) -> State | None:
-        """Load the newest checkpoint into the trainer. Returns the run's state, None without a checkpoint.
+    def load_newest(self, steps: int) -> State:
+        """Load the newest checkpoint into the trainer. Returns the run's state and groups, empty without a checkpoint.
 
         Raises CheckpointError for a checkpoint after more than `steps` steps, of another model, of other data or of
         another version of the package, whose seeds and state can differ, and for one whose rollouts are too old for the
         options of now.
         """
-        found = self._checkpoints.whole()
-        if not found:
-            return None
-        path = found[-1]
+        checkpoints = self._checkpoints.whole()
+        if not checkpoints:
+            return {}, Drawn()
+        path = checkpoints[-1]
         state, drawn = self._checkpoints.read_state(path)
         if state["step"] > steps:
             raise CheckpointError(
                 f"{path} is after step {state['step']}, but the run has only {steps} steps"
             )
-        if "identity" not in state or state.get("version") != __version__:
+        if state["version"] != __version__:
             raise CheckpointError(
-                f"{path}: version {state.get('version', 'unknown')} of megatron_rlspec wrote it, and this is "
-                f"{__version__}; go on with that version, or start anew"
+                f"{path}: version {state['version']} of megatron_rlspec wrote it, and this is {__version__}; go on "
+                "with that version, or start anew"
             )
         if other := identity.difference(state["identity"], self._identity):
             raise CheckpointError(
                 f"{path} is of a run with another content of {other}; expected the same, or another train.run_dir"
             )
         rollout = self._rollout
-        if (age := drawn.age(state["step"], rollout.partial > 0)) > rollout.oldest:
+        age = drawn.age(state["step"], rollout.partial > 0)
+        if age > rollout.oldest:
             raise CheckpointError(
                 f"rollout.staleness={rollout.staleness} and rollout.partial={rollout.partial}: {path} holds tokens for "
                 f"the next step that are {age:g} versions old; expected these options as in the run that wrote it"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -34,9 +34,9 @@ from megatron_rlspec.host import ranks
 from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.push.push import exporting
 from megatron_rlspec.records.recorder import Clock
+from megatron_rlspec.run import opening
 from megatron_rlspec.run.batches import advantages, micro_batches
 from megatron_rlspec.run.checkpoints import Drawn
-from megatron_rlspec.run.drafter_training import Drafting
 from megatron_rlspec.run.evaluation import Evaluation
 from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.loading import load
@@ -50,11 +50,8 @@ from megatron_rlspec.run.summaries import without_advantage
 from megatron_rlspec.tasks import rewards
 from megatron_rlspec.train import runtime
 from megatron_rlspec.train.checkpoint import SaveError
-from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch, Sample, Scope
 
-# the drafter's, of every position, `[L]` for each sample; None: 1
-Weights = list[np.ndarray] | None
 DRIFT_SAMPLES = 16  # of a step, on which `Trainer.drift` compares the policy with model.path
 
 
@@ -73,7 +70,7 @@ class Session:
     loaded      model, tokenizer, data, and the recorded run of a replay
     trainer     policy and drafter on this rank
     drafting    what the drafter learns from, and when
-    rank0       calls to engines, on rank 0
+    rank0       guards calls to engines
     rollouts    engines and rewards; None on ranks above 0, and in runs without engines
     records     metrics, events and texts
     recording   the trajectory, with `train.record_gib`
@@ -99,125 +96,98 @@ class Session:
         self.clock = Clock()
         self.main = os.environ.get("RANK", "0") == "0"
         self.done = 0
-        self.generates = config.generates(
-            "sft" if supervised else "replay" if config.replay.run else "train"
-        )
-        # for the record of the newest step
+        command = "sft" if supervised else "replay" if config.replay.run else "train"
+        self.generates = config.generates(command)
+        # metrics and rollouts of the newest step, for its record
         self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())
         self._policy_changed = True  # since the last push
         self._engine_metrics: dict[str, float] = {}  # of the newest step's `adapt` and `push`
         with ExitStack() as closing:
-            self._closing = closing
-            self._open(data_path, extensions or Extensions())
+            self._open(closing, data_path, extensions or Extensions())
             self._closing = closing.pop_all()
         self.interruption.defer()
 
-    def _open(self, data_path: str, extensions: Extensions) -> None:
-        self.loaded = load(
-            self.config, data_path, supervised=self.supervised, generates=self.generates
-        )
+    def _open(self, closing: ExitStack, data_path: str, extensions: Extensions) -> None:
+        config = self.config
+        self.loaded = load(config, data_path, supervised=self.supervised, generates=self.generates)
+        colocated = self.loaded.layout.together
         starting: StartingRollouts | None = None
         if self.main and self.generates:
-            known = self.loaded
             starting = StartingRollouts(
-                self.config, known.hf_config, known.tokenizer, known.layout, extensions
+                config,
+                self.loaded.hf_config,
+                self.loaded.tokenizer,
+                self.loaded.layout,
+                extensions,
             )
-            self._closing.callback(starting.close)
-            if not self.loaded.layout.together:
-                starting.engines.launch()  # engines start while the trainer is built
-        self._build_trainer()
-        state, drawn = self._resume(extensions)
-        moments = (
-            "" if state else take_drafter_moments(self.config, self.trainer, self.loaded.tensors)
+            closing.callback(starting.close)
+            if not colocated:
+                starting.engines.launch()  # they start while the trainer is built
+
+        self.trainer = opening.build_trainer(config, self.loaded, self.supervised)
+        run_dir = Path(config.train.run_dir)
+        self.results = Results(
+            run_dir, config.model.path, config.drafter, self.loaded, self.trainer
         )
-        if self.loaded.layout.together:
+        self.saver = Saver(run_dir, config.rollout, self.trainer, self.main, self.loaded.identity)
+        state: dict[str, Any] = {}
+        drawn = Drawn()
+        if config.train.resume:
+            steps = config.sft.steps if self.supervised else config.train.steps
+            state, drawn = self.saver.load_newest(steps)
+        self.done = state.get("step", 0)
+        if state and self.loaded.data is not None:
+            self.loaded.data.restore(state["data"])
+        self.drafting = opening.make_drafting(
+            config, self.loaded, self.trainer, extensions, state, drawn, self.supervised
+        )
+        moments = ""
+        if not state:
+            moments = take_drafter_moments(config, self.trainer, self.loaded.tensors)
+
+        if colocated:
             _free_memory()
             if starting is not None:
                 starting.engines.launch()
-        follow = extensions.kind(self.config.rollout.engine).follow
+        follow = extensions.kind(config.rollout.engine).follow
         if not self.main and self.generates and follow is not None:
-            self._closing.callback(follow(self.config))  # this rank has a part of the engines
+            closing.callback(follow(config))  # this rank has a part of the engines
         engines = starting.engines.wait() if starting is not None else {}
-        self._open_records(moments)
+
+        # The first writes of the run.
+        self.records = Records(config, self.clock, self.done, self.main)
+        closing.callback(lambda: self.records.close(self.done))
+        if moments:
+            self.records.event("drafter", moments)
+        if self.loaded.data is not None and self.loaded.data.left_out:
+            self.records.event("data", self.loaded.data.left_out)
+        self.recording: TrajectoryRecording | None = None
+        if config.train.record_gib and not self.supervised:
+            self.recording = open_recording(config, self.trainer, self.records, self.done)
+
         self.rollouts: Rollouts | None = None
         if starting is not None:
-            recorder = self.records.recorder
-            assert recorder is not None
+            assert self.records.recorder is not None
             self.rollouts = Rollouts(
-                starting, engines, recorder, self.loaded.prompts, self.interruption.asked
+                starting,
+                engines,
+                self.records.recorder,
+                self.loaded.prompts,
+                self.interruption.asked,
             )
-            self._closing.callback(self.rollouts.close)
+            closing.callback(self.rollouts.close)
             self.rollouts.start(state, drawn)
-
-        def awaited() -> bool:
-            return self.rollouts is not None and self.rollouts.engines.awaited
-
-        self.rank0 = Rank0(self.main, self.interruption, awaited, self._stop)
-        lengths = state.get("accept_lengths", [])
+        self.rank0 = Rank0(self.main, self.interruption, self._engine_starts, self._stop)
         self.evaluation = Evaluation(
-            self.config,
+            config,
             self.trainer,
             self.rank0,
             self.records,
             self.generates,
             self.rollouts,
             self.push,
-            lengths,
+            state.get("accept_lengths", []),
         )
-
-    def _build_trainer(self) -> None:
-        """Build the trainer with the weights that the run begins with, before any checkpoint."""
-        config, loaded = self.config, self.loaded
-        self.trainer = Trainer(config, loaded.hf_config)
-        self.results = Results(config, loaded, self.trainer)
-        self.trainer.load_hf(loaded.tensors, fresh_drafter=config.replay.fresh_drafter)
-        if loaded.eagle3_ids is not None:
-            self.trainer.set_draft_vocabulary(loaded.eagle3_ids.numpy())
-        if loaded.replay is not None:
-            loaded.replay.load(self.trainer, loaded.replay.first)
-        elif config.algorithm.kl_coef or (config.train.drift_every and not self.supervised):
-            # the weights of model.path, also when a checkpoint is loaded next
-            self.trainer.keep_reference()
-
-    def _resume(self, extensions: Extensions) -> tuple[dict[str, Any], Drawn]:
-        """Load the newest checkpoint, with `train.resume`. Returns its state and groups, or empty ones."""
-        config, loaded = self.config, self.loaded
-        self.saver = Saver(config, self.trainer, self.main, loaded.identity)
-        steps = config.sft.steps if self.supervised else config.train.steps
-        state, drawn = (config.train.resume and self.saver.load_newest(steps)) or ({}, Drawn())
-        self.done = state.get("step", 0)
-        # as runs of 0.3.0 kept it
-        self.results.best = max(self.results.best, state.get("best_reward", -math.inf))
-        schedule = None
-        # a warm start learns from every batch alike
-        learns = config.drafter.train and not self.supervised
-        if state and loaded.data is not None:
-            loaded.data.restore(state["data"])
-        if learns and extensions.drafter is not None:
-            load_policy = (
-                partial(loaded.followed.load, self.trainer) if loaded.followed is not None else None
-            )
-            schedule = extensions.drafter(
-                self.trainer, load_policy, state.get("online", {}), drawn.replay
-            )
-        fresh = config.drafter.fresh and learns and not config.replay.run
-        self.drafting = Drafting(
-            self.trainer, loaded.vocabulary, schedule, records=learns, fresh=fresh
-        )
-        self.drafting.restore(state, drawn.replay)
-        return state, drawn
-
-    def _open_records(self, moments: str) -> None:
-        """Open the records, and the recording of the trajectory: the run's first writes."""
-        self.records = Records(self.config, self.clock, self.done, self.main)
-        self._closing.callback(lambda: self.records.close(self.done))
-        if moments:
-            self.records.event("drafter", moments)
-        if self.loaded.data is not None and self.loaded.data.left_out:
-            self.records.event("data", self.loaded.data.left_out)
-        self.recording: TrajectoryRecording | None = None
-        if self.config.train.record_gib and not self.supervised:
-            self.recording = open_recording(self.config, self.trainer, self.records, self.done)
 
     def __enter__(self) -> Session:
         return self
@@ -232,15 +202,25 @@ class Session:
 
         A drafter's schedule may update the drafter from earlier rollouts while engines generate.
         """
-        drawn: list[Group] = []
-        self.drafting.during_rollout(
-            self.done, lambda: self._on_engines(lambda rollouts: rollouts.begin(step))
-        )
-        while not self._on_engines(lambda rollouts: drawn.extend(rollouts.collect(step))):
+        self.drafting.during_rollout(self.done, partial(self._begin_rollout, step))
+        groups: list[Group] = []
+        while True:
+            with self.rank0.calls() as calls:
+                if self.rollouts is not None:
+                    groups = self.rollouts.collect(step)
+            if calls.succeeded:
+                break
+            # All engines were lost. One has started again, and needs the weights.
             self.push()
-        groups = self.rank0.share(drawn)
+        groups = self.rank0.share(groups)
         self._newest = ({}, groups)
         return groups
+
+    def _begin_rollout(self, step: int) -> None:
+        """Start a rollout in the background, which `collect` waits for."""
+        with self.rank0.calls():
+            if self.rollouts is not None:
+                self.rollouts.begin(step)
 
     def recorded(self, step: int) -> list[Group]:
         """Load the policy that a recorded run had before `step`, and return the rollouts that it trained on."""
@@ -256,23 +236,20 @@ class Session:
         assert rows is not None
         return [Group(row.prompt, [row]) for row in rows.take(self.config.sft.samples_per_step)]
 
-    def keep(self, groups: Sequence[Group] = ()) -> None:
+    def record_trajectory(self, groups: Sequence[Group] = ()) -> None:
         """With `train.record_gib`, write the present policy and the rollouts of the next step. Collective."""
         if self.recording is not None:
-            self.recording.keep(self.done, groups)
+            self.recording.record(self.done, groups)
 
     def settle(self) -> None:
         """Wait for the rollout that runs ahead, if there is one. If its engines are lost, `collect` repeats it."""
-        self._on_engines(lambda rollouts: rollouts.settle())
+        with self.rank0.calls():
+            if self.rollouts is not None:
+                self.rollouts.settle()
 
-    def _on_engines(self, act: Callable[[Rollouts], object]) -> bool:
-        """Have rank 0 act on engines and rewards; see `Rank0.run`. Collective."""
-
-        def on_rank0() -> None:
-            assert self.rollouts is not None
-            act(self.rollouts)
-
-        return self.rank0.run(on_rank0)
+    def _engine_starts(self) -> bool:
+        """Return whether no engine is left, but one is starting again."""
+        return self.rollouts is not None and self.rollouts.engines.awaited
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
@@ -280,26 +257,30 @@ class Session:
         """Return this rank's micro-batches. Advantages are computed within each group."""
         samples = [sample for group in groups for sample in group.samples]
         values = advantages(self.config, groups)
-        if (
-            self.done == 0
-            and not any(values)
-            and self.loaded.prompts is not None
-            and self.loaded.replay is None
-        ):
+        first_rollout = self.done == 0 and self.loaded.prompts is not None
+        if first_rollout and self.loaded.replay is None and not any(values):
             if rewards.known(samples):  # otherwise another event says that all failed
                 self.records.event("reward", f"step 1: {without_advantage(samples)}")
         self.drafting.observe(groups)
         return self._pack(samples, values, self.drafting.weights(self.done, samples))
 
     def _pack(
-        self, samples: list[Sample], values: list[float], weights: Weights = None
+        self,
+        samples: list[Sample],
+        values: list[float] | None = None,
+        drafter_weights: list[np.ndarray] | None = None,
     ) -> list[PackedBatch]:
+        """Return this rank's micro-batches.
+
+        values           advantage of each sample; None: 0
+        drafter_weights  of every position, `[L]` for each sample; None: 1
+        """
         return micro_batches(
             self.config,
             samples,
-            values,
+            [0.0] * len(samples) if values is None else values,
             version=self.done + 1,
-            drafter_weights=weights,
+            drafter_weights=drafter_weights,
             supervised=self.supervised,
         )
 
@@ -309,37 +290,43 @@ class Session:
         Engines on the ranks' GPUs sleep from here until the next push.
         """
         if self.loaded.layout.together:
-            self._on_engines(lambda rollouts: rollouts.engines.sleep())
+            with self.rank0.calls():
+                if self.rollouts is not None:
+                    self.rollouts.engines.sleep()
         trains_policy = options.get("train_policy", True)
         learns = options["objective"] == "grpo" and trains_policy
         if self.config.algorithm.kl_coef and learns:
-            assert self.trainer.reference is not None
-            rows = self.trainer.reference.logprobs(batches)
-            batches = [
-                replace(b, reference_logprobs=row) for b, row in zip(batches, rows, strict=True)
-            ]
+            batches = self._with_reference(batches)
         options["logprob_gap"] = self.config.health.logprob_gap
         seconds = self.rollouts.newest.seconds if self.rollouts is not None else None
+        groups = self._newest[1]
         metrics = self.drafting.train_step(self.done, batches, options, seconds)
         if learns:
-            self.drafting.teach(
-                self.done, self._newest[1], lambda part: self._pack(part, [0.0] * len(part))
-            )
+            self.drafting.teach(self.done, groups, self._pack)
         self.done += 1
         if learns and self.due(self.config.train.drift_every):
-            metrics |= self._drift(self._newest[1])
+            metrics |= self._drift(groups)
         # A skipped step counts, too: it may mean that an engine is wrong. A replay loads policies of its own.
         self._policy_changed |= trains_policy or self.loaded.replay is not None
-        self._newest = (metrics, self._newest[1])
+        self._newest = (metrics, groups)
         self._engine_metrics = {}
         return metrics
+
+    def _with_reference(self, batches: list[PackedBatch]) -> list[PackedBatch]:
+        """Return the batches with the log-probs of the reference policy."""
+        assert self.trainer.reference is not None
+        logprobs = self.trainer.reference.logprobs(batches)
+        complete = []
+        for batch, values in zip(batches, logprobs, strict=True):
+            complete.append(replace(batch, reference_logprobs=values))
+        return complete
 
     def _drift(self, groups: Sequence[Group]) -> dict[str, float]:
         """Compare the policy with model.path on a few samples, evenly spaced. The same samples on every rank."""
         samples = [sample for group in groups for sample in group.samples]
-        chosen = samples[:: max(1, len(samples) // DRIFT_SAMPLES)][:DRIFT_SAMPLES]
+        distance = max(1, len(samples) // DRIFT_SAMPLES)
         assert self.trainer.reference is not None
-        return self.trainer.reference.drift(self._pack(chosen, [0.0] * len(chosen)))
+        return self.trainer.reference.drift(self._pack(samples[::distance][:DRIFT_SAMPLES]))
 
     # ---- weights and schedule ---------------------------------------------------------------------------------------
 
@@ -350,25 +337,34 @@ class Session:
         """
         if self.loaded.layout.together:
             _free_memory()
-            self._on_engines(lambda rollouts: rollouts.engines.wake())
-        while not self.rank0.run(self._push, all_ranks=True):
-            pass
+            with self.rank0.calls():
+                if self.rollouts is not None:
+                    self.rollouts.engines.wake()
+        while True:
+            with self.rank0.calls() as calls:
+                self._push_once()
+            if calls.succeeded:
+                return
 
-    def _push(self) -> None:
+    def _push_once(self) -> None:
+        """Gather full tensors from all ranks while rank 0 sends them."""
         with exporting(partial(self.trainer.export, live=True)) as source:
             if source is not None:
                 assert self.rollouts is not None
-                hot = None if self.config.spec.mode == "off" else self.drafting.hot_tokens()
+                hot_tokens = None
+                if self.config.spec.mode != "off":
+                    hot_tokens = self.drafting.hot_tokens()
                 scope: Scope = "all" if self._policy_changed else "drafter"
                 self._engine_metrics |= self.rollouts.engines.push(
-                    self.done + 1, source, hot, scope
+                    self.done + 1, source, hot_tokens, scope
                 )
         self._policy_changed = False
 
     def adapt(self) -> None:
         """Read the engines' acceptance and round times, and update the speculation rule."""
-        prediction = self.trainer.prediction
-        self._on_engines(lambda rollouts: self._engine_metrics.update(rollouts.adapt(prediction)))
+        with self.rank0.calls():
+            if self.rollouts is not None:
+                self._engine_metrics |= self.rollouts.adapt(self.trainer.prediction)
 
     # ---- evaluation, records and checkpoints ------------------------------------------------------------------------
 
@@ -378,10 +374,10 @@ class Session:
 
     def evaluate(self, name: str) -> None:
         """Evaluate on held-out prompts, if there are any. With `train.save_best` keep the best model so far."""
-        found = self.evaluation.evaluate(name, self.done).get("", {})
+        results = self.evaluation.evaluate(name, self.done).get("", {})
         if not self.config.train.save_best or self.done == 0:
             return
-        if self.results.keep_best(found.get("reward", -math.inf) if self.main else None):
+        if self.results.keep_best(results.get("reward", -math.inf) if self.main else None):
             self.records.event(
                 "best",
                 f"{name}: reward {self.results.best:.3f} is the highest so far; kept in hf-best",
@@ -389,11 +385,11 @@ class Session:
 
     def good_enough(self) -> bool:
         """Evaluate every `sft.eval_every` steps. Returns whether the warm start may end, the same on every rank."""
-        held_out = self.loaded.demonstrations
-        assert held_out is not None
+        rows = self.loaded.demonstrations
+        assert rows is not None
         if not self.due(self.config.sft.eval_every):
             return False
-        return self.evaluation.warm_enough(self.done, self.drafting.tokens, held_out.held_out)
+        return self.evaluation.warm_enough(self.done, self.drafting.tokens, rows.held_out)
 
     def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """Write one line to `metrics.jsonl` and a few texts to `samples.jsonl`. Counts bad steps in a row."""
@@ -422,7 +418,7 @@ class Session:
         if self.due(options.save_every):
             self._save()
         if self.due(options.export_every):
-            self._catch_up()
+            self._load_followed_policy()
             self.results.write(f"hf-step-{self.done:06d}")
 
     def _stop(self, reason: str) -> NoReturn:
@@ -442,24 +438,24 @@ class Session:
 
     def _save(self) -> Path:
         """Write a checkpoint, and return its path. Raises SaveError."""
-        self._catch_up()
+        self._load_followed_policy()
         return self.saver.save(self.done, self._state)
 
-    def _catch_up(self) -> None:
+    def _load_followed_policy(self) -> None:
         """In a replay that follows a run, load the policy that the run had after as many steps."""
         if self.loaded.followed is not None:
             self.loaded.followed.load(self.trainer, self.done)
 
     def _state(self) -> tuple[dict[str, Any], Drawn]:
         """Return the state of all parts for a checkpoint; called on rank 0."""
-        state, kept = self.drafting.state()
+        state, drafter_rollouts = self.drafting.state()
         state["accept_lengths"] = self.evaluation.accept_lengths
         if self.loaded.data is not None:
             state["data"] = self.loaded.data.state()
         if self.rollouts is None:
-            return state, Drawn(replay=kept)
+            return state, Drawn(replay=drafter_rollouts)
         state |= self.rollouts.state()
-        return state, self.rollouts.drawn(kept)
+        return state, self.rollouts.drawn(drafter_rollouts)
 
     def finish(self) -> None:
         """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`."""

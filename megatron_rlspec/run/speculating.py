@@ -39,19 +39,16 @@ class Speculation:
         vain. Its rounds correct the costs. `delivered` as for `learn`.
         """
         drafting = [stats for stats in rounds if stats.config.num_steps]
-        share = sum(stats.rounds for stats in drafting) / max(
-            sum(stats.rounds for stats in rounds), 1
-        )
-        found = self.learning.saved(rounds, delivered)
-        if share <= 0.5 or found and found.gain <= 1:
+        total = sum(stats.rounds for stats in rounds)
+        share = sum(stats.rounds for stats in drafting) / max(total, 1)
+        saved = self.learning.saved(rounds, delivered)
+        if share <= 0.5 or (saved is not None and saved.gain <= 1):
             return ""
         length = accept_length(pooled(stats.accepted for stats in drafting))
-        faster = (
-            f", {found.gain:.2f} times as fast as without drafts, by the costs of rounds"
-            if found
-            else ""
-        )
-        return f"the engines draft now, in {share:.0%} of the rounds: accept length {length:.2f}{faster}"
+        line = f"the engines draft now, in {share:.0%} of the rounds: accept length {length:.2f}"
+        if saved is not None:
+            line += f", {saved.gain:.2f} times as fast as without drafts, by the costs of rounds"
+        return line
 
     def set(self, engine: RolloutEngine) -> None:
         """Set the run's rule or schedule on an engine. Raises EngineError."""

@@ -20,21 +20,23 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
     A reward that failed enters no mean. If all did, there is no `reward`.
     """
-    lengths = [len(s.response) for s in samples]
-    known = rewards.known(samples)
-    return {
+    lengths = [len(sample.response) for sample in samples]
+    values = {
         "samples": float(len(samples)),
-        **({"reward": float(np.mean(known)), "reward_std": float(np.std(known))} if known else {}),
-        "failed_rewards": float(sum(rewards.failed(s) for s in samples)),
-        "accept_length": accept_length(pooled(s.accepted for s in samples)),
+        "failed_rewards": float(sum(rewards.failed(sample) for sample in samples)),
+        "accept_length": accept_length(pooled(sample.accepted for sample in samples)),
         "response_tokens": float(sum(lengths)),
         "response_length": float(np.mean(lengths)),
         "median_response": float(np.median(lengths)),
         "p90_response": float(np.percentile(lengths, 90)),
         "longest_response": float(max(lengths)),
-        "truncated": float(np.mean([s.status == "truncated" for s in samples])),
-        **reward_by_length(samples),
+        "truncated": float(np.mean([sample.status == "truncated" for sample in samples])),
     }
+    known = rewards.known(samples)
+    if known:
+        values["reward"] = float(np.mean(known))
+        values["reward_std"] = float(np.std(known))
+    return values | reward_by_length(samples)
 
 
 def best_of(groups: Sequence[Group]) -> dict[int, float]:
@@ -43,31 +45,36 @@ def best_of(groups: Sequence[Group]) -> dict[int, float]:
     n is the number of samples of each group. For rewards of 0 and 1 this is the unbiased estimate of pass@k. A failed
     reward counts 0.
     """
-    most = min(len(group.samples) for group in groups)
-    found: dict[int, float] = {}
-    for k in sorted(
-        {2**i for i in range(1, most.bit_length()) if 2**i <= most}
-        | ({most} if most > 1 else set())
-    ):
-        values = []
-        for group in groups:
-            ordered = sorted(0.0 if rewards.failed(s) else s.reward for s in group.samples)
-            n = len(ordered)
-            # The sample of rank i, from 0, is the best of k with C(i, k - 1) of the C(n, k) choices.
-            values.append(
-                sum(math.comb(i, k - 1) * reward for i, reward in enumerate(ordered))
-                / math.comb(n, k)
-            )
-        found[k] = float(np.mean(values))
-    return found
+    smallest = min(len(group.samples) for group in groups)
+    sizes = []
+    k = 2
+    while k < smallest:
+        sizes.append(k)
+        k *= 2
+    if smallest > 1:
+        sizes.append(smallest)
+    best = {}
+    for k in sizes:
+        best[k] = float(np.mean([_best_of(group, k) for group in groups]))
+    return best
+
+
+def _best_of(group: Group, k: int) -> float:
+    """Return the expected best reward of k of a group's samples."""
+    values = sorted(0.0 if rewards.failed(s) else s.reward for s in group.samples)
+    total = 0.0
+    for rank, reward in enumerate(values):
+        # The sample of this rank, from 0, is the best of k with C(rank, k - 1) of the C(n, k) choices.
+        total += math.comb(rank, k - 1) * reward
+    return total / math.comb(len(values), k)
 
 
 def without_advantage(samples: Sequence[Sample]) -> str:
     """Say that no group of a step has an advantage. The example is the first of its samples whose reward is known."""
-    one = next(sample for sample in samples if not rewards.failed(sample))
+    example = next(sample for sample in samples if not rewards.failed(sample))
     return (
         "no group has an advantage, as if all its samples were equally good, so the policy learns nothing. An example: "
-        f"{scored(one)}"
+        f"{scored(example)}"
     )
 
 
@@ -85,10 +92,14 @@ def _ends(text: str) -> str:
 
 def reward_by_length(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the mean reward of each quarter of the samples, from the shortest responses to the longest."""
+    if len(samples) < 4:
+        return {}
     by_length = sorted(samples, key=lambda sample: len(sample.response))
-    found = {}
-    for quarter in range(4 if len(samples) >= 4 else 0):
-        part = by_length[quarter * len(samples) // 4 : (quarter + 1) * len(samples) // 4]
-        if known := rewards.known(part):
-            found[f"reward_quarter_{quarter + 1}"] = float(np.mean(known))
-    return found
+    means = {}
+    for quarter in range(4):
+        first = quarter * len(samples) // 4
+        last = (quarter + 1) * len(samples) // 4
+        known = rewards.known(by_length[first:last])
+        if known:
+            means[f"reward_quarter_{quarter + 1}"] = float(np.mean(known))
+    return means

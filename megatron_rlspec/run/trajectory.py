@@ -52,7 +52,7 @@ class TrajectoryWriter:
         self.limit = limit
         self.ended = ""
         self._run = ""
-        self._held: dict[str, Tensor] = {}
+        self._newest: dict[str, Tensor] = {}  # the policy as of the newest file
         # from a process that was killed during a write
         for left in (run_dir / FOLDER).glob(".*.partial"):
             left.unlink()
@@ -60,18 +60,19 @@ class TrajectoryWriter:
         for file in recorded:
             if file >= file_of(run_dir, done):
                 file.unlink()
-        kept = [file_of(run_dir, step) for step in range(done)]
-        missing = [step for step, file in enumerate(kept) if not file.exists()]
-        if missing:
-            self.ended = f"nothing is recorded: step {missing[0]} was not, and a replay needs every step before"
-        else:
-            try:
-                self._run = _run_of(kept) or uuid.uuid4().hex
-            except CheckpointError as error:
-                self.ended = f"nothing is recorded: {error}"
-        self._bytes = sum(file.stat().st_size for file in kept if not missing)
+        before = [file_of(run_dir, step) for step in range(done)]
+        self._bytes = 0
+        for step, file in enumerate(before):
+            if not file.exists():
+                self.ended = f"nothing is recorded: step {step} was not, and a replay needs every step before"
+                return
+            self._bytes += file.stat().st_size
+        try:
+            self._run = _run_of(before) or uuid.uuid4().hex
+        except CheckpointError as error:
+            self.ended = f"nothing is recorded: {error}"
 
-    def keep(
+    def write(
         self, step: int, policy: Iterable[tuple[str, Tensor]], groups: Sequence[Group] = ()
     ) -> str:
         """Write what `step` starts from. Returns a line for the first step and for the last that fits, else "".
@@ -79,8 +80,8 @@ class TrajectoryWriter:
         `policy` yields full tensors; `groups` are the step's rollouts, none after the last step. Raises OSError.
         """
         new = dict(policy)
-        stored = _difference(self._held, new)
-        self._held = new
+        stored = _difference(self._newest, new)
+        self._newest = new
         if groups:
             stored[ROLLOUTS] = torch.frombuffer(
                 bytearray(wire.encode(list(groups))), dtype=torch.uint8
@@ -91,7 +92,7 @@ class TrajectoryWriter:
                 f"recording ends before step {step + 1}: it needs {_gib(size)} more, and {_gib(self._bytes)} of "
                 f"train.record_gib={self.limit / 2**30:g} are used; {max(0, step - 1)} steps can be replayed"
             )
-            self._held = {}
+            self._newest = {}
             return self.ended
         path = file_of(self.run_dir, step)
         path.parent.mkdir(exist_ok=True)
@@ -103,8 +104,8 @@ class TrajectoryWriter:
 
 
 class Trajectory:
-    """Read a recorded run. Raises CheckpointError for a run without a trajectory, for files that are missing, damaged,
-    exchanged or of another run, and for others beside them. It reads every file's header before any tensor.
+    """Read a recorded run. Raises CheckpointError for a run without a trajectory, and for files that are missing,
+    damaged, exchanged or of another run. It reads every file's header before any tensor.
 
     run    its name: a random number, which only this run has
     steps  how many steps can be replayed: those with the policy before and after them
@@ -115,23 +116,19 @@ class Trajectory:
         self._policy: dict[str, Tensor] = {}
         self._at = -1
         folder = run_dir / FOLDER
-        found = sorted(path.name for path in folder.glob("[!.]*"))
-        if not found:
+        names = sorted(path.name for path in folder.glob("step-*.safetensors"))
+        if not names:
             raise CheckpointError(
                 f"{run_dir}: no {FOLDER}/; expected a run with --train.record_gib 20"
             )
-        for step, name in enumerate(found):
-            path = file_of(run_dir, step)
-            if name != path.name and path.name < name <= f"step-{'9' * 6}.safetensors":
+        files = [file_of(run_dir, step) for step in range(len(names))]
+        for path, name in zip(files, names, strict=True):
+            if path.name != name:
                 raise CheckpointError(
                     f"{path}: no such file, but {name} is there; a replay needs every step before"
                 )
-            if name != path.name:
-                raise CheckpointError(
-                    f"{folder / name}: not a file of a trajectory; expected {path.name}, or nothing"
-                )
-        self.run = _run_of([file_of(run_dir, step) for step in range(len(found))])
-        self.steps = len(found) - 1
+        self.run = _run_of(files)
+        self.steps = len(files) - 1
 
     def groups(self, step: int) -> list[Group]:
         """Return the rollouts that `step` trained on."""
@@ -184,16 +181,16 @@ def _difference(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[st
         flat = tensor.reshape(-1)
         if name in old:
             bits = _INTEGERS[tensor.element_size()]
-            at = (flat.view(bits) != old[name].reshape(-1).view(bits)).nonzero()[:, 0]
-            if not len(at):
+            changed = flat.view(bits) != old[name].reshape(-1).view(bits)
+            positions = changed.nonzero()[:, 0]
+            if not len(positions):
                 continue
-            at = at.int() if len(flat) < 2**31 else at
-            if (
-                len(at) * (at.element_size() + tensor.element_size())
-                < len(flat) * tensor.element_size()
-            ):
-                stored[f"at/{name}"] = at
-                stored[f"to/{name}"] = flat[at.long()]
+            if len(flat) < 2**31:
+                positions = positions.int()
+            sparse_bytes = len(positions) * (positions.element_size() + tensor.element_size())
+            if sparse_bytes < len(flat) * tensor.element_size():
+                stored[f"at/{name}"] = positions
+                stored[f"to/{name}"] = flat[positions.long()]
                 continue
         stored[f"policy/{name}"] = tensor.contiguous()
     return stored

@@ -273,7 +273,6 @@ def main():
     parser.add_argument("--free", type=int, default=40, help="tokens that a round verifies for nothing")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--sglang", choices=sorted(versions.KNOWN), default="0.5.23")
-    parser.add_argument("--lines", action="store_true", help="record slime's lines for slime_lines.py; slower")
     options, extra = parser.parse_known_args()
     folder = options.folder.absolute()
     slime = folder / "slime"
@@ -302,9 +301,6 @@ def main():
     ours += ["--candidate-steps", "0,1,2,3", "--cost-table", str(folder / "cost.json")]
     prefix = [sys.executable, "-m", "megatron_rlspec.cli", "slime", *ours, "--"]
     env = environment(folder, slime, options.sglang)
-    if options.lines:
-        (folder / "lines").mkdir()
-        env["RLSPEC_SLIME_LINES"] = json.dumps([str(folder / "lines"), str(slime)])
     with cluster(folder, env) as address:
         driver = subprocess.run([*prefix, *whole], env=env | {"RAY_ADDRESS": address}, cwd=folder)
     sys.exit(driver.returncode)

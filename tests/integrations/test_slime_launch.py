@@ -230,11 +230,6 @@ def test_what_the_user_set_for_nccl_and_python_reaches_the_workers(tmp_path):
     assert json.loads(read_flags(whole)["--runtime-env-json"])["env_vars"]["NCCL_CUMEM_ENABLE"] == "1"
 
 
-def test_a_command_without_slimes_driver_is_refused():
-    with pytest.raises(ConfigError, match="no train.py or train_async.py"):
-        launch.driver_index(["python", "other.py"])
-
-
 def test_dry_run_prints_and_stops(tmp_path, capsys):
     assert launch.main(["--dry-run", "--folder", str(tmp_path), "--", "python", "train.py"]) == 0
     out = capsys.readouterr().out
@@ -283,14 +278,6 @@ def test_bad_cost_tables_are_reported_before_anything_starts(tmp_path):
         plan([], DRAFTER, [3], 3, str(TABLE))
     with pytest.raises(ConfigError, match="nothing to choose from: under --sglang-enable-pdmux SGLang does not adapt"):
         plan(["--sglang-enable-pdmux"], DRAFTER, cost_table=str(TABLE))
-
-
-def test_notes_are_printed(tmp_path, capsys):
-    command = ["python", "train.py", "--sglang-enable-pdmux", "--multi-latent-attention"]
-    assert launch.main(["--dry-run", "--folder", str(tmp_path), "--", *command]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("rlspec slime: the number of draft steps is fixed at 3: under --sglang-enable-pdmux")
-    assert told[1] == "rlspec slime: the drafter is trained to depth 1: --multi-latent-attention supports no other"
 
 
 @pytest.mark.parametrize(

@@ -44,37 +44,6 @@ def test_a_killed_run_becomes_a_model_that_transformers_loads(ended, start, tmp_
     assert left <= {file.name for file in (tmp_path / "policy").iterdir()}
 
 
-def test_the_drafter_can_be_left_out_of_a_finished_run_and_of_nothing_else(ended, tmp_path, capsys):
-    assert main([str(ended / "hf"), str(tmp_path / "plain"), "--drop-mtp", "--quiet"]) == 0
-    config, tensors = read_hf(tmp_path / "plain")
-    whole = read_hf(ended / "hf")[1]
-    assert config["architectures"] == ["Qwen2ForCausalLM"] and "num_nextn_predict_layers" not in config
-    assert set(whole) - set(tensors) == {name for name in whole if "mtp_layers" in name}
-    assert all(torch.equal(tensors[name], whole[name]) for name in tensors)
-    assert main([str(tmp_path / "plain"), str(tmp_path / "again"), "--drop-mtp"]) == 2
-    assert "has no drafter that --drop-mtp could leave out" in capsys.readouterr().err
-
-
-def refused(capsys, *arguments: object) -> str:
-    assert main([str(argument) for argument in arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
-def test_a_checkpoint_without_its_run_needs_the_model(ended, start, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert "is a run's directory; expected its hf/, or one of its checkpoints/step-*" in refused(capsys, ended, out)
-    assert "expected one of them, such as " in refused(capsys, ended / "checkpoints", out)
-    moved = tmp_path / "step-000002"
-    shutil.copytree(ended / "checkpoints/step-000002", moved)
-    assert "expected --hf DIR, its model.path" in refused(capsys, moved, out)
-    assert main([str(moved), str(out), "--hf", str(start / "model"), "--quiet"]) == 0
-    assert same(out, ended / "hf")
-    (moved / "policy-tensor0-pipeline0.safetensors").unlink()
-    line = refused(capsys, moved, tmp_path / "other", "--hf", start / "model")
-    assert "lacks" in line and "tensors" in line
-
-
 @pytest.mark.slow
 def test_models_of_steps_and_of_the_best_evaluation_are_kept(start, tmp_path):
     options = OPTIONS | {"train__eval_prompts": 4, "train__eval_every": 1}

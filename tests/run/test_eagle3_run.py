@@ -1,20 +1,15 @@
 """Runs with an EAGLE-3 drafter: records, replay, resume, and what the next run starts from."""
 
-import errno
 import shutil
 from pathlib import Path
 
-import forked
 import pytest
-import short_run
 import torch
 from short_run import run
-from test_trajectory import replay
 
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.conversion.drafter_files import build_drafter, make_drafter, words
 from megatron_rlspec.conversion.eagle3 import shapes
-from megatron_rlspec.models import hf_files
 from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.hf_files import publish, read_hf
 from megatron_rlspec.records.recorder import read_records
@@ -67,31 +62,6 @@ def test_a_checkpoint_becomes_policy_and_drafter(recorded, tmp_path):
     assert same(tmp_path / "policy", recorded / "hf") and not (tmp_path / "policy_drafter").exists()
 
 
-def test_a_disk_that_is_full_at_the_end_of_a_conversion_is_no_end_of_it(recorded, tmp_path, monkeypatch, capsys):
-    """The policy's directory could not be named. The same command goes on, and so may not meet the drafter's."""
-    publish = hf_files.publish
-
-    def full(partial, target):
-        if target.name == "out":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        publish(partial, target)
-
-    command = [str(recorded / "checkpoints/step-000002"), str(tmp_path / "out"), "--quiet"]
-    with monkeypatch.context() as patch:
-        patch.setattr(hf_files, "publish", full)
-        assert main(command) == 1 and "run the same command again" in capsys.readouterr().err
-    assert main(command) == 0, capsys.readouterr().err
-    assert same(tmp_path / "out", recorded / "hf") and same(tmp_path / "out_drafter", recorded / "hf_drafter")
-
-
-@pytest.mark.slow
-def test_a_replay_makes_the_same_drafter(recorded, tmp_path):
-    replay(recorded, tmp_path / "same")
-    assert same(tmp_path / "same/hf_drafter", recorded / "hf_drafter")
-    moments = "hf_drafter/optimizer/drafter.safetensors"
-    assert (tmp_path / "same" / moments).read_bytes() == (recorded / moments).read_bytes()
-
-
 @pytest.mark.slow
 def test_the_policy_is_that_of_a_run_with_mtp_and_a_resumed_run_is_the_same(recorded, start, path, tmp_path):
     run(start, tmp_path / "mtp", **OPTIONS)
@@ -137,18 +107,3 @@ def test_a_drafter_of_two_layers_with_norms_is_resumed_and_converted(start, path
     assert main([str(tmp_path / "parts/checkpoints/step-000002"), str(tmp_path / "out"), "--quiet"]) == 0
     for found in (tmp_path / "parts/hf_drafter", tmp_path / "out_drafter"):
         assert same(found, tmp_path / "whole/hf_drafter")
-
-
-def test_a_drafter_of_other_layers_is_refused_before_the_run(start, path, tmp_path):
-    wrong = tmp_path / "wrong"
-    shutil.copytree(path, wrong)
-    text = (wrong / "config.json").read_text()
-    (wrong / "config.json").write_text(text.replace("eagle_aux_hidden_state_layer_ids", "other"))
-    options = {**OPTIONS, **EAGLE3, "drafter__path": wrong}
-    output = run(start, tmp_path / "run", code=2, **options)
-    assert "eagle_config.other" in output and "Traceback" not in output and not (tmp_path / "run").exists()
-    words = short_run.words(start, tmp_path / "run", "train", options | {"drafter__path": path})
-    counted = forked.run_module("megatron_rlspec.cli", [*words, "--dry-run"], folder=short_run.TESTS)
-    tensors = read_hf(path)[1]
-    size = sum(tensors[name].numel() for name in tensors if name not in ("d2t", "t2d"))
-    assert f"its drafter {size:,}" in counted.stdout, counted.stderr

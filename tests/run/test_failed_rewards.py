@@ -2,13 +2,10 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from short_run import run
 
 from megatron_rlspec.records.recorder import read_records
-from megatron_rlspec.run.summaries import without_advantage
-from megatron_rlspec.types import Prompt, Sample
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__steps": 3, "train__eval_prompts": 2}
 
@@ -54,40 +51,9 @@ def test_dynamic_sampling_does_not_refill_for_ever(start, tmp_path):
     assert "all 16 rewards failed" in output
 
 
-def test_a_reward_with_another_signature_is_refused_before_anything_starts(start, tmp_path):
-    output = run(start, tmp_path / "run", code=2, reward__kind="run_reward:wrong", **OPTIONS)
-    assert "Traceback" not in output
-    (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
-    assert "reward.kind=run_reward:wrong: " in line and "wrong(sample)" in line and "expected wrong(prompt: str" in line
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_example_of_a_reward_that_never_differs_is_short_and_escaped():
-    tokens = np.arange(3)
-    prompt = Prompt(0, tokens[:2], label="\x1b[2J", text="p" * 500 + "= ?")
-    samples = [Sample(f"s{i}", prompt, tokens, np.ones(3), np.zeros(3), text="five\n") for i in range(2)]
-    samples[0].metadata["reward_error"] = "broken"
-    samples[1].reward = 0.25
-    told = without_advantage(samples)
-    assert "label '\\x1b[2J', reward 0.25" in told and "= ?'" in told and r"response 'five\n'" in told
-    assert "\x1b" not in told and "\n" not in told and len(told) < 400
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "events_expected"), [("same", 1), ("by_length", 0)])
 def test_a_reward_that_never_differs_is_told_once(start, tmp_path, kind, events_expected):
     run(start, tmp_path, reward__kind=f"run_reward:{kind}", **OPTIONS)
     told = [message for message in events(tmp_path) if "no group has an advantage" in message]
     assert len(told) == events_expected and all(m.startswith("step 1: ") and ", reward 0" in m for m in told)
-
-
-@pytest.mark.parametrize("held_out", [True, False])
-def test_one_scored_sample_is_shown_before_the_first_step(start, tmp_path, held_out):
-    options = {**OPTIONS, "train__steps": 1, **({} if held_out else {"data__eval_path": ""})}
-    if not held_out:
-        del options["train__eval_prompts"]
-    output = run(start, tmp_path, reward__kind="run_reward:by_length", **options)
-    (told,) = [e["message"] for e in read_records(tmp_path / "events.jsonl") if e["kind"] == "sample"]
-    assert told.startswith("the first of the evaluation: prompt '" if held_out else "step 1: prompt '")
-    assert ", response '" in told and ", label '" in told and "reward " in told
-    assert output.count("[sample]") == 1

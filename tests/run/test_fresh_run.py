@@ -12,7 +12,6 @@ from megatron_rlspec.commands.convert import main
 from megatron_rlspec.config import load
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
-from megatron_rlspec.run import fresh
 from megatron_rlspec.run.speculating import Speculation
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
@@ -111,24 +110,3 @@ def test_the_engines_are_said_to_draft_unless_their_rounds_lost_time(drafts, tol
     learning.observe(rounds, [])
     assert bool(line := speculation.began(rounds, 1.0 + drafts)) == told and ("times as fast" in line) == told
     assert speculation.began(rounds[1:], 1.0) == ""
-
-
-def test_a_rank_that_waits_for_long_says_for_what(monkeypatch, capsys, tmp_path):
-    """It says so once. Rank 0's directory is there after the third look."""
-    there = tmp_path / "start-mtp"
-    looks = 0
-
-    def look(_: float) -> None:
-        nonlocal looks
-        looks += 1
-        if looks == 3:
-            there.mkdir()
-
-    monkeypatch.setenv("RANK", "8")
-    monkeypatch.setattr(fresh, "SAY_AFTER", 0.0)
-    monkeypatch.setattr(fresh.time, "sleep", look)
-    fresh._wait_for(there)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"rlspec: rank 8 still waits for {there}") and looks == 3
-    fresh._wait_for(there)
-    assert not capsys.readouterr().out

@@ -10,7 +10,6 @@ import psutil
 import pytest
 from short_run import finish, make_start, run, train
 
-from megatron_rlspec.host.interruption import Interrupted, Interruption
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.checkpoints import Checkpoints
 
@@ -180,31 +179,6 @@ for now in (10.0, 10.3, 11.5):
     assert done.stdout.splitlines() == ["10.0 interrupted by SIGINT", "10.3 interrupted by SIGINT"]
 
 
-@pytest.mark.parametrize(("ignored", "told"), [(False, "interrupted by SIGHUP"), (True, "")])
-def test_the_end_of_the_terminal_is_a_signal_to_end_except_under_nohup(ignored, told):
-    code = """
-import signal, sys
-from megatron_rlspec.host.interruption import Interruption
-signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "True" else signal.SIG_DFL)  # or inherited
-asked = Interruption().install()
-asked.defer()
-signal.raise_signal(signal.SIGHUP)
-print(asked.reason)
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(ignored)], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, f"{told}\n"), done.stderr
-
-
-def test_before_the_first_step_a_signal_ends_the_program_with_its_own_advice(monkeypatch):
-    handlers = {}
-    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
-    for asked, told in (Interruption(), " before the first step"), (Interruption("; go on"), "; go on"):
-        asked.install()
-        with pytest.raises(Interrupted) as ended:
-            handlers[signal.SIGINT](signal.SIGINT, None)
-        assert str(ended.value) == f"interrupted by SIGINT{told}"
-
-
 @pytest.mark.slow
 def test_a_step_drawn_ahead_is_drawn_again(start, tmp_path):
     process = train(start, tmp_path, **OPTIONS, train__steps=STEPS, rollout__staleness=1)
@@ -275,21 +249,4 @@ def test_a_full_disk_is_reported_in_one_line_and_the_run_continues_later(start, 
     subprocess.run(["mount", "-o", "remount,size=200m", run_dir.parent], check=True)
     resume = {} if not run_dir.exists() else {"train__resume": "true"}
     run(start, run_dir, **OPTIONS, train__steps=STEPS, **resume)
-    assert records(run_dir) == records(whole)
-
-
-@pytest.mark.slow
-def test_a_disk_that_becomes_read_only(start, small_disk, whole):
-    run_dir = small_disk("200m") / "run"
-    process = train(start, run_dir, **OPTIONS | {"train__save_every": 1}, train__steps=STEPS)
-    processes = reach(process, run_dir, 2)
-    # Over itself, because no file system becomes read-only while a file on it, the run's lock, is open for writing.
-    subprocess.run(["mount", "--bind", run_dir, run_dir], check=True)
-    for _ in range(1000):  # refused while a file of this mount is open for writing
-        if not subprocess.run(["mount", "-o", "remount,bind,ro", run_dir], capture_output=True).returncode:
-            break
-    line = told(process, 1, processes)
-    assert "Read-only file system" in line
-    subprocess.run(["umount", run_dir], check=True)
-    run(start, run_dir, **OPTIONS, train__steps=STEPS, train__resume="true")
     assert records(run_dir) == records(whole)

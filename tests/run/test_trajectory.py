@@ -10,9 +10,7 @@ import pytest
 import torch
 from short_run import TESTS, run
 
-from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf
-from megatron_rlspec.models.tensor_file import TensorFile
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.trajectory import Trajectory, TrajectoryWriter, file_of
 from megatron_rlspec.types import Group, Prompt, Sample
@@ -92,12 +90,6 @@ def test_engines_draw_from_one_recorded_policy(recorded, tmp_path):
     assert all(torch.equal(kept[name], tensor) for name, tensor in policy.items())
 
 
-def test_records_say_how_far_the_policy_is_from_its_start(recorded):
-    found = [(r["drift/kl"], r["drift/changed"]) for r in read_records(recorded / "metrics.jsonl")]
-    assert len(found) == STEPS and all(kl > 0 and 0 <= changed <= 1 for kl, changed in found)
-    assert found[-1][0] > found[0][0]
-
-
 @pytest.mark.parametrize(
     "options, told",
     [
@@ -146,7 +138,7 @@ def test_differences_give_the_policies_back_bit_for_bit(tmp_path, changed):
     written = policies(4, changed)
     writer = TrajectoryWriter(tmp_path, 1 << 20, 0)
     for step, policy in enumerate(written):
-        writer.keep(step, policy.items(), groups(step) if step < 3 else ())
+        writer.write(step, policy.items(), groups(step) if step < 3 else ())
     read = Trajectory(tmp_path)
     assert read.steps == 3 and [read.groups(step)[0].prompt.id for step in range(3)] == [0, 1, 2]
     for step in (0, 1, 3, 2):  # also backwards
@@ -162,7 +154,7 @@ def test_recording_ends_at_the_bound_and_says_so_once(tmp_path):
     lines = []
     for step in range(2):
         if not writer.ended:
-            lines.append(writer.keep(step, written[step].items(), groups(step)))
+            lines.append(writer.write(step, written[step].items(), groups(step)))
     assert "recording ends when train.record_gib=" in lines[0]
     assert "recording ends before step 2" in lines[1] and "0 steps can be replayed" in writer.ended
     assert Trajectory(tmp_path).steps == 0
@@ -173,13 +165,13 @@ def test_a_resumed_run_records_later_steps_anew(tmp_path):
     written = policies(4, 5)
     first = TrajectoryWriter(tmp_path, 1 << 20, 0)
     for step in range(4):
-        first.keep(step, written[step].items(), groups(step))
+        first.write(step, written[step].items(), groups(step))
     unfinished = tmp_path / "trajectory/.step-000002.safetensors.17.partial"  # a kill left it
     unfinished.touch()
     second = TrajectoryWriter(tmp_path, 1 << 20, 2)
     assert not unfinished.exists()
     assert not second.ended and Trajectory(tmp_path).steps == 1
-    second.keep(2, written[3].items(), groups(7))
+    second.write(2, written[3].items(), groups(7))
     read = Trajectory(tmp_path)
     assert read.groups(2)[0].prompt.id == 7
     assert all(torch.equal(tensor, written[3][name]) for name, tensor in read.policy(2).items())
@@ -190,7 +182,7 @@ def record(folder: Path, run: int = 0) -> Path:
     folder.mkdir(exist_ok=True)
     writer = TrajectoryWriter(folder, 1 << 20, 0)
     for step, policy in enumerate(policies(4, 5 + run)):
-        writer.keep(step, policy.items(), groups(step + 10 * run) if step < 3 else ())
+        writer.write(step, policy.items(), groups(step + 10 * run) if step < 3 else ())
     return folder
 
 
@@ -200,33 +192,16 @@ def exchange(one: Path, other: Path) -> None:
     one.with_suffix(".old").rename(other)
 
 
-def without_note(path: Path) -> None:
-    with TensorFile(path) as file:
-        tensors = {name: file[name] for name in file}
-    tensor_file.save(tensors, path)
-
-
 FAULTS = {
     "a file of another run": (
         lambda a, b: shutil.copy(file_of(b, 1), file_of(a, 1)),
         "step-000001.*not step 1 of the run that recorded step 0",
-    ),
-    "the last file of another run": (
-        lambda a, b: shutil.copy(file_of(b, 3), file_of(a, 3)),
-        "step-000003.*not step 3 of the run",
     ),
     "two files exchanged": (
         lambda a, b: exchange(file_of(a, 1), file_of(a, 2)),
         "step-000001.*not step 1 of the run.* 2'",
     ),
     "no middle file": (lambda a, b: file_of(a, 1).unlink(), "step-000001.*no such file, but step-000002"),
-    "no first file": (lambda a, b: file_of(a, 0).unlink(), "step-000000.*no such file, but step-000001"),
-    "another name": (
-        lambda a, b: (a / "trajectory/step-zzz.safetensors").touch(),
-        "step-zzz.safetensors: not a file of",
-    ),
-    "another file": (lambda a, b: (a / "trajectory/about.txt").touch(), "about.txt: not a file of a trajectory"),
-    "an earlier version": (lambda a, b: without_note(file_of(a, 0)), "step-000000.*not step 0 of the run"),
     "a truncated file": (lambda a, b: os.truncate(file_of(a, 2), 400), "step-000002.*truncated or not safetensors"),
 }
 
@@ -241,23 +216,9 @@ def test_files_that_are_not_one_run_are_found_before_any_is_read(tmp_path, fault
         Trajectory(mine)
 
 
-@pytest.mark.parametrize("fault", ["a file of another run", "two files exchanged", "no middle file"])
-def test_a_resumed_run_records_nothing_after_files_that_are_not_one_run(tmp_path, fault):
-    mine, other = record(tmp_path / "a"), record(tmp_path / "b", 1)
-    change, _ = FAULTS[fault]
-    change(mine, other)
-    writer = TrajectoryWriter(mine, 1 << 20, 4)
-    assert writer.ended.startswith("nothing is recorded: ") and "step " in writer.ended.replace("step-00000", "step ")
-
-
-def test_without_the_policy_after_it_a_step_cannot_be_replayed(tmp_path):
-    file_of(record(tmp_path), 3).unlink()
-    assert Trajectory(tmp_path).steps == 2
-
-
 def test_a_damaged_file_is_refused(tmp_path):
     writer = TrajectoryWriter(tmp_path, 1 << 20, 0)
-    writer.keep(0, policies(1, 0)[0].items(), groups(0))
+    writer.write(0, policies(1, 0)[0].items(), groups(0))
     path = file_of(tmp_path, 0)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

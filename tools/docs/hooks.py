@@ -19,7 +19,7 @@ WORKER = (Path(__file__).parent / "worker.js").read_text()
 # Pages that a search shows first, and records that no reader searches for.
 GUIDES = "getting-started install warm-start eagle3 slime runs serve configuration metrics troubleshooting glossary"
 FIRST_FOUND = {f"{name}.md" for name in GUIDES.split()}
-NOT_FOUND = {"slime-functions.md", "slime-conformance.md"}
+NOT_FOUND = {"slime-conformance.md"}
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".yml": "yaml", ".patch": "diff"}
 
 

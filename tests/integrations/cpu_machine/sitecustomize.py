@@ -5,7 +5,6 @@ each needs is done when it imports the package concerned, and nothing before.
 """
 
 import importlib.machinery
-import json
 import os
 import re
 import sys
@@ -148,7 +147,3 @@ class _Finder:
 
 
 sys.meta_path.insert(0, _Finder())
-if "RLSPEC_SLIME_LINES" in os.environ:
-    from slime_lines import record
-
-    record(*json.loads(os.environ["RLSPEC_SLIME_LINES"]))
