@@ -24,31 +24,33 @@ def check_inputs(config: Config, command: Command) -> None:
         return
     sinks.check(config)
     generates = config.generates(command)
-    draws = generates and command != "sft"
-    mtp = config.drafter.kind == "mtp"
-    has_drafter = mtp and config.drafter.train and not config.drafter.fresh
-    model = config.model.path
-    spare = config.spare if generates else 0
-    found = check_model(
-        model, "train", drafter=has_drafter, longest=config.model.max_length, spare=spare
+    reads_prompts = generates and command != "sft"
+    drafter = config.drafter
+    is_mtp = drafter.kind == "mtp"
+    hf_config = check_model(
+        config.model.path,
+        "train",
+        drafter=is_mtp and drafter.train and not drafter.fresh,
+        longest=config.model.max_length,
+        spare=config.spare if generates else 0,
     )
-    with_drafter(config, found)
-    if not mtp and config.drafter.path:
-        problem = without_eagle3(found) if draws and config.rollout.engine == "sglang" else ""
-        if problem:
+    with_drafter(config, hf_config)
+    has_eagle3 = not is_mtp and bool(drafter.path)
+    if has_eagle3 and reads_prompts and config.rollout.engine == "sglang":
+        if problem := without_eagle3(hf_config):
             raise ConfigError(f"drafter.kind=eagle3: {problem}, or rollout.engine=embedded")
     if config.spec.cost_table:
         CostTable.load(config.spec.cost_table).of_engine(config.placement.tensor)
     if config.tail.cost_table:
         CostTable.load(config.tail.cost_table).of_sizes(config.tail.tp)
-    if draws:
+    if reads_prompts:
         data.check_prompts(config.data.path, config.data)
     elif command == "sft":
         data.check_demonstrations(config.sft.path, config.data, config.sft.response_key)
-    for path in config.data.evaluated.values() if generates else ():
-        data.check_prompts(path, config.data)
     if generates:
-        # raises ConfigError
+        for path in config.data.evaluated.values():
+            data.check_prompts(path, config.data)
+        # A worker that cannot load the reward raises ConfigError.
         rewards.Scorer(config.reward.model_copy(update={"workers": 1})).close()
 
 

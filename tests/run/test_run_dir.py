@@ -4,25 +4,23 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from megatron_rlspec import files
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.config.run_dir import claimed
 from megatron_rlspec.records.recorder import Clock, read_records
 from megatron_rlspec.run.recording import Records
 
 HOLDER = """
-import os, subprocess, sys, time
+import subprocess, sys, time
 from pathlib import Path
 from megatron_rlspec.config.run_dir import claimed
 with claimed(Path(sys.argv[1]), True):
-    forked = os.fork()
-    if not forked:
-        time.sleep(600)
-        os._exit(0)
     started = subprocess.Popen(["sleep", "600"], close_fds=False)
-    print(forked, started.pid, flush=True)
+    print(started.pid, flush=True)
     time.sleep(600)
 """
 
@@ -39,8 +37,8 @@ def test_a_second_run_is_refused_until_the_first_ones_process_has_ended(tmp_path
         assert [path.name for path in run_dir.iterdir()] == [".lock"]
         holder.kill()
         holder.wait()
-        with claimed(run_dir, True):  # what it had forked and started lives
-            assert [os.kill(pid, 0) for pid in children] == [None, None]
+        with claimed(run_dir, True):  # what it had started lives
+            assert [os.kill(pid, 0) for pid in children] == [None]
             (run_dir / "x").touch()
         assert [path.name for path in run_dir.iterdir()] == ["x"]
     finally:
@@ -66,3 +64,28 @@ def test_a_resume_without_a_checkpoint_says_which_records_it_drops(tmp_path, cap
     assert "the run begins anew, and the records of 2 steps are dropped" in capsys.readouterr().err
     Records(config, Clock(), 0, main=True).close(0)
     assert len(read_records(tmp_path / "events.jsonl")) == 1
+
+
+def test_a_file_that_its_owner_removes_is_not_locked(tmp_path, monkeypatch):
+    path = tmp_path / "lock"
+    flock = files.fcntl.flock
+
+    def removed_meanwhile(handle: int, how: int) -> None:
+        monkeypatch.setattr(files.fcntl, "flock", flock)
+        path.unlink()
+        flock(handle, how)
+
+    monkeypatch.setattr(files.fcntl, "flock", removed_meanwhile)
+    with files.locked(path), pytest.raises(files.LockedError, match="another process uses it"), files.locked(path):
+        pass
+    assert path.exists()
+
+
+def test_a_file_system_without_locks_gets_one_line(tmp_path, monkeypatch, capsys):
+    def without(*_: object) -> None:
+        raise OSError(files.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", without)
+    with files.locked(Path(tmp_path, "lock")):
+        pass
+    assert "has no locks (No locks available)" in capsys.readouterr().err
