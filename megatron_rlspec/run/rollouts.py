@@ -27,13 +27,13 @@ from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.engines import Engines, open_health, open_pool
-from megatron_rlspec.run.extension import Extensions
+from megatron_rlspec.run.extension import Extensions, Migration
 from megatron_rlspec.run.generation import Generation
 from megatron_rlspec.run.speculating import Speculation
 from megatron_rlspec.run.summaries import rollout_metrics
 from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.tasks import data, rewards
-from megatron_rlspec.types import Group, Sample
+from megatron_rlspec.types import Group, Prompt, Sample
 
 
 class StartingRollouts:
@@ -60,8 +60,8 @@ class StartingRollouts:
         self.hf_config = hf_config
         self.tokenizer = tokenizer
         self.run_dir = Path(config.train.run_dir)
-        self.held_out = {}
-        self.left_out = []
+        self.held_out: dict[str, list[Prompt]] = {}
+        self.left_out: list[str] = []
         for name, path in config.data.evaluated.items():
             prompts = data.Prompts(path, tokenizer, config)
             self.held_out[name] = prompts.rows
@@ -73,7 +73,7 @@ class StartingRollouts:
             self.engines = extensions.kind(config.rollout.engine).start(
                 config, self.run_dir, layout
             )
-            self.migration = None
+            self.migration: Migration | None = None
             if extensions.migration is not None:
                 self.migration = extensions.migration(hf_config, self.engines)
         except BaseException:

@@ -91,19 +91,18 @@ def after_push(
     """
     engines = {url: SlimeEngine(url, api_key) for url in urls}
     examination = _Examination(version, is_drafter, quantised)
-    examine_again = None
-    if push_again is not None:
 
-        def examine_again(doubted: Sequence[str]) -> Findings:
-            return examination.findings(engines, push_again())
+    def examine_again(doubted: Sequence[str]) -> Findings:
+        assert push_again is not None
+        return examination.findings(engines, push_again())
 
     verdict = enforce(
         version,
         examination.findings(engines, sent),
-        examine_again,
+        None if push_again is None else examine_again,
         lambda url, findings: contract.hold(engines[url], findings),
     )
-    wrong_targets = []
+    wrong_targets: list[str] = []
     for record in verdict.records:
         logger.error("rlspec: %s", contract.summary(record))
         if record["action"] == "drop":
