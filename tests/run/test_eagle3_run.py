@@ -8,10 +8,8 @@ import torch
 from short_run import run
 
 from megatron_rlspec.commands.convert import main
-from megatron_rlspec.conversion.drafter_files import build_drafter, make_drafter, words
-from megatron_rlspec.conversion.eagle3 import shapes
-from megatron_rlspec.models.drafter_config import check_drafter_config
-from megatron_rlspec.models.hf_files import publish, read_hf
+from megatron_rlspec.conversion.drafter_files import make_drafter
+from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
 
 # Without tis_clip, rounding of the engine's log-probs, which drafts change, does not reach the policy.
@@ -86,24 +84,3 @@ def test_the_next_run_starts_from_both_directories_with_the_moments(recorded, st
     frozen["drafter__train"] = "false"
     run(start, tmp_path / "frozen", **frozen, model__path=recorded / "hf", drafter__path=recorded / "hf_drafter")
     assert not (tmp_path / "frozen/hf_drafter").exists()
-
-
-@pytest.mark.slow
-def test_a_drafter_of_two_layers_with_norms_is_resumed_and_converted(start, path, recorded, tmp_path):
-    config, held = read_hf(path)
-    config |= {"num_hidden_layers": 2, "fc_norm": True, "norm_output": True}
-    config["eagle_config"]["norm_before_fc"] = True
-    torch.manual_seed(0)
-    wanted = shapes(check_drafter_config(config, "it"), 3)
-    tensors = [(name, held[name] if name in held else torch.randn(shape) * 0.1) for name, shape in wanted.items()]
-    publish(build_drafter(tmp_path / "deep", config, tensors, words(held, config), path), tmp_path / "deep")
-    parts = {**OPTIONS, **EAGLE3, "drafter__path": tmp_path / "deep"}
-    run(start, tmp_path / "whole", **parts)
-    assert same(tmp_path / "whole/hf", recorded / "hf") and not same(tmp_path / "whole/hf_drafter", tmp_path / "deep")
-    run(start, tmp_path / "parts", **{**parts, "train__steps": 1})
-    for name in ("hf", "hf_drafter"):
-        shutil.rmtree(tmp_path / "parts" / name)
-    run(start, tmp_path / "parts", **parts, train__resume="true")
-    assert main([str(tmp_path / "parts/checkpoints/step-000002"), str(tmp_path / "out"), "--quiet"]) == 0
-    for found in (tmp_path / "parts/hf_drafter", tmp_path / "out_drafter"):
-        assert same(found, tmp_path / "whole/hf_drafter")

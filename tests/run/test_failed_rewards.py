@@ -49,11 +49,3 @@ def test_dynamic_sampling_does_not_refill_for_ever(start, tmp_path):
     kind = {"reward__kind": "run_reward:fails", "algorithm__dynamic_sampling": "true"}
     output = run(start, tmp_path, code=1, **kind, **OPTIONS)
     assert "all 16 rewards failed" in output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "events_expected"), [("same", 1), ("by_length", 0)])
-def test_a_reward_that_never_differs_is_told_once(start, tmp_path, kind, events_expected):
-    run(start, tmp_path, reward__kind=f"run_reward:{kind}", **OPTIONS)
-    told = [message for message in events(tmp_path) if "no group has an advantage" in message]
-    assert len(told) == events_expected and all(m.startswith("step 1: ") and ", reward 0" in m for m in told)

@@ -215,38 +215,3 @@ def test_a_file_that_cannot_grow_is_reported_in_one_line_and_leaves_nothing(star
     assert not list(tmp_path.glob("checkpoints/*"))
     run(start, tmp_path, **OPTIONS, train__steps=2, train__resume="true")
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [0, 1]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """Make a file system of this size in bytes; needs the right to mount one."""
-    mounted = []
-
-    def make(size: str) -> Path:
-        folder = tmp_path / f"disk-{size}"
-        folder.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]).returncode:
-            pytest.skip("no right to mount a file system here")
-        mounted.append(folder)
-        return folder
-
-    yield make
-    for folder in mounted:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("size", ["8k", "200k", "1500k", "3m"])
-def test_a_full_disk_is_reported_in_one_line_and_the_run_continues_later(start, small_disk, whole, size):
-    run_dir = small_disk(size) / "run"
-    process = train(start, run_dir, **OPTIONS | {"train__save_every": 1}, train__steps=STEPS)
-    output, _ = process.communicate(timeout=840)
-    assert "Traceback" not in output and process.returncode == 1, output[-3000:]
-    (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
-    assert "No space left on device" in line
-    assert leftovers(run_dir) == []
-    subprocess.run(["mount", "-o", "remount,size=200m", run_dir.parent], check=True)
-    resume = {} if not run_dir.exists() else {"train__resume": "true"}
-    run(start, run_dir, **OPTIONS, train__steps=STEPS, **resume)
-    assert records(run_dir) == records(whole)

@@ -94,11 +94,6 @@ def test_engines_draw_from_one_recorded_policy(recorded, tmp_path):
     "options, told",
     [
         ({"train__steps": 9}, f"train.steps=9, but .* has {STEPS} recorded steps"),
-        ({"replay__policy_step": 9}, f"replay.policy_step=9, but .* has {STEPS} recorded steps"),
-        (
-            {"algorithm__kl_coef": 0.1},
-            "algorithm.kl_coef: expected no such option; a replay has that of the recorded run",
-        ),
         ({"drafter__train": "false"}, "expected drafter.train=true"),
     ],
 )
