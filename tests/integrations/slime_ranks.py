@@ -491,7 +491,7 @@ def pushed(folder, ranks, way, port, *extra):
             4,
         )
     setattr(module, sender, without(getattr(module, sender), at))
-    slime_push.wrap(args, slime_hooks._beside if extra else None)
+    slime_push.wrap(args, slime_hooks._eagle3_tensors if extra else None)
     weights = dict(named_params_and_buffers(args, model))
     name = "qwen2" if extra else "mimo"
     updater = updater_class(args, model, lambda: weights, model_name=name, quantization_config=None)
