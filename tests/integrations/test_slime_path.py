@@ -201,13 +201,13 @@ def test_texts_follow_from_seeds_whatever_is_drafted(run):
     for text, off, drafted, *_ in again:
         assert text == off == drafted
     assert sum(text != other for text, _, _, other, *_ in again) > len(again) / 2
-    # Drafts are accepted, and slime logs what its own rollouts accepted.
+    # With three drafts a round fewer rounds are needed. slime logs what its rollouts accepted, where the rule drafts.
     last = rollouts[-1]["again"]
     off, drafted = (sum(rounds[-2 + i] for rounds in last) for i in range(2))
     assert drafted < 0.8 * off
     for row in rollouts:
         found = logged["rollout", row["rollout"]]
-        assert found["rollout/accept_length"] == 1 + row["drafts"] / row["rounds"] > 1
+        assert found["rollout/accept_length"] == 1 + row["drafts"] / row["rounds"]
         assert found["health/incidents"] == found["health/unreachable_engines"] == 0
 
 
