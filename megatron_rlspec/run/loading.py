@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_rlspec import custom
-from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.config import Command, Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import Tensors, read_model, words
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import name_table
@@ -81,7 +81,7 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
     model.check(hf_config, config)
     layout = place(config, hf_config, tensors) if generates else placement.GpuLayout()
     if os.environ.get("RANK", "0") == "0":
-        command = "sft" if supervised else "replay" if config.replay.run else "train"
+        command = command_of(config, supervised)
         print(_announcement(command, config, hf_config, generates), flush=True)
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(tokenizer, hf_config["vocab_size"])
@@ -111,6 +111,13 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
         replay=replay,
         identity=digests,
     )
+
+
+def command_of(config: Config, supervised: bool) -> Command:
+    """Return the command that a run was started by; `supervised`: it trains on demonstrations."""
+    if supervised:
+        return "sft"
+    return "replay" if config.replay.run else "train"
 
 
 def check_machine(config: Config) -> None:

@@ -39,7 +39,7 @@ from megatron_rlspec.run.batches import advantages, micro_batches
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.evaluation import Evaluation
 from megatron_rlspec.run.extension import Extensions
-from megatron_rlspec.run.loading import load
+from megatron_rlspec.run.loading import command_of, load
 from megatron_rlspec.run.rank0 import Rank0
 from megatron_rlspec.run.recording import Records
 from megatron_rlspec.run.replay import TrajectoryRecording, open_recording
@@ -96,8 +96,7 @@ class Session:
         self.clock = Clock()
         self.main = os.environ.get("RANK", "0") == "0"
         self.done = 0
-        command = "sft" if supervised else "replay" if config.replay.run else "train"
-        self.generates = config.generates(command)
+        self.generates = config.generates(command_of(config, supervised))
         # metrics and rollouts of the newest step, for its record
         self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())
         self._policy_changed = True  # since the last push
