@@ -1,6 +1,7 @@
 """Real slime with an EAGLE-3 drafter, a model of its own: training, checkpoints and the policy's bits."""
 
 import functools
+import json
 
 import pytest
 import test_slime
@@ -17,13 +18,9 @@ TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --rollout-batch-siz
 def options(tmp_path_factory):
     """The options of a recipe with a fresh drafter, for a policy of the shape of slime_ranks.py."""
     room = tmp_path_factory.mktemp("drafter")
-    settings = {
-        "kind": "eagle3",
-        "path": write_drafter(room / "drafter"),
-        "warmup_steps": 0,
-        "candidate_steps": "[0, 1, 3]",
-    }
-    (room / "eagle3.yaml").write_text("".join(f"rlspec_{name}: {value}\n" for name, value in settings.items()))
+    drafter = {"kind": "eagle3", "path": str(write_drafter(room / "drafter")), "warmup_steps": 0}
+    settings = {"rlspec": {"drafter": drafter, "candidate_steps": [0, 1, 3]}}
+    (room / "eagle3.yaml").write_text(json.dumps(settings))
     return *OURS, "--custom-config-path", str(room / "eagle3.yaml")
 
 
