@@ -1,44 +1,42 @@
-"""Replay the rule with cost tables that are wrong: off, truncated, of another clock or machine. All of it is simulated.
+"""Replay the speculation rule with cost tables that are wrong: off, truncated, or of another machine. All is simulated.
 
-    python benchmarks/poor_tables.py [--machines A100,H20] [--batches 16,256] [--seed 0] [--rollouts 1] [--json FILE]
+    python benchmarks/poor_tables.py [--machines A100,H20] [--batches 16,256] [--seed 0]
 
-Each run has rollouts of 2,000 rounds, as in `adaptive_replay.py`, and begins without any timing. A round's duration is
-that of the scoring table, off by 5 % (standard deviation of the logarithm), and one in fifty takes five times as long.
-Compared are
+Machines are rooflines from vendors' figures. Each run has 2,000 rounds of one batch with drifting acceptance, and
+begins without any timing. A round's duration is off by 5 % (standard deviation of the logarithm), and one in fifty
+takes five times as long. After rounds without drafts the drafter reads the tokens that it missed.
 
-left       the rule with the table as it is
-corrected  the same rule, which corrects the table by its own rounds
-no table   the rule that learns costs from its rounds alone
-sizes      the rule that corrects a table made from the model's sizes, off by 20 % (not built: docs/roadmap.md)
-stock      SGLang's own rule, whose step 0 is counted as plain decoding
-
-Regret is 1 - (an oracle's time for the same tokens) / (the rule's time). Printed are mean and worst over batches and
-six acceptances, and the worst difference from SGLang's rule in one run. The last line counts over all tables.
+Regret is 1 - (an oracle's time for the same tokens) / (the rule's time). The oracle knows acceptance and costs, and
+changes for nothing. Compared are the rule, which corrects the table by its own rounds, the rule that takes the table as
+it is ("left"), and SGLang's own rule, whose step 0 is counted as plain decoding.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import adaptive_replay
 import numpy as np
-from adaptive_replay import DECAY, ROUNDS, WALKS, Drafters, drifting, simulated_pair
+from roofline_tables import roofline_table
 
-from megatron_rlspec.speculation.cost_rows import RoundCost
-from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.learnt_cost import LearntCost
-from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
+from megatron_rlspec.speculation.graphs import chains
+from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, SpecConfig
 
 STEPS = (0, 1, 2, 3, 5, 7)  # SGLang's own rule uses 7
-ACCEPTANCES = np.linspace(0, 0.95, 6)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
+ROUNDS = 2000
+ACCEPTANCES = np.linspace(0, 0.95, 6)  # of depth 1, at first
+DECAY = 0.95  # rate of a depth over that of the depth above
+DRIFT = 0.02  # acceptance moves by up to DRIFT every PER rounds
+PER = 100
+SWITCH_MS = 0.1
+WALKS = ("random", "rising", "falling")
 OTHER = {"A100": "H20", "H20": "H200", "H200": "H20", "H100": "A40", "A40": "H100", "L40S": "H20"}
 SIZES = {
     "hidden_size": 3584,
@@ -50,44 +48,62 @@ SIZES = {
 }
 
 
-def by_sizes(machine: CostTable) -> CostTable:
-    """Return a table of what the model's sizes say, at the points of `machine`."""
-    roofline = Roofline.of_model(SIZES)
-    rows = []
-    for c in machine.rounds:
-        ms = float(roofline.grid([c.config], np.array(c.batch), np.array(c.context_tokens))[0])
-        rows.append(replace(c, ms=ms, spread_ms=0.2 * ms, samples=1))
-    return CostTable(machine.provenance, rows, catch_up_ms=roofline.catch_up_ms)
+def simulated_pair(name: str, perturbation: float, seed: int) -> tuple[CostTable, CostTable]:
+    """Make two profiles of one machine, perturbed independently: one that decides and one that scores."""
+    roofline = Roofline.of_hardware(*HARDWARE[name])
+    provenance = Provenance("7B, one MTP layer", name, "bfloat16", "roofline", "-", "-", simulated=True)
+    tables = []
+    for salt in (2 * seed, 2 * seed + 1):
+        table = roofline_table(
+            roofline,
+            chains(STEPS),
+            BATCHES,
+            LENGTHS,
+            provenance,
+            systematic=perturbation,
+            noise=perturbation,
+            seed=salt,
+        )
+        tables.append(CostTable(provenance, table.rounds, table.prefill, SWITCH_MS, table.catch_up_ms))
+    return tables[0], tables[1]
 
 
 def changed(table: CostTable, factor: Callable[[RoundCost], float]) -> CostTable:
-    """Return the table with ms and spreads times `factor`; rows of factor 0 are left out."""
-    rows = [replace(c, ms=c.ms * factor(c), spread_ms=c.spread_ms * factor(c)) for c in table.rounds if factor(c)]
-    return CostTable(table.provenance, rows, table.prefill, switch_ms=table.switch_ms, catch_up_ms=table.catch_up_ms)
+    """Return the table with ms times `factor`; rows of factor 0 are left out."""
+    rows = []
+    for row in table.rounds:
+        by = factor(row)
+        if by:
+            rows.append(replace(row, ms=row.ms * by, spread_ms=row.spread_ms * by))
+    return CostTable(table.provenance, rows, table.prefill, table.switch_ms, table.catch_up_ms)
 
 
-def tables(machine: str, seed: int) -> tuple[CostTable, dict[str, CostTable]]:
-    """Return the table that scores, and those that decide, by name."""
+def tables(machine: str, seed: int) -> tuple[CostTable, dict[str, CostTable | Roofline]]:
+    """Return the table that scores, and the costs that decide, by name."""
     good, score = simulated_pair(machine, 0.01, seed)
     wide, _ = simulated_pair(machine, 0.1, seed + 50)
-    rng = np.random.default_rng(seed)
-    configs = {c: float(np.exp(0.3 * rng.standard_normal())) for c in good.configs()}
-    cells = {(c, b): float(np.exp(0.3 * rng.standard_normal())) for c in good.configs() for b in good.batches()}
     other, _ = simulated_pair(OTHER[machine], 0.01, seed)
+    rng = np.random.default_rng(seed)
+    of_config = {c: float(np.exp(0.3 * rng.standard_normal())) for c in good.configs()}
+    of_cell = {}
+    for config in good.configs():
+        for batch in good.batches():
+            of_cell[config, batch] = float(np.exp(0.3 * rng.standard_normal()))
 
     def among(table: CostTable, batches: Sequence[int]) -> CostTable:
-        return changed(table, lambda c: float(c.batch in batches and c.context_tokens == 512 * c.batch))
+        return changed(table, lambda row: float(row.batch in batches and row.context_tokens == 512 * row.batch))
 
     return score, {
         "good (1 %)": good,
-        "all x 2": changed(good, lambda c: 2.0),
-        "30 % a configuration": changed(good, lambda c: configs[c.config]),
-        "30 % a configuration and batch": changed(good, lambda c: cells[c.config, c.batch]),
-        "drafts x 2": changed(good, lambda c: 1.0 if c.config.off else 2.0),
-        "drafts x 1/2": changed(good, lambda c: 1.0 if c.config.off else 0.5),
+        "all x 2": changed(good, lambda row: 2.0),
+        "30 % a configuration": changed(good, lambda row: of_config[row.config]),
+        "30 % a configuration and batch": changed(good, lambda row: of_cell[row.config, row.batch]),
+        "drafts x 2": changed(good, lambda row: 1.0 if row.config.off else 2.0),
+        "drafts x 1/2": changed(good, lambda row: 1.0 if row.config.off else 0.5),
         "batches 1 and 4, one context": among(good, (1, 4)),
         "batches 4 and 16, spread 10 %": among(wide, (4, 16)),
         "another machine's": other,
+        "no table": Roofline.of_model(SIZES),
     }
 
 
@@ -109,69 +125,101 @@ class Stock:
     def observe(self, config: SpecConfig, accepted: list[int], others: int) -> None:
         self.rule.on_verify_complete(accepted or [0] * others, self.batch)
 
-    def timed(self, config: SpecConfig, batch: int, context_tokens: int, ms: float) -> None:
+    def timed(self, *args: object) -> None:
         """SGLang's rule looks at no duration."""
 
 
-class Run:
-    """The rounds of one run of several rollouts: what each configuration yields and costs in each of them."""
+class Drafters:
+    """Counts the tokens that the drafter has not read, per request."""
 
-    def __init__(self, score: CostTable, batch: int, first: float, walk: str, seed: int, rollouts: int) -> None:
+    def __init__(self, batch: int) -> None:
+        self.behind = np.zeros(batch, int)
+
+    def missed(self, n: int) -> int:
+        """Count the missed tokens of the `n` requests that missed the fewest."""
+        return int(np.sort(self.behind)[:n].sum())
+
+    def round(self, config: SpecConfig, n: int, rates: np.ndarray, rng: np.random.Generator) -> tuple[list[int], int]:
+        """Return the accepted drafts of each drafting request, and the tokens that its drafter read first."""
+        if config.off:
+            self.behind += 1
+            return [], 0
+        read = self.missed(n)
+        order = np.argsort(self.behind, kind="stable")
+        accepted = rng.random((n, config.num_steps)) < rates[: config.num_steps]
+        self.behind[order[:n]] = 0
+        self.behind[order[n:]] += 1
+        return np.cumprod(accepted, axis=1).sum(axis=1).tolist(), read
+
+
+def drifting(first: float, walk: str, rng: np.random.Generator) -> np.ndarray:
+    """Return a_1 of every round, between 0 and 0.95."""
+    segments = -(-ROUNDS // PER)
+    slopes = rng.uniform(-DRIFT, DRIFT, segments)
+    if walk != "random":
+        slopes[:] = DRIFT if walk == "rising" else -DRIFT
+    value = first
+    path = []
+    for slope in slopes:
+        path.append(np.clip(value + slope * np.arange(PER) / PER, 0.0, 0.95))
+        value = float(np.clip(value + slope, 0.0, 0.95))
+    return np.concatenate(path)
+
+
+class Run:
+    """The rounds of one run: what each configuration delivers and costs in each of them."""
+
+    def __init__(self, score: CostTable, batch: int, first: float, walk: str, seed: int) -> None:
         self.seed = [seed, batch, int(1000 * first)]
         self.score = score
         self.batch = batch
         self.configs = score.configs()
-        self.rounds = rollouts * ROUNDS
-        drift = drifting(first, walk, self.rounds, np.random.default_rng(self.seed))
-        self.rates = drift[:, None] * DECAY ** np.arange(7)
+        drift = drifting(first, walk, np.random.default_rng(self.seed))
+        self.rates = drift[:, None] * DECAY ** np.arange(max(STEPS))
         reach = np.cumprod(self.rates, axis=1)
-        self.tokens = np.stack([1 + reach[:, : c.num_steps].sum(axis=1) for c in self.configs])
-        self.context = batch * (512 + 2 * (np.arange(self.rounds) % ROUNDS))
+        self.tokens = np.stack([1 + reach[:, : config.num_steps].sum(axis=1) for config in self.configs])
+        self.context = batch * (512 + 2 * np.arange(ROUNDS))
         self.ms = score.grid(self.configs, np.array(batch), self.context)
+        self.best = (self.tokens / self.ms).max(axis=0)
         noise = np.random.default_rng([*self.seed, 7])
-        self.noise = noise.lognormal(0, 0.05, self.rounds) * np.where(noise.random(self.rounds) < 0.02, 5.0, 1.0)
+        interrupted = np.where(noise.random(ROUNDS) < 0.02, 5.0, 1.0)
+        self.noise = noise.lognormal(0, 0.05, ROUNDS) * interrupted
 
     def regret(self, rule: SpecRule | Stock) -> float:
         rng = np.random.default_rng(self.seed)
         drafters = Drafters(self.batch)
-        emitted = took = 0.0
+        oracle = took = 0.0
         before = -1
-        for t in range(self.rounds):
-            config = rule.choose(self.batch, int(self.context[t]), drafters.missed)
+        for t in range(ROUNDS):
+            context = int(self.context[t])
+            config = rule.choose(self.batch, context, drafters.missed)
             accepted, read = drafters.round(config, rule.catch_up, self.rates[t], rng)
             rule.observe(config, accepted, self.batch - len(accepted))
             i = self.configs.index(config)
-            ms = float(self.ms[i, t]) + self.score.catch_up_ms * read
-            rule.timed(config, self.batch, int(self.context[t]), ms * float(self.noise[t]))
-            took += ms + self.score.switch_ms * (before not in (-1, i))
+            caught_up = self.score.catch_up_ms * read
+            ms = float(self.ms[i, t])
+            rule.timed(config, self.batch, context, (ms + caught_up) * float(self.noise[t]), caught_up)
+            took += ms + caught_up + self.score.switch_ms * (before not in (-1, i))
             before = i
-            emitted += float(
-                (1 + rule.catch_up / self.batch * (self.tokens[i, t] - 1)) / (self.tokens[:, t] / self.ms[:, t]).max()
-            )
-        return 1 - emitted / took
+            tokens = 1 + rule.catch_up / self.batch * (self.tokens[i, t] - 1)
+            oracle += float(tokens / self.best[t])
+        return 1 - oracle / took
 
 
-def measure(
-    machines: Sequence[str], batches: Sequence[int], seed: int, rollouts: int
-) -> dict[str, dict[str, list[float]]]:
+def measure(machine: str, batches: Sequence[int], seed: int) -> dict[str, dict[str, list[float]]]:
     """Return the regrets of all runs by table and contestant."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for machine in machines:
-        score, poor = tables(machine, seed)
-        for batch in batches:
-            for i, first in enumerate(ACCEPTANCES):
-                run = Run(score, batch, float(first), WALKS[i % len(WALKS)], seed, rollouts)
-                learnt = SpecRule(run.configs, LearntCost(Roofline.of_model(SIZES)))
-                sizes = SpecRule(run.configs, by_sizes(score), correct=True)
-                common = {"stock": run.regret(Stock(batch)), "no table": run.regret(learnt), "sizes": run.regret(sizes)}
-                for name, table in poor.items():
-                    own = {
-                        "left": run.regret(SpecRule(run.configs, table)),
-                        "corrected": run.regret(SpecRule(run.configs, table, correct=True)),
-                    }
-                    for who, regret in {**common, **own}.items():
-                        found.setdefault(f"{machine}: {name}", {}).setdefault(who, []).append(regret)
-    return found
+    score, poor = tables(machine, seed)
+    regrets: dict[str, dict[str, list[float]]] = {}
+    for batch in batches:
+        for i, first in enumerate(ACCEPTANCES):
+            run = Run(score, batch, float(first), WALKS[i % len(WALKS)], seed)
+            stock = run.regret(Stock(batch))
+            for name, cost in poor.items():
+                of_table = regrets.setdefault(name, {"rule": [], "left": [], "SGLang's": []})
+                of_table["rule"].append(run.regret(SpecRule(run.configs, cost)))
+                of_table["left"].append(run.regret(SpecRule(run.configs, cost, learn=False)))
+                of_table["SGLang's"].append(stock)
+    return regrets
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,26 +227,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--machines", default="A100,H20", help=f"of {', '.join(OTHER)}")
     parser.add_argument("--batches", default="16,256")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rollouts", type=int, default=1, help="of 2,000 rounds, one after the other; default: 1")
-    parser.add_argument("--json", type=Path, help="write all regrets to this file")
     args = parser.parse_args(argv)
-    adaptive_replay.STEPS = STEPS
-    found = measure(args.machines.split(","), [int(b) for b in args.batches.split(",")], args.seed, args.rollouts)
-    names = ("stock", "no table", "sizes", "left", "corrected")
-    print(f"{'mean regret (worst)':40}" + "".join(f"{name:>18}" for name in names) + f"{'most above stock':>18}")
-    for table, by in found.items():
-        shown = "".join(f"{f'{np.mean(by[who]):.2%} ({max(by[who]):.1%})':>18}" for who in names)
-        print(f"{table:40}{shown}{(np.array(by['corrected']) - np.array(by['stock'])).max():18.2%}")
-    means = np.array([np.mean(by["corrected"]) for by in found.values()])
-    behind = np.concatenate([np.array(by["corrected"]) - np.array(by["stock"]) for by in found.values()])
-    print(
-        f"corrected: {means.mean():.2%} over {len(means)} tables, {(means > 0.01).sum()} above 1 %; "
-        f"{(behind > 0.01).sum()} of {len(behind)} runs more than 1 % behind SGLang's rule"
-    )
-    if args.json:
-        result: dict[str, Any] = {"machines": args.machines, "batches": args.batches, "rollouts": args.rollouts}
-        result["regrets"] = found
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    batches = [int(part) for part in args.batches.split(",")]
+    print(f"{'mean regret (worst run)':40}{'rule':>18}{'left':>18}{'SGLang':>18}")
+    means = []
+    for machine in args.machines.split(","):
+        for name, by in measure(machine, batches, args.seed).items():
+            shown = "".join(f"{f'{np.mean(found):.2%} ({max(found):.1%})':>18}" for found in by.values())
+            print(f"{f'{machine}: {name}':40}{shown}", flush=True)
+            means.append(np.mean(by["rule"]))
+    print(f"the rule: {np.mean(means):.2%} over {len(means)} tables, worst table {max(means):.2%}")
     return 0
 
 

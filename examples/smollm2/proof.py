@@ -148,7 +148,7 @@ def speed_of(
     engine = engine_of_run()
     rule = json.loads((run / "rl/spec_rule.json").read_text())
     if "learnt" in rule and not own_costs:
-        rule["learnt"]["cells"] = []  # durations of another engine's rounds; the first pair learns this one's
+        del rule["learnt"]  # durations of another engine's rounds; the first pair learns this one's
     engine.set_spec_rule(rule)
     chosen = [prompts[i % len(prompts)] for i in range(batch)]
     times = max(1, 8 // batch)

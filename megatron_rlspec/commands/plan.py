@@ -117,12 +117,6 @@ def _print_origin(table: CostTable, rates: Sequence[float]) -> None:
         f"costs outside come from a fitted model, median error {table.fit_error():.1%}"
     )
     print("acceptance by depth: " + " ".join(f"{rate:.2f}" for rate in rates))
-    if table.repairs:
-        worst = max(table.repairs, key=lambda repair: abs(repair.ms / repair.cell.ms - 1))
-        print(
-            f"{len(table.repairs)} cells, measured cheaper than cells with less work, were repaired; "
-            f"worst: {worst}"
-        )
     print()
 
 

@@ -37,7 +37,7 @@ from megatron_rlspec.rollout.embedded.model import Architecture
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance
-from megatron_rlspec.speculation.solver import chains
+from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.types import OFF, SpecConfig
 
 NOTES = """\
@@ -176,7 +176,7 @@ def summary(table: CostTable, tp: int) -> str:
     lines.append(
         f"median spread {spread:.1%} (half the interquartile range), a switch costs {table.switch_ms:.3f} ms and "
         f"{1e3 * table.catch_up_ms:.3f} us for each token decoded while off, "
-        f"{len(table.repairs)} cells repaired, median error of the fitted model {table.fit_error():.1%}"
+        f"median error of the fitted model {table.fit_error():.1%}"
     )
     return "\n".join(lines)
 

@@ -280,6 +280,24 @@ class Acceptance:
             self.rates.append(rate)
             self.totals.append(self.totals[-1] + reach)
 
+    def error(self, num_steps: int, other_steps: int, changed: float = 0.0) -> float:
+        """Return the standard deviation of the log of tokens a round of one step count against the other's.
+
+        changed  standard deviation by which rates may have changed since they were observed
+        """
+        variance = 0.0
+        for d in range(max(num_steps, other_steps)):
+            rate = self.rates[d]
+            if rate <= 0:
+                break
+            of_rate = rate * (1 - rate) / (self.draws[d] + PRIOR_STRENGTH) + changed**2
+            slope = 0.0
+            for steps, sign in ((num_steps, 1), (other_steps, -1)):
+                beyond = max(self.totals[steps] - self.totals[min(d, steps)], 0.0)
+                slope += sign * beyond / rate / self.totals[steps]
+            variance += slope**2 * of_rate
+        return float(variance**0.5)
+
     def predict(self, rates: Sequence[float], draws: float = 200.0) -> None:
         """Replace all observations by predicted rates, which weigh `draws` drafts per depth. Raises ValueError."""
         if not rates or any(not 0 <= rate <= 1 for rate in rates):
@@ -298,10 +316,14 @@ class Acceptance:
     def fresh(self, most: float) -> Acceptance:
         """Copy the estimate for rounds under new weights: the rates of every depth weigh at most `most` drafts."""
         copy = Acceptance.from_json(self.to_json())
-        for d in range(copy.depth):
-            _cap(copy.hits, copy.draws, d, most)
-        copy._refresh()
+        copy.limit(most)
         return copy
+
+    def limit(self, most: float) -> None:
+        """Let the observations of every depth weigh at most `most` drafts."""
+        for d in range(self.depth):
+            _cap(self.hits, self.draws, d, most)
+        self._refresh()
 
     def to_json(self) -> dict[str, Any]:
         """Return the state, for `from_json`."""

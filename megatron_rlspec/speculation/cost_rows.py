@@ -1,4 +1,4 @@
-"""The rows of a cost table and their checks. Standard library only."""
+"""The rows of a cost table, and how they are read from JSON. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from megatron_rlspec.types import SpecConfig
+
+MOST_COUNT = 1 << 40  # of samples and tokens
+MOST_STEPS = 1 << 10
+MOST_MS = 1e9  # eleven days: larger values are mistakes, and would overflow the fit
 
 
 class CostTableError(ValueError):
@@ -45,6 +49,9 @@ class RoundCost:
     spread_ms: float = 0.0
     samples: int = 1
 
+    def __str__(self) -> str:
+        return f"tp={self.tp} batch={self.batch} context={self.context_tokens} {self.config}"
+
 
 @dataclass(frozen=True)
 class PrefillCost:
@@ -58,80 +65,47 @@ class PrefillCost:
     samples: int = 1
 
 
-@dataclass(frozen=True)
-class Repair:
-    """A measured cost below that of less work, and the value that replaces it."""
-
-    cell: RoundCost
-    ms: float
-
-    def __str__(self) -> str:
-        change = 100 * (self.ms / self.cell.ms - 1)
-        return f"{where(self.cell)}: {self.cell.ms:.3f} -> {self.ms:.3f} ms ({change:+.1f} %)"
-
-
-def where(cell: RoundCost) -> str:
-    return f"tp={cell.tp} batch={cell.batch} context={cell.context_tokens} {cell.config}"
-
-
-def cell_json(cell: RoundCost) -> dict[str, Any]:
-    row = asdict(cell)
-    config = row.pop("config")
-    return {**row, **config}
-
-
-_AXES = ("num_steps", "topk", "num_draft_tokens")
-_MOST = {
-    "tp": 1 << 12,
-    "batch": 1 << 20,
-    "num_steps": 1 << 10,
-    "topk": 1 << 10,
-    "num_draft_tokens": 1 << 20,
-}
-_MOST_COUNT = 1 << 40  # of samples and tokens
-_MOST_NUMBER = 1e9  # ms (eleven days): larger ones are mistakes, and would overflow the fit
 Row = TypeVar("Row", Provenance, RoundCost, PrefillCost)
 
 
-def cell(row: object, source: str) -> RoundCost:
+def round_json(row: RoundCost) -> dict[str, Any]:
+    values = asdict(row)
+    config = values.pop("config")
+    return {**values, **config}
+
+
+def read_round(row: object, source: str) -> RoundCost:
     """Read one JSON object of `rounds`. Raises CostTableError, which names `source` and the field."""
     values = _object(row, source)
-    values.pop("parts", None)  # empty in files of earlier releases
-    lost = [name for name in _AXES if name not in values]
-    if lost:
-        raise CostTableError(f"{source}: no field {lost[0]!r}")
-    steps, topk, tokens = (_count(name, values.pop(name), source, least=0) for name in _AXES)
-    if topk > 1 and (steps < 1 or tokens < 1):
-        raise CostTableError(
-            f"{source}: num_steps={steps}, num_draft_tokens={tokens}, expected 1 or more for a tree"
-        )
-    if topk == 0 and (steps or tokens):
-        raise CostTableError(
-            f"{source}: num_steps={steps}, num_draft_tokens={tokens}, expected 0 with topk=0 (plain decoding)"
-        )
+    triple = {}
+    for name in ("num_steps", "topk", "num_draft_tokens"):
+        if name not in values:
+            raise CostTableError(f"{source}: no field {name!r}")
+        triple[name] = _count(name, values.pop(name), source, least=0)
+    if triple["topk"] > 1 and not (triple["num_steps"] and triple["num_draft_tokens"]):
+        raise CostTableError(f"{source}: {triple}, expected 1 or more of each for a tree")
+    if triple["topk"] == 0 and any(triple.values()):
+        raise CostTableError(f"{source}: {triple}, expected 0 with topk=0 (plain decoding)")
     try:
-        config = SpecConfig(steps, topk, tokens)
+        config = SpecConfig(**triple)
     except ValueError as error:
         raise CostTableError(f"{source}: {error}") from None
     return _made(RoundCost, {**values, "config": config}, source)
 
 
-def record(kind: type[Row], row: object, source: str) -> Row:
-    """Make an object of `kind` from a JSON object and check every field. Raises CostTableError, as `cell`."""
+def read(kind: type[Row], row: object, source: str) -> Row:
+    """Make an object of `kind` from a JSON object and check every field. Raises CostTableError, as `read_round`."""
     return _made(kind, _object(row, source), source)
 
 
-def number(name: str, value: object, source: str) -> float:
-    """Return a finite JSON number from 0 to 1e9. Raises CostTableError, as `cell`."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 <= value <= _MOST_NUMBER
-    ):
+def read_number(name: str, value: object, source: str) -> float:
+    """Return a finite JSON number from 0 to 1e9. Raises CostTableError, as `read_round`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= MOST_MS:  # type: ignore[operator]
         raise CostTableError(
-            f"{source}: {name}={short(value)}, expected a number from 0 to {_MOST_NUMBER:g}"
+            f"{source}: {name}={short(value)}, expected a number from 0 to {MOST_MS:g}"
         )
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
 def short(value: object) -> str:
@@ -141,43 +115,41 @@ def short(value: object) -> str:
 
 
 def _made(kind: type[Row], values: Mapping[str, Any], source: str) -> Row:
-    known = {f.name: f for f in fields(kind)}
-    unknown = sorted(values.keys() - known.keys())
-    if unknown:
-        raise CostTableError(
-            f"{source}: unknown field {short(unknown[0])}; known are {', '.join(known)}"
-        )
-    lost = [name for name, f in known.items() if name not in values and f.default is MISSING]
-    if lost:
-        raise CostTableError(f"{source}: no field {lost[0]!r}")
-    return kind(
-        **{
-            name: _field(name, str(known[name].type), value, source)
-            for name, value in values.items()
-        }
-    )
+    wanted = {field.name: field for field in fields(kind)}
+    for name in sorted(values):
+        if name not in wanted:
+            expected = ", ".join(wanted)
+            raise CostTableError(f"{source}: unknown field {short(name)}; expected {expected}")
+    checked = {}
+    for name, field in wanted.items():
+        if name in values:
+            checked[name] = _checked(name, str(field.type), values[name], source)
+        elif field.default is MISSING:
+            raise CostTableError(f"{source}: no field {name!r}")
+    return kind(**checked)
 
 
-def _field(name: str, wanted: str, value: Any, source: str) -> Any:
-    """Check the value of a dataclass field with the annotation `wanted`."""
-    if wanted == "int":
+def _checked(name: str, annotation: str, value: Any, source: str) -> Any:
+    """Check the value of a dataclass field."""
+    if annotation == "int":
         return _count(name, value, source, least=1)
-    if wanted == "float":
-        return number(name, value, source)
-    if wanted == "str" and not isinstance(value, str):
+    if annotation == "float":
+        return read_number(name, value, source)
+    if annotation == "str" and not isinstance(value, str):
         raise CostTableError(f"{source}: {name}={short(value)}, expected text")
-    if wanted == "bool" and not isinstance(value, bool):
+    if annotation == "bool" and not isinstance(value, bool):
         raise CostTableError(f"{source}: {name}={short(value)}, expected true or false")
     return value
 
 
 def _count(name: str, value: object, source: str, least: int) -> int:
-    most = _MOST.get(name, _MOST_COUNT)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    most = MOST_STEPS if name in ("tp", "num_steps", "topk") else MOST_COUNT
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= most:  # type: ignore[operator]
         raise CostTableError(
             f"{source}: {name}={short(value)}, expected an integer from {least} to {most}"
         )
-    return value
+    return value  # type: ignore[return-value]
 
 
 def _object(row: object, source: str) -> dict[str, Any]:

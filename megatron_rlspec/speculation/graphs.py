@@ -15,8 +15,8 @@ import numpy as np
 from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.speculation.solver import RoundCosts
-from megatron_rlspec.types import SpecConfig
+from megatron_rlspec.speculation.round_times import Cost as RoundCosts
+from megatron_rlspec.types import OFF, SpecConfig
 
 MOST_ACCEPTANCE = 0.95  # the highest rate of the first draft that is planned for
 DECAY = 0.95  # the rate of a depth, as a share of the depth above it
@@ -135,3 +135,9 @@ def gib(graphs: Mapping[int, int]) -> float:
     """Estimate the GiB of the graphs that `count` returns. One graph in two or three is the target's."""
     target = sum(n // (3 if k > 1 else 2) for k, n in graphs.items())
     return TARGET_GIB * target + DRAFTER_GIB * (sum(graphs.values()) - target)
+
+
+def chains(steps: Sequence[int], real_off: bool = True) -> tuple[SpecConfig, ...]:
+    """Make candidates of these step counts. 0 is `OFF`; with `real_off=False` it is SGLang's step 0."""
+    zero = OFF if real_off else SpecConfig(0)
+    return tuple(zero if steps_ == 0 else SpecConfig(steps_) for steps_ in sorted(set(steps)))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rlspec.speculation.acceptance import (
     Acceptance,
@@ -28,18 +28,35 @@ from megatron_rlspec.speculation.acceptance import (
     pooled,
 )
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.speculation.saved import Saved, saved
+from megatron_rlspec.speculation.round_times import RoundTimes
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
-WEIGHT = 4  # timings that the mean of a rollout's rounds counts for, at most
 # drafts of a depth that must be observed before its rate is used as an expectation
 LEAST_DRAWS = 100
 # drafts of a depth that count at most when a rollout begins: its texts and weights are new
 START_DRAWS = 50.0
-TIMED = 0.9  # of the time of drafting rounds: a plain round was timed near their batch sizes
+KNOWN = (
+    0.15  # error of plain decoding's time against that of drafts, up to which a factor is stated
+)
 _ADDED = ("predicted_ms", "predicted_tokens", "switches", "probes")
+TIMED = 0.9  # part of the time of drafting rounds for which it must be known
+
+
+class Saved(NamedTuple):
+    """Durations of rounds in ms: as they were, and as estimated for the same tokens by plain decoding.
+
+    drafting_ms  the part of `ms` that rounds with drafts took
+    """
+
+    ms: float
+    plain_ms: float
+    drafting_ms: float
+
+    @property
+    def gain(self) -> float:
+        """Return how many times as fast as plain decoding the rounds with drafts were; 1 without such rounds."""
+        return 1 + (self.plain_ms - self.ms) / self.drafting_ms if self.drafting_ms else 1.0
 
 
 class Learning:
@@ -47,11 +64,10 @@ class Learning:
 
     candidate_steps  of the engines' rule
     cost_table       path; empty: use `cost`
-    cost             of the model, before rounds were measured
-    learn            learn costs from the engines' rounds: without a table between rollouts, with one in the engines
+    cost             of the model, without a table
+    learn            whether engines correct the costs by their own rounds
     tp               tensor-parallel size of the engines, for a table of several
     adaptive         whether engines use `rule()`
-    scale_table      whether observed round times scale the cost table in `rule()`
 
     Raises CostTableError.
     """
@@ -65,40 +81,65 @@ class Learning:
         learn: bool = True,
         tp: int = 1,
         adaptive: bool = True,
-        scale_table: bool = False,
     ) -> None:
-        self.table = CostTable.load(Path(cost_table)).of_engine(tp) if cost_table else None
-        self.cost: dict[str, Any] = {"roofline": cost.to_json()}
-        if self.table is not None:
-            self.cost = {"table": cost_table, "tp": self.table.tps[0]}
-        self.learnt = LearntCost(cost) if learn and self.table is None else None
+        self.cost: CostTable | Roofline = cost
+        self._rule: dict[str, Any] = {"roofline": cost.to_json()}
+        if cost_table:
+            self.cost = CostTable.load(Path(cost_table)).of_engine(tp)
+            self._rule = {"table": cost_table, "tp": self.cost.tps[0]}
         self.adaptive = adaptive
-        self.correct = learn and self.table is not None
-        self.scaled = self.table if scale_table else None
+        self.learn = learn
         self.acceptance = Acceptance(max(*candidate_steps, 1))  # as observed
         self.last: Acceptance | None = None  # as observed in the last rollout alone
         self.prediction: Prediction | None = None  # of the next rollout
         self.sharpness: float | None = None  # of coupled drafts, as last predicted to be the best
-        self.probing: dict[str, Any] | None = None  # the engines' probe budget in the last reports
+        # what the engine with the most timings has learnt of rounds, as it reports it
+        self.learnt: dict[str, Any] | None = None
 
     def start_without(self) -> None:
         """Expect that a drafter that has not learnt yet is never right, until drafts or a prediction say otherwise."""
         self.acceptance.predict([0.0] * self.acceptance.depth, START_DRAWS)
 
     def saved(self, rounds: Sequence[RoundStats], delivered: float = math.nan) -> Saved | None:
-        """Return the estimate of `saved`; None where nothing drafted, or too few plain rounds were timed for it.
+        """Return what the rounds took, and what plain rounds would have taken.
 
-        The costs are those of the table, or learnt from rounds. A roofline of the model's sizes is no measurement.
+        None where nothing drafted, or too little is known of plain decoding at those batch sizes. A round in which a
+        request got L tokens on average stands for L plain rounds of that batch. It takes no less time than one of them,
+        so no gain exceeds L.
+
+        delivered  tokens that a round delivered to a sample, on average over all rounds. `RoundStats.accepted` also
+                   counts drafts past the end of a sample. NaN: they are all counted
         """
-        drafting = [stats for stats in rounds if stats.config.num_steps and any(stats.accepted)]
-        cost = self.table or self.learnt
-        if cost is None or not drafting:
+        times = self._times()
+        if times is None:
             return None
-        if isinstance(cost, LearntCost):
-            timed = sum(stats.ms for stats in drafting if cost.near(OFF, stats.batch))
-            if timed < TIMED * sum(stats.ms for stats in drafting):
+        share = delivered_share(rounds, delivered)
+        ms = plain_ms = drafting_ms = known_ms = 0.0
+        for stats in rounds:
+            ms += stats.ms
+            plain = stats.ms
+            requests = sum(stats.accepted)
+            if stats.config.num_steps and requests:
+                drafting_ms += stats.ms
+                ratio = _plain_over(times, stats)
+                if ratio is not None:
+                    known_ms += stats.ms
+                    plain *= max(share * _tokens(stats) / requests, 1.0) * ratio
+            plain_ms += plain
+        if not drafting_ms or known_ms < TIMED * drafting_ms:
+            return None
+        return Saved(ms, plain_ms, drafting_ms)
+
+    def _times(self) -> RoundTimes | None:
+        """Return what is known of the durations of rounds; None if nothing was measured."""
+        if self.learnt is None:
+            if not isinstance(self.cost, CostTable):
                 return None
-        return saved(rounds, cost, delivered)
+            return RoundTimes(self.cost, self.cost.configs())
+        candidates = [SpecConfig(*triple) for triple in self.learnt["candidates"]]
+        times = RoundTimes(self.cost, candidates)
+        times.restore(self.learnt["times"])
+        return times
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
         """Take the trainer's prediction of the next rollout's acceptance, or None. Returns metrics."""
@@ -124,11 +165,9 @@ class Learning:
         """
         metrics = self._errors(rounds)
         self.prediction = None
-        if self.scaled is not None:
-            self.scaled = self.scaled.calibrated(rounds)
-        if budgets := [report["probing"] for report in reports if report.get("probing")]:
-            # for engines that are restarted
-            self.probing = min(budgets, key=lambda budget: budget["left_ms"])
+        learnt = [report["learnt"] for report in reports if report.get("learnt")]
+        if learnt:
+            self.learnt = max(learnt, key=lambda state: sum(state["times"]["timings"]))
         drafting = [stats for stats in rounds if stats.config.num_steps and sum(stats.accepted)]
         if drafting:
             self.last = Acceptance(self.acceptance.depth)
@@ -141,40 +180,25 @@ class Learning:
                 )
             else:
                 self.acceptance.observe_histogram(0, [], stats.rounds)  # earlier observations fade
-        if self.learnt is not None:
-            for stats in rounds:
-                if stats.rounds and stats.ms > 0:
-                    for _ in range(min(stats.rounds, WEIGHT)):
-                        self.learnt.add(
-                            stats.config, stats.batch, stats.context_tokens, stats.ms / stats.rounds
-                        )
-            self.learnt.fit()
         return metrics | self._metrics(rounds, reports, delivered)
 
     def rule(self) -> dict[str, Any]:
         """Return the data of `SpecRule.from_json` without candidates; every engine adds its own."""
-        rule: dict[str, Any] = {"learnt": self.learnt.to_json()} if self.learnt else dict(self.cost)
+        rule = dict(self._rule)
         rule["acceptance"] = self.acceptance.fresh(START_DRAWS).to_json()
+        rule["learn"] = self.learn
         if self.adaptive and self.prediction is not None:
             rule["forecast"] = self.prediction.rates()
-        if self.probing is not None:
-            rule["probing"] = self.probing
-        if self.scaled is not None:
-            rule["table"] = self.scaled.to_json()
-        if self.correct:
-            rule["correct"] = True
+        if self.learnt is not None:
+            rule["learnt"] = self.learnt
         if self.sharpness is not None:
             rule["sharpness"] = self.sharpness
         return rule
 
     @property
     def renews(self) -> bool:
-        """Return whether engines need what was learned since: a forecast, costs, or the sharpness of drafts."""
-        return (
-            self.sharpness is not None
-            or self.adaptive
-            and (self.prediction is not None or self.learnt is not None)
-        )
+        """Return whether engines need what was learned since: a forecast, or the sharpness of drafts."""
+        return self.sharpness is not None or (self.adaptive and self.prediction is not None)
 
     def accept_lengths(self) -> dict[SpecConfig, float]:
         """Return tokens per round of the chains with enough recent drafts at every depth."""
@@ -198,16 +222,13 @@ class Learning:
             "prediction": pending
             and [list(pending.steps), pending.reached.tolist(), pending.accepted.tolist()],
             "sharpness": self.sharpness,
-            "probing": self.probing,
-            "learnt": None if self.learnt is None else self.learnt.to_json(),
-            "table": None if self.scaled is None else self.scaled.to_json(),
+            "learnt": self.learnt,
         }
 
     def restore(self, state: Mapping[str, Any]) -> str:
         """Restore what `state` returned; missing parts stay as they are. Returns a line if acceptance was not restored.
 
-        Acceptance of a run that drafted fewer steps has too few depths, and engines would refuse it. A scaled table is
-        restored only if it comes from the same measurements as this run's table.
+        Acceptance of a run that drafted fewer steps has too few depths, and engines would refuse it.
         """
         known = state["acceptance"]["depth"] if state.get("acceptance") else 0
         needed = self.acceptance.depth
@@ -216,14 +237,8 @@ class Learning:
             lost = f"the checkpoint holds acceptance of {known} drafts, expected {needed}: it is learned again"
         elif known:
             self.acceptance = Acceptance.from_json(state["acceptance"])
-        self.probing = state.get("probing")
         self.sharpness = state.get("sharpness")
-        if self.learnt is not None and state.get("learnt"):
-            self.learnt.take_up(LearntCost.from_json(state["learnt"]))
-        if self.scaled is not None and state.get("table"):
-            table = CostTable.from_json(state["table"], "checkpoint")
-            if table.provenance == self.scaled.provenance:
-                self.scaled = table
+        self.learnt = state.get("learnt")
         if state.get("last"):
             self.last = Acceptance.from_json(state["last"])
         if state.get("prediction"):
@@ -298,7 +313,7 @@ class Learning:
         values["spec/estimated_regret"] = regret / sums["predicted_ms"]
         values["spec/switches"] = float(sums["switches"])
         values["spec/probes"] = float(sums["probes"])
-        if "table" in self.cost:  # without a table the rule counts in passes, not in ms
+        if isinstance(self.cost, CostTable):  # without a table the rule counts in passes, not in ms
             values["spec/predicted_tokens_per_second"] = (
                 1e3 * sums["predicted_tokens"] / sums["predicted_ms"]
             )
@@ -316,3 +331,29 @@ class Learning:
 def _mean(tokens: Mapping[int, float], requests: Mapping[int, float]) -> float:
     """Return tokens per round over `requests` of several step counts."""
     return sum(tokens[k] * n for k, n in requests.items()) / sum(requests.values())
+
+
+def _plain_over(times: RoundTimes, stats: RoundStats) -> float | None:
+    """Return the time of a plain round over that of a drafting one, at most 1; None if it is not known well."""
+    if OFF not in times.candidates or stats.config not in times.candidates:
+        return None
+    off = times.candidates.index(OFF)
+    drafting = times.candidates.index(stats.config)
+    ms = times.ms(stats.batch, stats.context_tokens or stats.batch)
+    if times.errors(drafting)[off] > KNOWN:
+        return None
+    return ms[off] / ms[drafting]
+
+
+def delivered_share(rounds: Sequence[RoundStats], delivered: float) -> float:
+    """Return which share of the drafting rounds' tokens samples kept, if a round delivered so many; at most 1."""
+    drafted = sum(_tokens(stats) for stats in rounds if stats.config.num_steps)
+    if not drafted or math.isnan(delivered):
+        return 1.0
+    plain = sum(sum(stats.accepted) for stats in rounds if not stats.config.num_steps)
+    requests = sum(sum(stats.accepted) for stats in rounds)
+    return min(max(delivered * requests - plain, 0.0) / drafted, 1.0)
+
+
+def _tokens(stats: RoundStats) -> int:
+    return sum((1 + drafts) * count for drafts, count in enumerate(stats.accepted))

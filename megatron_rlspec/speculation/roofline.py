@@ -22,7 +22,7 @@ HARDWARE = {
     "H200": (4.8, 989.0),
 }
 
-# of a pass that computes as long as it reads the weights; rounds correct it (`LearntCost`)
+# of a pass that computes as long as it reads the weights; rounds correct what follows from it
 RIDGE_TOKENS = 128.0
 RIDGES = 2.0 ** np.arange(-6, 13)  # tokens, tried by `fit`
 LEAST_WEIGHTS = 1e-12  # ms, where the drafter's passes cost something and the target's nothing
@@ -227,41 +227,26 @@ class Roofline:
                     )
         return fitted, error
 
-    def target_ms(
-        self, tokens: np.ndarray, context: np.ndarray, token_ms: np.ndarray | float | None = None
-    ) -> np.ndarray:
+    def target_ms(self, tokens: np.ndarray, context: np.ndarray) -> np.ndarray:
         """Compute ms of a target pass over `tokens` new tokens with `context` tokens in the cache."""
         # experts, in multiples of those of one token
         routed = (1 - (1 - self.used) ** tokens) / self.used
-        read = (
-            self.weights_ms * (1 - self.experts + self.experts * routed) + self.context_ms * context
-        )
-        return (read**4 + ((self.token_ms if token_ms is None else token_ms) * tokens) ** 4) ** 0.25
-
-    def ms(
-        self,
-        work: Work,
-        token_ms: np.ndarray | float | None = None,
-        drafter: np.ndarray | float | None = None,
-    ) -> np.ndarray:
-        """Compute ms of rounds: docs/design.md, Round cost. `token_ms` and `drafter` replace those of this machine."""
-        share = self.drafter if drafter is None else drafter
-        verify = self.target_ms(work.verified, work.context, token_ms)
-        step = share * self.target_ms(work.step, work.context, token_ms) + self.pass_ms
-        drafting = work.drafts * (share * verify + self.pass_ms) + work.passes * step
-        found: np.ndarray = self.host_ms + self.sample_ms * work.verified + verify + drafting
-        return found
+        weights = self.weights_ms * (1 - self.experts + self.experts * routed)
+        reading = weights + self.context_ms * context
+        computing = self.token_ms * tokens
+        return (reading**4 + computing**4) ** 0.25
 
     def grid(
         self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray
     ) -> np.ndarray:
-        """Compute ms of a round, `[configs, *broadcast(batch, context)]`."""
+        """Compute ms of a round, `[configs, *broadcast(batch, context)]` (docs/design.md, Round cost)."""
         batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
-        rounds = self.ms(Work.of(configs, batch[..., None], context[..., None]))
-        return np.moveaxis(rounds, -1, 0)
-
-    def extrapolates(self, config: SpecConfig, batch: float, context: float) -> bool:
-        return True
+        work = Work.of(configs, batch[..., None], context[..., None])
+        verify = self.target_ms(work.verified, work.context)
+        step = self.drafter * self.target_ms(work.step, work.context) + self.pass_ms
+        drafting = work.drafts * (self.drafter * verify + self.pass_ms) + work.passes * step
+        ms = self.host_ms + self.sample_ms * work.verified + verify + drafting
+        return np.moveaxis(ms, -1, 0)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,4 +1,7 @@
-"""Choose the configuration (num_steps, topk, num_draft_tokens), or OFF, with the most expected tokens per ms."""
+"""The configuration with the most expected tokens per ms, by a cost and acceptance rates (ReSpec, section 5.2).
+
+`rlspec plan` prints it. An engine uses `rule` instead, which follows what happens.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rlspec.speculation.acceptance import expected_tokens
-from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
-
-RoundCosts = CostTable | Roofline  # a table of one TP (`table.at(tp)`)
+from megatron_rlspec.speculation.round_times import Cost
+from megatron_rlspec.types import SpecConfig, SpecSchedule
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Choice:
     config: SpecConfig
     tokens: float
     ms: float
-    extrapolated: bool
 
     @property
     def rate(self) -> float:
@@ -30,23 +29,22 @@ class Choice:
 
 
 def choices(
-    cost: RoundCosts,
+    cost: Cost,
     rates: Sequence[float],
     batch: int,
     context: int,
     candidates: Sequence[SpecConfig],
 ) -> list[Choice]:
     """Rate every candidate at this batch and total context, best first; of equals, the one that drafts less first."""
-    ms = cost.grid(candidates, np.array(batch), np.array(context))
-    found = [
-        Choice(c, expected_tokens(c, rates), float(t), cost.extrapolates(c, batch, context))
-        for c, t in zip(candidates, ms, strict=True)
-    ]
-    return sorted(found, key=lambda o: (-o.rate, o.config))
+    ms = cost.grid(candidates, np.array(batch), np.array(context)).tolist()
+    found = []
+    for config, duration in zip(candidates, ms, strict=True):
+        found.append(Choice(config, expected_tokens(config, rates), duration))
+    return sorted(found, key=lambda choice: (-choice.rate, choice.config))
 
 
 def compile_schedule(
-    cost: RoundCosts,
+    cost: Cost,
     rates: Sequence[float],
     candidates: Sequence[SpecConfig],
     *,
@@ -59,32 +57,27 @@ def compile_schedule(
     """
     shortest = min(lengths)
     longest = max(lengths)
-    octaves = [
-        2**i for i in range(int(np.log2(shortest)), int(np.ceil(np.log2(max_batch * longest))) + 1)
-    ]
-    edges = [0, *octaves[1:]]
-    batch = np.arange(1, max_batch + 1)
-    middle = np.sqrt(2) * np.array(octaves)
-    context = np.clip(middle[None, :], batch[:, None] * shortest, batch[:, None] * longest)
-    tokens = np.array([expected_tokens(c, rates) for c in candidates])
-    order = sorted(range(len(candidates)), key=lambda i: candidates[i])
-    rate = tokens[order, None, None] / cost.grid(
-        [candidates[i] for i in order], batch[:, None], context
-    )
-    best = [[candidates[order[i]] for i in row] for row in rate.argmax(axis=0)]
-    rows = [i for i in range(len(best)) if i == 0 or best[i] != best[i - 1]]
-    columns = [
-        j for j in range(len(edges)) if j == 0 or any(best[i][j] != best[i][j - 1] for i in rows)
-    ]
-    return SpecSchedule(
-        tuple(int(batch[i]) for i in rows),
-        tuple(edges[j] for j in columns),
-        tuple(tuple(best[i][j] for j in columns) for i in rows),
-    )
+    first = int(np.log2(shortest))
+    last = int(np.ceil(np.log2(max_batch * longest)))
+    octaves = [2**i for i in range(first, last + 1)]
+    batch = np.arange(1, max_batch + 1)[:, None]
+    context = np.clip(np.sqrt(2) * np.array(octaves), batch * shortest, batch * longest)
+    ordered = sorted(candidates)
+    tokens = np.array([expected_tokens(config, rates) for config in ordered])
+    best = (tokens[:, None, None] / cost.grid(ordered, batch, context)).argmax(axis=0)
+
+    # the first batch and context of each range of equal neighbours
+    rows = [i for i in range(len(best)) if i == 0 or any(best[i] != best[i - 1])]
+    columns = [j for j in range(len(octaves)) if j == 0 or any(best[:, j] != best[:, j - 1])]
+    configs = []
+    for i in rows:
+        configs.append(tuple(ordered[best[i, j]] for j in columns))
+    edges = [octaves[j] if j else 0 for j in columns]
+    return SpecSchedule(tuple(i + 1 for i in rows), tuple(edges), tuple(configs))
 
 
 def explain(
-    cost: RoundCosts,
+    cost: Cost,
     rates: Sequence[float],
     batch: int,
     context: int,
@@ -93,26 +86,25 @@ def explain(
     """Format each candidate's tokens and cost, and how many tokens per round it would need to be the best."""
     ranked = choices(cost, rates, batch, context, candidates)
     best = ranked[0]
-    off = next((o for o in ranked if o.config.off), None)
+    head = f"batch {batch}, context {context} tokens: {best.config}"
+    for choice in ranked:
+        if choice.config.off:
+            head += f", {best.rate / choice.rate:.2f} x plain decoding"
     lines = [
-        f"batch {batch}, context {context} tokens: {best.config}"
-        + (f", {best.rate / off.rate:.2f} x plain decoding" if off else ""),
+        head,
         "acceptance by depth: " + " ".join(f"{rate:.2f}" for rate in rates),
         f"{'config':>12} {'tokens/round':>13} {'ms/round':>9} {'tokens/s':>9}  verdict",
     ]
-    for o in ranked:
-        needed = best.rate * o.ms
-        verdict = "chosen" if o is best else f"would need {needed:.2f} tokens per round"
-        if o is not best and not o.config.off and needed > o.config.num_steps + 1:
-            verdict += f", more than its maximum of {o.config.num_steps + 1}"
-        verdict += " (cost extrapolated)" if o.extrapolated else ""
+    for choice in ranked:
+        needed = best.rate * choice.ms
+        verdict = f"would need {needed:.2f} tokens per round"
+        most = choice.config.num_steps + 1
+        if choice is best:
+            verdict = "chosen"
+        elif needed > most and not choice.config.off:
+            verdict += f", more than its maximum of {most}"
+        speed = 1e3 * batch * choice.rate
         lines.append(
-            f"{o.config!s:>12} {o.tokens:13.2f} {o.ms:9.3f} {1e3 * batch * o.rate:9.0f}  {verdict}"
+            f"{choice.config!s:>12} {choice.tokens:13.2f} {choice.ms:9.3f} {speed:9.0f}  {verdict}"
         )
     return "\n".join(lines)
-
-
-def chains(steps: Sequence[int], real_off: bool = True) -> tuple[SpecConfig, ...]:
-    """Make candidates of these step counts. 0 is `OFF`; with `real_off=False` it is SGLang's step 0."""
-    zero = OFF if real_off else SpecConfig(0)
-    return tuple(zero if k == 0 else SpecConfig(k) for k in sorted(set(steps)))

@@ -7,8 +7,8 @@ from roofline_tables import roofline_table
 
 from megatron_rlspec.commands.plan import main
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance
+from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
-from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import SpecSchedule
 
 

@@ -10,7 +10,7 @@ from megatron_rlspec.push.canary import CanaryResult
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import OFF, RoundStats, Sampling, SpecConfig
+from megatron_rlspec.types import RoundStats, Sampling, SpecConfig
 
 CHAIN = SpecConfig(3)
 
@@ -56,19 +56,6 @@ def test_an_evaluation_is_not_learnt_from(monkeypatch):
     Engine.rounds.append(rounds(0, 0, 0, 50))
     found = speculation.after_rollout(["a"])
     assert found["rollout/spec_accept_1"] > 0.9
-
-
-def test_drafts_past_the_end_of_answers_save_no_time(monkeypatch):
-    """Rounds of four tokens, of which samples kept three on average, plain rounds included."""
-    monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
-
-    def saved(*delivered):
-        speculation = Speculation(Learning([0, 3], "", Roofline.of_layers(2)), [CHAIN])
-        Engine.rounds += [rounds(0, 0, 0, 800), RoundStats(OFF, 8, 800, 100, 800.0, (800,))]
-        return speculation.after_rollout(["a"], *delivered)["rollout/spec_saved_seconds"]
-
-    every, kept = saved(), saved((3 * 800 + 800) / 1600)
-    assert kept == pytest.approx((every + 0.9) * 3 / 4 - 0.9)  # drafting took 0.9 s
 
 
 def test_no_canary_before_the_first_push(monkeypatch):

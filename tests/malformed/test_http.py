@@ -197,7 +197,7 @@ ATTACKS += [
     schedule("rows missing", "must have 1 rows", configs=[[[1, 1, 2]], [[1, 1, 2]]]),
     schedule("config that cannot be", "num_draft_tokens=9", configs=[[[3, 1, 9]]]),
     schedule("config that was not launched", "cannot run k4; it was launched with", configs=[[[4, 1, 5]]]),
-    rule("empty", "expected exactly one of table, roofline, learnt and schedule"),
+    rule("empty", "expected exactly one of table, roofline, schedule"),
     rule("table not there", "No such file", table="/no/such/file.json"),
     rule("table deep", "set_spec_rule", table={"a": {"b": {"c": []}}}),
     rule("roofline of a list", "spec_rule.roofline.token_ms is [1]; expected a valid number",

@@ -16,6 +16,14 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 SETTINGS = Settings()
+TABLE = str(Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json")
+MODEL = {
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "vocab_size": 32000,
+}
 
 
 @pytest.fixture
@@ -54,13 +62,9 @@ def test_only_an_engine_of_one_rank_learns_from_its_durations(decider, ranks):
     """Clocks of several ranks differ, and each rank decides for itself."""
     decider.start([0, 1, 3], 3, ranks)
     table = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
-    for correct in (True, False):
-        decider.replace({"table": str(table), "correct": correct})
-        before = decider.rule.times
-        told = []
-        decider.rule.timed = lambda *args, told=told: told.append(args)
-        decider.timed(decisions.DecodeRound(SpecConfig(3), 400, None, caught_up=0.002), 4, 7.5)
-        assert told == [(SpecConfig(3), 4, 400, 7.5, 2.0)] * (correct and ranks == 1) and before is correct
+    for learn in (True, False):
+        decider.replace({"table": str(table), "learn": learn})
+        assert decider.rule.learns == (learn and ranks == 1)
 
 
 def test_of_a_table_of_several_sizes_the_engines_own_counts(decider):
@@ -124,18 +128,35 @@ def test_an_unknown_version_gets_no_part_of_the_plugin(monkeypatch):
     assert not hooks
 
 
-def test_the_probe_budget_survives_a_new_rule_and_a_hold(decider):
+def test_what_was_learnt_of_rounds_survives_a_new_rule_and_a_hold(decider):
     rule = {"roofline": Roofline.of_layers(12).to_json()}
     control._set_spec_rule(SETTINGS, None, rule)
     for _ in range(20):
-        chosen(decider)
-    earned = decider.rule.probe_budget.left_ms
+        config = chosen(decider)
+        decider.timed(decisions.DecodeRound(config, 100, None), 1, 7.5)
+    learnt = decider.rule.report()["learnt"]
+    assert sum(learnt["times"]["timings"]) > 0
     control._set_spec_rule(SETTINGS, None, rule)
     control._set_schedule(SETTINGS, None, SpecSchedule.fixed(SpecConfig(1)).to_json())  # a canary
     control._set_spec_rule(SETTINGS, None, rule)
     control._hold(SETTINGS, None, "push")
     control._release(SETTINGS, None)
-    assert decider.rule.probe_budget.left_ms == earned > 0 and decider.rule.probe_budget.rounds == 20
+    assert decider.rule.report()["learnt"]["times"] == learnt["times"]
+
+
+@pytest.mark.parametrize("data", [None, {"table": TABLE}], ids=["config.json", "table"])
+def test_an_engine_switches_useless_drafts_off_by_itself(data, monkeypatch):
+    """`rlspec serve`, with a table or without one, and the plugin in a plain server: all drafts are refused."""
+    decider = decisions.Decider(Settings(spec_rule=data))
+    decider.start([0, 1, 2, 3], 3, 1, MODEL)
+    off = []
+    for t in range(300):
+        config, drafting = decider.choose(256, 256 * (100 + t), lambda n: 0)
+        ran = decisions.DecodeRound(config, 256 * (100 + t), None)
+        decider.observe(ran, [0] * drafting if config.num_steps else [], 256 - drafting)
+        decider.timed(ran, 256, 20.0 + 8.0 * config.num_steps)
+        off.append(config.off)
+    assert sum(off[:30]) >= 20 and sum(off[30:]) > 250
 
 
 def test_the_first_rounds_of_an_engine_are_not_timed(monkeypatch):

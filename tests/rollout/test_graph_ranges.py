@@ -15,8 +15,8 @@ from megatron_rlspec.rollout.sglang.scheduler import decisions
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import Provenance
+from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
-from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 STEPS = (0, 1, 2, 3, 5)
@@ -50,10 +50,12 @@ def test_a_table_prunes_deep_candidates_of_large_batches(files: Path) -> None:
     assert total < 0.7 * sum(graphs.count({"1": {"candidate_steps": STEPS}}, 256, start=1).values())
 
 
-def test_without_a_table_all_that_a_schedule_names_is_captured(files: Path) -> None:
+def test_a_fixed_number_of_drafts_is_captured_at_every_batch_and_a_rule_starts_with_the_least(files: Path) -> None:
+    arguments, slots = asked(files, "--spec", "fixed", "--num-steps", "3")
+    assert "--speculative-num-steps=3" in arguments and 3 in steps_at(slots, 256)
     arguments, slots = asked(files, "--num-steps", "3")
-    assert "--speculative-num-steps=3" in arguments
-    assert 3 in steps_at(slots, 256) and 5 not in steps_at(slots, 256) and 5 in steps_at(slots, 64)
+    assert "--speculative-num-steps=1" in arguments
+    assert 1 in steps_at(slots, 256) and 5 not in steps_at(slots, 256) and 5 in steps_at(slots, 64)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
-"""Graphs are captured where a candidate can be chosen, as counted, and the rule runs nothing outside that range."""
+"""Graphs are captured where a candidate can be chosen, as counted."""
 
 from __future__ import annotations
 
 import numpy as np
-from test_rule import CANDIDATES, H20, Engine, rule
 
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.acceptance import expected_tokens
+from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
+CANDIDATES = graphs.chains((0, 1, 2, 3, 5))
+H20 = Roofline.of_hardware(*HARDWARE["H20"])
 LENGTHS = (128, 1024)
 
 
@@ -44,14 +46,3 @@ def test_ranges_end_at_the_next_captured_size():
     found = graphs.count(config, 256, start=1)
     assert found == {0: 2 * 51, 1: 2 * 51, 3: 3 * sum(size <= 64 for size in sizes), 5: 3 * 3}
     assert graphs.count(config, 256, start=3)[3] == 3 * 51  # SGLang captures its first step count at every size
-
-
-def test_the_rule_leaves_a_configuration_whose_graphs_end():
-    engine = Engine(rule(H20), H20, rates=(0.9,) * 5)
-    engine.run(300, batch=4)
-    assert engine.chosen[-1].num_steps == 5
-    assert engine.run(100, batch=16)[-1].num_steps > 1
-    engine.run(100, batch=4)
-    engine.rule.limit({SpecConfig(2): 12, SpecConfig(3): 12, SpecConfig(5): 8})
-    assert {c.num_steps for c in engine.run(1000, batch=16)} <= {0, 1}  # from the first round on, probes included
-    assert engine.run(300, batch=4)[-1].num_steps == 5

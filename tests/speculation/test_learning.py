@@ -76,37 +76,58 @@ def test_learned_state_survives_a_checkpoint():
     assert later.state() == former.state()
 
 
-@pytest.mark.parametrize("missing", [("table",), ("table", "prediction", "last"), "all"])
-def test_checkpoints_of_earlier_releases_are_read(missing):
-    """Each release has added a part; a run's checkpoint holds other things beside them."""
-    state = json.loads(json.dumps(taught().state()))
-    kept = {} if missing == "all" else {name: part for name, part in state.items() if name not in missing}
-    later = learning()
-    assert later.restore(kept | {"pending": [], "prior": {}, "forecast": {"calibration": {}}}) == ""
-    assert (later.acceptance.draws[0] > 100) == (missing != "all")
-
-
 def test_a_checkpoint_that_drafted_fewer_steps_is_refused_in_one_line():
     """Engines refuse a rule whose acceptance has fewer depths than they draft."""
     former, later = learning(1), learning(3)
     former.observe([rounds(1, 200, 200)], [])
     assert "1 drafts, expected 3" in later.restore(former.state())
-    assert later.learnt.to_json() == former.learnt.to_json()  # what rounds cost is not learned again
     SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **later.rule()})
 
 
-def test_the_times_of_rounds_scale_the_table_if_that_is_wanted():
-    measured = CostTable.load(TABLE)
-    slow = RoundStats(SpecConfig(3), 8, 800, 400, 2 * 400 * measured.ms(SpecConfig(3), 8, 800), (0, 0, 0, 3200))
-    fixed, scaled = learning(table=TABLE), learning(table=TABLE, scale_table=True)
-    for made in (fixed, scaled):
-        made.observe([slow], [])
-    assert fixed.rule()["table"] == TABLE
-    ms = CostTable.from_json(scaled.rule()["table"]).ms(SpecConfig(3), 8, 800)
-    assert ms == pytest.approx(2 * measured.ms(SpecConfig(3), 8, 800), rel=0.01)
-    resumed = learning(table=TABLE, scale_table=True)
-    resumed.restore(json.loads(json.dumps(scaled.state())))
-    assert resumed.rule() == scaled.rule()
+def timed_engine(plain=10.0, drafting=14.0):
+    """A rule that has timed rounds of both kinds at batch 8."""
+    rule = SpecRule([OFF, SpecConfig(1), SpecConfig(3)], Roofline.of_layers(12))
+    rule.choose(8, 800)
+    for _ in range(5):
+        for config, ms in ((OFF, plain), (SpecConfig(3), drafting)):
+            for _ in range(3):
+                rule.times.timed(config, 8, 800, ms)
+    return rule
+
+
+def test_what_engines_learnt_of_rounds_is_kept_for_those_that_start_later():
+    made = learning()
+    assert "learnt" not in made.rule()
+    reports = [SpecRule([OFF], Roofline.of_layers(12)).report(), timed_engine().report(), {}]
+    made.observe([], reports)
+    assert made.rule()["learnt"] == reports[1]["learnt"]
+    resumed = learning()
+    resumed.restore(json.loads(json.dumps(made.state())))
+    rule = SpecRule.from_json({"candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]], **resumed.rule()})
+    ms = rule.times.ms(8, 800)
+    assert ms[2] / ms[0] == pytest.approx(1.4, rel=0.02)
+
+
+def test_what_drafts_saved_is_estimated_from_the_timed_rounds():
+    made = learning()
+    drafted = RoundStats(SpecConfig(3), 8, 800, 100, 1400.0, (200, 200, 200, 200))  # 2.5 tokens a round
+    assert made.saved([drafted]) is None  # nothing was timed
+    made.observe([], [timed_engine().report()])
+    saved = made.saved([drafted])
+    assert saved.ms == 1400 and saved.gain == pytest.approx(2.5 / 1.4, rel=0.02)
+    plain = RoundStats(OFF, 8, 800, 100, 1000.0, (800,))
+    assert made.saved([drafted, plain]).plain_ms == pytest.approx(1000 + 1400 * saved.gain)
+    assert made.saved([drafted], delivered=1.25).gain == pytest.approx(1.25 / 1.4, rel=0.02)
+    far = RoundStats(SpecConfig(3), 512, 51200, 100, 1400.0, (200, 200, 200, 200))
+    assert made.saved([far]) is None and made.saved([plain]) is None
+
+
+def test_no_factor_exceeds_the_tokens_of_a_round():
+    """Few plain rounds, timed at a busy moment: they cannot take longer than rounds with drafts."""
+    made = learning()
+    made.observe([], [timed_engine(plain=40.0).report()])
+    drafted = RoundStats(SpecConfig(3), 8, 800, 100, 1400.0, (700, 100, 0, 0))
+    assert made.saved([drafted]).gain == pytest.approx(1.125)
 
 
 def test_the_accept_length_of_drafting_rounds_leaves_rounds_without_drafts_out():

@@ -1,333 +1,259 @@
+"""What the rule chooses on simulated machines, how soon, and what trials cost."""
+
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from machine import Machine
 from roofline_tables import roofline_table
 
 from megatron_rlspec.speculation.acceptance import Acceptance
-from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance
-from megatron_rlspec.speculation.probing import FIRST_PROBE, LAST_PROBE, ProbeBudget
+from megatron_rlspec.speculation.cost_table import CostTableError, Provenance
+from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.speculation.solver import chains, compile_schedule
+from megatron_rlspec.speculation.trials import FREE, SHARE
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 CANDIDATES = chains((0, 1, 2, 3, 5))
 H100 = Roofline.of_hardware(*HARDWARE["H100"])
 H20 = Roofline.of_hardware(*HARDWARE["H20"])
+ORIGIN = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
+SIZES = Roofline.of_model(
+    {
+        "hidden_size": 3584,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "vocab_size": 152064,
+    }
+)
 
 
-class Engine:
-    """Draws what rounds accept and charges what they cost; `rates` may be changed between runs."""
-
-    def __init__(self, rule, cost=H100, rates=(0.7,) * 5, seed=0):
-        self.rule, self.cost, self.rates = rule, cost, rates
-        self.rng = np.random.default_rng(seed)
-        self.chosen, self.ms, self.tokens, self.best_ms = [], 0.0, 0.0, 0.0
-
-    def run(self, rounds, batch=4, length=1000):
-        for _ in range(rounds):
-            config = self.rule.choose(batch, batch * length)
-            k = config.num_steps
-            drafts = np.cumprod(self.rng.random((batch, k)) < np.array(self.rates[:k]), axis=1).sum(axis=1).tolist()
-            self.rule.observe(config, drafts)
-            self.chosen.append(config)
-            self.ms += float(self.cost.grid([config], np.array(batch), np.array(batch * length))[0])
-            self.tokens += batch + sum(drafts)
-        return self.chosen[-rounds:]
+def table(cost=H100, drafts=1.0):
+    """A table of this machine, in which rounds with drafts take `drafts` times as long."""
+    made = roofline_table(cost, CANDIDATES, (1, 4, 16, 64, 256), (128, 1024, 4096), ORIGIN)
+    rows = [replace(row, ms=row.ms * (1 if row.config.off else drafts)) for row in made.rounds]
+    return type(made)(ORIGIN, rows, made.prefill, made.switch_ms, made.catch_up_ms)
 
 
-def rule(cost=H100, **kwargs):
-    return SpecRule(CANDIDATES, cost, start=SpecConfig(3), **kwargs)
+def count(chosen, test):
+    return sum(test(config) for config in chosen)
 
 
-@pytest.mark.parametrize("share", [0.01, 0.0005])
-@pytest.mark.parametrize("batch", [1, 4, 64])
-def test_useless_drafts_are_off_soon_and_probes_stay_within_their_share(batch, share):
-    engine = Engine(rule(probe_share=share), rates=(0.0,) * 5)
-    engine.run(60, batch)
-    assert engine.chosen[-1] == OFF
-    before = engine.ms
-    late = engine.run(4000, batch)
-    plain = 4000 * float(H100.grid([OFF], np.array(batch), np.array(batch * 1000))[0])
-    assert -1e-9 < (engine.ms - before) / plain - 1 <= share * 4060 / 4000  # earned in all rounds so far
-    if share == 0.01:
-        assert {c for c in late if c != OFF} == {SpecConfig(1)}  # it does keep looking, as cheaply as it can
-    assert engine.rule.report()["probe_share"] <= share
-    assert engine.rule.acceptance.draws[0] < 500  # what was seen long ago no longer outweighs a probe
+@pytest.mark.parametrize("cost", [SIZES, table(), table(drafts=0.5)], ids=["no table", "table", "wrong table"])
+@pytest.mark.parametrize("batch", [1, 8, 256])
+def test_useless_drafts_are_off_within_a_few_rounds_and_stay_off(cost, batch):
+    machine = Machine(SpecRule(CANDIDATES, cost), H100, rates=(0.0,) * 5)
+    assert count(machine.run(80, batch), lambda config: not config.off) <= (60 if batch == 1 else 32)
+    machine.ms = machine.plain_ms = 0.0
+    late = machine.run(2000, batch)
+    assert count(late, lambda config: not config.off) < 150
+    assert machine.ms / machine.plain_ms - 1 <= 1.2 * SHARE + FREE / 2000
 
 
-@pytest.mark.parametrize("batch", [1, 4, 64])
+@pytest.mark.parametrize("drafts", [0.5, 1.0, 2.0], ids="drafts cost {} times what the table says".format)
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("batch", [4, 64])
+def test_a_table_that_is_wrong_costs_little(drafts, rate, batch):
+    rates = (rate,) * 5
+    machine = Machine(SpecRule(CANDIDATES, table(drafts=drafts)), H100, rates)
+    machine.run(300, batch)
+    machine.ms = machine.plain_ms = 0.0
+    machine.run(1000, batch)
+    totals = np.cumsum([1.0, *np.cumprod(rates)])
+    best = max(totals[c.num_steps] / machine.ms_of(c, batch, 1000) for c in CANDIDATES)
+    gain = best * machine.ms_of(OFF, batch, 1000)
+    assert machine.plain_ms / machine.ms > 0.96 * gain
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
 def test_a_drafter_that_recovers_is_used_again(batch):
-    engine = Engine(rule(), rates=(0.0,) * 5)
-    engine.run(2000, batch)
-    assert engine.chosen[-1] == OFF
-    engine.rates = (0.85,) * 5
-    assert any(c.num_steps >= 3 for c in engine.run(2 * LAST_PROBE, batch))
-    late = engine.run(200, batch)
-    assert sum(c.num_steps >= 3 for c in late) > 190
+    machine = Machine(SpecRule(CANDIDATES, SIZES), H100, rates=(0.0,) * 5)
+    assert machine.run(1000, batch)[-1].off
+    machine.rates = (0.9,) * 5
+    machine.run(1500, batch)
+    assert count(machine.run(200, batch), lambda config: config.num_steps >= 2) > 150
 
 
-def test_without_a_probe_budget_off_is_for_good():
-    engine = Engine(rule(probe_share=0.0), rates=(0.0,) * 5)
-    engine.run(200)
-    engine.rates = (0.9,) * 5
-    assert set(engine.run(1000)) == {OFF}
+def test_without_learning_the_cost_decides_alone():
+    """Then a run repeats its choices: durations differ from run to run."""
+    chosen = []
+    for noise in (0.0, 0.5):
+        machine = Machine(SpecRule(CANDIDATES, table(drafts=0.5), learn=False), H100, rates=(0.5,) * 5, noise=noise)
+        chosen.append(machine.run(0) + machine.run(200))
+    rule = machine.rule
+    assert not rule.learns and rule.times.timings == [0] * len(CANDIDATES)
 
 
-def owing(share):
-    """A rule of this cost, by a table in which the drafter reads what one round missed in `share` of the round."""
-    provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
-    table = roofline_table(H100, CANDIDATES, (1, 8, 64), (128, 2048), provenance)
-    round_ms = table.ms(OFF, 64, 64 * 512)
-    return CostTable(provenance, table.rounds, catch_up_ms=share * round_ms / 64)
-
-
-def test_probes_pay_for_what_the_drafter_has_to_catch_up_on():
-    """It counts as probing; beyond `probe_share` there are no probes."""
-    probes = []
-    for share in (0.0, 0.006, 0.04):
-        engine = Engine(SpecRule(CANDIDATES, owing(share)), rates=(0.0,) * 5)
-        engine.run(100, batch=64)
-        engine.rule.report()
-        engine.run(4000, batch=64)
-        report = engine.rule.report()
-        assert report["probe_share"] <= 0.01
-        assert report["catch_up_share"] <= min(share, 0.01)
-        probes.append(report["probes"])
-    assert 4 < probes[1] == probes[0] and probes[2] == 0, probes
-
-
-def test_a_probe_lets_few_drafters_catch_up_and_a_switch_lets_all():
-    """64 requests; the engine reports the missed tokens of each. Drafts of requests that are behind are ignored."""
-    rule, behind, rng = SpecRule(CANDIDATES, owing(0.04)), np.zeros(64, int), np.random.default_rng(0)
-
-    def missed(n):
-        return int(np.sort(behind)[:n].sum())
-
-    def run(rounds, rate):
-        asked, read, chosen = [], 0, []
-        for _ in range(rounds):
-            config, order = rule.choose(64, 64 * 512, missed), np.argsort(behind, kind="stable")
-            n = rule.catch_up
-            read += missed(n)
-            behind[order[:n]], behind[order[n:]] = 0, behind[order[n:]] + 1
-            accepted = np.cumprod(rng.random((n, config.num_steps)) < rate, axis=1).sum(axis=1).tolist()
-            rule.observe(config, accepted, 64 - n)
-            asked += [n] if n else []
-            chosen.append(config)
-        return asked, read, chosen
-
-    run(100, 0.0)
-    rule.report()
-    asked, read, _ = run(4000, 0.0)
-    report = rule.report()
-    assert len(asked) == report["probes"] > 20 and max(asked) < 64
-    assert report["probe_share"] <= 0.01
-    assert read < 0.08 * 64 * 4000 and report["catch_up_share"] <= 0.04 * 0.08
-    asked, _, chosen = run(400, 0.9)
-    assert chosen[-1].num_steps >= 3 and asked[-1] == 64 and not behind.any()
-    assert rule.acceptance.rates[0] == pytest.approx(0.9, abs=0.05)
-
-
-def test_nothing_is_probed_where_even_perfect_drafts_would_lose():
-    assert set(Engine(SpecRule(CANDIDATES, H20), H20).run(3000, batch=192, length=128)) == {OFF}
-
-
-def test_depth_improves_below_a_known_depth():
-    """Acceptance at depth 2 and below appears while the rule sits at k = 1: only a probe can find it."""
-    engine = Engine(rule(), rates=(0.6, 0.0, 0.0, 0.0, 0.0))
-    engine.run(1500, 8)
-    assert engine.chosen[-1] == SpecConfig(1)
-    engine.rates = (0.6, 0.9, 0.9, 0.9, 0.9)
-    engine.run(2000, 8)
-    assert engine.chosen[-1].num_steps >= 3
-
-
-def test_an_alternating_load_does_not_thrash():
-    rates = (0.55,) * 5
-    costly = Roofline(**{**H20.to_json(), "switch_ms": 200.0})
-    for cost, most in ((H20, 2 * 60 + 2), (costly, 4)):
-        engine = Engine(rule(cost), cost, rates)
-        for _ in range(60):
-            engine.run(10, batch=4)
-            engine.run(10, batch=128)
-        assert engine.rule.report()["switches"] <= most
-
-
-def test_every_round_alternation_settles():
-    engine = Engine(rule(H20), H20, (0.55,) * 5)
-    for _ in range(400):
-        engine.run(1, batch=4)
-        engine.run(1, batch=128)
-    assert engine.rule.report()["switches"] <= 4
-
-
-def test_a_clear_gain_is_taken_within_rounds_a_small_one_later():
-    quick = Engine(rule(), rates=(0.8,) * 5)
-    quick.run(300, batch=4)
-    now = quick.run(4, batch=512, length=16)  # the load jumps where drafting costs double
-    assert now[-1] == OFF
-
-
-def test_one_odd_round_moves_nothing():
-    engine = Engine(rule(), rates=(0.8,) * 5)
-    engine.run(300, batch=4)
-    engine.rule.report()
-    engine.run(1, batch=512, length=16)
-    engine.run(50, batch=4)
-    assert engine.rule.report()["switches"] == 0
-
-
-def test_decisions_depend_on_observed_rounds_only(monkeypatch):
-    def forbidden():
-        raise AssertionError("a decision reads a clock")
-
-    for name in ("time", "monotonic", "perf_counter"):
-        monkeypatch.setattr(f"time.{name}", forbidden)
-    engines = [Engine(rule()) for _ in range(2)]
-    for engine in engines:
-        engine.run(150, batch=3)
-    monkeypatch.undo()
-    assert engines[0].chosen == engines[1].chosen
-
-
-def test_late_observations_are_attributed_to_their_own_configuration():
-    p = rule()
-    pending = []
+def test_ranks_that_are_told_the_same_choose_the_same():
+    """One of them goes through JSON in the middle, as a rule does that a run sends to an engine."""
     rng = np.random.default_rng(0)
-    for _ in range(400):
-        config = p.choose(8, 8000)
-        pending.append((config, rng.binomial(1, 0.9, 8).tolist() if config.num_steps else []))
-        if len(pending) > 2:
-            p.observe(*pending.pop(0))
-    assert p.acceptance.rates[0] == pytest.approx(0.9, abs=0.05)
+    ranks = [SpecRule(CANDIDATES, table(H20, drafts=2.0)) for _ in range(3)]
+    for t in range(400):
+        batch = max(64 - t // 4, 1)
+        chosen = {rank.choose(batch, batch * 500, lambda n: 0) for rank in ranks}
+        assert len(chosen) == 1, t
+        config = chosen.pop()
+        accepted = rng.integers(0, config.num_steps + 1, batch).tolist() if config.num_steps else []
+        ms = float(rng.lognormal(3, 0.1))
+        for rank in ranks:
+            rank.observe(config, accepted)
+            rank.timed(config, batch, batch * 500, ms, 0.0)
+        if t == 200:
+            ranks = [renewed(rank) for rank in ranks[:2]]
 
 
-def test_a_schedule_pins_every_decision_until_a_cost_comes():
-    rates = [0.7] * 5
-    schedule = compile_schedule(H100, rates, CANDIDATES)
-    p = SpecRule(CANDIDATES, schedule=schedule)
-    for batch in (1, 30, 200):
-        assert p.choose(batch, batch * 1000) == schedule.choose(batch, batch * 1000)
-    p.observe(SpecConfig(2), [0] * 50)
-    assert p.choose(1, 1000) == schedule.choose(1, 1000)
-    assert p.report()["rounds"]
-    p.update(cost=H100)
-    assert p.schedule is None and p.choose(1, 1000) in CANDIDATES
-    p.update(schedule=SpecSchedule.fixed(SpecConfig(5)))
-    assert {p.choose(b, b * 500) for b in (1, 8, 300)} == {SpecConfig(5)}
+def renewed(rule):
+    new = SpecRule.from_json(json.loads(json.dumps(rule.to_json())))
+    new.inherit(rule)
+    return new
 
 
-def test_json_carries_settings_and_learned_state(tmp_path):
-    provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
-    table = roofline_table(H100, CANDIDATES, (1, 8, 64), (128, 1024), provenance)
-    p = rule(table, probe_share=0.005)
-    Engine(p, rates=(0.9, 0.2, 0.2, 0.2, 0.2)).run(300)
-    again = SpecRule.from_json(json.loads(json.dumps(p.to_json())))
-    assert again.acceptance.rates == p.acceptance.rates
-    assert again.probe_budget.share == 0.005
-    assert again.candidates == CANDIDATES
-    assert again.choose(4, 4000) == p.choose(4, 4000)
+def test_what_was_learnt_of_rounds_outlives_the_engine():
+    """A checkpoint keeps it: the new engine tries nothing to find out what is known."""
+    machine = Machine(SpecRule(CANDIDATES, table(drafts=2.0)), H100, rates=(0.8,) * 5)
+    machine.run(500, 16)
+    former = machine.rule
+    state = json.loads(json.dumps(former.to_json()))
+    resumed = SpecRule.from_json(state)
+    assert resumed.times.ms(16, 16000) == pytest.approx(former.times.ms(16, 16000))
+    assert resumed.times.errors(0) == pytest.approx(former.times.errors(0))
+    assert Machine(resumed, H100, rates=(0.8,) * 5).run(1, 16)[0] == former.candidates[former._incumbent]
+    other = SpecRule.from_json(state | {"candidates": state["candidates"][:3]})
+    assert sum(other.times.timings) == 0  # of other candidates nothing is known
 
-    table.save(tmp_path / "t.json")
-    by_path = SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], "table": str(tmp_path / "t.json"), "tp": 1})
-    assert by_path.choose(1, 500) in (OFF, SpecConfig(3))
-    pinned = SpecRule.from_json({"candidates": [[3, 1, 4]], "schedule": SpecSchedule.fixed(SpecConfig(3)).to_json()})
-    assert SpecRule.from_json(pinned.to_json()).choose(9, 900) == SpecConfig(3)
-    assert SpecRule.from_json(rule(H20).to_json()).cost == H20
+
+def test_a_push_takes_acceptance_anew_and_keeps_the_rest():
+    machine = Machine(SpecRule(CANDIDATES, SIZES), H100, rates=(0.8,) * 5)
+    machine.run(300, 16)
+    after = SpecRule(CANDIDATES, SIZES, acceptance=Acceptance(5))
+    after.inherit(machine.rule)
+    assert after.times.timings == machine.rule.times.timings and sum(after.acceptance.draws) == 0
+    other = SpecRule(CANDIDATES, H20)
+    other.inherit(machine.rule)
+    assert sum(other.times.timings) == 0  # errors of another cost
+
+
+def test_staying_off_must_repay_the_reading_of_what_the_drafter_missed():
+    def starts(catch_up_ms):
+        cost = type(table())(ORIGIN, table().rounds, catch_up_ms=catch_up_ms)
+        rule = SpecRule(CANDIDATES, cost, acceptance=known(0.0))
+        rule.choose(16, 16000, lambda n: 0)
+        rule.acceptance.predict([0.9] * 5, 2000.0)
+        for t in range(1, 2000):
+            if not rule.choose(16, 16000, lambda n, t=t: n * 500).off and rule.catch_up == 16:
+                return t
+        return 2000
+
+    assert starts(1e-3) < 30 < starts(1.0)
+
+
+def known(rate, draws=2000.0):
+    acceptance = Acceptance(5)
+    acceptance.predict([rate] * 5, draws)
+    return acceptance
+
+
+def test_a_trial_after_off_lets_few_requests_catch_up():
+    rule = SpecRule(CANDIDATES, SIZES, acceptance=known(0.0))
+    seen = []
+    for _ in range(300):
+        config = rule.choose(64, 64000, lambda n: n)
+        rule.timed(config, 64, 64000, 10.0, 0.0)
+        if not config.off:
+            seen.append(rule.catch_up)
+    assert seen and max(seen) <= 8
+    assert rule.choose(64, 64000, lambda n: n, apart=False).off or rule.catch_up == 64
+
+
+def test_a_new_rollout_does_not_go_on_with_the_drafts_of_the_last_ones_end():
+    """It can pay for the last two answers and lose on the next thirty-two, whose prompts the drafter must read."""
+    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
+    cost = Roofline.of_model(sizes | {"num_hidden_layers": 30, "vocab_size": 49152}, 8.0)
+    rule = SpecRule(CANDIDATES, cost)
+    rng = np.random.default_rng(0)
+    took = plain = 0.0
+    for number in range(12):
+        behind = np.full(32, 36)
+        for t, batch in enumerate([32, 32, 30, 24, 16, 8, *[2] * 24]):
+            behind = behind[:batch]
+            config = rule.choose(batch, batch * (37 + t), lambda n, b=behind: int(b.sum()), apart=False)
+            read = 0 if config.off else int(behind.sum())
+            behind = behind + 1 if config.off else behind * 0
+            accepted = np.cumprod(rng.random((batch, config.num_steps)) < 0.75, axis=1).sum(axis=1).tolist()
+            rule.observe(config, accepted)
+            ms, off = (float(cost.grid([c], np.array(batch), np.array(batch * (37 + t)))[0]) for c in (config, OFF))
+            rule.timed(config, batch, batch * (37 + t), ms)
+            if number > 1 and batch > 2:
+                took += (ms + read * cost.catch_up_ms) / (1 + np.mean(accepted) if accepted else 1)
+                plain += off
+    assert took <= plain / 0.98
+
+
+def test_a_batch_beyond_a_configurations_graphs_does_not_run_it():
+    rule = SpecRule(CANDIDATES, SIZES, acceptance=known(0.95))
+    rule.limit({SpecConfig(5): 4, SpecConfig(3): 8})
+    machine = Machine(rule, H100, rates=(0.95,) * 5)
+    assert SpecConfig(5) in machine.run(60, 4)
+    assert {config.num_steps for config in machine.run(60, 8)} <= {0, 1, 2, 3}
+    assert {config.num_steps for config in machine.run(60, 16)} <= {0, 1, 2}
+    later = renewed(rule)
+    assert {config.num_steps for config in Machine(later, H100, rates=(0.95,) * 5).run(60, 16)} <= {0, 1, 2}
+
+
+def test_a_forecast_that_drafting_pays_is_tried_at_once_and_only_once():
+    rule = SpecRule(CANDIDATES, H100, acceptance=known(0.0, 50), forecast=[0.9] * 3)
+    machine = Machine(rule, H100, rates=(0.0,) * 5)
+    first = machine.run(6, 4)
+    assert count(first, lambda config: not config.off) >= 3 and rule.trials.forecast is None
+    machine = Machine(SpecRule(CANDIDATES, H100, acceptance=known(0.0, 50), forecast=[0.9] * 3), H100, rates=(0.9,) * 5)
+    assert count(machine.run(100, 4), lambda config: config.num_steps > 1) > 50
+
+
+def test_a_schedule_decides_every_round():
+    rule = SpecRule(CANDIDATES, schedule=SpecSchedule((1, 8), (0,), ((SpecConfig(3),), (OFF,))))
+    assert rule.choose(4, 400) == SpecConfig(3) and rule.catch_up == 4
+    assert rule.choose(8, 800) == OFF and not rule.learns
+    assert rule.report()["rounds"] == {"off": 1, "k3": 1}
+    assert SpecRule.from_json(rule.to_json()).to_json() == rule.to_json()
+
+
+def test_the_report_adds_up():
+    machine = Machine(SpecRule(CANDIDATES, SIZES), H100, rates=(0.6,) * 5)
+    machine.run(300, 8)
+    report = machine.rule.report()
+    assert sum(report["rounds"].values()) == 300 and 0 <= report["estimated_regret"] < 0.2
+    assert 0 < report["probes"] < 100 and report["probe_share"] < 0.05
+    assert json.loads(json.dumps(report)) == report
+    assert "predicted_ms" not in machine.rule.report()
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "expected"),
     [
-        ({"table": "none.json"}, "candidates"),
-        ({"candidates": [[1, 1, 2]]}, "exactly one of"),
-        ({"candidates": [[1, 1, 2]], "colour": 1}, "unknown field 'colour'"),
-        ({"candidates": [[1, 1, 2]], "table": "none.json"}, "none.json: No such file"),
-        ({"candidates": [[1, 1, 2]], "roofline": H20.to_json(), "start": [3, 1, 4]}, "start=k3 is not among"),
-        ({"candidates": [[1, 1, 2], [1, 2, 3]], "roofline": H20.to_json()}, "mix topk"),
-        ({"candidates": [[1, 1, 2]], "roofline": H20.to_json(), "probe_share": 1}, "probe_share=1"),
-        ({"candidates": [], "roofline": H20.to_json()}, "must not be empty"),
-        ({"candidates": [[9, 1, 10]], "roofline": H20.to_json(), "acceptance": Acceptance(3).to_json()}, "drafts 9"),
+        ({"forecast": [1.5]}, "rates in"),
+        ({"colour": 1}, "unknown field 'colour'"),
+        ({"schedule": {}}, "exactly one of"),
+        ({"candidates": []}, "empty"),
+        ({"candidates": [[1, 1, 2], [2, 2, 4]]}, "mix topk"),
+        ({"acceptance": Acceptance(1).to_json()}, "holds 1 depths"),
+        ({"learnt": {"candidates": [[0, 0, 0], [1, 1, 2], [2, 1, 3], [3, 1, 4], [5, 1, 6]]}}, "without 'times'"),
     ],
 )
-def test_bad_settings_get_one_line(data, message):
-    with pytest.raises((ValueError, CostTableError), match=message):
-        SpecRule.from_json(data)
+def test_bad_data_gets_one_line(data, expected):
+    good = SpecRule(CANDIDATES, SIZES).to_json()
+    good.pop("learnt")
+    with pytest.raises(ValueError, match=expected):
+        SpecRule.from_json(good | data)
 
 
-def test_a_candidate_that_was_not_measured_is_refused():
-    provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
-    table = roofline_table(H100, CANDIDATES, (1, 8), (128, 1024), provenance)
-    with pytest.raises(CostTableError, match="holds no k7"):
-        SpecRule([OFF, SpecConfig(7)], table)
-    with pytest.raises(ValueError, match="batch=0"):
-        rule().choose(0, 0)
-
-
-def test_the_report_counts_and_starts_again():
-    engine = Engine(rule(), rates=(0.8,) * 5)
-    engine.run(100, batch=4)
-    report = engine.rule.report()
-    assert sum(report["rounds"].values()) == 100
-    assert report["predicted_ms"] == pytest.approx(engine.ms)
-    assert report["predicted_tokens"] == pytest.approx(engine.tokens, rel=0.1)
-    assert 0 <= report["estimated_regret"] < 0.05
-    assert json.dumps(report)
-    assert engine.rule.report()["rounds"] == {}
-
-
-def test_probes_start_after_the_first_interval():
-    engine = Engine(rule(), rates=(0.0,) * 5)
-    engine.run(40, 64)
-    off_since = len(engine.chosen) - engine.chosen[::-1].index(next(c for c in engine.chosen[::-1] if c != OFF))
-    assert set(engine.run(FIRST_PROBE - (40 - off_since) - 2, 64)) <= {OFF}
-
-
-def test_where_all_draft_a_probe_is_of_all_that_run(monkeypatch):
-    """Also of requests that join while it lasts."""
-    for room in ("rule", "probing"):
-        monkeypatch.setattr(f"megatron_rlspec.speculation.{room}.MARGIN", 0.2)
-    p = rule()
-    engine = Engine(p, rates=(0.6, 0.0, 0.0, 0.0, 0.0))
-    engine.run(1500, 1)
-    while engine.run(1, 1) != [SpecConfig(1)]:  # a probe goes on
-        pass
-    while engine.run(1, 1) == [SpecConfig(1)]:
-        pass
-    p.report()
-    assert engine.run(1, 6) == [SpecConfig(2)] and p.catch_up == 6
-    assert p.report()["predicted_tokens"] == pytest.approx(6 * p.acceptance.totals[2], rel=0.05)
-
-
-def test_probes_of_a_useless_drafter_become_rare_and_a_forecast_wakes_them():
-    """Over pushes, too: with a forecast that it still fails no probe is added; with one that it learnt, one at once."""
-    engine = Engine(rule(), rates=(0.0,) * 5)
-    engine.run(4000, batch=64)
-    engine.rule.report()
-    for _ in range(4):
-        after = SpecRule(CANDIDATES, H100, acceptance=engine.rule.acceptance, forecast=[0.01])
-        after.inherit(engine.rule)
-        engine.rule = after
-        engine.run(2000, batch=64)
-    few = engine.rule.report()["probes"]
-    assert few <= 1 and engine.rule.probe_budget.interval >= 4000
-    engine.rates = (0.8,) * 5
-    learnt = SpecRule(CANDIDATES, H100, acceptance=engine.rule.acceptance, forecast=[0.8] * 5)
-    learnt.inherit(engine.rule)
-    engine.rule = learnt
-    assert engine.run(1, batch=64)[0].num_steps > 0
-    assert engine.run(100, batch=64)[-1].num_steps > 0
-
-
-@pytest.mark.parametrize(("drafts", "interval"), [(0.0, FIRST_PROBE << 15), (0.3, LAST_PROBE), (0.6, FIRST_PROBE)])
-def test_the_nearer_a_probe_is_to_paying_off_the_sooner_the_next(drafts, interval):
-    """0.5 accepted drafts pay off here. A probe is judged over all its rounds, not by one lucky draft."""
-    budget = ProbeBudget(0.01)
-    for _ in range(15):
-        budget.started()
-        for accepted in (1.0, *[(16 * drafts - 1) / 15] * 15) if drafts else (0.0,) * 16:
-            budget.charge(SpecConfig(1), 1.0, 1.0, needed=1.5)
-            budget.refund(SpecConfig(1), accepted, drafting=1, others=0)
-    assert budget.interval == interval
+def test_bad_tables_and_batches_are_refused():
+    with pytest.raises(CostTableError):
+        SpecRule.from_json({"candidates": [[0, 0, 0]], "table": "nowhere.json"})
+    with pytest.raises(ValueError, match="no field 'candidates'"):
+        SpecRule.from_json({})
+    with pytest.raises(ValueError, match="at least one running request"):
+        SpecRule(CANDIDATES, SIZES).choose(0, 0)

@@ -37,7 +37,6 @@ from megatron_rlspec.rollout.start import (
 )
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
@@ -146,17 +145,17 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
     tail, spec = config.tail, config.spec
     if tail.rebalance == "off":
         return None
-    cost: CostTable | LearntCost
+    cost: CostTable | Roofline
     if config.second:
         cost = CostTable.load(Path(tail.cost_table)).of_sizes(tail.tp)
     elif spec.cost_table:
         cost = CostTable.load(Path(spec.cost_table)).of_engine(config.placement.tensor)
     else:
-        cost = LearntCost(Roofline.of_model(hf_config, draft_vocabulary=config.drafter.vocabulary))
+        cost = Roofline.of_model(hf_config, draft_vocabulary=config.drafter.vocabulary)
     modes = rebalance.WAYS[tail.rebalance]
     if config.rollout.engine == "sglang":
         modes = ("recompute",)
-    elif isinstance(cost, LearntCost) and "kv" in modes:
+    elif isinstance(cost, Roofline) and "kv" in modes:
         # No clock enters a fleet's plan, so only a table tells how long a prefill takes.
         modes = ("kv",)
     return rebalance.Rebalancer(

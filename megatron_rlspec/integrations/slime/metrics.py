@@ -165,7 +165,6 @@ def make_speculation(args: Namespace, urls: Sequence[str], options: Options) -> 
         options.cost_table,
         Roofline.of_model(config.get("text_config", config)),
         tp=args.rollout_num_gpus_per_engine,
-        scale_table=True,
     )
     if state := slime_state.read_rollouts(options.folder):
         if lost := learning.restore(state):

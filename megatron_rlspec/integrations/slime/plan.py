@@ -20,8 +20,8 @@ from megatron_rlspec.integrations.slime.flags import (
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import Verifier
 
 HOOKS = "megatron_rlspec.integrations.slime.hooks"

@@ -363,7 +363,7 @@ class EmbeddedEngine:
         accepted = [new.accepted for new, drafts in zip(committed, drafting, strict=True) if drafts]
         if isinstance(chooser, SpecRule):
             chooser.observe(config, accepted, len(rows) - len(accepted))
-            if chooser.times and len(accepted) == len(rows) and timed:
+            if chooser.learns and len(accepted) == len(rows) and timed:
                 chooser.timed(
                     config, len(rows), context, self.model.comm.mean(took, self.model.device)
                 )

@@ -127,11 +127,29 @@ _ROOFLINE: dict[str, Any] = {
 RooflineBody = create_model("RooflineBody", __base__=Strict, **_ROOFLINE)
 
 
-class LearntBody(Strict):
-    """`speculation.learnt_cost.LearntCost`: of each configuration (logarithm of ms, batch, context)."""
+class TimesBody(Strict):
+    """`speculation.round_times.RoundTimes.to_json`."""
 
-    roofline: RooflineBody  # type: ignore[valid-type]
-    cells: list[tuple[Config, list[tuple[float, float, float]]]]
+    timings: list[int]
+    comparisons: int
+    noise: float = Field(gt=0)
+    octaves: dict[str, tuple[list[float], list[list[float]]]]
+
+
+class TrialsBody(Strict):
+    """What trials of a rule may lose, and when the next one may come."""
+
+    allowance: float
+    interval: int = Field(ge=1)
+    wait: int
+
+
+class LearntBody(Strict):
+    """What a rule has learnt of its engine's rounds (`SpecRule.report`)."""
+
+    candidates: list[Config]
+    times: TimesBody
+    trials: TrialsBody
 
 
 class AcceptanceBody(Strict):
@@ -148,11 +166,8 @@ class SpecRuleBody(Strict):
     """`speculation.rule.SpecRule.from_json`; the scheduler checks what depends on the engine."""
 
     candidates: list[Config] = Field([], max_length=256)
-    start: Config | None = None
-    probe_share: Share = 0.0
     acceptance: AcceptanceBody | None = None
     forecast: list[float] | None = None
-    probing: dict[str, Any] | None = None
     # factor on log q of coupled drafts; omitted: as it is
     sharpness: float = Field(SHARPNESS[0], gt=0, le=100)
     table: Annotated[Any, AfterValidator(_path_or_object)] = ""
@@ -160,7 +175,7 @@ class SpecRuleBody(Strict):
     learnt: LearntBody | None = None
     schedule: ScheduleBody | None = None
     tp: int = Field(1, ge=1, le=4096)
-    correct: bool = False
+    learn: bool = True
     stock: bool = False
 
 

@@ -22,7 +22,6 @@ from megatron_rlspec.extensions.migration.moves import cut_off
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Held, Load, Prompt, Request, Sample, Sampling
 
@@ -191,7 +190,7 @@ def test_an_error_of_the_caller_ends_the_moves() -> None:
 def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
     """All samples have one prompt, which one engine gets. Every sample costs as much as the first."""
     engines = [Engine(name) for name in "ab"]
-    planner = Rebalancer(LearntCost(Roofline.of_layers(12, ridge_tokens=1)), [OFF], modes=["recompute"])
+    planner = Rebalancer(Roofline.of_layers(12, ridge_tokens=1), [OFF], modes=["recompute"])
     lengths = Lengths()
     balancers = []
 

@@ -12,7 +12,6 @@ from roofline_tables import roofline_table
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Search
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
-from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Held, Load, RoundStats, SpecConfig
 
@@ -309,7 +308,7 @@ def test_within_five_percent_of_the_best_assignment(seed):
 
 
 def test_observed_rounds_change_costs_and_acceptance():
-    rule = planner(cost=LearntCost(Roofline.of_layers(24)))
+    rule = planner(cost=Roofline.of_layers(24))
     stats = [RoundStats(SpecConfig(3), b, 100 * b, 10, 10 * (5 + b), (0, 0, 0, 10 * b)) for b in (1, 4, 16, 64)]
     rule.observe(stats)
     assert rule.rates[0] > 0.9

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_rlspec.speculation.acceptance import expected_tokens
-from megatron_rlspec.speculation.rule import Cost
+from megatron_rlspec.speculation.round_times import Cost
 from megatron_rlspec.types import SpecConfig
 
 BATCHES = np.array(sorted({round(2 ** (i / 2)) for i in range(21)}), float)  # 1 .. 1024

@@ -14,8 +14,7 @@ from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.pace import BATCHES, Pace, drained, terms
 from megatron_rlspec.speculation.acceptance import Acceptance, accept_length
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
-from megatron_rlspec.speculation.learnt_cost import LearntCost
-from megatron_rlspec.speculation.rule import Cost
+from megatron_rlspec.speculation.round_times import Cost
 from megatron_rlspec.types import Held, Load, Move, Request, RoundStats, SpecConfig
 
 Rule = Literal["threshold", "makespan"]
@@ -48,7 +47,7 @@ class Rebalancer:
     and the rounds that a sample misses. A prompt that the target runs already is free. Steps repeat until none pays,
     each judged by itself, so a plan that follows a plan is empty.
 
-    cost         a `Roofline`, a `LearntCost`, or a `CostTable`. Of a table of several tensor-parallel sizes, an engine
+    cost         a `Roofline`, or a `CostTable`. Of a table of several tensor-parallel sizes, an engine
                  has the rounds of its own size (`Load.tp`)
     candidates   the configurations that engines choose from
     token_bytes  of one token in the KV caches of target and drafter
@@ -111,10 +110,6 @@ class Rebalancer:
             if size is not None:
                 self._timed.add(size)
             self.cost = self.cost.calibrated(timed, size, like=set(sizes) - self._timed)
-        elif timed and isinstance(self.cost, LearntCost):
-            for s in timed:
-                self.cost.add(s.config, s.batch, s.context_tokens, s.ms / s.rounds)
-            self.cost.fit()
         self._renew()
 
     def threshold(self, loads: Sequence[Load]) -> int:
@@ -181,8 +176,7 @@ class Rebalancer:
                 most = BATCHES[-1:]
                 times: np.ndarray = tokens * self.pace_of(target).per_round(most, tokens) / most
                 return times
-        roofline = self.cost.fitted if isinstance(self.cost, LearntCost) else self.cost
-        return roofline.target_ms(tokens, tokens) * (1 + roofline.drafter)
+        return self.cost.target_ms(tokens, tokens) * (1 + self.cost.drafter)
 
     def by_way(
         self, source: Load, target: Load, ids: Sequence[str], tokens: np.ndarray

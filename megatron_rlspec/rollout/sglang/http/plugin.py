@@ -3,7 +3,8 @@
 SGLang calls `register` in its main process, whose HTTP server gets our routes (`routes.py`) however it was launched,
 and in every scheduler process. The variable holds JSON:
 `{"verifier": "position_keyed", "spec_rule": {...}}`, both optional, so `RLSPEC_SGLANG={}` asks for the defaults.
-`spec_rule` is what `SpecRule.from_json` takes, candidates optional; without it the startup configuration stays.
+`spec_rule` is what `SpecRule.from_json` takes, candidates optional; without it the rule begins with the costs that the
+model's config.json implies. It corrects them by the engine's own rounds.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from megatron_rlspec.rollout.sglang.settings import (
 )
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
-from megatron_rlspec.speculation.solver import chains
+from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
@@ -296,12 +296,12 @@ def arguments_for(
     schedule = _schedule(options.schedule)
     table = _cost_table(options, schedule, tp)
     candidates = _candidates(options, schedule)
-    if table is None:
+    if options.spec == "fixed":
         schedule = schedule or SpecSchedule.fixed(SpecConfig(options.num_steps))
     slots = _slots(options, candidates, table, schedule)
     # SGLang sizes its buffers by the startup value, so it may not be 0. It captures that step count at every batch.
     drafting = [steps for steps in candidates if steps]
-    start = min(drafting) if table is not None else options.num_steps or max(drafting)
+    start = min(drafting) if schedule is None else options.num_steps or max(drafting)
     arguments += [
         f"--speculative-algorithm={'EAGLE3' if options.draft_model else 'EAGLE'}",
         f"--speculative-num-steps={start}",
@@ -313,10 +313,12 @@ def arguments_for(
         arguments.append(f"--speculative-draft-model-path={options.draft_model}")
     if options.verifier == "rejection":
         arguments.append("--speculative-use-rejection-sampling")
-    if schedule is None:
-        rule: dict[str, Any] = {"table": str(Path(options.cost_table).resolve())}
-    else:
+    # None: the engine makes a rule of its model's config.json
+    rule: dict[str, Any] | None = None
+    if schedule is not None:
         rule = {"schedule": schedule.to_json()}
+    elif table is not None:
+        rule = {"table": str(Path(options.cost_table).resolve())}
     return (
         arguments,
         Settings(options.verifier, rule, off=0 in candidates, drafts=options.drafts),

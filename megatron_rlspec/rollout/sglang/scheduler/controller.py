@@ -46,7 +46,10 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
     def __init__(self, worker: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(worker, *args, **kwargs)  # `args`: SGLang's rule or its file, by version
         decisions.decider.start(
-            self.candidate_steps, worker.speculative_num_steps, worker.server_args.tp_size
+            self.candidate_steps,
+            worker.speculative_num_steps,
+            worker.server_args.tp_size,
+            worker.target_worker.model_config.hf_text_config.to_dict(),
         )
         self._config = SpecConfig(worker.speculative_num_steps)
         self.gap = DrafterGap(worker)

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
@@ -49,6 +50,7 @@ class Decider:
         self.candidates: list[SpecConfig] = []
         self.held = ""  # why speculation is held off; the rule below then waits
         self.rule: SpecRule | None = None
+        self._adaptive: SpecRule | None = None  # the last rule with a cost; its timings stay
         self.stock: Any = None  # SGLang's own rule, while it decides
         self._stock: Any = None  # the same, with what it has learnt
         self.sharpness = settings.sharpness  # of coupled drafts
@@ -56,10 +58,19 @@ class Decider:
         # the largest batch with captured graphs, where graphs are limited
         self._most: dict[SpecConfig, int] = {}
 
-    def start(self, candidate_steps: Sequence[int], start: int, ranks: int = 0) -> None:
-        """Set the candidates; `ranks` is the tensor-parallel size.
+    def start(
+        self,
+        candidate_steps: Sequence[int],
+        start: int,
+        ranks: int = 0,
+        model: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Set the candidates and the first rule: that of the settings, else one made of the model's config.json.
 
         Step 0 stands for two: the drafter reads along and drafts nothing, or it is off.
+
+        start  step count of the launch; a fixed schedule of it without a `model`
+        ranks  tensor-parallel size
         """
         self.ranks = ranks
         self._can_hold = 0 in candidate_steps
@@ -67,6 +78,8 @@ class Decider:
         self.candidates = [OFF] * (0 in steps) + [SpecConfig(n) for n in steps]
         if self._settings:
             self.replace(self._settings)
+        elif model is not None:
+            self.replace({"roofline": Roofline.of_model(model).to_json()})
         else:
             self.rule = SpecRule(self.candidates, schedule=SpecSchedule.fixed(SpecConfig(start)))
 
@@ -100,22 +113,24 @@ class Decider:
         if data.get("stock"):
             self.stock = self._stock = self._stock or self._stock_rule()
             return
-        candidates = self.candidates
+        # `OFF` emits the same tokens as step 0 for less.
+        candidates = [c for c in self.candidates if c != SpecConfig(0)] or self.candidates
         if (table := data.get("table")) is not None:
             load = CostTable.load if isinstance(table, str) else CostTable.from_json
             costs = load(table)
             if data.get("tp") is None:
                 data["tp"] = costs.of_engine(max(self.ranks, 1)).tps[0]
-            # without a cost of step 0, `OFF` emits the same tokens for less
-            if SpecConfig(0) not in costs.configs(data["tp"]):
-                candidates = [config for config in candidates if config != SpecConfig(0)]
+        if self.ranks > 1:
+            data["learn"] = False  # clocks of several ranks differ
         offered = [[c.num_steps, c.topk, c.num_draft_tokens] for c in candidates]
         rule = SpecRule.from_json({"candidates": offered, **data})
         self._check(rule.candidates)
         if rule.schedule is not None:
             self._check_schedule(rule.schedule)
-        if self.rule is not None:
-            rule.inherit(self.rule)
+        else:
+            if self._adaptive is not None:
+                rule.inherit(self._adaptive)
+            self._adaptive = rule
         rule.limit(self._most)
         self.rule = rule
         self.stock = None
@@ -146,12 +161,9 @@ class Decider:
         return config, self.rule.catch_up
 
     def timed(self, ran: DecodeRound, batch: int, ms: float) -> None:
-        """Let a rule with a cost table learn the duration of a round, if this engine has one rank: clocks differ."""
-        rule = self.rule
-        if rule is None or self.stock or self.held or self.ranks != 1:
-            return
-        if rule.correct and ran.config in rule.candidates:
-            rule.timed(ran.config, batch, ran.context_tokens, ms, 1000 * ran.caught_up)
+        """Let the rule learn the duration of a round."""
+        if self.rule is not None and not self.stock and not self.held:
+            self.rule.timed(ran.config, batch, ran.context_tokens, ms, 1000 * ran.caught_up)
 
     def observe(self, ran: DecodeRound, accepted: Sequence[int], others: int) -> None:
         """Take what requests accepted in a round. The last arguments are those of `SpecRule.observe`."""
@@ -162,7 +174,7 @@ class Decider:
         """Decide by `schedule` until the next rule. Raises ValueError."""
         self._check_schedule(schedule)
         if self.rule is not None:
-            self.rule.update(schedule=schedule)
+            self.rule = SpecRule(self.candidates, schedule=schedule)
             self.stock = None
 
     def _stock_rule(self) -> Any:

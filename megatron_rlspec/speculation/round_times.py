@@ -1,0 +1,225 @@
+"""How long decode rounds take: a cost table or a roofline, corrected by the rounds that an engine times.
+
+A table can be of another machine, and a roofline knows the model's sizes only. So a round of configuration c takes
+
+    log ms = log cost(c, batch, context) + speed + error[c] + noise.
+
+`speed` is the same for all configurations and moves with time. `error[c]` is what the cost has wrong of one of them.
+Near each batch size (powers of two) both are estimated by recursive least squares, a Kalman filter: an estimate moves
+towards a timing by as much as it is uncertain. Only differences between errors matter to a choice. They become known
+when two configurations run within the same minutes.
+
+Nothing here reads a clock: ranks that are told the same durations have the same estimates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.types import SpecConfig
+
+Cost = CostTable | Roofline
+
+# Standard deviations of logarithms, so about shares.
+DOUBT_OF_TABLE = 0.1  # of what a measured table says of one configuration against another
+DOUBT_OF_SIZES = 0.4  # the same of a roofline
+NOISE = 0.05  # of one timing, until timings say otherwise
+DRIFT = 0.01  # of the machine's speed from one timing to the next, and
+AWAY = 0.1  # while the engine ran other batch sizes
+NEXT_OCTAVE = 0.3  # of its speed at a batch size that never ran, by what is known of the next one
+NEVER_SEEN = 3.0  # of its speed before anything was timed
+
+# Parts of the variance of `error` before anything was timed.
+ALONE = 0.15  # that each configuration has for itself; the rest grows with log(1 + steps)
+PER_OCTAVE = 0.2  # that comes back between neighbouring batch sizes
+PER_TIMING = 2e-4  # that comes back with every timing: contexts grow, and machines change
+
+SURPRISE = 3.0  # standard deviations from which on the cost was wrong by more than was thought
+MOST_VARIANCE = 0.5  # of an error
+FORGET_NOISE = 0.05  # weight of the newest pair of rounds in the estimate of noise
+
+
+class RoundTimes:
+    """Estimates the ms of a round of each candidate, with errors.
+
+    octaves      batch size as a power of two -> (mean [1 + n], covariance [1 + n, 1 + n]) of (speed, errors)
+    timings      of each candidate
+    comparisons  timings that came after one of another candidate near the same batch size
+    """
+
+    def __init__(self, cost: Cost, candidates: Sequence[SpecConfig]) -> None:
+        self.cost = cost
+        self.candidates = tuple(candidates)
+        doubt = DOUBT_OF_TABLE if isinstance(cost, CostTable) else DOUBT_OF_SIZES
+        steps = np.log1p([config.num_steps for config in candidates])
+        steps /= max(steps.max(), 1.0)
+        size = 1 + len(self.candidates)
+        self._prior = np.zeros((size, size))
+        self._prior[1:, 1:] = doubt**2 * (np.outer(steps, steps) + ALONE * np.eye(size - 1))
+        self.octaves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.noise = NOISE
+        self.timings = [0] * len(self.candidates)
+        self.comparisons = 0
+        self._octave = -1
+        self._last: SpecConfig | None = None  # configuration of the last round
+        self._first_of_pair: float | None = None
+        self._learnt_last = (-1, -1)  # octave and index of the last timing that counted
+        self._rows: dict[tuple[int, int], np.ndarray] = {}
+
+    def enter(self, batch: int) -> None:
+        """Go to this batch size, before its estimates are read. The state of the nearest known one is the first."""
+        octave = octave_of(batch)
+        if octave == self._octave:
+            return
+        self._octave = octave
+        if octave in self.octaves:
+            mean, covariance = self.octaves[octave]
+            covariance[0, 0] += AWAY**2
+            return
+        mean = np.zeros(len(self._prior))
+        covariance = self._prior * (1 + self._beyond(octave)) ** 2
+        covariance[0, 0] = NEVER_SEEN**2
+        if self.octaves:
+            nearest = min(self.octaves, key=lambda known: (abs(known - octave), known))
+            mean, covariance = (part.copy() for part in self.octaves[nearest])
+            far = abs(nearest - octave) + self._beyond(octave) ** 2
+            covariance += PER_OCTAVE * far * self._prior
+            covariance[0, 0] += NEXT_OCTAVE**2 * far
+        self.octaves[octave] = mean, covariance
+
+    def ms(self, batch: int, context_tokens: int) -> list[float]:
+        """Return ms of a round of each candidate, up to a common factor. Drafts cost no less than plain decoding."""
+        self.enter(batch)
+        mean, _ = self.octaves[self._octave]
+        ms: list[float] = (self._cost_of(batch, context_tokens) * np.exp(mean[1:])).tolist()
+        for i, config in enumerate(self.candidates):
+            if config.off:
+                return [max(value, ms[i]) for value in ms]
+        return ms
+
+    def errors(self, now: int) -> list[float]:
+        """Return the standard deviation of log ms of each candidate against that of candidate `now`."""
+        _, covariance = self.octaves[self._octave]
+        errors = covariance[1:, 1:]
+        own = errors.diagonal()
+        variances = np.maximum(own + own[now] - 2 * errors[now], 0.0)
+        return [float(variance) ** 0.5 for variance in variances]
+
+    def knows(self, candidate: int) -> bool:
+        """Return whether rounds of this candidate were timed near this batch size, since the engine came to it."""
+        _, covariance = self.octaves[self._octave]
+        column = covariance[0] + covariance[1 + candidate]
+        return bool(column[0] + column[1 + candidate] < 0.25)
+
+    def timed(self, config: SpecConfig, batch: int, context_tokens: int, ms: float | None) -> None:
+        """Learn from the duration of a round; None if other work is in it.
+
+        The first round after another configuration does not count. Of two rounds in a row the shorter one counts,
+        because interruptions only lengthen a round.
+        """
+        last, self._last = self._last, config
+        if last != config or ms is None:
+            self._first_of_pair = None
+            return
+        i = self.candidates.index(config)
+        log_ms = math.log(ms / float(self._cost_of(batch, context_tokens)[i]))
+        if self._first_of_pair is None:
+            self._first_of_pair = log_ms
+            return
+        apart = abs(log_ms - self._first_of_pair)
+        log_ms = min(log_ms, self._first_of_pair)
+        self._first_of_pair = None
+        # the mean distance of two normal values is 1.13 standard deviations
+        apart = min(apart / 1.13, 4 * self.noise)
+        self.noise += FORGET_NOISE * (apart - self.noise)
+        self.noise = max(self.noise, 1e-3)
+        self._learn(octave_of(batch), 1 + i, log_ms)
+
+    def _learn(self, octave: int, i: int, log_ms: float) -> None:
+        """Move the estimates of speed and of candidate i - 1 towards a timing."""
+        if octave not in self.octaves:
+            return
+        self.timings[i - 1] += 1
+        mean, covariance = self.octaves[octave]
+        covariance += PER_TIMING * self._prior
+        covariance[0, 0] += DRIFT**2
+        noise = 0.68 * self.noise**2  # variance of the smaller one of two
+        difference = log_ms - mean[0] - mean[i]
+        column = covariance[0] + covariance[i]
+        variance = column[0] + column[i] + noise
+        if difference**2 > SURPRISE**2 * variance:
+            if (octave, i) == self._learnt_last:
+                # The same configuration ran all the time, so the machine's speed has changed.
+                covariance[0, 0] += difference**2
+            else:
+                # The cost is wrong by more than was thought, so it is trusted less for the others, too.
+                most = MOST_VARIANCE / covariance.diagonal()[1:].max()
+                covariance *= min(difference**2 / variance, most)
+                if difference > 0:
+                    # It can be an interruption: a second timing must agree.
+                    noise = (difference / SURPRISE) ** 2
+            column = covariance[0] + covariance[i]
+            variance = column[0] + column[i] + noise
+        self.comparisons += octave == self._learnt_last[0] and i != self._learnt_last[1]
+        self._learnt_last = octave, i
+        mean += column * (difference / variance)
+        covariance -= np.outer(column, column) / variance
+
+    def take_over(self, former: RoundTimes) -> None:
+        """Go on with the estimates of a former rule of the same cost and candidates."""
+        self.octaves = former.octaves
+        self.noise = former.noise
+        self.timings = former.timings
+        self.comparisons = former.comparisons
+
+    def to_json(self) -> dict[str, Any]:
+        octaves = {
+            str(octave): [mean.tolist(), covariance.tolist()]
+            for octave, (mean, covariance) in self.octaves.items()
+        }
+        counts = {"timings": self.timings, "comparisons": self.comparisons}
+        return {**counts, "noise": self.noise, "octaves": octaves}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set what `to_json` returned. Raises ValueError."""
+        size = len(self._prior)
+        octaves = {}
+        for octave, (mean, covariance) in state["octaves"].items():
+            parts = np.array(mean, float), np.array(covariance, float)
+            if parts[0].shape != (size,) or parts[1].shape != (size, size):
+                raise ValueError(
+                    f"speculation rule: times of {len(mean) - 1} candidates, expected {size - 1}"
+                )
+            octaves[int(octave)] = parts
+        self.octaves = octaves
+        self.noise = float(state["noise"])
+        self.comparisons = int(state["comparisons"])
+        self.timings = [int(count) for count in state["timings"]]
+
+    def _beyond(self, octave: int) -> int:
+        """Return by how many octaves a batch size lies outside those that a table measured."""
+        if not isinstance(self.cost, CostTable):
+            return 0
+        measured = self.cost.batches()
+        return max(octave_of(measured[0]) - octave, octave - octave_of(measured[-1]), 0)
+
+    def _cost_of(self, batch: int, context_tokens: int) -> np.ndarray:
+        """Return the cost of a round of each candidate at this batch, and at its mean context to a quarter octave."""
+        quarter = round(4 * math.log2(max(context_tokens / batch, 1.0)))
+        row = self._rows.get((batch, quarter))
+        if row is None:
+            context = batch * 2 ** (quarter / 4)
+            row = self.cost.grid(self.candidates, np.array(batch), np.array(context))
+            self._rows[batch, quarter] = row
+        return row
+
+
+def octave_of(batch: int) -> int:
+    """Return the nearest power of two, as an exponent."""
+    return round(math.log2(batch))
