@@ -85,6 +85,7 @@ class Dispatch:
         self.coming: deque[tuple[str, list[Request]]] = deque()
         # whether `finish` has failed: calls that failed return no samples, so nothing is claimed
         self.over = False
+        self.failure: BaseException | None = None  # see `fail`
         # whether a sample has ended, or an abort has come, since the last look at stealing
         self.freed = False
         # whether an engine has taken over requests; then they go where the fewest are
@@ -103,6 +104,8 @@ class Dispatch:
                     with self.changed:
                         pause = ABORT_AGAIN if self.aborted else None
                         self.changed.wait_for(self._has_work, pause)
+                    if self.failure is not None:
+                        raise self.failure
                     self._abort_again()
                     self._collect()
             except BaseException:
@@ -119,7 +122,7 @@ class Dispatch:
 
     def _has_work(self) -> bool:
         """Return whether the calling thread has something to do."""
-        if self._ended() or self.freed or self.coming:
+        if self._ended() or self.freed or self.coming or self.failure is not None:
             return True
         if any(future.done() for future in self.running):
             return True
@@ -128,6 +131,12 @@ class Dispatch:
     def wake(self, *_: object) -> None:
         """Look again for engines that have room."""
         with self.changed:
+            self.changed.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """Have `finish` raise this error. Whoever moves samples calls it when it cannot give them back."""
+        with self.changed:
+            self.failure = error
             self.changed.notify()
 
     # ---- to the engines ---------------------------------------------------------------------------------------------
@@ -172,14 +181,16 @@ class Dispatch:
 
     def _start_resumed(self, threads: ThreadPoolExecutor) -> None:
         while self.coming:
-            engine, requests = self.coming.popleft()
-            aborted = any(request.id in self.aborted for request in requests)
-            if aborted or engine not in self.pool.engines:
-                self._give_back(requests)
-                continue
+            # Under one lock, so that `on_engine` always sees these requests.
             with self.changed:
-                self._count(engine, requests, 1)
-                self._start(threads, engine, requests)
+                engine, requests = self.coming.popleft()
+                aborted = any(request.id in self.aborted for request in requests)
+                starts = not aborted and engine in self.pool.engines
+                if starts:
+                    self._count(engine, requests, 1)
+                    self._start(threads, engine, requests)
+            if not starts:
+                self._give_back(requests)
 
     def _count(self, engine: str, requests: Sequence[Request], sign: int) -> None:
         self.load[engine] += sign * len(requests)

@@ -79,6 +79,13 @@ class Balancer:
         return {"moves": self.moves, "sizes": self.sizes, "decision_seconds": self.seconds}
 
     def _run(self) -> None:
+        try:
+            self._balance()
+        except BaseException as error:
+            # Samples that have left their engine would never come back, and `generate` would wait for them.
+            self._owner.fail(error)
+
+    def _balance(self) -> None:
         pause = PERIOD
         while not self._ended.wait(pause):
             began = time.perf_counter()

@@ -79,7 +79,8 @@ class SecondFleet:
         self._failed = False
         self._rounds: Rounds = []
         self._reports: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
+        # A change may find that an engine is lost, which calls `lost` in the same thread.
+        self._lock = threading.RLock()
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -126,6 +127,8 @@ class SecondFleet:
         if self._speculate is not None:
             for name, engine in engines.items():
                 self._speculate(name, engine)
+                if name not in self._pool.engines:
+                    raise EngineError(f"{name}: it was left out when it got its speculation")
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
@@ -243,19 +246,18 @@ class SecondFleet:
     def lost(self, name: str) -> None:
         """Have the first fleet go on, if this one was generating and has lost an engine. Blocks.
 
-        The samples go on from the tokens that are known. In the middle of a change the change itself fails.
+        The samples go on from the tokens that are known. A change that this loss interrupts fails by itself.
         """
-        if name not in self.engines or not self._lock.acquire(blocking=False):
+        if name not in self.engines:
             return
-        try:
+        # Another thread's change has given this engine its samples, and ends without this thread.
+        with self._lock:
             if self._generates and not self._failed:
                 self._join(self.first)
                 self._give_up(EngineError(f"{name}: it ended, so its whole fleet gives way"))
                 self._wake_first()
                 self._refresh()
                 self._pool.serve(list(self.first))
-        finally:
-            self._lock.release()
 
     def taken(self) -> tuple[Rounds, list[dict[str, Any]]]:
         """Return and forget this fleet's rounds and rule reports, of rollouts that have ended."""

@@ -123,11 +123,13 @@ def acting(act: Callable[[], None]):
         while not ended.wait(0.01):
             act()
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    yield
-    ended.set()
-    thread.join(60)
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(60)
     assert not thread.is_alive()
 
 
@@ -208,6 +210,19 @@ def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
     assert first["why"] == "12 samples on a, 0 on b" and first["how"] == "recompute"
     assert first["tokens"] > 3 * len(first["ids"]) and first["rounds"] > 0 and first["began"] >= 0
     assert lengths.remaining(0, 300) == pytest.approx(np.mean([len(text(r)) for r in asked]))
+
+
+def test_a_balancer_that_fails_ends_the_rollout() -> None:
+    """Samples that it has taken from an engine would never come back."""
+    engines = named(Engine("a"), Engine("b"))
+
+    def plan(*_: object) -> list:
+        raise ZeroDivisionError("a mistake")
+
+    pool = EnginePool(engines)
+    pool.balance = lambda owner: Balancer(owner, engines, SimpleNamespace(plan=plan), Lengths(), 300, every=4)
+    with pytest.raises(ZeroDivisionError, match="a mistake"):
+        pool.generate(requests(12), SAMPLING)
 
 
 @pytest.mark.parametrize("seconds", [1e-4, 0.1])

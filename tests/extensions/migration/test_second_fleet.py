@@ -103,16 +103,21 @@ class Run:
         self.a.tokens = 0
 
         def act() -> None:
-            while not self.a.tokens:
-                time.sleep(0.001)
-            self.records = self.second.take_over(owner, CHANGE)
-            self.then()
+            try:
+                while not self.a.tokens:
+                    time.sleep(0.001)
+                self.records = self.second.take_over(owner, CHANGE)
+                self.then()
+            except BaseException as error:
+                owner.fail(error)
 
-        thread = threading.Thread(target=act)
+        thread = threading.Thread(target=act, daemon=True)
         thread.start()
-        yield
-        thread.join()
-        self.second.end()
+        try:
+            yield
+        finally:
+            thread.join(60)
+            self.second.end()
 
     def draw(self) -> bool:
         asked = requests(SAMPLES)
