@@ -25,11 +25,12 @@ def shares(engine, data, sampling):
 
 def test_refused_drafts_are_off_after_a_few_rounds():
     config, tensors = oracle.tiny(vocab=64)
-    engine = EmbeddedEngine(
-        config, tensors.items(), dtype=torch.float32, candidates=[OFF, SpecConfig(1), SpecConfig(3)]
-    )
+    candidates = [OFF, SpecConfig(1), SpecConfig(3)]
+    options = {"dtype": torch.float32, "candidates": candidates, "drafts": "argmax"}
+    engine = EmbeddedEngine(config, tensors.items(), **options)
     hot = Sampling(temperature=50.0, max_new_tokens=60, ignore_eos=True)  # no draft of 64 words is likely
-    assert shares(engine, {"learn": False}, hot) > 0.8
+    off = shares(engine, {"learn": False}, hot)
+    assert off > 0.7
 
 
 @pytest.mark.parametrize("learn", [True, False])
