@@ -312,10 +312,10 @@ def expected_shape(name: str, config: Shared) -> dict[str, int] | None:
     head = {"head_dim": config.head_size}
     wide = _mlp_width(name, config)
     routed = getattr(config, "num_experts", None)  # Qwen3-MoE's name
-    experts = {"num_experts": routed}
+    experts: dict[str, int] = {"num_experts": routed or 0}
     if routed is None:
         experts = {"n_routed_experts": getattr(config, "n_routed_experts", None) or 0}
-    shapes = {
+    shapes: dict[str, dict[str, int]] = {
         "embed_tokens": words | hidden,
         "lm_head": words | hidden,
         "head": words | hidden,

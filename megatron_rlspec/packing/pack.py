@@ -71,8 +71,11 @@ def pack(
         samples, lengths, advantages, old_logprobs, reference_logprobs, drafter_weights
     )
     columns["policy_weight"] = _policy_weight(samples, aggregation)
-    if all(sample.seed is not None for sample in samples):
-        columns["seeds"] = [torch.full((len(s.tokens),), s.seed) for s in samples]
+    seeds = [sample.seed for sample in samples if sample.seed is not None]
+    if len(seeds) == len(samples):
+        columns["seeds"] = [
+            torch.full((length,), seed) for length, seed in zip(lengths, seeds, strict=True)
+        ]
     if version is not None:
         columns["staleness"] = [_staleness(sample, version) for sample in samples]
     counts = _counts(columns, lengths, depth, aggregation, constant_length)

@@ -262,7 +262,7 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
 
 def _transport(config: Config, layout: GpuLayout) -> Transport:
     """Make the weight transport of all engines."""
-    way = config.push.transport
+    way: str = config.push.transport
     if way == "auto":
         way = _best_transport(config, layout)
     if way == "http":
