@@ -283,14 +283,14 @@ def test_each_model_takes_its_own_part_of_a_push(served, engine):
 
 
 REFUSED = {
-    "another map": ("eagle3.d2t", OWN["d2t"].double(), "it has no tensor eagle3.d2t"),
+    "another map": ("eagle3.d2t", OWN["d2t"].double(), "the engine has no tensor eagle3.d2t"),
     "other words": (
         "eagle3.lm_head.weight",
         torch.zeros(100, 64),
         r"eagle3.lm_head.weight is \[100, 64\], but .* \[120,",
     ),
-    "a tensor of no model": ("eagle3.midlayer.self_attn.q_norm.weight", torch.zeros(16), "it has no tensor"),
-    "the drafter's name alone": ("fc.weight", OWN["fc.weight"], "it has no tensor fc.weight"),
+    "a tensor of no model": ("eagle3.midlayer.self_attn.q_norm.weight", torch.zeros(16), "the engine has no tensor"),
+    "the drafter's name alone": ("fc.weight", OWN["fc.weight"], "the engine has no tensor fc.weight"),
 }
 
 

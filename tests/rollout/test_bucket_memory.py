@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rlspec.push import push
 from megatron_rlspec.push.bucket import Bucket, Memory
 from megatron_rlspec.push.fingerprint import of_parts
-from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors, laid_out
-from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors, check_described
 from megatron_rlspec.rollout.sglang.scheduler import bucket_memory
 from megatron_rlspec.rollout.sglang.schemas import ReceiveBody, parse
 
@@ -101,11 +100,9 @@ def prepare(tensors, memory):
     """Do the trainer's part of a push, in four buckets. Returns what is expected, the requests, and the buckets."""
     feed = push.Feed(1 << 40, memory)
     memory._left = 4
-    client = SGLangEngine("http://none")
     marks, _, _ = push._stream(tensors, [feed], total_of(tensors) // 4, {})
     requests, buckets = [], list(feed._queue)
     for bucket in buckets:
-        client._check(bucket, SHAPES)
         requests.append((json.dumps({"group": "rlspec-1", **bucket.described}).encode(), bucket.data()))
     return marks, requests, buckets
 
@@ -115,7 +112,7 @@ def load(requests, held):
     served = ServedTensors(SHAPES, frozenset(NAMES[1::2]))
     for body, data in requests:
         asked = parse(ReceiveBody, body)
-        laid_out(asked, served, "all")
+        check_described(asked, served, "all")
         sizes = bucket_memory.sizes_of(asked.dtypes, asked.shapes)
         tensors = bucket_memory.tensors_of(data, sizes, asked.names, asked.dtypes, asked.shapes)
         for drafter in (False, True):

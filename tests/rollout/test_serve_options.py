@@ -18,28 +18,11 @@ from megatron_rlspec.rollout.sglang.http import serve
 from megatron_rlspec.rollout.start import engine_arguments
 from megatron_rlspec.run import loading
 from megatron_rlspec.speculation.cost_table import Provenance
-from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 
 CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
-OTHERS = {
-    "host": "localhost",
-    "port": "32105",
-    "dtype": "float32",
-    "spec": "fixed",
-    "num_steps": "4",
-    "candidate_steps": "0,3",
-    "verifier": "target_only",
-    "drafts": "argmax",
-    "max_running_requests": "8",
-    "draft_vocabulary": "16",
-    "max_total_tokens": "2048",
-    "extensions": "migration",
-}
-# Refused here: `rejection` and `cuda` need a GPU. What a key and the end of a parent do is shown with a real engine.
-ELSEWHERE = {"model", "draft_model", "device", "api_key", "stop_with_parent"}
-WITHOUT_DRAFTS = ["num_steps", "candidate_steps", "cost_table", "schedule", "drafts", "draft_vocabulary", "draft_model"]
 
 
 @pytest.fixture(scope="module")
@@ -64,37 +47,28 @@ def started(folder: Path, *more: str) -> tuple[list[str], str]:
         return [*arguments, *slots], os.environ["RLSPEC_SGLANG"]
 
 
-def another(folder: Path, name: str) -> str:
-    if name == "schedule":
-        return str(SpecSchedule.fixed(SpecConfig(5)).to_json()).replace("'", '"')
-    return str(folder / "costs.json") if name == "cost_table" else OTHERS.get(name, "8")
-
-
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-@pytest.mark.parametrize("name", [action.dest for action in serve.parser()._actions if "help" not in action.dest])
-def test_an_option_changes_what_is_started(name: str, folder: Path) -> None:
-    if name not in ELSEWHERE:
-        assert started(folder, flag(name), another(folder, name)) != started(folder)
+def test_options_change_what_is_started(folder: Path) -> None:
+    arguments, settings = started(folder, "--num-steps", "2", "--candidate-steps", "0,2", "--verifier", "target_only")
+    assert "--speculative-num-steps=2" in arguments and '"verifier": "target_only"' in settings
+    arguments, _ = started(folder, "--spec", "off", "--max-total-tokens", "2048")
+    assert "--max-total-tokens=2048" in arguments and not any("speculative" in text for text in arguments)
 
 
 @pytest.mark.parametrize(
     ("given", "useless"),
     [
-        *((["--spec", "off"], name) for name in WITHOUT_DRAFTS),
-        (["--spec", "fixed"], "candidate_steps"),
-        (["--verifier", "target_only"], "drafts"),
+        (["--spec", "off"], ["--num-steps", "2"]),
+        (["--spec", "fixed"], ["--candidate-steps", "0,3"]),
+        (["--verifier", "target_only"], ["--drafts", "argmax"]),
     ],
 )
-def test_an_option_without_effect_is_refused(given: list[str], useless: str, folder: Path) -> None:
-    with pytest.raises(serve.ServeError, match=f"{flag(useless)} has no effect with {' '.join(given)}"):
-        started(folder, *given, flag(useless), another(folder, useless))
+def test_an_option_without_effect_is_refused(given: list[str], useless: list[str], folder: Path) -> None:
+    with pytest.raises(serve.ServeError, match=f"{useless[0]} has no effect with {' '.join(given)}"):
+        started(folder, *given, *useless)
 
 
 def test_a_cost_table_of_other_configurations_is_refused(folder: Path) -> None:
-    table = another(folder, "cost_table")
+    table = str(folder / "costs.json")
     with pytest.raises(serve.ServeError, match=f"{table}: cost table holds none of k4; it holds off, k1, k2, k3, k5"):
         started(folder, "--cost-table", table, "--candidate-steps", "4", "--num-steps", "4")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from megatron_rlspec.types import Scope
 
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-WIDEST = 8  # bytes of one number
 
 
 @dataclass(frozen=True)
@@ -30,22 +29,14 @@ class ServedTensors:
 
     shapes    by the checkpoint's names
     drafter   names of the drafter's tensors
-    elements  lower bound of the number of elements of all tensors
-    apart     why shared memory does not reach every rank; "" if they do
-    unnamed   why there are no shapes; "" if there are. Without shapes only the models' loaders can refuse a tensor
+    unnamed   why the engine's names are not known, so that nothing can be checked; "" if they are
+    apart     why shared memory does not reach every rank; "" if it does
     """
 
     shapes: Mapping[str, Sequence[int]]
     drafter: frozenset[str]
-    elements: int = 0
     unnamed: str = ""
     apart: str = ""
-
-    @property
-    def largest_bucket(self) -> int:
-        """Return the largest size in bytes that a bucket of all tensors can have."""
-        named = sum(math.prod(shape) for shape in self.shapes.values())
-        return LONGEST_HEADER + WIDEST * max(named, self.elements)
 
     def check(self, name: str, shape: Sequence[int], scope: Scope) -> None:
         """Raise Refusal unless the engine holds `name` of this shape and `scope` covers it."""
@@ -53,11 +44,11 @@ class ServedTensors:
             return
         expected = self.shapes.get(name)
         if expected is None and not self.unnamed:
-            near = difflib.get_close_matches(name[:200], self.shapes, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            similar = difflib.get_close_matches(name[:200], self.shapes, n=1)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
             raise Refusal(400, f"the engine has no tensor {plain(name)}{hint}")
-        if scope != "all" and (name in self.drafter) != (scope == "drafter"):
-            owner = "drafter" if name in self.drafter else "target"
+        owner = "drafter" if name in self.drafter else "target"
+        if scope not in ("all", owner):
             raise Refusal(400, f"{plain(name)} is the {owner}'s; scope is {scope}")
         if expected is not None and list(shape) != list(expected):
             raise Refusal(
@@ -75,19 +66,10 @@ class Entry(NamedTuple):
     end: int
 
 
-def laid_out(asked: TensorsBody, served: ServedTensors, scope: Scope) -> list[Entry]:
-    """Return the position of each tensor of a bucket whose bytes follow one another. Raises Refusal."""
-    counts = {len(asked.names), len(asked.dtypes), len(asked.shapes)}
-    if len(counts) > 1:
-        raise Refusal(
-            400,
-            f"names, dtypes and shapes have {len(asked.names)}, {len(asked.dtypes)} and {len(asked.shapes)} entries; "
-            "expected as many of each",
-        )
-    if len(set(asked.names)) != len(asked.names):
-        raise Refusal(400, "names holds a name twice; expected distinct names")
-    dtypes = [getattr(torch, kind) for kind in asked.dtypes]
-    return _placed(zip(asked.names, dtypes, asked.shapes, strict=True), 0, served, scope)
+def check_described(asked: TensorsBody, served: ServedTensors, scope: Scope) -> None:
+    """Raise Refusal unless the engine holds every tensor that a request describes."""
+    for name, shape in zip(asked.names, asked.shapes, strict=True):
+        served.check(name, shape, scope)
 
 
 def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[Entry]:
@@ -95,28 +77,12 @@ def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[
 
     The safetensors library checks that the tensors cover the bytes after the header, without holes and overlaps.
     """
-    named = []
+    entries = []
+    first = 8 + int.from_bytes(data[:8], "little")
     for name, kind, shape in _header(data):
         if kind not in DTYPES:
             raise Refusal(400, f"{plain(name)} is of {kind}; expected dtype {', '.join(DTYPES)}")
-        if not math.prod(shape):
-            raise Refusal(400, f"{plain(name)} is {shape}; expected at least one number")
-        named.append((name, DTYPES[kind], shape))
-    if not named:
-        raise Refusal(400, f"not a safetensors file of {len(data)} bytes: it holds no tensor")
-    return _placed(named, 8 + int.from_bytes(data[:8], "little"), served, scope)
-
-
-def _placed(
-    named: Iterable[tuple[str, torch.dtype, Sequence[int]]],
-    begin: int,
-    served: ServedTensors,
-    scope: Scope,
-) -> list[Entry]:
-    """Return the positions of tensors whose bytes follow one another from `begin` on. Raises Refusal."""
-    entries = []
-    first = begin
-    for name, dtype, shape in named:
+        dtype = DTYPES[kind]
         served.check(name, shape, scope)
         if first % dtype.itemsize:
             raise Refusal(
@@ -126,6 +92,8 @@ def _placed(
         end = first + math.prod(shape) * dtype.itemsize
         entries.append(Entry(name, dtype, tuple(shape), first, end))
         first = end
+    if not entries:
+        raise Refusal(400, f"not a safetensors file of {len(data)} bytes: it holds no tensor")
     return entries
 
 

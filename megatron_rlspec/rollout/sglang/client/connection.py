@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Generator
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +16,6 @@ from megatron_rlspec.rollout.sglang.settings import KEY
 
 MALFORMED = (400, 413)  # statuses
 _CONNECT_SECONDS = 10.0
-_BUSY_SECONDS = 60.0  # that a server may answer that it receives too much
 
 
 class RefusedError(EngineError):
@@ -55,8 +53,12 @@ class Connection:
         with self._send(path, **arguments) as answer:
             return self._object(path, answer.content)
 
-    def field(self, path: str, name: str, kind: type) -> Any:
-        answer = self.post(path)
+    def post_to_sglang(self, route: str, body: dict[str, Any]) -> None:
+        """Call one of SGLang's own routes."""
+        self._send(route, under="/", json=body).close()
+
+    def field(self, path: str, name: str, kind: type, **arguments: Any) -> Any:
+        answer = self.post(path, **arguments)
         if not isinstance(answer.get(name), kind):
             raise self.not_an_engine(path, answer)
         return answer[name]
@@ -86,72 +88,68 @@ class Connection:
             raise self.not_an_engine(path, found)
         return found
 
-    def _send(self, path: str, **arguments: Any) -> requests.Response:
+    def _send(self, path: str, under: str = "/rlspec/", **arguments: Any) -> requests.Response:
+        """Post to a route. Raises EngineError, with the server's sentence if it gave one."""
         session = requests.Session()
         session.trust_env = False
-        until = time.monotonic() + _BUSY_SECONDS
         try:
-            while True:
-                answer = session.post(
-                    f"{self.url}/rlspec/{path}",
-                    headers=self._headers,
-                    timeout=(_CONNECT_SECONDS, self._timeout),
-                    **arguments,
-                )
-                if answer.status_code != 503 or time.monotonic() > until:
-                    break
-                answer.close()
-                time.sleep(1.0)
+            answer = session.post(
+                f"{self.url}{under}{path}",
+                headers=self._headers,
+                timeout=(_CONNECT_SECONDS, self._timeout),
+                **arguments,
+            )
         except requests.RequestException as error:
             raise EngineError(f"{self.url}: {path} failed: {self._why(error)}") from None
-        if answer.status_code == 401:
-            answer.close()
-            given = (
-                "another key than the one it was given"
-                if self._headers
-                else "a key, and was given none"
-            )
-            raise EngineError(
-                f"{self.url}: it needs {given}; set {KEY} to the key it was served with"
-            )
         if answer.status_code == 200:
             return answer
         with answer:
-            try:
-                text = json.loads(answer.content)["error"]
-            except (requests.RequestException, ValueError, KeyError, TypeError, RecursionError):
-                text = None
-        if isinstance(text, str):
-            kind = MalformedError if answer.status_code in MALFORMED else RefusedError
-            raise kind(f"{self.url}: {path} refused ({answer.status_code}): {text[:500]}")
-        raise NotAnEngineError(
-            f"{self.url}: not an rlspec engine: {path} answered with status {answer.status_code}"
-        )
+            raise self._refusal(path, answer)
+
+    def _refusal(self, path: str, answer: requests.Response) -> EngineError:
+        status = answer.status_code
+        if status == 401:
+            needed = "another key than the one it was given"
+            if not self._headers:
+                needed = "a key, and was given none"
+            return EngineError(
+                f"{self.url}: it needs {needed}; set {KEY} to the key it was served with"
+            )
+        try:
+            reason = json.loads(answer.content)["error"]
+        except (requests.RequestException, ValueError, KeyError, TypeError, RecursionError):
+            reason = None
+        if not isinstance(reason, str):
+            return NotAnEngineError(
+                f"{self.url}: not an rlspec engine: {path} answered with status {status}"
+            )
+        kind = MalformedError if status in MALFORMED else RefusedError
+        return kind(f"{self.url}: {path} refused ({status}): {reason[:500]}")
 
     def _why(self, error: requests.RequestException) -> str:
         # Within a stream, requests reports a timeout as a ConnectionError around urllib3's own.
-        inner = (*error.args, None)[0]
+        inner = error.args[0] if error.args else None
         silent = isinstance(error, requests.Timeout) or isinstance(inner, ReadTimeoutError)
-        connecting = isinstance(error, requests.ConnectTimeout)
         if self._process is not None and self._process.ends_within(0 if silent else 1):
-            return f"the engine ended with code {self._process.process.returncode} (log: {self._process.log})"
-        if connecting:
-            return f"cannot connect to {urlsplit(self.url).netloc}: no answer within {_CONNECT_SECONDS:.0f} s"
+            code = self._process.process.returncode
+            return f"the engine ended with code {code} (log: {self._process.log})"
+        address = urlsplit(self.url).netloc
+        reason = getattr(inner, "reason", None)
+        if isinstance(error, requests.ConnectTimeout):
+            return f"cannot connect to {address}: no answer within {_CONNECT_SECONDS:.0f} s"
         if silent:
             return f"silent for {self._timeout:.0f} s"
-        reason = getattr(inner, "reason", None)
         if isinstance(reason, NameResolutionError):
-            return f"cannot connect to {urlsplit(self.url).netloc}: unknown host name"
+            return f"cannot connect to {address}: unknown host name"
         if isinstance(reason, NewConnectionError):
-            return f"cannot connect to {urlsplit(self.url).netloc}: nothing listens there"
+            return f"cannot connect to {address}: nothing listens there"
         if isinstance(error, requests.exceptions.SSLError):
             return "the TLS handshake failed; `rlspec serve` itself speaks http"
         if isinstance(error, requests.exceptions.ChunkedEncodingError):
             return "the answer ended early: the engine ended, or closed the connection"
         if isinstance(error, requests.ConnectionError):
             return "the engine closed the connection without an answer"
-        if isinstance(
-            error, (requests.exceptions.InvalidURL, requests.exceptions.MissingSchema, ValueError)
-        ):
+        # an address that requests cannot read
+        if isinstance(error, ValueError):
             return "not an engine's address; expected http://HOST:PORT"
         return " ".join(str(error).split())

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Self, cast
@@ -15,14 +12,13 @@ import numpy as np
 import torch
 
 from megatron_rlspec.engine import EngineDescription, EngineError
-from megatron_rlspec.push.bucket import Bucket, Memory
+from megatron_rlspec.push.bucket import Memory
 from megatron_rlspec.push.fingerprint import as_delivered
 from megatron_rlspec.push.push import in_buckets
 from megatron_rlspec.rollout.sglang.client.connection import (
     MALFORMED,
     Connection,
     MalformedError,
-    RefusedError,
 )
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
@@ -43,9 +39,6 @@ from megatron_rlspec.types import (
 )
 
 _STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
-_OTHERS_UPDATE = 150.0  # seconds; longer than a lost client can hold an update open
-# of one body; a token takes up to nine bytes, and the server's limit is 64 MiB
-_REQUESTS, _TOKENS = 4096, 4_000_000
 logger = logging.getLogger(__name__)
 
 
@@ -73,7 +66,6 @@ class SGLangEngine(Connection):
         self._broken = ""
         self._held: dict[str, Any] | None = None
         self._update = ""  # the token of the open weight update
-        self._owner: Generator[dict[str, Any], None, None] | None = None  # its answer, open as long
 
     @classmethod
     def of(
@@ -108,9 +100,6 @@ class SGLangEngine(Connection):
         by_id = {r.id: r for r in requests}
         if len(by_id) != len(requests):
             raise ValueError(f"{len(requests)} requests, but only {len(by_id)} distinct ids")
-        bodies = _parts(requests)
-        if len(bodies) > 1:
-            return self._in_parts(bodies, sampling, on_sample)
         body = {"requests": [_body(r, sampling) for r in requests], "progress": True}
         samples: dict[str, Sample] = {}
         begun: dict[str, dict[str, Any]] = {}
@@ -142,28 +131,6 @@ class SGLangEngine(Connection):
             raise
         return [samples[r.id] for r in requests]
 
-    def _in_parts(
-        self,
-        parts: Sequence[Sequence[Request]],
-        sampling: Sampling,
-        on_sample: Callable[[Sample], None] | None,
-    ) -> list[Sample]:
-        """Generate more than one body may hold, by several at once."""
-        with ThreadPoolExecutor(len(parts)) as threads:
-            calls = [threads.submit(self.generate, part, sampling, on_sample) for part in parts]
-        errors = []
-        for call in calls:
-            try:
-                call.result()
-            except EngineError as error:
-                errors.append(error)
-        if errors:
-            errors[0].begun = {
-                name: begun for error in errors for name, begun in error.begun.items()
-            }
-            raise errors[0]
-        return [sample for call in calls for sample in call.result()]
-
     def update_weights(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all"
     ) -> None:
@@ -175,17 +142,13 @@ class SGLangEngine(Connection):
             self._broken = str(error)
             raise
         self._broken = ""
-        self.post("resume")
 
     def _push(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope
     ) -> None:
         """Send an update. It begins with the first bucket, so samples go on while that is made."""
-        held = self._holds()
         try:
             for bucket in in_buckets(tensors, self._transport.memory):
-                if not held["unnamed"]:
-                    self._check(bucket, held["shapes"])
                 if not self._update:
                     self._begin(version, scope)
                 self._transport.send(self._in_update, bucket)
@@ -194,54 +157,23 @@ class SGLangEngine(Connection):
             self._in_update("weights/end")
         except BaseException:
             if self._update:
-                # if it ended, or cannot be reached, then there is nothing to give up
+                # If it ended, or cannot be reached, then there is nothing to give up.
                 with suppress(EngineError):
                     self._in_update("weights/abandon")
             raise
         finally:
             self._update = ""
-            if self._owner is not None:
-                self._owner.close()
-                self._owner = None
 
     def _begin(self, version: int, scope: Scope) -> None:
-        """Open an update. An update that a lost client left open ends by itself, which this waits for."""
-        asked = {"scope": scope, "version": str(version), "hold": "true"}
-        until = time.monotonic() + _OTHERS_UPDATE
-        while True:
-            try:
-                self._owner = self.stream("weights/begin", params=asked)
-                found = next(self._owner, {})
-                break
-            except RefusedError as error:
-                if "a weight update is open" not in str(error) or time.monotonic() > until:
-                    raise
-            time.sleep(1.0)
-        token = found.get("session")
-        if not isinstance(token, str) or not token:
-            raise self.not_an_engine("weights/begin", found)
-        self._update = token
+        """Open an update. One that another client left open ends unfinished."""
+        query = {"scope": scope, "version": str(version)}
+        self._update = self.field("weights/begin", "session", str, params=query)
 
-    def _in_update(
-        self, path: str, params: Mapping[str, str] | None = None, **arguments: Any
-    ) -> dict[str, Any]:
+    def _in_update(self, path: str, **arguments: Any) -> dict[str, Any]:
         """Post a request of the open update. Engines' bound methods of this name are equal if the engines are."""
         if path.startswith("weights/"):
-            params = {**(params or {}), "session": self._update}
-        return self.post(path, params=params, **arguments)
-
-    def _check(self, bucket: Bucket, shapes: Mapping[str, list[int]]) -> None:
-        """Check names and shapes before a byte is sent; the server checks them again."""
-        for name, shape in zip(bucket.names, bucket.shapes, strict=True):
-            expected = shapes.get(name)
-            if expected is None:
-                near = difflib.get_close_matches(name, shapes, n=1)
-                raise EngineError(
-                    f"{self.url}: it has no tensor {name}"
-                    + (f"; did you mean {near[0]}?" if near else "")
-                )
-            if shape != expected:
-                raise EngineError(f"{self.url}: {name} is {shape}, but the engine's is {expected}")
+            arguments["params"] = {"session": self._update}
+        return self.post(path, **arguments)
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self.post("control/set_schedule", json={"schedule": schedule.to_json()})
@@ -268,10 +200,12 @@ class SGLangEngine(Connection):
     def sleep(self) -> None:
         """Pause, and have SGLang release weights and KV cache. On a CPU it only drops the cached prefixes."""
         self._broken = self._broken or "it slept, and no weights were pushed since"
-        self.post("sleep")
+        self.post_to_sglang("pause_generation", {"mode": "retract"})
+        self.post_to_sglang("release_memory_occupation", {})
 
     def wake(self) -> None:
-        self.post("wake")
+        """Take the memory back. The engine stays paused until an update of all weights."""
+        self.post_to_sglang("resume_memory_occupation", {})
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self.post("abort", json={} if request_ids is None else {"ids": list(request_ids)})
@@ -357,22 +291,6 @@ class SGLangEngine(Connection):
     def close(self) -> None:
         if self._process is not None:
             self._process.close()
-
-
-def _parts(requests: Sequence[Request]) -> list[list[Request]]:
-    """Split requests into parts that one body may hold."""
-    parts: list[list[Request]] = [[]]
-    tokens = 0
-    for request in requests:
-        own = len(request.prompt.tokens) + (
-            0 if request.partial is None else len(request.partial.response)
-        )
-        if parts[-1] and (tokens + own > _TOKENS or len(parts[-1]) == _REQUESTS):
-            parts.append([])
-            tokens = 0
-        tokens += own
-        parts[-1].append(request)
-    return parts
 
 
 def _body(request: Request, sampling: Sampling) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Guard every route, SGLang's included: require the API key, refuse pages of other sites, keep updates apart."""
+"""Guard every route, SGLang's included: require the API key, and refuse pages of other sites."""
 
 from __future__ import annotations
 
@@ -10,24 +10,10 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 
-from megatron_rlspec.rollout.sglang.schemas import Refusal
-
 App = Callable[
     [MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]],
     Awaitable[None],
 ]
-_WEIGHTS = {
-    "/begin_weight_update",
-    "/continue_generation",
-    "/end_weight_update",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    "/update_weight_version",
-    "/update_weights_from_disk",
-    "/update_weights_from_distributed",
-    "/update_weights_from_ipc",
-    "/update_weights_from_tensor",
-}
 _OPEN = ("/health", "/ready", "/metrics")  # as SGLang has it, for probes that hold no key
 
 
@@ -36,27 +22,6 @@ def close_to_other_sites(app: FastAPI) -> None:
     app.user_middleware = [
         layer for layer in app.user_middleware if layer.cls is not CORSMiddleware
     ]
-
-
-def keep_apart(app: FastAPI, check: Callable[[], None]) -> None:
-    """Refuse SGLang's own routes that change weights, or let a paused engine go on, while `check` raises Refusal."""
-
-    class Apart:
-        def __init__(self, inner: App) -> None:
-            self._inner = inner
-
-        async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-            if scope["type"] == "http" and scope["path"].rstrip("/") in _WEIGHTS:
-                try:
-                    check()
-                except Refusal as refusal:
-                    await JSONResponse({"error": str(refusal)}, refusal.status)(
-                        scope, receive, send
-                    )
-                    return
-            await self._inner(scope, receive, send)
-
-    app.add_middleware(Apart)
 
 
 def require_key(app: FastAPI, key: str) -> Callable[[], None]:

@@ -9,18 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from sglang.srt.managers.io_struct import (
-    ContinueGenerationReqInput,
-    GenerateReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-)
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 from megatron_rlspec.rollout.sglang import ids, schemas
 from megatron_rlspec.rollout.sglang.http import guard, weight_routes
@@ -32,10 +26,8 @@ from megatron_rlspec.rollout.sglang.http.bodies import (
     manager,
     one_line,
     parsed,
-    read_nothing,
 )
 from megatron_rlspec.rollout.sglang.http.progress import Progress, logprobs
-from megatron_rlspec.rollout.sglang.http.weight_routes import weights
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.scheduler.stop_strings import BEGUN
 from megatron_rlspec.rollout.sglang.schemas import Refusal
@@ -44,8 +36,6 @@ from megatron_rlspec.texts import StopStrings
 from megatron_rlspec.types import ended
 
 PROGRESS_TOKENS = 64  # between two lines of a sample that is being generated
-# a handler, and the schema of its body or query
-Route = tuple[Callable[[Any], Awaitable[Any]], type[schemas.Strict]]
 STARTED_AT_ONCE = 64  # samples; the server answers others in between
 _sglang = versions.installed()
 logger = logging.getLogger(__name__)
@@ -61,7 +51,7 @@ async def generate(request: Request) -> StreamingResponse:
     tokenizer = manager()
     await weight_routes.may_generate()
     sizes = tokenizer.model_config.vocab_size, tokenizer.context_len, tokenizer.num_reserved_tokens
-    await asyncio.to_thread(schemas.check_batch, body, *sizes)
+    schemas.check_batch(body, *sizes)
     if tokenizer.tokenizer is None and any(asked.sampling.stop for asked in body.requests):
         raise Refusal(400, "sampling.stop needs a tokenizer, and the model's directory has none")
     finished = {asked.id: _finish(asked) for asked in body.requests if asked.begun}
@@ -225,6 +215,7 @@ async def _generated(
 
 
 async def abort(request: Request) -> JSONResponse:
+    """Abort the samples of these ids, or all. SGLang's own route would also abort ids that begin with one of them."""
     wanted = (await parsed(request, schemas.AbortBody)).ids
     tokenizer = manager()
     if wanted is None:
@@ -233,39 +224,6 @@ async def abort(request: Request) -> JSONResponse:
         named = set(wanted)
         for rid in [rid for rid in tokenizer.rid_to_state if ids.outer(rid) in named]:
             tokenizer.abort_request(rid=rid)
-    return JSONResponse({})
-
-
-async def pause(request: Request) -> JSONResponse:
-    """Take running requests off the batch and keep them; their cache is recomputed, hence may be flushed."""
-    await read_nothing(request)
-    weights.paused = True
-    await manager().pause_generation(PauseGenerationReqInput(mode="retract"))
-    return JSONResponse({})
-
-
-async def resume(request: Request) -> JSONResponse:
-    await read_nothing(request)
-    weights.check()
-    weights.paused = False
-    await manager().continue_generation(ContinueGenerationReqInput())
-    return JSONResponse({})
-
-
-async def sleep(request: Request) -> JSONResponse:
-    """Pause, and release the memory of weights, KV cache and graphs, where SGLang can (--enable-memory-saver)."""
-    await read_nothing(request)
-    async with weight_routes.between_updates(asleep=False):
-        await manager().pause_generation(PauseGenerationReqInput(mode="retract"))
-        await manager().release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
-    return JSONResponse({})
-
-
-async def wake(request: Request) -> JSONResponse:
-    """Take the memory back. The engine stays paused, and serves nothing until an update of all weights."""
-    await read_nothing(request)
-    async with weight_routes.between_updates(asleep=True):
-        await manager().resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
     return JSONResponse({})
 
 
@@ -281,60 +239,33 @@ def _unknown(routes: Collection[str]) -> Handler:
     return unknown
 
 
-ROUTES: dict[str, Route] = {
-    **{
-        f"control/{name}": (control(name, schema), schema)
-        for name, schema in schemas.COMMANDS.items()
-    },
-    "generate": (generate, schemas.GenerateBody),
-    "abort": (abort, schemas.AbortBody),
-    "pause": (pause, schemas.Nothing),
-    "resume": (resume, schemas.Nothing),
-    "sleep": (sleep, schemas.Nothing),
-    "wake": (wake, schemas.Nothing),
-    "weights/begin": (weight_routes.begin, schemas.BeginQuery),
-    "weights/bucket": (weight_routes.bucket, schemas.SessionQuery),
-    "weights/handle": (weight_routes.handle, schemas.HandleBody),
-    "weights/join": (weight_routes.join, schemas.JoinBody),
-    "weights/receive": (weight_routes.receive, schemas.ReceiveBody),
-    "weights/end": (weight_routes.end, schemas.SessionQuery),
-    "weights/abandon": (weight_routes.abandon, schemas.SessionQuery),
+def _commands() -> dict[str, Handler]:
+    return {f"control/{name}": control(name, schema) for name, schema in schemas.COMMANDS.items()}
+
+
+ROUTES: dict[str, Handler] = {
+    **_commands(),
+    "generate": generate,
+    "abort": abort,
+    "weights/begin": weight_routes.begin,
+    "weights/bucket": weight_routes.bucket,
+    "weights/handle": weight_routes.handle,
+    "weights/join": weight_routes.join,
+    "weights/receive": weight_routes.receive,
+    "weights/end": weight_routes.end,
+    "weights/abandon": weight_routes.abandon,
 }
 
 
 def add_routes(app: FastAPI) -> None:
     """Add our routes, and refuse other sites' pages, which SGLang would let in (`guard`)."""
     router = APIRouter(prefix="/rlspec")
-    for path, (handler, schema) in ROUTES.items():
-        router.add_api_route(
-            f"/{path}",
-            answering(handler),
-            methods=["POST"],
-            response_model=None,
-            openapi_extra=_described(schema),
-        )
+    for path, handler in ROUTES.items():
+        router.add_api_route(f"/{path}", answering(handler), methods=["POST"], response_model=None)
+    unknown = answering(_unknown(ROUTES))
     methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
     router.add_api_route(
-        "/{rest:path}",
-        answering(_unknown(ROUTES)),
-        methods=methods,
-        response_model=None,
-        include_in_schema=False,
+        "/{rest:path}", unknown, methods=methods, response_model=None, include_in_schema=False
     )
     app.include_router(router)
     guard.close_to_other_sites(app)
-    guard.keep_apart(app, weights.check)
-
-
-def _described(schema: type[schemas.Strict]) -> dict[str, Any]:
-    """Return the description of the request for /openapi.json."""
-    found = schema.model_json_schema()
-    if not issubclass(schema, schemas.BeginQuery | schemas.SessionQuery):
-        return {"requestBody": {"content": {"application/json": {"schema": found}}}}
-    required = found.get("required", [])
-    return {
-        "parameters": [
-            {"name": name, "in": "query", "required": name in required, "schema": value}
-            for name, value in found["properties"].items()
-        ]
-    }

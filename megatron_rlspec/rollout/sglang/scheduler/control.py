@@ -241,13 +241,10 @@ def _delivered(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    """Return shapes by name, the names of the drafter's own tensors, and how many numbers the engine holds at least.
+    """Return shapes by name, and the names of the drafter's own tensors.
 
     Where names are not known (`unnamed` says why), there are no shapes, and the drafter's names are the family's table.
     """
-    models = [model for model in models_of(scheduler) if model is not None]
-    elements = sum(parameter.numel() for model in models for parameter in model.parameters())
-    elements *= scheduler.server_args.tp_size
     unnamed = scheduler.rlspec_unnamed
     held = [] if unnamed else list(of_scheduler(scheduler))
     return {
@@ -255,7 +252,6 @@ def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "drafter": _drafter_names(scheduler)
         if unnamed
         else [part.name for part in held if part.drafter],
-        "elements": elements,
         "unnamed": unnamed,
         "apart": scheduler.rlspec_apart,
     }
