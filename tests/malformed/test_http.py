@@ -85,7 +85,7 @@ CASES = [
     (SCHEDULE, of_schedule(batch_edges=[8, 1], configs=[[[1, 1, 2]], [[1, 1, 2]]]), "strictly increasing"),
     (SCHEDULE, of_schedule(configs=[[[4, 1, 5]]]), "cannot run k4; it was launched with"),
     (SCHEDULE, {"schedule": {"batch_edges": 5}}, "set_schedule: "),
-    (RULE, {"spec_rule": {}}, "expected exactly one of table, roofline, learnt and schedule"),
+    (RULE, {"spec_rule": {}}, "expected exactly one of table, roofline, schedule"),
     (RULE, {"spec_rule": {"table": "/no/such/file.json"}}, "No such file"),
     (RULE, {"spec_rule": {"polcy": 1}}, "unknown field 'polcy'"),
     (BUCKET, b"hello, engine", "header too large"),

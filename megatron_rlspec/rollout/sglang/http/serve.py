@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rlspec import files
 from megatron_rlspec.arguments import Parser, integer, number
@@ -81,6 +81,7 @@ _REFUSED = {
     "--dp-size": ATTENTION_RANKS,
     "--data-parallel-size": ATTENTION_RANKS,
 }
+_CPU_TOKENS = 65536  # of the KV cache on a CPU, by default
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -266,6 +267,19 @@ def arguments_for(
 
     Raises ServeError for options that exclude each other. Writes nothing.
     """
+    arguments = _engine_arguments(options, device)
+    if options.spec == "off":
+        return arguments, Settings(options.verifier), {}
+    rule = _rule(options, tp)
+    arguments += _drafter_arguments(options, rule.start)
+    settings = Settings(
+        options.verifier, rule.spec_rule, off=0 in rule.candidates, drafts=options.drafts
+    )
+    return arguments, settings, rule.slots
+
+
+def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
+    """Return SGLang's command line for plain decoding."""
     arguments = [
         f"--model-path={options.model}",
         f"--host={options.host}",
@@ -276,33 +290,26 @@ def arguments_for(
         "--weight-version=0",
         "--log-level=warning",
     ]
-    total = options.max_total_tokens or (65536 if device == "cpu" else 0)
-    if total:
-        arguments.append(f"--max-total-tokens={total}")
+    total = options.max_total_tokens
     if device == "cpu":
         arguments += [*_CPU_ARGUMENTS, *installed_sglang().cpu_arguments]
+        total = total or _CPU_TOKENS
     else:  # SGLang captures up to batch 256 otherwise, 512 from four GPUs on
         arguments.append(f"--cuda-graph-max-bs-decode={options.max_running_requests}")
+    if total:
+        arguments.append(f"--max-total-tokens={total}")
     if options.verifier == "position_keyed" or device == "cpu":
         arguments.append("--sampling-backend=pytorch")
-    if not any(
-        (Path(options.model) / name).is_file()
-        for name in ("tokenizer.json", "tokenizer_config.json")
-    ):
+    folder = Path(options.model)
+    files_of_tokenizer = (folder / "tokenizer.json", folder / "tokenizer_config.json")
+    if not any(file.is_file() for file in files_of_tokenizer):
         arguments.append("--skip-tokenizer-init")
-    if options.spec == "off":
-        return arguments, Settings(options.verifier), {}
+    return arguments
 
-    schedule = _schedule(options.schedule)
-    table = _cost_table(options, schedule, tp)
-    candidates = _candidates(options, schedule)
-    if options.spec == "fixed":
-        schedule = schedule or SpecSchedule.fixed(SpecConfig(options.num_steps))
-    slots = _slots(options, candidates, table, schedule)
-    # SGLang sizes its buffers by the startup value, so it may not be 0. It captures that step count at every batch.
-    drafting = [steps for steps in candidates if steps]
-    start = min(drafting) if schedule is None else options.num_steps or max(drafting)
-    arguments += [
+
+def _drafter_arguments(options: argparse.Namespace, start: int) -> list[str]:
+    """Return what SGLang's command line needs besides to draft, `start` steps a round at first."""
+    arguments = [
         f"--speculative-algorithm={'EAGLE3' if options.draft_model else 'EAGLE'}",
         f"--speculative-num-steps={start}",
         "--speculative-eagle-topk=1",
@@ -313,17 +320,41 @@ def arguments_for(
         arguments.append(f"--speculative-draft-model-path={options.draft_model}")
     if options.verifier == "rejection":
         arguments.append("--speculative-use-rejection-sampling")
-    # None: the engine makes a rule of its model's config.json
-    rule: dict[str, Any] | None = None
+    return arguments
+
+
+class _Rule(NamedTuple):
+    """What an engine decides its drafts by.
+
+    spec_rule   `Settings.spec_rule`; None: the engine makes a rule of its model's config.json
+    candidates  step counts that it may switch between
+    start       step count that SGLang is launched with
+    slots       step counts from each batch size on, for SGLang's adaptive configuration
+    """
+
+    spec_rule: dict[str, Any] | None
+    candidates: list[int]
+    start: int
+    slots: dict[str, Any]
+
+
+def _rule(options: argparse.Namespace, tp: str) -> _Rule:
+    """Choose the rule: a schedule, a cost table, or the model's sizes. Raises ServeError."""
+    schedule = _schedule(options.schedule)
+    table = _cost_table(options, schedule, tp)
+    candidates = _candidates(options, schedule)
+    if options.spec == "fixed":
+        schedule = schedule or SpecSchedule.fixed(SpecConfig(options.num_steps))
+    slots = _slots(options, candidates, table, schedule)
+    # SGLang sizes its buffers by the startup value, so it may not be 0. It captures that step count at every batch.
+    drafting = [steps for steps in candidates if steps]
     if schedule is not None:
-        rule = {"schedule": schedule.to_json()}
-    elif table is not None:
-        rule = {"table": str(Path(options.cost_table).resolve())}
-    return (
-        arguments,
-        Settings(options.verifier, rule, off=0 in candidates, drafts=options.drafts),
-        slots,
-    )
+        start = options.num_steps or max(drafting)
+        return _Rule({"schedule": schedule.to_json()}, candidates, start, slots)
+    spec_rule = None
+    if table is not None:
+        spec_rule = {"table": str(Path(options.cost_table).resolve())}
+    return _Rule(spec_rule, candidates, min(drafting), slots)
 
 
 def _cost_table(
