@@ -14,6 +14,7 @@ later push succeeds. `contract.py` decides what follows.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -127,56 +128,58 @@ class Pusher:
         began = time.perf_counter()
         # of this push, though another thread may leave one out meanwhile
         engines = dict(self.engines)
-        names = list(engines) if only is None else list(only)
-        if scope != "all" and any(name not in self._proven for name in names):
+        if only is not None:
+            engines = {name: engines[name] for name in only}
+        if not self._proven.issuperset(engines):
             scope = "all"
-        self._proven.difference_update(names)  # until the comparison
-        memories = {name: engines[name].bucket_memory for name in names}
+        self._proven.difference_update(engines)  # until the comparison
+        memories = {name: engine.bucket_memory for name, engine in engines.items()}
         limit = min((bucket_bytes(memory) for memory in memories.values()), default=1)
         feeds = {name: Feed(2 * limit, memory) for name, memory in memories.items()}
-        with ThreadPoolExecutor(max(1, len(names))) as threads:
-            updates = {
-                n: threads.submit(_update, engines[n], version, scope, feeds[n]) for n in names
-            }
+        with ThreadPoolExecutor(max(1, len(engines))) as threads:
+            updates = {}
+            for name, engine in engines.items():
+                updates[name] = threads.submit(_update, engine, version, scope, feeds[name])
             try:
-                new, total, spent = _stream(source(scope), list(feeds.values()), limit, known or {})
+                sent, total, spent = _stream(
+                    source(scope), list(feeds.values()), limit, known or {}
+                )
             finally:
                 for feed in feeds.values():
                     # no effect on a feed that has ended
                     feed.close(PushError("the exporter stopped early"))
             errors = {name: update.result() for name, update in updates.items()}
-            for memory in {
-                id(feed.memory): feed.memory for feed in feeds.values() if feed.memory
-            }.values():
-                memory.close()
-            self.expected = new if scope == "all" else {**self.expected, **new}
+            _close_memories(memories.values())
+            self.expected = sent if scope == "all" else {**self.expected, **sent}
             verified = time.perf_counter()
-            checks = {
-                n: threads.submit(self.compare_with, engines[n]) for n in names if not errors[n]
-            }
+            checks = {}
+            for name, engine in engines.items():
+                if not errors[name]:
+                    checks[name] = threads.submit(self.compare_with, engine)
             results = {name: check.result() for name, check in checks.items()}
         ended = time.perf_counter()
         reports = {}
-        for name in names:
+        for name, feed in feeds.items():
             error, difference = results.get(name, (errors[name], Difference()))
-            feed = feeds[name]
-            reports[name] = EngineReport(feed.seconds, feed.sent_bytes, error, difference)
-            if reports[name].ok:
+            report = EngineReport(feed.seconds, feed.sent_bytes, error, difference)
+            reports[name] = report
+            if report.ok:
                 self._proven.add(name)
+        seconds = ended - began
         return PushReport(
-            version, scope, ended - began, total, len(new), spent, ended - verified, reports
+            version, scope, seconds, total, len(sent), spent, ended - verified, reports
         )
 
     def compare_with(self, engine: RolloutEngine) -> tuple[str, Difference]:
         """Return the error, or "", and the difference between what an engine was sent and what it holds."""
         try:
-            held = engine.fingerprints()
+            fingerprints = engine.fingerprints()
         except EngineError as error:
             return str(error), Difference()
-        unsent = self.frozen - self.expected.keys()
-        return "", compare(
-            self.expected, {tensor: mark for tensor, mark in held.items() if tensor not in unsent}
-        )
+        # An engine may hold frozen tensors that no push sends.
+        for name in self.frozen - self.expected.keys():
+            fingerprints.pop(name, None)
+        return "", compare(self.expected, fingerprints)
 
     def forget(self, name: str) -> None:
         """Forget what this engine holds: the next push sends it all tensors."""
@@ -344,28 +347,22 @@ def _stream(
     total = 0
     spent = 0.0
     refused = ""
-    for lot in buckets(tensors, limit):
+    for bucket in buckets(tensors, limit):
         began = time.perf_counter()
-        unknown = [(name, tensor) for name, tensor in lot if name not in known]
-        found = {name: known[name] for name, _ in lot if name in known}
-        computed = fingerprints([tensor for _, tensor in unknown])
-        finite = _finite([tensor for _, tensor in unknown])
-        for (name, _), mark, sound in zip(unknown, computed, finite, strict=True):
-            found[name] = mark
-            if not sound:
-                refused = refused or f"{name} holds NaN or infinity"
-        for name, tensor in lot:
+        found, problem = _fingerprinted(bucket, known)
+        refused = refused or problem
+        for name, tensor in bucket:
             if name in marks:
                 refused = refused or f"the exporter gave {name} twice"
             marks[name] = found[name]
             total += tensor.nbytes
         spent += time.perf_counter() - began
-        if refused:
-            for feed in feeds:
-                feed.close(PushError(refused))
-        else:
-            _distribute(lot, feeds)
-    if not marks and not refused:
+        if not refused:
+            _distribute(bucket, feeds)
+            continue
+        for feed in feeds:
+            feed.close(PushError(refused))
+    if not marks:
         refused = "the exporter gave no tensor"
     for feed in feeds:
         feed.close(PushError(refused) if refused else None)
@@ -374,14 +371,36 @@ def _stream(
     return marks, total, spent
 
 
-def _distribute(lot: Sequence[Named], feeds: Sequence[Feed]) -> None:
+def _fingerprinted(bucket: Sequence[Named], known: Mapping[str, int]) -> tuple[dict[str, int], str]:
+    """Return fingerprints by name, and which tensor may not be sent; "" if all may."""
+    marks = {name: known[name] for name, _ in bucket if name in known}
+    unknown = [(name, tensor) for name, tensor in bucket if name not in known]
+    tensors = [tensor for _, tensor in unknown]
+    problem = ""
+    for (name, _), mark, finite in zip(
+        unknown, fingerprints(tensors), _finite(tensors), strict=True
+    ):
+        marks[name] = mark
+        if not finite and not problem:
+            problem = f"{name} holds NaN or infinity"
+    return marks, problem
+
+
+def _close_memories(memories: Iterable[BucketMemory | None]) -> None:
+    """End the push in every memory, each once."""
+    distinct = {id(memory): memory for memory in memories if memory is not None}
+    for memory in distinct.values():
+        memory.close()
+
+
+def _distribute(tensors: Sequence[Named], feeds: Sequence[Feed]) -> None:
     """Make one bucket for all feeds with the same memory."""
-    alike: dict[int, list[Feed]] = {}
+    by_memory: dict[int, list[Feed]] = {}
     for feed in feeds:
         if feed.open:
-            alike.setdefault(id(feed.memory), []).append(feed)
-    for readers in alike.values():
-        bucket = Bucket(lot, len(readers))
+            by_memory.setdefault(id(feed.memory), []).append(feed)
+    for readers in by_memory.values():
+        bucket = Bucket(tensors, len(readers))
         memory = readers[0].memory
         if memory is not None:
             bucket.pack(memory, drop=True)
@@ -405,17 +424,20 @@ def _update(engine: RolloutEngine, version: int, scope: Scope, feed: Feed) -> st
 
 def _finite(tensors: Sequence[Tensor]) -> list[bool]:
     """Return for each tensor whether all of it is finite. Answers on a GPU are read together, with one wait."""
-    found = [True] * len(tensors)
-    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    finite = [True] * len(tensors)
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, tensor in enumerate(tensors):
         if tensor.is_floating_point() and tensor.numel():
-            alike.setdefault((tensor.dtype, tensor.device), []).append(i)
-    places = [i for group in alike.values() for i in group]
-    sound = [finite_of([tensors[i] for i in group]) for group in alike.values()]
-    for i, one in zip(places, torch.cat(sound).tolist() if sound else (), strict=True):
-        # A sum of finite numbers can be infinite.
-        found[i] = one or bool(torch.stack(torch.aminmax(tensors[i])).isfinite().all())
-    return found
+            groups.setdefault((tensor.dtype, tensor.device), []).append(i)
+    if not groups:
+        return finite
+    indices = list(itertools.chain.from_iterable(groups.values()))
+    answers = [finite_of([tensors[i] for i in group]) for group in groups.values()]
+    for i, answer in zip(indices, torch.cat(answers).tolist(), strict=True):
+        if not answer:
+            # A sum of finite numbers can be infinite.
+            finite[i] = bool(torch.stack(torch.aminmax(tensors[i])).isfinite().all())
+    return finite
 
 
 def finite_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -423,8 +445,8 @@ def finite_of(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].device.type != "cpu":
         return finite_sums(tensors)
     # Into the smallest and the largest number NaN propagates.
-    ranges = torch.stack([one for tensor in tensors for one in torch.aminmax(tensor)])
-    return torch.isfinite(ranges).view(-1, 2).all(-1)
+    ranges = [torch.stack(torch.aminmax(tensor)) for tensor in tensors]
+    return torch.isfinite(torch.stack(ranges)).all(-1)
 
 
 def finite_sums(tensors: Sequence[Tensor]) -> Tensor:
