@@ -52,7 +52,6 @@ class EngineDescription(TypedDict):
     sharpness         of coupled drafts (docs/losslessness.md)
     eagle3            of an EAGLE-3 drafter: `taps`, the layers of the target whose inputs it reads, and `words`, the
                       fingerprint of the tokens that it drafts from; {} or absent without one
-    extensions        of an SGLang engine: the names that `rlspec serve --extensions` was given
     held              why speculation is held off; "" if it is not
     unnamed           why pushes are checked by what the models' loaders were given, and not by what the engine holds;
                       "" if not
@@ -68,7 +67,6 @@ class EngineDescription(TypedDict):
     draft_vocabulary: int
     sharpness: float
     eagle3: NotRequired[dict[str, Any]]
-    extensions: NotRequired[list[str]]
     held: str
     unnamed: str
 

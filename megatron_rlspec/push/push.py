@@ -445,8 +445,10 @@ def finite_of(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].device.type != "cpu":
         return finite_sums(tensors)
     # Into the smallest and the largest number NaN propagates.
-    ranges = [torch.stack(torch.aminmax(tensor)) for tensor in tensors]
-    return torch.isfinite(torch.stack(ranges)).all(-1)
+    extremes: list[Tensor] = []
+    for tensor in tensors:
+        extremes += torch.aminmax(tensor)
+    return torch.isfinite(torch.stack(extremes)).view(-1, 2).all(-1)
 
 
 def finite_sums(tensors: Sequence[Tensor]) -> Tensor:
