@@ -131,18 +131,3 @@ def test_routes_methods_keys_and_other_sites(server: Server) -> None:
     assert server.process.api_key not in told
     page = requests.get(f"{url}/health", headers={"Origin": "http://other.example"}, timeout=30)
     assert not any("access-control" in name.lower() for name in page.headers)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"input_ids": [999999], "sampling_params": {"max_new_tokens": 2}},
-        {"input_ids": [11], "sampling_params": {"max_new_tokens": 2.5}},
-        {"rid": 5, "input_ids": [11]},
-    ],
-    ids=str,
-)
-def test_sglangs_own_route_does_not_end_the_engine(server: Server, body: dict) -> None:
-    answer = server.post("/generate", json=body)
-    assert 400 <= answer.status_code < 500, answer.text
-    assert server.draw() == server.text and not server.process.ended

@@ -111,6 +111,7 @@ def tripled() -> dict[str, torch.Tensor]:
 
 def test_while_an_update_is_open_nothing_is_generated(server: Server) -> None:
     before = server.text()
+    server.rounds()
     session = server.begin()
     half = dict(list(tripled().items())[::2])
     assert server.post(f"weights/bucket?session={session}", data=save(half)).json() == {}
@@ -168,7 +169,7 @@ def test_every_transport_sends_an_update_of_its_own(server: Server, way: type[Tr
 def test_a_refused_bucket_ends_the_update_before_its_tensors_are_written(server: Server) -> None:
     server.engine.update_weights(33, WEIGHTS.items())
     with pytest.raises(EngineError, match="the engine's is"):
-        server.engine.update_weights(34, [(NORM, torch.zeros(3)), *tripled().items()])
+        server.engine.update_weights(34, (tripled() | {NORM: torch.zeros(3)}).items())
     assert server.engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}
     server.engine.update_weights(35, WEIGHTS.items())
 

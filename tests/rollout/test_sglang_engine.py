@@ -404,7 +404,7 @@ def test_a_failed_update_stops_the_engine_until_one_succeeds(engines: dict[str, 
     engine = engines["unkeyed"]
     name = "model.layers.0.self_attn.o_proj.weight"
     with pytest.raises(EngineError, match=rf"{name} is \[3, 3\], but the engine's is \[64, 64\]$"):
-        engine.update_weights(1, [*WEIGHTS.items(), (name, torch.zeros(3, 3))])
+        engine.update_weights(1, (WEIGHTS | {name: torch.zeros(3, 3)}).items())
     with pytest.raises(EngineError, match=r"no tensor model.norm.weigth; did you mean model.norm.weight\?$"):
         engine.update_weights(1, [("model.norm.weigth", torch.zeros(64))])
     with pytest.raises(EngineError, match="serves nothing since a failed weight update"):
