@@ -2,12 +2,9 @@
 
 import math
 
-import numpy as np
 import pytest
 
-from megatron_rlspec.rollout.sglang.client import engine
 from megatron_rlspec.rollout.sglang.http.progress import Progress, logprobs
-from megatron_rlspec.types import Prompt, Request
 
 CHUNK = 64
 
@@ -41,9 +38,3 @@ def test_marks_that_come_late_are_counted_then():
 def test_a_logprob_that_is_no_number_is_told(value):
     with pytest.raises(ValueError, match="the weights give a log-prob of"):
         logprobs([(-1.0,), (value,)])
-
-
-def test_no_body_has_more_tokens_than_the_limit(monkeypatch):
-    monkeypatch.setattr(engine, "_TOKENS", 10)
-    asked = [Request(f"r{i}", Prompt(i, np.arange(6)), 0) for i in range(3)]
-    assert [len(part) for part in engine._parts(asked)] == [1, 1, 1]
