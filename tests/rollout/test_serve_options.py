@@ -18,8 +18,8 @@ from megatron_rlspec.rollout.sglang.http import serve
 from megatron_rlspec.rollout.start import engine_arguments
 from megatron_rlspec.run import loading
 from megatron_rlspec.speculation.cost_table import Provenance
+from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
-from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 
 CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
