@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests of the train step, parity, bit-identity and experts with other releases of megatron-core than the one in
-# .venv. The .venv needs Python 3.12. docs/compatibility.md has the results.
+# .venv. The .venv needs Python 3.12. docs/install.md has the results.
 #   PYTHON=python3.12 bash tools/setup_cpu.sh && bash tools/megatron_matrix.sh [VERSION ...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

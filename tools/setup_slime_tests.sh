@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environment of `pytest -m slime` in a folder (.slime-tests unless one is given) and prints the command that
-# runs these tests: slime and Megatron-LM at the commits that docs/slime-conformance.md names, slime's own patch of
+# runs these tests: slime and Megatron-LM at the commits that tests/integrations/README.md names, slime's own patch of
 # Megatron, a virtual environment with this package, and the SGLang that slime pins in a folder of its own.
 #   RLSPEC_SLIME, RLSPEC_SLIME_MEGATRON   repositories or checkouts to copy the commits from, in place of GitHub's
 # Finished parts are not repeated. If a run is interrupted, the next run completes the folder.

@@ -1,7 +1,7 @@
 """Real slime with and without our hooks: one step of slime's own `train_one_step` on one and two CPU ranks.
 
 Needs a slime checkout, the Megatron-LM it pins with slime's patch applied, and an interpreter with slime's packages:
-`RLSPEC_SLIME`, `RLSPEC_SLIME_MEGATRON` and, if it is not this one, `RLSPEC_SLIME_PYTHON`. docs/slime-conformance.md
+`RLSPEC_SLIME`, `RLSPEC_SLIME_MEGATRON` and, if it is not this one, `RLSPEC_SLIME_PYTHON`. tests/integrations/README.md
 says how to make them.
 """
 

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.timeout(1800),  # two to three minutes on a quiet machine
     pytest.mark.skipif(
         not (os.environ.get("RLSPEC_SLIME") and os.environ.get("RLSPEC_SLIME_MEGATRON")),
-        reason="set RLSPEC_SLIME and RLSPEC_SLIME_MEGATRON to checkouts: see docs/slime-conformance.md",
+        reason="set RLSPEC_SLIME and RLSPEC_SLIME_MEGATRON to checkouts: see tests/integrations/README.md",
     ),
 ]
 _LINE = re.compile(r" (step|rollout|eval|perf) (\d+): (\{.*\})")
