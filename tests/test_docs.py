@@ -23,7 +23,7 @@ def build(folder: Path) -> subprocess.CompletedProcess:
 @pytest.mark.timeout(900)
 def test_the_site_builds_strictly_and_loads_nothing_from_a_network(tmp_path):
     """A page with a dead link or a dead anchor, and a page that is in no menu, end the build."""
-    for name in ("docs", "tools", "examples", "patches", "requirements", "megatron_rlspec", "benchmarks"):
+    for name in ("docs", "tools", "tests", "examples", "patches", "requirements", "megatron_rlspec", "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)

@@ -39,15 +39,7 @@ They are not accepted. The most used ones:
 
 OTHER_NAMES
 
-## A reward of one's own
-
-`reward.kind = "module:function"` names a function that is found from the working directory. It is called with four
-keyword arguments and returns a finite number:
-
-    def score(*, prompt: str, response: str, label: str, metadata: dict) -> float:
-        return float(label in response)
-
-An http(s) address gets the same four as a JSON object by POST, and answers a number or `{"reward": number}`.
+A reward of your own is [a function or an address](extending.md#a-reward).
 """
 
 

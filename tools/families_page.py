@@ -15,9 +15,8 @@ PAGE = Path(__file__).parent.parent / "docs/families.md"
 HEAD = """\
 # Model families, and what was shown for each
 
-`python tools/families_page.py` writes this page from the records in `megatron_rlspec/models/families.py`.
-`tests/models/test_families_page.py` compares it with them, and the records with the cases of the tests that are named
-here. Nothing of it has run on a GPU ([what is open there](gpu.md)).
+`python tools/families_page.py` writes this page from the records in `megatron_rlspec/models/families.py`, and a test
+compares them. A "yes" is about the architecture, shown on a CPU with small models ([what ran on a GPU](gpu.md)).
 """
 DRAFTERS = """\
 The drafter: "its own" is in the family's checkpoints, and `rlspec convert --add-mtp` makes a fresh one. "MiMo's" is a
@@ -32,13 +31,14 @@ Limits of the table:
 - Rotary embeddings are plain, scaled as Llama 3.1's, or YaRN's, as Qwen2.5 and Qwen3 have it for long contexts
   (`rope_scaling` of type yarn, with `max_position_embeddings` as long as the context: neither trainer nor engine goes
   beyond it). `models/config.py` refuses what else changes a model's function.
-- DeepSeek-V3's latent attention is trained with any depth of the drafter, and compared with Transformers' layer at
-  depths 1 to 3. No engine runs it on a CPU, so no RL run with it took place here. Weights must not be quantised:
-  DeepSeek publishes FP8, Moonlight bfloat16.
-- Qwen3-Next and Qwen3.5 (text) are names and bytes. Only the projections of the delta net and of the gated attention
-  were compared with Transformers' modules. megatron-core 0.16.1 has no delta net for packed sequences.
-- `LlamaForCausalLMEagle3` is the drafter of EAGLE-3, which has a directory of its own. Its targets in SGLang are the
-  families with "yes" in the column "EAGLE-3" ([serve](serve.md#eagle-3-drafters)).
+- DeepSeek-V3's latent attention is compared with Transformers' layer at depths 1 to 3 of the drafter. No engine runs it
+  on a CPU, so no RL run with it took place. DeepSeek publishes FP8, which is refused.
+- Published directories that are refused as they are: Moonlight (no tokenizer.json, and its Python tokenizer is not
+  run), Qwen3-Coder-30B-A3B (`use_qk_norm` in config.json). Qwen3-0.6B and -1.7B, which store their tied head, are read.
+- Qwen3-Next and Qwen3.5 (text) are names and bytes; only projections were compared with Transformers' modules. The
+  published `Qwen3_5ForConditionalGeneration` is not converted. megatron-core 0.16.1 has no delta net for packed
+  sequences; 0.19.2 has one, which needs CUDA.
+- `LlamaForCausalLMEagle3` is the drafter of EAGLE-3, for targets with "yes" in that column ([drafter](drafter.md#eagle-3)).
 - Inside slime, Megatron and slime load the policy. Families are trained there that are not in the column "trained"
   ([slime](slime.md)).
 - Engines of families that are not "pushed" take pushes, too. They are checked by what their loaders were given

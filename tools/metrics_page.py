@@ -11,16 +11,12 @@ HEAD = """\
 # Metrics
 
 `metrics.jsonl` in the run directory has one JSON object a step, with these keys. TensorBoard shows the same, and
-`rlspec report` draws the ones that people look at first. `<d>` is the depth of a draft, from 1; `<config>` is a
-configuration such as `k3`, `k3t2n8` (a tree) or `off`. A key that does not apply is absent. Inside slime,
-`spec/NAME` is `rollout/spec_NAME`.
-
-Where to begin when a run goes wrong: [troubleshooting](troubleshooting.md).
-
-`python tools/metrics_page.py` writes this page from `megatron_rlspec/records/metric_names.toml`.
+`rlspec report` draws the first to look at. `<d>` is the depth of a draft, from 1; `<config>` is a configuration such as
+`k3`, `k3t2n8` (a tree) or `off`. A key that does not apply is absent. Inside slime, `spec/NAME` is `rollout/spec_NAME`.
+When a run goes wrong: [troubleshooting](troubleshooting.md). `python tools/metrics_page.py` writes this page.
 """
 SECTIONS = {
-    "rollout": "What was drawn",
+    "rollout": "Rollout",
     "policy": "The policy",
     "drift": "The policy's distance from its start",
     "drafter": "The drafter",

@@ -3,7 +3,8 @@
 # `rlspec slime` in front. The checkpoint has a drafter. Training unrolls it by three steps, as the engine does.
 # Profile first, at the batch sizes of one engine (here up to 32 requests):
 #   rlspec profile "$TABLE" --model "$MODEL" --steps 0,1,2,3,5 --batches 1,4,16,32 --lengths 512,4096
-# Turn speculation off where an engine decodes hundreds of requests at once: verification then costs more than it saves.
+# Engines stop drafting where it does not pay: hundreds of requests an engine with short contexts. With contexts of
+# thousands of tokens drafts should pay at hundreds of requests, too (an estimate).
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/mimo-7B-rl.sh"
 launch --drafter.depth 3 --drafter.lr 1e-4 --candidate-steps 0,1,2,3,5 -- \

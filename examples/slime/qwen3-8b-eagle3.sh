@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Qwen3-8B with an EAGLE-3 drafter. Besides the variables of recipe.sh set DRAFTER, a directory that all nodes see:
 #   hf download …                          a published drafter with safetensors, made for this model, or
-#   rlspec convert MODEL DRAFTER --add-eagle3   a fresh one; warm it up before RL (docs/eagle3.md)
-# Engines must be SGLang 0.5.23, so slime needs the patch of docs/slime.md. Pipeline stages are refused.
+#   rlspec convert MODEL DRAFTER --add-eagle3   a fresh one; warm it up before RL (docs/drafter.md)
+# Engines must be SGLang 0.5.23 (torch 2.14.1, CUDA 13), which slime's image has not: see docs/slime.md. It does not run
+# in that image. Pipeline stages are refused.
 # Llama-3.1-8B: the same lines with scripts/models/llama3.1-8B-Instruct.sh. Profile first:
 #   rlspec profile "$TABLE" --model "$MODEL" --draft-model "$DRAFTER" --steps 0,1,2,3 --batches 1,4,16,32 --lengths 512,4096
 # --drafter.train false in place of --drafter.lr leaves a published drafter as it is, and reports how far it has aged.

@@ -9,7 +9,7 @@
 `expect` and `observe` return metrics: `spec/...` and `predict/...`.
 
 The expected acceptance of the next rollout is the one that engines observed lately. In recorded runs nothing predicted
-it better (docs/measurements.md). The trainer's prediction counts where nothing was observed: before the first drafts,
+it better (docs/results.md). The trainer's prediction counts where nothing was observed: before the first drafts,
 and while the engines do not draft. It then makes them try the drafter again.
 """
 

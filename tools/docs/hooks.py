@@ -16,10 +16,8 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 ROOT = Path(__file__).parent.parent.parent
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")  # a relative link, without its anchor
 WORKER = (Path(__file__).parent / "worker.js").read_text()
-# Pages that a search shows first, and records that no reader searches for.
-GUIDES = "getting-started install warm-start eagle3 slime runs serve configuration metrics troubleshooting glossary"
-FIRST_FOUND = {f"{name}.md" for name in GUIDES.split()}
-NOT_FOUND = {"slime-conformance.md"}
+GUIDES = "getting-started install drafter slime runs serve configuration metrics troubleshooting glossary"
+FIRST_FOUND = {f"{name}.md" for name in GUIDES.split()}  # pages that a search shows first
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".yml": "yaml", ".patch": "diff"}
 
 
@@ -44,7 +42,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     here = page.file.src_uri
     if here in FIRST_FOUND:
         page.meta["search"] = {"boost": 3}
-    elif here in NOT_FOUND or here.startswith("source/"):
+    elif here.startswith("source/"):
         page.meta["search"] = {"exclude": True}
 
     def moved(match: re.Match[str]) -> str:
