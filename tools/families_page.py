@@ -38,7 +38,8 @@ Limits of the table:
 - Qwen3-Next and Qwen3.5 (text) are names and bytes; only projections were compared with Transformers' modules. The
   published `Qwen3_5ForConditionalGeneration` is not converted. megatron-core 0.16.1 has no delta net for packed
   sequences; 0.19.2 has one, which needs CUDA.
-- `LlamaForCausalLMEagle3` is the drafter of EAGLE-3, for targets with "yes" in that column ([drafter](drafter.md#eagle-3)).
+- `LlamaForCausalLMEagle3` is the drafter of EAGLE-3, for targets with "yes" in that column
+  ([drafter](drafter.md#eagle-3)).
 - Inside slime, Megatron and slime load the policy. Families are trained there that are not in the column "trained"
   ([slime](slime.md)).
 - Engines of families that are not "pushed" take pushes, too. They are checked by what their loaders were given
