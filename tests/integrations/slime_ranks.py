@@ -25,7 +25,7 @@ from megatron_rlspec.train import runtime
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
 OURS = ("--custom-megatron-init-path", f"{HOOKS}.init", "--custom-model-provider-path", f"{HOOKS}.model_provider")
 LAYERS = 2
-# On several stages, Megatron saves moments beside an MTP layer only if norms are multiples of 64. docs/slime-reference.md
+# Megatron saves moments of several stages beside an MTP layer only with norms of 64 (docs/slime-reference.md).
 HIDDEN = 64 if "--pipeline-model-parallel-size" in sys.argv else 32
 HEADS = 4
 GROUPS = 2
