@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gpu import serving
 from gpu.figures import GIB, Figures, free_gib
 from gpu.plan import Plan
 from megatron_rlspec.config import Config
+from megatron_rlspec.memory_estimate import RankMemory
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.start import engine_arguments
@@ -58,7 +60,9 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
 def layout_of(settings: Config, config: dict[str, Any], parameters: int, gpu: int) -> placement.GpuLayout:
     """Return the placement of an engine that has a GPU of `gpu` bytes to itself."""
     need = placement.needs(settings, config, gpu, parameters, 0, 1)
-    return placement.with_memory(placement.GpuLayout("apart", ("0",), (("0",),)), need)
+    no_trainer = RankMemory(weights=0, gradients=0, optimizer=0)
+    engine_alone = replace(need, trainer=no_trainer)
+    return placement.with_memory(placement.GpuLayout("apart", ("0",), (("0",),)), engine_alone)
 
 
 def _say_free(figures: Figures, when: str, gib: float, note: str) -> None:

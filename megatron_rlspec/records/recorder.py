@@ -74,7 +74,8 @@ class Recorder:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         # A process that was killed during a write has left these.
         for partial in self.run_dir.glob(".*.partial"):
-            partial.unlink()
+            if not partial.is_dir():  # a result's directory is replaced by the next one
+                partial.unlink()
         for name in ("metrics", "samples", "moves"):
             _keep_before(self.run_dir / f"{name}.jsonl", first_step)
         for name in ("events", "process"):

@@ -43,7 +43,7 @@ def test_the_written_schedule_is_what_an_engine_reads(table, tmp_path):
         ("--tp 8", "this engine runs tp=8"),
         ("--why 8,4", "at least one token for each request"),
         ("--json t.json", "the cost table"),
-        ("--json no/x.json", "no directory no"),
+        ("--json no/x.json", "there is no directory"),
     ],
 )
 def test_a_mistake_gets_one_line(table, capsys, monkeypatch, options, message):

@@ -77,7 +77,6 @@ SAME = [
     same.test_abort,
     same.test_round_statistics_agree_with_the_samples,
     same.test_a_later_turn_finds_no_hole_in_the_drafters_cache,
-    same.test_a_table_without_step_0_never_chooses_step_0,
     same.test_pushed_weights_are_the_served_ones,
     same.test_samples_continue_under_new_weights,
     same.test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft,

@@ -107,7 +107,6 @@ def test_layouts_learn_as_one_rank(tmp_path):
     ("change", "told"),
     [
         ({"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}, "mscale=1: expected the same as"),
-        ({"num_key_value_heads": 2}, "num_key_value_heads=2: expected num_attention_heads, 4"),
     ],
 )
 def test_what_is_not_implemented_is_refused_in_one_line(change, told):
