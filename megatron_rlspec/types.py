@@ -442,14 +442,12 @@ class Held:
     prompt   its prompt tokens
     context  its tokens so far, the prompt included
     accept   tokens that one of its verify rounds delivered, on average
-    group    the `Prompt.id`: samples of one prompt share its KV cache; -1: not known
     """
 
     id: str
     prompt: int
     context: int
     accept: float
-    group: int = -1
 
 
 @dataclass(frozen=True)
@@ -468,16 +466,3 @@ class Load:
     free_tokens: int
     version: int
     tp: int = 1
-
-
-@dataclass(frozen=True)
-class Move:
-    """A decision of `tail`: these samples leave `source` for `target`.
-
-    how  "kv": their KV cache travels; "recompute": the target prefills prompt and response
-    """
-
-    source: str
-    target: str
-    ids: tuple[str, ...]
-    how: Literal["kv", "recompute"]

@@ -141,7 +141,7 @@ def ranks_of(argv: list[str]) -> tuple[int, list[str]]:
 
 def migrates(config: Config) -> bool:
     """Return whether running samples may move, or engines change their size."""
-    return config.tail.rebalance != "off" or config.tail.tp != (1,)
+    return config.tail.rebalance or config.tail.tp != (1,)
 
 
 def extensions(config: Config) -> Extensions:

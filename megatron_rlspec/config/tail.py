@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
@@ -11,16 +11,10 @@ from megatron_rlspec.config.base import Needs, Positive, Section, Text
 
 
 class TailConfig(Section):
-    rebalance: Literal["off", "recompute", "kv", "auto"] = Field(
-        "off",
-        description="move running samples from full engines to empty ones: never, with their tokens only, which the "
-        "other engine prefills (recompute), or between embedded engines also with their KV cache (kv), or by the "
-        "cheaper way (auto)",
-    )
-    rule: Annotated[Literal["makespan", "threshold"], Needs("tail.rebalance")] = Field(
-        "makespan",
-        description="which samples move: those by which the rollout ends earlier (makespan), or by RLHFSpec's rule "
-        "(threshold)",
+    rebalance: bool = Field(
+        False,
+        description="move running samples from full engines to almost empty ones (RLHFSpec, section 6): between "
+        "embedded engines with their KV caches, between SGLang's by a prefill of prompt and response",
     )
     every: Annotated[Positive, Needs("tail.rebalance", "tail.tp", "rollout.engine=embedded")] = (
         Field(

@@ -112,26 +112,26 @@ class Conversation:
         The reply ends with the model's end-of-sequence token, one of `stop_token_ids`, the token that completes one of
         the strings `stop` or of `rollout.stop`, after `max_new_tokens`, or where nothing remains.
         """
-        most = (
-            self.remaining
-            if max_new_tokens is None
-            else min(operator.index(max_new_tokens), self.remaining)
+        most = self.remaining
+        if max_new_tokens is not None:
+            most = min(operator.index(max_new_tokens), most)
+        own_strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        sampling = replace(
+            self.sampling,
+            max_new_tokens=most,
+            stop_token_ids=tuple(operator.index(token) for token in stop_token_ids),
+            stop=self.sampling.stop + own_strings,
         )
-        stops = tuple(operator.index(token) for token in stop_token_ids)
-        strings = (*self.sampling.stop, *((stop,) if isinstance(stop, str) else stop))
         with self._alone():
             if most < 1:
                 self.finished = False
                 self._status = "truncated"
                 return ""
-            so_far = np.concatenate(
-                [np.asarray(self.prompt.tokens, np.int64), np.asarray(self._tokens, np.int64)]
-            )
+            so_far = np.array([*self.prompt.tokens, *self._tokens], np.int64)
             name = f"{self._request.id}-t{self._turns:04d}"
             turn = Request(name, replace(self._request.prompt, tokens=so_far), self._seed())
             self.since = None
-            how = replace(self.sampling, max_new_tokens=most, stop_token_ids=stops, stop=strings)
-            drawn = self._draw(turn, how)
+            drawn = self._draw(turn, sampling)
             self.since = time.monotonic()
             self._turns += 1
             self._add(drawn)
@@ -178,25 +178,27 @@ class Conversation:
         self._tokens += drawn.response.tolist()
         self._trained += [True] * len(drawn.response)
         self._logprobs += drawn.behaviour_logprobs[drawn.prompt_len :].tolist()
-        self._spans += [
-            (version, start + first, start + last) for version, first, last in drawn.policy_versions
-        ]
-        self._drafted += [(start + first, start + last) for first, last in drawn.accepted_spans]
+        for version, first, last in drawn.policy_versions:
+            self._spans.append((version, start + first, start + last))
+        for first, last in drawn.accepted_spans:
+            self._drafted.append((start + first, start + last))
         self._accepted = pooled([self._accepted, drawn.accepted]).tolist()
 
     def sample(self) -> Sample:
         """Return the sample of all turns. Tokens that the policy did not write get the version of a reply beside."""
-        changes = [
-            span for i, span in enumerate(self._spans) if i == 0 or span[0] != self._spans[i - 1][0]
-        ]
-        versions = [version for version, _, _ in changes]
-        ends = [first for _, first, _ in changes[1:]] + [len(self._tokens)]
-        starts = [0, *ends[:-1]]
+        versions: list[tuple[int, int, int]] = []
+        for version, first, _ in self._spans:
+            if not versions:
+                versions.append((version, 0, len(self._tokens)))
+            elif version != versions[-1][0]:
+                before, start, _ = versions[-1]
+                versions[-1] = (before, start, first)
+                versions.append((version, first, len(self._tokens)))
         sample = self._request.sample(
             self._status,
             self._tokens,
             self._logprobs,
-            policy_versions=tuple(zip(versions, starts, ends, strict=True)) if versions else (),
+            policy_versions=tuple(versions),
             accepted=tuple(self._accepted),
             accepted_spans=tuple(self._drafted),
         )
@@ -279,16 +281,28 @@ class Conversations:
 
     def _too_long(self) -> list[int]:
         """Return the numbers of the conversations whose function has run too long."""
-        now = time.monotonic()
-        began = [(number, conversation.since) for number, conversation in list(self._open.items())]
-        return [
-            number for number, since in began if since is not None and now - since > self._seconds
-        ]
+        limit = time.monotonic() - self._seconds
+        stuck = []
+        for index, conversation in list(self._open.items()):
+            since = conversation.since
+            if since is not None and since < limit:
+                stuck.append(index)
+        return stuck
 
     def _converse(
-        self, number: int, request: Request, sampling: Sampling, on_sample: Callable[[Sample], None]
+        self,
+        number: int,
+        request: Request,
+        sampling: Sampling,
+        on_sample: Callable[[Sample], None],
     ) -> Sample:
-        conversation = Conversation(request, sampling, self._tokenizer, self._reply, self._keyed)
+        conversation = Conversation(
+            request,
+            sampling,
+            self._tokenizer,
+            self._reply,
+            self._keyed,
+        )
         self._open[number] = conversation
         try:
             if self._failure is not None:
@@ -310,9 +324,8 @@ class Conversations:
             on_sample(sample)
         except _Ended:
             return conversation.sample()
-        except (
-            BaseException
-        ) as error:  # of `on_sample` or an engine, or what `custom.load` made of the function's own
+        except BaseException as error:
+            # of `on_sample` or an engine, or what `custom.load` made of the function's own
             self._fail(error)
             return conversation.sample()
         finally:
@@ -361,9 +374,8 @@ class Conversations:
                 except EngineError as error:
                     request = replace(request, partial=error.begun.get(request.id, request.partial))
                     with self._lock:
-                        self._engines.continued += sum(
-                            len(begun.response) for begun in error.begun.values()
-                        )
+                        for begun in error.begun.values():
+                            self._engines.continued += len(begun.response)
                         self._engines.drop(name, error)
         except EngineError as error:  # no engine is left, or none takes the request
             self._fail(error)

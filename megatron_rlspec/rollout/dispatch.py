@@ -69,7 +69,10 @@ class Dispatch:
         self.sampling = sampling
         self.on_sample = on_sample
         self.lengths = lengths
-        predicted = [lengths[r.prompt.id] for r in requests if r.prompt.id in lengths]
+        predicted = []
+        for request in requests:
+            if request.prompt.id in lengths:
+                predicted.append(lengths[request.prompt.id])
         self.mean_length = sum(predicted) / len(predicted) if predicted else 1.0
         self.waiting: deque[list[Request]] = deque()
         self._enqueue(sorted(requests, key=self._tokens_left, reverse=True))
@@ -124,8 +127,9 @@ class Dispatch:
         """Return whether the calling thread has something to do."""
         if self._ended() or self.freed or self.coming or self.failure is not None:
             return True
-        if any(future.done() for future in self.running):
-            return True
+        for future in self.running:
+            if future.done():
+                return True
         return bool(self.waiting) and self._least_loaded() is not None
 
     def wake(self, *_: object) -> None:
@@ -161,7 +165,7 @@ class Dispatch:
         if not free:
             return None
         if self.ran_dry:
-            return min(free, key=lambda name: self.load[name])
+            return min(free, key=self.load.__getitem__)
         return min(free, key=lambda name: (self.tokens[name], self.load[name]))
 
     def _distribute(self, threads: ThreadPoolExecutor) -> None:
@@ -264,16 +268,19 @@ class Dispatch:
             for request in requests:
                 if self.where.get(request.id) == (engine, request):
                     del self.where[request.id]
-                    left.append(request)
+                    begun = error.begun.get(request.id, request.partial)
+                    left.append(replace(request, partial=begun))
         self._end_claims([request.id for request in left])
-        self.pool.continued += sum(len(begun.response) for begun in error.begun.values())
-        return [replace(r, partial=error.begun.get(r.id, r.partial)) for r in left]
+        for begun in error.begun.values():
+            self.pool.continued += len(begun.response)
+        return left
 
     def _give_back(self, requests: Sequence[Request]) -> None:
         """Put requests to the head of the queue; aborted ones end."""
         with self.changed:
-            aborted = [r for r in requests if r.id in self.aborted]
-            self._enqueue([r for r in requests if r.id not in self.aborted])
+            aborted = [request for request in requests if request.id in self.aborted]
+            going_on = [request for request in requests if request.id not in self.aborted]
+            self._enqueue(going_on)
         self._end_aborted(aborted)
 
     # ---- stealing ---------------------------------------------------------------------------------------------------
@@ -314,7 +321,9 @@ class Dispatch:
 
     def abort(self, request_ids: Collection[str] | None) -> None:
         """End what waits here, and whatever comes back of these requests later. None: all of them."""
-        ids = {r.id for r in self.requests if request_ids is None or r.id in request_ids}
+        ids = {request.id for request in self.requests}
+        if request_ids is not None:
+            ids &= set(request_ids)
         ended = []
         with self.changed:
             self.aborted |= ids - self.samples.keys()
@@ -325,8 +334,9 @@ class Dispatch:
             groups = self.waiting
             self.waiting = deque()
             for group in groups:
-                ended += [r for r in group if r.id in ids]
-                left = [r for r in group if r.id not in ids]
+                left = []
+                for request in group:
+                    (ended if request.id in ids else left).append(request)
                 if left:
                     self.waiting.append(left)
         self._end_aborted(ended)
@@ -359,30 +369,34 @@ class Dispatch:
 
     def _abort_all(self) -> None:
         """Abort the requests that still run, until their calls have ended: this `generate` has failed."""
-        while True:
-            left = [call for future, call in self.running.items() if not future.done()]
-            if not left:
-                return
-            for name, requests in left:
+        left = list(self.running)
+        while left:
+            for future in left:
+                name, requests = self.running[future]
                 engine = self.pool.engines.get(name)
                 if engine is None:
                     continue
                 try:
-                    engine.abort([r.id for r in requests])
+                    engine.abort([request.id for request in requests])
                 except EngineError as error:
                     logger.warning("abort after a failure: %s", error)
-            wait(self.running, ABORT_AGAIN)  # again: some may not have reached their engine
+            # Again, because some requests may not have reached their engine.
+            wait(left, ABORT_AGAIN)
+            left = [future for future in left if not future.done()]
 
     # ---- for what moves requests between engines (`EnginePool.balance`) ---------------------------------------------
 
     def on_engine(self, engine: str) -> dict[str, Request]:
         """Return the unfinished requests of an engine, by id."""
+        unfinished: dict[str, Request] = {}
         with self.changed:
-            found = {id: request for id, (name, request) in self.where.items() if name == engine}
-            for target, requests in list(self.coming):
-                if target == engine:
-                    found |= {request.id: request for request in requests}
-            return found
+            for name, request in self.where.values():
+                if name == engine:
+                    unfinished[request.id] = request
+            for name, requests in self.coming:
+                if name == engine:
+                    unfinished |= {request.id: request for request in requests}
+        return unfinished
 
     def claim(self, engine: str, ids: Iterable[str], returned: Returned) -> list[str]:
         """Claim samples: when the engine returns one aborted, it goes to `returned` and is not finished.

@@ -50,18 +50,22 @@ class Drawing:
 
     def requests(self) -> list[Request]:
         """Return the requests whose samples have not ended."""
-        with self._lock:
-            ended = {sample.request_id for group in self.groups for sample in group.samples}
         left = []
-        for group in self.groups:
-            left += [request for request in group.requests if request.id not in ended]
+        with self._lock:
+            for group in self.groups:
+                ended = {sample.request_id for sample in group.samples}
+                left += [request for request in group.requests if request.id not in ended]
         return left
 
     @property
     def full(self) -> bool:
         """Return whether there is a batch, and every group has ended that the next step may not train on."""
-        too_old = [g for g in self.groups if not g.complete and g.oldest < self._oldest]
-        return self._ready >= self._wanted and not too_old
+        if self._ready < self._wanted:
+            return False
+        for group in self.groups:
+            if not group.complete and group.oldest < self._oldest:
+                return False
+        return True
 
     def add(self, sample: Sample) -> bool:
         """Add a sample that has ended. Returns True once: when the batch is full."""
@@ -77,36 +81,45 @@ class Drawing:
             return True
 
     def _count(self, group: OpenGroup) -> None:
-        self._ready += group.complete and self._usable(group.group())
+        if self._may_train(group):
+            self._ready += 1
+
+    def _may_train(self, group: OpenGroup) -> bool:
+        return group.complete and self._usable(group.group())
 
     def keep(self, aborted: Iterable[Sample]) -> None:
         """Keep what aborted samples have, for the next step."""
-        begun = {sample.request_id: sample for sample in aborted if len(sample.response)}
+        begun = {}
+        for sample in aborted:
+            if len(sample.response):
+                begun[sample.request_id] = Partial.of(sample)
         for group in self.groups:
             for i, request in enumerate(group.requests):
                 if request.id in begun:
-                    partial = Partial.of(begun[request.id])
-                    group.requests[i] = replace(request, partial=partial)
+                    group.requests[i] = replace(request, partial=begun[request.id])
 
     def drop_unusable(self) -> None:
         """Drop complete groups that may not be trained on."""
-        self.groups = [g for g in self.groups if not g.complete or self._usable(g.group())]
+        self.groups = [g for g in self.groups if not g.complete or self._may_train(g)]
 
     def batch(self) -> tuple[list[Group], list[OpenGroup]]:
         """Return the groups of the batch and those that go on. A group too old for the next step begins anew."""
         batch: list[Group] = []
         left: list[OpenGroup] = []
         for group in self.groups:
-            if len(batch) < self._wanted and group.complete and self._usable(group.group()):
+            if len(batch) < self._wanted and self._may_train(group):
                 batch.append(group.group())
+            elif group.oldest >= self._oldest:
+                left.append(group)
             else:
-                left.append(group if group.oldest >= self._oldest else group.anew())
+                left.append(group.anew())
         return batch, left
 
 
 def mask_continued(samples: Sequence[Sample]) -> None:
     """Leave the tokens that samples had when they were continued out of the loss."""
     for sample in samples:
+        response_mask = sample.loss_mask[sample.prompt_len :]
         for version, first, last in sample.policy_versions:
             if version < sample.policy_versions[-1][0]:
-                sample.loss_mask[sample.prompt_len + first : sample.prompt_len + last] = 0
+                response_mask[first:last] = 0

@@ -94,7 +94,7 @@ class EnginePool:
         Raises EngineError if no engine is left, and ValueError if two requests have one id.
         """
         self.check()
-        if len({r.id for r in requests}) != len(requests):
+        if len({request.id for request in requests}) != len(requests):
             raise ValueError("two requests have the same id")
         run = Dispatch(self, requests, sampling, on_sample, lengths)
         self._running.append(run)
@@ -115,13 +115,14 @@ class EnginePool:
     def fingerprints(self) -> dict[str, int]:
         """Return those of the first engine. Raises EngineError if another engine holds other weights."""
         by_engine = self.everywhere(lambda engine: engine.fingerprints())
-        one, first = next(iter(by_engine.items()))
+        first_name, first = next(iter(by_engine.items()))
         for name, other in by_engine.items():
-            every = first.keys() | other.keys()
-            different = sorted(tensor for tensor in every if first.get(tensor) != other.get(tensor))
+            # (tensor, fingerprint) pairs that one of the two engines has alone
+            different = sorted(tensor for tensor, _ in first.items() ^ other.items())
             if different:
+                number = len(set(different))
                 raise EngineError(
-                    f"{name}: {len(different)} tensors differ from {one}: {different[0]}"
+                    f"{name}: {number} tensors differ from {first_name}: {different[0]}"
                 )
         return first
 
@@ -144,9 +145,9 @@ class EnginePool:
     def take_failures(self) -> dict[str, str]:
         """Return and forget why engines failed, by name."""
         with self._dropping:
-            found = self.failures
+            failures = self.failures
             self.failures = {}
-        return found
+        return failures
 
     def check(self) -> None:
         """Raise EngineError if no engine is left."""
@@ -184,12 +185,9 @@ class EnginePool:
                 results[name] = future.result()
             except EngineError as error:
                 failed[name] = error
-        if (
-            failed
-            and not results
-            and all(isinstance(error, RequestError) for error in failed.values())
-        ):
-            raise next(iter(failed.values()))
-        for name in failed:
-            self.drop(name, failed[name])
+        refusals = [error for error in failed.values() if isinstance(error, RequestError)]
+        if refusals and len(refusals) == len(engines):
+            raise refusals[0]
+        for name, error in failed.items():
+            self.drop(name, error)
         return results

@@ -50,20 +50,21 @@ class Restarts:
 
     def back(self, block: bool) -> dict[str, RolloutEngine | EngineError]:
         """Return engines that answer by now, and errors of those that cannot be started; `block`: wait for one."""
-        found: dict[str, RolloutEngine | EngineError] = {}
+        results: dict[str, RolloutEngine | EngineError] = {}
+        answers = not block
         while self._pending:
-            if block and all(isinstance(one, EngineError) for one in found.values()):
+            if not answers:
                 wait(self._pending.values(), return_when=FIRST_COMPLETED)
             done = [name for name, future in self._pending.items() if future.done()]
             if not done:
                 break
             for name in done:
-                future = self._pending.pop(name)
-                error = future.exception()
-                if error is not None and not isinstance(error, EngineError):
-                    raise error
-                found[name] = error or future.result()
-        return found
+                try:
+                    results[name] = self._pending.pop(name).result()
+                    answers = True
+                except EngineError as error:
+                    results[name] = error
+        return results
 
     def settle(self) -> None:
         """Wait until no engine is starting any more. `back` returns what came of them."""

@@ -125,9 +125,9 @@ class ServedEngines:
         self._logs = run_dir / "logs"
         self._processes: dict[str, EngineProcess] = {}
         self._closed = False
-        self._attached: dict[str, RolloutEngine] = {
-            url: self._attach(url) for url in config.rollout.urls
-        }
+        self._attached: dict[str, RolloutEngine] = {}
+        for url in config.rollout.urls:
+            self._attached[url] = self._attach(url)
         if not config.rollout.urls:
             tensor = config.placement.tensor
             self.sizes = {f"engine-{index}": tensor for index in range(config.rollout.engines)}
@@ -142,7 +142,9 @@ class ServedEngines:
 
     def wait(self) -> Mapping[str, RolloutEngine]:
         try:
-            started = {name: self._connected(process) for name, process in self._processes.items()}
+            started = {}
+            for name, process in self._processes.items():
+                started[name] = self._connected(process)
         except BaseException:
             self.close()
             raise
@@ -178,25 +180,22 @@ class ServedEngines:
             return engine
         steps = {num_steps for num_steps, *_ in described["configs"]}
         if spec.mode == "adaptive" and not steps <= set(spec.candidate_steps):
-            wanted, chosen = (
-                ",".join(map(str, sorted(found))) for found in (spec.candidate_steps, steps)
-            )
+            wanted = ",".join(map(str, sorted(spec.candidate_steps)))
+            chosen = ",".join(map(str, sorted(steps)))
             raise ConfigError(
                 f"spec.candidate_steps={wanted}, but the engine at {url} chooses among {chosen}; expected it to be "
                 f"started with --num-steps {spec.num_steps} --candidate-steps {wanted}"
             )
-        held = described["draft_vocabulary"]
-        if self._config.drafter.vocabulary != held:
-            raise ConfigError(
-                f"drafter.vocabulary={self._config.drafter.vocabulary}, but the engine at {url} was started with "
-                f"--draft-vocabulary {held}; SGLang fixes the size when it starts"
-            )
         options = self._config.drafter
-        drafter = (
-            describe_drafter(self._config.model.path, options.path)
-            if options.kind == "eagle3"
-            else {}
-        )
+        vocabulary = described["draft_vocabulary"]
+        if options.vocabulary != vocabulary:
+            raise ConfigError(
+                f"drafter.vocabulary={options.vocabulary}, but the engine at {url} was started with "
+                f"--draft-vocabulary {vocabulary}; SGLang fixes the size when it starts"
+            )
+        drafter: dict[str, Any] = {}
+        if options.kind == "eagle3":
+            drafter = describe_drafter(self._config.model.path, options.path)
         theirs = described.get("eagle3", {})
         if drafter != theirs:
             raise ConfigError(
@@ -247,7 +246,7 @@ def shown_drafter(drafter: Mapping[str, Any]) -> str:
 def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
     """Return the learning of speculation that a run begins with. Raises CostTableError."""
     spec = config.spec
-    found = Learning(
+    learning_of_run = Learning(
         spec.candidate_steps,
         spec.cost_table,
         Roofline.of_model(hf_config, draft_vocabulary=config.drafter.vocabulary),
@@ -256,8 +255,9 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
         adaptive=spec.mode == "adaptive",
     )
     if config.drafter.train and spec.drafts == "coupled" and spec.verifier == "position_keyed":
-        found.sharpness = sharpness_of(hf_config)  # until the trainer predicts another one
-    return found
+        # until the trainer predicts another one
+        learning_of_run.sharpness = sharpness_of(hf_config)
+    return learning_of_run
 
 
 def _transport(config: Config, layout: GpuLayout) -> Transport:
@@ -360,7 +360,9 @@ def engine_arguments(
         options["tp"] = len((*layout.engines, *layout.second)[index])
     if layout.engines or torch.cuda.is_available():
         options["mem-fraction-static"] = layout.mem_fraction or UNPLACED
-    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    arguments = []
+    for name, value in options.items():
+        arguments += [f"--{name}", str(value)]
     if layout.engines and sleeps:
         # Released memory comes back empty. The push restores the target; SGLang keeps the target's buffers only.
         arguments.append("--enable-memory-saver")

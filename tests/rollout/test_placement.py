@@ -15,7 +15,7 @@ import torch
 from megatron_rlspec import memory_estimate
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.extensions.migration import checks
-from megatron_rlspec.extensions.migration.builders import rebalancer, served
+from megatron_rlspec.extensions.migration.builders import served
 from megatron_rlspec.memory_estimate import GIB, MIB, EngineMemory, RankMemory
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.placement import GpuLayout, Need, needs, place, with_memory
@@ -134,7 +134,7 @@ def test_an_engine_of_two_gpus_and_without_gpus(monkeypatch, tmp_path):
 
 
 def test_a_second_fleet_has_the_gpus_of_the_first(monkeypatch, tmp_path):
-    options = {"tail.tp": "1,2", "tail.rebalance": "recompute", "tail.cost_table": "t.json", "model.path": "m"}
+    options = {"tail.tp": "1,2", "tail.rebalance": "true", "tail.cost_table": "t.json", "model.path": "m"}
     config = load(None, options | {"rollout.engines": "4"})
     layout = place(tuple("abcdef"), 2, 4, 1, "auto", second=2)
     assert layout.engines == (("c",), ("d",), ("e",), ("f",)) and layout.second == (("c", "d"), ("e", "f"))
@@ -164,16 +164,14 @@ def test_a_second_fleet_has_the_gpus_of_the_first(monkeypatch, tmp_path):
             {"rollout.urls": "http://a:1", "rollout.engines": "1"},
             "tail.tp=1,2: a second fleet needs engines that the run starts",
         ),
-        ({"tail.rebalance": "kv"}, "SGLang's move samples by recomputation: expected recompute"),
-        ({"tail.rebalance": "off"}, "needs moves by tail.rule=makespan, but tail.rebalance=off"),
-        ({"tail.rule": "threshold"}, "and tail.rule=threshold"),
+        ({"tail.rebalance": "false"}, "takes over samples that move, but tail.rebalance=false; expected true"),
         ({"placement.mode": "together"}, "the trainer's memory stays; expected placement.mode=apart"),
         ({"tail.cost_table": ""}, "tail.tp=1,2 needs tail.cost_table; rlspec profile --tp 1,2 writes it"),
         ({"spec.verifier": "target_only"}, "continues samples, which needs spec.verifier=position_keyed"),
     ],
 )
 def test_a_second_fleet_that_cannot_be_is_refused(options, line):
-    good = {"tail.tp": "1,2", "tail.rebalance": "recompute", "tail.cost_table": "t.json", "model.path": "m"}
+    good = {"tail.tp": "1,2", "tail.rebalance": "true", "tail.cost_table": "t.json", "model.path": "m"}
     config = load(None, good | {"rollout.engines": "2"})
     checks.check(config)
     assert config.second == 2
@@ -348,9 +346,3 @@ def test_ranks_hold_their_share_of_the_experts():
     config = load(None, {"parallel.expert": "4", "optimizer.distributed": "true"})
     trainer = needs(config, MIMO, 80 * GIB, 8_800, 8_000, 8).trainer
     assert trainer.total == 2_800 * 6 + (100 + 1_000) * 12
-
-
-def test_moves_count_the_tokens_of_a_model_with_latent_attention_as_its_placement_does(tmp_path):
-    config = load(None, {"tail.rebalance": "auto", "model.path": "m", "rollout.engines": "2"})
-    model = MIMO | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    assert rebalancer(config, model).token_bytes == memory_estimate.token_bytes(config, model) == 37 * 576 * 2

@@ -33,7 +33,7 @@ SAME_POLICY = {
     "optimizer__lr": 1e-30,
     "optimizer__warmup_steps": 0,
 }  # changes no weight, so no text depends on the order
-MOVES = {"tail__rebalance": "kv", "tail__every": 4}
+MOVES = {"tail__rebalance": "true", "tail__every": 4}
 COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of which has an engine, and options
     "staleness, KL, record": (1, AHEAD | RECORD),
     "adaptive, dynamic sampling": (1, ADAPTIVE | {"algorithm__dynamic_sampling": "true"}),

@@ -61,14 +61,13 @@ class OnlineLearner:
         options = self.config.drafter
         if options.reward_weight == "none":
             return None
+        rewards = [sample.reward for sample in samples]
         known = [not failed(sample) for sample in samples]
-        of_samples = reward_weights(
-            [sample.reward for sample in samples], options.reward_weight, known
-        )
-        return [
-            np.full(len(s.tokens), weight, np.float32)
-            for s, weight in zip(samples, of_samples, strict=True)
-        ]
+        by_sample = reward_weights(rewards, options.reward_weight, known)
+        weights = []
+        for sample, weight in zip(samples, by_sample, strict=True):
+            weights.append(np.full(len(sample.tokens), weight, np.float32))
+        return weights
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Store the rollouts of a step, if updates learn from stored ones."""

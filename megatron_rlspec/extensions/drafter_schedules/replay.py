@@ -66,33 +66,37 @@ class Replay:
         Nothing if the buffer is empty. The draw depends on the buffer and the seed only, so all ranks and a resumed run
         draw alike. Without replacement in proportion to weights: Efraimidis and Spirakis, 2006.
         """
-        held = list(self._samples)
-        if not held:
+        samples = list(self._samples)
+        if not samples:
             return []
-        tokens = sum(len(sample.tokens) for sample in held[len(held) - self.newest :])
-        order = np.arange(len(held))[::-1]
+        newest = samples[len(samples) - self.newest :]
+        tokens = sum(len(sample.tokens) for sample in newest)
+        order = np.arange(len(samples))[::-1]
         if by != "newest":
-            noise = np.random.default_rng(list(seed)).gumbel(size=len(held))
-            order = np.argsort(-(np.log(_likelihood(held, by)) + noise), kind="stable")
+            noise = np.random.default_rng(list(seed)).gumbel(size=len(samples))
+            keys = np.log(_likelihood(samples, by)) + noise
+            order = np.argsort(-keys, kind="stable")
         chosen: list[Sample] = []
         for index in order.tolist():
-            if chosen and len(held[index].tokens) > tokens:
+            sample = samples[index]
+            if chosen and len(sample.tokens) > tokens:
                 break
-            tokens -= len(held[index].tokens)
-            chosen.append(held[index])
+            tokens -= len(sample.tokens)
+            chosen.append(sample)
         return chosen
 
     def groups(self) -> list[Group]:
         """Return the content for a checkpoint: one group of the older samples, one of the last `add`; [] if empty."""
-        held = list(self._samples)
-        if not held:
+        samples = list(self._samples)
+        if not samples:
             return []
-        older = held[: len(held) - self.newest]
-        newest = held[len(older) :]
-        return [
-            Group(part[0].prompt if part else Prompt(0, np.zeros(0, np.int32)), part)
-            for part in (older, newest)
-        ]
+        first_of_newest = len(samples) - self.newest
+        no_prompt = Prompt(0, np.zeros(0, np.int32))
+        groups = []
+        for part in (samples[:first_of_newest], samples[first_of_newest:]):
+            prompt = part[0].prompt if part else no_prompt
+            groups.append(Group(prompt, part))
+        return groups
 
     def restore(self, groups: Sequence[Group]) -> None:
         """Restore what `groups` returned, within this buffer's bounds."""
@@ -105,7 +109,9 @@ def _compact(sample: Sample) -> Sample:
     """Copy a sample with small types, and without texts."""
     tokens = sample.tokens.astype(np.int32)
     prompt = Prompt(sample.prompt.id, tokens[: sample.prompt_len])
-    kept = {name: sample.metadata[name] for name in ("reward_error",) if name in sample.metadata}
+    metadata = {}
+    if "reward_error" in sample.metadata:
+        metadata["reward_error"] = sample.metadata["reward_error"]
     return replace(
         sample,
         prompt=prompt,
@@ -113,7 +119,7 @@ def _compact(sample: Sample) -> Sample:
         loss_mask=sample.loss_mask != 0,
         behaviour_logprobs=sample.behaviour_logprobs.astype(np.float32),
         text="",
-        metadata=kept,
+        metadata=metadata,
     )
 
 

@@ -13,18 +13,16 @@ import numpy as np
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.moves import cut_off
-from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, held_of
-from megatron_rlspec.extensions.migration.plans.record import MoveRecord
+from megatron_rlspec.extensions.migration.plans.record import Move, MoveRecord
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change
 from megatron_rlspec.extensions.migration.second_fleet import SecondFleet
 from megatron_rlspec.rollout.dispatch import Dispatch
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.types import Held, Load, Move
+from megatron_rlspec.types import Held, Load
 
 logger = logging.getLogger(__name__)
 PERIOD = 0.05  # seconds between two looks at the engines, at least
-SHARE = 0.01  # of the time that looking and deciding may take, about
 
 
 class Balancer:
@@ -33,8 +31,7 @@ class Balancer:
     owner    of the requests
     engines  by name
     planner  decides
-    lengths  of samples that have ended; `cap` is the most tokens that a response may have
-    every    decode rounds between two decisions, or more where a decision takes long (`SHARE`)
+    every    decode rounds between two looks
     second   a fleet of another tensor-parallel size that may take over; None: there is none
     """
 
@@ -43,23 +40,17 @@ class Balancer:
         owner: Dispatch,
         engines: Mapping[str, SGLangEngine],
         planner: Rebalancer,
-        lengths: Lengths,
-        cap: int,
         every: int,
         second: SecondFleet | None = None,
     ) -> None:
         self.moves: list[dict[str, Any]] = []
         self.sizes: list[dict[str, Any]] = []  # changes of the fleet that generates
-        self.seconds = 0.0  # spent on looking and deciding
         self._owner = owner
         self._engines = dict(engines)
         self._planner = planner
-        self._lengths = lengths
-        self._cap = cap
         self._every = every
         self._second = second
         self._clock = RoundClock()
-        self._counted: set[str] = set()  # ids of samples whose length is known
         self._began = time.perf_counter()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="balancer", daemon=True)
@@ -72,11 +63,10 @@ class Balancer:
         """End after the move that runs."""
         self._ended.set()
         self._thread.join()
-        self._count_lengths()
 
     def record(self) -> dict[str, Any]:
         """Return what a line of `moves.jsonl` holds."""
-        return {"moves": self.moves, "sizes": self.sizes, "decision_seconds": self.seconds}
+        return {"moves": self.moves, "sizes": self.sizes}
 
     def _run(self) -> None:
         try:
@@ -88,37 +78,19 @@ class Balancer:
     def _balance(self) -> None:
         pause = PERIOD
         while not self._ended.wait(pause):
-            began = time.perf_counter()
-            self._count_lengths()
             loads = self._loads()
-            moves: list[Move] = []
-            change = None
-            # The time of a round is known from the second look on.
-            if len(loads) > 1 and self._clock.seconds > 0:
-                if self._second is not None and not self._owner.waiting:
-                    change = self._second.decide(loads, self._lengths, self._cap)
-                if change is None:
-                    moves = self._planner.plan(loads, self._lengths, self._cap)
-            spent = time.perf_counter() - began
-            self.seconds += spent
-            pause = max(PERIOD, self._every * self._clock.seconds, spent / SHARE)
-            for move in moves:
-                self._move(move, loads)
-            if change is not None:
-                self._change(change, loads)
+            if len(loads) > 1:
+                self._act(loads)
+            pause = max(PERIOD, self._every * self._clock.seconds)
 
-    def _count_lengths(self) -> None:
-        """Count the samples that have ended since the last look. Aborted ones say nothing."""
-        lengths = []
-        truncated = []
-        for id, sample in list(self._owner.samples.items()):
-            if id in self._counted:
-                continue
-            self._counted.add(id)
-            if sample.status != "aborted":
-                lengths.append(len(sample.response))
-                truncated.append(sample.status == "truncated")
-        self._lengths.observe(lengths, truncated)
+    def _act(self, loads: Sequence[Load]) -> None:
+        if self._second is not None and not self._owner.waiting:
+            change = self._second.decide(self._owner, loads)
+            if change is not None:
+                self._change(self._second, change, loads)
+                return
+        for move in self._planner.plan(loads):
+            self._move(move)
 
     def _loads(self) -> list[Load]:
         """Ask every engine. One that does not answer is left out; its `generate` tells the pool why."""
@@ -136,8 +108,7 @@ class Balancer:
                 request = requests.pop(held.id, None)
                 if request is not None:
                     # An engine that continues a sample takes all that came before for its prompt.
-                    prompt = len(request.prompt.tokens)
-                    running.append(replace(held, prompt=prompt, group=request.prompt.id))
+                    running.append(replace(held, prompt=len(request.prompt.tokens)))
             for request in requests.values():
                 # It was moved to the engine, which does not decode it yet.
                 if request.partial is not None:
@@ -146,54 +117,45 @@ class Balancer:
         self._clock.observe(loads)
         return loads
 
-    def _move(self, move: Move, loads: Sequence[Load]) -> None:
+    def _move(self, move: Move) -> None:
         if self._ended.is_set():
             return
         began = time.perf_counter()
-        engine = self._engines[move.source]
-        requests = cut_off(self._owner, move.source, engine, move.ids)
+        requests = cut_off(self._owner, move.source, self._engines[move.source], move.ids)
         self._owner.resume(requests, move.target)
-        seconds = time.perf_counter() - began
         if not requests:
             return
-        running = {load.engine: len(load.running) for load in loads}
         record = MoveRecord(
-            move.source,
-            move.target,
-            sorted(request.id for request in requests),
-            "recompute",
-            f"{running[move.source]} samples on {move.source}, {running[move.target]} on {move.target}",
-            sum(held_of(request).context for request in requests),
-            ms=1e3 * seconds,
-            rounds=seconds / self._clock.seconds,
+            source=move.source,
+            target=move.target,
+            ids=sorted(request.id for request in requests),
+            how="recompute",
+            tokens=sum(held_of(request).context for request in requests),
+            ms=1e3 * (time.perf_counter() - began),
         )
-        self._add(record, began)
-
-    def _add(self, record: MoveRecord, began: float) -> None:
         self.moves.append(asdict(record) | {"began": began - self._began})
 
-    def _change(self, change: Change, loads: Sequence[Load]) -> None:
+    def _change(self, second: SecondFleet, change: Change, loads: Sequence[Load]) -> None:
         """Have the second fleet take over. From then on only its engines are asked."""
-        if self._ended.is_set() or self._second is None:
+        if self._ended.is_set():
             return
         began = time.perf_counter()
-        records = self._second.take_over(self._owner, change)
-        seconds = time.perf_counter() - began
+        records = second.take_over(self._owner, change)
         if records is None:
             return
+        ms = 1e3 * (time.perf_counter() - began)
+        since = {"began": began - self._began}
         for record in records:
-            rounds = seconds / self._clock.seconds
-            self._add(replace(record, ms=1e3 * seconds, rounds=rounds), began)
+            self.moves.append(asdict(replace(record, ms=ms)) | since)
         size = {
-            "began": began - self._began,
             "from": min(load.tp for load in loads),
             "to": change.tp,
             "how": "recompute",
-            "ms": 1e3 * seconds,
+            "ms": ms,
             "samples": sum(map(len, change.groups)),
         }
-        self.sizes.append(size)
-        self._engines = dict(self._second.engines)
+        self.sizes.append(since | size)
+        self._engines = dict(second.engines)
 
 
 class RoundClock:

@@ -15,8 +15,8 @@ from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
-from megatron_rlspec.extensions.migration.plans import rebalance
-from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
+from megatron_rlspec.extensions.migration.plans.tp_planner import WIRE, SwitchCosts, TPPlanner
 from megatron_rlspec.extensions.migration.second_fleet import SecondFleet
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.memory_estimate import token_bytes
@@ -127,7 +127,13 @@ class TwoFleets(ServedEngines):
     def second(self, planner: TPPlanner, pool: EnginePool, health: Health) -> SecondFleet:
         """Return the second fleet, which takes over from the first one."""
         return SecondFleet(
-            planner, self._first, self._second, pool, health.pusher, health.speculate
+            planner,
+            self._first,
+            self._second,
+            pool,
+            health.pusher,
+            health.speculate,
+            self._config.rollout.max_new_tokens,
         )
 
     def _command(self, name: str, index: int) -> tuple[list[str], dict[str, str]]:
@@ -140,27 +146,19 @@ class TwoFleets(ServedEngines):
         return arguments, environment
 
 
-def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebalancer | None:
+def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> Rebalancer | None:
     """Build the move planner, or None if moves are off. Raises CostTableError."""
-    tail, spec = config.tail, config.spec
-    if tail.rebalance == "off":
+    if not config.tail.rebalance:
         return None
     cost: CostTable | Roofline
     if config.second:
-        cost = CostTable.load(Path(tail.cost_table)).of_sizes(tail.tp)
-    elif spec.cost_table:
-        cost = CostTable.load(Path(spec.cost_table)).of_engine(config.placement.tensor)
+        cost = _table_of_sizes(config)
+    elif config.spec.cost_table:
+        table = CostTable.load(Path(config.spec.cost_table))
+        cost = table.of_engine(config.placement.tensor)
     else:
         cost = Roofline.of_model(hf_config, draft_vocabulary=config.drafter.vocabulary)
-    modes = rebalance.WAYS[tail.rebalance]
-    if config.rollout.engine == "sglang":
-        modes = ("recompute",)
-    elif isinstance(cost, Roofline) and "kv" in modes:
-        # No clock enters a fleet's plan, so only a table tells how long a prefill takes.
-        modes = ("kv",)
-    return rebalance.Rebalancer(
-        cost, _candidates(config), token_bytes(config, hf_config), rule=tail.rule, modes=modes
-    )
+    return Rebalancer(cost, _candidates(config))
 
 
 def _candidates(config: Config) -> list[SpecConfig]:
@@ -194,10 +192,11 @@ def _sizes(
             engine.arch.check_size(tp)
         except ValueError as error:
             raise ConfigError(f"tail.tp: {error}") from None
-    size = sum(shard.view.nbytes for shard in engine.model.tensors.values())
-    wire = rebalance.WIRE
+    weights = sum(shard.view.nbytes for shard in engine.model.tensors.values())
     costs = SwitchCosts(
-        size / wire / 1e6, token_bytes=token_bytes(config, hf_config), gigabytes_per_second=wire
+        change_ms=weights / WIRE / 1e6,
+        token_bytes=token_bytes(config, hf_config),
+        gigabytes_per_second=WIRE,
     )
     return sizes_planner(config, costs, ranks)
 
@@ -205,6 +204,11 @@ def _sizes(
 def sizes_planner(config: Config, costs: SwitchCosts, ranks: int) -> TPPlanner:
     """Build the planner of the size of tail.tp at which `ranks` ranks generate. Raises CostTableError."""
     candidates = _candidates(config)
-    rates = Acceptance(max(1, *(candidate.num_steps for candidate in candidates))).rates
-    table = CostTable.load(Path(config.tail.cost_table)).of_sizes(config.tail.tp)
-    return TPPlanner(table, candidates, rates, costs, ranks)
+    depth = max(candidate.num_steps for candidate in candidates)
+    rates = Acceptance(max(1, depth)).rates
+    return TPPlanner(_table_of_sizes(config), candidates, rates, costs, ranks)
+
+
+def _table_of_sizes(config: Config) -> CostTable:
+    table = CostTable.load(Path(config.tail.cost_table))
+    return table.of_sizes(config.tail.tp)

@@ -18,7 +18,7 @@ def check(config: Config, ranks: int | None = None, because: str = "") -> None:
     tail = config.tail
     sizes = f"tail.tp={','.join(map(str, tail.tp))}"
     for on, option, problems in (
-        (tail.rebalance != "off", f"tail.rebalance={tail.rebalance}", _of_moves(config, ranks)),
+        (tail.rebalance, "tail.rebalance=true", _of_moves(config, ranks)),
         (tail.tp != (1,), sizes, _of_sizes(config, ranks, because)),
         (tail.cost_table, f"tail.cost_table={tail.cost_table}", _of_costs(config)),
     ):
@@ -30,17 +30,13 @@ def check(config: Config, ranks: int | None = None, because: str = "") -> None:
 def _of_moves(config: Config, ranks: int | None) -> Iterator[Problem]:
     yield from _of_continued_samples(config)
     yield (
-        config.tail.rebalance == "kv" and config.rollout.engine == "sglang",
-        " is for embedded engines; SGLang's move samples by recomputation: expected recompute",
-    )
-    yield (
         config.rollout.function,
-        " does not move the conversations of rollout.function; expected off",
+        " does not move the conversations of rollout.function; expected false",
     )
     yield (
         config.rollout.engine == "embedded" and ranks == 1,
         " moves samples between engines, and rollout.engine=embedded runs one on each rank; expected several ranks, "
-        "or off",
+        "or false",
     )
 
 
@@ -81,9 +77,8 @@ def _of_second_fleet(config: Config) -> Iterator[Problem]:
         f"placement.tensor={tensor}; expected a size that divides {devices}",
     )
     yield (
-        tail.rebalance == "off" or tail.rule != "makespan",
-        f": a second fleet needs moves by tail.rule=makespan, but tail.rebalance={tail.rebalance} and "
-        f"tail.rule={tail.rule}",
+        not tail.rebalance,
+        ": a second fleet takes over samples that move, but tail.rebalance=false; expected true",
     )
     yield (
         config.placement.mode == "together",

@@ -21,9 +21,10 @@ import torch
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.extensions.migration.moves import cut_off
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
-from megatron_rlspec.extensions.migration.plans.rebalance import WIRE, Rebalancer, held_of
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, held_of
 from megatron_rlspec.extensions.migration.plans.record import MoveRecord
 from megatron_rlspec.extensions.migration.plans.tp_planner import (
+    WIRE,
     Change,
     SwitchCosts,
     TPPlanner,
@@ -50,6 +51,7 @@ class SecondFleet:
     first, engines  by name: the first fleet, and this one, which sleeps
     pool, pusher    of the engines that are awake
     speculate       sets the run's speculation on an engine; None: there is none
+    cap             the most tokens that a response may have
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class SecondFleet:
         pool: EnginePool,
         pusher: Pusher,
         speculate: Callable[[str, RolloutEngine], None] | None,
+        cap: int,
     ) -> None:
         self.planner = planner
         self.first = first
@@ -69,6 +72,9 @@ class SecondFleet:
         self._pool = pool
         self._pusher = pusher
         self._speculate = speculate
+        self._cap = cap
+        self._lengths = Lengths()  # of all responses of the run
+        self._counted: set[str] = set()  # ids of this rollout's samples whose length counts
         self._copy: dict[str, torch.Tensor] = {}
         self._draft_vocabulary: np.ndarray | None = None
         self._version = -1
@@ -132,8 +138,9 @@ class SecondFleet:
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
-    def decide(self, loads: Sequence[Load], lengths: Lengths, cap: int) -> Change | None:
+    def decide(self, owner: Dispatch, loads: Sequence[Load]) -> Change | None:
         """Return the change to this fleet, if it pays. The first fleet must be whole, and this one have room."""
+        self._count_lengths(owner)
         whole = {load.engine for load in loads} == self.first.keys()
         versions = {load.version for load in loads}
         if self._generates or self._failed or not whole or versions != {self._version}:
@@ -142,18 +149,26 @@ class SecondFleet:
         if spent is None:  # no change was timed yet
             spent = sum(tensor.nbytes for tensor in self._copy.values()) / WIRE / 1e6
         self.planner.costs = SwitchCosts(spent)
-        change = self.planner.decide(loads, loads[0].tp, lengths, cap)
-        if change is None or not self._has_room(change, loads, lengths, cap):
+        change = self.planner.decide(loads, loads[0].tp, self._lengths, self._cap)
+        if change is None or not self._has_room(change, loads):
             return None
         return change
 
-    def _has_room(self, change: Change, loads: Iterable[Load], lengths: Lengths, cap: int) -> bool:
+    def _count_lengths(self, owner: Dispatch) -> None:
+        """Count the samples that have ended since the last call. Aborted ones say nothing."""
+        for id, sample in list(owner.samples.items()):
+            if id not in self._counted:
+                self._counted.add(id)
+                if sample.status != "aborted":
+                    self._lengths.observe([len(sample.response)], [sample.status == "truncated"])
+
+    def _has_room(self, change: Change, loads: Iterable[Load]) -> bool:
         samples = {held.id: held for load in loads for held in load.running}
         for ids, room in zip(change.groups, self._rooms, strict=True):
-            tokens = 0.0
-            for id in ids:
-                held = samples[id]
-                tokens += held.context + lengths.remaining(held.context - held.prompt, cap)
+            group = [samples[id] for id in ids]
+            responses = [held.context - held.prompt for held in group]
+            tokens = sum(held.context for held in group)
+            tokens += self._lengths.remaining(responses, self._cap).sum()
             if len(ids) > room["max_running_requests"] or tokens > room["max_total_tokens"]:
                 return False
         return True
@@ -162,6 +177,7 @@ class SecondFleet:
 
     def begin(self, rebalancer: Rebalancer) -> None:
         """Before `generate`: take over what was learned, and give the first fleet weights, if it has slept since."""
+        self._counted.clear()
         if isinstance(rebalancer.cost, CostTable):
             self.planner.renew(rebalancer.cost.of_sizes(self.planner.sizes), rebalancer.rates)
         self._refresh()
@@ -170,7 +186,7 @@ class SecondFleet:
         """Have this fleet continue all samples. Returns what moved, or None if it failed and the first one goes on."""
         with self._lock:
             began = time.perf_counter()
-            requests: dict[str, list[Request]] = {name: [] for name in self.first}
+            requests: dict[str, list[Request]] = {}
             self._join(self.engines)
             self._pool.serve([])  # until one of the fleets is awake and has weights
             try:
@@ -207,28 +223,32 @@ class SecondFleet:
             if not any(running.values()):
                 return
             for name, ids in running.items():
-                requests[name] += cut_off(owner, name, self.first[name], ids)
+                left = cut_off(owner, name, self.first[name], ids)
+                requests.setdefault(name, []).extend(left)
             time.sleep(PAUSE)
         raise EngineError(f"samples stay on {', '.join(self.first)}, which therefore cannot sleep")
 
     def _resume(self, owner: Dispatch, requests: dict[str, list[Request]]) -> list[MoveRecord]:
         """Deal the samples to this fleet's engines."""
-        records = []
-        by_id = {request.id: request for cut in requests.values() for request in cut}
+        by_id = {}
+        for cut in requests.values():
+            for request in cut:
+                by_id[request.id] = request
         running = [held_of(request) for request in by_id.values()]
+        records = []
         for target, group in zip(self.engines, deal(running, len(self.engines)), strict=True):
-            ids = {held.id for held in group}
-            owner.resume([by_id[id] for id in sorted(ids)], target)
+            contexts = {held.id: held.context for held in group}
+            owner.resume([by_id[id] for id in sorted(contexts)], target)
             for source, cut in requests.items():
-                moved = sorted(request.id for request in cut if request.id in ids)
-                tokens = sum(held_of(by_id[id]).context for id in moved)
+                moved = sorted(request.id for request in cut if request.id in contexts)
+                tokens = sum(contexts[id] for id in moved)
                 if moved:
-                    why = "another size"
-                    records.append(MoveRecord(source, target, moved, "recompute", why, tokens))
+                    records.append(MoveRecord(source, target, moved, "recompute", tokens))
         return records
 
-    def end(self) -> None:
+    def end(self, owner: Dispatch) -> None:
         """After `generate`: wake the first fleet, if it sleeps. It serves nothing before `begin`, or a push."""
+        self._count_lengths(owner)
         with self._lock:
             if not self._generates:
                 return

@@ -13,7 +13,6 @@ from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.migration.balancer import Balancer
 from megatron_rlspec.extensions.migration.builders import TwoFleets, rebalancer, sizes_planner
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
-from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts
 from megatron_rlspec.extensions.migration.second_fleet import SecondFleet
 from megatron_rlspec.push.health import Health
@@ -44,8 +43,6 @@ class RunMigration:
         if self._fleets is not None:
             ranks = config.rollout.engines * config.placement.tensor
             self._sizes_planner = sizes_planner(config, SwitchCosts(0.0), ranks)
-        self._lengths = Lengths()  # of all responses, by which the planner predicts
-        self._cap = config.rollout.max_new_tokens
         self._every = config.tail.every
         # by size: rounds that the planner has not seen
         self._timed: dict[int | None, list[RoundStats]] = {}
@@ -107,14 +104,18 @@ class RunMigration:
             self.second.begin(planner)
         movable = {name: e for name, e in engines.items() if isinstance(e, SGLangEngine)}
         balancer = Balancer(
-            running, movable, planner, self._lengths, self._cap, self._every, self.second
+            running,
+            movable,
+            planner,
+            self._every,
+            self.second,
         )
         try:
             with balancer:
                 yield
         finally:
             if self.second is not None:
-                self.second.end()
+                self.second.end(running)
         self._keep(balancer.record())
 
     def _keep(self, record: dict[str, Any]) -> None:

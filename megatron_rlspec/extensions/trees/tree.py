@@ -56,9 +56,11 @@ class AcceptanceMap:
         scores = np.maximum(np.asarray(scores, float), 2 * self.edges[0])
         bin_of = np.searchsorted(self.edges, scores)
         bins = self.counts.shape[1]
-        columns = (None, np.asarray(accepted, float), scores)
-        self.counts += np.stack([np.bincount(bin_of, column, bins) for column in columns])
-        self.counts *= min(1.0, self.window / max(self.counts[0].sum(), 1.0))
+        self.counts[0] += np.bincount(bin_of, minlength=bins)
+        self.counts[1] += np.bincount(bin_of, np.asarray(accepted, float), bins)
+        self.counts[2] += np.bincount(bin_of, scores, bins)
+        seen = max(self.counts[0].sum(), 1.0)
+        self.counts *= min(1.0, self.window / seen)
         self._refit()
 
     def _refit(self) -> None:
@@ -90,14 +92,16 @@ class VerifyCost:
         knees = np.unique(np.quantile(data[:, 2], [0.2, 0.4, 0.6, 0.8]))
         x = _features(data[:, 0], data[:, 1], data[:, 2], knees)
         # The fit minimises relative errors, so a round of 2 ms counts as much as one of 200 ms.
-        return cls(knees, nnls(x / data[:, 3:], np.ones(len(data)))[0])
+        relative = x / data[:, 3:]
+        weights, _ = nnls(relative, np.ones(len(data)))
+        return cls(knees, weights)
 
     def __call__(self, samples: int, context_tokens: int, verified: int) -> float:
         key = (samples, bucket(context_tokens), bucket(verified))
         if key not in self._known:
-            samples_at, context_at, verified_at = (np.array([float(v)]) for v in key)
-            at = _features(samples_at, context_at, verified_at, self.knees)
-            self._known[key] = float((at @ self.weights)[0])
+            point = np.array([key], float)
+            features = _features(point[:, 0], point[:, 1], point[:, 2], self.knees)
+            self._known[key] = float((features @ self.weights)[0])
         return self._known[key]
 
 
@@ -129,12 +133,13 @@ class LearnedCost:
         self._seen += 1
         if self._seen <= self._warm_up:
             return
-        kept = self.first if len(self.first) < self.rounds else self.later
-        kept.append((samples, context_tokens, verified, ms))
-        if (
-            len(self.first) == self.rounds
-            and (self._seen - self._warm_up - self.rounds) % self.every == 0
-        ):
+        measured = (samples, context_tokens, verified, ms)
+        if len(self.first) < self.rounds:
+            self.first.append(measured)
+        else:
+            self.later.append(measured)
+        since_first = self._seen - self._warm_up - self.rounds
+        if since_first >= 0 and since_first % self.every == 0:
             self.cost = VerifyCost.fit([*self.first, *self.later])
 
 
@@ -168,7 +173,8 @@ class TreeBudget:
             assert self._learned is not None  # __init__ made it, because no cost was given
             return top(scores, self._learned.trial(limit))
         weights = self.acceptance(scores)
-        return top(scores, self._search(cost, weights, depth, context_tokens, limit))
+        chosen = self._search(cost, weights, depth, context_tokens, limit)
+        return top(scores, chosen)
 
     def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
         self.acceptance.observe(scores, accepted)
@@ -194,10 +200,15 @@ class TreeBudget:
         falling = 0
         n = 0
         for layer in range(1, int(depth.max()) + 1):
-            ranked = -np.sort(-weights[:, depth <= layer], axis=1)
+            above = weights[:, depth <= layer]
             below = weights[:, depth == layer + 1]
-            ahead = below.max(1) if below.size else np.full(samples, -np.inf)
-            final = min(limit, int((ranked >= ahead[:, None]).sum(1).min()))
+            ranked = -np.sort(-above, axis=1)
+            # Candidates that no candidate of a deeper layer can replace.
+            certain = np.full(samples, ranked.shape[1])
+            if below.size:
+                best_below = below.max(1, keepdims=True)
+                certain = (ranked >= best_below).sum(1)
+            final = min(limit, int(certain.min()))
             while n < final:
                 al += float(ranked[:, n].sum())
                 n += 1
@@ -224,7 +235,7 @@ def bucket(tokens: int) -> int:
 def _features(
     samples: np.ndarray, context: np.ndarray, verified: np.ndarray, knees: np.ndarray
 ) -> np.ndarray:
-    above = np.maximum(verified[:, None] - knees, 0.0)
-    return np.concatenate(
-        [np.ones((len(samples), 1)), np.stack([samples, context, verified], 1), above], 1
-    )
+    constant = np.ones(len(samples))
+    linear = np.stack([constant, samples, context, verified], 1)
+    above_knees = np.maximum(verified[:, None] - knees, 0.0)
+    return np.concatenate([linear, above_knees], 1)

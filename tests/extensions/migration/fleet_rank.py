@@ -39,22 +39,20 @@ def engine(**options: Any) -> Any:
     return made
 
 
-def scenario(meeting: str, modes: tuple[str, ...]) -> Any:
+def scenario(meeting: str, moves: bool) -> Any:
     """Join the job. Rank 0 drives the fleet and returns what it saw; the others follow."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=100)
     )
-    planner = None
-    if modes:
-        planner = Rebalancer(STEEP, (SpecConfig(3),), gain=0.02, modes=modes)
+    planner = Rebalancer(STEEP, (SpecConfig(3),)) if moves else None
     plans = []
     if planner is not None:
         plan = planner.plan
-        planner.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
+        planner.plan = lambda loads: plans.append(plan(loads)) or plans[-1]
     # Without moves few samples run at once, so that some wait.
-    member = Member(engine(max_running_requests=256 if modes else 2), Ranks(), planner)
+    member = Member(engine(max_running_requests=256 if moves else 2), Ranks(), planner)
     if rank:
         Follower(member).close()
         member.engine.cache.audit()

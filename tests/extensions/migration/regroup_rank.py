@@ -21,7 +21,7 @@ from megatron_rlspec.extensions.migration.embedded import regroup, retile
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
-from megatron_rlspec.extensions.migration.plans.rebalance import How
+from megatron_rlspec.extensions.migration.plans.record import How
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.rollout.embedded.parallel import Groups
@@ -45,7 +45,7 @@ class Script:
         self.begins = False  # whether the next decision is the first of a rollout
 
     def decide(self, loads: Any, tp: int, lengths: Any, cap: int) -> Change | None:
-        assert len(lengths._seen) < 3 * len(PROMPTS), "an ended sample counts once, and in its own rollout"
+        assert len(lengths._lengths) < 3 * len(PROMPTS), "an ended sample counts once, and in its own rollout"
         assert tp == 1 or not self.begins, "a rollout begins at size 1"
         self.begins = False
         self.held.append(sorted(held.id for load in loads for held in load.running))

@@ -16,7 +16,6 @@ from test_interrupted import told
 
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.extensions.migration import checks
-from megatron_rlspec.extensions.migration.builders import rebalancer
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.trajectory import FOLDER
@@ -27,7 +26,7 @@ from megatron_rlspec.types import OFF, SpecConfig
 OPTIONS = {
     "rollout__engine": "embedded",
     "spec__mode": "fixed",
-    "tail__rebalance": "kv",
+    "tail__rebalance": "true",
     "tail__every": 4,
     "train__eval_prompts": 1,
     "train__tokens_per_micro_batch": 256,
@@ -63,26 +62,6 @@ def test_ranks_train_while_they_draw(start, tmp_path, option):
     run(start, tmp_path / "two", ranks=2, **OPTIONS, **option)
     ours, theirs = (read_records(tmp_path / name / "metrics.jsonl") for name in ("two", "alone"))
     assert [ours[0][name] for name in FIRST] == [theirs[0][name] for name in FIRST]
-
-
-def test_one_rank_has_no_other_engine_to_move_samples_to(tmp_path):
-    given = {"rollout.engine": "embedded", "tail.rebalance": "kv", "model.path": "m", "data.path": "d"}
-    config = load(None, given | {"train.run_dir": str(tmp_path)})
-    with pytest.raises(ConfigError, match="tail.rebalance=kv moves samples between engines.*expected several ranks"):
-        checks.check(config, 1)
-
-
-def test_auto_needs_a_table_in_a_fleet_whose_plans_read_no_clock(tmp_path):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
-    given = {"rollout.engine": "embedded", "model.path": "m", "data.path": "d", "train.run_dir": str(tmp_path)}
-    table = str(costs_of_tokens(tmp_path / "costs.json"))
-
-    def ways(rebalance, **options):
-        config = load(None, given | {"tail.rebalance": rebalance} | options)
-        return set(rebalancer(config, sizes).modes)
-
-    assert ways("auto") == ways("kv") == {"kv"} and ways("recompute") == {"recompute"}
-    assert ways("auto", **{"spec.cost_table": table, "spec.candidate_steps": "0,1,3"}) == {"kv", "recompute"}
 
 
 def sizes_table(path):
@@ -143,29 +122,15 @@ def test_a_rank_killed_in_a_change_of_the_size_ends_the_run_which_resumes(start,
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "ranks", "message"),
     [
-        ({"tail.tp": "1,3,4"}, "expected multiples of the size before, such as 1,2,4"),
-        ({"tail.tp": "2,4"}, "tail.tp=2,4: expected 1 and then multiples"),
-        ({"tail.tp": "1,2"}, "tail.tp=1,2 needs tail.cost_table; rlspec profile --engine embedded --tp 1,2 writes it"),
-        ({"tail.cost_table": "t.json"}, "tail.cost_table=t.json is for sizes in tail.tp"),
-        ({"tail.rebalance": "auto", "spec.verifier": "rejection"}, "tail.rebalance=auto continues samples, which"),
-        ({"tail.rebalance": "recompute", "rollout.function": "a:b"}, "conversations of rollout.function"),
+        ({"tail.tp": "1,3,4"}, None, "expected multiples of the size before, such as 1,2,4"),
+        ({"tail.tp": "2,4"}, None, "tail.tp=2,4: expected 1 and then multiples"),
+        ({"tail.tp": "1,4", "tail.cost_table": "t"}, 2, "tail.tp=1,4 needs a multiple of 4 ranks, but 2"),
+        ({"tail.rebalance": "true"}, 1, "tail.rebalance=true moves samples between engines.*expected several ranks"),
+        ({"tail.rebalance": "true", "spec.verifier": "rejection"}, None, "tail.rebalance=true continues samples"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(given, message):
+def test_options_that_cannot_be_are_refused(given, ranks, message):
     with pytest.raises(ConfigError, match=message):
-        checks.check(load(None, {"rollout.engine": "embedded", "model.path": "m", "data.path": "d"} | given))
-
-
-def test_sizes_need_as_many_ranks(tmp_path):
-    given = {
-        "rollout.engine": "embedded",
-        "tail.tp": "1,4",
-        "tail.cost_table": "t",
-        "model.path": "m",
-        "data.path": "d",
-    }
-    config = load(None, given | {"train.run_dir": str(tmp_path)})
-    with pytest.raises(ConfigError, match="tail.tp=1,4 needs a multiple of 4 ranks, but 2"):
-        checks.check(config, 2)
+        checks.check(load(None, {"rollout.engine": "embedded", "model.path": "m", "data.path": "d"} | given), ranks)

@@ -26,17 +26,15 @@ def product_limit(rows, u: int) -> float:
 
 
 @given(samples, st.integers(0, 40), st.integers(1, 60))
-def test_survival_and_remaining_follow_the_product_limit(rows, length, cap):
-    lengths = seen(rows)
-    base = product_limit(rows, length)
+def test_remaining_follows_the_product_limit(rows, length, cap):
+    """The running sample counts as censored at its present length."""
+    [remaining] = seen(rows).remaining([length], cap)
+    rows = [*rows, (length, True)]
     longest = max(length for length, _ in rows)
-    if length > longest or base == 0:
-        return
-    more = np.arange(0, 50)
-    expected = [product_limit(rows, min(length + m, longest)) / base for m in more]
-    assert np.allclose(lengths.survival(length, more), expected)
-    total = sum(product_limit(rows, min(u, longest)) / base for u in range(length, cap))
-    assert lengths.remaining(length, cap) == pytest.approx(total)
+    base = product_limit(rows, length)
+    assert base > 0
+    expected = sum(product_limit(rows, min(u, longest)) / base for u in range(length, cap))
+    assert remaining == pytest.approx(expected)
 
 
 def test_a_textbook_table():
@@ -45,33 +43,18 @@ def test_a_textbook_table():
     cut = [6, 9, 10, 11, 17, 19, 20, 25, 32, 32, 34, 35]
     lengths = Lengths()
     lengths.observe(ended + cut, [False] * len(ended) + [True] * len(cut))
-    assert lengths.survival(0, np.array([6, 13, 23])) == pytest.approx([0.857, 0.690, 0.448], abs=5e-4)
+    assert lengths._survival([])[[6, 13, 23]] == pytest.approx([0.857, 0.690, 0.448], abs=5e-4)
 
 
-def test_the_cap_censors():
-    """Samples that ended at the cap of a shorter run do not say that responses are so short."""
-    naive, right = Lengths(), Lengths()
-    naive.observe([10] * 5 + [20] * 5, [False] * 10)
-    right.observe([10] * 5 + [20] * 5, [False] * 5 + [True] * 5)
-    assert naive.remaining(0, 100) == pytest.approx(15)
-    assert right.remaining(0, 100) == pytest.approx(55)
-
-
-def test_running_samples_count_as_censored():
-    lengths = Lengths()
-    lengths.observe([4, 5, 6], [False] * 3)
-    assert lengths.remaining(0, 100) == pytest.approx(5)
-    assert lengths.beside([50] * 3).remaining(0, 100) == pytest.approx(52.5)
-    assert lengths.remaining(0, 100) == pytest.approx(5)
+def test_running_samples_and_those_at_the_cap_count_as_censored():
+    lengths = seen([(4, False), (5, False), (6, False)])
+    assert lengths.remaining([0], 100) == pytest.approx([5], abs=1.7)
+    assert lengths.remaining([50] * 3, 100) == pytest.approx([50] * 3)
+    naive = seen([(10, False)] * 50 + [(20, False)] * 50).remaining([0], 100)
+    right = seen([(10, False)] * 50 + [(20, True)] * 50).remaining([0], 100)
+    assert naive == pytest.approx([15], rel=0.02) and right == pytest.approx([55], rel=0.02)
 
 
 def test_without_samples_all_run_to_the_cap():
-    assert Lengths().remaining(30, 100) == 70
-    assert Lengths().remaining(100, 100) == 0
-
-
-def test_beyond_the_longest_sample_the_expectation_grows_with_the_length():
-    lengths = seen([(10, False)])
-    found = [lengths.remaining(n, 1000) for n in (10, 20, 40, 80)]
-    assert found == sorted(found)
-    assert 10 < found[0] < 100
+    assert Lengths().remaining([30, 100], 100).tolist() == [70, 0]
+    assert np.array_equal(Lengths().remaining([], 100), [])

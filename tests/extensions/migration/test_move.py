@@ -59,9 +59,9 @@ class Fleet:
         for engine in self.engines:
             engine.cache.audit()
 
-    def step(self, which=None, landing=None) -> None:
+    def step(self, which=None) -> None:
         for engine in self.engines if which is None else which:
-            engine.step(landing)
+            engine.step()
             self.note(engine.running)
             self.check()
 
@@ -74,10 +74,10 @@ class Fleet:
             engine.update_weights(version, self.tensors.items())
 
     def move(self, source: int, target: int, ids, between=lambda: None, how="kv") -> None:
-        """Move samples; `between` runs after stage 1."""
+        """Move samples; `between` runs after stage 1. By "recompute", the control, the target prefills them."""
         leaves, comes = self.movers[source], self.movers[target]
         if how == "recompute":
-            gone = leaves.detach(ids)
+            gone = [(leaves._request(run), run.sampling) for run in leaves.engine.drop(ids)]
             self.note(comes.engine.submit(gone))
             self.check()
             self.moves["recompute"] += len(gone)
@@ -95,8 +95,8 @@ class Fleet:
         arrivals = Arrivals(comes, [(granted, first)], [lambda: rest])
         self.travelling = set()
         self.note([*arrivals.runs, *arrivals.queued])
-        comes.engine.step(arrivals)
-        arrivals.close()
+        comes.engine.step(arrivals.runs, arrivals.land)
+        arrivals.receive_rests()
         self.check()
         self.moves["queued"] += len(arrivals.queued)
         self.moves["kv"] += len(arrivals.runs)
@@ -159,7 +159,6 @@ def random_moves(model, seed: int, moves: int, **options) -> Fleet:
         source, target = rng.permutation(3)[:2].tolist()
         running = [run.request.id for run in fleet.engines[source].running]
         ids = [id for id in running if rng.random() < 0.5]
-        how = "recompute" if rng.random() < 0.2 else "kv"
         if rng.random() < 0.1:  # the target has no room
             fleet.engines[target].cache.left, room = 0, fleet.engines[target].cache.left
             grants = fleet.movers[target].grant(fleet.movers[source].offer(ids))
@@ -171,30 +170,20 @@ def random_moves(model, seed: int, moves: int, **options) -> Fleet:
         elif rng.random() < 0.1:  # drafting stops and starts again
             spec = [OFF, SpecConfig(3), SpecConfig(2, 2), None][int(rng.integers(4))]
             fleet.engines[source].set_schedule(SpecSchedule.fixed(spec) if spec else BY_BATCH)
-        fleet.move(source, target, ids, between, how)
+        fleet.move(source, target, ids, between)
     return fleet
 
 
-def fuzz(model, seeds, moves: int, **options) -> dict[str, int]:
+def test_texts_survive_random_moves(model):
     counts: dict[str, int] = {}
     requests = oracle.requests(PROMPTS, group=4)
     wanted = undisturbed(model, requests)
-    for seed in seeds:
-        fleet = random_moves(model, seed, moves, **options)
+    for seed in range(4):
+        fleet = random_moves(model, seed, 30)
         check_samples(fleet.finish(), wanted)
         counts = {name: counts.get(name, 0) + count for name, count in fleet.moves.items()}
-    return counts
-
-
-def test_texts_survive_random_moves(model):
-    counts = fuzz(model, range(4), 30)
-    assert sum(counts.values()) >= 120 and min(counts.values()) > 1, counts
-
-
-@pytest.mark.slow
-def test_texts_survive_random_moves_for_long(model):
-    counts = fuzz(model, range(100, 160), 30)
-    assert sum(counts.values()) >= 3000, counts
+    assert counts.pop("recompute") == 0
+    assert sum(counts.values()) >= 100 and min(counts.values()) > 1, counts
 
 
 def test_texts_without_keyed_noise_differ(model):
@@ -255,12 +244,11 @@ def test_rounds_after_a_move_accept_as_after_recomputation(prepare, target_busy)
     assert sum(map(len, by_kv)) > 10
 
 
-@pytest.mark.parametrize("how", ["kv", "recompute"])
-def test_a_moved_sample_uses_no_noise_key_twice(how):
+def test_a_moved_sample_uses_no_noise_key_twice():
     requests = oracle.requests(PROMPTS, group=1)
     fleet = Fleet(leaning_model(), 2, requests, used=1, spec=SpecConfig(3))
     some_rounds(fleet)
-    fleet.move(0, 1, [run.request.id for run in fleet.engines[0].running], how=how)
+    fleet.move(0, 1, [run.request.id for run in fleet.engines[0].running])
     whole = engine_of(leaning_model(), SpecConfig(3)).generate(requests, LONG)
     assert {s.request_id: s.draws for s in fleet.finish()} == {s.request_id: s.draws for s in whole}
 
@@ -306,7 +294,7 @@ def test_a_newcomer_drafts_before_the_target_s_keys_are_here(model):
 
     arrivals = Arrivals(target, [(ids, first)], [late])
     lengths = [int(fleet.engines[1].cache.length[run.row]) for run in arrivals.runs]
-    fleet.engines[1].step(arrivals)
+    fleet.engines[1].step(arrivals.runs, arrivals.land)
     assert seen == [lengths], "the drafter had run on all tokens when the target's keys came"
     after = {run.request.id: len(run.response) for run in arrivals.landed}
     assert all(after[id] >= before[id] + 2 for id in ids), "a token by the source, and one here: no round is missed"

@@ -84,21 +84,16 @@ def test_samples_without_room_are_computed_anew(tmp_path, undisturbed):
 
 @pytest.mark.lossless
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "speculation"), [("mtp", "schedule"), ("mtp", "phases"), ("eagle3", "phases")])
-def test_any_schedule_of_sizes_draws_the_same_texts(tmp_path, kind, speculation):
-    """About 300 changes at random under a schedule, about 100 in phases."""
+def test_any_schedule_of_sizes_draws_the_same_texts(tmp_path, undisturbed):
+    """About 100 changes at random."""
     rng = np.random.default_rng(0)
-    phases = speculation == "phases"
-    whole = without_changes(kind, phases)
-    scripts = [rng.choice([1, 2, 4], 20).tolist() for _ in range(16 if phases else 40)]
-    found = run(tmp_path, scripts, kind=kind, speculation=speculation)
-    assert found["texts"] == [[s.tokens.tolist() for s in whole]] * len(scripts)
-    assert len(found["changes"]) >= (100 if phases else 300)
-    if phases:
-        assert found["accepted"] == [regroup_rank.accepted(whole)] * len(scripts)
+    scripts = [rng.choice([1, 2, 4], 20).tolist() for _ in range(14)]
+    found = run(tmp_path, scripts)
+    assert found["texts"] == [[s.tokens.tolist() for s in undisturbed]] * len(scripts)
+    assert len(found["changes"]) >= 100
 
 
-PHASES = [("caches", 2), ("headers", 4), ("weights", 2), ("weights", 4), ("caches", 4)]
+PHASES = [("headers", 4), ("weights", 4), ("caches", 2)]
 
 
 @pytest.mark.slow

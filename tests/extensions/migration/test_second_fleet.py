@@ -16,7 +16,6 @@ import torch
 from test_moves import SAMPLING, Engine, named, requests, text
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change
 from megatron_rlspec.extensions.migration.second_fleet import SecondFleet
 from megatron_rlspec.push.fingerprint import fingerprints
@@ -26,6 +25,7 @@ from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.types import Held, Load
 
 SAMPLES = 9
+NO_SAMPLES = SimpleNamespace(samples={})  # have ended
 CHANGE = Change(2, (tuple(request.id for request in requests(SAMPLES)),), "recompute", 2.0, 1.0, 0.1)
 
 
@@ -82,7 +82,7 @@ class Run:
         self.pusher = Pusher(self.pool.engines)
         self.wide.sleep()
         fleets = named(self.a, self.b), named(self.wide)
-        self.second = SecondFleet(SimpleNamespace(), *fleets, self.pool, self.pusher, None)
+        self.second = SecondFleet(SimpleNamespace(), *fleets, self.pool, self.pusher, None, 100)
         self.push(1)
         self.then: Callable[[], None] = lambda: None
         self.pool.balance = self._balance
@@ -117,7 +117,7 @@ class Run:
             yield
         finally:
             thread.join(60)
-            self.second.end()
+            self.second.end(owner)
 
     def draw(self) -> bool:
         asked = requests(SAMPLES)
@@ -158,7 +158,7 @@ def test_the_rollout_ends_on_the_first_fleet_when_the_second_is_lost(moment: str
     assert run.lost == ["wide"] and run.wide.dead and run.pool.engines == named(run.a, run.b)
     assert not any(engine.asleep or not engine.weights for engine in (run.a, run.b))
     load = [Load(name, (Held("s", 1, 2, 1.0),), 0, 100, 1, 1) for name in ("a", "b")]
-    assert run.second.decide(load, Lengths(), 10) is None  # the planner of sizes is not even asked
+    assert run.second.decide(NO_SAMPLES, load) is None  # the planner of sizes is not even asked
 
 
 def test_a_damaged_copy_is_found_and_the_first_fleet_goes_on() -> None:
@@ -171,7 +171,7 @@ def test_a_damaged_copy_is_found_and_the_first_fleet_goes_on() -> None:
 
 def test_every_push_is_copied_into_the_same_memory() -> None:
     """A model's worth of new pages takes longer than its bytes, at every step."""
-    second = SecondFleet(SimpleNamespace(), {}, {}, SimpleNamespace(), SimpleNamespace(), None)
+    second = SecondFleet(SimpleNamespace(), {}, {}, SimpleNamespace(), SimpleNamespace(), None, 100)
 
     def pushed(*tensors):
         sent = list(second.copied(1, lambda scope: iter(tensors), None)("all"))
@@ -198,7 +198,7 @@ def test_a_fleet_that_is_not_whole_or_has_no_room_does_not_give_way() -> None:
         for name, n in zip("ab", counts, strict=False):
             held = tuple(Held(f"{name}{i}", 10, context, 1.0) for i in range(n))
             loads.append(Load(name, held, 0, 10**6, version))
-        return run.second.decide(loads, Lengths(), 100) is not None
+        return run.second.decide(NO_SAMPLES, loads) is not None
 
     assert changes(8, 8)
     assert not changes(8, 9)  # it runs 16 at once

@@ -72,8 +72,9 @@ def test_many_samples_at_a_large_size_go_back():
     assert sorted(len(group) for group in back.groups) == [32] * 4
 
 
-def test_the_last_few_tokens_do_not_pay_for_a_change():
+def test_nothing_changes_for_the_last_few_tokens_or_while_requests_wait():
     assert planner().decide(loads([16000], [], [], []), 2, Lengths(), 16384) is None
+    assert planner().decide(loads([4000], [], [], [], waiting=1), 2, Lengths(), 16384) is None
 
 
 def test_lengths_that_end_soon_do_not_pay_where_others_do():
@@ -108,10 +109,6 @@ def test_measured_rounds_change_the_decision():
     assert plan.decide(situation, 2, Lengths(), 16384) is None
 
 
-def test_requests_that_wait_keep_the_size():
-    assert planner().decide(loads([4000], [], [], [], waiting=1), 2, Lengths(), 16384) is None
-
-
 @settings(max_examples=25)
 @given(
     st.lists(st.lists(st.integers(0, 8000), max_size=40), min_size=4, max_size=4),
@@ -139,9 +136,6 @@ def test_samples_are_dealt_evenly(contexts, engines):
     assert sorted(held.id for group in groups for held in group) == [held.id for held in samples]
     counts = [len(group) for group in groups]
     assert max(counts) - min(counts) <= 1
-
-
-def test_long_samples_are_dealt_first():
     groups = deal([Held(str(n), 1, n, 1.0) for n in (5, 10, 90, 100)], 2)
     assert [[held.context for held in group] for group in groups] == [[100, 5], [90, 10]]
 

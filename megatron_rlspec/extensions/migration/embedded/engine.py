@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,17 +13,7 @@ from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import Held, Load, Request, Sampling
 
-
-class Landing(Protocol):
-    """Samples of another engine whose drafter's keys are here; those of the target still travel.
-
-    They draft in the round during which the target's keys arrive, and are verified in it.
-    """
-
-    runs: list[ActiveRequest]
-
-    def land(self) -> list[ActiveRequest]:
-        """Wait for the target's keys. Returns the samples, which are whole now."""
+Land = Callable[[], list[ActiveRequest]]
 
 
 class MigratableEmbeddedEngine(EmbeddedEngine):
@@ -34,7 +24,8 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.reserved: dict[str, int] = {}
-        self._landing: Landing | None = None  # of the step that runs
+        self._newcomers: Sequence[ActiveRequest] = ()  # of the step that runs, and its `land`
+        self._land: Land | None = None
         super().__init__(*arguments, **options)
 
     def submit(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
@@ -42,22 +33,29 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
         with self._lock:
             return self.scheduler.submit(requests)
 
-    def step(self, landing: Landing | None = None) -> None:
-        """Admit, prefill and run one round, in which the samples of `landing` take part. Raises EngineError."""
+    def step(self, newcomers: Sequence[ActiveRequest] = (), land: Land | None = None) -> None:
+        """Admit, prefill and run one round. Raises EngineError.
+
+        newcomers  samples of another engine whose drafter's keys are here, while those of the target still travel. They
+                   draft in the round during which the target's keys arrive, and are verified in it
+        land       waits for the target's keys, and returns the samples that are whole then
+        """
         with self._lock:
-            self._landing = landing
+            self._newcomers = newcomers
+            self._land = land
             try:
                 self._serve()
             finally:
-                self._landing = None
+                self._newcomers = ()
+                self._land = None
 
     def drop(self, ids: Sequence[str]) -> list[ActiveRequest]:
         """Take these samples out, without an end. Returns those that were here."""
         with self._lock:
-            found = [run for run in self.scheduler.every if run.request.id in ids]
-            for run in found:
+            dropped = [run for run in self.scheduler.every if run.request.id in ids]
+            for run in dropped:
                 self.scheduler.remove(run)
-            return found
+            return dropped
 
     def seat(
         self,
@@ -88,18 +86,25 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
     def load(self, name: str) -> Load:
         """Describe what this engine has to do."""
         with self._lock:
-            ready = [run for run in self.running if self.rounds.ready(run.row) and run.response]
-            held = tuple(Held(*run.progress(), run.request.prompt.id) for run in ready)
-            waiting = len(self.waiting) + len(self.running) - len(ready)
-            return Load(name, held, waiting, self.cache.left, self.version)
+            running = []
+            for run in self.running:
+                if run.response and self.rounds.ready(run.row):
+                    running.append(Held(*run.progress()))
+            waiting = len(self.waiting) + len(self.running) - len(running)
+            return Load(
+                name,
+                tuple(running),
+                waiting,
+                self.cache.left,
+                self.version,
+            )
 
     def _round(self, runs: list[ActiveRequest]) -> None:
         """Run one round. Samples that land draft while their target's keys still travel, and are verified with all."""
-        landing = self._landing
-        if landing is None:
+        if self._land is None:
             super()._round(runs)
             return
-        newcomers = landing.runs
+        newcomers = self._newcomers
         if not runs and not newcomers:
             return
         began = time.perf_counter()
@@ -107,22 +112,29 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
         context = int(self.cache.length[rows].sum())
         chooser, config = self._choose(rows, context)
         columns = self.rounds.columns(rows, config)
-        room = all(
-            self.cache.back(run.row, n)
-            for run, n in zip(newcomers, columns[len(runs) :].tolist(), strict=True)
-        )
-        ahead = (
-            self.rounds.draft_only(rows[len(runs) :], config)
-            if newcomers and room and not config.off
-            else None
-        )
-        runs = self.scheduler.make_room(runs, columns[: len(runs)])
-        landed = landing.land()
+        rows_here = len(runs)
+        room = True
+        for run, needed in zip(newcomers, columns[rows_here:].tolist(), strict=True):
+            room = room and self.cache.back(run.row, needed)
+        drafts = None
+        if newcomers and room and not config.off:
+            drafts = self.rounds.draft_only(rows[rows_here:], config)
+        runs = self.scheduler.make_room(runs, columns[:rows_here])
+        landed = self._land()
         self.scheduler.running += landed
-        runs += landed if room else []
+        if room:
+            runs += landed
+        if not landed:
+            drafts = None
         if runs:
             self._run_round(
-                runs, chooser, config, context, began, ahead if landed else None, timed=False
+                runs,
+                chooser,
+                config,
+                context,
+                began,
+                drafts,
+                timed=False,
             )
 
     def _retract(self) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineDescription, EngineError
-from megatron_rlspec.extensions.migration.embedded.member import Drawn, Member, Order, Tick
+from megatron_rlspec.extensions.migration.embedded.member import Member, Order, Requests, Tick
 from megatron_rlspec.push.push import PushError
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
 
@@ -42,7 +42,7 @@ class Fleet:
         self.every = every
         self._lock = threading.Lock()  # of the ranks' messages
         self._known = threading.RLock()  # of what follows
-        self._new: Drawn = []
+        self._new: Requests = []
         self._open: dict[str, tuple[Request, Sampling]] = {}
         self._dealt: set[str] = set()  # of those, ids that ranks have
         self._aborted: set[str] = set()
@@ -55,7 +55,7 @@ class Fleet:
         self._astray = False  # an order has not been carried out to its end
         self._lost = ""  # why ranks cannot be told anything any more
 
-    # -- drawing ------------------------------------------------------------------------------------------------------
+    # -- generating ---------------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -63,53 +63,60 @@ class Fleet:
         sampling: Sampling,
         on_sample: Callable[[Sample], None] | None = None,
     ) -> list[Sample]:
-        found: dict[str, Sample] = {}
-        with self._known:
-            if not self._open:
-                self._began = time.perf_counter()
-            checked = self.member.engine.scheduler.made(
-                [(request, sampling) for request in requests]
-            )
-            known = set(self._open)
-            for run in checked:
-                self.member.engine.scheduler.check(run, known)
-            open_ids = {run.request.id for run in checked}
-            self._done |= {run.request.id: run.sample for run in checked if run.sample is not None}
-            self._new += [(run.request, sampling) for run in checked if run.sample is None]
-            self._open |= {
-                request.id: (request, sampling)
-                for request, sampling in self._new
-                if request.id in open_ids
-            }
+        samples: dict[str, Sample] = {}
+        left = self._open_requests(requests, sampling)
         try:
-            while True:
+            while left:
                 with self._known:
-                    new = [self._done.pop(id) for id in open_ids & self._done.keys()]
-                for sample in new:
-                    found[sample.request_id] = sample
-                    open_ids.remove(sample.request_id)
+                    ended = [self._done.pop(id) for id in left & self._done.keys()]
+                for sample in ended:
+                    samples[sample.request_id] = sample
+                    left.remove(sample.request_id)
                     if on_sample is not None:
                         on_sample(sample)
-                if not open_ids:
+                if not left:
                     break
                 try:
-                    self._serve(open_ids)
+                    self._serve(left)
                 except EngineError:
                     with self._known:
-                        if not open_ids & self._done.keys():
+                        if not left & self._done.keys():
                             raise  # else first return what has ended
                 # locks are not fair: let another thread take this one between two ticks
                 time.sleep(0)
         finally:
-            with self._known:
-                self._new = [(request, s) for request, s in self._new if request.id not in open_ids]
-                for id in open_ids:
-                    self._done.pop(id, None)
-                    self._open.pop(id, None)
-                    if id in self._dealt:
-                        self._dealt.remove(id)
-                        self._dropped.add(id)
-        return [found[request.id] for request in requests]
+            self._forget(left)
+        return [samples[request.id] for request in requests]
+
+    def _open_requests(self, requests: Sequence[Request], sampling: Sampling) -> set[str]:
+        """Queue requests for the next tick. Returns their ids. Raises EngineError if one of them is wrong."""
+        scheduler = self.member.engine.scheduler
+        with self._known:
+            if not self._open:
+                self._began = time.perf_counter()
+            runs = scheduler.made([(request, sampling) for request in requests])
+            known_ids = set(self._open)
+            for run in runs:
+                scheduler.check(run, known_ids)
+            for run in runs:
+                id = run.request.id
+                if run.sample is not None:
+                    self._done[id] = run.sample
+                    continue
+                self._new.append((run.request, sampling))
+                self._open[id] = (run.request, sampling)
+            return {run.request.id for run in runs}
+
+    def _forget(self, ids: set[str]) -> None:
+        """Drop requests that nobody waits for any more."""
+        with self._known:
+            self._new = [pair for pair in self._new if pair[0].id not in ids]
+            for id in ids:
+                self._done.pop(id, None)
+                self._open.pop(id, None)
+                if id in self._dealt:
+                    self._dealt.remove(id)
+                    self._dropped.add(id)
 
     def _serve(self, waiting: set[str]) -> None:
         """Run one tick, unless another thread's tick has ended one of `waiting`."""
@@ -127,7 +134,7 @@ class Fleet:
                 raise
             with self._known:
                 self._end(samples)
-                self._note(began - self._began)
+                self._record_tick(began - self._began)
             for report in self.member.reports:
                 if report.error:
                     raise EngineError(report.error)
@@ -138,31 +145,35 @@ class Fleet:
             if self._open.pop(sample.request_id, None) is not None:
                 self._done[sample.request_id] = sample
 
-    def _note(self, began: float) -> None:
-        """Keep what a tick changed; `began`: seconds since the first request of the rollout came."""
-        self._sizes += [{"began": began} | change for change in self.member.changes]
+    def _record_tick(self, began: float) -> None:
+        """Record what a tick changed; `began`: seconds since the first request of the rollout came."""
+        since = {"began": began}
+        for change in self.member.changes:
+            self._sizes.append(since | change)
         self.member.changes = []
-        moved = [one for report in self.member.reports for one in report.moved]
-        self._moves += [asdict(one) | {"began": began} for one in moved]
+        for report in self.member.reports:
+            for move in report.moved:
+                self._moves.append(asdict(move) | since)
 
     def record(self) -> dict[str, Any]:
         """Return and forget what a line of `moves.jsonl` holds, to the precision of a tick."""
         with self._known:
-            record = {
-                "moves": self._moves,
-                "sizes": self._sizes,
-                "decision_seconds": self.member.seconds,
-            }
+            record = {"moves": self._moves, "sizes": self._sizes}
             self._sizes = []
             self._moves = []
-            self.member.seconds = 0.0
             return record
 
     def _tick(self) -> Tick:
         """Return the next tick: new requests go to the ranks that have least to do."""
         dealt = self._deal()
         cap = max((sampling.max_new_tokens for _, sampling in self._open.values()), default=1)
-        tick = Tick(dealt, sorted(self._aborted), sorted(self._dropped), self.every, cap)
+        tick = Tick(
+            dealt,
+            sorted(self._aborted),
+            sorted(self._dropped),
+            self.every,
+            cap,
+        )
         for new in dealt:
             self._dealt |= {request.id for request, _ in new}
         self._new = []
@@ -170,16 +181,16 @@ class Fleet:
         self._dropped.clear()
         return tick
 
-    def _deal(self) -> list[Drawn]:
+    def _deal(self) -> list[Requests]:
         """Deal whole groups, which share their prompt's cache; parts of them if there are fewer than ranks."""
         ranks = self.member.ranks.size
-        groups: dict[int, Drawn] = {}
+        groups: dict[int, Requests] = {}
         # By id: a deal does not depend on the order in which requests came.
         for request, sampling in sorted(self._new, key=lambda pair: pair[0].id):
             groups.setdefault(request.prompt.id, []).append((request, sampling))
         most = max(1, -(-len(self._new) // ranks))
         busy = [report.open for report in self.member.reports] or [0] * ranks
-        dealt: list[Drawn] = [[] for _ in range(ranks)]
+        dealt: list[Requests] = [[] for _ in range(ranks)]
         for group in groups.values():
             for first in range(0, len(group), most):
                 part = group[first : first + most]
@@ -258,25 +269,28 @@ class Fleet:
             return [request.id for request, _ in self._new]
 
     def stats(self) -> list[RoundStats]:
-        return [
-            stats for data in self._call("stats") for stats in wire.decode(data, list[RoundStats])
-        ]
+        stats: list[RoundStats] = []
+        for data in self._call("stats"):
+            stats += wire.decode(data, list[RoundStats])
+        return stats
 
     def fingerprints(self) -> dict[str, int]:
         """Compute the fingerprints on all ranks. That of a tensor that differs between ranks is DIFFERS."""
-        found = [wire.decode(data, dict[str, int]) for data in self._call("fingerprints")]
-        return {
-            name: mark if all(one.get(name) == mark for one in found) else DIFFERS
-            for marks in found
-            for name, mark in marks.items()
-        }
+        ranks = [wire.decode(data, dict[str, int]) for data in self._call("fingerprints")]
+        marks: dict[str, int] = {}
+        for of_rank in ranks:
+            marks |= of_rank
+        for name, mark in marks.items():
+            if any(of_rank.get(name) != mark for of_rank in ranks):
+                marks[name] = DIFFERS
+        return marks
 
     def describe(self) -> EngineDescription:
-        found = self.member.engine.describe()
+        description = self.member.engine.describe()
         ranks = self.member.ranks.size
-        found["max_total_tokens"] *= ranks
-        found["max_running_requests"] *= ranks
-        return found
+        description["max_total_tokens"] *= ranks
+        description["max_running_requests"] *= ranks
+        return description
 
     @property
     def alive(self) -> bool:

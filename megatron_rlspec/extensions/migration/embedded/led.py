@@ -94,7 +94,14 @@ def _join(make: Make, rank: int, size: int, meeting: str) -> EmbeddedEngine:
     return make(rank, dist.group.WORLD)
 
 
-def _follow(make: Make, rank: int, size: int, meeting: str, pipe: Connection, threads: int) -> None:
+def _follow(
+    make: Make,
+    rank: int,
+    size: int,
+    meeting: str,
+    pipe: Connection,
+    threads: int,
+) -> None:
     """Repeat the calls of rank 0 until it closes the pipe."""
     torch.set_num_threads(threads)
     engine = _join(make, rank, size, meeting)

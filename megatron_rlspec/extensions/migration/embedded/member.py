@@ -1,7 +1,7 @@
-"""One rank's part of a fleet of embedded engines: it draws its requests, and exchanges samples with other ranks.
+"""One rank's part of a fleet of embedded engines: it runs its requests, and exchanges samples with other ranks.
 
 All ranks run the same calls in lock-step: some rounds, one small exchange of loads, the same plan on every rank, the
-moves of the plan. No clock enters a plan, so a resumed run draws in the same batches as an uninterrupted one.
+moves of the plan. No clock enters a plan, so a resumed run decodes in the same batches as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from megatron_rlspec.extensions.migration.embedded.move import (
 )
 from megatron_rlspec.extensions.migration.embedded.regroup import regroup
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
-from megatron_rlspec.extensions.migration.plans.rebalance import How, Rebalancer
-from megatron_rlspec.extensions.migration.plans.record import MoveRecord
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
+from megatron_rlspec.extensions.migration.plans.record import How, Move, MoveRecord
 from megatron_rlspec.extensions.migration.plans.tp_planner import TPPlanner
 from megatron_rlspec.host.ranks import Pending, Ranks
 from megatron_rlspec.push.bucket import Named, buckets
 from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
-from megatron_rlspec.types import Load, Move, Request, Sample, Sampling, Scope, SpecSchedule
+from megatron_rlspec.types import Load, Request, Sample, Sampling, Scope, SpecSchedule
 
 BUCKET = 64 << 20  # bytes of weights in one message
-Drawn = list[tuple[Request, Sampling]]
+Requests = list[tuple[Request, Sampling]]
 
 
 class Tick(msgspec.Struct, frozen=True):
     """Some rounds on all ranks. new: requests of each rank; cap: tokens of a response; aborted, dropped: ids."""
 
-    new: list[Drawn]
+    new: list[Requests]
     aborted: list[str]
     dropped: list[str]
     rounds: int
@@ -75,14 +75,20 @@ class Report(msgspec.Struct, frozen=True):
 
 @dataclass
 class Arrival:
-    """A move with this rank as its target, while it lasts."""
+    """A move with this rank as its target, while it lasts.
+
+    first    stage 1, which travels
+    granted  ids of the samples that may come
+    refused  why some may not
+    """
 
     move: Move
-    granted: list[str] = field(default_factory=list)
-    first: Pending | None = None  # stage 1
+    first: Pending
+    granted: list[str]
+    refused: str
     bytes: int = 0
     ms: float = 0.0
-    refused: str = ""
+    ids: list[str] = field(default_factory=list)  # that have arrived
 
 
 class Member:
@@ -106,16 +112,13 @@ class Member:
         self.rebalancer = rebalancer
         self.sizes = sizes
         self.groups = groups
-        self.changes: list[dict[str, Any]] = []  # of the size
+        self.changes: list[dict[str, Any]] = []  # records of changes of the size
         self.mover = TransferEndpoint(engine)
         self.lengths = Lengths()  # of this rollout
         self.reports: list[Report] = []
         self.runs: list[ActiveRequest] = []
-        self.seconds = 0.0  # of making plans
         self._error = ""
-        # moved samples: tokens at the move, steps without a new one
-        self._missed: dict[str, tuple[int, int]] = {}
-        self._moved: list[MoveRecord] = []
+        self._moved: list[MoveRecord] = []  # in this tick
 
     # ---- a tick -----------------------------------------------------------------------------------------------------
 
@@ -123,10 +126,14 @@ class Member:
         """Run one tick. Returns the samples of all ranks that have ended on rank 0, none elsewhere."""
         self._error = ""
         engine = self.engine
+        self._count_lengths()
         self._resize(order)
         dropped = {run.request.id for run in engine.drop(order.dropped)}
         self.runs = [run for run in self.runs if run.request.id not in dropped]
-        self.runs += engine.submit([new for rank in self._group for new in order.new[rank]])
+        new: Requests = []
+        for rank in self._group:
+            new += order.new[rank]
+        self.runs += engine.submit(new)
         engine.abort(order.aborted)
         plan = self._plan(order)
         if plan:
@@ -139,220 +146,215 @@ class Member:
 
     @property
     def _group(self) -> range:
-        """Return the ranks that draw the same requests as this one. The first of them speaks for all."""
+        """Return the ranks that run the same requests as this one. The first of them speaks for all."""
         size = self.engine.model.comm.size
         first = self.ranks.rank // size * size
         return range(first, first + size)
+
+    def _count_lengths(self) -> None:
+        if not any(report.open for report in self.reports):
+            # A new rollout. A resumed run has not seen the one before.
+            self.lengths = Lengths()
+            return
+        for report in self.reports:
+            for length, cut in report.ended:
+                self.lengths.observe([length], [cut])
 
     def _resize(self, order: Tick) -> None:
         """Change the tensor-parallel size before this tick's rounds, if that pays. A new rollout begins at 1."""
         if self.sizes is None or self.groups is None:
             return
         now = self.engine.model.comm.size
-        began = time.perf_counter()
         wanted = 1
         how: How = "kv"
-        held = sum(report.open for report in self.reports[::now])
-        if held:
-            change = self.sizes.decide(self._loads(order)[::now], now, self.lengths, order.cap)
-            wanted = now if change is None else change.tp
-            how = "kv" if change is None else change.how
-        self.seconds += time.perf_counter() - began
-        if wanted != now:
-            began = time.perf_counter()
-            self.runs = regroup(self.engine, self.ranks, self.groups, wanted, how)
-            took = (time.perf_counter() - began) * 1e3
-            self.changes.append(
-                {"from": now, "to": wanted, "samples": held, "how": how, "ms": took}
-            )
+        open_requests = sum(report.open for report in self.reports[::now])
+        if open_requests:
+            wanted = now
+            loads = self._loads(order)[::now]  # one of each engine
+            change = self.sizes.decide(loads, now, self.lengths, order.cap)
+            if change is not None:
+                wanted = change.tp
+                how = change.how
+        if wanted == now:
+            return
+        began = time.perf_counter()
+        self.runs = regroup(
+            self.engine,
+            self.ranks,
+            self.groups,
+            wanted,
+            how,
+        )
+        record = {
+            "from": now,
+            "to": wanted,
+            "samples": open_requests,
+            "how": how,
+            "ms": (time.perf_counter() - began) * 1e3,
+        }
+        self.changes.append(record)
 
     def _loads(self, order: Tick) -> list[Load]:
         """Return every rank's load, with the requests of this tick."""
         loads = []
         for report, new in zip(self.reports, order.new, strict=True):
-            loads.append(replace(report.load, waiting=report.load.waiting + len(new)))
+            waiting = report.load.waiting + len(new)
+            loads.append(replace(report.load, waiting=waiting))
         return loads
 
-    def _step(self, landing: Arrivals | None = None) -> None:
+    def _step(self, arrivals: Arrivals | None = None) -> None:
         try:
-            self.engine.step(landing)
+            if arrivals is None:
+                self.engine.step()
+            else:
+                self.engine.step(arrivals.runs, arrivals.land)
         except RuntimeError as error:  # torch's own, too: every error must reach rank 0
             self._error = f"rank {self.ranks.rank}: {error}".splitlines()[0]
-        for id, (length, missed) in list(self._missed.items()):
-            run = next(
-                (run for run in self.runs if run.request.id == id and run.sample is None), None
-            )
-            if run is not None and len(run.response) == length:
-                self._missed[id] = length, missed + 1
 
     def _report(self) -> list[Sample]:
-        done = [
-            run.sample
-            for run in self.runs
-            if run.sample is not None and self.ranks.rank == self._group[0]
-        ]
+        ended = [run.sample for run in self.runs if run.sample is not None]
         self.runs = [run for run in self.runs if run.sample is None]
-        moved = self._settled()
-        ended = [(len(sample.response), sample.status != "finished") for sample in done]
-        load = self.engine.load(str(self.ranks.rank))
-        report = Report(load, ended, len(self.runs), len(done), moved, self._error)
-        self.reports = [wire.decode(data, Report) for data in self.ranks.share(wire.encode(report))]
+        done = ended if self.ranks.rank == self._group[0] else []
+        report = Report(
+            load=self.engine.load(str(self.ranks.rank)),
+            ended=[(len(sample.response), sample.status != "finished") for sample in done],
+            open=len(self.runs),
+            done=len(done),
+            moved=self._moved,
+            error=self._error,
+        )
+        self._moved = []
+        shared = self.ranks.share(wire.encode(report))
+        self.reports = [wire.decode(data, Report) for data in shared]
         if self.ranks.rank:
             if done:
                 self.ranks.send(0, wire.encode(done))
                 self.ranks.flush()
             return []
-        for other, told_by_it in enumerate(self.reports):
-            if other and told_by_it.done:
-                done += wire.decode(self.ranks.receive(other).numpy().data, list[Sample])
+        for rank, other in enumerate(self.reports):
+            if rank and other.done:
+                done += self._receive(rank, list[Sample])
         return done
 
-    def _settled(self) -> list[MoveRecord]:
-        """Return the records of moves whose samples have all drawn a token since, or ended."""
-        still = {
-            run.request.id
-            for run in self.runs
-            if self._missed.get(run.request.id, (-1,))[0] == len(run.response)
-        }
-        found = [record for record in self._moved if not still & set(record.ids)]
-        self._moved = [record for record in self._moved if still & set(record.ids)]
-        told = []
-        for record in found:
-            missed = max([self._missed.pop(id, (0, 0))[1] for id in record.ids], default=0)
-            told.append(replace(record, rounds=float(missed)))
-        return told
+    def _receive(self, rank: int, kind: Any) -> Any:
+        """Receive a message of this type."""
+        return wire.decode(self.ranks.receive(rank).numpy().data, kind)
 
     def _plan(self, order: Tick) -> list[Move]:
         """Return the moves before this tick's rounds: the same on every rank."""
-        reports = self.reports
-        if not any(report.open for report in reports):
-            # a new rollout; nothing of the one before, which a resumed run has not seen
-            self.lengths = Lengths()
+        if self.rebalancer is None or not self.reports:
             return []
-        for report in reports:
-            self.lengths.observe(
-                [length for length, _ in report.ended], [cut for _, cut in report.ended]
-            )
-        if self.rebalancer is None or order.aborted or order.dropped:
+        if order.aborted or order.dropped or len(self._group) > 1:
             return []
-        if any(report.error for report in reports):
-            return []
-        if len(self._group) > 1:
-            return []
-        began = time.perf_counter()
-        plan = self.rebalancer.plan(self._loads(order), self.lengths, order.cap)
-        self.seconds += time.perf_counter() - began
-        return plan
+        for report in self.reports:
+            if report.error:
+                return []
+        return self.rebalancer.plan(self._loads(order))
 
     # ---- moves ------------------------------------------------------------------------------------------------------
 
     def _move(self, plan: Sequence[Move]) -> None:
         """Carry out the moves of a plan, in two rounds. Every rank passes every message in the order of the plan."""
         rank = self.ranks.rank
-        leaving: list[tuple[int, list[str]]] = []
+        leaving: list[tuple[int, list[str]]] = []  # targets, and the ids that they granted
         coming: list[Arrival] = []
         for move in plan:
             if rank == int(move.source):
-                self._let_go(move, leaving)
+                leaving.append((int(move.target), self._send_verified(move)))
             elif rank == int(move.target):
-                self._expect(Arrival(move), coming)
+                coming.append(self._expect(move))
         self._step()  # stage 1 travels meanwhile
         for arrival in coming:
-            assert arrival.first is not None
-            began = time.perf_counter()
-            data = arrival.first.wait()
-            self.mover.take(KVMessage.unpack(data))
-            self._note(arrival, len(data), began)
+            self._take_verified(arrival)
         for target, granted in leaving:
-            first, rest = self.mover.finish(granted)
-            gone = {columns.id for columns in first.header.samples}
-            self.runs = [run for run in self.runs if run.request.id not in gone]
-            self.ranks.send(target, first.pack())
-            self.ranks.send(target, rest.pack())
+            self._send_rest(target, granted)
         if coming:
             self._land(coming)
         else:
             self._step()
         self.ranks.flush()
 
-    def _let_go(self, move: Move, leaving: list[tuple[int, list[str]]]) -> None:
-        """As the source: offer samples, and start to send those that are granted; or send them without their caches."""
+    def _send_verified(self, move: Move) -> list[str]:
+        """As the source: offer samples, and start to send those that are granted. Returns their ids."""
         target = int(move.target)
-        if move.how == "recompute":
-            gone = self.mover.detach(move.ids)
-            self.ranks.send(target, wire.encode(gone))
-            ids = {request.id for request, _ in gone}
-            self.runs = [run for run in self.runs if run.request.id not in ids]
-            return
-        self.ranks.send(target, wire.encode(self.mover.offer(move.ids)))
-        grants = wire.decode(self.ranks.receive(target).numpy().data, list[RowReservation])
-        self.ranks.send(target, self.mover.begin(grants).pack())
-        leaving.append((target, [grant.id for grant in grants if not grant.refused]))
+        offer = self.mover.offer(move.ids)
+        self.ranks.send(target, wire.encode(offer))
+        grants = self._receive(target, list[RowReservation])
+        verified = self.mover.begin(grants)
+        self.ranks.send(target, verified.pack())
+        return [grant.id for grant in grants if not grant.refused]
 
-    def _expect(self, arrival: Arrival, coming: list[Arrival]) -> None:
-        """As the target: reserve room, and start to receive; or queue what comes without caches."""
-        source = int(arrival.move.source)
-        data = self.ranks.receive(source)
-        began = time.perf_counter()
-        if arrival.move.how == "recompute":
-            runs = self.engine.submit(wire.decode(data.numpy().data, Drawn))
-            self.runs += runs
-            self._missed |= {run.request.id: (len(run.response), 0) for run in runs}
-            self._note(arrival, len(data), began)
-            self._record(arrival, [run.request.id for run in runs])
-            return
-        grants = self.mover.grant(wire.decode(data.numpy().data, Offer))
+    def _send_rest(self, target: int, granted: Sequence[str]) -> None:
+        """As the source: send stage 2 of samples that have not ended meanwhile, which leave this rank."""
+        first, rest = self.mover.finish(granted)
+        gone = {columns.id for columns in first.header.samples}
+        self.runs = [run for run in self.runs if run.request.id not in gone]
+        self.ranks.send(target, first.pack())
+        self.ranks.send(target, rest.pack())
+
+    def _expect(self, move: Move) -> Arrival:
+        """As the target: reserve room, and start to receive."""
+        source = int(move.source)
+        grants = self.mover.grant(self._receive(source, Offer))
         self.ranks.send(source, wire.encode(grants))
-        arrival.granted = [grant.id for grant in grants if not grant.refused]
-        arrival.refused = next((grant.refused for grant in grants if grant.refused), "")
-        arrival.first = self.ranks.expect(source)
-        self._note(arrival, len(data), began)
-        coming.append(arrival)
+        granted = [grant.id for grant in grants if not grant.refused]
+        refused = next((grant.refused for grant in grants if grant.refused), "")
+        return Arrival(move, self.ranks.expect(source), granted, refused)
+
+    def _take_verified(self, arrival: Arrival) -> None:
+        began = time.perf_counter()
+        data = arrival.first.wait()
+        self.mover.take(KVMessage.unpack(data))
+        self._count(arrival, len(data), began)
 
     def _land(self, coming: Sequence[Arrival]) -> None:
         """Take what arrives in stage 2 into the second round."""
-        messages = [(arrival.granted, self._rest(arrival)) for arrival in coming]
-        arrivals = Arrivals(
-            self.mover, messages, [partial(self._rest, arrival) for arrival in coming]
-        )
-        here = [*arrivals.runs, *arrivals.queued]
-        self._missed |= {run.request.id: (len(run.response), 0) for run in here}
-        self.runs += here
+        messages = []
+        rests = []
+        for arrival in coming:
+            message = self._receive_rest(arrival)
+            arrival.ids = [columns.id for columns in message.header.samples]
+            messages.append((arrival.granted, message))
+            rests.append(partial(self._receive_rest, arrival))
+        arrivals = Arrivals(self.mover, messages, rests)
+        self.runs += [*arrivals.runs, *arrivals.queued]
         self._step(arrivals)
-        arrivals.close()
-        for arrival, (_, message) in zip(coming, messages, strict=True):
-            self._record(arrival, [columns.id for columns in message.header.samples])
+        arrivals.receive_rests()
+        for arrival in coming:
+            self._record(arrival)
 
-    def _rest(self, arrival: Arrival) -> KVMessage:
+    def _receive_rest(self, arrival: Arrival) -> KVMessage:
         """Receive a message of stage 2."""
         began = time.perf_counter()
         data = self.ranks.receive(int(arrival.move.source))
-        self._note(arrival, len(data), began)
+        self._count(arrival, len(data), began)
         return KVMessage.unpack(data)
 
-    def _note(self, arrival: Arrival, size: int, began: float) -> None:
+    def _count(self, arrival: Arrival, size: int, began: float) -> None:
         arrival.bytes += size
         arrival.ms += (time.perf_counter() - began) * 1e3
 
-    def _record(self, arrival: Arrival, ids: Sequence[str]) -> None:
-        """Keep the record of a move, of which `ids` have arrived."""
-        move = arrival.move
-        held = {held.id: held.context for report in self.reports for held in report.load.running}
-        there, here = (
-            len(self.reports[int(name)].load.running) for name in (move.source, move.target)
+    def _record(self, arrival: Arrival) -> None:
+        source = self.reports[int(arrival.move.source)]
+        contexts = {held.id: held.context for held in source.load.running}
+        record = MoveRecord(
+            source=arrival.move.source,
+            target=arrival.move.target,
+            ids=arrival.ids,
+            how="kv",
+            tokens=sum(contexts.get(id, 0) for id in arrival.ids),
+            bytes=arrival.bytes,
+            ms=arrival.ms,
+            refused=arrival.refused,
         )
-        why = f"{there} samples there, {here} here"
-        tokens = sum(held.get(id, 0) for id in ids)
-        moved = MoveRecord(
-            move.source, move.target, list(ids), move.how, why, tokens, arrival.bytes, arrival.ms
-        )
-        self._moved.append(replace(moved, refused=arrival.refused))
+        self._moved.append(record)
 
     # ---- everything else --------------------------------------------------------------------------------------------
 
     def call(self, name: str, argument: Any) -> list[bytes]:
         """Call a method of every rank's engine. Returns the encoded results of all ranks. Raises EngineError."""
-        error, result = "", b""
+        error = ""
+        result = b""
         try:
             if name == "set_schedule":
                 argument = SpecSchedule.from_json(argument)
@@ -362,7 +364,8 @@ class Member:
             result = wire.encode(method() if argument is None else method(argument))
         except EngineError as failed:
             error = f"rank {self.ranks.rank}: {failed}"
-        return self._checked(self.ranks.share(wire.encode((error, result))))
+        answers = self.ranks.share(wire.encode((error, result)))
+        return self._checked(answers)
 
     def update(self, version: int, scope: Scope, tensors: Iterable[Named]) -> None:
         """Update every rank's engine with rank 0's tensors. Raises EngineError on all ranks if one engine fails."""
@@ -386,27 +389,27 @@ class Member:
         for failed, _ in decoded:
             if failed:
                 raise EngineError(failed)
-        return [found for _, found in decoded]
+        return [result for _, result in decoded]
 
     def _sent(self, tensors: Iterable[Named]) -> Generator[Named, None, None]:
         """Yield rank 0's tensors after every rank has them."""
         whole = False
         try:
             for lot in buckets(tensors, BUCKET):
-                heads = [
-                    (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-                    for name, tensor in lot
-                ]
+                heads = []
+                parts = []
+                for name, tensor in lot:
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+                    heads.append((name, dtype, list(tensor.shape)))
+                    flat = tensor.detach().cpu().contiguous().view(-1)
+                    parts.append(flat.view(torch.uint8))
                 self.ranks.tell(wire.encode(heads))
-                flat = [
-                    tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                    for _, tensor in lot
-                ]
-                self.ranks.tell(torch.cat(flat).numpy().tobytes())
+                self.ranks.tell(torch.cat(parts).numpy().tobytes())
                 yield from lot
             whole = True
         finally:
-            self.ranks.tell(wire.encode([("", "whole" if whole else "cut", [])]))
+            end = "whole" if whole else "cut"
+            self.ranks.tell(wire.encode([("", end, [])]))
 
     def _received(self) -> Generator[Named, None, None]:
         """Yield the tensors of `_sent`. Raises EngineError if rank 0 sent a part of them only."""
@@ -416,9 +419,11 @@ class Member:
                 if heads[0][1] == "cut":
                     raise EngineError("the update ended early on rank 0")
                 return
-            data = torch.frombuffer(bytearray(self.ranks.tell()), dtype=torch.uint8)
+            received = bytearray(self.ranks.tell())
+            data = torch.frombuffer(received, dtype=torch.uint8)
             for name, dtype, shape in heads:
                 kind = getattr(torch, dtype)
                 size = kind.itemsize * torch.Size(shape).numel()
-                yield name, data[:size].view(kind).view(shape)
+                tensor = data[:size].view(kind)
+                yield name, tensor.view(shape)
                 data = data[size:]

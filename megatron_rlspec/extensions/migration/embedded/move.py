@@ -33,6 +33,7 @@ FRONT = 16  # bytes before a header: its length
 # columns that are reserved beyond a sample's present length; a round commits fewer tokens
 ROOM = 64
 Range = tuple[int, int]  # columns [first, last)
+KINDS = ("drafter", "hidden", "target")  # of data in a message, as the fields of `Columns`
 # what a source would send: id, the prompt's tokens [P], and length
 Offer = list[tuple[str, np.ndarray, int]]
 
@@ -72,10 +73,12 @@ class KVMessage(NamedTuple):
     def pack(self) -> torch.Tensor:
         """Return the message as bytes: the header's length, the header, the buffer."""
         header = wire.encode(self.header)
-        padded = bytearray(header + bytes(-len(header) % FRONT))  # so that the buffer is aligned
         front = bytearray(len(header).to_bytes(FRONT, "little"))
-        buffer = self.data.detach().cpu().contiguous().view(torch.uint8).view(-1)
-        return torch.cat([torch.frombuffer(front + padded, dtype=torch.uint8), buffer])
+        front += header
+        front += bytes(-len(header) % FRONT)  # so that the buffer is aligned
+        buffer = self.data.detach().cpu().contiguous()
+        parts = [torch.frombuffer(front, dtype=torch.uint8), buffer.view(torch.uint8).view(-1)]
+        return torch.cat(parts)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> KVMessage:
@@ -83,7 +86,9 @@ class KVMessage(NamedTuple):
         size = int.from_bytes(bytes(packed[:FRONT].tolist()), "little")
         body = packed[FRONT:]
         header = wire.decode(body[:size].numpy().data, Header)
-        return cls(header, body[size + -size % FRONT :].view(getattr(torch, header.dtype)))
+        padded = size + -size % FRONT
+        dtype = getattr(torch, header.dtype)
+        return cls(header, body[padded:].view(dtype))
 
 
 class Departure(NamedTuple):
@@ -108,11 +113,13 @@ class TransferEndpoint:
 
     def offer(self, ids: Sequence[str]) -> Offer:
         """Describe those of these samples that run here and have been prefilled."""
-        runs = [run for run in self.engine.running if run.request.id in ids and self._ready(run)]
-        return [
-            (r.request.id, np.asarray(r.request.prompt.tokens), int(self.cache.length[r.row]))
-            for r in runs
-        ]
+        offer: Offer = []
+        for run in self.engine.running:
+            if run.request.id in ids and self._ready(run):
+                prompt = np.asarray(run.request.prompt.tokens)
+                length = int(self.cache.length[run.row])
+                offer.append((run.request.id, prompt, length))
+        return offer
 
     def begin(self, grants: Sequence[RowReservation]) -> KVMessage:
         """Start to move the samples that were granted, which go on here. Returns stage 1: their verified columns."""
@@ -123,10 +130,17 @@ class TransferEndpoint:
             if grant.refused or run is None or not self._ready(run):
                 continue
             length, drafted, prefix = self._extent(run)
+            hidden = (0, 0)
+            if self.drafts and grant.target < prefix:
+                hidden = (prefix - 1, prefix)
             # what another sample of the prompt brings may come later
-            sent = min(max(grant.drafter, 1), drafted)
-            last = (prefix - 1, prefix) if grant.target < prefix and self.drafts else (0, 0)
-            columns = Columns(grant.id, (sent, drafted), last, (grant.target, length - 1))
+            present = min(max(grant.drafter, 1), drafted)
+            columns = Columns(
+                id=grant.id,
+                drafter=(present, drafted),
+                hidden=hidden,
+                target=(grant.target, length - 1),
+            )
             parts.append((run, columns))
             self.departing[grant.id] = Departure(run, run.seats, length - 1, drafted)
         return self._message(parts)
@@ -137,43 +151,48 @@ class TransferEndpoint:
         The samples are in the first, and leave this engine. Those that ended since, or went back into the queue, are
         missing.
         """
-        begun = [self.departing.pop(id) for id in ids if id in self.departing]
-        leaving = [departure for departure in begun if self._stays(departure)]
         drafter: list[tuple[ActiveRequest, Columns]] = []
         target: list[tuple[ActiveRequest, Columns]] = []
-        for run, _, verified, sent in leaving:
+        for id in ids:
+            departure = self.departing.pop(id, None)
+            if departure is None or not self._in_its_row(departure):
+                continue
+            run = departure.run
             length, drafted, _ = self._extent(run)
             hidden = (drafted - 1, length - 1) if self.drafts else (0, 0)
-            drafter.append((run, Columns(run.request.id, (sent, drafted), hidden)))
-            target.append((run, Columns(run.request.id, target=(verified, length - 1))))
+            of_drafter = Columns(id, (departure.drafter, drafted), hidden)
+            of_target = Columns(id, target=(departure.target, length - 1))
+            drafter.append((run, of_drafter))
+            target.append((run, of_target))
         requests = [(self._request(run), run.sampling) for run, _ in drafter]
-        messages = self._message(drafter, requests), self._message(target)
+        first = self._message(drafter, requests)
+        rest = self._message(target)
         for run, _ in drafter:
             self.engine.scheduler.remove(run)
-        return messages
-
-    def detach(self, ids: Sequence[str]) -> list[tuple[Request, Sampling]]:
-        """Take samples out, to be computed anew elsewhere."""
-        return [(self._request(run), run.sampling) for run in self.engine.drop(ids)]
+        return first, rest
 
     # ---- target -----------------------------------------------------------------------------------------------------
 
     def grant(self, offer: Offer) -> list[RowReservation]:
         """Reserve a row and slots for each offered sample, or say why not."""
         coming: set[bytes] = set()
-        return [self._reserve(id, prompt, length, coming) for id, prompt, length in offer]
+        grants = []
+        for id, prompt, length in offer:
+            grants.append(self._reserve(id, prompt, length, coming))
+        return grants
 
     def take(self, message: KVMessage) -> None:
         """Write stage 1."""
         self._write(message)
         for columns in message.header.samples:
             row = self.engine.reserved.get(columns.id)
-            if row is not None:
-                prefix = self.cache.prefix[row]
-                size = len(prefix.tokens)
-                if columns.target[0] < size:
-                    prefix.computed = size
-                prefix.drafted = max(prefix.drafted, min(columns.drafter[1], size))
+            if row is None:
+                continue
+            prefix = self.cache.prefix[row]
+            size = len(prefix.tokens)
+            if columns.target[0] < size:
+                prefix.computed = size
+            prefix.drafted = max(prefix.drafted, min(columns.drafter[1], size))
 
     def arrive(self, message: KVMessage) -> tuple[list[ActiveRequest], list[ActiveRequest]]:
         """Write the drafter's rest. Returns the samples that may draft now, and those without room, which wait here."""
@@ -181,20 +200,21 @@ class TransferEndpoint:
         cache = self.cache
         runs = []
         queued = []
-        for (request, sampling), columns in zip(
-            message.header.requests, message.header.samples, strict=True
-        ):
-            row = engine.reserved.get(request.id)
+        header = message.header
+        for (request, sampling), columns in zip(header.requests, header.samples, strict=True):
             [run] = engine.scheduler.made([(request, sampling)])
-            tokens = np.concatenate([np.asarray(request.prompt.tokens), run.response])
+            prompt = np.asarray(request.prompt.tokens)
+            tokens = np.concatenate([prompt, run.response])
+            row = engine.reserved.get(request.id)
             if row is None or not cache.back(row, len(tokens)):
                 queued.append(run)
                 continue
             prefix = cache.prefix[row]
+            size = len(prefix.tokens)
             cache.tokens[row, : len(tokens)] = tokens
             cache.length[row] = len(tokens)
-            cache.drafted[row] = max(columns.drafter[1], len(prefix.tokens), 1)
-            prefix.drafted = max(prefix.drafted, min(columns.drafter[1], len(prefix.tokens)))
+            cache.drafted[row] = max(columns.drafter[1], size, 1)
+            prefix.drafted = max(prefix.drafted, min(columns.drafter[1], size))
             engine.rounds.seat(row, sampling, request.seed, run.draws)
             run.row = row
             run.seats = 1
@@ -207,7 +227,8 @@ class TransferEndpoint:
         """Write the target's rest for the samples of `arrive`, which run here from now on."""
         self._write(message, {run.request.id for run in runs})
         for run in runs:
-            self.cache.computed[run.row] = self.cache.length[run.row] - 1
+            length = self.cache.length[run.row]
+            self.cache.computed[run.row] = length - 1
             del self.engine.reserved[run.request.id]
 
     def withdraw(self, ids: Sequence[str]) -> None:
@@ -220,34 +241,45 @@ class TransferEndpoint:
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def _ready(self, run: ActiveRequest) -> bool:
-        return len(run.response) > 0 and not run.abort and self.engine.rounds.ready(run.row)
+        if run.abort or not run.response:
+            return False
+        return self.engine.rounds.ready(run.row)
 
-    def _stays(self, departure: Departure) -> bool:
+    def _in_its_row(self, departure: Departure) -> bool:
         """Return whether the sample is still in the row whose columns were sent; an update takes it out."""
         run = departure.run
-        return run.seats == departure.seat and not run.abort and run in self.engine.running
+        if run.abort or run.seats != departure.seat:
+            return False
+        return run in self.engine.running
 
     def _extent(self, run: ActiveRequest) -> tuple[int, int, int]:
         """Return a sample's length, the end of the columns that hold the drafter's keys, and its prefix's length."""
         prefix = self.cache.prefix[run.row]
         size = len(prefix.tokens)
-        drafted = prefix.drafted if prefix.drafted < size else int(self.cache.drafted[run.row])
+        drafted = prefix.drafted
+        if drafted >= size:
+            drafted = int(self.cache.drafted[run.row])
         return int(self.cache.length[run.row]), drafted, size
 
     def _request(self, run: ActiveRequest) -> Request:
+        """Return the request with which another engine continues a sample."""
         if run.row >= 0:
             run.draws = int(self.engine.rounds.draws[run.row])
-        return replace(
-            run.request, partial=Partial.of(run.so_far("aborted")) if run.response else None
-        )
+        partial = Partial.of(run.so_far("aborted")) if run.response else None
+        return replace(run.request, partial=partial)
 
     def _reserve(
-        self, id: str, prompt: np.ndarray, length: int, coming: set[bytes]
+        self,
+        id: str,
+        prompt: np.ndarray,
+        length: int,
+        coming: set[bytes],
     ) -> RowReservation:
+        """Reserve a row and slots for a sample; `coming`: keys of the prompts that samples before it bring."""
         cache = self.cache
-        row = cache.open(
-            np.concatenate([prompt, np.zeros(length - len(prompt), np.int64)]), len(prompt)
-        )
+        response = np.zeros(length - len(prompt), np.int64)  # not known yet
+        tokens = np.concatenate([prompt, response])
+        row = cache.open(tokens, len(prompt))
         if row is None:
             return RowReservation(id, refused="no row or no room for the prompt")
         if not cache.back(row, min(length + ROOM, cache.columns)):
@@ -255,18 +287,22 @@ class TransferEndpoint:
             return RowReservation(id, refused=f"no room for {length} tokens")
         prefix = cache.prefix[row]
         size = len(prefix.tokens)
-        here = prefix.computed == size or prefix.key in coming
+        computed = prefix.computed == size or prefix.key in coming
         drafted = prefix.drafted >= size or prefix.key in coming
         coming.add(prefix.key)
         self.engine.reserved[id] = row
-        return RowReservation(id, size if here else 0, max(size, 1) if drafted else 1)
+        target = size if computed else 0
+        drafter = max(size, 1) if drafted else 1
+        return RowReservation(id, target, drafter)
 
     def _pools(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every pool in the order of the buffer."""
         layers = self.cache.model.arch.layers
-        yield from (("drafter", pool) for pool in self.cache.kv[layers:])
+        for pool in self.cache.kv[layers:]:
+            yield "drafter", pool
         yield "hidden", self.cache.hidden
-        yield from (("target", pool) for pool in self.cache.kv[:layers])
+        for pool in self.cache.kv[:layers]:
+            yield "target", pool
 
     def _message(
         self,
@@ -275,48 +311,66 @@ class TransferEndpoint:
     ) -> KVMessage:
         """Copy the columns of all samples into one buffer."""
         slots = {}
-        for kind in ("drafter", "hidden", "target"):
-            found = [
-                self.cache.slots[run.row, slice(*getattr(columns, kind))] for run, columns in parts
-            ]
-            slots[kind] = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *found]))
-        sizes = [len(slots[kind]) * pool[0].numel() for kind, pool in self._pools()]
-        data = torch.empty(sum(sizes), dtype=self.cache.model.dtype, device=self.cache.model.device)
-        for (kind, pool), piece in zip(self._pools(), data.split(sizes), strict=True):
-            torch.index_select(
-                pool, 0, slots[kind].to(pool.device), out=piece.view(-1, *pool.shape[1:])
-            )
-        columns = [columns for _, columns in parts]
-        return KVMessage(
-            Header(str(data.dtype).removeprefix("torch."), columns, list(requests)), data
+        for kind in KINDS:
+            pieces = []
+            for run, columns in parts:
+                first, last = getattr(columns, kind)
+                pieces.append(self.cache.slots[run.row, first:last])
+            slots[kind] = _joined(pieces)
+        sizes = []
+        for kind, pool in self._pools():
+            sizes.append(len(slots[kind]) * pool[0].numel())
+        model = self.cache.model
+        data = torch.empty(sum(sizes), dtype=model.dtype, device=model.device)
+        pieces_of_data = iter(data.split(sizes))
+        for kind, pool in self._pools():
+            columns_of_pool = next(pieces_of_data).view(-1, *pool.shape[1:])
+            index = slots[kind].to(pool.device)
+            torch.index_select(pool, 0, index, out=columns_of_pool)
+        header = Header(
+            dtype=str(data.dtype).removeprefix("torch."),
+            samples=[columns for _, columns in parts],
+            requests=list(requests),
         )
+        return KVMessage(header, data)
 
     def _write(self, message: KVMessage, only: set[str] | None = None) -> None:
         """Copy a buffer into the slots of the reserved rows. What belongs to other ids is left out."""
-        samples = message.header.samples
-        rows = {c.id: self.engine.reserved[c.id] for c in samples if c.id in self.engine.reserved}
         slots = {}
-        wanted = {}
-        for kind in ("drafter", "hidden", "target"):
-            ranges = [getattr(columns, kind) for columns in samples]
-            here = [c.id in rows and (only is None or c.id in only) for c in samples]
-            found = [
-                self.cache.slots[rows[c.id], slice(*r)]
-                for c, r, h in zip(samples, ranges, here, strict=True)
-                if h
-            ]
-            slots[kind] = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *found]))
-            wanted[kind] = torch.from_numpy(
-                np.repeat(np.array(here, bool), [last - first for first, last in ranges])
-            )
-        sizes = [len(wanted[kind]) * pool[0].numel() for kind, pool in self._pools()]
-        for (kind, pool), piece in zip(self._pools(), message.data.split(sizes), strict=True):
-            columns = piece.view(-1, *pool.shape[1:])[wanted[kind]]
-            pool.index_copy_(0, slots[kind].to(pool.device), columns.to(pool.device))
+        wanted = {}  # by kind: whether each column of the buffer is written
+        for kind in KINDS:
+            pieces = []
+            masks = []
+            for columns in message.header.samples:
+                first, last = getattr(columns, kind)
+                row = self.engine.reserved.get(columns.id)
+                written = row is not None and (only is None or columns.id in only)
+                masks.append(np.full(last - first, written))
+                if written:
+                    pieces.append(self.cache.slots[row, first:last])
+            slots[kind] = _joined(pieces)
+            wanted[kind] = _joined(masks).bool()
+        sizes = []
+        for kind, pool in self._pools():
+            sizes.append(len(wanted[kind]) * pool[0].numel())
+        pieces_of_data = iter(message.data.split(sizes))
+        for kind, pool in self._pools():
+            columns_of_pool = next(pieces_of_data).view(-1, *pool.shape[1:])
+            source = columns_of_pool[wanted[kind]]
+            index = slots[kind].to(pool.device)
+            pool.index_copy_(0, index, source.to(pool.device))
+
+
+def _joined(pieces: Sequence[np.ndarray]) -> torch.Tensor:
+    """Return all pieces as one tensor, [n] int64, also if there are none."""
+    nothing = np.zeros(0, np.int64)
+    return torch.from_numpy(np.concatenate([nothing, *pieces]))
 
 
 class Arrivals:
-    """Samples that arrive during a step: a `Landing`.
+    """Samples that arrive during a step of `MigratableEmbeddedEngine`.
+
+    They draft in the round during which the target's keys arrive, and are verified in it.
 
     messages  the drafter's rests, each with the ids that were granted; some may have stayed at their source
     rests     wait for the target's rest of each message, in order
@@ -343,13 +397,15 @@ class Arrivals:
         self.runs = [run for group in self._groups for run in group]
 
     def land(self) -> list[ActiveRequest]:
+        """Wait for the target's keys. Returns the samples, which are whole now."""
         while self._rests:
             group = self._groups[-len(self._rests)]
-            self.mover.land(self._rests.pop(0)(), group)
+            receive = self._rests.pop(0)
+            self.mover.land(receive(), group)
             self.landed += group
         return self.landed
 
-    def close(self) -> None:
+    def receive_rests(self) -> None:
         """Receive what still travels, because the step did not come so far."""
         while self._rests:
             self._rests.pop(0)()

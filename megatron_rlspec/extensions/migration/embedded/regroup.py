@@ -15,7 +15,8 @@ import msgspec
 from megatron_rlspec import wire
 from megatron_rlspec.extensions.migration.embedded import retile
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
-from megatron_rlspec.extensions.migration.plans.rebalance import How, held_of
+from megatron_rlspec.extensions.migration.plans.rebalance import held_of
+from megatron_rlspec.extensions.migration.plans.record import How
 from megatron_rlspec.extensions.migration.plans.tp_planner import deal
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.rollout.embedded.parallel import Groups

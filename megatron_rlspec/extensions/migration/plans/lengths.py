@@ -1,15 +1,13 @@
-"""How many tokens running samples still draw, estimated from the lengths of samples so far."""
+"""How many tokens running samples still take, estimated from the lengths of samples so far."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import cached_property
-from itertools import chain
 
 import numpy as np
 
-KEPT = 4096  # newest samples
+NEWEST = 4096  # samples that count
 
 
 class Lengths:
@@ -21,69 +19,48 @@ class Lengths:
     """
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[int, bool]] = deque(maxlen=KEPT)
+        self._lengths: deque[int] = deque(maxlen=NEWEST)
+        self._censored: deque[bool] = deque(maxlen=NEWEST)
 
     def observe(self, lengths: Sequence[int], censored: Sequence[bool]) -> None:
         """Add response lengths, in tokens."""
-        for length, cut in zip(lengths, censored, strict=True):
-            self._seen.append((int(length), bool(cut)))
-        self.__dict__.pop("_survival", None)
-        self.__dict__.pop("_below", None)
+        self._lengths.extend(lengths)
+        self._censored.extend(censored)
 
-    def beside(self, running: Sequence[int]) -> Lengths:
-        """Return the estimate that also counts samples which still run, by their tokens so far.
+    def remaining(self, running: Sequence[int], cap: int) -> np.ndarray:
+        """Return the expected further tokens, [n], of running samples that have `running` [n] tokens.
 
-        Without them, an estimate in the middle of a rollout knows the short samples only.
+        They count as censored themselves. Without them, an estimate in the middle of a rollout knows the short samples
+        only. All end at `cap` tokens at the latest.
         """
-        both = Lengths()
-        both._seen = deque((*self._seen, *((int(length), True) for length in running)))
-        return both
+        survival = self._survival(running)
+        return np.array([_remaining(survival, length, cap) for length in running])
 
-    @cached_property
-    def _survival(self) -> np.ndarray:
-        """Return P(length > u), `[longest + 1]`; empty without samples."""
-        if not self._seen:
+    def _survival(self, running: Sequence[int]) -> np.ndarray:
+        """Return P(length > u), [longest + 1]; empty if no sample has ended or runs."""
+        still_running = [True] * len(running)
+        lengths = np.array([*self._lengths, *running], np.int64)
+        censored = np.array([*self._censored, *still_running], bool)
+        if not len(lengths):
             return np.zeros(0)
-        flat = np.fromiter(chain.from_iterable(self._seen), np.int64, 2 * len(self._seen))
-        lengths, cut = flat[::2], flat[1::2]
         size = int(lengths.max()) + 1
-        ended = np.bincount(lengths[cut == 0], minlength=size)
-        at_risk = np.bincount(lengths, minlength=size)[::-1].cumsum()[::-1]
+        ended = np.bincount(lengths[~censored], minlength=size)
+        reached = np.bincount(lengths, minlength=size)
+        at_risk = reached[::-1].cumsum()[::-1]
         return np.cumprod(1 - ended / at_risk)
 
-    @cached_property
-    def _below(self) -> np.ndarray:
-        """Return the sum of `_survival` over all u < n, `[longest + 2]`."""
-        return np.concatenate([[0.0], np.cumsum(self._survival)])
 
-    def survival(self, length: int | np.ndarray, more: np.ndarray) -> np.ndarray:
-        """Return the probability that samples of `length` tokens draw more than `more` further ones (broadcast)."""
-        known = self._survival
-        length = np.asarray(length)
-        reached = length + np.maximum(np.asarray(more, float), 0.0)
-        if not len(known):
-            return np.ones_like(reached)
-        now = self._now(length)
-        inside = known[np.minimum(reached, len(known) - 1).astype(np.int64)] / np.where(
-            now > 0, now, 1.0
-        )
-        found: np.ndarray = np.where(
-            now > 0, inside, np.maximum(length, 1) / np.maximum(reached, 1.0)
-        )
-        return found
-
-    def _now(self, length: np.ndarray) -> np.ndarray:
-        """Return P(length > `length`), 0 where it is not known."""
-        known = self._survival
-        return np.where(length < len(known), known[np.minimum(length, len(known) - 1)], 0.0)
-
-    def remaining(self, length: int, cap: int) -> float:
-        """Return the expected further tokens of a sample of `length` tokens that ends at `cap` at the latest."""
-        if length >= cap:
-            return 0.0
-        known = self._survival
-        if length < len(known) and known[length] > 0:
-            inside = min(cap, len(known))
-            beyond = (cap - inside) * known[-1]
-            return float((self._below[inside] - self._below[length] + beyond) / known[length])
-        return float(self.survival(length, np.arange(cap - length)).sum())
+def _remaining(survival: np.ndarray, length: int, cap: int) -> float:
+    if length >= cap:
+        return 0.0
+    if not len(survival):
+        return float(cap - length)
+    if length < len(survival) and survival[length] > 0:
+        inside = survival[length:cap].sum()
+        # From the longest sample on, nobody is known to end.
+        tokens_beyond = max(cap - len(survival), 0)
+        beyond = tokens_beyond * survival[-1]
+        return float((inside + beyond) / survival[length])
+    reached = np.maximum(np.arange(length, cap), 1)
+    chances = max(length, 1) / reached
+    return float(chances.sum())

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
-from megatron_rlspec.extensions.migration.plans.pace import Pace, drained
-from megatron_rlspec.extensions.migration.plans.rebalance import (
-    GAIN,
-    How,
-    Running,
-)
+from megatron_rlspec.extensions.migration.plans.pace import Pace
+from megatron_rlspec.extensions.migration.plans.record import How
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.types import Held, Load, SpecConfig
+
+WIRE = 1.0  # GB/s that a rank is taken to send
+GAIN = 0.05  # least share of the remaining time that a change must save beyond its cost
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,7 @@ class SwitchCosts:
 
     def caches_ms(self, tokens: float, tp: int) -> float:
         """Return the ms in which the ranks of an engine of size `tp` send its caches of `tokens` (PAT, eq. 1 and 2)."""
-        return (
-            tokens * self.token_bytes / tp / self.gigabytes_per_second / 1e6
-            if self.gigabytes_per_second
-            else 0.0
-        )
+        return tokens * self.token_bytes / tp / self.gigabytes_per_second / 1e6
 
 
 @dataclass(frozen=True)
@@ -96,65 +91,86 @@ class TPPlanner:
             )
         self.costs = costs
         self.ranks = ranks
-        self._known = {tp: [c for c in candidates if c in table.configs(tp)] for tp in self.sizes}
-        for tp, configs in self._known.items():
-            if not configs:
-                raise CostTableError(
-                    f"cost table holds none of {', '.join(map(str, candidates))} at tp={tp}"
-                )
+        self._candidates: dict[int, list[SpecConfig]] = {}
+        for tp in self.sizes:
+            measured = table.configs(tp)
+            self._candidates[tp] = [config for config in candidates if config in measured]
+            if not self._candidates[tp]:
+                wanted = ", ".join(map(str, candidates))
+                raise CostTableError(f"cost table holds none of {wanted} at tp={tp}")
         self.renew(table, rates)
 
     def renew(self, table: CostTable, rates: Sequence[float]) -> None:
         """Decide by these costs from now on, of the same sizes and configurations, and by this acceptance."""
         self.table = table
-        self.paces: Mapping[int, Pace] = {
-            tp: Pace(table.at(tp), self._known[tp], rates) for tp in self.sizes
-        }
+        self.paces: dict[int, Pace] = {}
+        for tp in self.sizes:
+            self.paces[tp] = Pace(table.at(tp), self._candidates[tp], rates)
 
-    def decide(self, loads: Sequence[Load], tp: int, lengths: Lengths, cap: int) -> Change | None:
+    def decide(
+        self,
+        loads: Sequence[Load],
+        tp: int,
+        lengths: Lengths,
+        cap: int,
+    ) -> Change | None:
         """Return the change that lets the last sample end earliest, if it pays; None to go on as now.
 
         loads    one per engine of the size `tp`
         cap      the most tokens of a response
-        Raises ValueError for loads that are not those of `tp`, and for a size that the table lacks.
         """
-        if tp not in self.sizes or len(loads) != self.ranks // tp:
-            raise ValueError(
-                f"{len(loads)} engines of tp={tp}, expected {self.ranks} ranks and tp of {self.sizes}"
-            )
-        now = [load.running for load in loads]
-        everybody = [held for running in now for held in running]
-        if not everybody or any(load.waiting for load in loads):
+        groups_now = [load.running for load in loads]
+        samples = [held for group in groups_now for held in group]
+        if not samples or any(load.waiting for load in loads):
             return None  # with requests waiting it is not the tail
-        running = Running(loads, lengths, cap)
-        stay = self.finish(deal(everybody, len(loads)), tp, running)
-        best: Change | None = None
+        responses = [held.context - held.prompt for held in samples]
+        remaining = lengths.remaining(responses, cap)
+        left = dict(zip(_ids(samples), remaining.tolist(), strict=True))
+        stay = self.finish(deal(samples, len(loads)), tp, left)
+        changes = []
         for other in self.sizes:
             if other == tp:
                 continue
-            groups = deal(everybody, self.ranks // other)
-            cost, how = self.cost(now, groups, tp, other)
-            finish = self.finish(groups, other, running) + cost
-            if best is None or finish < best.finish_ms:
-                ids = tuple(tuple(held.id for held in group) for group in groups)
-                best = Change(other, ids, how, stay, finish, cost)
-        return best if best is not None and best.finish_ms < stay * (1 - GAIN) else None
+            groups = deal(samples, self.ranks // other)
+            cost, how = self.cost(groups_now, groups, tp, other)
+            change = Change(
+                tp=other,
+                groups=tuple(_ids(group) for group in groups),
+                how=how,
+                stay_ms=stay,
+                finish_ms=self.finish(groups, other, left) + cost,
+                cost_ms=cost,
+            )
+            changes.append(change)
+        best = min(changes, key=lambda change: change.finish_ms)
+        return best if best.finish_ms < stay * (1 - GAIN) else None
 
-    def finish(self, groups: Sequence[Sequence[Held]], tp: int, running: Running) -> float:
-        """Return the expected ms until the last sample of all groups has ended."""
-        which = {held.id: i for i, held in enumerate(running.held)}
-        sums = [
-            running.terms[:, [which[held.id] for held in group]].sum(1) for group in groups if group
-        ]
-        return float(drained(self.paces[tp], running.times, np.stack(sums, 1)).max())
+    def finish(self, groups: Sequence[Sequence[Held]], tp: int, left: Mapping[str, float]) -> float:
+        """Return the ms until the last sample of all groups has ended; `left`: tokens that each sample still takes."""
+        return max(self._group_ms(group, tp, left) for group in groups if group)
+
+    def _group_ms(self, group: Sequence[Held], tp: int, left: Mapping[str, float]) -> float:
+        order = sorted(group, key=lambda held: left[held.id])
+        ends = np.array([left[held.id] for held in order])  # [n] tokens from now
+        contexts = np.array([held.context for held in order])
+        # Between two ends the batch is constant, and every context grows.
+        spans = np.diff(ends, prepend=0.0)
+        batch = np.arange(len(order), 0, -1)
+        mean_context = contexts[::-1].cumsum()[::-1] / batch
+        length = mean_context + ends - spans / 2
+        ms = spans * self.paces[tp].per_token(batch, length)
+        return float(ms.sum())
 
     def cost(
-        self, now: Sequence[Sequence[Held]], groups: Sequence[Sequence[Held]], old: int, new: int
+        self,
+        now: Sequence[Sequence[Held]],
+        groups: Sequence[Sequence[Held]],
+        old: int,
+        new: int,
     ) -> tuple[float, How]:
         """Return the ms of a change, and the cheaper way to bring the samples over (PAT, eq. 1 to 4)."""
-        ways: list[tuple[float, How]] = [
-            (max(self._prefill_ms(group, new) for group in groups), "recompute")
-        ]
+        prefill = max(self._prefill_ms(group, new) for group in groups)
+        ways: list[tuple[float, How]] = [(prefill, "recompute")]
         if self.costs.gigabytes_per_second > 0:
             tokens = max(sum(held.context for held in running) for running in now)
             ways.append((self.costs.caches_ms(tokens, old), "kv"))
@@ -165,19 +181,28 @@ class TPPlanner:
         """Return the prefill of a batch of equal lengths, whose root mean square is the group's (PAT, eq. 3 and 4)."""
         if not group:
             return 0.0
-        length = math.sqrt(np.mean([held.context**2 for held in group]))
+        squares = [held.context**2 for held in group]
+        length = math.sqrt(np.mean(squares))
         try:
             return self.table.prefill_ms(len(group) * length, len(group), tp)
         except CostTableError:
             return math.inf  # not measured: caches must travel
 
 
+def _ids(samples: Sequence[Held]) -> tuple[str, ...]:
+    return tuple(held.id for held in samples)
+
+
 def deal(samples: Sequence[Held], engines: int) -> list[list[Held]]:
     """Deal samples to engines evenly: long ones first, each to the engine with the fewest samples and then tokens."""
     groups: list[list[Held]] = [[] for _ in range(engines)]
     tokens = [0] * engines
+
+    def fullness(i: int) -> tuple[int, int]:
+        return len(groups[i]), tokens[i]
+
     for held in sorted(samples, key=lambda held: (-held.context, held.id)):
-        i = min(range(engines), key=lambda i: (len(groups[i]), tokens[i], i))
+        i = min(range(engines), key=fullness)
         groups[i].append(held)
         tokens[i] += held.context
     return groups
