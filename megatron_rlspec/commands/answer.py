@@ -33,6 +33,7 @@ from megatron_rlspec.run import identity
 from megatron_rlspec.run.engines import sampling
 from megatron_rlspec.run.generation import seed_of
 from megatron_rlspec.tasks import data
+from megatron_rlspec.tasks.rows import json_row
 from megatron_rlspec.types import Prompt, Request, Sample, SpecSchedule
 
 COMPLETE = ("finished", "truncated")  # status of an answer that is whole
@@ -52,7 +53,7 @@ def answer(config: Config, hf_config: dict[str, Any]) -> str:
 
 def _answer(config: Config, hf_config: dict[str, Any]) -> str:
     path = Path(config.answer.path)
-    tokenizer = data.load_tokenizer(config.model.path)
+    tokenizer = data.load_tokenizer(config.model.path, config.model.trust_remote_code)
     longest = config.model.max_length - config.rollout.max_new_tokens
     prompts, dropped = data.read_prompts(config.data.path, config.data, tokenizer, longest)
     shared = settings(config, prompts)
@@ -164,7 +165,7 @@ class Journal:
             whole = content.rfind(b"\n") + 1
             file.truncate(whole)
         for number, line in enumerate(content[:whole].splitlines(), 1):
-            row = data.json_row(f"{path}:{number}", line)
+            row = json_row(f"{path}:{number}", line)
             try:
                 name = f"p{row['row']:09d}-n{row['sample']:07d}"
                 if row["status"] not in COMPLETE or not row["response_tokens"]:

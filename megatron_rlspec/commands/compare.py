@@ -29,6 +29,7 @@ from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.conversion.drafter_files import read_drafters, weights_of, words
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import is_drafter
@@ -249,11 +250,13 @@ def main(argv: list[str] | None = None) -> int:
         command.error(
             f"--max-new-tokens {new_tokens}: {options.policy} has room for {longest} tokens, prompt included"
         )
-    prompts = _prompts(options, longest - new_tokens)
+    tokenizer = data.load_tokenizer(options.policy)
+    prompts = _prompts(options, longest - new_tokens, tokenizer)
     sampling = Sampling(options.temperature, max_new_tokens=new_tokens)
     # The policy's tensors are part of every entry if the drafter is a model of its own (EAGLE-3).
     policy = next(iter(drafters.values())) if DRAFTER in hf_config else read_hf(options.policy)[1]
-    with closing(_engine(options.url, hf_config, policy)) as engine:
+    ends = ends_of_text(options.policy, tokenizer)
+    with closing(_engine(options.url, hf_config, policy, ends)) as engine:
         comparison = measure(engine, drafters, prompts, sampling, options.steps, version=2)
     if not all(rounds[:, 0].any() for rounds in comparison.rounds.values()):
         raise ConfigError(
@@ -267,16 +270,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _prompts(options: argparse.Namespace, most_tokens: int) -> list[Prompt]:
+def _prompts(options: argparse.Namespace, most_tokens: int, tokenizer: Any) -> list[Prompt]:
     """Read --prompts. Raises DataError."""
     rows = load(options.config).data if options.config else Config().data
-    tokenizer = data.load_tokenizer(options.policy)
     prompts, _ = data.read_prompts(options.prompts, rows, tokenizer, most_tokens)
     return prompts[: options.count]
 
 
 def _engine(
-    url: str, hf_config: dict[str, Any], policy: Mapping[str, Tensor]
+    url: str, hf_config: dict[str, Any], policy: Mapping[str, Tensor], ends: Sequence[int]
 ) -> SGLangEngine | EmbeddedEngine:
     """Give the policy to the engine at `url`, or to an embedded one, as version 1."""
     if url:
@@ -295,6 +297,7 @@ def _engine(
         max_length=longest,
         max_running_requests=MOST_REQUESTS,
         max_total_tokens=max(TOTAL_TOKENS, longest + MARGIN),
+        ends=ends,
     )
 
 

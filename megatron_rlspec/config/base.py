@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from megatron_rlspec.texts import printable
 
@@ -62,6 +70,14 @@ def _clean(text: str) -> str:
 
 
 Text = Annotated[str, Field(max_length=4096), AfterValidator(_clean)]
+
+
+def _joined(given: Any) -> Any:
+    return ",".join(map(str, given)) if isinstance(given, list) else given
+
+
+# files or patterns of their names, separated by commas; in TOML a list, too
+Files = Annotated[Text, BeforeValidator(_joined)]
 Name = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_clean)]
 Positive = Annotated[int, Field(gt=0, le=MOST_STEPS)]
 Count = Annotated[int, Field(ge=0, le=MOST_STEPS)]

@@ -2,34 +2,67 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_rlspec import reasoning_gym as environments
-from megatron_rlspec.config.base import Name, Needs, Section, Text
+from megatron_rlspec.config.base import Files, Name, Needs, Section, Text
+
+
+def _template_arguments(given: Any) -> Any:
+    """Return an object of JSON, or of NAME=VALUE,NAME=VALUE with values of JSON, or texts. Raises ValueError."""
+    if not isinstance(given, str):
+        return given
+    if given.startswith("{"):
+        return json.loads(given)
+    arguments = {}
+    for part in given.split(",") if given else ():
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"expected NAME=VALUE, or JSON (got {part})")
+        try:
+            arguments[name] = json.loads(value)
+        except ValueError:
+            arguments[name] = value
+    return arguments
 
 
 class DataConfig(Section):
-    path: Text = Field(
+    path: Files = Field(
         "",
-        description="training prompts: a .jsonl or .parquet file in slime's format, or reasoning_gym:TASK?OPTION=VALUE",
+        description="training prompts: .jsonl, .parquet or .csv files, or patterns of names, with commas between; "
+        "a data set on the Hub, NAME?split=train&OPTION=VALUE; or reasoning_gym:TASK?OPTION=VALUE",
     )
-    eval_path: Text = Field("", description="held-out prompts, as for path; empty: no evaluation")
+    eval_path: Files = Field("", description="held-out prompts, as for path; empty: no evaluation")
     eval_sets: Annotated[tuple[Name, ...], Needs("data.eval_path")] = Field(
         (),
         description="further held-out prompts, each NAME=PATH: evaluations report them by name, one after the other",
     )
-    prompt_key: Name = Field("prompt", description="column of the prompt: text, or chat messages")
+    prompt_key: Name = Field(
+        "prompt",
+        description="column of the prompt: text, or chat messages; a dot leads into an object",
+    )
     label_key: Text = Field(
-        "label", description="column of the right answer, which the reward gets; empty: no labels"
+        "label",
+        description="column of the right answer, which the reward gets as text; empty: no labels. A list of several "
+        "texts accepts each of them in exact and math",
     )
     metadata_key: Text = Field(
         "metadata", description="optional column with an object, which the reward gets too"
     )
     apply_chat_template: bool = Field(
         False, description="format prompts with the tokenizer's chat template"
+    )
+    chat_template_kwargs: Annotated[
+        dict[str, Any], BeforeValidator(_template_arguments), Needs("data.apply_chat_template")
+    ] = Field(
+        {}, description="arguments of the chat template, as enable_thinking=false, or as JSON"
+    )
+    tools_key: Text = Field(
+        "tools", description="optional column with the tools that the chat template gets"
     )
     system_prompt: Text = Field(
         "", description="system message of the chat template, for prompts without one; empty: none"

@@ -12,7 +12,12 @@ LONGEST = 2**24  # tokens of one sample
 
 
 class ModelConfig(Section):
-    path: Text = Field("", description="Hugging Face directory: model and tokenizer")
+    path: Text = Field(
+        "", description="Hugging Face directory, or name on the Hub: model and tokenizer"
+    )
+    trust_remote_code: bool = Field(
+        False, description="run the Python files of model.path that its tokenizer needs"
+    )
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         "bfloat16", description="type of parameters, activations"
     )

@@ -6,11 +6,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatron_rlspec.config.base import Count, Name, Positive, Section, Text
+from megatron_rlspec.config.base import Count, Files, Name, Positive, Section
 
 
 class SftConfig(Section):
-    path: Text = Field("", description="prompts with written responses: a .jsonl or .parquet file")
+    path: Files = Field("", description="prompts with written responses, as data.path")
     response_key: Name = Field("response", description="column of the written response")
     steps: Positive = Field(
         2000,

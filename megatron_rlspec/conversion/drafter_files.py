@@ -17,11 +17,11 @@ from megatron_rlspec import files
 from megatron_rlspec.conversion import torch_dist
 from megatron_rlspec.conversion.eagle3 import check_drafter, own_name, shapes
 from megatron_rlspec.models.config import DRAFTER, EAGLE3, MAPS, PREFIX, STATED
-from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.models.directory import check_model, ends_of_text
 from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.hf_files import CheckpointError, LazyTensors, build_hf, publish, read_hf
 from megatron_rlspec.models.names import name_table
-from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
+from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 
 SLIME_FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
 HF_DRAFTER = "hf_drafter"  # within that, an EAGLE-3 drafter
@@ -192,7 +192,7 @@ def make_drafter(
     size = size or min(vocab, MOST_WORDS)
     ids = torch.arange(vocab)
     if size < vocab:
-        ids = torch.from_numpy(DraftVocabulary(size, vocab, ends_of_text(hf_config)).ids())
+        ids = torch.from_numpy(DraftVocabulary(size, vocab, ends_of_text(source)).ids())
     config = config_of_drafter(hf_config, len(ids))
     layers = hf_config["num_hidden_layers"]
     try:

@@ -34,7 +34,7 @@ HARMLESS = frozenset(
     "num_beam_groups num_return_sequences early_stopping no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "chunk_size_feed_forward suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id "
     "bad_words_ids output_scores return_dict_in_generate remove_invalid_values exponential_decay_length_penalty "
-    "is_decoder tie_encoder_decoder is_llama_config".split()
+    "is_decoder tie_encoder_decoder is_llama_config pretraining_tp".split()
 )
 
 
@@ -359,6 +359,14 @@ def sharpness_of(config: Mapping[str, Any]) -> float:
             f"config.json: {STATED}={stated!r}; expected a number above 0 and at most 100"
         )
     return float(stated)
+
+
+def stated_ends(config: Mapping[str, Any]) -> set[int]:
+    """Return the ids that end a text by a config.json or a generation_config.json."""
+    ends = config.get("eos_token_id")
+    if ends is None:
+        return set()
+    return set(ends) if isinstance(ends, list | tuple) else {ends}
 
 
 def refusal(architecture: str, column: str, known: Iterable[str]) -> str:

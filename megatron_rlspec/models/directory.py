@@ -23,11 +23,14 @@ from megatron_rlspec.models.config import (
     ModelConfigError,
     Shared,
     check_config,
+    stated_ends,
 )
 from megatron_rlspec.texts import shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3.1: it ends a turn that calls a tool
 LARGEST_CONFIG = 1 << 24  # bytes
 FLOATS = ("F64", "F32", "F16", "BF16")
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -88,12 +91,28 @@ def check_model(
             f"expected model.max_length of at most {context - spare}"
         )
     if weights and use == "train":
-        _check_stated(config, str(path))
+        _check_stated(config, directory)
     if weights:
         _check_weights(directory, config, typed, use, drafter=drafter)
     if tokenizer:
         _check_tokenizer(directory)
     return config
+
+
+def ends_of_text(path: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
+    """Return the ids that end a text, ascending: those of config.json, generation_config.json and the tokenizer.
+
+    SGLang ends a text at the same ones. Raises ModelConfigError.
+    """
+    directory = Path(path)
+    config = read_object(directory / "config.json")
+    ends = stated_ends(config.get("text_config", config))
+    if (directory / GENERATION).exists():
+        ends |= stated_ends(read_object(directory / GENERATION))
+    if tokenizer is not None:
+        further = {tokenizer.eos_token_id, tokenizer.get_added_vocab().get(END_OF_MESSAGE)}
+        ends |= further - {None}
+    return tuple(sorted(ends))
 
 
 def no_checkpoint(directory: Path) -> str:
@@ -110,7 +129,7 @@ def no_checkpoint(directory: Path) -> str:
     return wrong
 
 
-def _check_stated(config: Mapping[str, Any], where: str) -> None:
+def _check_stated(config: Mapping[str, Any], where: Path) -> None:
     """Refuse a config.json without a key for which trainer and engines would fill in defaults of their own."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     wanted = {
@@ -119,7 +138,7 @@ def _check_stated(config: Mapping[str, Any], where: str) -> None:
             "a number greater than 0, such as 10000",
         ),
         "rms_norm_eps": (config.get("rms_norm_eps"), "a number greater than 0, such as 1e-6"),
-        "eos_token_id": (config.get("eos_token_id"), "the token at which a response ends"),
+        "eos_token_id": (ends_of_text(where) or None, "the token at which a response ends"),
     }
     for key, (value, expected) in wanted.items():
         if value is None:

@@ -17,6 +17,7 @@ from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import read_model, weights_of, words
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.models.config import DRAFTER, sharpness_of
+from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
@@ -310,6 +311,7 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
             f"spec.tree_budget={config.spec.tree_budget}: this command drafts chains only; expected none"
         )
     spec = config.spec.config()
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     try:
         return kind(
             hf_config,
@@ -326,7 +328,8 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
             max_length=config.model.max_length,
             max_draft_tokens=max(64, scratch(spec)),
             draft_words=words(tensors, hf_config) if DRAFTER in hf_config else None,
-            tokenizer=lambda: load_tokenizer(config.model.path),
+            tokenizer=lambda: tokenizer,
+            ends=ends_of_text(config.model.path, tokenizer),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -18,11 +18,12 @@ from megatron_rlspec import custom
 from megatron_rlspec.config import Command, Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import Tensors, read_model, words
 from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.run import identity
 from megatron_rlspec.run.replay import Replay
-from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
+from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.tasks.data import Demonstrations, Prompts, check_vocabulary, load_tokenizer
 from megatron_rlspec.train import model
 
@@ -83,7 +84,7 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
     if os.environ.get("RANK", "0") == "0":
         command = command_of(config, supervised)
         print(_announcement(command, config, hf_config, generates), flush=True)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_vocabulary(tokenizer, hf_config["vocab_size"])
     rows: Prompts | Demonstrations | None = None
     if supervised:
@@ -106,7 +107,7 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
         eagle3_ids=words(tensors, hf_config) if DRAFTER in hf_config else None,
         layout=layout,
         tokenizer=tokenizer,
-        vocabulary=draft_vocabulary(config, hf_config),
+        vocabulary=draft_vocabulary(config, hf_config, tokenizer),
         data=rows,
         replay=replay,
         identity=digests,
@@ -171,7 +172,9 @@ def drafter_names(hf_config: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(name_table({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)
 
 
-def draft_vocabulary(config: Config, hf_config: Mapping[str, Any]) -> DraftVocabulary | None:
+def draft_vocabulary(
+    config: Config, hf_config: Mapping[str, Any], tokenizer: Any
+) -> DraftVocabulary | None:
     """Return the counts that choose the draft vocabulary; None if drafts are chosen from all. Raises ConfigError."""
     size = config.drafter.vocabulary
     if not size:
@@ -182,7 +185,8 @@ def draft_vocabulary(config: Config, hf_config: Mapping[str, Any]) -> DraftVocab
             "spec.verifier=position_keyed or target_only"
         )
     try:
-        return DraftVocabulary(size, hf_config["vocab_size"], ends_of_text(hf_config))
+        ends = ends_of_text(config.model.path, tokenizer)
+        return DraftVocabulary(size, hf_config["vocab_size"], ends)
     except ValueError as error:
         raise ConfigError(f"drafter.vocabulary={size}: {error}") from None
 

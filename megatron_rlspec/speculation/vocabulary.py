@@ -56,11 +56,3 @@ class DraftVocabulary:
         """Set what `state` returned."""
         self.counts[:] = 0.0
         self.counts[np.array(state["ids"], np.int64)] = state["counts"]
-
-
-def ends_of_text(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ids in a config.json that end a text."""
-    ends = hf_config.get("eos_token_id")
-    if ends is None:
-        return ()
-    return tuple(ends) if isinstance(ends, list | tuple) else (ends,)

@@ -1,5 +1,4 @@
-"""Read prompts and demonstrations from JSONL and Parquet, in slime's format, and draw them in a reproducible order.
-Prompts can also be questions of an environment (`reasoning_gym.py`).
+"""Read prompts and demonstrations, and draw them in a reproducible order.
 
 A row is an object with a prompt (text, or chat messages), a label and optional metadata. A demonstration has a response
 instead of a label; rows of `rlspec answer` hold the token ids of prompt and response, which are used as they are. An
@@ -8,21 +7,18 @@ error names file and line of the row. Rows that are too long are dropped and cou
 
 from __future__ import annotations
 
-import codecs
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from megatron_rlspec import files
 from megatron_rlspec import reasoning_gym as environments
 from megatron_rlspec.config import Config, DataConfig
-from megatron_rlspec.config.base import first_mistake, shown
+from megatron_rlspec.tasks import columns
 from megatron_rlspec.tasks.order import DataError, Order
+from megatron_rlspec.tasks.rows import read_rows
 from megatron_rlspec.texts import first_line
 from megatron_rlspec.types import Prompt, Sample
 
@@ -152,8 +148,11 @@ class Demonstrations(Source[Sample]):
                 )
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a local model directory. Raises DataError."""
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a local model directory. Raises DataError.
+
+    trust_remote_code  run the directory's own Python files, if its tokenizer needs them
+    """
     # takes seconds to import, and reading rows does not need it
     from transformers import AutoTokenizer
 
@@ -162,7 +161,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"{path}: no such directory; expected a Hugging Face checkpoint with a tokenizer"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # the tokenizers library raises plain Exception for a bad file
         raise DataError(
             f"{path}: no tokenizer that Transformers can load ({first_line(error)})"
@@ -183,34 +184,13 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
         )
 
 
-def read_rows(path: str | Path, level: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) of every row. The place is "file:line" for JSONL and "file: row n" for Parquet.
-
-    `level` is that of an environment's curriculum. Raises DataError.
-    """
-    if environments.is_source(str(path)):
-        try:
-            yield from environments.rows(str(path), level)
-        except environments.TaskError as error:
-            raise DataError(str(error)) from None
-        return
-    path = Path(path)
-    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
-    if path.suffix not in readers:
-        raise DataError(f"{path}: expected a name that ends in {' or '.join(readers)}")
-    try:
-        yield from readers[path.suffix](path)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or first_line(error)}") from None
-
-
 def check_prompts(path: str | Path, options: DataConfig) -> None:
     """Check the first rows of a file of prompts, without a tokenizer. Raises DataError."""
     rows = 0
     for where, row in islice(read_rows(path), CHECKED_ROWS):
-        _prompt(where, row, options)
-        _label(where, row, options.label_key)
-        _metadata(where, row, options.metadata_key)
+        columns.prompt(where, row, options)
+        columns.label(where, row, options.label_key)
+        columns.metadata(where, row, options.metadata_key)
         rows += 1
     _require(path, range(rows), 0, "prompts")
 
@@ -219,9 +199,8 @@ def check_demonstrations(path: str | Path, options: DataConfig, response_key: st
     """Check the first rows of a file of demonstrations, without a tokenizer. Raises DataError."""
     rows = 0
     for where, row in islice(read_rows(path), CHECKED_ROWS):
-        if _ids(where, row) is None:
-            _prompt(where, row, options)
-            _response(where, row, response_key)
+        if columns.ids(where, row) is None:
+            columns.demonstration(where, row, options, response_key)
         rows += 1
     _require(path, range(rows), 0, "samples")
 
@@ -235,18 +214,19 @@ def read_prompts(
 ) -> tuple[list[Prompt], int]:
     """Return all prompts of at most `max_tokens` tokens, and the number of longer ones.
 
-    `Prompt.id` is the row's index in the file, with the longer rows. `Prompt.text` is the tokenized text; no special
-    tokens are added to it. Raises DataError, also if no prompt is short enough.
+    `Prompt.id` is the row's index in the file, with the longer rows. `Prompt.text` is the text, to which the tokenizer
+    adds at most the beginning of a text. Raises DataError, also if no prompt is short enough.
     """
     texts = []
     labels = []
     metadata = []
     for where, row in read_rows(path, level):
-        texts.append(_text(where, row, options, tokenizer))
-        labels.append(_label(where, row, options.label_key))
-        metadata.append(_metadata(where, row, options.metadata_key))
+        asked = columns.prompt(where, row, options)
+        texts.append(columns.text(where, row, asked, options, tokenizer))
+        labels.append(columns.label(where, row, options.label_key))
+        metadata.append(columns.metadata(where, row, options.metadata_key))
     prompts = []
-    for i, tokens in enumerate(_tokenize(tokenizer, texts)):
+    for i, tokens in enumerate(_tokenize(tokenizer, texts, begins=True)):
         if len(tokens) <= max_tokens:
             prompts.append(Prompt(i, tokens, labels[i], texts[i], metadata[i]))
     dropped = len(texts) - len(prompts)
@@ -275,30 +255,30 @@ def read_demonstrations(
     written: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     seeds: dict[int, int | None] = {}
     for i, (where, row) in enumerate(read_rows(path)):
-        if ids := _ids(where, row):
+        if ids := columns.ids(where, row):
             written[i] = ids
-            seeds[i] = _checked(where, "seed", row.get("seed"), _SEED)
+            seeds[i] = columns.seed(where, row)
             texts.append(("", ""))
         else:
-            text = _text(where, row, options, tokenizer)
-            texts.append((text, _response(where, row, response_key)))
-    prompts = _tokenize(tokenizer, [prompt for prompt, _ in texts])
+            asked, response = columns.demonstration(where, row, options, response_key)
+            texts.append((columns.text(where, row, asked, options, tokenizer), response))
+    prompts = _tokenize(tokenizer, [prompt for prompt, _ in texts], begins=True)
     responses = _tokenize(tokenizer, [response for _, response in texts])
     samples = []
     for i, (text, answer) in enumerate(texts):
         if i in written:
-            prompt, response = written[i]
+            prompt, response_ids = written[i]
         else:
             prompt = prompts[i]
-            response = np.append(responses[i], tokenizer.eos_token_id)
-        tokens = np.concatenate([prompt, response])
+            response_ids = np.append(responses[i], tokenizer.eos_token_id)
+        tokens = np.concatenate([prompt, response_ids])
         if len(tokens) > max_tokens:
             continue
         mask = (np.arange(len(tokens)) >= len(prompt)).astype(np.float32)
         no_logprobs = np.zeros(len(tokens), np.float32)
-        asked = Prompt(i, prompt, text=text)
+        of_row = Prompt(i, prompt, text=text)
         samples.append(
-            Sample(f"row-{i}", asked, tokens, mask, no_logprobs, text=answer, seed=seeds.get(i))
+            Sample(f"row-{i}", of_row, tokens, mask, no_logprobs, text=answer, seed=seeds.get(i))
         )
     dropped = len(texts) - len(samples)
     _require(path, samples, dropped, f"samples of at most {max_tokens} tokens")
@@ -324,190 +304,26 @@ def without_prompts(
     return parts
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path}:{number}"
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
-                yield where, json_row(where, line)
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, begins: bool = False
+) -> list[np.ndarray]:
+    """Return `[P] int64` per text, without special tokens: a chat template writes them itself.
 
-
-def json_row(where: str, line: bytes) -> dict[str, Any]:
-    """Parse one row of JSONL. Raises DataError, which begins with `where`."""
-    try:
-        row = files.parse_json(line.decode(), where)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: not valid JSON: not UTF-8 at byte {error.start} of the line"
-        ) from None
-    except files.FileError as error:
-        raise DataError(str(error)) from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected an object (got {shown(row)})")
-    return row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}: row {number}", row
-    except DataError:
-        raise
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path}: truncated or not Parquet ({first_line(error)})") from None
-
-
-# A bound makes pydantic refuse half a surrogate pair.
-Utf8 = Annotated[str, Field(strict=True, max_length=1 << 30)]
-
-
-class Message(BaseModel):
-    """A chat message. Further keys are the template's."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    role: Utf8
-    content: Utf8
-
-
-_TEXT = TypeAdapter(Utf8)
-_FILLED = TypeAdapter(Annotated[Utf8, Field(min_length=1)])
-_NUMBER = TypeAdapter(Annotated[float, Field(strict=True, allow_inf_nan=False)])
-_MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
-_IDS = TypeAdapter(
-    Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(min_length=1)]
-)
-_SEED = TypeAdapter(Annotated[int, Field(ge=0, lt=2**63, strict=True)] | None)
-_OBJECT = TypeAdapter(dict[str, Any] | None)
-
-
-def _checked(where: str, name: str, value: Any, kind: TypeAdapter[Any]) -> Any:
-    """Return the value as `kind` has it. Raises DataError."""
-    try:
-        return kind.validate_python(value)
-    except ValidationError as error:
-        raise DataError(f"{where}: {name}{first_mistake(error)}") from None
-
-
-def _field(
-    where: str, row: Mapping[str, Any], key: str, option: str, kind: TypeAdapter[Any]
-) -> Any:
-    """Return a value that every row must have. Raises DataError."""
-    if key not in row:
-        columns = ", ".join(map(str, row)) or "nothing"
-        raise DataError(
-            f"{where}: no {key}; the row has {files.shown(columns)}; {option} names the column"
-        )
-    return _checked(where, key, row[key], kind)
-
-
-def _prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | list[dict[str, Any]]:
-    """Return the prompt: text, or chat messages with data.apply_chat_template=true. Raises DataError."""
-    messages = isinstance(row.get(options.prompt_key), list)
-    if messages and not options.apply_chat_template:
-        raise DataError(
-            f"{where}: {options.prompt_key} is a list; chat messages need data.apply_chat_template=true"
-        )
-    prompt = _field(
-        where, row, options.prompt_key, "data.prompt_key", _MESSAGES if messages else _FILLED
-    )
-    return [message.model_dump() for message in prompt] if messages else prompt
-
-
-def _text(
-    where: str, row: Mapping[str, Any], options: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> str:
-    """Return the text that the policy continues. Raises DataError."""
-    prompt = _prompt(where, row, options)
-    text = (
-        _render_chat(where, prompt, tokenizer, options.system_prompt)
-        if options.apply_chat_template
-        else str(prompt)
-    )
-    if not text:
-        raise DataError(f"{where}: the prompt is empty")
-    return text
-
-
-def _render_chat(
-    where: str,
-    prompt: str | list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    system_prompt: str,
-) -> str:
-    if tokenizer.chat_template is None:
-        raise DataError(
-            f"{tokenizer.name_or_path}: data.apply_chat_template=true, but the tokenizer has no template"
-        )
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    try:
-        return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        )
-    except Exception as error:  # a template is a program, and can raise any error
-        raise DataError(
-            f"{where}: the chat template refuses the messages: {first_line(error)}"
-        ) from None
-
-
-def _ids(where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the ids of prompt and response of a row of `rlspec answer`; None for another row. Raises DataError."""
-    if "response_tokens" not in row:
-        return None
-    prompt, response = (
-        _checked(where, key, row.get(key), _IDS) for key in ("prompt_tokens", "response_tokens")
-    )
-    return np.asarray(prompt, np.int64), np.asarray(response, np.int64)
-
-
-def _response(where: str, row: Mapping[str, Any], key: str) -> str:
-    response: str = _field(where, row, key, "sft.response_key", _TEXT)
-    return response
-
-
-def _label(where: str, row: Mapping[str, Any], key: str) -> str:
-    """Return the label as text; "" if `key` is empty. Raises DataError for anything but text and finite numbers."""
-    if not key:
-        return ""
-    _field(
-        where,
-        row,
-        key,
-        "data.label_key",
-        _NUMBER if isinstance(row.get(key), int | float) else _TEXT,
-    )
-    return str(row[key])
-
-
-def _metadata(where: str, row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the metadata, which JSON can hold. Raises DataError."""
-    metadata: dict[str, Any] = _checked(where, key, row.get(key), _OBJECT) or {}
-    try:
-        json.dumps(metadata, default=str, allow_nan=False, ensure_ascii=False).encode()
-    except ValueError:  # also of half a surrogate pair, which UTF-8 cannot encode
-        raise DataError(
-            f"{where}: {key} holds NaN, infinity or half a surrogate pair; expected other values"
-        ) from None
-    return metadata
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
-    """Return `[P] int64` per text. No special tokens are added; a chat template writes them itself."""
+    begins  the texts begin with the tokenizer's beginning of a text, if it adds one and they have none yet
+    """
+    first = _beginning(tokenizer) if begins else []
     tokens: list[np.ndarray] = []
     for start in range(0, len(texts), TOKENIZER_BATCH):
         batch = tokenizer(list(texts[start : start + TOKENIZER_BATCH]), add_special_tokens=False)
-        tokens += [np.asarray(ids, np.int64) for ids in batch["input_ids"]]
+        for ids in batch["input_ids"]:
+            tokens.append(np.asarray(ids if ids[:1] == first else first + ids, np.int64))
     return tokens
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the id that the tokenizer puts before a text; [] if it puts none there."""
+    first: list[int] = tokenizer("1")["input_ids"][:1]
+    return first if first == [tokenizer.bos_token_id] else []
 
 
 def _left_out(path: str | Path, dropped: int, kept: int, what: str) -> str:

@@ -27,6 +27,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -48,16 +49,33 @@ def final_answer(text: str) -> str:
 def exact(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> float:
     """Return 1 if response and label, or the final answers of both, are equal character by character; else 0.
 
-    Nothing after a last `#` is no final answer.
+    Nothing after a last `#` is no final answer. The case of truth values does not count.
     """
+    if label in ("true", "false"):
+        response = response.lower()
     answer = final_answer(response)
-    return float(
-        response.strip() == label.strip() or (bool(answer) and answer == final_answer(label))
-    )
+    for right in (label, *accepted(label)):
+        if response.strip() == right.strip() or (answer and answer == final_answer(right)):
+            return 1.0
+    return 0.0
+
+
+def accepted(label: str) -> list[str]:
+    """Return the texts that a label accepts: each of a JSON list of texts, else the label itself."""
+    if label.startswith('["'):
+        with suppress(ValueError):
+            texts = json.loads(label)
+            if all(isinstance(text, str) for text in texts):
+                return list(texts)
+    return [label]
 
 
 def math_reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> float:
     """Return 1 if math-verify finds the last expressions equal (1/2, \\frac{1}{2} and 0.5 are), else 0."""
+    return max(_equal(response, right) for right in accepted(label))
+
+
+def _equal(response: str, label: str) -> float:
     from math_verify import parse, verify
 
     # Without dollar signs math-verify looks for a number in the label: it would find 2 in (1, 2). Its time limits use

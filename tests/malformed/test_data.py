@@ -55,16 +55,22 @@ ROWS = [
     row('{"prompt": null, "label": "1"}', "prompt: expected a valid string (got null)"),
     row('{"prompt": [{"role": "user", "content": "x"}], "label": "1"}', "data.apply_chat_template=true"),
     row('{"prompt": "a1"}', "no label; the row has prompt", "data.label_key names the column"),
-    row('{"prompt": "a1", "label": 1e999}', "label: expected a finite number"),
+    row('{"prompt": "a1", "label": 1e999}', "label: expected finite numbers"),
     row('{"prompt": "a1", "label": "1", "metadata": {"x": 1e999}}', "metadata holds NaN, infinity or"),
     row('{"prompt": "a\\ud800b", "label": "1"}', "prompt: expected a valid string, unable to parse raw data"),
-    row('{"prompt": [{"role": "user"}], "label": "1"}', "prompt[0].content: Field required", options=CHAT),
+    row('{"prompt": [{"role": "user"}], "label": "1"}', "prompt[0]: expected content, or tool_calls", options=CHAT),
     row('{"prompt": "a1"}', "no response; the row has prompt", "sft.response_key", act=SFT),
 ]
 
 FILES = [
     file("missing", "no.jsonl", lambda here: None, "no.jsonl: No such file"),
-    file("of another format", "x.csv", lambda here: (here / "x.csv").write_text("a,b"), "x.csv", ".jsonl or .parquet"),
+    file(
+        "of another format", "x.txt", lambda here: (here / "x.txt").write_text("a,b"), "x.txt", ".jsonl, .parquet, .csv"
+    ),
+    file(
+        "CSV cut", "x.csv", lambda here: (here / "x.csv").write_text("prompt,label\na"), "x.csv:2: expected 2 columns"
+    ),
+    file("no data set", "some/rows", lambda here: None, "some/rows", "or a data set on the Hub"),
     file("empty", "x.jsonl", lambda here: (here / "x.jsonl").write_text(""), "x.jsonl: no prompts", "no rows"),
     file("parquet cut", "x.parquet", lambda here: cut(here), "x.parquet: truncated or not Parquet"),
     file(

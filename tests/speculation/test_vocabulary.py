@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
+from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 
 
 def test_the_most_frequent_words_and_the_ends_of_a_text_are_chosen():
@@ -23,8 +23,3 @@ def test_the_most_frequent_words_and_the_ends_of_a_text_are_chosen():
 def test_a_size_that_cannot_be_is_refused(size, always):
     with pytest.raises(ValueError, match=f"a draft vocabulary of {size} words: expected at least"):
         DraftVocabulary(size, 20, always)
-
-
-@pytest.mark.parametrize(("value", "ends"), [(None, ()), (3, (3,)), ([3, 4], (3, 4))])
-def test_ends_of_a_text(value, ends):
-    assert ends_of_text({"eos_token_id": value}) == ends

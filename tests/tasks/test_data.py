@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
 
 from megatron_rlspec.config import DataConfig, load
 from megatron_rlspec.tasks.data import (
@@ -68,13 +69,15 @@ def test_jsonl_and_parquet_give_the_same_rows(tmp_path, tokenizer):
             assert tokenizer.decode(prompt.tokens) == prompt.text
 
 
-def test_keys_and_numbers_as_labels(tmp_path, tokenizer):
-    path = jsonl(tmp_path / "rows.jsonl", [{"q": "a1=", "gold": 7, "extra": {"k": 1}}, {"q": "b2=", "gold": 2.5}])
+def test_labels_are_text_whatever_wrote_them(tmp_path, tokenizer):
+    labels = [7, 2.5, 42.0, True, ["9"], ["a", "b"], [1.0, 2], {"target": 24}, 1e22]
+    path = jsonl(tmp_path / "rows.jsonl", [{"q": "a1=", "gold": label, "extra": {"k": 1}} for label in labels])
     options = DataConfig(prompt_key="q", label_key="gold", metadata_key="extra")
     prompts, _ = read_prompts(path, options, tokenizer, 100)
-    assert [(p.label, p.metadata) for p in prompts] == [("7", {"k": 1}), ("2.5", {})]
+    texts = ["7", "2.5", "42", "true", "9", '["a", "b"]', "[1, 2]", '{"target": 24}', "1" + "0" * 22]
+    assert [p.label for p in prompts] == texts and prompts[0].metadata == {"k": 1}
     prompts, _ = read_prompts(path, DataConfig(prompt_key="q", label_key=""), tokenizer, 100)
-    assert [p.label for p in prompts] == ["", ""]
+    assert {p.label for p in prompts} == {""}
 
 
 def test_chat_template_renders_messages_and_text(tmp_path, chat_tokenizer):
@@ -87,6 +90,106 @@ def test_chat_template_renders_messages_and_text(tmp_path, chat_tokenizer):
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     again, _ = read_prompts(tmp_path / "rows.parquet", DataConfig(apply_chat_template=True), chat_tokenizer, 100)
     assert again[0].text == prompts[0].text
+
+
+VERL = {"data_source": "x", "prompt": [{"role": "user", "content": "a1"}], "reward_model": {"ground_truth": "7"}}
+FORMS = {
+    "verl": VERL | {"extra_info": {"index": 3}},
+    "slime": {"prompt": VERL["prompt"], "label": "7", "metadata": {"index": 3}},
+    "TRL": {"prompt": VERL["prompt"], "solution": "7", "metadata": {"index": 3}},
+    "GSM8K": {"question": "a1", "answer": 7, "metadata": {"index": 3}},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_other_projects_are_read_as_they_are(tmp_path, chat_tokenizer, form):
+    path = jsonl(tmp_path / "rows.jsonl", [FORMS[form]])
+    (prompt,), _ = read_prompts(path, DataConfig(apply_chat_template=True), chat_tokenizer, 100)
+    assert (prompt.text, prompt.label, prompt.metadata) == ("u=a1,a=", "7", {"index": 3})
+
+
+def test_a_dot_leads_into_an_object(tmp_path, tokenizer):
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a1", "info": {"gold": {"x": 5}}}])
+    assert read_prompts(path, DataConfig(label_key="info.gold.x"), tokenizer, 100)[0][0].label == "5"
+
+
+def test_several_files_and_csv(tmp_path, tokenizer):
+    (tmp_path / "a.csv").write_text('\ufeffprompt,label\n"a,1",42.0\n"b",x\n')
+    for name in ("b", "c"):
+        jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, "label": name}])
+    config = load(None, {"data.path": f"{tmp_path}/a.csv,{tmp_path}/*.jsonl", "model.max_length": "2000"})
+    assert DataConfig(path=["x", "y"]).path == "x,y"
+    prompts, _ = read_prompts(config.data.path, config.data, tokenizer, 100)
+    expected = [(0, "a,1", "42"), (1, "b", "x"), (2, "b", "b"), (3, "c", "c")]
+    assert [(p.id, p.text, p.label) for p in prompts] == expected
+    with pytest.raises(DataError, match="no file has such a name"):
+        read_prompts(f"{tmp_path}/z*.jsonl", config.data, tokenizer, 100)
+
+
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1, "y": None}}}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": None}}]
+KEYS = (
+    "{{ x }}{% for t in tools or [] %}t={{ t.function | length }},{% endfor %}"
+    "{% for m in messages %}{{ m.role[0] }}={% if 'tool_calls' in m %}"
+    "c{{ m.tool_calls[0].function.arguments | length }}{{ m.content }}{% else %}{{ m.content + 'e' }}{% endif %},{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+)
+
+
+def test_templates_see_messages_as_they_were_written(tmp_path, tokenizer):
+    tokenizer.chat_template = KEYS
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a1"}, {"type": "text", "text": "b"}],
+            "tool_calls": None,
+        },
+        {"role": "assistant", "content": None, "tool_calls": CALLS},
+        {"role": "user", "content": "c", "tool_calls": []},
+    ]
+    rows = [{"prompt": messages, "label": "1", "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), None)]
+    options = DataConfig(apply_chat_template=True, chat_template_kwargs={"x": "V"})
+    prompts, _ = read_prompts(jsonl(tmp_path / "rows.jsonl", rows), options, tokenizer, 100)
+    text = "u=abe,a=c1,u=ce,a=".replace("ab", "a1b")
+    assert [p.text for p in prompts] == [f"Vt=1,{text}", f"Vt=1,{text}", f"V{text}"]
+    image = [{"role": "user", "content": [{"type": "image", "url": "x"}]}]
+    with pytest.raises(DataError, match=r"rows.jsonl:1: prompt\[0\].content"):
+        read_prompts(jsonl(tmp_path / "rows.jsonl", [{"prompt": image, "label": "1"}]), options, tokenizer, 100)
+
+
+def test_a_last_turn_of_the_assistant_goes_on(tmp_path, chat_tokenizer):
+    messages = [{"role": "user", "content": "a1"}, {"role": "assistant", "content": "b2"}]
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": messages, "label": "1"}])
+    (prompt,), _ = read_prompts(path, DataConfig(apply_chat_template=True), chat_tokenizer, 100)
+    assert prompt.text == "u=a1,a=b2"
+
+
+def test_a_conversation_is_prompt_and_response(tmp_path, chat_tokenizer):
+    messages = [{"role": "user", "content": "a1"}, {"role": "assistant", "content": "b2"}]
+    rows = [{"messages": messages}, {"prompt": messages[:1], "completion": messages[1:]}]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    samples, _ = read_demonstrations(path, DataConfig(apply_chat_template=True), chat_tokenizer, 100)
+    assert [chat_tokenizer.decode(sample.tokens) for sample in samples] == ["u=a1,a=b2<eos>"] * 2
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_beginning_of_a_text_comes_once(tmp_path, directory, adds):
+    tokenizer = load_tokenizer(directory)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = tokenizer.bos_token_id
+    if adds:
+        kind = tokenizers.processors.TemplateProcessing
+        tokenizer.backend_tokenizer.post_processor = kind(single="<s> $A", special_tokens=[("<s>", begin)])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": text, "label": "1", "response": "b"} for text in ("a1", "<s>a1")])
+    for options in (DataConfig(), DataConfig(apply_chat_template=True)):
+        first, second = read_prompts(path, options, tokenizer, 100)[0]
+        assert first.tokens.tolist().count(begin) == int(adds) and second.tokens.tolist().count(begin) == 1
+        sample = read_demonstrations(path, options, tokenizer, 100)[0][0]
+        assert sample.tokens.tolist() == [
+            *first.tokens,
+            *tokenizer("b", add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
 
 
 def test_long_prompts_are_left_out_and_counted(tmp_path, tokenizer):

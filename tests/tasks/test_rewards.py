@@ -78,6 +78,11 @@ def score(kind: str, samples: list[Sample], **options) -> tuple[list[float], lis
         ("no idea #", "", 0),  # nothing after the last # is no answer
         ("7 #", "5 #", 0),
         ("", "", 1),
+        ("So: #Paris", '["paris", "Paris"]', 1),
+        ("Rome", '["paris", "Paris"]', 0),
+        ('["paris", "Paris"]', '["paris", "Paris"]', 1),
+        ("True", "true", 1),
+        ("1", "[1, 2]", 0),
     ],
 )
 def test_exact(text, label, reward):
@@ -98,6 +103,7 @@ def test_math():
         ("the pair is $(1, 2)$", "(1, 2)", 1),
         ("the pair is $(3, 2)$", "(1, 2)", 0),
         ("", "3", 0),
+        ("\\boxed{4}", '["3", "4"]', 1),
     ]
     rewards, failures = score("math", [sample(text, label) for text, label, _ in cases], workers=2)
     assert not failures

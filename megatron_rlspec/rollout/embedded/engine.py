@@ -67,6 +67,7 @@ class EmbeddedEngine:
                           chooses by the drafter's probabilities
     group                 the tensor-parallel group
     tokenizer             loads the model's, for stop strings
+    ends                  token ids that end a text, beside those of config.json
 
     Raises ValueError for arguments that contradict each other.
     """
@@ -95,6 +96,7 @@ class EmbeddedEngine:
         version: int = 0,
         draft_words: torch.Tensor | None = None,
         tokenizer: Callable[[], Any] | None = None,
+        ends: Iterable[int] = (),
     ) -> None:
         if max_total_tokens < max_length + max_draft_tokens:
             raise ValueError(
@@ -122,7 +124,8 @@ class EmbeddedEngine:
         self.rounds = RoundRunner(
             self.cache, verifier, drafts, budget, prefill_chunk, sharpness_of(hf_config)
         )
-        self.scheduler = Scheduler(self.cache, self.rounds, max_length, self.arch.eos, tokenizer)
+        all_ends = {*self.arch.eos, *ends}
+        self.scheduler = Scheduler(self.cache, self.rounds, max_length, all_ends, tokenizer)
         self.choice = ConfigChoice(self.model, verifier, candidates, max_draft_tokens)
         self.max_running_requests = max_running_requests
         self._log = RoundLog()

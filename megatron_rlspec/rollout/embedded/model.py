@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatron_rlspec.models.config import DRAFTER, refusal
+from megatron_rlspec.models.config import DRAFTER, refusal, stated_ends
 from megatron_rlspec.models.config import PREFIX as EAGLE3
 from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.families import FAMILIES, names_where
 from megatron_rlspec.models.rope import Rope, kind, settings
 from megatron_rlspec.rollout.embedded.packed import PackedWeights
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
-from megatron_rlspec.speculation.vocabulary import ends_of_text
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Architecture:
             mtp=not own
             and facts.embedded_drafter
             and (config.get("num_nextn_predict_layers") or 0) > 0,
-            eos=ends_of_text(config),
+            eos=tuple(stated_ends(config)),
             **own,
         )
 

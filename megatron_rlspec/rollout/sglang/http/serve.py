@@ -31,6 +31,7 @@ from megatron_rlspec.config.rollout import MOST_SAMPLES
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models.config import sharpness_of
+from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.http import parents
@@ -50,7 +51,7 @@ from megatron_rlspec.rollout.sglang.settings import (
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.graphs import chains
-from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
+from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 # Set by torchrun and cluster launchers; SGLang would use them for its own process group.
@@ -456,7 +457,7 @@ def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
         raise ServeError(f"{given}: config.json of --model {options.model} has no vocab_size")
     try:
         words = DraftVocabulary(
-            options.draft_vocabulary, config["vocab_size"], ends_of_text(config)
+            options.draft_vocabulary, config["vocab_size"], ends_of_text(options.model)
         ).ids()
     except ValueError as error:
         raise ServeError(f"--draft-vocabulary: {error}") from None

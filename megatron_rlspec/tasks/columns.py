@@ -1,0 +1,251 @@
+"""The values of one row: prompt, label, metadata, response. An error names the row's place, the column and the option.
+
+Rows of slime, verl and TRL are read as they are: where a default column is missing, `OTHERS` says which one counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from megatron_rlspec import files
+from megatron_rlspec.config import DataConfig
+from megatron_rlspec.config.base import first_mistake, shown
+from megatron_rlspec.tasks.order import DataError
+from megatron_rlspec.texts import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OTHERS = {
+    "prompt": ("messages", "question", "problem"),
+    "label": ("reward_model.ground_truth", "ground_truth", "answer", "solution"),
+    "metadata": ("extra_info",),
+    "response": ("completion", "messages"),
+}
+Messages = list[dict[str, Any]]
+
+# A bound makes pydantic refuse half a surrogate pair.
+Utf8 = Annotated[str, Field(strict=True, max_length=1 << 30)]
+
+
+class Part(BaseModel):
+    type: Literal["text"]
+    text: Utf8
+
+
+class Message(BaseModel):
+    """A chat message. Further keys are the template's."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Utf8
+    content: Utf8 | list[Part] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_keys(cls, given: Any) -> Any:
+        """Parquet gives every message the keys of all, and templates ask whether a key is there."""
+        if not isinstance(given, dict):
+            return given
+        filled = {key: value for key, value in given.items() if value not in (None, [])}
+        if "content" not in filled and "tool_calls" not in filled:
+            raise ValueError("expected content, or tool_calls")
+        return without_nulls(filled)
+
+    def rendered(self) -> dict[str, Any]:
+        """Return the message as templates of text models read it: its content is one text."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        return {"role": self.role, "content": content, **(self.model_extra or {})}
+
+
+_TEXT = TypeAdapter(Utf8)
+_FILLED = TypeAdapter(Annotated[Utf8, Field(min_length=1)])
+_MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
+_TOOLS = TypeAdapter(list[dict[str, Any]])
+_IDS = TypeAdapter(
+    Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(min_length=1)]
+)
+_SEED = TypeAdapter(Annotated[int, Field(ge=0, lt=2**63, strict=True)] | None)
+_OBJECT = TypeAdapter(dict[str, Any] | None)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of JSON without the keys that are null, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [without_nulls(part) for part in value]
+    return value
+
+
+def checked(where: str, name: str, value: Any, kind: TypeAdapter[Any]) -> Any:
+    """Return the value as `kind` has it. Raises DataError."""
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        raise DataError(f"{where}: {name}{first_mistake(error)}") from None
+
+
+def value_of(row: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a column, or of one of the columns that others have in its place; None without one."""
+    for name in (key, *OTHERS.get(key, ())):
+        value: Any = row
+        for part in [name] if name in row else name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            return value
+    return None
+
+
+def _needed(where: str, row: Mapping[str, Any], key: str, option: str) -> Any:
+    """Return a value that every row must have. Raises DataError."""
+    value = value_of(row, key)
+    if value is None and key not in row:
+        columns = ", ".join(map(str, row)) or "nothing"
+        raise DataError(
+            f"{where}: no {key}; the row has {files.shown(columns)}; {option} names the column"
+        )
+    return value
+
+
+def prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | Messages:
+    """Return the prompt: text, or chat messages with data.apply_chat_template=true. Raises DataError."""
+    key = options.prompt_key
+    value = _needed(where, row, key, "data.prompt_key")
+    if not isinstance(value, list):
+        text: str = checked(where, key, value, _FILLED)
+        return text
+    if not options.apply_chat_template:
+        raise DataError(
+            f"{where}: {key} is a list; chat messages need data.apply_chat_template=true"
+        )
+    return [message.rendered() for message in checked(where, key, value, _MESSAGES)]
+
+
+def demonstration(
+    where: str, row: Mapping[str, Any], options: DataConfig, response_key: str
+) -> tuple[str | Messages, str]:
+    """Return prompt and response. A conversation that is both ends with the response. Raises DataError."""
+    asked = prompt(where, row, options)
+    value = _needed(where, row, response_key, "sft.response_key")
+    if isinstance(value, list):
+        messages = checked(where, response_key, value, _MESSAGES)
+        if value is value_of(row, options.prompt_key):
+            asked = asked[:-1]
+        if not asked or messages[-1].role != "assistant":
+            raise DataError(
+                f"{where}: {response_key}: expected messages that end with one of the assistant"
+            )
+        value = messages[-1].rendered()["content"]
+    return asked, checked(where, response_key, value, _TEXT)
+
+
+def text(
+    where: str,
+    row: Mapping[str, Any],
+    asked: str | Messages,
+    options: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> str:
+    """Return the text that the policy continues. Raises DataError."""
+    if not options.apply_chat_template:
+        return str(asked)
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"{tokenizer.name_or_path}: data.apply_chat_template=true, but the tokenizer has no template"
+        )
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    if options.system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": options.system_prompt}, *messages]
+    goes_on = messages[-1]["role"] == "assistant"
+    try:
+        rendered = tokenizer.apply_chat_template(
+            messages,
+            tools=_tools(where, row, options.tools_key),
+            tokenize=False,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            **options.chat_template_kwargs,
+        )
+    except DataError:
+        raise
+    except Exception as error:  # a template is a program, and can raise any error
+        raise DataError(
+            f"{where}: the chat template refuses the messages: {first_line(error)}"
+        ) from None
+    if not rendered:
+        raise DataError(f"{where}: the prompt is empty")
+    return str(rendered)
+
+
+def _tools(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, Any]] | None:
+    tools = value_of(row, key) if key else None
+    if isinstance(tools, str) and tools:
+        try:
+            tools = files.parse_json(tools, f"{where}: {key}")
+        except files.FileError as error:
+            raise DataError(str(error)) from None
+    return checked(where, key, without_nulls(tools), _TOOLS) if tools else None
+
+
+def ids(where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the ids of prompt and response of a row of `rlspec answer`; None for another row. Raises DataError."""
+    if "response_tokens" not in row:
+        return None
+    asked, response = (
+        checked(where, key, row.get(key), _IDS) for key in ("prompt_tokens", "response_tokens")
+    )
+    return np.asarray(asked, np.int64), np.asarray(response, np.int64)
+
+
+def seed(where: str, row: Mapping[str, Any]) -> int | None:
+    """Return the seed of a row of `rlspec answer`. Raises DataError."""
+    value: int | None = checked(where, "seed", row.get("seed"), _SEED)
+    return value
+
+
+def label(where: str, row: Mapping[str, Any], key: str) -> str:
+    """Return the label as text, other values than text as JSON; "" if `key` is empty. Raises DataError.
+
+    A whole number has no point, whatever wrote it. A list of one value is that value.
+    """
+    if not key:
+        return ""
+    value = _plain(_needed(where, row, key, "data.label_key"))
+    if value is None or isinstance(value, str):
+        return str(checked(where, key, value, _TEXT))
+    try:
+        written = json.dumps(value, default=str, allow_nan=False, ensure_ascii=False)
+        written.encode()
+    except ValueError:
+        raise DataError(
+            f"{where}: {key}: expected finite numbers and UTF-8 (got {shown(value)})"
+        ) from None
+    return written
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        values = [_plain(part) for part in value]
+        return values[0] if len(values) == 1 else values
+    return value
+
+
+def metadata(where: str, row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the metadata, which JSON can hold. Raises DataError."""
+    found: dict[str, Any] = checked(where, key, value_of(row, key), _OBJECT) or {}
+    try:
+        json.dumps(found, default=str, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError:  # also of half a surrogate pair, which UTF-8 cannot encode
+        raise DataError(
+            f"{where}: {key} holds NaN, infinity or half a surrogate pair; expected other values"
+        ) from None
+    return found

@@ -1,0 +1,140 @@
+"""Read the rows of JSONL, Parquet and CSV files, of data sets on the Hub, and of environments."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import re
+from collections.abc import Iterator
+from glob import glob, has_magic
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from megatron_rlspec import files
+from megatron_rlspec import reasoning_gym as environments
+from megatron_rlspec.config.base import shown
+from megatron_rlspec.tasks.order import DataError
+from megatron_rlspec.texts import first_line
+
+Rows = Iterator[tuple[str, dict[str, Any]]]
+WHOLE = re.compile(r"-?\d+\.0")  # as pandas writes a whole number beside empty cells
+
+
+def read_rows(source: str | Path, level: int | None = None) -> Rows:
+    """Yield (place, row) of every row. The place is "file:line", or "source: row n" where there are no lines.
+
+    source  files, separated by commas, or patterns of their names; NAME?OPTION=VALUE of a data set on the Hub, with the
+            options of `datasets.load_dataset`; or an environment's
+    level   of the environment's curriculum
+
+    Raises DataError.
+    """
+    source = str(source)
+    if environments.is_source(source):
+        try:
+            yield from environments.rows(source, level)
+        except environments.TaskError as error:
+            raise DataError(str(error)) from None
+        return
+    for file in _files(source):
+        reader = READERS.get(Path(file).suffix)
+        if reader is None and Path(file).exists():
+            raise DataError(f"{file}: expected a name that ends in {', '.join(READERS)}")
+        try:
+            yield from _hub_rows(file) if reader is None else reader(Path(file))
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror or first_line(error)}") from None
+
+
+def _files(source: str) -> Iterator[str]:
+    if Path(source).exists():
+        yield source
+        return
+    for part in source.split(","):
+        named = sorted(glob(part)) if has_magic(part) and "?" not in part else [part]
+        if not named:
+            raise DataError(f"{part}: no file has such a name")
+        yield from named
+
+
+def _hub_rows(source: str) -> Rows:
+    expected = f"expected a file whose name ends in {', '.join(READERS)}, or a data set on the Hub"
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise DataError(
+            f"{source}: no such file; {expected}, which needs `pip install datasets`"
+        ) from None
+    name, _, options = source.partition("?")
+    try:
+        rows = load_dataset(name, **{"split": "train", **dict(parse_qsl(options))})
+    except Exception as error:  # of the network, of the Hub, of a builder
+        raise DataError(f"{source}: {first_line(error)}; {expected}") from None
+    for number, row in enumerate(rows, 1):
+        yield f"{source}: row {number}", row
+
+
+def _jsonl_rows(path: Path) -> Rows:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}:{number}"
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield where, json_row(where, line)
+
+
+def json_row(where: str, line: bytes) -> dict[str, Any]:
+    """Parse one row of JSONL. Raises DataError, which begins with `where`."""
+    try:
+        row = files.parse_json(line.decode(), where)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: not valid JSON: not UTF-8 at byte {error.start} of the line"
+        ) from None
+    except files.FileError as error:
+        raise DataError(str(error)) from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected an object (got {shown(row)})")
+    return row
+
+
+def _parquet_rows(path: Path) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", row
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path}: truncated or not Parquet ({first_line(error)})") from None
+
+
+def _csv_rows(path: Path) -> Rows:
+    csv.field_size_limit(1 << 30)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                where = f"{path}:{reader.line_num}"
+                if None in row or None in row.values():
+                    raise DataError(f"{where}: expected {len(reader.fieldnames or ())} columns")
+                yield where, {key: _cell(text) for key, text in row.items()}
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not valid CSV in UTF-8 ({first_line(error)})") from None
+
+
+def _cell(text: str) -> Any:
+    if WHOLE.fullmatch(text):
+        return float(text)
+    return text
+
+
+READERS = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}
