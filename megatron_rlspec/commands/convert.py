@@ -23,6 +23,7 @@ from megatron_rlspec.conversion.convert import Conversion, convert, plan, weight
 from megatron_rlspec.conversion.drafter_files import MOST_WORDS, make_drafter
 from megatron_rlspec.conversion.gguf_file import DTYPES
 from megatron_rlspec.conversion.run_checkpoint import is_run_checkpoint
+from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import refusal
 from megatron_rlspec.models.families import names_where
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
@@ -110,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parser().parse_args(argv)
     try:
+        options.source = hub.local(str(options.source))
         if options.add_eagle3:
             return _add_eagle3(options)
         work = plan(

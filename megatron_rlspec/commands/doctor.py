@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load(options.config) if options.config else None
     # wrong layers of the target would only cost acceptance
     if config is not None and config.drafter.path:
-        target = check_model(config.model.path, "train", drafter=False)
+        target = check_model(config.model.path, "train", drafter=False, tokenizer=False)
         check_drafter(config.drafter.path, target, config.model.path)
     findings = examine(path=options.path)
     unfit = [

@@ -18,6 +18,7 @@ from megatron_rlspec.config.load import unknown_option
 from megatron_rlspec.config.run_dir import claimed
 from megatron_rlspec.host import environment
 from megatron_rlspec.host.interruption import Interruption
+from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.run.inputs import check_inputs, with_drafter
@@ -181,6 +182,7 @@ def answer(argv: list[str]) -> None:
         config.model.path,
         "serve",
         drafter=False,
+        trust_remote_code=config.model.trust_remote_code,
         longest=config.model.max_length,
         spare=config.spare,
     )
@@ -252,7 +254,7 @@ def parse(command: Name, argv: list[str], ranks: int | None = None) -> Config:
     else:
         config = load(file, overrides)
         _check_effects(config, command, overrides)
-
+    config = _with_local_models(config)
     if command == "answer":
         config.check_answer()
         # Answers stay on the engine where they began.
@@ -270,6 +272,13 @@ def parse(command: Name, argv: list[str], ranks: int | None = None) -> Config:
 
         checks.check(config, started or 1, because)
     return config
+
+
+def _with_local_models(config: Config) -> Config:
+    """Return `config` with directories in place of names on the Hub. Raises ModelConfigError."""
+    model = config.model.model_copy(update={"path": hub.local(config.model.path)})
+    drafter = config.drafter.model_copy(update={"path": hub.local(config.drafter.path)})
+    return config.model_copy(update={"model": model, "drafter": drafter})
 
 
 def _unknown_word(word: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -251,7 +252,9 @@ def plan(
     eagle3 = None
     if kind == "run":
         layout = run_checkpoint.layout_of(source)
-        config["num_nextn_predict_layers"] = int(layout["drafter"] == "mtp")
+        drafters = layout["drafter"] or drafter_directory
+        if drafters or not _has_drafter("hf", small_files, name_table(config)):
+            config["num_nextn_predict_layers"] = int(layout["drafter"] == "mtp")
         if layout["drafter"] == "mtp":
             config |= layout["chosen"]
         if layout["drafter"] == "eagle3" and not drop_mtp:
@@ -277,7 +280,8 @@ def plan(
         tensors = HfSource(source_table, read_hf(source)[1])
     else:
         read_as = source_table if drop_mtp else table
-        tensors = _megatron_tensors(source, read_as, table, fresh_drafter=add_mtp)
+        frozen = read_hf(small_files)[1] if kind == "run" else {}
+        tensors = _megatron_tensors(source, read_as, table, frozen, fresh_drafter=add_mtp)
     if add_mtp:
         tensors = WithFreshDrafter(table, tensors)
     groups = _groups(table)
@@ -287,17 +291,26 @@ def plan(
 
 
 def _megatron_tensors(
-    source: Path, read_as: NameTable, family: NameTable, *, fresh_drafter: bool
-) -> run_checkpoint.RunTensors | TorchDistReader:
+    source: Path,
+    read_as: NameTable,
+    family: NameTable,
+    frozen: Mapping[str, Tensor],
+    *,
+    fresh_drafter: bool,
+) -> Mapping[str, Tensor]:
     """Open a Megatron checkpoint, or one of a run. Raises CheckpointError if tensors of `family` are missing.
 
+    frozen         Hugging Face tensors that a run started from: it does not write a drafter that it does not train
     fresh_drafter  the drafter's may be missing
     """
-    tensors: run_checkpoint.RunTensors | TorchDistReader
+    tensors: Mapping[str, Tensor]
     if run_checkpoint.is_run_checkpoint(source):
         tensors = run_checkpoint.RunTensors(
             source, read_as, run_checkpoint.layout_of(source)["tensor"]
         )
+        unwritten = {row for row in read_as.rows if read_as.is_drafter(row)} - set(tensors)
+        given = HfSource(read_as, frozen)
+        tensors = ChainMap(tensors, {name: given[name] for name in unwritten})
     else:
         tensors = TorchDistReader(source, read_as)
     lost = [name for name in family.rows if name not in set(tensors)]

@@ -184,7 +184,7 @@ def make_drafter(
     ModelConfigError, CheckpointError or FileError for a source or target that does not serve.
     """
     files.check_new_directory(Path(target))
-    hf_config = check_model(source, "train", drafter=False)
+    hf_config = check_model(source, "train", drafter=False, tokenizer=False)
     _, tensors = read_hf(source)
     vocab = hf_config["vocab_size"]
     if size > vocab:

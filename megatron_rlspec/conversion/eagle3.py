@@ -19,6 +19,7 @@ from megatron_rlspec.models.config import MAPS, ModelConfigError, check_config
 from megatron_rlspec.models.directory import FLOATS, Header, read_headers, read_object
 from megatron_rlspec.models.drafter_config import Eagle3, check_drafter_config, layer_of_drafter
 
+LLAMAS_CONTEXT = 2048  # Transformers' default of max_position_embeddings
 _OTHER_NAMES = {  # which SGLang reads, too
     "layers.0.": "midlayer.",
     "aux_norm_low.": "fc_norm.0.",
@@ -57,6 +58,17 @@ def check_drafter(
         _check_tensors(directory, headers, shapes(typed, len(taps)), typed.num_hidden_layers)
         _check_words(directory, headers, typed)
     return typed
+
+
+def environment_of(drafter: Eagle3, target: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that SGLang needs to run the drafter beside a target with a longer context.
+
+    Drafters are published with the context they were trained on. SGLang then asks for this, and rotates further.
+    """
+    context = drafter.max_position_embeddings or LLAMAS_CONTEXT
+    if context >= (target.get("max_position_embeddings") or 0):
+        return {}
+    return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 
 def own_name(name: str) -> str:
@@ -103,6 +115,11 @@ def _check_tensors(
     wanted: Mapping[str, tuple[int, ...]],
     layers: int,
 ) -> None:
+    stored = {name.split(".")[1] for name in headers if name.startswith("layers.")}
+    if layers > len(stored) + 1:
+        raise ModelConfigError(
+            f"config.json of {directory}: num_hidden_layers={layers}, but the files hold {len(stored) + 1}"
+        )
     for name, shape in wanted.items():
         if name not in headers:
             raise ModelConfigError(f"{directory}: lacks {name}, which an EAGLE-3 drafter needs")

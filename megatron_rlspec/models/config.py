@@ -34,7 +34,8 @@ HARMLESS = frozenset(
     "num_beam_groups num_return_sequences early_stopping no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "chunk_size_feed_forward suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id "
     "bad_words_ids output_scores return_dict_in_generate remove_invalid_values exponential_decay_length_penalty "
-    "is_decoder tie_encoder_decoder is_llama_config pretraining_tp".split()
+    "is_decoder tie_encoder_decoder is_llama_config pretraining_tp max_sequence_length "
+    "model_max_length is_causal".split()
 )
 
 
@@ -55,6 +56,9 @@ class Shared(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=()
     )
+    # keys of other families that state here what is computed in any case
+    restated: ClassVar[dict[str, object]] = {}
+
     architectures: list[str] = Field(
         min_length=1, max_length=1, description="one architecture is loaded"
     )
@@ -221,6 +225,7 @@ class Llama(WhollyRotated):
 
 class Qwen2(WhollyRotated):
     model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
+    restated: ClassVar[dict[str, object]] = {"qkv_bias": True}
 
     attention_bias: Literal[True] | None = Field(
         None, description="this architecture always has q, k and v biases"
@@ -237,12 +242,14 @@ class MiMo(WhollyRotated):
 
 class Qwen3(WhollyRotated):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
+    restated: ClassVar[dict[str, object]] = {"use_qk_norm": True}
 
 
 class Qwen3Moe(WhollyRotated):
     """Experts in every layer, chosen by softmax, without shared ones."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
+    restated: ClassVar[dict[str, object]] = {"use_qk_norm": True}
 
     num_experts: Size
     num_experts_per_tok: Size
@@ -414,7 +421,8 @@ def validated(schema: type[_Schema], config: Mapping[str, Any], where: str) -> _
 
 def without_unknown(found: Shared, name: str, where: str) -> Shared:
     for key, value in (found.model_extra or {}).items():
-        if value and key not in HARMLESS and not key.startswith("_"):
+        harmless = not value or key in HARMLESS or key.startswith("_")
+        if not harmless and found.restated.get(key) != value:
             raise ModelConfigError(
                 f"config.json of {where}: {key}={shown(value)}: unknown to {name}, and might change what the "
                 "model computes; expected null, or no such key"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,8 @@ TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 # buffers, and towers that are not used
+# all experts of a layer in two tensors, as Transformers 5 can save them
+_FUSED_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|^model\.visual\.|^visual\.")
 
 Use = Literal["train", "convert", "serve"]
@@ -44,12 +46,17 @@ Use = Literal["train", "convert", "serve"]
 
 @dataclass(frozen=True)
 class Header:
-    """One tensor as its file describes it. `name`: the tensor's in the file."""
+    """One tensor as its file describes it.
+
+    name  the tensor's in the file
+    part  of that tensor, if it holds several: (expert, first row, row behind the last)
+    """
 
     file: str
     shape: tuple[int, ...]
     dtype: str
     name: str
+    part: tuple[int, int, int] | None = None
 
 
 def check_model(
@@ -59,6 +66,7 @@ def check_model(
     drafter: bool = True,
     weights: bool = True,
     tokenizer: bool = True,
+    trust_remote_code: bool = False,
     longest: int = 0,
     spare: int = 0,
 ) -> dict[str, Any]:
@@ -67,14 +75,14 @@ def check_model(
     use        train: refuse what cannot be trained; convert, serve: only what contradicts itself
     drafter    the model must have one
     weights    compare the tensors with config.json
-    tokenizer  the files of a tokenizer must be there
+    tokenizer  the files of a tokenizer must be there, which may be Python with `trust_remote_code`
     longest    model.max_length, which must not exceed max_position_embeddings
     spare      positions that must be left beyond that
     """
     directory = Path(path)
     if wrong := no_checkpoint(directory):
         raise ModelConfigError(wrong)
-    config = read_object(directory / "config.json")
+    config = read_config(directory)
     if use == "serve" and _architecture(config) not in SCHEMAS:
         return config  # SGLang knows more families than the package
     typed = check_config(config, str(path), trained=use == "train")
@@ -95,7 +103,7 @@ def check_model(
     if weights:
         _check_weights(directory, config, typed, use, drafter=drafter)
     if tokenizer:
-        _check_tokenizer(directory)
+        _check_tokenizer(directory, trust_remote_code)
     return config
 
 
@@ -121,12 +129,8 @@ def no_checkpoint(directory: Path) -> str:
         return f"{directory}: a run directory; its model is {directory / 'hf'}"
     if directory.is_dir():
         return ""
-    wrong = f"{directory}: {'not a directory' if directory.exists() else 'no such directory'}; expected the "
-    wrong += "directory of a Hugging Face checkpoint"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)):  # the form of a name on the Hub
-        name = directory.name
-        return f"{wrong}; nothing is downloaded: `hf download {directory} --local-dir {name}`, then give {name}"
-    return wrong
+    wrong = "not a directory" if directory.exists() else "no such directory"
+    return f"{directory}: {wrong}; expected the directory of a Hugging Face checkpoint"
 
 
 def _check_stated(config: Mapping[str, Any], where: Path) -> None:
@@ -150,6 +154,15 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read config.json. Raises ModelConfigError."""
+    config = read_object(directory / "config.json")
+    if _architecture(config) == "Qwen3MoeForCausalLM" and "num_local_experts" in config:
+        # Transformers 5 writes this name. SGLang and this package read the published one.
+        config.setdefault("num_experts", config.pop("num_local_experts"))
+    return config
+
+
 def read_object(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
     """Read an object of standard JSON. Raises ModelConfigError."""
     try:
@@ -169,7 +182,9 @@ def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
 
     tied  head and embedding are one tensor, which has the embedding's name here, whatever the files call it
     """
-    headers = _stored_headers(directory)
+    headers: dict[str, Header] = {}
+    for name, header in _stored_headers(directory).items():
+        headers |= _single_experts(name, header)
     if not tied or HEAD not in headers:
         return headers
     head = headers.pop(HEAD)
@@ -180,6 +195,24 @@ def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
             "model with a head of its own"
         )
     return headers
+
+
+def _single_experts(name: str, header: Header) -> dict[str, Header]:
+    """Return a tensor by its name, and one that holds all experts `[E, rows, columns]` as one for each of them."""
+    fused = _FUSED_EXPERTS.fullmatch(name)
+    if fused is None or len(header.shape) != 3:
+        return {name: header}
+    experts, rows, columns = header.shape
+    parts = {"down_proj": (0, rows)}
+    if fused[2] == "gate_up_proj":
+        parts = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)}
+    found = {}
+    for expert in range(experts):
+        for part, (start, end) in parts.items():
+            shape = (end - start, columns)
+            one = replace(header, shape=shape, part=(expert, start, end))
+            found[f"{fused[1]}.{expert}.{part}.weight"] = one
+    return found
 
 
 def _equal(directory: Path, one: Header, other: Header) -> bool:
@@ -251,12 +284,12 @@ def _check_weights(
     directory: Path, config: Mapping[str, Any], typed: Shared, use: Use, *, drafter: bool
 ) -> None:
     headers = read_headers(directory, tied=typed.tie_word_embeddings)
-    embedding = headers.get(EMBEDDING)
-    if use == "serve" and embedding is not None and embedding.name == HEAD:
-        raise ModelConfigError(
-            f"{directory}: holds its embedding as {HEAD} only, which SGLang does not read; expected {EMBEDDING}: "
-            "`rlspec convert` to Megatron and back writes it"
-        )
+    for name, header in headers.items():
+        if use == "serve" and (header.part or (name, header.name) == (EMBEDDING, HEAD)):
+            raise ModelConfigError(
+                f"{directory}: holds {name} as {header.name}, which SGLang does not read; `rlspec convert` to Megatron "
+                "and back writes it by its name"
+            )
     for name, header in headers.items():
         if header.dtype not in FLOATS and not name.endswith(("d2t", "t2d")):
             raise ModelConfigError(
@@ -289,14 +322,15 @@ def _check_names(
         raise ModelConfigError(f"{directory}: {error}") from None
     lost = [name for name in family.target_names if name not in headers]
     if lost:
+        where = _unnamed(directory, lost[0])
         raise ModelConfigError(
-            f"{directory}: lacks {_some(lost)}, which {family.name} needs by config.json"
+            f"{directory}: lacks {_some(lost)}, which {family.name} needs by config.json{where}"
         )
     lost = [name for name in family.drafter_names if name not in headers]
     if drafter and lost:
         raise ModelConfigError(
-            f"{directory}: lacks {len(lost)} of the drafter's {len(family.drafter_names)} tensors, such as {lost[0]}; "
-            "`rlspec convert --add-mtp` makes a fresh drafter"
+            f"{directory}: lacks {len(lost)} of the drafter's {len(family.drafter_names)} tensors, such as {lost[0]}"
+            + (_unnamed(directory, lost[0]) or "; `rlspec convert --add-mtp` makes a fresh drafter")
         )
     if not extra:
         return
@@ -307,6 +341,14 @@ def _check_names(
         raise ModelConfigError(
             f"{directory}: {_some(unknown)}: not part of {family.name} by config.json"
         )
+
+
+def _unnamed(directory: Path, name: str) -> str:
+    """Return the end of a message: which file holds a tensor that no index names; "" if none does."""
+    for file in sorted(directory.glob("*.safetensors")):
+        if name in dict(_headers_of(file)):
+            return f"; {file.name} holds it, but {INDEX} does not name it; expected it in its weight_map"
+    return ""
 
 
 def _check_shapes(directory: Path, headers: Mapping[str, Header], typed: Shared) -> None:
@@ -405,10 +447,19 @@ def _mlp_width(name: str, config: Shared) -> dict[str, int]:
 # ---- tokenizer ------------------------------------------------------------------------------------------------------
 
 
-def _check_tokenizer(directory: Path) -> None:
-    if not any(all((directory / name).is_file() for name in names) for names in TOKENIZERS):
-        known = ", ".join(" with ".join(names) for names in TOKENIZERS)
-        raise ModelConfigError(f"{directory}: no tokenizer; expected one of {known}")
+def _check_tokenizer(directory: Path, trusted: bool) -> None:
+    if any(all((directory / name).is_file() for name in names) for names in TOKENIZERS):
+        return
+    about = directory / "tokenizer_config.json"
+    own_code = about.exists() and "AutoTokenizer" in (read_object(about).get("auto_map") or {})
+    if own_code and trusted:
+        return
+    if own_code:
+        raise ModelConfigError(
+            f"{about}: auto_map: the tokenizer is Python code in {directory}; model.trust_remote_code=true runs it"
+        )
+    known = ", ".join(" with ".join(names) for names in TOKENIZERS)
+    raise ModelConfigError(f"{directory}: no tokenizer; expected one of {known}")
 
 
 def _some(names: list[str]) -> str:

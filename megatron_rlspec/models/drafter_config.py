@@ -104,8 +104,13 @@ def check_drafter_config(config: Mapping[str, Any], where: str) -> Eagle3:
     """Check the config.json of an EAGLE-3 drafter and return it typed. Raises ModelConfigError."""
     names = config.get("architectures")
     if names != [EAGLE3]:
+        reason = ""
+        if "speculators_config" in config or "transformer_layer_config" in config:
+            reason = " of the project speculators, whose sizes are in transformer_layer_config"
+        elif "draft_vocab_size" in config:
+            reason = ", the target's, by which SGLang would choose a target's class"
         raise ModelConfigError(
-            f"config.json of {where}: architectures={shown(names)}: expected [{EAGLE3}]"
+            f"config.json of {where}: architectures={shown(names)}{reason}: expected [{EAGLE3}], as SpecForge writes it"
         )
     found = validated(Eagle3, config, where)
     without_unknown(found, EAGLE3, where)

@@ -20,6 +20,7 @@ from megatron_rlspec.models.directory import (
     SINGLE,
     Header,
     no_checkpoint,
+    read_config,
     read_headers,
     read_object,
 )
@@ -56,7 +57,11 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         file = self._file(name)
-        tensor = file[self.headers[name].name]
+        header = self.headers[name]
+        tensor = file[header.name]
+        if header.part:
+            expert, start, end = header.part
+            tensor = tensor[expert, start:end]
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
             if not all(bound.isfinite() for bound in tensor.aminmax()):
                 raise CheckpointError(
@@ -94,8 +99,8 @@ def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
     directory = Path(path)
     if wrong := no_checkpoint(directory):
         raise CheckpointError(wrong)
-    config = read_json(directory / "config.json")
     try:
+        config = read_config(directory)
         headers = read_headers(directory, tied=bool(config.get("tie_word_embeddings")))
     except ModelConfigError as error:
         raise CheckpointError(str(error)) from None

@@ -371,4 +371,6 @@ def engine_arguments(
         arguments.append("--enable-memory-saver")
         if config.spec.mode != "off":
             arguments.append("--enable-draft-weights-cpu-backup")
+    if config.model.trust_remote_code:
+        arguments.append("--trust-remote-code")
     return [*arguments, *shlex.split(config.rollout.engine_options)]

@@ -32,7 +32,9 @@ def with_fresh_drafter(config: Config) -> Config:
     if rank 0 fails. Raises ConfigError, ModelConfigError or CheckpointError for a model that gets none.
     """
     model = config.model.path
-    hf_config = check_model(model, "train", drafter=False, longest=config.model.max_length)
+    hf_config = check_model(
+        model, "train", drafter=False, tokenizer=False, longest=config.model.max_length
+    )
     kind = _kind(config, hf_config)
     target = Path(config.train.run_dir) / f"start-{kind}-{identity.of_model(model)[:8]}"
     changed = _changed(config, kind, target)

@@ -31,6 +31,7 @@ def check_inputs(config: Config, command: Command) -> None:
         config.model.path,
         "train",
         drafter=is_mtp and drafter.train and not drafter.fresh,
+        trust_remote_code=config.model.trust_remote_code,
         longest=config.model.max_length,
         spare=config.spare if generates else 0,
     )

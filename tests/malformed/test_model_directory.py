@@ -136,7 +136,11 @@ DRY, SFT = TRAIN + " --dry-run", "sft --model.path model --sft.path rows.jsonl"
 PROFILE = "profile --model model --out table.json"
 
 FILES = [
-    Case("a name of the Hub", f"{TRAIN} --model.path Qwen/Q-1", ("`hf download Qwen/Q-1 --local-dir Q-1`",)),
+    Case(
+        "a name of the Hub",
+        f"{TRAIN} --model.path Qwen/Q-1",
+        ("no such directory, and no model of that name from the Hub",),
+    ),
     Case("a run directory", TRAIN, ("its model is model/hf",), {"model/hf/config.json": "{}", "rows.jsonl": ROWS}),
     Case("no directory", TRAIN, ("model: no such directory", "Hugging Face"), {"rows.jsonl": ROWS}),
     files("without config.json", without(CONFIG), "config.json: No such file"),

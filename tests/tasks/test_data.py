@@ -131,7 +131,8 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": None}}]
 KEYS = (
     "{{ x }}{% for t in tools or [] %}t={{ t.function | length }},{% endfor %}"
     "{% for m in messages %}{{ m.role[0] }}={% if 'tool_calls' in m %}"
-    "c{{ m.tool_calls[0].function.arguments | length }}{{ m.content }}{% else %}{{ m.content + 'e' }}{% endif %},{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+    "c{{ m.tool_calls[0].function.arguments | length }}{{ m.content }}{% else %}"
+    "{{ m.content + 'e' }}{% endif %},{% endfor %}{% if add_generation_prompt %}a={% endif %}"
 )
 
 

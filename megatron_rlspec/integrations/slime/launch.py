@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.verifier,
     )
     if drafter.kind == "eagle3":
-        refusals.refuse_unfit_eagle3(given, drafter.path)
+        added.environment |= refusals.refuse_unfit_eagle3(given, drafter.path)
     completed = complete(command, added, Path(options.folder).absolute())
     _print_additions(added)
     if options.dry_run:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
-from megatron_rlspec.conversion.eagle3 import check_drafter
+from megatron_rlspec.conversion.eagle3 import check_drafter, environment_of
 from megatron_rlspec.integrations.slime.flags import (
     DRAFT_MODEL,
     SAMPLER,
@@ -16,7 +16,7 @@ from megatron_rlspec.integrations.slime.flags import (
     whole_number,
 )
 from megatron_rlspec.models.config import ModelConfigError
-from megatron_rlspec.models.directory import read_object
+from megatron_rlspec.models.directory import read_config
 from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
 from megatron_rlspec.rollout.sglang.settings import APART, ATTENTION_RANKS, MIXED_CHUNK
 
@@ -154,15 +154,19 @@ def refuse_keyed(given: Flags) -> None:
         )
 
 
-def refuse_unfit_eagle3(given: Flags, drafter_path: str) -> None:
-    """Raise ConfigError if the EAGLE-3 drafter does not fit the policy of --hf-checkpoint, if this machine has that."""
+def refuse_unfit_eagle3(given: Flags, drafter_path: str) -> dict[str, str]:
+    """Raise ConfigError if the EAGLE-3 drafter does not fit the policy of --hf-checkpoint, if this machine has that.
+
+    Returns the variables that its engines need.
+    """
     policy = given.get("--hf-checkpoint") or ""
     if not Path(policy, "config.json").is_file():
-        return
+        return {}
     try:
-        hf_config: dict[str, Any] = read_object(Path(policy, "config.json"))
-        check_drafter(drafter_path, hf_config, policy)
+        hf_config: dict[str, Any] = read_config(Path(policy))
+        typed = check_drafter(drafter_path, hf_config, policy)
     except ModelConfigError as error:
         raise ConfigError(f"--drafter.path: {error}") from None
     if problem := without_eagle3(hf_config):
         raise ConfigError(f"--drafter.kind eagle3: {problem}")
+    return environment_of(typed, hf_config)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlspec.config import SpecSection
-from megatron_rlspec.conversion.eagle3 import check_drafter
+from megatron_rlspec.conversion.eagle3 import check_drafter, environment_of
 from megatron_rlspec.host.loopback import is_loopback
+from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import ModelConfigError
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import KEY
-
-_LLAMAS_CONTEXT = 2048  # Transformers' default of max_position_embeddings
 
 
 class ServeError(ValueError):
@@ -37,6 +36,11 @@ def installed_sglang() -> versions.Sglang0523:
 def check(options: argparse.Namespace) -> None:
     """Check address and model directory, which needs no import of SGLang. Raises ServeError."""
     _check_address(options)
+    try:
+        options.model = hub.local(options.model)
+        options.draft_model = hub.local(options.draft_model)
+    except ModelConfigError as error:
+        raise ServeError(str(error)) from None
     if not (Path(options.model) / "config.json").is_file():
         raise ServeError(
             f"--model {options.model}: no config.json there; expected a Hugging Face directory; "
@@ -116,11 +120,8 @@ def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> No
         raise ServeError(
             f"{given}: its type is {own}, the target's {wanted}; expected a --dtype for both"
         )
-    if (drafter.max_position_embeddings or _LLAMAS_CONTEXT) < (
-        target.get("max_position_embeddings") or 0
-    ):
-        # Drafters are published with the context they were trained on. SGLang then asks for this, and rotates further.
-        os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    for name, value in environment_of(drafter, target).items():
+        os.environ.setdefault(name, value)
 
 
 def _check_address(options: argparse.Namespace) -> None:

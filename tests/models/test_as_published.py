@@ -1,0 +1,118 @@
+"""Model directories as people publish them: ends of texts, tokenizers in Python, experts in one tensor, Hub names."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from harness import write_model
+from weight_oracles import mimo_checkpoint
+
+from megatron_rlspec.config import load
+from megatron_rlspec.models.directory import ModelConfigError, check_model, ends_of_text
+from megatron_rlspec.models.hf_files import read_hf, write_hf
+from megatron_rlspec.rollout import start
+from megatron_rlspec.tasks.data import DataError, load_tokenizer
+
+
+def test_a_text_ends_as_config_generation_config_and_tokenizer_say(tmp_path):
+    model = write_model(tmp_path / "model")
+    tokenizer = load_tokenizer(model)
+    config = json.loads((model / "config.json").read_text())
+    stated = config["eos_token_id"] = tokenizer.eos_token_id + 1
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [stated, stated + 1]}))
+    expected = [tokenizer.eos_token_id, stated, stated + 1]
+    assert list(ends_of_text(model, tokenizer)) == expected
+    engine = start.embedded(load(None, {"model.path": str(model), "model.dtype": "float32", "spec.mode": "off"}))
+    assert sorted(engine.scheduler.ends) == expected
+
+
+TOKENIZER = """
+from transformers import PreTrainedTokenizer
+
+class Letters(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+    def __init__(self, vocab_file=None, **more):
+        self.words = {chr(i): i for i in range(60)}
+        super().__init__(**more)
+    @property
+    def vocab_size(self): return 60
+    def get_vocab(self): return dict(self.words)
+    def _tokenize(self, text): return list(text)
+    def _convert_token_to_id(self, word): return self.words.get(word, 0)
+    def _convert_id_to_token(self, index): return chr(index)
+"""
+
+
+def test_a_tokenizer_in_python_needs_a_yes(tmp_path):
+    model = write_model(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    (model / "tiktoken.model").write_text("")
+    (model / "tokenization_letters.py").write_text(TOKENIZER)
+    about = {"auto_map": {"AutoTokenizer": ["tokenization_letters.Letters", None]}, "tokenizer_class": "Letters"}
+    (model / "tokenizer_config.json").write_text(json.dumps(about))
+    with pytest.raises(ModelConfigError, match="Python code in .*; model.trust_remote_code=true runs it"):
+        check_model(model, "train", drafter=False)
+    with pytest.raises(DataError):
+        load_tokenizer(model)
+    check_model(model, "train", drafter=False, trust_remote_code=True)
+    assert load_tokenizer(model, trust_remote_code=True)("1+1")["input_ids"] == [49, 43, 49]
+
+
+def test_experts_of_a_layer_in_one_tensor_are_read_one_by_one(tmp_path):
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+    }
+    sizes |= {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8}
+    config = transformers.Qwen3MoeConfig(eos_token_id=1, **sizes)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    model.save_pretrained(tmp_path / "apart")
+    stated = json.loads((tmp_path / "fused/config.json").read_text())
+    assert "num_experts" not in stated  # as Transformers 5 writes it
+    fused, apart = (read_hf(tmp_path / name)[1] for name in ("fused", "apart"))
+    assert any(header.part for header in fused.headers.values()) and fused.keys() == apart.keys()
+    assert all(torch.equal(fused[name], apart[name]) for name in apart)
+    assert check_model(tmp_path / "fused", "train", drafter=False, tokenizer=False)["num_experts"] == 4
+    check_model(tmp_path / "apart", "serve", drafter=False, tokenizer=False)
+    with pytest.raises(ModelConfigError, match="as model.layers.0.mlp.experts.*, which SGLang does not read"):
+        check_model(tmp_path / "fused", "serve", drafter=False, tokenizer=False)
+
+
+def test_a_file_that_no_index_names_is_named(tmp_path):
+    write_hf(tmp_path / "model", *mimo_checkpoint(eos_token_id=1), shard_bytes=1)
+    index = tmp_path / "model/model.safetensors.index.json"
+    stated = json.loads(index.read_text())
+    (drafter, *_) = [name for name in stated["weight_map"] if "mtp_layers" in name]
+    file = stated["weight_map"].pop(drafter)
+    shutil.move(tmp_path / "model" / file, tmp_path / "model/mtp.safetensors")
+    index.write_text(json.dumps(stated))
+    with pytest.raises(
+        ModelConfigError, match=f"{drafter}; mtp.safetensors holds it, but model.safetensors.index.json"
+    ):
+        check_model(tmp_path / "model", "train", tokenizer=False)
+
+
+def test_a_name_on_the_hub_is_read_from_its_cache(tmp_path):
+    snapshot = tmp_path / "hub/models--some--model/snapshots/0123"
+    write_model(snapshot)
+    (tmp_path / "hub/models--some--model/refs").mkdir()
+    (tmp_path / "hub/models--some--model/refs/main").write_text("0123")
+    program = "import sys; from megatron_rlspec.models import hub; print(*map(hub.local, sys.argv[1:]))"
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+
+    def local(*names: str) -> subprocess.CompletedProcess:
+        words = [sys.executable, "-c", program, *names]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, cwd=tmp_path)
+
+    assert local("some/model", "hub", "no-such").stdout.split() == [str(snapshot), "hub", "no-such"]
+    assert "some/other: no such directory, and no model of that name from the Hub" in local("some/other").stderr
