@@ -77,6 +77,7 @@ def accepts(name: str) -> str:
         *first, last = map(repr, schema["enum"])
         return f"{', '.join(first)} or {last}"
     kinds = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false"}
+    kinds["object"] = "a table, JSON, or NAME=VALUE,..."
     kind = kinds.get(schema["type"]) or f"a list of {schema['items']['type'].replace('string', 'text')}s"
     words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
     bounds = [f"{word} {schema[bound]}" for bound, word in words.items() if bound in schema]

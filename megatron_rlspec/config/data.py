@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -13,21 +14,12 @@ from megatron_rlspec.config.base import Files, Name, Needs, Section, Text
 
 
 def _template_arguments(given: Any) -> Any:
-    """Return an object of JSON, or of NAME=VALUE,NAME=VALUE with values of JSON, or texts. Raises ValueError."""
+    """Return an object of JSON, or of NAME=VALUE,NAME=VALUE as in TOML. Raises ValueError."""
     if not isinstance(given, str):
         return given
     if given.startswith("{"):
         return json.loads(given)
-    arguments = {}
-    for part in given.split(",") if given else ():
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"expected NAME=VALUE, or JSON (got {part})")
-        try:
-            arguments[name] = json.loads(value)
-        except ValueError:
-            arguments[name] = value
-    return arguments
+    return tomllib.loads(given.replace(",", "\n"))
 
 
 class DataConfig(Section):

@@ -54,7 +54,9 @@ def test_sglang_needs_the_embedding_by_its_name(tmp_path):
     model(tmp_path / "equal", "equal")
     check_model(tmp_path / "equal", "serve", drafter=False)
     model(tmp_path / "hf", "head only")
-    with pytest.raises(ValueError, match="holds model.embed_tokens.weight as lm_head.weight, which SGLang does not read"):
+    with pytest.raises(
+        ValueError, match="holds model.embed_tokens.weight as lm_head.weight, which SGLang does not read"
+    ):
         check_model(tmp_path / "hf", "serve", drafter=False)
 
 
