@@ -10,8 +10,7 @@ Megatron's names:
     norms may be named as fused                      ....self_attention.linear_qkv.layer_norm_weight
 
 The reader unpickles the index only, with an unpickler that refuses all classes but those of an index, and checks the
-result by a schema. It compares the CRCs in the zip archive of every stored part. A checkpoint that `TorchDistWriter`
-wrote also has `rlspec-checksums.json`: the CRC of every part, for `verify_files`, and of the index.
+result. It compares the CRCs in the zip archive of every stored part.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import math
 import pickle
 import re
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_rlspec import files
-from megatron_rlspec.conversion.torch_dist_index import (
-    CHECKSUMS,
-    DAMAGED,
-    Checksums,
-    load_index,
-)
+from megatron_rlspec.conversion.torch_dist_index import load_index
 from megatron_rlspec.models.hf_files import CheckpointError, read_json, write_json
 from megatron_rlspec.models.names import NameTable, canonical
 from megatron_rlspec.texts import first_line
@@ -125,9 +118,7 @@ class TorchDistReader(Mapping[str, Tensor]):
             raise CheckpointError(
                 f"{self.directory / _BACKEND}: not a checkpoint of the torch_dist format"
             )
-        index = load_index(
-            self.directory / _INDEX, Checksums.load(self.directory / CHECKSUMS).index
-        )
+        index = load_index(self.directory / _INDEX)
         self._stored = index.tensors
         self._where = index.parts
         self._places = {name: self._find(family, name) for name in family.rows}
@@ -201,29 +192,6 @@ class TorchDistReader(Mapping[str, Tensor]):
             return stream.read(info.length)
 
 
-def verify_files(path: str | Path, rank: int = 0, ranks: int = 1) -> int:
-    """Compare the CRCs of all stored parts of a converted checkpoint. Returns how many parts this rank compared.
-
-    It is for readers that do not compare CRCs, such as Megatron's own loader. Each of `ranks` reads its share. A
-    checkpoint of another writer has no list of CRCs and passes. Raises CheckpointError.
-    """
-    directory = Path(path) / "release"
-    if not (directory / CHECKSUMS).exists():
-        return 0
-    listed = sorted(Checksums.load(directory / CHECKSUMS).parts.items())[rank::ranks]
-    for key, expected in listed:
-        name, offset, length = key.rsplit(":", 2)
-        try:
-            with (directory / Path(name).name).open("rb") as stream:
-                stream.seek(int(offset))
-                data = stream.read(int(length))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{directory / name}: {files.reason(error)}") from None
-        if zlib.crc32(data) != expected:
-            raise CheckpointError(f"{directory / name}: byte {offset} and following: {DAMAGED}")
-    return len(listed)
-
-
 def is_checkpoint(path: Path) -> bool:
     """Return whether `checkpoint_directory` finds a checkpoint there."""
     return (path / TRACKER).exists() or (path / _INDEX).exists()
@@ -255,7 +223,7 @@ def _load_part(data: bytes, where: str) -> Tensor:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             broken = archive.testzip()
         if broken is not None:
-            raise CheckpointError(f"{where}: {DAMAGED}")
+            raise CheckpointError(f"{where}: its checksum differs: the file is damaged")
         part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
@@ -293,7 +261,7 @@ class TorchDistWriter:
         file = f"__{self._files}_0.distcp"
         self._files += 1
         total = 0
-        with (self.directory / file).open("w+b") as stream:
+        with (self.directory / file).open("wb") as stream:
             for name, tensor in tensors:
                 where = place(self.family, name, self.stacked, self.family.spec)
                 # The stored tensor has the leading axes of the global tensor. `torch.save` stores the whole storage, so
@@ -319,11 +287,9 @@ class TorchDistWriter:
         """Write the index over all groups, and the small files that Megatron expects beside it."""
         parts: dict[str, Any] = {}
         where: dict[MetadataIndex, _StorageInfo] = {}
-        crcs: dict[str, int] = {}
         for entry in self._entries:
             key, at, of, shape = entry["key"], entry["at"], entry["of"], entry["shape"]
             info = _StorageInfo(entry["file"], entry["offset"], entry["length"])
-            crcs[f"{entry['file']}:{info.offset}:{info.length}"] = entry["crc"]
             if not entry["dtype"]:  # a module's extra state
                 key = f"{key}/shard_{'.'.join(map(str, at or [0]))}_{'.'.join(map(str, of or [1]))}"
                 parts[key] = BytesStorageMetadata()
@@ -342,7 +308,6 @@ class TorchDistWriter:
             where[MetadataIndex(key, offset)] = info
         index = pickle.dumps(Metadata(parts, planner_data=None, storage_data=where))
         files.write(self.directory / _INDEX, index)
-        write_json(self.directory / CHECKSUMS, {"parts": crcs, "index": zlib.crc32(index)})
         torch.save({"iteration": 0, "checkpoint_version": 3.0}, self.directory / _COMMON)
         versions = {
             "sharded_backend_version": 1,
@@ -362,13 +327,7 @@ def _extra_states(key: str, spec: str) -> Iterator[str]:
 
 
 def _append(stream: Any, content: Any) -> dict[str, int]:
-    """Write one part. Returns where it lies, and its CRC."""
+    """Write one part. Returns where it lies."""
     first = stream.tell()
     torch.save(content, stream)
-    length = stream.tell() - first
-    stream.flush()
-    crc = 0
-    stream.seek(first)
-    while block := stream.read(1 << 24):
-        crc = zlib.crc32(block, crc)
-    return {"offset": first, "length": length, "crc": crc}
+    return {"offset": first, "length": stream.tell() - first}

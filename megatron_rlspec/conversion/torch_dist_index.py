@@ -5,42 +5,17 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rlspec import files
-from megatron_rlspec.models.hf_files import CheckpointError, read_json
+from megatron_rlspec.models.hf_files import CheckpointError
 from megatron_rlspec.texts import first_line
-
-CHECKSUMS = "rlspec-checksums.json"
-DAMAGED = "its checksum differs from what was written: the file is damaged"
-
-
-class Checksums(BaseModel):
-    """`rlspec-checksums.json`; empty for checkpoints of other writers.
-
-    parts    "file:offset:length" -> CRC32 of a stored part
-    index    CRC32 of the index
-    """
-
-    parts: dict[str, int] = Field(default_factory=dict)
-    index: int | None = None
-
-    @classmethod
-    def load(cls, file: Path) -> Checksums:
-        if not file.exists():
-            return cls()
-        try:
-            return cls.model_validate(read_json(file))
-        except ValidationError:
-            raise CheckpointError(f"{file}: {DAMAGED}") from None
 
 
 @dataclass(frozen=True)
@@ -79,19 +54,16 @@ class _IndexUnpickler(pickle.Unpickler):
         )
 
 
-def load_index(file: Path, expected: int | None) -> Index:
-    """Read the index. Raises CheckpointError, also if `expected` is not None and is not the index's CRC."""
+def load_index(file: Path) -> Index:
+    """Read the index. Raises CheckpointError."""
     try:
-        content = files.read_bytes(file)
-        found = _IndexUnpickler(io.BytesIO(content)).load()
+        found = _IndexUnpickler(io.BytesIO(files.read_bytes(file))).load()
     except files.FileError as error:
         raise CheckpointError(str(error)) from None
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
     except Exception as error:  # damaged bytes make an unpickler raise almost anything
         raise CheckpointError(f"{file}: unreadable index: {first_line(error)}") from None
-    if expected is not None and zlib.crc32(content) != expected:
-        raise CheckpointError(f"{file}: {DAMAGED}")
     return _index(file, found)
 
 

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from weight_oracles import mimo_checkpoint
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
+from megatron_rlspec.conversion.drafter_files import make_drafter
 from megatron_rlspec.integrations.slime import launch
 from megatron_rlspec.integrations.slime.flags import read_flags
 from megatron_rlspec.integrations.slime.plan import FUNCTIONS, ONE_DEPTH, plan
+from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTableError
 from megatron_rlspec.types import OFF, SpecConfig
@@ -313,6 +316,27 @@ def test_a_mistake_is_one_line(own, command, message, tmp_path, monkeypatch):
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         launch.main([*own.split(), "--dry-run", "--", *command.split()])
+
+
+@pytest.mark.parametrize("shorter", [True, False])
+def test_a_drafter_of_a_shorter_context_runs_in_slimes_engines(shorter, tmp_path, capsys):
+    config, tensors = mimo_checkpoint(num_hidden_layers=4, eos_token_id=100, num_nextn_predict_layers=0)
+    config |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 512}
+    write_hf(tmp_path / "model", config, tensors)
+    stated = make_drafter(tmp_path / "model", tmp_path / "drafter", 16)
+    changed = stated | {"max_position_embeddings": 64} if shorter else stated
+    (tmp_path / "drafter/config.json").write_text(json.dumps(changed))
+    ours = [
+        "--drafter.kind",
+        "eagle3",
+        "--drafter.path",
+        str(tmp_path / "drafter"),
+        "--folder",
+        str(tmp_path),
+        "--dry-run",
+    ]
+    assert launch.main([*ours, "--", "python", "train.py", "--hf-checkpoint", str(tmp_path / "model")]) == 0
+    assert ("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1" in capsys.readouterr().out) == shorter
 
 
 def test_a_frozen_drafter_and_one_of_its_own_reach_the_hooks(tmp_path):

@@ -25,7 +25,6 @@ from slime.backends.megatron_utils import model as slime_model
 from slime.backends.megatron_utils import model_provider as slime_provider
 from slime.utils.misc import load_function
 
-from megatron_rlspec.conversion import torch_dist
 from megatron_rlspec.conversion.drafter_files import SLIME_FOLDER as FOLDER
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weights, trained_tokens
@@ -115,9 +114,6 @@ def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
     if _drafter is not None:
         _drafter.thaw()
     args = get_args()
-    if getattr(args, "load", None):
-        # Megatron's loader does not compare checksums.
-        torch_dist.verify_files(args.load, dist.get_rank(), dist.get_world_size())
     directory = None
     if not args.finetune:
         directory = Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)
