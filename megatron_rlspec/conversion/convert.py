@@ -32,7 +32,7 @@ from megatron_rlspec.conversion.torch_dist import (
 )
 from megatron_rlspec.models import hf_files as checkpoint
 from megatron_rlspec.models.config import DRAFTER, STATED, refusal
-from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.models.directory import check_model, read_config
 from megatron_rlspec.models.families import FAMILIES, names_where, record_of
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_json
 from megatron_rlspec.models.names import NameTable, name_table
@@ -248,6 +248,8 @@ def plan(
         small_files = source
     else:
         small_files = checkpoint_directory(source)
+    if small_files.is_dir():
+        record_of(read_config(small_files))
     config = check_model(small_files, "convert", weights=False, tokenizer=False)
     eagle3 = None
     if kind == "run":
