@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -282,7 +281,8 @@ def plan(
         tensors = HfSource(source_table, read_hf(source)[1])
     else:
         read_as = source_table if drop_mtp else table
-        frozen = read_hf(small_files)[1] if kind == "run" else {}
+        untrained = kind == "run" and not run_checkpoint.layout_of(source)["drafter"]
+        frozen = read_hf(small_files)[1] if untrained else {}
         tensors = _megatron_tensors(source, read_as, table, frozen, fresh_drafter=add_mtp)
     if add_mtp:
         tensors = WithFreshDrafter(table, tensors)
@@ -299,20 +299,20 @@ def _megatron_tensors(
     frozen: Mapping[str, Tensor],
     *,
     fresh_drafter: bool,
-) -> Mapping[str, Tensor]:
+) -> run_checkpoint.RunTensors | TorchDistReader:
     """Open a Megatron checkpoint, or one of a run. Raises CheckpointError if tensors of `family` are missing.
 
-    frozen         Hugging Face tensors that a run started from: it does not write a drafter that it does not train
+    frozen         Hugging Face tensors that a run started from, if it trained no drafter: it wrote none
     fresh_drafter  the drafter's may be missing
     """
-    tensors: Mapping[str, Tensor]
+    tensors: run_checkpoint.RunTensors | TorchDistReader
     if run_checkpoint.is_run_checkpoint(source):
         tensors = run_checkpoint.RunTensors(
             source, read_as, run_checkpoint.layout_of(source)["tensor"]
         )
-        unwritten = {row for row in read_as.rows if read_as.is_drafter(row)} - set(tensors)
-        given = HfSource(read_as, frozen)
-        tensors = ChainMap(tensors, {name: given[name] for name in unwritten})
+        if frozen:
+            drafter = filter(read_as.is_drafter, read_as.rows)
+            tensors.add(HfSource(read_as, frozen), drafter)
     else:
         tensors = TorchDistReader(source, read_as)
     lost = [name for name in family.rows if name not in set(tensors)]

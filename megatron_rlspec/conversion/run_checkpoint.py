@@ -92,6 +92,7 @@ class RunTensors(Mapping[str, Tensor]):
     def __init__(self, path: Path, table: NameTable, tensor: int) -> None:
         """`tensor`: the tensor-parallel size of the run. Raises CheckpointError if files are missing or damaged."""
         self._table = table
+        self._others: dict[str, Tensor] = {}
         self._parts: dict[str, list[tuple[TensorFile, str]]] = {}
         opened: dict[Path, TensorFile] = {}
         for shard in _renumbered(_shards(path, opened)):
@@ -104,14 +105,20 @@ class RunTensors(Mapping[str, Tensor]):
                     f"{path}: {len(parts)} parts of {name}, expected {tensor}: files are missing"
                 )
 
+    def add(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        """Add tensors that the checkpoint does not hold."""
+        self._others |= {name: tensors[name] for name in names}
+
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._others:
+            return self._others[name]
         return self._table.unshard(name, [file[own] for file, own in self._parts[name]])
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._table.rows if name in self._parts)
+        return (name for name in self._table.rows if name in self._parts or name in self._others)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._parts) + len(self._others)
 
 
 def _shards(path: Path, opened: dict[Path, TensorFile]) -> list[Shard]:
