@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    Json,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from megatron_rlspec import files
 from megatron_rlspec.config import DataConfig
@@ -33,17 +41,12 @@ Messages = list[dict[str, Any]]
 Utf8 = Annotated[str, Field(strict=True, max_length=1 << 30)]
 
 
-class Part(BaseModel):
-    type: Literal["text"]
-    text: Utf8
-
-
 class Message(BaseModel):
-    """A chat message. Further keys are the template's."""
+    """A chat message as templates of text models read it. Further keys are the template's."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Utf8
-    content: Utf8 | list[Part] = ""
+    content: Utf8
 
     @model_validator(mode="before")
     @classmethod
@@ -51,28 +54,28 @@ class Message(BaseModel):
         """Parquet gives every message the keys of all, and templates ask whether a key is there."""
         if not isinstance(given, dict):
             return given
-        filled = {key: value for key, value in given.items() if value not in (None, [])}
-        if "content" not in filled and "tool_calls" not in filled:
-            raise ValueError("expected content, or tool_calls")
-        return without_nulls(filled)
-
-    def rendered(self) -> dict[str, Any]:
-        """Return the message as templates of text models read it: its content is one text."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        return {"role": self.role, "content": content, **(self.model_extra or {})}
+        message = {key: value for key, value in given.items() if value not in (None, [])}
+        if "tool_calls" in message:
+            message.setdefault("content", "")
+        content = message.get("content")
+        if isinstance(content, list) and all(map(_is_text, content)):
+            message["content"] = "".join(part["text"] for part in content)
+        return without_nulls(message)
 
 
 _TEXT = TypeAdapter(Utf8)
 _FILLED = TypeAdapter(Annotated[Utf8, Field(min_length=1)])
 _MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
-_TOOLS = TypeAdapter(list[dict[str, Any]])
+_TOOLS = TypeAdapter(list[dict[str, Any]] | Json[list[dict[str, Any]]])
 _IDS = TypeAdapter(
     Annotated[list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]], Field(min_length=1)]
 )
 _SEED = TypeAdapter(Annotated[int, Field(ge=0, lt=2**63, strict=True)] | None)
 _OBJECT = TypeAdapter(dict[str, Any] | None)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 def without_nulls(value: Any) -> Any:
@@ -125,7 +128,7 @@ def prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | Mes
         raise DataError(
             f"{where}: {key} is a list; chat messages need data.apply_chat_template=true"
         )
-    return [message.rendered() for message in checked(where, key, value, _MESSAGES)]
+    return [message.model_dump() for message in checked(where, key, value, _MESSAGES)]
 
 
 def demonstration(
@@ -142,7 +145,7 @@ def demonstration(
             raise DataError(
                 f"{where}: {response_key}: expected messages that end with one of the assistant"
             )
-        value = messages[-1].rendered()["content"]
+        value = messages[-1].content
     return asked, checked(where, response_key, value, _TEXT)
 
 
@@ -163,18 +166,18 @@ def text(
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     if options.system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system_prompt}, *messages]
+    tools = value_of(row, options.tools_key) or []
+    tools = without_nulls(checked(where, options.tools_key, tools, _TOOLS))
     goes_on = messages[-1]["role"] == "assistant"
     try:
         rendered = tokenizer.apply_chat_template(
             messages,
-            tools=_tools(where, row, options.tools_key),
+            tools=tools or None,
             tokenize=False,
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
             **options.chat_template_kwargs,
         )
-    except DataError:
-        raise
     except Exception as error:  # a template is a program, and can raise any error
         raise DataError(
             f"{where}: the chat template refuses the messages: {first_line(error)}"
@@ -182,16 +185,6 @@ def text(
     if not rendered:
         raise DataError(f"{where}: the prompt is empty")
     return str(rendered)
-
-
-def _tools(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, Any]] | None:
-    tools = value_of(row, key) if key else None
-    if isinstance(tools, str) and tools:
-        try:
-            tools = files.parse_json(tools, f"{where}: {key}")
-        except files.FileError as error:
-            raise DataError(str(error)) from None
-    return checked(where, key, without_nulls(tools), _TOOLS) if tools else None
 
 
 def ids(where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:

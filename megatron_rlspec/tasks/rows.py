@@ -38,7 +38,7 @@ def read_rows(source: str | Path, level: int | None = None) -> Rows:
             raise DataError(str(error)) from None
         return
     for file in _files(source):
-        reader = READERS.get(Path(file).suffix)
+        reader = None if "?" in file else READERS.get(Path(file).suffix)
         if reader is None and Path(file).exists():
             raise DataError(f"{file}: expected a name that ends in {', '.join(READERS)}")
         try:
@@ -122,19 +122,16 @@ def _csv_rows(path: Path) -> Rows:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
+            row: dict[str, Any]
             for row in reader:
                 where = f"{path}:{reader.line_num}"
                 if None in row or None in row.values():
                     raise DataError(f"{where}: expected {len(reader.fieldnames or ())} columns")
-                yield where, {key: _cell(text) for key, text in row.items()}
+                for key, text in row.items():
+                    row[key] = float(text) if WHOLE.fullmatch(text) else text
+                yield where, row
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not valid CSV in UTF-8 ({first_line(error)})") from None
-
-
-def _cell(text: str) -> Any:
-    if WHOLE.fullmatch(text):
-        return float(text)
-    return text
 
 
 READERS = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}

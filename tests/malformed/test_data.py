@@ -58,7 +58,7 @@ ROWS = [
     row('{"prompt": "a1", "label": 1e999}', "label: expected finite numbers"),
     row('{"prompt": "a1", "label": "1", "metadata": {"x": 1e999}}', "metadata holds NaN, infinity or"),
     row('{"prompt": "a\\ud800b", "label": "1"}', "prompt: expected a valid string, unable to parse raw data"),
-    row('{"prompt": [{"role": "user"}], "label": "1"}', "prompt[0]: expected content, or tool_calls", options=CHAT),
+    row('{"prompt": [{"role": "user"}], "label": "1"}', "prompt[0].content: Field required", options=CHAT),
     row('{"prompt": "a1"}', "no response; the row has prompt", "sft.response_key", act=SFT),
 ]
 
