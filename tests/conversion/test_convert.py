@@ -101,6 +101,22 @@ def test_a_runs_checkpoint_takes_config_and_tokenizer_of_the_model_that_the_run_
     assert same(tensors, tmp_path / "out") and same(tensors, tmp_path / "elsewhere/out")
 
 
+@pytest.mark.parametrize("has_drafter", [True, False])
+def test_a_drafter_that_was_not_trained_is_that_of_the_model(tmp_path, has_drafter):
+    config, tensors = hf_directory(tmp_path, num_nextn_predict_layers=int(has_drafter))
+    step = tmp_path / "run/checkpoints/step-000001"
+    step.mkdir(parents=True)
+    (step / "layout.json").write_text(json.dumps({"tensor": 1, "drafter": False}))
+    held = {}
+    for name, row in rows({**config, "num_nextn_predict_layers": 0}).items():
+        held[f"parameter.{name}"] = row.layout.fuse([tensors[hf] + 1 for hf in row.hf])
+    tensor_file.save(held, step / "policy-tensor0-pipeline0.safetensors")
+    convert(plan(step, tmp_path / "out", hf=tmp_path / "hf"))
+    names = name_table(config)
+    expected = {name: tensor if name in names.drafter_names else tensor + 1 for name, tensor in tensors.items()}
+    assert same(expected, tmp_path / "out") and read_hf(tmp_path / "out")[0] == config
+
+
 def rows(config):
     return name_table(config, "local").rows
 

@@ -44,12 +44,6 @@ def test_a_killed_run_becomes_a_model_that_transformers_loads(ended, start, tmp_
     assert left <= {file.name for file in (tmp_path / "policy").iterdir()}
 
 
-def test_a_drafter_that_is_not_trained_is_that_of_the_model(start, tmp_path):
-    run(start, tmp_path / "run", **OPTIONS, train__steps=1, drafter__train="false")
-    assert main([str(tmp_path / "run/checkpoints/step-000001"), str(tmp_path / "out"), "--quiet"]) == 0
-    assert same(tmp_path / "out", tmp_path / "run/hf")
-
-
 @pytest.mark.slow
 def test_models_of_steps_and_of_the_best_evaluation_are_kept(start, tmp_path):
     options = OPTIONS | {"train__eval_prompts": 4, "train__eval_every": 1}
