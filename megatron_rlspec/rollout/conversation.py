@@ -129,7 +129,8 @@ class Conversation:
                 return ""
             so_far = np.array([*self.prompt.tokens, *self._tokens], np.int64)
             name = f"{self._request.id}-t{self._turns:04d}"
-            turn = Request(name, replace(self._request.prompt, tokens=so_far), self._seed())
+            prompt = replace(self._request.prompt, tokens=so_far)
+            turn = Request(name, prompt, self._seed())
             self.since = None
             drawn = self._draw(turn, sampling)
             self.since = time.monotonic()
@@ -146,7 +147,8 @@ class Conversation:
         seed = self._request.seed
         if self._keyed or not self._turns:
             return seed
-        return int(np.random.SeedSequence((seed, self._turns)).generate_state(1)[0]) & 0x7FFF_FFFF
+        sequence = np.random.SeedSequence((seed, self._turns))
+        return int(sequence.generate_state(1)[0]) & 0x7FFF_FFFF
 
     def append(self, text: str) -> None:
         """Append text that the policy did not write; it is read, and not trained. Text past the limit is cut.
@@ -272,7 +274,8 @@ class Conversations:
                 reason = f"did not go on for {self._seconds:g} s (rollout.timeout_seconds)"
                 self._fail(FunctionError(f"{self._named}: the function {reason}"))
             if self._failure is not None:
-                if len(samples) + len(stuck) >= len(requests) or time.monotonic() > self._until:
+                settled = len(samples) + len(stuck) >= len(requests)
+                if settled or time.monotonic() > self._until:
                     break
                 self._abort()  # again: some may not have reached their engine
         if self._failure is not None:
@@ -372,7 +375,8 @@ class Conversations:
                 except RequestError:
                     raise
                 except EngineError as error:
-                    request = replace(request, partial=error.begun.get(request.id, request.partial))
+                    begun_so_far = error.begun.get(request.id, request.partial)
+                    request = replace(request, partial=begun_so_far)
                     with self._lock:
                         for begun in error.begun.values():
                             self._engines.continued += len(begun.response)

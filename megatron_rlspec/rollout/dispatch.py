@@ -197,8 +197,9 @@ class Dispatch:
                 self._give_back(requests)
 
     def _count(self, engine: str, requests: Sequence[Request], sign: int) -> None:
-        self.load[engine] += sign * len(requests)
-        self.tokens[engine] += sign * sum(map(self._tokens_left, requests))
+        for request in requests:
+            self.load[engine] += sign
+            self.tokens[engine] += sign * self._tokens_left(request)
 
     def _start(self, threads: ThreadPoolExecutor, name: str, requests: list[Request]) -> None:
         """Have an engine generate these requests, in a thread. One that the pool has just dropped gives them back."""
@@ -251,7 +252,8 @@ class Dispatch:
         return replace(request, partial=Partial.of(sample))
 
     def _collect(self) -> None:
-        for future in [future for future in self.running if future.done()]:
+        done = [future for future in self.running if future.done()]
+        for future in done:
             engine, requests = self.running.pop(future)
             try:
                 future.result()
@@ -294,7 +296,7 @@ class Dispatch:
         engines = dict(self.pool.engines)
         serving = [name for name in self.pool.serving if name in engines]
         least = min((self.load[name] for name in serving), default=0)
-        for name in sorted(serving, key=lambda name: self.load[name], reverse=True):
+        for name in sorted(serving, key=self.load.__getitem__, reverse=True):
             surplus = (self.load[name] - least) // 2
             if name not in self.queueing or surplus <= least / 2:
                 continue
@@ -304,7 +306,8 @@ class Dispatch:
                     self.queueing.discard(name)
                     continue
                 self.ran_dry = True
-                engines[name].abort(self.claim(name, ids[-surplus:], self._stolen))
+                stolen = self.claim(name, ids[-surplus:], self._stolen)
+                engines[name].abort(stolen)
             except EngineError as error:  # its `generate` fails, too
                 logger.warning("no requests taken from %s: %s", name, error)
             return
@@ -409,7 +412,10 @@ class Dispatch:
             if self.over:
                 return claimed
             for id in ids:
-                if id not in self.claimed and id in self.where and self.where[id][0] == engine:
+                if id in self.claimed or id not in self.where:
+                    continue
+                name, _ = self.where[id]
+                if name == engine:
                     self.claimed[id] = returned
                     claimed.append(id)
         return claimed

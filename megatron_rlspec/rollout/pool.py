@@ -162,7 +162,10 @@ class EnginePool:
 
     def add(self, name: str, engine: RolloutEngine, spare: bool = False) -> None:
         """Add an engine that holds the same weights as the others; a spare one also during `generate`."""
-        self._spare = self._spare | {name} if spare else self._spare - {name}
+        if spare:
+            self._spare = self._spare | {name}
+        else:
+            self._spare = self._spare - {name}
         self._engines[name] = engine
 
     def remove(self, name: str) -> None:

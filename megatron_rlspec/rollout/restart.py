@@ -84,7 +84,8 @@ class Restarts:
 
     def _bring(self, name: str, number: int) -> RolloutEngine:
         while True:
-            if self._closed.wait(self.pauses[min(number, len(self.pauses)) - 1]):
+            index = min(number, len(self.pauses)) - 1
+            if self._closed.wait(self.pauses[index]):
                 raise EngineError(f"{name}: the run ended")
             try:
                 return self.start(name, number)

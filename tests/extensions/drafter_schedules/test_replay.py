@@ -35,9 +35,7 @@ def held(buffer):
     return ids([s for group in buffer.groups() for s in group.samples])
 
 
-@pytest.mark.parametrize(
-    ("tokens", "expected"), [(100, [3, 4, 5, 6, 7]), (109, [3, 4, 5, 6, 7]), (10, [7]), (10**9, list(range(8)))]
-)
+@pytest.mark.parametrize(("tokens", "expected"), [(109, [3, 4, 5, 6, 7]), (10, [7]), (10**9, list(range(8)))])
 def test_the_oldest_samples_leave_at_the_bound(tokens, expected):
     buffer = Replay(tokens)
     buffer.add([sample(i) for i in range(4)])
@@ -87,12 +85,6 @@ def test_draws_follow_their_weights_and_depend_on_the_seed_only(by):
     assert sorted(ids(buffer.draw(by, (1, 0)))) == [0, 1]  # without replacement
 
 
-def test_equal_rewards_and_failed_rewards_are_drawn():
-    buffer = Replay(10**6)
-    buffer.add([sample(i, reward_error="none") for i in range(3)])
-    assert sorted(ids(buffer.draw("reward", (0,)))) == [0, 1, 2]
-
-
 def test_a_checkpoint_restores_the_buffer_and_its_draws():
     former, later = Replay(200), Replay(200)
     former.add([sample(i, reward=float(i), spans=[(0, i % 7 + 1)]) for i in range(12)])
@@ -103,14 +95,8 @@ def test_a_checkpoint_restores_the_buffer_and_its_draws():
     for by in ("newest", "uniform", "reward", "disagreement"):
         assert ids(later.draw(by, (3,))) == ids(former.draw(by, (3,)))
     assert Replay(200).groups() == []
-
-
-def test_a_stored_sample_keeps_what_training_reads():
-    given = sample(3, reward=2.0, spans=[(1, 2)])
-    buffer = Replay(10**6)
-    buffer.add([given])
-    (kept,) = buffer.draw("newest", (0,))
-    assert np.array_equal(kept.tokens, given.tokens) and kept.prompt_len == 5 and kept.text == ""
-    assert np.array_equal(kept.loss_mask, given.loss_mask != 0)
-    assert np.array_equal(kept.behaviour_logprobs, given.behaviour_logprobs)
-    assert (kept.reward, kept.policy_versions, kept.accepted_spans) == (2.0, ((7, 0, 15),), ((1, 2),))
+    (stored,) = [s for s in later.draw("newest", (0,)) if s.request_id == "s13"]
+    given = sample(13, 30)
+    assert np.array_equal(stored.tokens, given.tokens) and stored.prompt_len == 5 and stored.text == ""
+    assert np.array_equal(stored.loss_mask, given.loss_mask != 0) and stored.policy_versions == ((7, 0, 25),)
+    assert np.array_equal(stored.behaviour_logprobs, given.behaviour_logprobs)

@@ -51,12 +51,9 @@ def test_two_ranks_draw_together_and_resume_with_the_same_bytes(start, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "option", [{"rollout__staleness": 1}, {"drafter__overlap": "true", "drafter__replay": "newest"}]
-)
-def test_ranks_train_while_they_draw(start, tmp_path, option):
+def test_ranks_train_while_they_draw(start, tmp_path):
     """Main threads train while the threads of the fleet draw; texts are those of one rank."""
-    option = option | {"train__steps": 2}
+    option = {"rollout__staleness": 1, "train__steps": 2}
     run(start, tmp_path / "alone", **STILL, **option)
     option["spec__cost_table"] = costs_of_tokens(tmp_path / "costs.json")
     run(start, tmp_path / "two", ranks=2, **OPTIONS, **option)

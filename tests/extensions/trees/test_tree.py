@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rlspec.extensions.trees.tree import AcceptanceMap, TreeBudget, VerifyCost, bucket
+from megatron_rlspec.extensions.trees.tree import AcceptanceMap, TreeBudget, VerifyCost
 from megatron_rlspec.rollout.embedded import draft
-from megatron_rlspec.speculation.acceptance import grow, top
+from megatron_rlspec.speculation.acceptance import grow
 
 
 def forest(rng, samples=6, branching=2, layers=4, spread=1.0):
@@ -100,17 +100,6 @@ def test_cost_fits_a_knee_and_caches_by_bucket():
     assert (np.diff(slopes) >= -1e-9).all() and slopes[0] >= 0 and slopes[-1] > 4 * slopes[0]
     with pytest.raises(ValueError, match="at least 4 measured rounds, got 2"):
         VerifyCost.fit(rounds[:2])
-
-
-def test_buckets_grow_by_quarter_octaves_at_most():
-    edges = sorted({bucket(n) for n in range(1, 3000)})
-    assert edges[:12] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]
-    assert all(bucket(e) == e for e in edges) and all(b <= 1.25 * a for a, b in zip(edges[4:], edges[5:], strict=False))
-    assert all(n <= bucket(n) < 1.25 * n + 1 for n in range(1, 3000))
-
-
-def test_top_prefers_parents_among_equals():
-    assert top(np.array([[0.0, 0.0, 0.0], [-1.0, -1.0, -2.0]]), 2).tolist() == [[True, True, False]] * 2
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -8,7 +8,7 @@ shard r mod t, in the order of heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,14 +26,10 @@ class Switch:
     `wide.size / old` groups before the change and `wide.size / new` after it. A *unit* is 1 / `wide.size` of a split
     dimension, so each shard is a whole number of units.
 
-    Raises ValueError if neither size divides the other, or if they do not divide the job.
+    One of the sizes divides the other, and both divide the job.
     """
 
     def __init__(self, groups: Groups, old: int, new: int) -> None:
-        if max(old, new) % min(old, new):
-            raise ValueError(
-                f"tensor parallel sizes {old} and {new}: expected one to divide the other"
-            )
         self.old = old
         self.new = new
         self.before = groups.of(old)
@@ -69,7 +65,11 @@ class Switch:
 
 
 def retile(
-    model: Decoder, cache: Cache, rows: Sequence[CacheRow], mine: Mapping[str, int], switch: Switch
+    model: Decoder,
+    cache: Cache,
+    rows: Sequence[CacheRow],
+    mine: Mapping[str, int],
+    switch: Switch,
 ) -> dict[str, int]:
     """Change weights and cache to the new size: `retile_weights` and `retile_cache`. Returns what the latter does.
 
@@ -84,11 +84,10 @@ def retile(
     return seated
 
 
-def retile_weights(model: Decoder, switch: Switch, how: Callable[..., None] | None = None) -> None:
-    """Give every rank its part of the weights at the new size. `how`: `exchange` by default."""
-    move = how or exchange
+def retile_weights(model: Decoder, switch: Switch) -> None:
+    """Give every rank its part of the weights at the new size."""
     with torch.no_grad():
-        model.retile(switch.after, lambda changes: move(switch, changes))
+        model.retile(switch.after, lambda changes: exchange(switch, changes))
 
 
 def exchange(switch: Switch, changes: Sequence[tuple[Parameter, Parameter]]) -> None:
@@ -97,18 +96,25 @@ def exchange(switch: Switch, changes: Sequence[tuple[Parameter, Parameter]]) -> 
     All messages are under way at once, and what this rank has itself is copied meanwhile. Rows travel from parameter to
     parameter; of columns, one of both sides makes a contiguous copy.
     """
-    pieces = [piece for old, new in changes for piece in _pieces(switch, old, new)]
-    others = [piece for piece in pieces if piece[0] != switch.wide.rank]
-    arriving = [(rank, coming) for rank, _, coming in others if coming.numel()]
-    landing = [(rank, x if x.is_contiguous() else x.new_empty(x.shape)) for rank, x in arriving]
-    leaving = [(rank, going.contiguous()) for rank, going, _ in others if going.numel()]
-    works = switch.wide.trade(leaving, landing)
-    for rank, going, coming in pieces:
-        if rank == switch.wide.rank:
-            coming.copy_(going)
+    leaving = []
+    landing = []
+    copies = []  # (where a message lands, what it is copied to)
+    for old, new in changes:
+        for rank, going, coming in _pieces(switch, old, new):
+            if rank == switch.wide.rank:
+                copies.append((going, coming))
+                continue
+            if going.numel():
+                leaving.append((rank, going.contiguous()))
+            if coming.numel():
+                landed = coming if coming.is_contiguous() else coming.new_empty(coming.shape)
+                landing.append((rank, landed, coming))
+    works = switch.wide.trade(leaving, [(rank, landed) for rank, landed, _ in landing])
+    for going, coming in copies:
+        coming.copy_(going)
     for work in works:
         work.wait()
-    for (_, coming), (_, landed) in zip(arriving, landing, strict=True):
+    for _, landed, coming in landing:
         coming.copy_(landed)
 
 
@@ -117,25 +123,28 @@ def _pieces(
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yield each rank of the old group, which holds the whole, with the views that it gets from here and sends here."""
     me = switch.wide.rank
+    old_units = switch.wide.size // switch.old
+    new_units = switch.wide.size // switch.new
     first = switch.old_group * switch.old
     for source, target in zip(old.blocks().values(), new.blocks().values(), strict=True):
         for rank in range(first, first + switch.old):
             count, begin, _ = switch.units(me, rank)
-            going = _units(source, old.split, count, begin, switch.wide.size // switch.old)
+            going = _units(source, old.split, count, begin, old_units)
             count, _, begin = switch.units(rank, me)
-            yield (
-                rank,
-                going,
-                _units(target, old.split, count, begin, switch.wide.size // switch.new),
-            )
+            coming = _units(target, old.split, count, begin, new_units)
+            yield rank, going, coming
 
 
 def _units(
-    shard: torch.Tensor, split: int | None, count: int, first: int, held: int
+    shard: torch.Tensor,
+    split: int | None,
+    count: int,
+    first: int,
+    units: int,
 ) -> torch.Tensor:
-    """Return `count` of the `held` units of a shard, from the unit `first` on."""
+    """Return `count` of the `units` units of a shard, from the unit `first` on."""
     assert split is not None
-    unit = shard.shape[split] // held
+    unit = shard.shape[split] // units
     return shard.narrow(split, first * unit, count * unit)
 
 
@@ -159,7 +168,14 @@ class CacheRow(NamedTuple):
     target: int
 
     @classmethod
-    def of(cls, cache: Cache, row: int, id: str, source: int, target: int) -> CacheRow:
+    def of(
+        cls,
+        cache: Cache,
+        row: int,
+        id: str,
+        source: int,
+        target: int,
+    ) -> CacheRow:
         """Describe a row of this rank's cache."""
         prefix = cache.prefix[row]
         tokens = cache.tokens[row, : cache.length[row]].copy()
@@ -195,10 +211,9 @@ class Stretch(NamedTuple):
         """Return the part of this stretch in columns [first, last)."""
         first = min(max(first, self.first), self.last)
         last = min(max(last, first), self.last)
-        old, new = (
-            None if x is None else x[first - self.first : last - self.first]
-            for x in (self.old, self.new)
-        )
+        part = slice(first - self.first, last - self.first)
+        old = None if self.old is None else self.old[part]
+        new = None if self.new is None else self.new[part]
         return self._replace(first=first, last=last, old=old, new=new)
 
 
@@ -212,29 +227,46 @@ def retile_cache(
     Returns the row of each id that this rank's group holds now. An id that the group has no room for is missing; its
     caller computes it anew. The cache keeps its size in bytes: it has new / old times the slots.
     """
-    held = {
-        row.id: cache.slots[mine[row.id], : row.computed].copy()
-        for row in rows
-        if row.source == switch.old_group
-    }
+    old_slots = {}
+    for row in rows:
+        if row.source == switch.old_group:
+            old_slots[row.id] = cache.slots[mine[row.id], : row.computed].copy()
     cache.reset(cache.total * switch.new // switch.old)
     seated = {}
     for row in rows:
-        if row.target == switch.new_group and (found := _seat(cache, row)) is not None:
-            seated[row.id] = found
-    stretches = list(_stretches(cache, rows, held, seated, switch))
-    drafted = [s.cut(0, s.drafted) for s in stretches]
-    undrafted = [s.cut(s.drafted - 1, s.last) for s in stretches]
+        if row.target == switch.new_group:
+            seat = _seat(cache, row)
+            if seat is not None:
+                seated[row.id] = seat
+    stretches = list(_stretches(cache, rows, old_slots, seated, switch))
+    drafted = [stretch.cut(0, stretch.drafted) for stretch in stretches]
+    undrafted = [stretch.cut(stretch.drafted - 1, stretch.last) for stretch in stretches]
     width = cache.model.arch.head_dim
     for layer in range(len(cache.kv)):
         # keys and values apart
-        cache.kv[layer] = cache.kv[layer].view(len(cache.kv[layer]), 2, -1, width)
+        pool = cache.kv[layer]
+        cache.kv[layer] = pool.view(len(pool), 2, -1, width)
+        del pool  # `_move` releases it
         moving = drafted if layer >= cache.model.arch.layers else stretches
-        _move(cache.kv, layer, cache.total, moving, switch, split=True)
+        _move(
+            cache.kv,
+            layer,
+            cache.total,
+            moving,
+            switch,
+            split=True,
+        )
         cache.kv[layer] = cache.kv[layer].flatten(1, 2)
     hidden = [cache.hidden[:, None, None]]
     cache.hidden = cache.hidden.new_empty(0)
-    _move(hidden, 0, cache.total, undrafted, switch, split=False)
+    _move(
+        hidden,
+        0,
+        cache.total,
+        undrafted,
+        switch,
+        split=False,
+    )
     cache.hidden = hidden[0][:, 0, 0]
     return seated
 
@@ -255,19 +287,27 @@ def _seat(cache: Cache, row: CacheRow) -> int | None:
 def _stretches(
     cache: Cache,
     rows: Sequence[CacheRow],
-    held: Mapping[str, np.ndarray],
+    old_slots: Mapping[str, np.ndarray],
     seated: Mapping[str, int],
     switch: Switch,
 ) -> Iterator[Stretch]:
     """Yield what moves: every row's own columns, and each prefix once a target, from the first row that has it."""
     carried = set()
     for row in rows:
-        old = held.get(row.id)
+        old = old_slots.get(row.id)
         new = seated.get(row.id)
         prompt = row.prompt_len - 1
         leaves = None if old is None else old[prompt:]
         arrives = None if new is None else cache.slots[new, prompt : row.computed]
-        yield Stretch(row.source, row.target, prompt, row.computed, row.drafted, leaves, arrives)
+        yield Stretch(
+            row.source,
+            row.target,
+            prompt,
+            row.computed,
+            row.drafted,
+            leaves,
+            arrives,
+        )
         shared = row.tokens[:prompt].tobytes()
         key = (row.target, shared if cache.share_prefix else row.id)
         if key in carried:
@@ -282,7 +322,15 @@ def _stretches(
             prefix.drafted = row.prefix_drafted
         leaves = None if old is None else old[:last]
         arrives = None if prefix is None else prefix.slots[:last]
-        yield Stretch(row.source, row.target, 0, last, row.prefix_drafted, leaves, arrives)
+        yield Stretch(
+            row.source,
+            row.target,
+            0,
+            last,
+            row.prefix_drafted,
+            leaves,
+            arrives,
+        )
 
 
 def _move(
@@ -299,10 +347,15 @@ def _move(
     """
     me = switch.wide.rank
     pool = pools[index]
-    heads = pool.shape[2] * switch.old // switch.new if split else pool.shape[2]
-    unit = pool.shape[2] * switch.old // switch.wide.size if split else pool.shape[2]
+    _, parts, old_heads, width = pool.shape
+    heads = old_heads
+    unit = old_heads
+    if split:
+        heads = old_heads * switch.old // switch.new
+        unit = old_heads * switch.old // switch.wide.size
 
     def shared(source: int, target: int) -> tuple[int, int, int]:
+        """Return the heads that two ranks share: their count, and the first one in the old and in the new shard."""
         if split:
             count, first, new_first = switch.units(source, target)
             return count * unit, first * unit, new_first * unit
@@ -310,38 +363,50 @@ def _move(
         return unit * (source % switch.old == target % switch.old), 0, 0
 
     def between(source: int, target: int) -> list[Stretch]:
+        """Return the stretches that move between the groups of two ranks."""
         groups = (source // switch.old, target // switch.new)
-        return [s for s in stretches if (s.source, s.target) == groups and s.last > s.first]
+        moving = [s for s in stretches if (s.source, s.target) == groups]
+        return [s for s in moving if s.last > s.first]
 
-    made: dict[tuple[int, int, int], torch.Tensor] = {}  # several ranks may get the same
+    buffers: dict[tuple[int, int, int], torch.Tensor] = {}  # several ranks may get the same
     send = []
     coming: list[list[Stretch]] = []
     sizes = []
     for rank in switch.ranks:
         count, first, _ = shared(me, rank)
         key = (rank // switch.new, first, count)
-        if key not in made:
+        if key not in buffers:
             going = between(me, rank) if count else []
-            made[key] = _flat([pool[s.old, :, first : first + count] for s in going], pool)
-        send.append(made[key])
+            columns = [pool[s.old, :, first : first + count] for s in going]
+            buffers[key] = _flat(columns, pool)
+        send.append(buffers[key])
         count, _, _ = shared(rank, me)
         coming.append(between(rank, me) if count else [])
-        sizes.append(
-            sum(s.last - s.first for s in coming[-1]) * pool.shape[1] * count * pool.shape[3]
-        )
-    _, parts, _, width = pool.shape
+        slots_coming = sum(s.last - s.first for s in coming[-1])
+        sizes.append(slots_coming * parts * count * width)
     pools[index] = pool = pool.new_empty(0)  # release the old pool before the new one is made
-    received = [send[me] if rank == me else pool.new_empty(size) for rank, size in enumerate(sizes)]
-    leaving = [(rank, flat) for rank, flat in enumerate(send) if rank != me and len(flat)]
-    arriving = [(rank, flat) for rank, flat in enumerate(received) if rank != me and len(flat)]
+    received = []
+    leaving = []
+    arriving = []
+    for rank, size in enumerate(sizes):
+        if rank == me:
+            received.append(send[me])
+            continue
+        received.append(pool.new_empty(size))
+        if len(send[rank]):
+            leaving.append((rank, send[rank]))
+        if size:
+            arriving.append((rank, received[rank]))
     for work in switch.wide.trade(leaving, arriving):
         work.wait()
-    del made, send, leaving, arriving
+    del buffers, send, leaving, arriving
     pools[index] = pool.new_zeros(slots, parts, heads, width)
     for rank, flat, stretches_here in zip(switch.ranks, received, coming, strict=True):
+        if not stretches_here:
+            continue
         count, _, first = shared(rank, me)
         lengths = [s.last - s.first for s in stretches_here]
-        rows = flat.view(sum(lengths), parts, count, width).split(lengths) if lengths else ()
+        rows = flat.view(sum(lengths), parts, count, width).split(lengths)
         for s, columns in zip(stretches_here, rows, strict=True):
             if s.new is not None:
                 pools[index][s.new, :, first : first + count] = columns
@@ -349,4 +414,6 @@ def _move(
 
 def _flat(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Return the elements of all parts, one after the other; of the dtype and device of `like` if there are none."""
-    return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)
+    if not parts:
+        return like.new_empty(0)
+    return torch.cat([part.reshape(-1) for part in parts])
