@@ -43,16 +43,12 @@ THEIRS = (
     "scripts/run-qwen3.5-27B.sh",
 )
 # `rlspec slime` refuses these in one line.
-ATTENTION = "--sglang-enable-dp-attention: .* never run with a drafter on a GPU"
 REFUSED = {
-    "run-deepseek-r1": ATTENTION,
-    "run-glm4.7-30B-A3B": ATTENTION,
-    "run-glm4.7-355B-A32B": ATTENTION,
     "run-glm5-744B-A40B": "--prefill-num-servers 1: engines that prefill and decode apart",
     "run-glm5.2-744B-A40B": "--sglang-config .*: engines that prefill and decode apart",
     "run_geo3k_qwen35": "--spec slime_plugins.models.qwen3_5_vl: the model holds no MTP layer itself",
 }
-# Recipes whose number of steps stays as it is, because of delta nets.
+# Recipes whose number of steps stays as it is, because of delta nets or attention data parallelism.
 FIXED = {Path(name).stem for name in THEIRS if "mimo" not in name} | {"qwen3.5-4b"}
 VERSIONS = ["installed", pytest.param("0.5.15.post1", marks=pytest.mark.skipif(not OLD, reason="RLSPEC_SGLANG_OLD"))]
 

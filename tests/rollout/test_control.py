@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.rollout.sglang.http import plugin
-from megatron_rlspec.rollout.sglang.scheduler import control, decisions, rounds, versions
+from megatron_rlspec.rollout.sglang.scheduler import control, decisions, rounds, served_weights, versions
 from megatron_rlspec.rollout.sglang.settings import VARIABLE, Settings
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
@@ -157,6 +157,28 @@ def test_an_engine_switches_useless_drafts_off_by_itself(data, monkeypatch):
         decider.timed(ran, 256, 20.0 + 8.0 * config.num_steps)
         off.append(config.off)
     assert sum(off[:30]) >= 20 and sum(off[30:]) > 250
+
+
+def test_answers_of_data_parallel_ranks_are_merged():
+    """Under attention data parallelism every rank answers. What one of them was not given counts as not delivered."""
+    rows = [{"rounds": [1, 2]}, {"rounds": [3]}]
+    assert control.merge("stats", rows) == control.merge("recent_rounds", rows) == {"rounds": [1, 2, 3]}
+    assert control.merge("not_begun", [{"ids": ["a"]}, {"ids": ["b"]}]) == {"ids": ["a", "b"]}
+    whole = {"target": {"a": 1, "b": 2}, "drafter": {"c": 3}}
+    assert control.merge("delivered", [whole, whole]) == control.merge("delivered", [whole]) == whole
+    stale = {"target": {"a": 1, "b": 5}, "drafter": {}}
+    assert control.merge("delivered", [whole, stale]) == {"target": {"a": 1}, "drafter": {}}
+    assert control.merge("describe", [{"held": ""}, {"held": ""}]) == {"held": ""}
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"enable_dp_attention": True, "dp_size": 2}, {"enable_dp_attention": False, "attn_dp_size": 2}]
+)
+def test_weights_under_attention_data_parallelism_are_checked_by_delivery(arguments, monkeypatch):
+    monkeypatch.setattr(served_weights, "_parallel", lambda: SimpleNamespace(pp_size=1))
+    given = {"dp_size": 1, "enable_eplb": False, "ep_num_redundant_experts": 0} | arguments
+    with pytest.raises(served_weights.UnnamedError, match="under attention data parallelism"):
+        list(served_weights.of_scheduler(SimpleNamespace(server_args=SimpleNamespace(**given))))
 
 
 def test_the_first_rounds_of_an_engine_are_not_timed(monkeypatch):

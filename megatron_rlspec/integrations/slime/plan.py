@@ -96,7 +96,9 @@ def plan(
     refusals.refuse(given, drafter)
     added = Additions()
     if verifier == "position_keyed":
-        refusals.refuse_keyed(given)
+        reason = refusals.why_not_keyed(given)
+        if reason:
+            raise ConfigError(f"--verifier position_keyed: {reason}; give --verifier target_only")
         added.add_flag(given, SAMPLER, "pytorch")
     fixed = _why_fixed(given)
     start = _starting_steps(given, num_steps, candidate_steps)
@@ -189,6 +191,9 @@ def _candidates(candidate_steps: Sequence[int] | None, start: int, fixed: str) -
 
 def _why_fixed(given: Flags) -> str:
     """Return why the number of steps cannot change while the engines run; "" if it can."""
+    flag = refusals.attention_ranks(given)
+    if flag:
+        return f"under {flag} SGLang does not adapt it"
     for flag in FIXED:
         if flag in given and given[flag] != "1":
             return f"under {flag} SGLang does not adapt it"

@@ -18,7 +18,7 @@ from megatron_rlspec.integrations.slime.flags import (
 from megatron_rlspec.models.config import ModelConfigError
 from megatron_rlspec.models.directory import read_config
 from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
-from megatron_rlspec.rollout.sglang.settings import APART, ATTENTION_RANKS, MIXED_CHUNK
+from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK
 
 ALGORITHM = "--sglang-speculative-algorithm"
 MIXED = "--sglang-enable-mixed-chunk"
@@ -44,9 +44,6 @@ def refuse(given: Flags, drafter: DrafterConfig) -> None:
     engines = given.get("--sglang-config") or ""
     if _prefills_apart(engines):
         raise ConfigError(f"--sglang-config {engines}: {APART}; {REMOVE}")
-    for flag in ("--sglang-enable-dp-attention", "--sglang-attn-dp-size"):
-        if flag in given and given[flag] != "1":
-            raise ConfigError(f"{flag}: {ATTENTION_RANKS}; {REMOVE}")
     if given.get("--spec") == "slime_plugins.models.qwen3_5_vl":
         raise ConfigError(f"--spec {given['--spec']}: the model {HIDDEN_MTP}")
     if "--fp16" in given:
@@ -144,14 +141,33 @@ def _refuse_expert_copies(given: Flags) -> None:
         )
 
 
-def refuse_keyed(given: Flags) -> None:
-    """Raise ConfigError for flags of slime with which engines do not sample by the seed of a sample."""
+def attention_ranks(given: Flags) -> str:
+    """Return the flag by which an engine's ranks attend to requests of their own; "" if there is none."""
+    for flag in ("--sglang-enable-dp-attention", "--sglang-attn-dp-size"):
+        if flag in given and given[flag] != "1":
+            return flag
+    return ""
+
+
+def why_not_keyed(given: Flags) -> str:
+    """Return why these engines cannot sample by the seed of a sample; "" if they can."""
+    flag = attention_ranks(given)
+    if flag:
+        return f"position_keyed was never run with {flag}"
+    for flag in (
+        "--sglang-speculative-use-rejection-sampling",
+        "--sglang-enable-multi-layer-eagle",
+    ):
+        if flag in given:
+            return f"{flag} drafts without the seeds of position_keyed"
+    topk = given.get("--sglang-speculative-eagle-topk", "1")
+    if topk != "1":
+        return f"--sglang-speculative-eagle-topk {topk}: position_keyed drafts chains only"
     # Other samplers end an engine at a seed beside top-p or top-k.
     sampler = given.get(SAMPLER, "pytorch")
     if sampler != "pytorch":
-        raise ConfigError(
-            f"{SAMPLER} {sampler} samples without seeds; --verifier position_keyed expects pytorch"
-        )
+        return f"{SAMPLER} {sampler} samples without seeds; position_keyed expects pytorch"
+    return ""
 
 
 def refuse_unfit_eagle3(given: Flags, drafter_path: str) -> dict[str, str]:

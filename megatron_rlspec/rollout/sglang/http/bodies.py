@@ -12,7 +12,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import DumperControlReqInput
 from starlette.requests import ClientDisconnect
 
-from megatron_rlspec.rollout.sglang.scheduler.control import METHOD
+from megatron_rlspec.rollout.sglang.scheduler.control import METHOD, merge
 from megatron_rlspec.rollout.sglang.schemas import Body, Refusal, parse
 
 logger = logging.getLogger(__name__)
@@ -32,10 +32,11 @@ async def parsed(request: Request, model: type[Body]) -> Body:
 async def run_command(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Run a command of `control.py` in the scheduler. Raises Refusal with its error."""
     message = DumperControlReqInput(method=METHOD, body=arguments | {"command": command})
-    [result] = await manager().dumper_control(message)
-    if not result.success:
-        raise Refusal(400, one_line(result.error))
-    return result.response[0]
+    results = await manager().dumper_control(message)
+    for result in results:
+        if not result.success:
+            raise Refusal(400, one_line(result.error))
+    return merge(command, [result.response[0] for result in results])
 
 
 def control(command: str, schema: type[Body]) -> Handler:

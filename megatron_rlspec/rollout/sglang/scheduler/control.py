@@ -89,6 +89,28 @@ def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any
     return None
 
 
+def merge(command: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the answers of an engine's data-parallel ranks into one.
+
+    Rounds and ids are those of all ranks. A tensor counts as delivered if every rank was given the same. Any other
+    command does the same on every rank, so the first rank's answer is enough.
+    """
+    if command in ("stats", "recent_rounds"):
+        return {"rounds": [row for answer in answers for row in answer["rounds"]]}
+    if command == "not_begun":
+        return {"ids": [name for answer in answers for name in answer["ids"]]}
+    if command == "delivered":
+        first, *others = answers
+        for other in others:
+            first = {model: _agreeing(marks, other[model]) for model, marks in first.items()}
+        return first
+    return answers[0]
+
+
+def _agreeing(marks: dict[str, int], others: dict[str, int]) -> dict[str, int]:
+    return {name: mark for name, mark in marks.items() if others.get(name) == mark}
+
+
 def _reason(error: Exception) -> str:
     """Return the text of our own errors; for other errors of Python, one sentence."""
     if isinstance(error, (ValueError, NotImplementedError)):

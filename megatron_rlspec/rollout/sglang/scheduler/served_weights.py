@@ -168,6 +168,11 @@ def of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
     arguments = scheduler.server_args
     if arguments.enable_eplb or arguments.ep_num_redundant_experts:
         raise UnnamedError("experts that SGLang places by load (EPLB) cannot be told apart")
+    ranks = getattr(arguments, "attn_dp_size", 1)  # of SGLang 0.5.23
+    if arguments.enable_dp_attention:
+        ranks = max(ranks, arguments.dp_size)
+    if ranks > 1:
+        raise UnnamedError("weights of ranks under attention data parallelism are not told apart")
     return named_tensors(*models_of(scheduler))
 
 
