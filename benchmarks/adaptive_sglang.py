@@ -15,8 +15,10 @@ short, a few are long, so the batch shrinks from many to one. A good, a middling
 turn.
 
 Contestants run in turn within each repetition, in an order that rotates. A ratio is plain's time over the contestant's
-in the same repetition. Printed are medians over repetitions with the 95 % interval of their bootstrap. The first
-repetition of each drafter does not count: ours and SGLang's learn its acceptance there and keep it, as in training.
+in the same repetition, of wall time and of the CPU seconds of the engine's scheduler process, in which all passes run.
+Other work on the machine changes CPU seconds less. Printed are medians over repetitions with the 95 % interval of their
+bootstrap. The first repetition of each drafter does not count: ours and SGLang's learn its acceptance there and keep
+it, as in training.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import requests
 import torch
 from bigram_model import VOCAB, checkpoint, worse_drafter
@@ -96,16 +99,37 @@ def rollout(engine: SGLangEngine, lengths: Sequence[int], seed: int) -> tuple[fl
     return seconds, [texts[request["id"]] for request in wanted]
 
 
+def scheduler_of(server: int) -> psutil.Process:
+    """Return the scheduler process of the server process with this id."""
+    [scheduler] = [p for p in psutil.Process(server).children(recursive=True) if "scheduler" in " ".join(p.cmdline())]
+    return scheduler
+
+
 class Contestants:
     """Runs rollouts of one drafter under each contestant. `rounds`: their rounds, by contestant."""
 
-    def __init__(self, spec: SGLangEngine, plain: SGLangEngine, learning: Mapping[str, Learning]) -> None:
+    def __init__(
+        self,
+        spec: SGLangEngine,
+        plain: SGLangEngine,
+        schedulers: tuple[psutil.Process, psutil.Process],
+        learning: Mapping[str, Learning],
+    ) -> None:
         self.spec = spec
         self.plain = plain
+        self.schedulers = schedulers
         self.learning = learning
         self.rounds: dict[str, list[RoundStats]] = {}
 
-    def run(self, name: str, lengths: Sequence[int], seed: int) -> tuple[float, list[list[int]]]:
+    def run(self, name: str, lengths: Sequence[int], seed: int) -> tuple[tuple[float, float], list[list[int]]]:
+        """Run one rollout. Return its seconds, wall and of the scheduler's CPU, and texts."""
+        scheduler = self.schedulers[name == "plain"]
+        before = scheduler.cpu_times()
+        wall, texts = self._run(name, lengths, seed)
+        after = scheduler.cpu_times()
+        return (wall, after.user - before.user + after.system - before.system), texts
+
+    def _run(self, name: str, lengths: Sequence[int], seed: int) -> tuple[float, list[list[int]]]:
         if name == "plain":
             return rollout(self.plain, lengths, seed)
         learning = self.learning.get(name)
@@ -128,8 +152,8 @@ class Contestants:
 def compete(
     contestants: Contestants, names: Sequence[str], lengths: Sequence[int], repetitions: int, salt: int
 ) -> dict[str, np.ndarray]:
-    """Measure seconds [repetitions] of each contestant. Their texts must agree."""
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    """Measure seconds [repetitions, 2] of each contestant, wall and CPU. Their texts must agree."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for repetition in range(-1, repetitions):
         if repetition == 0:
             contestants.rounds.clear()
@@ -239,6 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             launch(folder / "model", folder / "plain.log", arguments=[*serve, "--spec", "off"]) as second,
         ):
             spec, plain = SGLangEngine.of(first.wait()), SGLangEngine.of(second.wait())
+            schedulers = scheduler_of(first.process.pid), scheduler_of(second.process.pid)
             tables = cost_tables(folder, spec, args.cost_table)
             learnt: dict[str, Any] = {}
             results = {}
@@ -249,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     made = Learning(STEPS, tables[name], Roofline.of_model(config))
                     made.learnt = learnt.get(name)  # of rounds' times; not the last drafter's acceptance
                     learning[f"ours: {name}"] = made
-                contestants = Contestants(spec, plain, learning)
+                contestants = Contestants(spec, plain, schedulers, learning)
                 seconds = compete(contestants, names, lengths, repetitions, 1000 * version)
                 learnt = {name: learning[f"ours: {name}"].learnt for name in TABLES}
                 results[drafter] = report(drafter, seconds, contestants.rounds)
@@ -263,21 +288,25 @@ def report(
     drafter: str, seconds: Mapping[str, np.ndarray], rounds: Mapping[str, Sequence[RoundStats]]
 ) -> dict[str, Any]:
     """Print one drafter's figures, and return them."""
-    plain = seconds["plain"]
+    wall = {name: values[:, 0] for name, values in seconds.items()}
+    cpu = {name: values[:, 1] for name, values in seconds.items()}
     fixed = [name for name in ("plain", *FIXED) if name in seconds]
-    best = max(fixed, key=lambda name: ratio(plain, seconds[name])[0])
-    print(f"\n{drafter} drafter: best fixed choice {best}")
-    print(f"{'contestant':14}{'x plain [95 %]':>24}{'x SGLang':>10}{'x best':>8}{'tokens':>8}  rounds")
-    row: dict[str, Any] = {"best": best, "seconds": {name: values.tolist() for name, values in seconds.items()}}
-    for name, values in seconds.items():
-        middle, low, high = ratio(plain, values)
-        over_best = ratio(seconds[best], values)[0]
-        over_sglang = f"{ratio(seconds['SGLang'], values)[0]:.3f}" if "SGLang" in seconds else ""
+    best = max(fixed, key=lambda name: ratio(cpu["plain"], cpu[name])[0])
+    print(f"\n{drafter} drafter: best fixed choice in CPU seconds {best}")
+    print(f"{'contestant':14}{'x plain [95 %]':>24}{'in CPU':>24}{'x SGLang':>10}{'x best':>8}  (CPU)  rounds")
+    row: dict[str, Any] = {"best": best}
+    for name in seconds:
+        shown = ""
+        for clock in (wall, cpu):
+            middle, low, high = ratio(clock["plain"], clock[name])
+            interval = f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+            shown += f"{interval:>24}"
+        over_sglang = ratio(cpu["SGLang"], cpu[name])[0] if "SGLang" in cpu else float("nan")
+        over_best = ratio(cpu[best], cpu[name])[0]
         stats = rounds.get(name, ())
         tokens = f"{tokens_per_round(stats):.2f}" if stats else "1.00"
-        interval = f"{middle:.3f} [{low:.3f}, {high:.3f}]"
-        print(f"{name:14}{interval:>24}{over_sglang:>10}{over_best:8.3f}{tokens:>8}  {shares(stats)}", flush=True)
-        row[name] = {"x plain": [middle, low, high], "x best": over_best, "rounds": by_octave(stats)}
+        print(f"{name:14}{shown}{over_sglang:10.3f}{over_best:8.3f}  {tokens}  {shares(stats)}", flush=True)
+        row[name] = {"seconds": seconds[name].tolist(), "rounds": by_octave(stats)}
     return row
 
 

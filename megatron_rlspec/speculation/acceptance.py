@@ -31,15 +31,16 @@ def expected_tokens(config: SpecConfig, rates: Sequence[float], sibling: float =
     """
     if config.num_steps == 0:
         return 1.0
-    depths = [rates[min(d, len(rates) - 1)] for d in range(config.num_steps)]
-    if config.topk == 1:
-        total = reach = 1.0
-        for rate in depths:
-            reach *= rate
-            total += reach
-        return total
-    best = np.sort(grow(depths, config.topk, sibling).chance)[::-1]
-    return 1.0 + float(best[: config.num_draft_tokens - 1].sum())
+    if config.topk > 1:
+        depths = [rates[min(d, len(rates) - 1)] for d in range(config.num_steps)]
+        chance = np.sort(grow(depths, config.topk, sibling).chance)[::-1]
+        return 1.0 + float(chance[: config.num_draft_tokens - 1].sum())
+    total = 1.0
+    reach = 1.0
+    for d in range(config.num_steps):
+        reach *= rates[min(d, len(rates) - 1)]
+        total += reach
+    return total
 
 
 class Grown(NamedTuple):
@@ -63,20 +64,22 @@ def grow(rates: Sequence[float], topk: int, sibling: float) -> Grown:
     """
     beams = np.ones(1)
     numbers = np.array([-1])
-    levels: list[tuple[np.ndarray, np.ndarray]] = []
+    chances: list[np.ndarray] = []
+    parents: list[np.ndarray] = []
+    depths: list[np.ndarray] = []
     grown = 0
-    for rate in rates:
+    for level, rate in enumerate(rates, 1):
         missed = (1 - rate) * (1 - sibling) ** np.arange(topk - 1)
         branches = np.concatenate([[rate], np.minimum(rate, missed * sibling)])
-        found = np.outer(beams, branches).ravel()
-        levels.append((found, np.repeat(numbers, topk)))
-        best = np.argsort(-found, kind="stable")[:topk]
-        beams = found[best]
+        chance = np.outer(beams, branches).ravel()
+        chances.append(chance)
+        parents.append(np.repeat(numbers, topk))
+        depths.append(np.full(len(chance), level))
+        best = np.argsort(-chance, kind="stable")[:topk]
+        beams = chance[best]
         numbers = grown + best
-        grown += len(found)
-    depth = np.repeat(np.arange(1, len(levels) + 1), [len(found) for found, _ in levels])
-    chance, parents = (np.concatenate(column) for column in zip(*levels, strict=True))
-    return Grown(chance, parents, depth)
+        grown += len(chance)
+    return Grown(np.concatenate(chances), np.concatenate(parents), np.concatenate(depths))
 
 
 def top(scores: np.ndarray, count: int) -> np.ndarray:
@@ -94,7 +97,10 @@ def accept_length(histogram: Sequence[int] | np.ndarray) -> float:
     """
     counts = np.asarray(histogram, dtype=np.int64)
     rounds = int(counts.sum())
-    return 1 + int(counts @ np.arange(len(counts))) / rounds if rounds else float("nan")
+    if not rounds:
+        return float("nan")
+    drafts = int(counts @ np.arange(len(counts)))
+    return 1 + drafts / rounds
 
 
 def delivered(rounds: int, spans: Iterable[tuple[int, int]], tokens: int) -> tuple[int, ...]:
@@ -109,30 +115,40 @@ def delivered(rounds: int, spans: Iterable[tuple[int, int]], tokens: int) -> tup
     the end of the response are drawn and not delivered. A response that ends with a draft lost its last round's own
     token: that round counts one draft less. Raises ValueError if there are more spans than rounds.
     """
-    drafts = [last - first - (last == tokens) for first, last in spans if first > 0]
+    drafts = []
+    for first, last in spans:
+        if first > 0:
+            drafts.append(last - first - (last == tokens))
     if len(drafts) > rounds:
         raise ValueError(f"{len(drafts)} spans of accepted drafts in {rounds} verify rounds")
     if not rounds:
         return ()
-    histogram = np.bincount(drafts, minlength=1) if drafts else np.zeros(1, np.int64)
+    histogram = np.zeros(max(drafts, default=0) + 1, np.int64)
+    for count in drafts:
+        histogram[count] += 1
     histogram[0] += rounds - len(drafts)
     return tuple(histogram.tolist())
 
 
 def runs(marks: Sequence[int | None]) -> Iterator[tuple[int, int]]:
     """Yield (first, last + 1) of every run of ones."""
-    padded = np.array([0, *(mark or 0 for mark in marks), 0])
-    edges = np.flatnonzero(np.diff(padded)).tolist()
-    yield from zip(edges[::2], edges[1::2], strict=True)
+    first = None
+    for i, mark in enumerate(marks):
+        if mark and first is None:
+            first = i
+        elif not mark and first is not None:
+            yield first, i
+            first = None
+    if first is not None:
+        yield first, len(marks)
 
 
 def pooled(histograms: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:
     """Sum histograms of different lengths, element by element; `[longest] int64`."""
-    total = np.zeros(0, dtype=np.int64)
-    for histogram in histograms:
-        if len(histogram) > len(total):
-            total = np.pad(total, (0, len(histogram) - len(total)))
-        total[: len(histogram)] += np.asarray(histogram, dtype=np.int64)
+    rows = [np.asarray(histogram, dtype=np.int64) for histogram in histograms]
+    total = np.zeros(max(map(len, rows), default=0), dtype=np.int64)
+    for row in rows:
+        total[: len(row)] += row
     return total
 
 
@@ -166,9 +182,8 @@ class Prediction:
     ) -> Prediction:
         """Build one from the two arrays flattened, as a reduction over ranks returns them."""
         shape = (-1, len(steps), max(steps))
-        return cls(
-            tuple(steps), np.array(reached).reshape(shape), np.array(accepted).reshape(shape)
-        )
+        sums = [np.array(part).reshape(shape) for part in (reached, accepted)]
+        return cls(tuple(steps), *sums)
 
     def __add__(self, other: Prediction) -> Prediction:
         if self.steps != other.steps:
@@ -178,19 +193,24 @@ class Prediction:
     @property
     def sharpness(self) -> float | None:
         """Return the sharpness of coupled drafts with the most tokens per round; None for other drafts."""
-        return SHARPNESS[self._best] if len(self.accepted) == len(SHARPNESS) else None
+        if len(self.accepted) != len(SHARPNESS):
+            return None
+        return SHARPNESS[self._best]
 
     def rates(self, num_steps: int | None = None) -> list[float]:
         """Return a_1..a_num_steps (of the deepest step count, if omitted); 0 where nothing was reached."""
-        return self._rates(self._best, max(self.steps) if num_steps is None else num_steps)
+        if num_steps is None:
+            num_steps = max(self.steps)
+        return self._rates(self._best, num_steps)
 
     @property
     def _best(self) -> int:
-        deepest = max(self.steps)
-        tokens = [
-            expected_tokens(SpecConfig(deepest), self._rates(i, deepest))
-            for i in range(len(self.accepted))
-        ]
+        """Return the index of the sharpness with the most tokens per round."""
+        chain = SpecConfig(max(self.steps))
+        tokens = []
+        for factor in range(len(self.accepted)):
+            rates = self._rates(factor, chain.num_steps)
+            tokens.append(expected_tokens(chain, rates))
         return int(np.argmax(tokens))
 
     def _rates(self, factor: int, num_steps: int) -> list[float]:
@@ -201,7 +221,9 @@ class Prediction:
         return [float(rate) for rate in rates[:num_steps]]
 
     def tokens_per_round(self, num_steps: int) -> float:
-        return expected_tokens(SpecConfig(num_steps), self.rates(num_steps)) if num_steps else 1.0
+        if num_steps == 0:
+            return 1.0
+        return expected_tokens(SpecConfig(num_steps), self.rates(num_steps))
 
 
 class Acceptance:
@@ -255,10 +277,11 @@ class Acceptance:
             self.draws[d] *= keep
             if d >= num_steps or reached <= 0:
                 continue
-            # rounding may go below
-            passed = max(0.0, reached - (histogram[d] if d < len(histogram) else 0.0))
+            refused = histogram[d] if d < len(histogram) else 0.0
+            passed = max(reached - refused, 0.0)  # rounding may go below
+            above = self.rates[d - 1] if d else 1.0
             self.ratio_hits[d] += passed
-            self.ratio_base[d] += reached * (self.rates[d - 1] if d else 1.0)
+            self.ratio_base[d] += reached * above
             _cap(self.ratio_hits, self.ratio_base, d, 10 * self.most_draws)
             self.hits[d] += passed
             self.draws[d] += reached
@@ -293,8 +316,9 @@ class Acceptance:
             of_rate = rate * (1 - rate) / (self.draws[d] + PRIOR_STRENGTH) + changed**2
             slope = 0.0
             for steps, sign in ((num_steps, 1), (other_steps, -1)):
-                beyond = max(self.totals[steps] - self.totals[min(d, steps)], 0.0)
-                slope += sign * beyond / rate / self.totals[steps]
+                total = self.totals[steps]
+                beyond = total - self.totals[min(d, steps)]
+                slope += sign * beyond / rate / total
             variance += slope**2 * of_rate
         return float(variance**0.5)
 
@@ -304,11 +328,11 @@ class Acceptance:
             raise ValueError(f"predicted rates {list(rates)} must lie in [0, 1] and not be empty")
         shallower = 1.0
         for d in range(self.depth):
-            rate = rates[d] if d < len(rates) else shallower * self.prior[d]
-            weight = draws if d < len(rates) else 0.0
-            self.hits[d] = rate * weight
+            known = d < len(rates)
+            rate = rates[d] if known else shallower * self.prior[d]
+            weight = draws if known else 0.0
+            self.hits[d] = self.ratio_hits[d] = rate * weight
             self.draws[d] = weight
-            self.ratio_hits[d] = rate * weight
             self.ratio_base[d] = shallower * weight
             shallower = rate
         self._refresh()
@@ -334,23 +358,24 @@ class Acceptance:
         """Restore the state that `to_json` returned. Raises ValueError, KeyError."""
         acceptance = cls(data["depth"])
         for name in _STATE:
-            values = [float(v) for v in data[name]]
+            values = [float(value) for value in data[name]]
             if len(values) != acceptance.depth or not np.all(np.isfinite(values)):
                 raise ValueError(
                     f"acceptance state: {name} must hold {acceptance.depth} finite numbers, got {data[name]}"
                 )
+            if min(values) < 0:
+                raise ValueError(f"acceptance state: {name} must not be negative, got {values}")
             setattr(acceptance, name, values)
-        drawn = zip(acceptance.hits, acceptance.draws, strict=True)
-        if min(*acceptance.hits, *acceptance.ratio_hits, *acceptance.ratio_base) < 0 or any(
-            h > d for h, d in drawn
-        ):
-            raise ValueError("acceptance state: expected 0 <= hits <= draws, and no negative ratio")
+        for hits, draws in zip(acceptance.hits, acceptance.draws, strict=True):
+            if hits > draws:
+                raise ValueError("acceptance state: expected hits <= draws")
         acceptance._refresh()
         return acceptance
 
 
 def _cap(hits: list[float], draws: list[float], d: int, most: float) -> None:
     """Scale hits and draws at depth d so that `draws[d]` is at most `most`."""
-    if (over := draws[d] / most) > 1:
+    over = draws[d] / most
+    if over > 1:
         hits[d] /= over
         draws[d] /= over

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.speculation.round_times import Cost as RoundCosts
+from megatron_rlspec.speculation.round_times import Cost
 from megatron_rlspec.types import OFF, SpecConfig
 
 MOST_ACCEPTANCE = 0.95  # the highest rate of the first draft that is planned for
@@ -41,7 +41,7 @@ def graph_sizes(max_batch: int) -> list[int]:
 
 
 def reach(
-    cost: RoundCosts,
+    cost: Cost,
     candidates: Sequence[SpecConfig],
     max_batch: int,
     lengths: Sequence[float],
@@ -55,24 +55,29 @@ def reach(
     """
     ordered = sorted(candidates)
     batch = np.arange(1, max_batch + 1)[:, None]
-    context = batch * np.asarray(lengths, float)[None, :]
-    ms = cost.grid(ordered, batch, np.clip(context, batch, max_total_tokens or np.inf))
-    found = [1] * len(ordered)
+    context = batch * np.asarray(lengths, float)
+    if max_total_tokens:
+        context = np.clip(context, batch, max_total_tokens)
+    ms = cost.grid(ordered, batch, context)
+    most = [1] * len(ordered)
     depths = DECAY ** np.arange(max(config.num_steps for config in ordered) or 1)
     for first in np.linspace(0.0, MOST_ACCEPTANCE, 20):
-        tokens = np.array(
-            [expected_tokens(config, (first * depths).tolist()) for config in ordered]
-        )
+        rates = (first * depths).tolist()
+        tokens = np.array([expected_tokens(config, rates) for config in ordered])
         best = (tokens[:, None, None] / ms).argmax(axis=0)
         for i in range(len(ordered)):
             chosen = np.flatnonzero((best == i).any(axis=1))
-            found[i] = max([found[i], *(chosen[-1:] + 1).tolist()])
-    nested = np.maximum.accumulate(found[::-1])[::-1].tolist()
+            if len(chosen):
+                most[i] = max(most[i], int(chosen[-1]) + 1)
+
+    deeper = 1
+    for i in reversed(range(len(ordered))):
+        deeper = most[i] = max(most[i], deeper)
     least = ordered[0].num_steps
-    return {
-        config: max_batch if config.num_steps == least else n
-        for config, n in zip(ordered, nested, strict=True)
-    }
+    for i, config in enumerate(ordered):
+        if config.num_steps == least:
+            most[i] = max_batch
+    return dict(zip(ordered, most, strict=True))
 
 
 def needed(
@@ -92,11 +97,14 @@ def needed(
     if table is None:
         roofline = Roofline.of_layers(layers, ridge_tokens=WIDEST_RIDGE)
         return reach(roofline, candidates, max_batch, [1.0])
-    known = [c for c in candidates if c in table.configs()]
+    measured = table.configs()
+    known = [config for config in candidates if config in measured]
     if not known:
-        wanted, has = (", ".join(map(str, configs)) for configs in (candidates, table.configs()))
+        wanted = ", ".join(map(str, candidates))
+        has = ", ".join(map(str, measured))
         raise CostTableError(f"cost table holds none of {wanted}; it holds {has}")
-    return dict.fromkeys(candidates, 1) | reach(table, known, max_batch, table.lengths(), tokens)
+    most = dict.fromkeys(candidates, 1)
+    return most | reach(table, known, max_batch, table.lengths(), tokens)
 
 
 def slots(most: Mapping[SpecConfig, int], max_batch: int) -> dict[str, Any]:
@@ -106,12 +114,19 @@ def slots(most: Mapping[SpecConfig, int], max_batch: int) -> dict[str, Any]:
     range ends there.
     """
     sizes = graph_sizes(max_batch)
-    ends = {c.num_steps: sizes[min(bisect_left(sizes, n), len(sizes) - 1)] for c, n in most.items()}
-    starts = sorted({1, *(end + 1 for end in ends.values() if end < sizes[-1])})
-    return {
-        str(start): {"candidate_steps": sorted(k for k, end in ends.items() if end >= start)}
-        for start in starts
-    }
+    ends = {}
+    for config, batch in most.items():
+        place = min(bisect_left(sizes, batch), len(sizes) - 1)
+        ends[config.num_steps] = sizes[place]
+    starts = {1}
+    for end in ends.values():
+        if end < sizes[-1]:
+            starts.add(end + 1)
+    ranges = {}
+    for start in sorted(starts):
+        steps = [k for k, end in ends.items() if end >= start]
+        ranges[str(start)] = {"candidate_steps": sorted(steps)}
+    return ranges
 
 
 def count(config: Mapping[str, Any], max_batch: int, start: int) -> dict[int, int]:
@@ -121,23 +136,29 @@ def count(config: Mapping[str, Any], max_batch: int, start: int) -> dict[int, in
     """
     sizes = graph_sizes(max_batch)
     starts = sorted(map(int, config))
-    steps = sorted({k for slot in config.values() for k in slot["candidate_steps"]})
-    found = {}
-    for k in steps:
-        covered = [s for s in starts if k in config[str(s)]["candidate_steps"]]
-        last = [max(s for s in starts if s <= size) for size in sizes]
-        passes = 3 if k > 1 else 2
-        found[k] = passes * (len(sizes) if k == start else sum(s in covered for s in last))
-    return found
+    graphs: dict[int, int] = {}
+    for size in sizes:
+        slot = max(first for first in starts if first <= size)
+        steps = set(config[str(slot)]["candidate_steps"])
+        for k in sorted(steps | {start}):
+            passes = 3 if k > 1 else 2
+            graphs[k] = graphs.get(k, 0) + passes
+    return graphs
 
 
 def gib(graphs: Mapping[int, int]) -> float:
     """Estimate the GiB of the graphs that `count` returns. One graph in two or three is the target's."""
-    target = sum(n // (3 if k > 1 else 2) for k, n in graphs.items())
-    return TARGET_GIB * target + DRAFTER_GIB * (sum(graphs.values()) - target)
+    target = 0
+    for k, count_of_k in graphs.items():
+        target += count_of_k // (3 if k > 1 else 2)
+    drafter = sum(graphs.values()) - target
+    return TARGET_GIB * target + DRAFTER_GIB * drafter
 
 
 def chains(steps: Sequence[int], real_off: bool = True) -> tuple[SpecConfig, ...]:
     """Make candidates of these step counts. 0 is `OFF`; with `real_off=False` it is SGLang's step 0."""
-    zero = OFF if real_off else SpecConfig(0)
-    return tuple(zero if steps_ == 0 else SpecConfig(steps_) for steps_ in sorted(set(steps)))
+    configs = []
+    for k in sorted(set(steps)):
+        off = k == 0 and real_off
+        configs.append(OFF if off else SpecConfig(k))
+    return tuple(configs)

@@ -39,7 +39,7 @@ START_DRAWS = 50.0
 KNOWN = (
     0.15  # error of plain decoding's time against that of drafts, up to which a factor is stated
 )
-_ADDED = ("predicted_ms", "predicted_tokens", "switches", "probes")
+_ADDED = ("predicted_ms", "switches", "probes")
 TIMED = 0.9  # part of the time of drafting rounds for which it must be known
 
 
@@ -136,10 +136,10 @@ class Learning:
             if not isinstance(self.cost, CostTable):
                 return None
             return RoundTimes(self.cost, self.cost.configs())
-        candidates = [SpecConfig(*triple) for triple in self.learnt["candidates"]]
+        state = self.learnt["times"]
+        candidates = [SpecConfig(*triple) for triple in state["candidates"]]
         times = RoundTimes(self.cost, candidates)
-        times.restore(self.learnt["times"])
-        return times
+        return times if times.restore(state) else None
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
         """Take the trainer's prediction of the next rollout's acceptance, or None. Returns metrics."""
@@ -313,18 +313,6 @@ class Learning:
         values["spec/estimated_regret"] = regret / sums["predicted_ms"]
         values["spec/switches"] = float(sums["switches"])
         values["spec/probes"] = float(sums["probes"])
-        if isinstance(self.cost, CostTable):  # without a table the rule counts in passes, not in ms
-            values["spec/predicted_tokens_per_second"] = (
-                1e3 * sums["predicted_tokens"] / sums["predicted_ms"]
-            )
-            # Of timed rounds alone, and of all ranks of a fleet: reports count other rounds, and of a fleet rank 0's.
-            tokens = sum(
-                stats.rounds
-                * stats.batch
-                * (accept_length(stats.accepted) if any(stats.accepted) else 1.0)
-                for stats in rounds
-            )
-            values["spec/observed_tokens_per_second"] = 1e3 * tokens / ms if ms else math.nan
         return values
 
 

@@ -14,15 +14,18 @@ Nothing here reads a clock: ranks that are told the same durations have the same
 
 from __future__ import annotations
 
+import json
 import math
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import SpecConfig
+from megatron_rlspec.types import OFF, SpecConfig
 
 Cost = CostTable | Roofline
 
@@ -62,6 +65,7 @@ class RoundTimes:
         size = 1 + len(self.candidates)
         self._prior = np.zeros((size, size))
         self._prior[1:, 1:] = doubt**2 * (np.outer(steps, steps) + ALONE * np.eye(size - 1))
+        self._cost_id = zlib.crc32(json.dumps(cost.to_json()).encode())
         self.octaves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.noise = NOISE
         self.timings = [0] * len(self.candidates)
@@ -70,7 +74,11 @@ class RoundTimes:
         self._last: SpecConfig | None = None  # configuration of the last round
         self._first_of_pair: float | None = None
         self._learnt_last = (-1, -1)  # octave and index of the last timing that counted
-        self._rows: dict[tuple[int, int], np.ndarray] = {}
+        self._rows: dict[tuple[int, int], list[float]] = {}
+        self._off = self.candidates.index(OFF) if OFF in self.candidates else -1
+        # What follows from the estimates at the present batch size, until they change.
+        self._factors: list[float] = []
+        self._errors: dict[int, list[float]] = {}
 
     def enter(self, batch: int) -> None:
         """Go to this batch size, before its estimates are read. The state of the nearest known one is the first."""
@@ -78,6 +86,7 @@ class RoundTimes:
         if octave == self._octave:
             return
         self._octave = octave
+        self._forget()
         if octave in self.octaves:
             mean, covariance = self.octaves[octave]
             covariance[0, 0] += AWAY**2
@@ -96,20 +105,25 @@ class RoundTimes:
     def ms(self, batch: int, context_tokens: int) -> list[float]:
         """Return ms of a round of each candidate, up to a common factor. Drafts cost no less than plain decoding."""
         self.enter(batch)
-        mean, _ = self.octaves[self._octave]
-        ms: list[float] = (self._cost_of(batch, context_tokens) * np.exp(mean[1:])).tolist()
-        for i, config in enumerate(self.candidates):
-            if config.off:
-                return [max(value, ms[i]) for value in ms]
+        if not self._factors:
+            mean, _ = self.octaves[self._octave]
+            self._factors = np.exp(mean[1:]).tolist()
+        costs = self._cost_of(batch, context_tokens)
+        ms = [cost * factor for cost, factor in zip(costs, self._factors, strict=True)]
+        if self._off >= 0:
+            plain = ms[self._off]
+            ms = [max(value, plain) for value in ms]
         return ms
 
     def errors(self, now: int) -> list[float]:
         """Return the standard deviation of log ms of each candidate against that of candidate `now`."""
-        _, covariance = self.octaves[self._octave]
-        errors = covariance[1:, 1:]
-        own = errors.diagonal()
-        variances = np.maximum(own + own[now] - 2 * errors[now], 0.0)
-        return [float(variance) ** 0.5 for variance in variances]
+        if now not in self._errors:
+            _, covariance = self.octaves[self._octave]
+            errors = covariance[1:, 1:]
+            own = errors.diagonal()
+            variances = np.maximum(own + own[now] - 2 * errors[now], 0.0)
+            self._errors[now] = np.sqrt(variances).tolist()
+        return self._errors[now]
 
     def knows(self, candidate: int) -> bool:
         """Return whether rounds of this candidate were timed near this batch size, since the engine came to it."""
@@ -128,7 +142,7 @@ class RoundTimes:
             self._first_of_pair = None
             return
         i = self.candidates.index(config)
-        log_ms = math.log(ms / float(self._cost_of(batch, context_tokens)[i]))
+        log_ms = math.log(ms / self._cost_of(batch, context_tokens)[i])
         if self._first_of_pair is None:
             self._first_of_pair = log_ms
             return
@@ -146,6 +160,7 @@ class RoundTimes:
         if octave not in self.octaves:
             return
         self.timings[i - 1] += 1
+        self._forget()
         mean, covariance = self.octaves[octave]
         covariance += PER_TIMING * self._prior
         covariance[0, 0] += DRIFT**2
@@ -171,36 +186,42 @@ class RoundTimes:
         mean += column * (difference / variance)
         covariance -= np.outer(column, column) / variance
 
-    def take_over(self, former: RoundTimes) -> None:
-        """Go on with the estimates of a former rule of the same cost and candidates."""
+    def take_over(self, former: RoundTimes) -> bool:
+        """Go on with the estimates of a former rule. Returns whether it had the same cost and candidates."""
+        if self._cost_id != former._cost_id or self.candidates != former.candidates:
+            return False
         self.octaves = former.octaves
+        self._forget()
         self.noise = former.noise
         self.timings = former.timings
         self.comparisons = former.comparisons
+        return True
 
     def to_json(self) -> dict[str, Any]:
-        octaves = {
-            str(octave): [mean.tolist(), covariance.tolist()]
-            for octave, (mean, covariance) in self.octaves.items()
-        }
-        counts = {"timings": self.timings, "comparisons": self.comparisons}
-        return {**counts, "noise": self.noise, "octaves": octaves}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Set what `to_json` returned. Raises ValueError."""
-        size = len(self._prior)
         octaves = {}
+        for octave, (mean, covariance) in self.octaves.items():
+            octaves[str(octave)] = [mean.tolist(), covariance.tolist()]
+        return {
+            "cost": self._cost_id,
+            "candidates": [list(astuple(config)) for config in self.candidates],
+            "timings": self.timings,
+            "comparisons": self.comparisons,
+            "noise": self.noise,
+            "octaves": octaves,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Set what `to_json` returned. Returns False, and sets nothing, for another cost or other candidates."""
+        candidates = [SpecConfig(*triple) for triple in state["candidates"]]
+        if state["cost"] != self._cost_id or tuple(candidates) != self.candidates:
+            return False
+        self._forget()
         for octave, (mean, covariance) in state["octaves"].items():
-            parts = np.array(mean, float), np.array(covariance, float)
-            if parts[0].shape != (size,) or parts[1].shape != (size, size):
-                raise ValueError(
-                    f"speculation rule: times of {len(mean) - 1} candidates, expected {size - 1}"
-                )
-            octaves[int(octave)] = parts
-        self.octaves = octaves
+            self.octaves[int(octave)] = np.array(mean, float), np.array(covariance, float)
         self.noise = float(state["noise"])
         self.comparisons = int(state["comparisons"])
         self.timings = [int(count) for count in state["timings"]]
+        return True
 
     def _beyond(self, octave: int) -> int:
         """Return by how many octaves a batch size lies outside those that a table measured."""
@@ -209,13 +230,17 @@ class RoundTimes:
         measured = self.cost.batches()
         return max(octave_of(measured[0]) - octave, octave - octave_of(measured[-1]), 0)
 
-    def _cost_of(self, batch: int, context_tokens: int) -> np.ndarray:
+    def _forget(self) -> None:
+        self._factors = []
+        self._errors = {}
+
+    def _cost_of(self, batch: int, context_tokens: int) -> list[float]:
         """Return the cost of a round of each candidate at this batch, and at its mean context to a quarter octave."""
         quarter = round(4 * math.log2(max(context_tokens / batch, 1.0)))
         row = self._rows.get((batch, quarter))
         if row is None:
             context = batch * 2 ** (quarter / 4)
-            row = self.cost.grid(self.candidates, np.array(batch), np.array(context))
+            row = self.cost.grid(self.candidates, np.array(batch), np.array(context)).tolist()
             self._rows[batch, quarter] = row
         return row
 

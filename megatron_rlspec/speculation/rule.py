@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from megatron_rlspec.speculation.acceptance import Acceptance, histogram_of
@@ -31,6 +31,7 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 PATIENCE = 0.08  # rounds that staying must have lost, beyond what the change takes
 CATCH_UP = 0.1  # part of the time of catching up that staying off must have lost
 CAUTION = 0.2  # errors by which more drafts must be ahead
+MOST_CATCH_UP = 0.25  # part of a round that can be measured and taken off
 PUSH = 10  # rounds without drafts for which a push of weights counts
 
 
@@ -42,7 +43,6 @@ class _Tally:
     switches: int = 0
     trial_rounds: int = 0
     ms: float = 0.0
-    tokens: float = 0.0
     lost_ms: float = 0.0  # against the best candidate by the estimates
     trial_ms: float = 0.0  # the part of it that trials lost
     catch_up_ms: float = 0.0
@@ -176,12 +176,18 @@ class SpecRule:
     ) -> None:
         """Learn the duration of a round without a prefill. All tensor-parallel ranks must pass the same.
 
-        caught_up_ms  how long the drafter caught up in it; None: not measured. Such a round does not count
+        caught_up_ms  how long the drafter caught up in it; None: not measured. A round does not count if that is not
+                      known, or is a large part of it
         """
-        caught_up = self._catching_up if caught_up_ms is None else caught_up_ms > 0
         runs = config in self.candidates and batch <= self._most_batch.get(config, batch)
-        if self.learns and runs:
-            self.times.timed(config, batch, context_tokens, None if caught_up else ms)
+        if not self.learns or not runs:
+            return
+        decoding: float | None = ms
+        if caught_up_ms is None and self._catching_up:
+            decoding = None
+        elif caught_up_ms is not None:
+            decoding = ms - caught_up_ms if caught_up_ms < MOST_CATCH_UP * ms else None
+        self.times.timed(config, batch, context_tokens, decoding)
 
     def limit(self, most_batch: Mapping[SpecConfig, int]) -> None:
         """Do not run these configurations above these batches, as by their captured graphs. Schedules ignore it."""
@@ -193,9 +199,8 @@ class SpecRule:
         Acceptance is that of the new weights, and not taken over. Trials come earlier, because old ones say less.
         """
         self.limit(former._most_batch)
-        if self.candidates != former.candidates or not _same(self.cost, former.cost):
+        if not self.times.take_over(former.times):
             return
-        self.times.take_over(former.times)
         self.trials.inherit(former.trials, PUSH)
         self._incumbent = former._incumbent
         self._batch = former._batch
@@ -212,7 +217,6 @@ class SpecRule:
         if self.cost is not None:
             report["learnt"] = self._learnt()
         if tally.ms:
-            report["predicted_tokens"] = tally.tokens
             report["predicted_ms"] = tally.ms
             report["estimated_regret"] = tally.lost_ms / tally.ms
             report["probe_share"] = tally.trial_ms / tally.ms
@@ -291,7 +295,6 @@ class SpecRule:
         tokens = now.batch + drafting * (self.acceptance.totals[config.num_steps] - 1.0)
         lost_ms = ms - tokens / (now.batch * max(now.rates))
         tally.ms += ms
-        tally.tokens += tokens
         tally.lost_ms += lost_ms
         tally.catch_up_ms += reading_ms
         if tries:
@@ -300,16 +303,12 @@ class SpecRule:
 
     def _learnt(self) -> dict[str, Any]:
         """Return what outlives an engine: the times of rounds, and what trials may lose."""
-        return {
-            "candidates": [_triple(config) for config in self.candidates],
-            "times": self.times.to_json(),
-            "trials": self.trials.to_json(),
-        }
+        return {"times": self.times.to_json(), "trials": self.trials.to_json()}
 
     def to_json(self) -> dict[str, Any]:
         """Return settings and learnt state, for `from_json`."""
         data: dict[str, Any] = {
-            "candidates": [_triple(config) for config in self.candidates],
+            "candidates": [list(astuple(config)) for config in self.candidates],
             "acceptance": self.acceptance.to_json(),
             "forecast": self.trials.forecast,
             "learn": self.trials.learn,
@@ -326,8 +325,8 @@ class SpecRule:
 
         Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and one of `table`, `roofline` and
         `schedule`. `table` is a path or a table's own JSON; `tp` selects one tensor-parallel size of it. Optional:
-        `acceptance`, `forecast`, `learn`, and `learnt` (as `report` returns it), which counts if it is of the same
-        candidates.
+        `acceptance`, `forecast`, `learn`, and `learnt` (as `report` returns it), which counts if it is of the same cost
+        and candidates.
         """
         unknown = set(data) - _KEYS
         if unknown:
@@ -351,8 +350,7 @@ class SpecRule:
 
     def _restore(self, learnt: Mapping[str, Any]) -> None:
         try:
-            if learnt["candidates"] == [_triple(config) for config in self.candidates]:
-                self.times.restore(learnt["times"])
+            if self.times.restore(learnt["times"]):
                 self.trials.restore(learnt["trials"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"speculation rule: learnt state without {error}") from None
@@ -361,10 +359,6 @@ class SpecRule:
 _NO_COST = Roofline(1.0, 0.0, 0.0, 0.0)
 _COSTS = ("table", "roofline", "schedule")
 _KEYS = {"candidates", "acceptance", "forecast", "learn", "learnt", "tp", *_COSTS}
-
-
-def _triple(config: SpecConfig) -> list[int]:
-    return [config.num_steps, config.topk, config.num_draft_tokens]
 
 
 def _cost_or_schedule(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -380,12 +374,6 @@ def _cost_or_schedule(data: Mapping[str, Any]) -> dict[str, Any]:
         return {"cost": Roofline.from_json(value)}
     table = CostTable.load(value) if isinstance(value, str) else CostTable.from_json(value)
     return {"cost": table.at(data["tp"]) if data.get("tp") is not None else table}
-
-
-def _same(cost: Cost | None, other: Cost | None) -> bool:
-    if isinstance(cost, CostTable) and isinstance(other, CostTable):
-        return cost.rounds == other.rounds
-    return cost == other
 
 
 def _check_candidates(candidates: Sequence[SpecConfig]) -> int:

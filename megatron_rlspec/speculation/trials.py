@@ -16,7 +16,7 @@ from megatron_rlspec.speculation.round_times import RoundTimes
 from megatron_rlspec.types import OFF, SpecConfig
 
 ROUNDS = 3  # of a trial; the first after a change is not timed
-DRAFTS = 16  # requests that draft in a trial of more drafts, over its rounds
+DRAFTS = 9  # requests that draft in a trial of more drafts, over its rounds
 FREE = 3.0  # rounds that trials may lose at first, and
 SHARE = 0.01  # the share of all rounds after that
 WAIT = 4  # rounds between two trials at first, and
@@ -176,7 +176,9 @@ class Trials:
             errors = self.times.errors(incumbent)
             compare = self._nothing_compared()
             if self._off not in (-1, incumbent):
-                if compare or errors[self._off] > PLAIN_ERROR:
+                error = errors[self._off]
+                ahead = math.log(now.rates[incumbent] / now.rates[self._off])
+                if compare or (error > PLAIN_ERROR and ahead < 3 * error):
                     return self._off
         best, most = -1, 0.0
         for i, config in enumerate(self.candidates):

@@ -23,10 +23,10 @@ class DraftVocabulary:
     """
 
     def __init__(self, size: int, total: int, always: Sequence[int] = ()) -> None:
-        if not max(len(set(always)), 1) <= size < total:
+        least = max(len(set(always)), 1)
+        if not least <= size < total:
             raise ValueError(
-                f"a draft vocabulary of {size} words: expected at least {max(len(set(always)), 1)}, and fewer than the "
-                f"model's {total}"
+                f"a draft vocabulary of {size} words: expected at least {least}, and fewer than the model's {total}"
             )
         self.size = size
         self.always = tuple(sorted(set(always)))
@@ -45,7 +45,8 @@ class DraftVocabulary:
         """
         weight = self.counts.copy()
         weight[list(self.always)] = np.inf
-        return np.sort(np.argsort(-weight, kind="stable")[: self.size])
+        heaviest = np.argsort(-weight, kind="stable")
+        return np.sort(heaviest[: self.size])
 
     def state(self) -> dict[str, Any]:
         """Return the counts for a checkpoint, as JSON."""

@@ -55,6 +55,8 @@ def test_a_fixed_number_of_drafts_is_captured_at_every_batch_and_a_rule_starts_w
     assert "--speculative-num-steps=3" in arguments and 3 in steps_at(slots, 256)
     arguments, slots = asked(files, "--num-steps", "3")
     assert "--speculative-num-steps=1" in arguments
+    settings = serve.arguments_for(serve.parser().parse_args(["--model", str(files)]), "cuda")[1]
+    assert settings.spec_rule is None, "the engine makes a rule of its model's config.json"
     assert 1 in steps_at(slots, 256) and 5 not in steps_at(slots, 256) and 5 in steps_at(slots, 64)
 
 

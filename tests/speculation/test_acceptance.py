@@ -126,7 +126,7 @@ def test_a_state_that_no_rounds_give_is_refused(changed):
     """A rate of it below 0 or above 1 would end the scheduler, or keep it drafting."""
     state = {"depth": 1, "hits": [1.0], "draws": [10.0], "ratio_hits": [1.0], "ratio_base": [2.0]}
     Acceptance.from_json(state)
-    with pytest.raises(ValueError, match="expected 0 <= hits <= draws, and no negative ratio"):
+    with pytest.raises(ValueError, match="acceptance state: "):
         Acceptance.from_json(state | changed)
 
 

@@ -184,20 +184,11 @@ def test_records_hold_shares_acceptance_and_what_rules_decided():
         RoundStats(SpecConfig(3), 4, 400, rounds=30, ms=90.0, accepted=(60, 0, 0, 60)),
         RoundStats(OFF, 64, 6400, rounds=10, ms=30.0, accepted=(640,)),
     ]
-    report = {"predicted_ms": 2.0, "predicted_tokens": 5.0, "switches": 3, "probes": 1}
+    report = {"predicted_ms": 2.0, "switches": 3, "probes": 1}
     values = by_roofline().observe(stats, [report | {"estimated_regret": 0.02}, {}])
     assert values["spec/share_k3"] == 0.75 and values["spec/share_off"] == 0.25
     assert values["spec/ms_per_round"] == pytest.approx(3.0) and 0.5 < values["spec/accept_1"] < 0.6
     assert values["spec/estimated_regret"] == pytest.approx(0.02) and values["spec/switches"] == 3
-    assert "spec/predicted_tokens_per_second" not in values  # without a table there are no ms to promise
-
-
-def test_the_observed_speed_is_that_of_the_timed_rounds():
-    """Acceptance counts all rounds, as those after a prefill; of a fleet rank 0 reports, and all ranks have rounds."""
-    found = RoundStats(SpecConfig(3), 4, 400, rounds=30, ms=90.0, accepted=(120, 0, 0, 120))  # 60 rounds
-    report = {"predicted_ms": 2.0, "predicted_tokens": 5.0, "switches": 0, "probes": 0, "estimated_regret": 0.0}
-    values = learning(table=TABLE).observe([found] * 2, [report])
-    assert values["spec/observed_tokens_per_second"] == pytest.approx(1e3 * 4 * 2.5 / 3.0)
 
 
 def test_a_rollout_of_rounds_without_a_time():
