@@ -9,7 +9,6 @@ one side of 0. The intervals hold for this policy and for prompts like these.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from megatron_rlspec import arguments, files
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.conversion.drafter_files import read_drafters, weights_of, words
 from megatron_rlspec.engine import RolloutEngine
+from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.hf_files import read_hf
@@ -236,7 +236,8 @@ def main(argv: list[str] | None = None) -> int:
         name, _, directory = text.partition("=")
         if not name or not directory or name in directories:
             command.error(f"{text}: expected NAME=DIR, each name once")
-        directories[name] = directory
+        directories[name] = hub.local(directory)
+    options.policy = hub.local(str(options.policy))
     inputs = {"the policy": options.policy, "--prompts": options.prompts}
     inputs["--config"] = options.config
     for name, directory in directories.items():
@@ -250,8 +251,11 @@ def main(argv: list[str] | None = None) -> int:
         command.error(
             f"--max-new-tokens {new_tokens}: {options.policy} has room for {longest} tokens, prompt included"
         )
-    tokenizer = data.load_tokenizer(options.policy)
-    prompts = _prompts(options, longest - new_tokens, tokenizer)
+    config = load(options.config) if options.config else Config()
+    tokenizer = data.load_tokenizer(options.policy, config.model.trust_remote_code)
+    room = longest - new_tokens
+    prompts, _ = data.read_prompts(options.prompts, config.data, tokenizer, room)
+    prompts = prompts[: options.count]
     sampling = Sampling(options.temperature, max_new_tokens=new_tokens)
     # The policy's tensors are part of every entry if the drafter is a model of its own (EAGLE-3).
     policy = next(iter(drafters.values())) if DRAFTER in hf_config else read_hf(options.policy)[1]
@@ -268,13 +272,6 @@ def main(argv: list[str] | None = None) -> int:
     if options.out is not None:
         files.write_output(options.out, json.dumps(result, indent=1) + "\n")
     return 0
-
-
-def _prompts(options: argparse.Namespace, most_tokens: int, tokenizer: Any) -> list[Prompt]:
-    """Read --prompts. Raises DataError."""
-    rows = load(options.config).data if options.config else Config().data
-    prompts, _ = data.read_prompts(options.prompts, rows, tokenizer, most_tokens)
-    return prompts[: options.count]
 
 
 def _engine(

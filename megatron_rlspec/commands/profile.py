@@ -30,6 +30,7 @@ from megatron_rlspec.commands.sweep import (
 from megatron_rlspec.conversion.drafter_files import read_model, weights_of, words
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.embedded.led import LedEngine
+from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import DRAFTER, ModelConfigError
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
@@ -73,7 +74,10 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
     """
     _check(args)
     vocabulary = UNKNOWN_VOCABULARY
+    if args.draft_model:
+        args.draft_model = hub.local(args.draft_model)
     if args.model:
+        args.model = hub.local(args.model)
         vocabulary = check_model(args.model, "serve", tokenizer=False)["vocab_size"]
     provenance = Provenance(
         model=Path(args.model or args.url).resolve().name,

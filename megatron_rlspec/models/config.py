@@ -360,8 +360,7 @@ def sharpness_of(config: Mapping[str, Any]) -> float:
     stated = config.get(DRAFTER, config).get(STATED)
     if stated is None:
         return SHARPNESS[0]
-    number = isinstance(stated, int | float) and not isinstance(stated, bool)
-    if not number or not 0 < stated <= 100:
+    if type(stated) not in (int, float) or not 0 < stated <= 100:
         raise ModelConfigError(
             f"config.json: {STATED}={stated!r}; expected a number above 0 and at most 100"
         )
