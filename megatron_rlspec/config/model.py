@@ -12,9 +12,7 @@ LONGEST = 2**24  # tokens of one sample
 
 
 class ModelConfig(Section):
-    path: Text = Field(
-        "", description="Hugging Face directory, or name on the Hub: model and tokenizer"
-    )
+    path: Text = Field("", description="Hugging Face directory, or a name on the Hub")
     trust_remote_code: bool = Field(
         False, description="run the Python files of model.path that its tokenizer needs"
     )
