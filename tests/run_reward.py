@@ -13,6 +13,17 @@ def fails(prompt: str, response: str, label: str, metadata: dict) -> float:
     raise RuntimeError("broken")
 
 
+CALLS: list[str] = []
+
+
+def fails_later(prompt: str, response: str, label: str, metadata: dict) -> float:
+    """Succeeds for the two samples of a first evaluation only."""
+    CALLS.append(response)
+    if len(CALLS) > 2:
+        raise RuntimeError("broken")
+    return 1.0
+
+
 def fails_on_some(prompt: str, response: str, label: str, metadata: dict) -> float:
     if len(response) % 2:
         raise ValueError(f"length {len(response)}")

@@ -73,12 +73,6 @@ class Config(Section):
                 f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is longer than "
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens}"
             )
-        alike = self.rollout.samples_per_prompt == 1 or self.rollout.temperature == 0
-        if self.algorithm.dynamic_sampling and alike:
-            raise ValueError(
-                "algorithm.dynamic_sampling=true drops groups of equal rewards, and rollout.samples_per_prompt=1 and "
-                "rollout.temperature=0 make only such"
-            )
         temperature = self.train.eval_temperature
         if temperature < 0:
             temperature = self.rollout.temperature
@@ -176,6 +170,8 @@ class Config(Section):
         evaluates = self.train.eval_every not in (0, TrainConfig().eval_every)
         if command == "train" and evaluates and not self.data.eval_path:
             yield f"train.eval_every={self.train.eval_every}, but data.eval_path is empty"
+        if command == "train":
+            yield from self._problems_of_groups()
         if command == "sft" and not self.drafter.train:
             if self.sft.drafter_only:
                 yield "sft.drafter_only=true and drafter.train=false leave nothing to train"
@@ -185,6 +181,18 @@ class Config(Section):
                     "drafter.train=true"
                 )
         yield from self._problems_of_layout(world_size, because)
+
+    def _problems_of_groups(self) -> Iterator[str]:
+        """Find options with which all samples of a group have the same reward, so that nothing can be learnt."""
+        algorithm = self.algorithm
+        if algorithm.advantage != "group" and not algorithm.dynamic_sampling:
+            return
+        rollout = self.rollout
+        equal = "gives no advantage: a sample is compared with the others of its prompt"
+        if rollout.samples_per_prompt == 1:
+            yield f"rollout.samples_per_prompt=1 {equal}; expected at least 2"
+        if rollout.temperature == 0 and not rollout.function:
+            yield f"rollout.temperature=0 {equal}, which are all the same text; expected more than 0"
 
     def _problems_of_layout(self, world_size: int, because: str) -> Iterator[str]:
         parallel = self.parallel

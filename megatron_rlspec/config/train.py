@@ -78,5 +78,5 @@ class TrainConfig(Section):
         3,
         description="stop after so many steps in a row that were skipped (a loss or gradient that is not finite, "
         "log-probabilities that differ by more than health.logprob_gap), or in which every reward "
-        "failed; 0: never",
+        "failed; one is enough if no reward has succeeded yet; 0: never",
     )

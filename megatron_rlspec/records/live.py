@@ -2,40 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_rlspec.texts import printable
 
-# Key of a record -> the name shown for it, and its format.
+# Key of a record -> the name shown for it, and its format; the most important first.
 SHOWN = {
     "rollout/reward": ("reward", "{:.3f}"),
     "rollout/failed_rewards": ("failed rewards", "{:.0f}"),
+    "rollout/groups_without_advantage": ("no advantage", "{:.0%}"),
     "rollout/accept_length": ("accept length", "{:.2f}"),
-    "rollout/tokens_per_second": ("tokens/s", "{:.0f}"),
-    "rollout/response_length": ("response length", "{:.0f}"),
-    "rollout/truncated": ("truncated", "{:.0%}"),
-    "rollout/size_changes": ("size changes", "{:.0f}"),
-    "drafter/match_1": ("drafter agreement", "{:.2f}"),
     "policy/loss": ("loss", "{:.3f}"),
-    "drafter/loss_1": ("loss of draft 1", "{:.3f}"),
-    "seconds_generate": ("generate", "{:.2f} s"),
-    "seconds_train": ("train", "{:.2f} s"),
-    "seconds_push": ("push", "{:.2f} s"),
+    "drafter/loss_1": ("drafter's loss", "{:.3f}"),
+    "seconds_generate": ("generate", "{:.1f} s"),
+    "seconds_train": ("train", "{:.1f} s"),
+    "seconds_push": ("push", "{:.1f} s"),
+    "rollout/truncated": ("truncated", "{:.0%}"),
+    "rollout/response_length": ("length", "{:.0f}"),
+    "rollout/tokens_per_second": ("tokens/s", "{:.0f}"),
 }
+LOSSES = ("policy/loss", "drafter/loss_1")  # shown where there is no reward
+# left out where they are 0, as they should be
+WARNINGS = ("rollout/failed_rewards", "rollout/groups_without_advantage", "rollout/truncated")
+WIDEST = 120  # characters of a line
 CLEAR = 0.05  # of the decoding time: costs of rounds are not known better
 Numbers = Mapping[str, float]
 
 
-def line(step: int, total: int, values: Numbers) -> str:
-    """Return one step as a line of text."""
-    parts = [f"step {step + 1}/{total}"]
+def line(step: int, total: int, values: Numbers, seconds_left: float = 0.0) -> str:
+    """Return one step as a line of at most `WIDEST` characters. What does not fit is left out.
+
+    seconds_left  until the run's end; 0: not shown
+    """
+    end = f"  {duration(seconds_left)} left" if seconds_left else ""
+    text = f"step {step + 1}/{total}"
+    for part in _parts(values):
+        if len(text) + 2 + len(part) + len(end) > WIDEST:
+            break
+        text += f"  {part}"
+    return text + end
+
+
+def _parts(values: Numbers) -> Iterator[str]:
+    """Yield what a line shows of a record, the most important first."""
     for key, (name, style) in SHOWN.items():
-        if key in values:
-            parts.append(f"{name} {style.format(values[key])}")
-    shares = configs(values)
-    if shares:
-        parts.append(shares)
-    return "  ".join(parts)
+        if key not in values or (key in WARNINGS and not values[key]):
+            continue
+        if key in LOSSES and "rollout/reward" in values:
+            continue
+        yield f"{name} {style.format(values[key])}"
+    if shares := configs(values):
+        yield shares
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as `40 s`, `12 min` or `3 h 20 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def saved_line(records: Sequence[Numbers]) -> str:

@@ -204,6 +204,7 @@ class Generation:
         if name == "first" and not which:
             self._show("the first of the evaluation", samples[0])
         shown = f"{name}, {which}" if which else name
+        self._failed_steps.observe_evaluation(f"evaluation {shown}", len(samples), failures)
         self._record_failures(f"evaluation {shown}", len(samples), failures)
         passed = best_of(groups)
         result = rollout_metrics(samples) | {"prompts": float(len(groups))}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,9 @@ from megatron_rlspec.records.sinks import open_sinks
 from megatron_rlspec.types import Sample
 
 SHOWN_TEXTS = 4  # of a step, in samples.jsonl
+SHOWN_EVERY = 10  # steps without a rollout, of which a line is printed
+RECENT = 8  # steps, from whose seconds the time that is left is estimated
+TOKENS = "rollout/tokens_so_far"
 
 
 class Records:
@@ -40,6 +45,9 @@ class Records:
         self.why_bad = ""
         self._config = config
         self._first = done
+        self._tokens = 0.0  # of all responses so far
+        self._seconds: deque[float] = deque(maxlen=RECENT)  # of the newest steps
+        self._began = time.perf_counter()  # of the step that runs
         if not main:
             return
         run_dir = Path(config.train.run_dir)
@@ -48,6 +56,9 @@ class Records:
             dropped = read_records(run_dir / "metrics.jsonl")
         self.recorder = Recorder(run_dir, done, partial(open_sinks, config, run_dir, done))
         self.recorder.started(done)
+        past = read_records(run_dir / "metrics.jsonl")
+        if past:
+            self._tokens = past[-1].get(TOKENS, 0.0)
         if dropped:
             lost = f"the records of {len(dropped)} steps are dropped"
             self.event("resume", f"no checkpoint in {run_dir}: the run begins anew, and {lost}")
@@ -75,6 +86,7 @@ class Records:
     def steps(self, total: int) -> Iterator[int]:
         """Yield the numbers of the remaining steps."""
         self._total = total
+        self._began = time.perf_counter()
         yield from range(self._first, total)
 
     def write(
@@ -100,12 +112,21 @@ class Records:
             return
         if skipped:
             self.recorder.event("loss", f"step {step + 1}: {self.why_bad}; step skipped")
-        record = dict(values) | self.clock.drain()
+        now = time.perf_counter()
+        record = dict(values) | self.clock.drain() | {"seconds_step": now - self._began}
+        self._seconds.append(now - self._began)
+        self._began = now
+        if "rollout/response_tokens" in record:
+            self._tokens += record["rollout/response_tokens"]
+            record[TOKENS] = self._tokens
         if samples and decode is not None:
             distance = max(1, len(samples) // SHOWN_TEXTS)
             self.recorder.samples(step, samples[::distance][:SHOWN_TEXTS], decode)
         self.recorder.write(step, record)
-        files.tell(line(step, self._total, record), sys.stdout)
+        left = self._total - step - 1
+        if samples or step == 0 or left % SHOWN_EVERY == 0:
+            seconds = left * sum(self._seconds) / len(self._seconds)
+            files.tell(line(step, self._total, record, seconds), sys.stdout)
 
     def summarise(self) -> None:
         """Say at the end of a run what speculation saved in all its steps, on rank 0."""

@@ -69,6 +69,20 @@ def _best_of(group: Group, k: int) -> float:
     return total / math.comb(len(values), k)
 
 
+def groups_without_advantage(groups: Sequence[Group], advantages: Sequence[float]) -> float:
+    """Return the share of groups whose samples all have advantage 0: the policy learns nothing from them.
+
+    advantages  of all samples, in the order of groups
+    """
+    without = 0
+    first = 0
+    for group in groups:
+        last = first + len(group.samples)
+        without += not any(advantages[first:last])
+        first = last
+    return without / max(len(groups), 1)
+
+
 def without_advantage(samples: Sequence[Sample]) -> str:
     """Say that no group of a step has an advantage. The example is the first of its samples whose reward is known."""
     example = next(sample for sample in samples if not rewards.failed(sample))

@@ -178,24 +178,39 @@ def known(samples: Sequence[Sample]) -> list[float]:
 
 
 class RewardsFailedError(RuntimeError):
-    """Every reward failed in too many steps in a row. The message holds the first failure of the last step."""
+    """Every reward failed in the first step, or in too many in a row. The message holds the first failure."""
 
 
 class FailedSteps:
-    """Count the steps in a row in which every reward failed. `most` such steps stop the run; 0 means no limit."""
+    """Count the steps in a row in which every reward failed. `most` such steps stop the run; 0 means no limit.
+
+    Before any reward has succeeded one step, or one evaluation, is enough: the reward itself is wrong.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.count = 0
+        self.succeeded = False  # whether any reward has
 
     def observe(self, name: str, samples: int, failures: Sequence[str]) -> None:
         """Count a step in which `failures` of `samples` rewards failed. Raises RewardsFailedError at the limit."""
-        self.count = self.count + 1 if len(failures) == samples else 0
-        if 0 < self.most <= self.count:
+        if len(failures) < samples:
+            self.count = 0
+            self.succeeded = True
+            return
+        self.count += 1
+        limit = self.most if self.succeeded else min(self.most, 1)
+        if 0 < limit <= self.count:
+            since = f"for {self.count} steps in a row" if self.succeeded else "and none succeeded"
             raise RewardsFailedError(
-                f"{name}: all {samples} rewards failed, for {self.count} steps in a row "
-                f"(train.max_bad_steps={self.most}); the first: {failures[0]}"
+                f"{name}: all {samples} rewards failed, {since} (train.max_bad_steps={self.most}); "
+                f"the first: {failures[0]}"
             )
+
+    def observe_evaluation(self, name: str, samples: int, failures: Sequence[str]) -> None:
+        """Observe an evaluation, which is no step: it counts while no reward has succeeded."""
+        if not self.succeeded:
+            self.observe(name, samples, failures)
 
 
 class _Failed(Exception):

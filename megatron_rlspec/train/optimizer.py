@@ -246,15 +246,15 @@ class Learner:
                 clip_grad_by_total_norm_fp32(parameters, self.adam.clip_grad, norm)
         self.steps += 1
         for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
+            group["lr"] = self.rate()
             group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
         if self.gathers_late:
             self.ddp.start_param_sync()
         return norm, True
 
-    def _rate(self) -> float:
-        """Return the learning rate of the update that begins: linear warm-up, linear decay to a tenth.
+    def rate(self) -> float:
+        """Return the learning rate of the newest update: linear warm-up, linear decay to a tenth.
 
         Updates of the run whose moments this one continues with count in the warm-up only. The decay counts by `pace`.
         """

@@ -203,6 +203,7 @@ class Trainer:
             norm, updated = self.learner.step(allowed=agree and finite)
             metrics["policy/grad_norm"] = norm
             metrics["policy/skipped"] = float(not updated)
+            metrics["policy/lr"] = self.learner.rate()
         if self.config.drafter.train and train_drafter:
             metrics |= self._update_drafter()
         if train_policy:
@@ -443,12 +444,15 @@ class Trainer:
         return x.cpu()
 
     def _update_drafter(self) -> dict[str, float]:
-        result = [0.0, 0.0]
+        result = [0.0, 0.0, 0.0]
         if self.drafter_step is not None:
             norm, updated = self.drafter_step.update()
-            result = [norm, float(not updated)]
-        norm, skipped = self._from_last_stage(torch.tensor(result, dtype=torch.float64)).tolist()
-        return {"drafter/grad_norm": norm, "drafter/skipped": skipped}
+            assert self.drafter_step.learner is not None
+            result = [norm, float(not updated), self.drafter_step.learner.rate()]
+        values = self._from_last_stage(torch.tensor(result, dtype=torch.float64)).tolist()
+        return dict(
+            zip(("drafter/grad_norm", "drafter/skipped", "drafter/lr"), values, strict=True)
+        )
 
 
 def _drafter_rows_of(batch: PackedBatch, hidden: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-import math
-
 from megatron_rlspec.records.live import line
 
 RECORD = {
     "rollout/reward": 0.5,
+    "rollout/failed_rewards": 0.0,
     "rollout/accept_length": 2.25,
-    "rollout/tokens_per_second": 1234.4,
+    "rollout/groups_without_advantage": 0.25,
+    "rollout/truncated": 0.0,
+    "policy/loss": 0.0,
     "spec/share_k3": 0.75,
     "spec/share_off": 0.25,
     "spec/share_k5": 0.0,
@@ -14,8 +15,14 @@ RECORD = {
 }
 
 
-def test_a_step_is_one_line():
-    shown = "reward 0.500  accept length 2.25  tokens/s 1234  generate 3.00 s  train 1.00 s  k3 75%, off 25%"
-    assert line(4, 30, RECORD) == f"step 5/30  {shown}"
-    assert line(5, 30, {"rollout/reward": math.nan}) == "step 6/30  reward nan"
-    assert line(2, 9, {"policy/loss": 1.5, "seconds_train": 0.5}) == "step 3/9  loss 1.500  train 0.50 s"
+def test_a_step_is_one_line_of_what_changes():
+    shown = "reward 0.500  no advantage 25%  accept length 2.25  generate 3.0 s  train 1.0 s  k3 75%, off 25%"
+    assert line(4, 30, RECORD, 125.0) == f"step 5/30  {shown}  2 min left"
+    assert line(2, 9, {"policy/loss": 1.5, "seconds_train": 0.5}) == "step 3/9  loss 1.500  train 0.5 s"
+
+
+def test_a_full_line_leaves_out_what_matters_least():
+    full = RECORD | {"rollout/failed_rewards": 3.0, "rollout/truncated": 0.125, "seconds_push": 12.5}
+    full |= {"rollout/response_length": 12345.0, "rollout/tokens_per_second": 123456.0}
+    text = line(999, 1000, full, 12345.0)
+    assert 100 < len(text) <= 120 and "failed rewards 3" in text and text.endswith("  3 h 26 min left")

@@ -9,6 +9,8 @@ from megatron_rlspec.records.recorder import read_records
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__steps": 3, "train__eval_prompts": 2}
 
+OPTIONS_OF_STEPS = {name: value for name, value in OPTIONS.items() if "eval" not in name}
+
 
 def events(run_dir: Path) -> list[str]:
     return [e["message"] for e in read_records(run_dir / "events.jsonl") if e["kind"] == "reward"]
@@ -31,7 +33,7 @@ def test_steps_of_failures_alone_stop_the_run_and_can_be_drawn_again(start, tmp_
     whole = tmp_path / "whole"
     failed = tmp_path / "failed"
     options = OPTIONS | {"rollout__staleness": staleness}
-    output = run(start, failed, code=1, reward__kind="run_reward:fails", train__max_bad_steps=most, **options)
+    output = run(start, failed, code=1, reward__kind="run_reward:fails_later", train__max_bad_steps=most, **options)
     assert "Traceback" not in output, output[-3000:]
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
     told = f"all 16 rewards failed, for {most} steps in a row (train.max_bad_steps={most}); the first: "
@@ -45,7 +47,16 @@ def test_steps_of_failures_alone_stop_the_run_and_can_be_drawn_again(start, tmp_
         assert rewards[0] == rewards[1] and len(rewards[0]) == 3
 
 
+def test_a_reward_that_never_succeeds_stops_the_run_at_once(start, tmp_path):
+    output = run(start, tmp_path, code=1, reward__kind="run_reward:fails", **OPTIONS)
+    assert "evaluation first: all 2 rewards failed, and none succeeded" in output
+    assert not read_records(tmp_path / "metrics.jsonl")
+    no_evaluation = tmp_path / "second"
+    output = run(start, no_evaluation, code=1, reward__kind="run_reward:fails", data__eval_path="", **OPTIONS_OF_STEPS)
+    assert "step 1: all 16 rewards failed, and none succeeded" in output
+
+
 def test_dynamic_sampling_does_not_refill_for_ever(start, tmp_path):
-    kind = {"reward__kind": "run_reward:fails", "algorithm__dynamic_sampling": "true"}
+    kind = {"reward__kind": "run_reward:fails_later", "algorithm__dynamic_sampling": "true"}
     output = run(start, tmp_path, code=1, **kind, **OPTIONS)
     assert "all 16 rewards failed" in output

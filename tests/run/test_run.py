@@ -29,6 +29,11 @@ def test_a_run_leaves_the_files_that_the_readme_lists(whole, start):
         assert record["policy/skipped"] == 0 and record["drafter/grad_norm"] > 0
         assert record["rollout/response_tokens"] > 0 and record["policy/train_rollout_logprob_abs_diff"] < 1e-3
         assert {"seconds_generate", "seconds_push", "seconds_train"} <= record.keys()
+        assert record["seconds_step"] > record["seconds_train"] and 0 <= record["rollout/groups_without_advantage"] < 1
+        assert 0 < record["policy/lr"] <= 1e-3 and record["drafter/lr"] > 0
+    tokens = [record["rollout/response_tokens"] for record in records]
+    assert records[-1]["rollout/tokens_so_far"] == sum(tokens)
+    for record in records:
         assert 1 <= record["predict/next_tokens_k1"] <= record["predict/next_tokens_k3"] < 2.2  # an untrained drafter
     told = Acceptance.from_json(json.loads((whole / "spec_rule.json").read_text())["acceptance"])
     assert told.rates[0] == pytest.approx(records[-1]["spec/accept_1"], abs=0.05)
