@@ -15,12 +15,16 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.records.live import line, saved_line
 from megatron_rlspec.records.recorder import Clock, Decode, Recorder, read_records
 from megatron_rlspec.records.sinks import open_sinks
-from megatron_rlspec.types import Sample
+from megatron_rlspec.run.summaries import groups_without_advantage, without_advantage
+from megatron_rlspec.tasks import rewards
+from megatron_rlspec.types import Group, Sample
 
 SHOWN_TEXTS = 4  # of a step, in samples.jsonl
 SHOWN_EVERY = 10  # steps without a rollout, of which a line is printed
 RECENT = 8  # steps, from whose seconds the time that is left is estimated
 TOKENS = "rollout/tokens_so_far"
+NOT_TAUGHT = "rollout/groups_without_advantage"
+USELESS_STEPS = 10  # in a row without any advantage, after which an event says so
 
 
 class Records:
@@ -45,6 +49,8 @@ class Records:
         self.why_bad = ""
         self._config = config
         self._first = done
+        self._without_advantage: float | None = None  # share of the newest step's groups
+        self._useless_steps = 0  # in a row, in which no group had an advantage
         self._tokens = 0.0  # of all responses so far
         self._seconds: deque[float] = deque(maxlen=RECENT)  # of the newest steps
         self._began = time.perf_counter()  # of the step that runs
@@ -83,6 +89,19 @@ class Records:
                 done, {f"{prefix}{name}": value for name, value in result.items()}
             )
 
+    def advantages(self, done: int, groups: Sequence[Group], values: Sequence[float]) -> None:
+        """Take the advantages of the samples of a rollout, after `done` steps. Write an event if all are 0."""
+        self._without_advantage = groups_without_advantage(groups, values)
+        if any(values):
+            self._useless_steps = 0
+            return
+        self._useless_steps += 1
+        if done and self._useless_steps != USELESS_STEPS:
+            return
+        samples = [sample for group in groups for sample in group.samples]
+        if rewards.known(samples):  # otherwise another event says that all failed
+            self.event("reward", f"step {done + 1}: {without_advantage(samples)}")
+
     def steps(self, total: int) -> Iterator[int]:
         """Yield the numbers of the remaining steps."""
         self._total = total
@@ -119,6 +138,8 @@ class Records:
         if "rollout/response_tokens" in record:
             self._tokens += record["rollout/response_tokens"]
             record[TOKENS] = self._tokens
+            if self._without_advantage is not None:
+                record[NOT_TAUGHT] = self._without_advantage
         if samples and decode is not None:
             distance = max(1, len(samples) // SHOWN_TEXTS)
             self.recorder.samples(step, samples[::distance][:SHOWN_TEXTS], decode)

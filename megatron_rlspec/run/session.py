@@ -46,14 +46,11 @@ from megatron_rlspec.run.replay import TrajectoryRecording, open_recording
 from megatron_rlspec.run.result import Results, take_drafter_moments
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.run.saving import Saver
-from megatron_rlspec.run.summaries import groups_without_advantage, without_advantage
-from megatron_rlspec.tasks import rewards
 from megatron_rlspec.train import runtime
 from megatron_rlspec.train.checkpoint import SaveError
 from megatron_rlspec.types import Group, PackedBatch, Sample, Scope
 
 DRIFT_SAMPLES = 16  # of a step, on which `Trainer.drift` compares the policy with model.path
-TOLD_USELESS = 10  # steps in a row without any advantage, after which an event says so
 
 
 class RunStopped(RuntimeError):
@@ -101,8 +98,6 @@ class Session:
         # metrics and rollouts of the newest step, for its record
         self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())
         self._policy_changed = True  # since the last push
-        self._without_advantage = 0.0  # share of the newest step's groups
-        self._useless_steps = 0  # in a row, in which no group had an advantage
         self._engine_metrics: dict[str, float] = {}  # of the newest step's `adapt` and `push`
         with ExitStack() as closing:
             self._open(closing, data_path, extensions or Extensions())
@@ -259,15 +254,8 @@ class Session:
         """Return this rank's micro-batches. Advantages are computed within each group."""
         samples = [sample for group in groups for sample in group.samples]
         values = advantages(self.config, groups)
-        self._without_advantage = groups_without_advantage(groups, values)
-        learns = self.loaded.prompts is not None and self.loaded.replay is None
-        if learns and not any(values):
-            self._useless_steps += 1
-            told = self.done == 0 or self._useless_steps == TOLD_USELESS
-            if told and rewards.known(samples):  # otherwise another event says that all failed
-                self.records.event("reward", f"step {self.done + 1}: {without_advantage(samples)}")
-        else:
-            self._useless_steps = 0
+        if self.loaded.prompts is not None and self.loaded.replay is None:
+            self.records.advantages(self.done, groups, values)
         self.drafting.observe(groups)
         return self._pack(samples, values, self.drafting.weights(self.done, samples))
 
@@ -405,7 +393,6 @@ class Session:
             self.records.write(step, metrics)
             return
         values = dict(metrics) | self.rollouts.step_metrics(samples) | self._engine_metrics
-        values["rollout/groups_without_advantage"] = self._without_advantage
         self.records.write(step, values, samples, self.rollouts.generation.decode)
 
     def checkpoint(self) -> None:

@@ -50,6 +50,8 @@ from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.train.reference import Reference
 from megatron_rlspec.types import PackedBatch, Scope
 
+DRAFTER_METRICS = ("drafter/grad_norm", "drafter/skipped", "drafter/lr")
+
 
 class Trainer:
     """Policy, drafter and their optimizers on this rank. Every method is collective: all ranks must call it.
@@ -447,12 +449,9 @@ class Trainer:
         result = [0.0, 0.0, 0.0]
         if self.drafter_step is not None:
             norm, updated = self.drafter_step.update()
-            assert self.drafter_step.learner is not None
-            result = [norm, float(not updated), self.drafter_step.learner.rate()]
+            result = [norm, float(not updated), self.drafter_step.rate()]
         values = self._from_last_stage(torch.tensor(result, dtype=torch.float64)).tolist()
-        return dict(
-            zip(("drafter/grad_norm", "drafter/skipped", "drafter/lr"), values, strict=True)
-        )
+        return dict(zip(DRAFTER_METRICS, values, strict=True))
 
 
 def _drafter_rows_of(batch: PackedBatch, hidden: Tensor) -> Tensor:
