@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_rlspec.config import Config, options
 from megatron_rlspec.config.load import Option
-from megatron_rlspec.config.other_names import OTHERS
+from megatron_rlspec.config.other_names import OPTIONS, SENTENCES
 
 PAGE = Path(__file__).parent.parent / "docs/configuration.md"
 HEAD = """\
@@ -35,7 +35,7 @@ So is an option that has no effect beside the others, unless the command line sw
 
 ## Names of other projects
 
-They are not accepted. The most used ones:
+They are not accepted, but answered in one line with the name here:
 
 OTHER_NAMES
 
@@ -45,8 +45,9 @@ A reward of your own is [a function or an address](extending.md#a-reward).
 
 def page() -> str:
     """Render the page."""
-    names = ["| slime, verl, Megatron or SGLang | here |", "|---|---|"]
-    names += [f"| {', '.join(f'`{name}`' for name in others)} | {ours} |" for others, ours in OTHERS.items()]
+    names = ["| TRL, verl, slime, SkyRL, Megatron or SGLang | here |", "|---|---|"]
+    for answer, others in (OPTIONS | SENTENCES).items():
+        names.append(f"| {', '.join(f'`{name}`' for name in others)} | {answer} |")
     lines = [HEAD.replace("OTHER_NAMES", "\n".join(names))]
     section = ""
     for option in options():

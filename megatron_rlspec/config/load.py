@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from megatron_rlspec import files
 from megatron_rlspec.config.base import ConfigError, expectation, shown
 from megatron_rlspec.config.effects import option, unread, useless
-from megatron_rlspec.config.other_names import OTHERS
+from megatron_rlspec.config.other_names import answer_to
 from megatron_rlspec.config.run import Config
 from megatron_rlspec.texts import printable
 
@@ -216,7 +216,6 @@ def unknown_option(dotted: str) -> str:
         near = [name for name in names if name.rpartition(".")[2] in closest]
     if near:
         hint = f"did you mean {' or '.join(near)}?"
-    for others, ours in OTHERS.items():
-        if key in others:
-            hint = f"here: {ours.replace('`', '')}"
+    if answer := answer_to(dotted):
+        hint = f"here: {answer}"
     return f"unknown option {printable(dotted)[:80]}; {hint}"

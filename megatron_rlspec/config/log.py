@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Section
+from megatron_rlspec.config.base import Needs, Section, Text
 
 
 class LogConfig(Section):
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         ("tensorboard",),
         description="tensorboard: event files in run_dir/tensorboard; wandb: Weights & Biases, set by the "
-        "environment (WANDB_API_KEY, WANDB_PROJECT, WANDB_NAME, WANDB_TAGS, WANDB_MODE=offline); empty: none. "
+        "environment (WANDB_API_KEY, WANDB_TAGS, WANDB_MODE=offline); empty: none. "
         "metrics.jsonl is written in any case",
+    )
+    project: Annotated[Text, Needs("log.sinks")] = Field(
+        "", description="project in Weights & Biases; empty: WANDB_PROJECT, or megatron_rlspec"
+    )
+    name: Annotated[Text, Needs("log.sinks")] = Field(
+        "",
+        description="name of the run in Weights & Biases; empty: WANDB_NAME, or that of train.run_dir",
     )
 
     @model_validator(mode="after")

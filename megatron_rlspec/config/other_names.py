@@ -1,30 +1,25 @@
-"""Options of slime, verl, Megatron and SGLang: what stands for them here, as a page shows it."""
+"""Options of TRL, verl, slime, SkyRL, Megatron and SGLang: what stands for them here, from `other_names.toml`."""
 
-OTHERS = {
-    ("rollout_batch_size", "train_batch_size"): "`rollout.prompts_per_step`",
-    ("n_samples_per_prompt", "n"): "`rollout.samples_per_prompt`",
-    ("global_batch_size", "ppo_mini_batch_size"): "one optimizer step takes a whole rollout",
-    (
-        "max_tokens_per_gpu",
-        "micro_batch_size",
-    ): "`train.tokens_per_micro_batch`: micro-batches are packed by tokens",
-    ("rollout_max_response_len", "max_response_length"): "`rollout.max_new_tokens`",
-    ("num_rollout", "total_training_steps", "train_iters"): "`train.steps`",
-    ("hf_checkpoint", "model_name_or_path"): "`model.path`",
-    ("prompt_data", "train_files"): "`data.path`",
-    ("rm_type", "custom_rm_path", "reward_fn"): "`reward.kind`",
-    ("eps_clip", "clip_ratio"): "`algorithm.clip_low`, `algorithm.clip_high`",
-    ("kl_loss_coef", "kl_coeff"): "`algorithm.kl_coef`",
-    ("loss_agg_mode", "calculate_per_token_loss"): "`algorithm.aggregation`",
-    (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-    ): "`parallel.tensor`, `parallel.pipeline`",
-    (
-        "gpu_memory_utilization",
-        "mem_fraction_static",
-    ): "`rollout.engine_options`, `--mem-fraction-static`",
-    ("engine_kwargs",): "`rollout.engine_options`",
-    ("num_layers", "hidden_size"): "`config.json` of `model.path`",
-    ("n_gpus_per_node", "actor_num_nodes"): "torchrun's `--nproc-per-node` and `--nnodes`",
-}
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+# options here (several have commas between them) -> names elsewhere
+OPTIONS: dict[str, list[str]] = _TABLES["options"]
+# one sentence -> names elsewhere
+SENTENCES: dict[str, list[str]] = _TABLES["sentences"]
+_ANSWERS: dict[str, str] = {}
+for _answer, _names in (OPTIONS | SENTENCES).items():
+    _ANSWERS |= dict.fromkeys(_names, _answer)
+
+
+def answer_to(option: str) -> str:
+    """Return what stands here for an option of another project, such as `actor_rollout_ref.rollout.n`; "" if unknown."""
+    parts = option.replace("-", "_").split(".")
+    for first in range(len(parts)):
+        name = ".".join(parts[first:])
+        if name in _ANSWERS:
+            return _ANSWERS[name]
+    return ""

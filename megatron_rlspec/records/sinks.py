@@ -54,8 +54,8 @@ class WeightsAndBiases:
             files.write(id_file, uuid.uuid4().hex)
         try:
             self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "megatron_rlspec"),
-                name=os.environ.get("WANDB_NAME") or run_dir.resolve().name,
+                project=config.log.project or os.environ.get("WANDB_PROJECT", "megatron_rlspec"),
+                name=config.log.name or os.environ.get("WANDB_NAME") or run_dir.resolve().name,
                 id=id_file.read_text(),
                 resume="allow",
                 dir=str(run_dir),
