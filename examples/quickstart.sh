@@ -6,7 +6,7 @@
 set -euo pipefail
 run=${1:+$(realpath -m -- "$1")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash tools/setup_cpu.sh
+bash tools/setup_cpu.sh --no-hints
 run=${run:-runs/quickstart${SEED:+-seed-$SEED}}
 python=.venv/bin/python
 seed=${SEED:-1}

@@ -11,7 +11,7 @@ quick=
 run=${1:+$(realpath -m -- "$1")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 run=${run:-runs/smollm2${quick:+-quick}}
-[ -n "${NO_SETUP:-}" ] || bash tools/setup_cpu.sh
+[ -n "${NO_SETUP:-}" ] || bash tools/setup_cpu.sh --no-hints
 python=${PYTHON_BIN:-.venv/bin/python}
 config=(--config examples/smollm2/smollm2.toml)
 engine=(--rollout.engine "${ENGINE:-sglang}")

@@ -6,6 +6,7 @@ import difflib
 import errno
 import importlib
 import importlib.util
+import logging
 import os
 import resource
 import sys
@@ -99,6 +100,11 @@ EXTRAS = {
 MEGATRON_FALLS_BACK = r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "
 # megatron-core's warning about its own default of cuda_graph_scope
 MEGATRON_OWN_DEFAULT = "full scope is deprecated"
+# Loggers of others, and what they log in every run: megatron-core 0.19 of its GPTModel, torch without a GPU.
+FOREIGN = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+}
 # commands that compute with the model in their own process
 COMPUTING = ("train", "sft", "replay", "answer")
 GPU_DEVICE = "/dev/nvidiactl"
@@ -124,7 +130,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         if argv[0] in COMPUTING:
             memory.keep_freed()
     warnings.filterwarnings("ignore", MEGATRON_OWN_DEFAULT, UserWarning)
+    drop_foreign_lines()
     sys.exit(run(lambda: named(COMMANDS[argv[0]].run)(argv[1:])))
+
+
+def drop_foreign_lines() -> None:
+    """Drop the texts of `FOREIGN`, which a user cannot act on."""
+    for name, text in FOREIGN.items():
+        logging.getLogger(name).addFilter(lambda record, text=text: text not in str(record.msg))
 
 
 def named(name: str) -> Any:

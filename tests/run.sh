@@ -5,7 +5,7 @@
 #   bash tests/run.sh -n 0 tests/rl -k entropy  some tests, in one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash tools/setup_cpu.sh
+bash tools/setup_cpu.sh --no-hints
 export OMP_NUM_THREADS=1
 .venv/bin/ruff check --quiet .
 .venv/bin/ruff format --check --quiet . || { echo "run.sh: 'ruff format .' would change files" >&2; exit 1; }

@@ -114,6 +114,10 @@ def test_an_impossible_setup_is_reported_in_one_line(machine):
         return text
 
     assert "no-such-python does not run; Python 3.11 or 3.12 is needed" in line("no-such-python")
+    shim = machine.folder / "python3.12-shim"
+    shim.write_text('#!/bin/bash\necho "pyenv: python3.12: command not found\n\nIt exists in: 3.12.1" >&2\nexit 127\n')
+    shim.chmod(0o755)
+    assert "It says: pyenv: python3.12: command not found It exists in: 3.12.1" in line(shim)
     assert "is Python 3.13; 3.11 or 3.12 is needed" in line(machine.python("3.13"))
     assert not machine.log.read_text()
     machine.torch("Requires-Dist: nvidia-cudnn-cu13==9.20.0.48\n", "raise ImportError('libcudnn.so.9: cannot open')")

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv in the repository root for a machine without a GPU and installs this package in it, unless it is up to date.
 #   bash tools/setup_cpu.sh                      an existing .venv keeps its Python; a new one has 3.11, or else 3.12
+#   bash tools/setup_cpu.sh --no-hints           the same, for another script that goes on
 #   PYTHON=python3.12 bash tools/setup_cpu.sh    Python 3.12, with the megatron-core that needs it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,12 +11,14 @@ reporter=
 trap '[ -z "$reporter" ] || kill "$reporter" 2>/dev/null' EXIT
 stop() { echo "setup: $*" >&2; exit 2; }
 version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
-installed() { find .venv/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' 2>/dev/null | wc -l; }
+there() { { find .venv/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' 2>/dev/null || true; } | wc -l; }
+installed() { n=$(there); most "$((n > before ? n - before : 0))" "$1"; }
+most() { echo "$(($1 < $2 ? $1 : $2))"; }
 fetched() { grep -cE '^ *(Downloading|Using cached|Processing) .*\.(whl|tar\.gz|zip)( |$)' "$log" || true; }
 
 report() {  # one line every 20 s; `sleep` must not hold the output open after this script has ended
     while sleep 20 >/dev/null 2>&1 3>&-; do
-        echo "setup: $(($(date +%s) - started)) s: $(fetched) of $1 files here, $(installed) packages installed"
+        echo "setup: $(($(date +%s) - started)) s: $(most "$(fetched)" "$1") of $1 files here, $(installed "$1") of $1 packages installed"
     done
 }
 
@@ -37,7 +40,10 @@ python=${PYTHON:-}
 [ -n "$python" ] || for python in .venv/bin/python python3.11 python3.12 python3; do
     case $(version "$python") in 3.11 | 3.12) break ;; esac
 done
-found=$(version "$python") || stop "$python does not run; Python 3.11 or 3.12 is needed (set PYTHON=/path/to/it)"
+found=$(version "$python") || {
+    said=$("$python" -c '' 2>&1 | tr -s '\n ' ' ') || true  # a shim of pyenv says which versions it has
+    stop "$python does not run; Python 3.11 or 3.12 is needed (set PYTHON=/path/to/it). It says: $said"
+}
 case $found in
     3.11) lock=requirements/cpu.txt ;;
     3.12) lock=requirements/cpu-py312.txt ;;
@@ -57,6 +63,7 @@ fi
 started=$(date +%s)
 echo "setup: installing $(grep -c == "$lock") packages for Python $found into .venv: 3.3 GB on disk, 3 to 15 minutes"
 [ -e .venv ] || "$python" -m venv .venv || { rm -rf .venv; stop "$python has no venv; install it (Debian, Ubuntu: python$found-venv)"; }
+before=$(there)  # pip, and what an earlier lock has
 rm -f .venv/installed-*
 install 1 "$(grep ^torch== "$lock")"
 # This reads the metadata, because a CUDA build of torch cannot be imported before its libraries are installed.
@@ -75,7 +82,8 @@ else
 fi
 install 1 --no-build-isolation -e .
 touch "$stamp"
-echo "setup: done after $(($(date +%s) - started)) s. What to type next:
+echo "setup: done after $(($(date +%s) - started)) s"
+[ "${1:-}" = --no-hints ] || echo "What to type next:
     . .venv/bin/activate            # then: rlspec --help
     bash examples/quickstart.sh     # RL on a tiny model, 5 to 8 minutes
     bash tests/run.sh               # the fast tests"

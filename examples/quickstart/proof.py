@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,21 +65,21 @@ def main() -> None:
         launch(run / "rl/hf", run / "proof/speculating.log", arguments=shared + speculating) as fast,
         launch(run / "rl/hf", run / "proof/plain.log", arguments=[*shared, "--spec", "off"]) as slow,
     ):
-        with CONSOLE.status("starting a speculating and a plain engine"):
+        with told("starting a speculating and a plain engine"):
             spec, plain = SGLangEngine.of(fast.wait()), SGLangEngine.of(slow.wait())
             engines = {"spec": (spec, fast), "plain": (plain, slow)}
         summary = rewards(run) | times(run) | predictions(run) | {"policy": policy(run)}
-        with CONSOLE.status("accept lengths of four drafters on the final policy's rollouts"):
+        with told("accept lengths of four drafters on the final policy's rollouts"):
             found = compare.measure(spec, drafters, prompts[: args.prompts], sampling, STEPS)
             summary["comparison"] = found.to_json()
-        with CONSOLE.status("the same with drafts of the likeliest tokens"):
+        with told("the same with drafts of the likeliest tokens"):
             spec.set_spec_rule({"schedule": SpecSchedule.fixed(OFF).to_json(), "sharpness": LIKELIEST})
             trained = {"co-trained": drafters["co-trained"]}
             other = compare.measure(spec, trained, prompts[: args.prompts], sampling, STEPS, version=1 + len(drafters))
             spec.set_spec_rule({"schedule": SpecSchedule.fixed(OFF).to_json(), "sharpness": SHARPNESS[0]})
             summary["coupled"] = coupled(found, other)
         longest = sorted(prompts, key=lambda prompt: -len(prompt.tokens))[:FEW]
-        with CONSOLE.status("tokens per second, engines and drafters in turn"):
+        with told("tokens per second, engines and drafters in turn"):
             three = {name: drafters[name] for name in ("co-trained", "frozen", "control")}
             summary["long_tail"] = speeds(engines, three, longest, sampling, args.repeats)
             spec.set_spec_rule(json.loads((run / "rl/spec_rule.json").read_text()))
@@ -87,6 +88,15 @@ def main() -> None:
     files.write(run / "rl/comparison.json", json.dumps(summary["comparison"], indent=1) + "\n")  # for `rlspec report`
     show(summary)
     CONSOLE.print(f"written: {run / 'summary.json'}. The run's page: .venv/bin/rlspec report {run / 'rl'}")
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Print what begins, and how long it took."""
+    began = time.perf_counter()
+    CONSOLE.print(f"{what} ...")
+    yield
+    CONSOLE.print(f"    {time.perf_counter() - began:.0f} s")
 
 
 def policy(run: Path) -> dict[str, float]:
@@ -178,6 +188,7 @@ def speeds(
             if repeat:  # the first repetition is a warm-up
                 rates[name].append(tokens / (time.perf_counter() - began))
                 by_cpu[name].append(tokens / (cpu_seconds(process) - cpu_began))
+        CONSOLE.print(f"    {len(prompts)} at once, round {repeat} of {repeats}")
     found: dict = {"batch": len(prompts), "repeats": repeats, "plain": float(np.median(rates["plain"])), "drafters": {}}
     for name in drafters:
         ratios = np.divide(rates[name], rates["plain"])
@@ -231,11 +242,20 @@ def show(summary: dict) -> None:
     CONSOLE.print("frozen: the warm start's drafter; control: trained as long on the warm policy's answers")
     CONSOLE.print("upper bound: trained twice as long on the final policy's answers")
     CONSOLE.print("uncoupled: the co-trained drafter, drafting its likeliest tokens without the verifier's noise")
-    speedup = tail["drafters"]["co-trained"]["speedup"]
     CONSOLE.print(
-        f"\nRL raised the held-out reward from {summary['reward_first']:.2f} to {summary['reward_last']:.2f}. With the "
-        f"co-trained drafter {FEW} long samples were generated {speedup:.2f} times as fast as without drafts."
+        f"\nRL raised the held-out reward from {summary['reward_first']:.2f} to {summary['reward_last']:.2f}."
+        f"{closing(tail['drafters']['co-trained'])}"
     )
+
+
+def closing(speed: Mapping[str, Any]) -> str:
+    """Return the sentence about speed, with the range over repetitions; none is due if the range contains 1."""
+    low, high = speed["range"]
+    if low <= 1 <= high:
+        return (
+            f" The speeds are too noisy here for a sentence ({low:.2f} to {high:.2f} times as fast as without drafts)."
+        )
+    return f" With its drafter {FEW} long samples were generated {faster(speed)} times as fast as without drafts."
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

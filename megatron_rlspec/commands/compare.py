@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -155,6 +156,7 @@ def measure(
     ]  # the different ones of each prompt
     first: list[Sample] = []
     for number, (name, tensors) in enumerate(drafters.items(), start=version):
+        files.tell(f"measuring the drafter {name}", sys.stderr)
         drafter = {key: tensors[key] for key in tensors if is_drafter(key)}
         engine.update_weights(number, weights_of(drafter), "drafter")
         for k in steps:

@@ -5,21 +5,14 @@ from __future__ import annotations
 import argparse
 import errno
 import sys
+import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
 from megatron_rlspec import arguments, files
-from megatron_rlspec.conversion.convert import Conversion, convert, plan, weight_files
+from megatron_rlspec.conversion.convert import Conversion, convert, plan
 from megatron_rlspec.conversion.drafter_files import MOST_WORDS, make_drafter
 from megatron_rlspec.conversion.gguf_file import DTYPES
 from megatron_rlspec.conversion.run_checkpoint import is_run_checkpoint
@@ -30,6 +23,7 @@ from megatron_rlspec.models.hf_files import CheckpointError, read_json
 from megatron_rlspec.run import identity
 from megatron_rlspec.texts import printable
 
+TOLD_EVERY = 10.0  # seconds between lines about progress
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -97,7 +91,7 @@ def parser() -> arguments.Parser:
         action="store_true",
         help="compare logits, policy's and drafter's, with Transformers'",
     )
-    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p.add_argument("--quiet", action="store_true", help="no lines about progress")
     p.needs("--add-eagle3", "--draft-vocabulary")
     p.excludes("--add-eagle3", "--to --dtype --hf --add-mtp --drop-mtp --spec --dry-run --check")
     p.excludes("--add-mtp", "--drop-mtp")
@@ -191,23 +185,20 @@ def _add_eagle3(options: argparse.Namespace) -> int:
 
 
 def _convert_visibly(work: Conversion, quiet: bool) -> None:
-    columns = (
-        TextColumn("{task.description:24}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    console = Console(stderr=True)
-    hidden = quiet or not console.is_terminal
-    with Progress(*columns, TimeRemainingColumn(), disable=hidden, console=console) as progress:
-        task = progress.add_task(
-            "starting", total=sum(file.stat().st_size for file in weight_files(work.source))
-        )
+    """Convert. Without `quiet` a line about every `TOLD_EVERY` seconds says how far it is."""
+    done = 0
+    told = time.monotonic()
 
-        def advance(label: str, size: int) -> None:
-            progress.update(task, description=label, advance=size)
+    def advance(label: str) -> None:
+        nonlocal done, told
+        done += 1
+        if not quiet and time.monotonic() - told > TOLD_EVERY:
+            told = time.monotonic()
+            files.tell(f"{label}: {done} of {len(work.groups)} parts", sys.stderr)
 
-        convert(work, advance)
+    if not quiet:
+        files.tell(f"converting {work.source}: {len(work.groups)} parts", sys.stderr)
+    convert(work, advance)
 
 
 def _show(work: Conversion) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.commands.sweep import (
@@ -93,7 +92,9 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
             engine = _engine(args, tp, serve, stack)
             bench = Bench(engine, _configs(args, engine), vocabulary)
             sweep = Sweep(bench, provenance, tp)
-            end = _measure(sweep, args)
+            end = measure_grid(
+                sweep, args.batches, args.lengths, args.seconds, partial(print, flush=True)
+            )
         table = _joined(table, sweep.table())
         table.save(args.out)
         print(summary(table, tp))
@@ -118,17 +119,6 @@ def _check(args: argparse.Namespace) -> None:
     if args.url and len(args.tp) > 1:
         sizes = ",".join(map(str, args.tp))
         raise SweepError(f"--tp {sizes}: the engine at --url has one size; expected one")
-
-
-def _measure(sweep: Sweep, args: argparse.Namespace) -> str:
-    """Measure the grid behind a progress bar. Returns why it ended, in words."""
-    with _progress_bar() as bar:
-        task = bar.add_task("profile")
-
-        def progress(text: str, done: int, total: int) -> None:
-            bar.update(task, description=text, completed=done, total=total)
-
-        return measure_grid(sweep, args.batches, args.lengths, args.seconds, progress)
 
 
 def _joined(earlier: CostTable | None, table: CostTable) -> CostTable:
@@ -280,20 +270,7 @@ def _start(
     log = args.out.with_name(f"{args.out.name}.log")
     print(f"rlspec profile: loading {args.model} into an engine; its log: {log}", flush=True)
     process = stack.enter_context(launch(args.model, log, arguments=[*options, *serve]))
-    with _progress_bar() as bar:
-        task = bar.add_task("", total=None)
-        process.wait(progress=lambda line: bar.update(task, description=line))
-    return SGLangEngine.of(process)
-
-
-def _progress_bar() -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    return Progress(*columns, transient=True)
+    return SGLangEngine.of(process.wait())
 
 
 def parser() -> arguments.Parser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -99,8 +100,11 @@ class Bench:
             return False
         return tokens <= self._description["max_total_tokens"]
 
-    def measure(self, point: Point) -> Durations:
-        """Measure at least `ROUNDS` rounds of each configuration at this point. Raises SweepError if one never runs."""
+    def measure(self, point: Point, deadline: float = math.inf) -> Durations:
+        """Measure at least `ROUNDS` rounds of each configuration at this point, after `deadline` at least one.
+
+        Raises SweepError if a configuration never runs.
+        """
         batch, length = point
         durations = Durations()
         if self._description["speculative"]:
@@ -110,7 +114,8 @@ class Bench:
             self._generate(batch, length, self.new_tokens)
             durations.add(self.engine.recent_rounds(), batch)
             counts = [len(durations.steady.get(config, ())) for config in self.configs]
-            if min(counts) >= ROUNDS:
+            enough = ROUNDS if time.monotonic() < deadline else 1
+            if min(counts) >= enough:
                 return durations
         missing = [str(config) for config in self.configs if config not in durations.steady]
         if missing:
@@ -179,9 +184,9 @@ class Sweep:
         # Changes from OFF: tokens that the drafter had missed, and the extra ms to catch up on them.
         self._catch_ups: list[tuple[int, float]] = []
 
-    def add(self, point: Point) -> None:
-        """Measure a point, for the first time or again."""
-        durations = self.bench.measure(point)
+    def add(self, point: Point, deadline: float = math.inf) -> None:
+        """Measure a point, for the first time or again, with few rounds after `deadline`."""
+        durations = self.bench.measure(point, deadline)
         at_point = self.steady.setdefault(point, {})
         for config, ms in durations.steady.items():
             at_point.setdefault(config, []).extend(ms)
@@ -277,13 +282,13 @@ def measure_grid(
     batches: Sequence[int],
     lengths: Sequence[int],
     seconds: float,
-    progress: Callable[[str, int, int], None] = lambda *_: None,
+    told: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Measure every point of the grid, then the undecided ones again. Returns why it ended, in words.
 
     The outermost batches come first: between measured batches a cost is better known than beyond them. After `seconds`
-    the words name the batches at which the table cannot decide. `progress` receives a description, the points done, and
-    the points in total. Raises SweepError.
+    the words name the batches at which the table cannot decide. `told` gets a line for each measured point. Raises
+    SweepError.
     """
     deadline = time.monotonic() + seconds
     points = [(batch, length) for batch in outward(batches) for length in sorted(lengths)]
@@ -293,24 +298,26 @@ def measure_grid(
             f"no point of batches {list(batches)} x lengths {list(lengths)} fits into this engine"
         )
     for length in sorted(lengths):
-        if sweep.bench.fits((1, length)):
+        late = sweep.prefill and time.monotonic() > deadline
+        if sweep.bench.fits((1, length)) and not late:
             sweep.add_prefill(length)
     slowest = 0.0
     while True:
         missing = [point for point in points if point not in sweep.steady]
         undecided = sweep.undecided()
         remaining = missing or list(undecided)
-        done = len(points) - len(remaining)
         if not remaining:
-            progress("done", done, len(points))
             return "able to decide at each of them"
         if sweep.steady and time.monotonic() + slowest > deadline:
             return _cannot_decide(missing, undecided)
-        batch, length = remaining[0]
-        progress(f"batch {batch}, context {length}", done, len(points))
+        point = remaining[0]
         start = time.monotonic()
-        sweep.add((batch, length))
+        sweep.add(point, deadline)
         slowest = max(slowest, time.monotonic() - start)
+        costs = ", ".join(f"{cell.config} {cell.ms:.1f}" for cell in sweep.cells(point))
+        told(
+            f"batch {point[0]}, prompt {point[1]}: {costs} ms a round ({len(sweep.steady)} of {len(points)} points)"
+        )
 
 
 def outward(batches: Sequence[int]) -> list[int]:

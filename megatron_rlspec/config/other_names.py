@@ -16,7 +16,7 @@ for _answer, _names in (OPTIONS | SENTENCES).items():
 
 
 def answer_to(option: str) -> str:
-    """Return what stands here for an option of another project, such as `actor_rollout_ref.rollout.n`; "" if unknown."""
+    """Return what stands here for an option of another project; "" if it is not known."""
     parts = option.replace("-", "_").split(".")
     for first in range(len(parts)):
         name = ".".join(parts[first:])

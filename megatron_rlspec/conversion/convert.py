@@ -380,10 +380,8 @@ def _eagle3(source: Path, target: Path, drafter: Path | None) -> Eagle3 | None:
     return Eagle3(beside, {**config, **run_checkpoint.layout_of(source)["chosen"]}, drafter, ids)
 
 
-def convert(
-    work: Conversion, advance: Callable[[str, int], None] = lambda label, size: None
-) -> None:
-    """Convert. Calls `advance(label, bytes)` after every group.
+def convert(work: Conversion, advance: Callable[[str], None] = lambda label: None) -> None:
+    """Convert. Calls `advance(label)` after every group.
 
     Raises CheckpointError for a damaged source, OSError, for a full disk for example, and LockedError if another
     process writes this target. Nothing is then left behind.
@@ -402,31 +400,30 @@ def convert(
             lock.unlink()
 
 
-def _build_hf(work: Conversion, advance: Callable[[str, int], None]) -> Path:
+def _build_hf(work: Conversion, advance: Callable[[str], None]) -> Path:
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for label, names in work.groups:
-            size = 0
             for name in names:
                 for hf, tensor in work.family.to_hf(name, work.tensors[name]):
                     # A fresh drafter shares storage with a layer, which safetensors refuses.
                     yield hf, tensor.clone(memory_format=torch.contiguous_format)
-                    size += tensor.nbytes
                     for copy in work.family.rows[name].copies:
                         yield copy, tensor.clone()
-            advance(label, size)
+            advance(label)
 
     return checkpoint.build_hf(
         work.target, work.config, tensors(), work.small_files, checkpoint.SHARD_BYTES
     )
 
 
-def _build_megatron(work: Conversion, advance: Callable[[str, int], None]) -> Path:
+def _build_megatron(work: Conversion, advance: Callable[[str], None]) -> Path:
     partial = work.target.with_name(f".{work.target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         writer = TorchDistWriter(partial / "release", work.family)
         for label, names in work.groups:
-            advance(label, writer.write((name, work.tensors[name]) for name in names))
+            writer.write((name, work.tensors[name]) for name in names)
+            advance(label)
         writer.finish()
         write_json(partial / "release" / "config.json", work.config)
         checkpoint.copy_companions(work.small_files, partial / "release")
@@ -464,12 +461,3 @@ def _has_drafter(kind: str, source: Path, family: NameTable) -> bool:
         tensors = read_hf(source)[1]
         return any(name in tensors for name in family.drafter_names)
     return any(family.is_drafter(name) for name in TorchDistReader(source, family))
-
-
-def weight_files(source: Path) -> list[Path]:
-    """List the files with tensors of a checkpoint."""
-    if source.is_file():
-        return [source]
-    whole = (source / "config.json").exists() or run_checkpoint.is_run_checkpoint(source)
-    directory = source if whole else checkpoint_directory(source)
-    return [*directory.glob("*.safetensors"), *directory.glob("*.distcp")]

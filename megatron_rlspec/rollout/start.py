@@ -7,6 +7,8 @@ The commands add what `extensions/` has, under the same names.
 from __future__ import annotations
 
 import shlex
+import sys
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -16,6 +18,7 @@ import torch
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import read_model, weights_of, words
 from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.files import tell
 from megatron_rlspec.models.config import DRAFTER, sharpness_of
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.drafter_config import check_drafter_config
@@ -222,7 +225,9 @@ class ServedEngines:
 
     def _connected(self, process: EngineProcess) -> SGLangEngine:
         """Wait until a process answers. Raises EngineError."""
+        begun = time.monotonic()
         started = process.wait(self._startup)
+        tell(f"{process.log.stem}: ready after {time.monotonic() - begun:.0f} s", sys.stdout)
         return self.client.of(started, timeout=self._timeout, transport=self._transport)
 
 

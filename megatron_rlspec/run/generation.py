@@ -7,6 +7,7 @@ uninterrupted one, and a prompt that comes twice in a step gets other samples th
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ import numpy as np
 
 from megatron_rlspec import custom
 from megatron_rlspec.config import Config
+from megatron_rlspec.files import tell
 from megatron_rlspec.losses import grpo
 from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
@@ -196,6 +198,7 @@ class Generation:
 
     def _evaluate(self, name: str, done: int, which: str) -> dict[str, float]:
         chosen = self.held_out[which][: self._config.train.eval_prompts]
+        tell(f"evaluating {len(chosen)} prompts", sys.stdout)
         requests = self._requests(f"e-{name}", chosen, self._config.train.eval_samples, EVALUATION)
         drawing = Drawing(requests, len(chosen), math.inf)
         _, failures = self._generate(drawing)

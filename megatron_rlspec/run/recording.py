@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_rlspec import files
 from megatron_rlspec.config import Config
+from megatron_rlspec.config.base import shown
 from megatron_rlspec.records.live import line, saved_line
 from megatron_rlspec.records.recorder import Clock, Decode, Recorder, read_records
 from megatron_rlspec.records.sinks import open_sinks
@@ -68,6 +69,9 @@ class Records:
         if dropped:
             lost = f"the records of {len(dropped)} steps are dropped"
             self.event("resume", f"no checkpoint in {run_dir}: the run begins anew, and {lost}")
+        if done:
+            total = config.train.steps if config.data.path else config.sft.steps
+            self.event("resume", f"resumed at step {done} of {total}{_changed(run_dir, config)}")
         files.write(run_dir / "config.json", config.model_dump_json(indent=1))
 
     def close(self, done: int) -> None:
@@ -161,3 +165,15 @@ class Records:
         if gap > self._config.health.logprob_gap:
             return f"log-probs of engines and trainer differ by {gap:.3f} nats per token: different weights?"
         return f"loss or gradient norm of {' and '.join(skipped)} not finite"
+
+
+def _changed(run_dir: Path, config: Config) -> str:
+    """Return which options differ from those in the run's config.json, as the end of a line; "" if none does."""
+    before = files.read_json(run_dir / "config.json")
+    changes = []
+    for section, options in config.model_dump(mode="json").items():
+        for key, value in options.items():
+            old = before.get(section, {}).get(key)
+            if old != value and key != "resume":
+                changes.append(f"{section}.{key} {shown(old)} → {shown(value)}")
+    return f"; changed: {', '.join(changes)}" if changes else ""

@@ -40,7 +40,7 @@ class StartingRollouts:
     """The parts of `Rollouts` that exist before the trainer is built. Reward workers run from here on.
 
     held_out   prompts of evaluations by the name of their set (`DataConfig.evaluated`)
-    left_out   lines about rows of these that are too long
+    summaries  lines about how many rows these have
     learning   the learning of speculation
     scorer     reward workers
     engines    of the run, which `launch` starts in the background
@@ -61,12 +61,11 @@ class StartingRollouts:
         self.tokenizer = tokenizer
         self.run_dir = Path(config.train.run_dir)
         self.held_out: dict[str, list[Prompt]] = {}
-        self.left_out: list[str] = []
+        self.summaries: list[str] = []
         for name, path in config.data.evaluated.items():
             prompts = data.Prompts(path, tokenizer, config)
             self.held_out[name] = prompts.rows
-            if prompts.left_out:
-                self.left_out.append(prompts.left_out)
+            self.summaries.append(prompts.summary)
         self.learning = learning(config, hf_config)
         self.scorer = rewards.Scorer(config.reward)
         try:
@@ -130,7 +129,7 @@ class Rollouts:
         # a fresh drafter has not drafted in most rounds of a rollout yet
         self._awaits_drafts = False
         self._thread = ThreadPoolExecutor(1, "rollout")
-        for line in started.left_out:
+        for line in started.summaries:
             recorder.event("data", line)
         self.speculation = Speculation(
             config.spec, started.learning, started.run_dir / "spec_rule.json"

@@ -156,8 +156,8 @@ class Session:
         closing.callback(lambda: self.records.close(self.done))
         if moments:
             self.records.event("drafter", moments)
-        if self.loaded.data is not None and self.loaded.data.left_out:
-            self.records.event("data", self.loaded.data.left_out)
+        if self.loaded.data is not None:
+            self.records.event("data", self.loaded.data.summary)
         self.recording: TrajectoryRecording | None = None
         if config.train.record_gib and not self.supervised:
             self.recording = open_recording(config, self.trainer, self.records, self.done)

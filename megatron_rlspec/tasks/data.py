@@ -32,11 +32,11 @@ CHECKED_ROWS = 20_000
 
 
 class Source(Generic[Row]):
-    """Rows in memory, drawn in an `Order`. `left_out`: a line about rows that are too long; "" if none is."""
+    """Rows in memory, drawn in an `Order`. `summary`: a line about how many there are, left out and equal."""
 
-    def __init__(self, rows: list[Row], left_out: str, seed: int, shuffle: bool) -> None:
+    def __init__(self, rows: list[Row], summary: str, seed: int, shuffle: bool) -> None:
         self.rows = rows
-        self.left_out = left_out
+        self.summary = summary
         self.order = Order(len(rows), seed, shuffle)
 
     def __len__(self) -> int:
@@ -114,10 +114,12 @@ class Prompts(Source[Prompt]):
         rows, dropped = read_prompts(
             self._source, config.data, self._tokenizer, longest, self.level
         )
-        left_out = _left_out(
-            self._source, dropped, len(rows), f"prompts of more than {longest} tokens"
-        )
-        super().__init__(rows, left_out, config.train.seed, config.data.shuffle)
+        different = len({row.tokens.tobytes() for row in rows})
+        summary = _summary(self._source, "prompts", rows, dropped, longest, different)
+        taken = config.rollout.prompts_per_step
+        if len(rows) < taken:
+            summary += f"; a step takes {taken}, so prompts come more than once in it"
+        super().__init__(rows, summary, config.train.seed, config.data.shuffle)
 
 
 class Demonstrations(Source[Sample]):
@@ -130,13 +132,14 @@ class Demonstrations(Source[Sample]):
         rows, dropped = read_demonstrations(
             path, config.data, tokenizer, longest, config.sft.response_key
         )
-        left_out = _left_out(path, dropped, len(rows), f"samples of more than {longest} tokens")
+        different = len({row.tokens.tobytes() for row in rows})
+        summary = _summary(path, "samples", rows, dropped, longest, different)
         self.held_out: list[Sample] = []
         if config.sft.held_out:
             rows, self.held_out = without_prompts(
                 rows, config.sft.held_out, config.train.seed, path
             )
-        super().__init__(rows, left_out, config.train.seed, config.data.shuffle)
+        super().__init__(rows, summary, config.train.seed, config.data.shuffle)
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise DataError for a token id that the model does not have."""
@@ -326,8 +329,16 @@ def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return first if first == [tokenizer.bos_token_id] else []
 
 
-def _left_out(path: str | Path, dropped: int, kept: int, what: str) -> str:
-    return f"{path}: {dropped} of {dropped + kept} rows are left out: {what}" if dropped else ""
+def _summary(
+    path: str | Path, what: str, rows: Sequence[Any], dropped: int, longest: int, different: int
+) -> str:
+    """Return a line about the rows of a file, of which `dropped` are longer than `longest` tokens."""
+    line = f"{path}: {len(rows)} {what}"
+    if dropped:
+        line += f"; {dropped} others are left out, of more than {longest} tokens"
+    if different < len(rows):
+        line += f"; {len(rows) - different} are equal to another"
+    return line
 
 
 def _require(path: str | Path, kept: Sequence[Any], dropped: int, what: str) -> None:

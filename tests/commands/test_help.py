@@ -1,5 +1,6 @@
 """`rlspec --help`, and the help texts of every command."""
 
+import logging
 import subprocess
 import sys
 
@@ -48,3 +49,11 @@ def test_an_unknown_option_gets_the_nearest_one_or_the_command_that_lists_them(w
     with pytest.raises(SystemExit):
         parser.parse_args(words)
     assert capsys.readouterr().err == f"rlspec x: {hint}\n"
+
+
+def test_lines_of_others_that_come_in_every_run_are_dropped(caplog):
+    cli.drop_foreign_lines()
+    for name, text in cli.FOREIGN.items():
+        logging.getLogger(name).warning(f"{text} ...")
+        logging.getLogger(name).warning("another line")
+    assert [record.getMessage() for record in caplog.records] == ["another line"] * len(cli.FOREIGN)

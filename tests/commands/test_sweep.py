@@ -80,7 +80,10 @@ def test_the_table_holds_the_costs_of_the_engine():
 
 def test_the_budget_stops_it_with_a_usable_table():
     sweep = sweep_of()
-    end = measure_grid(sweep, (1, 4, 16), (64, 512), seconds=-1.0)
+    lines = []
+    end = measure_grid(sweep, (1, 4, 16), (64, 512), -1.0, lines.append)
+    assert len(lines) == 1 and lines[0].startswith("batch 1, prompt 64: off ") and "1 of 6 points" in lines[0]
+    assert len(sweep.prefill) == 1
     assert "cannot decide at batches 1, 4, 16 (points not measured: 5)" in end
     assert sweep.table().ms(OFF, 1, 100) > 0
 

@@ -222,10 +222,13 @@ def test_sources_take_their_limits_from_the_config(tmp_path, tokenizer):
     config = load(None, overrides)
     prompts = Prompts(path, tokenizer, config)
     assert len(prompts) == 12
-    assert prompts.left_out == f"{path}: 8 of 20 rows are left out: prompts of more than 12 tokens"
+    assert prompts.summary == (
+        f"{path}: 12 prompts; 8 others are left out, of more than 12 tokens; a step takes 32, so prompts come more than "
+        "once in it"
+    )
     demonstrations = Demonstrations(path, tokenizer, config)
     assert len(demonstrations) == 24 - 8 - 1
-    assert demonstrations.left_out == f"{path}: 5 of 20 rows are left out: samples of more than 24 tokens"
+    assert demonstrations.summary == f"{path}: 15 samples; 5 others are left out, of more than 24 tokens"
     drawn = prompts.take(12)
     assert sorted(len(p.tokens) for p in drawn) == list(range(1, 13))
     assert [len(p.tokens) for p in drawn] != list(range(1, 13))

@@ -1,0 +1,35 @@
+"""What `Records` says on the terminal and writes, without engines or a trainer."""
+
+import json
+
+import pytest
+
+from megatron_rlspec.config import load
+from megatron_rlspec.records.recorder import Clock, read_records
+from megatron_rlspec.run.recording import Records
+
+
+@pytest.fixture
+def config(tmp_path):
+    return load(None, {"data.path": "d", "train.steps": "6", "train.run_dir": str(tmp_path), "log.sinks": ""})
+
+
+def test_a_resumed_run_says_where_it_is_and_which_options_changed(config, tmp_path):
+    Records(config, Clock(), 0, True).close(0)
+    record = {"step": 2, "rollout/tokens_so_far": 40.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    changed = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 2e-5})})
+    records = Records(changed, Clock(), 3, True)
+    (event,) = read_records(tmp_path / "events.jsonl")
+    assert event["message"] == "resumed at step 3 of 6; changed: optimizer.lr 1e-06 → 2e-05"
+    (step,) = records.steps(4)
+    records.write(step, {"rollout/response_tokens": 2.0})
+    assert read_records(tmp_path / "metrics.jsonl")[-1]["rollout/tokens_so_far"] == 42.0
+
+
+def test_steps_without_rollouts_are_shown_every_tenth_time(config, capsys):
+    records = Records(config, Clock(), 0, True)
+    for step in records.steps(25):
+        records.write(step, {"policy/loss": 1.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/25", "5/25", "15/25", "25/25"]
