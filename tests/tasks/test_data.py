@@ -223,8 +223,8 @@ def test_sources_take_their_limits_from_the_config(tmp_path, tokenizer):
     prompts = Prompts(path, tokenizer, config)
     assert len(prompts) == 12
     assert prompts.summary == (
-        f"{path}: 12 prompts; 8 others are left out, of more than 12 tokens; a step takes 32, so prompts come more than "
-        "once in it"
+        f"{path}: 12 prompts; 8 others are left out, of more than 12 tokens; a step takes 32, so prompts come more "
+        "than once in it"
     )
     demonstrations = Demonstrations(path, tokenizer, config)
     assert len(demonstrations) == 24 - 8 - 1
