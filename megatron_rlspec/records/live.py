@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from megatron_rlspec.texts import printable
 
@@ -65,26 +66,52 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def saved_line(records: Sequence[Numbers]) -> str:
-    """Return what speculation saved in a run, from the records of its steps; "" if no step says."""
+class Saving(NamedTuple):
+    """What speculation saved of a run's decoding, as estimated.
+
+    spent   seconds of the engines' decode rounds in the steps for which it is known
+    saved   seconds that plain decoding would have taken more; below 0: less
+    steps   for which it is known, of `drafted` steps with drafts
+    """
+
+    spent: float
+    saved: float
+    steps: int
+    drafted: int
+
+    @property
+    def effect(self) -> str:
+        """Return what speculation did, in words."""
+        if abs(self.saved) < CLEAR * self.spent:
+            return "neither saved nor cost a clear part"
+        if self.saved > 0:
+            return f"saved about {self.saved:.1f} s"
+        return f"cost about {-self.saved:.1f} s"
+
+
+def saving(records: Sequence[Numbers]) -> Saving | None:
+    """Return what speculation saved in a run, from the records of its steps; None if no step says."""
     drafted = [values for values in records if "spec/verified_tokens" in values]
-    estimated = [values for values in drafted if "spec/saved_seconds" in values]
-    if not estimated:
+    known = [values for values in drafted if "spec/saved_seconds" in values]
+    if not known:
+        return None
+    saved = sum(values["spec/saved_seconds"] for values in known)
+    spent = sum(values["spec/rounds"] * values["spec/ms_per_round"] for values in known) / 1e3
+    return Saving(spent, saved, len(known), len(drafted))
+
+
+def saved_line(records: Sequence[Numbers]) -> str:
+    """Return what speculation saved in a run as a line; "" if no step says."""
+    found = saving(records)
+    if found is None:
         return ""
-    saved = sum(values["spec/saved_seconds"] for values in estimated)
-    spent = sum(values["spec/rounds"] * values["spec/ms_per_round"] for values in estimated) / 1e3
-    if abs(saved) < CLEAR * spent:
-        effect = "neither saved nor cost a clear part of the engines' decoding"
-    elif saved >= 0:
-        effect = f"saved about {saved:.1f} s of the engines' decoding"
-    else:
-        effect = f"cost about {-saved:.1f} s of the engines' decoding"
     steps = ""
-    if len(estimated) < len(drafted):
-        steps = f"in {len(estimated)} of the {len(drafted)} steps with drafts, "
+    if found.steps < found.drafted:
+        steps = f"in {found.steps} of the {found.drafted} steps with drafts, "
     return (
-        f"{steps}speculation {effect}: {spent:.1f} s with drafts, about {spent + saved:.1f} s without. This is "
-        "an estimate from its rounds and their costs; prefill, and training and pushing the drafter, are not counted"
+        f"{steps}speculation {found.effect} of the engines' decoding: {found.spent:.1f} s with drafts, about "
+        f"{found.spent + found.saved:.1f} s without. This is an estimate from its rounds and their costs; prefill, and "
+        "training and pushing the drafter, are not counted"
     )
 
 

@@ -100,6 +100,13 @@ def test_one_accept_length_is_shown(run_dir):
     assert page.count("<span>accept length</span>") == 1 and page.count("<h3>Accept length") == 1
 
 
+def test_a_tile_says_whether_speculation_was_worth_it_if_that_is_known(run_dir, tmp_path):
+    assert "<span>speculation</span>" not in page_of(run_dir)
+    spec = {"spec/verified_tokens": 2.0, "spec/rounds": 10.0, "spec/ms_per_round": 100.0, "spec/saved_seconds": 0.5}
+    page = page_of(write(tmp_path / "timed", metrics=[{"step": i, "policy/entropy": i} | spec for i in range(3)]))
+    assert "<b>saved about 1.5 s</b><span>of the engines' decoding, which took 3 s</span>" in page
+
+
 def test_a_chart_whose_values_are_all_equal_is_left_out(tmp_path):
     constant = {"rollout/reward": 0.5, "policy/loss": 1.0}
     run = read_run(write(tmp_path, metrics=[{"step": i, "policy/entropy": i, **constant} for i in range(3)]))

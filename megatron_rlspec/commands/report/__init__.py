@@ -17,6 +17,7 @@ from megatron_rlspec.commands.report import charts, figures
 from megatron_rlspec.commands.report.charts import Drawing
 from megatron_rlspec.commands.report.records import Record, Run, options_of, read_run
 from megatron_rlspec.records import metric_names
+from megatron_rlspec.records.live import saving
 from megatron_rlspec.records.metric_names import Metric
 from megatron_rlspec.speculation.acceptance import accept_length
 
@@ -161,6 +162,7 @@ def _head(run: Run) -> dict[str, Any]:
         "name": run.name,
         "facts": _facts(run),
         "tiles": tiles,
+        "saving": saving(run.steps),
         "held_out": (held_out[0], held_out[-1]) if len(held_out) > 1 else None,
     }
 

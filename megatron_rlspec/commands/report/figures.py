@@ -89,6 +89,11 @@ CHARTS = (
     ),
     Chart("Age of the trained tokens", "steps", {"policy/staleness": "age of the weights"}),
     Chart("Gradient norms", "", {"policy/grad_norm": "policy", "drafter/grad_norm": "drafter"}),
+    Chart(
+        "Groups without an advantage",
+        "share",
+        {"rollout/groups_without_advantage": "the policy learns nothing from them"},
+    ),
     Chart("Failed rewards", "samples", {"rollout/failed_rewards": "failed"}),
     Chart("Restarted engines", "", {"engine/restarts": "restarts"}),
     Chart(
