@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+import sys
+from pathlib import Path
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_rlspec.config.base import FUNCTION, Name, Needs, Seconds, Section
 
 BUILT_IN = ("exact", "math", "reasoning_gym")
 KINDS = f"{', '.join(BUILT_IN)}, module:function or an http(s) address"
-SIGNATURE = "f(*, prompt: str, response: str, label: str, metadata: dict) -> float"
+SIGNATURE = "f(*, prompt: str, response: str, label: str, metadata: dict) -> float | dict"
 
 
 class RewardConfig(Section):
@@ -21,7 +23,8 @@ class RewardConfig(Section):
         description="module:function, a function of yours; exact: response (or what follows its last #) equals the "
         f"label; math: equal as mathematics; the function is called as {SIGNATURE}; reasoning_gym: the task's own "
         "score of what stands in <answer></answer>, else of the whole response; an http(s) address gets the four as "
-        'JSON by POST and answers a number or {"reward": number}',
+        'JSON by POST; both return a number or {"reward": number, NAME: number}, recorded as rollout/reward_NAME. In '
+        "Python also a function",
     )
     timeout_seconds: Annotated[Seconds, Needs("reward.kind!=exact")] = Field(
         10.0, description="time limit for one sample; past it the reward has failed"
@@ -29,6 +32,20 @@ class RewardConfig(Section):
     workers: Annotated[int, Field(gt=0, le=1024), Needs("reward.kind!=exact")] = Field(
         4, description="processes that compute rewards; `exact` needs none"
     )
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _of_a_function(cls, value: Any) -> Any:
+        """Return the name of a function, by which the reward's processes import it."""
+        if not callable(value):
+            return value
+        module = getattr(value, "__module__", "")
+        if module == "__main__":
+            module = Path(getattr(sys.modules["__main__"], "__file__", None) or "").stem
+        name = f"{module}:{getattr(value, '__qualname__', '')}"
+        if not FUNCTION.fullmatch(name):
+            raise ValueError(f"expected a function at the top of a module (got {name})")
+        return name
 
     @model_validator(mode="after")
     def _known_kind(self) -> RewardConfig:

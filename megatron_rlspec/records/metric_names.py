@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # What the last part of a key's family stands for.
-FAMILIES = {"<d>": r"\d+", "<config>": r"\w+"}
+FAMILIES = {"<d>": r"\d+", "<config>": r"\w+", "<part>": r"\w+"}
 BOUND = re.compile(r"(below|above|at least|) ?(\d+(?:\.\d+)?)")
 
 

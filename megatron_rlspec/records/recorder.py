@@ -117,6 +117,8 @@ class Recorder:
                 "tokens": len(sample.response),
                 "pieces": pieces(sample, decode),
             }
+            if "reward_parts" in sample.metadata:
+                row["reward_parts"] = sample.metadata["reward_parts"]
             error = sample.metadata.get("reward_error")
             if error is not None:
                 row |= {"reward": None, "reward_error": error}

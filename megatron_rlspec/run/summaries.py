@@ -36,7 +36,16 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if known:
         values["reward"] = float(np.mean(known))
         values["reward_std"] = float(np.std(known))
-    return values | reward_by_length(samples)
+    return _reward_parts(samples) | values | reward_by_length(samples)
+
+
+def _reward_parts(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean of each part of the rewards over the samples that have it, as `reward_NAME`."""
+    parts: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.metadata.get("reward_parts", {}).items():
+            parts.setdefault(f"reward_{name}", []).append(value)
+    return {name: float(np.mean(values)) for name, values in parts.items()}
 
 
 def best_of(groups: Sequence[Group]) -> dict[int, float]:

@@ -1,8 +1,9 @@
 """The rewards, and the process that computes them: `python -m megatron_rlspec.tasks.reward_worker KIND LIMIT SOCKET`.
 
 Tasks are JSON lines on standard input: {"id", "prompt", "response", "label", "metadata"}. Answers are JSON messages on
-the socket, a Unix socket that keeps message boundaries: {"id", "reward"} or {"id", "error"}. Nothing is pickled. The
-module imports little beside the standard library, so that a worker starts fast.
+the socket, a Unix socket that keeps message boundaries: {"id", "reward", "parts"} or {"id", "error"}. The first says
+that the reward is imported, and which of `EXTRAS` it wants to see of a sample. Nothing is pickled. The module imports
+little beside the standard library, so that a worker starts fast.
 
 The worker leads a process group. When the trainer closes standard input, also by dying, the worker kills the group. The
 trainer kills it when a reward takes too long.
@@ -34,7 +35,11 @@ from urllib.parse import urlsplit
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.texts import one_line, shown
 
-Reward = Callable[..., Any]  # prompt, response, label and metadata, by name
+# Takes prompt, response, label and metadata by name, and of EXTRAS what its signature names.
+Reward = Callable[..., Any]
+EXTRAS = ("response_tokens", "truncated")
+PART = re.compile(r"(?!std$|quarter_\d+$)[A-Za-z_]\w{0,39}", re.ASCII)  # name of a part of a reward
+MOST_PARTS = 32
 SIGNATURE = "(prompt: str, response: str, label: str, metadata: dict) -> float"
 # a reward beyond it is no finite number to the trainer, which computes in float32
 LARGEST = 2.0**127
@@ -114,12 +119,7 @@ def http_reward(url: str, limit: float) -> Reward:
                 f"{url} sends to {answer.headers['Location']}; expected the address that answers itself"
             )
         answer.raise_for_status()
-        value = answer.json()
-        if isinstance(value, dict) and "reward" not in value:
-            raise ValueError(
-                f"{url} answered {shown(value)}; expected a number, or an object with `reward`"
-            )
-        return value["reward"] if isinstance(value, dict) else value
+        return answer.json()
 
     return reward
 
@@ -135,23 +135,25 @@ def named_function(name: str) -> Reward:
         raise TypeError(f"{name} is not a function; expected {function}{SIGNATURE}")
     if inspect.iscoroutinefunction(found):
         raise TypeError(f"{name} is async; expected a plain function {function}{SIGNATURE}")
-    _check_signature(function, found)
-
-    def reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> Any:
-        return found(prompt=prompt, response=response, label=label, metadata=metadata)
-
-    return reward
-
-
-def _check_signature(function: str, found: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):  # some built-in callables have none
-        return
+        return found
+    extras = dict.fromkeys(wanted(found))
     try:
-        signature.bind(prompt="", response="", label="", metadata={})
+        signature.bind(prompt="", response="", label="", metadata={}, **extras)
     except TypeError as error:
         raise TypeError(f"{function}{signature}: {error}; expected {function}{SIGNATURE}") from None
+    return found
+
+
+def wanted(reward: Reward) -> list[str]:
+    """Return which of `EXTRAS` the reward's signature names."""
+    try:
+        parameters = inspect.signature(reward).parameters
+    except (TypeError, ValueError):
+        return []
+    return [name for name in EXTRAS if name in parameters]
 
 
 def build(kind: str, limit: float) -> Reward:
@@ -183,6 +185,25 @@ def number(value: Any) -> float:
     if not abs(reward) <= LARGEST:
         raise ValueError(f"reward is {shown(value)}, expected one finite number")
     return reward
+
+
+def parts_of(value: Any) -> dict[str, Any]:
+    """Return {"reward", "parts"} of what a reward returned: a number, or a mapping with `reward` and other numbers.
+
+    Raises ValueError.
+    """
+    if not isinstance(value, Mapping):
+        return {"reward": number(value), "parts": {}}
+    if "reward" not in value:
+        raise ValueError(f"{shown(value)}: expected a number, or a mapping with `reward`")
+    if len(value) > MOST_PARTS:
+        raise ValueError(f"{len(value)} parts of a reward; expected at most {MOST_PARTS}")
+    parts = {}
+    for name, part in value.items():
+        if not PART.fullmatch(str(name)):
+            raise ValueError(f"a part of the reward is named {shown(name)}; expected another name")
+        parts[str(name)] = number(part)
+    return {"reward": parts.pop("reward"), "parts": parts}
 
 
 class _Channel:
@@ -223,12 +244,12 @@ def _work(kind: str, limit: float, channel: _Channel) -> None:
     except (Exception, KeyboardInterrupt) as error:
         channel.answer(STARTED, error=one_line(error))
         return
-    channel.answer(STARTED)
+    channel.answer(STARTED, wants=wanted(reward))
     while True:
         task = channel.task()
         name = task.pop("id")
         try:
-            content: dict[str, Any] = {"reward": number(reward(**task))}
+            content = parts_of(reward(**task))
         except SystemExit:
             raise
         except BaseException as error:

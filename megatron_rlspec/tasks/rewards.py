@@ -39,9 +39,11 @@ class Scorer:
     exact            1 if `Sample.text` equals the label, or if the texts after the last `#` of both are equal; else 0
     math             1 if math-verify finds text and label equal; else 0
     reasoning_gym    the score of the task that the prompt comes from (`reasoning_gym.score`)
-    module:function  called as function(prompt=..., response=..., label=..., metadata=...); returns a number. The module
-                     is imported from the working directory
-    http(s)://...    receives the same four values as a JSON object by POST; answers a number or {"reward": number}
+    module:function  called as function(prompt=..., response=..., label=..., metadata=...), and with response_tokens (a
+                     list of ids) and truncated (bool) if its signature names them. Imported from the working directory
+    http(s)://...    receives the first four values as a JSON object by POST
+
+    Both return a number, or {"reward": number, NAME: number, ...}, whose other parts are recorded.
 
     Raises ConfigError for a function that cannot be imported or takes other arguments.
     """
@@ -87,8 +89,8 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _judge(self, sample: Sample) -> tuple[float, str | None]:
-        """Return (reward, None), or (0, reason)."""
+    def _judge(self, sample: Sample) -> dict[str, Any]:
+        """Return {"reward", "parts"}, or {"error"} with the reason."""
         task: dict[str, Any] = {
             "prompt": sample.prompt.text,
             "response": sample.text,
@@ -96,12 +98,16 @@ class Scorer:
             "metadata": dict(sample.prompt.metadata),
         }
         if self.options.kind == "exact":
-            return exact(**task), None
+            return {"reward": exact(**task)}
+        extras = {
+            "response_tokens": sample.response.tolist(),
+            "truncated": sample.status == "truncated",
+        }
         worker = self._workers.get()
         try:
-            return worker.ask(task), None
+            return worker.ask(task, extras)
         except _Failed as error:
-            return 0.0, str(error)
+            return {"error": str(error)}
         finally:
             self._workers.put(worker)
 
@@ -155,10 +161,14 @@ class Scoring:
                 self._since = time.perf_counter()
             self._running += 1
         try:
-            sample.reward, error = self._scorer._judge(sample)
+            answer = self._scorer._judge(sample)
+            sample.reward = answer.get("reward", 0.0)
             sample.metadata.pop("reward_error", None)
+            error: str | None = answer.get("error")
             if error is not None:
                 sample.metadata["reward_error"] = error
+            if answer.get("parts"):
+                sample.metadata["reward_parts"] = answer["parts"]
             return error
         finally:
             with self._lock:
@@ -224,30 +234,31 @@ class _Worker:
         self.options = options
         self._interrupted = interrupted
         self._ready = False  # whether the reward is imported
+        self._wants: list[str] = []  # of `reward_worker.EXTRAS`
         self._start()
 
     def await_start(self) -> None:
         """Wait until the reward is imported. Raises _Failed."""
         if not self._ready:
-            self._answer(STARTED, START_SECONDS)
+            self._wants = self._answer(STARTED, START_SECONDS)["wants"]
             self._ready = True
 
-    def ask(self, task: dict[str, Any]) -> float:
-        """Return the reward. Raises _Failed."""
+    def ask(self, task: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:
+        """Return {"reward", "parts"}. Of `extras` the reward gets what it wants. Raises _Failed."""
         if self._process.poll() is not None:
             self.stop()
             self._start()
         self.await_start()
         name = secrets.token_hex(8)
-        line = json.dumps({"id": name, **task}, default=str).encode() + b"\n"
+        more = {key: extras[key] for key in self._wants}
+        line = json.dumps({"id": name, **task, **more}, default=str).encode() + b"\n"
         assert self._process.stdin is not None
         try:
             while line:
                 line = line[self._process.stdin.write(line) :]
         except BrokenPipeError:
             raise _Failed(self._ending()) from None
-        reward: float = self._answer(name, self.options.timeout_seconds)["reward"]
-        return reward
+        return self._answer(name, self.options.timeout_seconds)
 
     def stop(self) -> None:
         """Kill the worker and its process group. Safe to repeat."""

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from megatron_rlspec.config import ConfigError, RewardConfig
+from megatron_rlspec.records import metric_names
 from megatron_rlspec.records.recorder import Recorder, read_records
 from megatron_rlspec.run.summaries import rollout_metrics
 from megatron_rlspec.tasks import reward_worker
@@ -34,6 +35,8 @@ def awkward(prompt, response, label, metadata):
     if response == "nan": return float("nan")
     if response == "none": return None
     return len(response) > 2
+def parts(prompt, response, label, metadata, response_tokens, truncated):
+    return {"reward": 1.5 - truncated, "tokens": sum(response_tokens), "format": not truncated}
 def pid(prompt, response, label, metadata):
     "Waits until as many processes are here as the sample says."
     open(f"here-{os.getpid()}", "w").close()
@@ -116,6 +119,25 @@ def test_function_gets_the_sample_and_may_print(functions):
     rewards, failures = score("my_rewards:length", samples, workers=3)
     assert not failures
     assert rewards == [n + 6 * (n % 2) for n in range(20)]
+
+
+def test_a_reward_may_see_tokens_and_return_parts(functions):
+    samples = [sample("yes", number=i) for i in range(2)]
+    samples[1].status = "truncated"
+    rewards, failures = score("my_rewards:parts", samples, workers=1)
+    assert not failures and rewards == [1.5, 0.5]
+    found = rollout_metrics(samples)
+    assert (found["reward"], found["reward_tokens"], found["reward_format"]) == (1.0, 5.0, 0.5)
+    assert metric_names.find("rollout/reward_format").key == "rollout/reward_<part>"
+    for name, wrong in (("", {"format": 1.0}), ("std", {"reward": 1.0, "std": 1.0})):
+        with pytest.raises(ValueError, match=f"{name}.*expected"):
+            reward_worker.parts_of(wrong)
+
+
+def test_a_function_can_be_given_from_python():
+    assert RewardConfig(kind=final_answer).kind == "megatron_rlspec.tasks.reward_worker:final_answer"
+    with pytest.raises(ValueError, match="a function at the top of a module"):
+        RewardConfig(kind=lambda **_: 1.0)
 
 
 def test_what_goes_wrong_is_marked_and_the_others_are_judged(functions):
