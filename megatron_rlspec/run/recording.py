@@ -36,6 +36,7 @@ class Records:
     recorded   steps that have a record
     bad_steps  in a row, which changed policy or drafter by nothing
     why_bad    the reason of the newest of them
+    about      figures for the model card: `steps`, and the newest record and evaluation (`eval/reward`)
     """
 
     def __init__(self, config: Config, clock: Clock, done: int, main: bool) -> None:
@@ -48,6 +49,7 @@ class Records:
         self.recorded = done
         self.bad_steps = 0
         self.why_bad = ""
+        self.about: dict[str, float] = {"steps": float(done)}
         self._config = config
         self._first = done
         self._without_advantage: float | None = None  # share of the newest step's groups
@@ -66,6 +68,7 @@ class Records:
         past = read_records(run_dir / "metrics.jsonl")
         if past:
             self._tokens = past[-1].get(TOKENS, 0.0)
+            self.about |= past[-1]
         if dropped:
             lost = f"the records of {len(dropped)} steps are dropped"
             self.event("resume", f"no checkpoint in {run_dir}: the run begins anew, and {lost}")
@@ -89,9 +92,9 @@ class Records:
         """Send the result of an evaluation after `done` steps to the sinks, as `eval/reward` or `eval/SET/reward`."""
         if self.recorder is not None:
             prefix = f"eval/{which}/" if which else "eval/"
-            self.recorder.to_sinks(
-                done, {f"{prefix}{name}": value for name, value in result.items()}
-            )
+            values = {f"{prefix}{name}": value for name, value in result.items()}
+            self.about |= values
+            self.recorder.to_sinks(done, values)
 
     def advantages(self, done: int, groups: Sequence[Group], values: Sequence[float]) -> None:
         """Take the advantages of the samples of a rollout, after `done` steps. Write an event if all are 0."""
@@ -148,6 +151,7 @@ class Records:
             distance = max(1, len(samples) // SHOWN_TEXTS)
             self.recorder.samples(step, samples[::distance][:SHOWN_TEXTS], decode)
         self.recorder.write(step, record)
+        self.about |= record | {"steps": step + 1.0}
         left = self._total - step - 1
         if samples or step == 0 or left % SHOWN_EVERY == 0:
             seconds = left * sum(self._seconds) / len(self._seconds)

@@ -1,4 +1,7 @@
-"""The result of a run: policy and drafter as Hugging Face checkpoints, with the drafter's optimizer state beside."""
+"""The result of a run: policy and drafter as Hugging Face checkpoints that people can upload.
+
+The drafter's optimizer state lies beside them, in `optimizer/` (`moments.file_of`).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,13 @@ from megatron_rlspec.models.config import DRAFTER, STATED
 from megatron_rlspec.models.hf_files import build_hf, publish, write_json
 from megatron_rlspec.push.push import Source, exporting
 from megatron_rlspec.run.loading import Loaded, drafter_names
+from megatron_rlspec.run.model_card import card
+from megatron_rlspec.run.recording import Records
 from megatron_rlspec.train import moments
 from megatron_rlspec.train.step import Trainer
 
 REWARD = "reward.json"  # in hf-best/
+CARD = "README.md"
 
 
 class Results:
@@ -35,14 +41,16 @@ class Results:
         drafter: DrafterConfig,
         loaded: Loaded,
         trainer: Trainer,
+        records: Records,
     ) -> None:
-        """`model_path`: directory of the tokenizer."""
+        """`model_path`: directory of the tokenizer. `records` know what the model card says."""
         self.best = _reward_of(run_dir / "hf-best" / REWARD)
         self._run_dir = run_dir
         self._model_path = model_path
         self._drafter = drafter
         self._loaded = loaded
         self._trainer = trainer
+        self._records = records
 
     def write(self, name: str = "hf", reward: float | None = None) -> None:
         """Write policy and drafter to `run_dir/NAME`; an EAGLE-3 drafter goes to `run_dir/NAME_drafter`. Collective.
@@ -64,15 +72,21 @@ class Results:
         if not built:
             return
         if drafter_moments:
-            path = next(iter(built.values())) / moments.FILE
-            path.parent.mkdir()
+            path = moments.file_of(next(iter(built)))
+            path.parent.mkdir(exist_ok=True)
             tensor_file.save(drafter_moments, path)
+        drafter = next(iter(built))
+        about = self._records.about
+        has_mtp = drafter == result and bool(self._loaded.hf_config.get("num_nextn_predict_layers"))
+        text = card(
+            self._model_path, about, result, drafter if drafter != result else None, has_mtp
+        )
+        (built[result] / CARD).write_text(text)
         if reward is not None:
             write_json(built[result] / REWARD, {"reward": reward})
         for target, directory in built.items():
             publish(directory, target, replace=name != "hf")
-        drafter = next(iter(built))
-        what = "policy and drafter as a Hugging Face checkpoint"
+        what = f"{'policy and drafter' if has_mtp else 'the policy'} as a Hugging Face checkpoint"
         if drafter != result:
             what = f"the policy, and {drafter}, its EAGLE-3 drafter"
         tell(f"written: {result}, {what}", sys.stdout)

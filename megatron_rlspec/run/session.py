@@ -123,9 +123,6 @@ class Session:
 
         self.trainer = opening.build_trainer(config, self.loaded, self.supervised)
         run_dir = Path(config.train.run_dir)
-        self.results = Results(
-            run_dir, config.model.path, config.drafter, self.loaded, self.trainer
-        )
         self.saver = Saver(run_dir, config.rollout, self.trainer, self.main, self.loaded.identity)
         state: dict[str, Any] = {}
         drawn = Drawn()
@@ -154,6 +151,8 @@ class Session:
         # The first writes of the run.
         self.records = Records(config, self.clock, self.done, self.main)
         closing.callback(lambda: self.records.close(self.done))
+        given = (run_dir, config.model.path, config.drafter, self.loaded, self.trainer)
+        self.results = Results(*given, self.records)
         if moments:
             self.records.event("drafter", moments)
         if self.loaded.data is not None:

@@ -1,8 +1,8 @@
 """The moments of the drafter's Adam as full tensors under checkpoint names, so that the next run can go on with them.
 
-`optimizer/drafter.safetensors` in an exported checkpoint holds `exp_avg.NAME` and `exp_avg_sq.NAME` for each drafter
-tensor NAME, shaped as that tensor, and `updates`, the number of optimizer updates that made them. It does not depend on
-the layout of ranks. It lies in a folder of its own because engines read every safetensors file beside config.json.
+`optimizer/MODEL.safetensors` beside an exported checkpoint MODEL holds `exp_avg.NAME` and `exp_avg_sq.NAME` for each
+drafter tensor NAME, shaped as that tensor, and `updates`, the number of optimizer updates that made them. It does not
+depend on the layout of ranks. It does not lie in the checkpoint, which people upload.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
 from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.train.shards import global_names
 
-FILE = Path("optimizer", "drafter.safetensors")
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def file_of(model: Path) -> Path:
+    """Return the path of the moments of the drafter in a model directory."""
+    model = model.absolute()
+    return model.parent / "optimizer" / f"{model.name}.safetensors"
 
 
 def find(
     model: Path, family: NameTable, weights: Mapping[str, tuple[int, ...]]
 ) -> tuple[TensorFile | None, str]:
-    """Open the moments in a model directory: (the file, "") or (None, why it is not used); (None, "") without one.
+    """Open the moments of a model directory: (the file, "") or (None, why it is not used); (None, "") without one.
 
     weights  shapes of the model's tensors by checkpoint name
     """
-    path = model / FILE
+    path = file_of(model)
     if not path.exists():
         return None, ""
     try:

@@ -127,7 +127,7 @@ class Trainer:
         return shards.export(self.table, self.policy, self.drafter, self.model_config, scope, live)
 
     def export_drafter_moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the content of `moments.FILE` on rank 0; other ranks must exhaust the (empty) iterator too.
+        """Yield the content of `moments.file_of` on rank 0; other ranks must exhaust the (empty) iterator too.
 
         It yields nothing before the drafter's first update.
         """

@@ -99,7 +99,7 @@ def test_a_result_has_its_name_once_the_optimizers_state_is_there_too(start, cop
     assert forked.run_module("killed_at_end", arguments, folder=TESTS).returncode == -signal.SIGKILL
     assert not (copy / "hf").exists() and (copy / ".hf.partial/config.json").exists()
     run(start, copy, **OPTIONS, train__resume="true")
-    assert (copy / "hf/optimizer/drafter.safetensors").exists() and not (copy / ".hf.partial").exists()
+    assert (copy / "optimizer/hf.safetensors").exists() and not (copy / ".hf.partial").exists()
 
 
 def test_resumed_runs_repeat_no_sample_and_no_record(start, copy):

@@ -64,8 +64,8 @@ def warmed(folder, steps):
 def save(trainer, folder):
     found = dict(trainer.export_drafter_moments())
     if torch.distributed.get_rank() == 0:
-        Path(folder, moments.FILE).parent.mkdir(parents=True, exist_ok=True)
-        tensor_file.save(found, Path(folder, moments.FILE))
+        moments.file_of(Path(folder)).parent.mkdir(parents=True, exist_ok=True)
+        tensor_file.save(found, moments.file_of(Path(folder)))
     torch.distributed.barrier()
 
 
@@ -144,9 +144,9 @@ def test_moments_do_not_depend_on_the_layout_of_ranks(tmp_path):
     on_ranks(2, in_two_layouts, str(tmp_path), weights)
     on_ranks(1, on_one_rank, str(tmp_path), weights)
     found = {
-        name: load_file(tmp_path / name / moments.FILE) for name in ("single", "tensor", "again", "zero", "pipeline")
+        name: load_file(moments.file_of(tmp_path / name)) for name in ("single", "tensor", "again", "zero", "pipeline")
     }
-    found["bfloat16"] = load_file(tmp_path / "bfloat16" / moments.FILE)
+    found["bfloat16"] = load_file(moments.file_of(tmp_path / "bfloat16"))
     assert int(found["single"]["updates"]) == 3
     for name, tensor in found["single"].items():
         torch.testing.assert_close(found["tensor"][name], tensor, rtol=1e-4, atol=1e-9)
@@ -199,14 +199,14 @@ def damages(folder):
     weights = warmed(folder, 1)
     trainer = trainer_of()
     shapes = {n: tuple(t.shape) for n, t in weights.items()}
-    whole = load_file(Path(folder, moments.FILE))
+    whole = load_file(moments.file_of(Path(folder)))
     name = next(key for key in whole if key.startswith("exp_avg."))
     said = []
     for change in ({name: whole[name][:-1].clone()}, {"updates": torch.zeros(2)}, {name: None}):
         kept = {key: tensor for key, tensor in (whole | change).items() if tensor is not None}
-        tensor_file.save(kept, Path(folder, moments.FILE))
+        tensor_file.save(kept, moments.file_of(Path(folder)))
         said.append(moments.find(Path(folder), trainer.table, shapes))
-    Path(folder, moments.FILE).write_bytes(b"no safetensors")
+    moments.file_of(Path(folder)).write_bytes(b"no safetensors")
     said.append(moments.find(Path(folder), trainer.table, shapes))
     return said, moments.find(Path(folder, "elsewhere"), trainer.table, shapes)
 

@@ -1,0 +1,73 @@
+"""The model card of a run's result: what the model is, and the commands that use it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_rlspec import __version__
+
+# key of `Records.about` -> what the card calls it
+FIGURES = {
+    "steps": "steps",
+    "eval/reward": "mean reward on held-out prompts, newest evaluation",
+    "rollout/reward": "mean reward, last step",
+    "rollout/accept_length": "accept length (tokens a decode round), last step",
+}
+DRAFTS = """--speculative-num-steps 3 \\
+        --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"""
+
+
+def card(
+    base: str,
+    about: Mapping[str, float],
+    result: Path,
+    eagle3: Path | None = None,
+    has_mtp: bool = False,
+) -> str:
+    """Return the text of README.md.
+
+    base     directory of the model that the run began with
+    about    figures of the run (`FIGURES`)
+    result   the model's directory
+    eagle3   directory of its EAGLE-3 drafter
+    has_mtp  whether the model holds an MTP drafter
+    """
+    name = result.name
+    kind = "reinforcement learning" if "rollout/reward" in about else "supervised training"
+    lines = [
+        "---",
+        "library_name: transformers",
+        "---",
+        "",
+        f"# {Path(base).name}, after {kind}",
+        "",
+        f"Trained from {Path(base).name} with megatron_rlspec {__version__}.",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
+    for key, label in FIGURES.items():
+        value = about.get(key)  # null in a record that was read again
+        if value is not None and math.isfinite(value):
+            lines.append(f"| {label} | {value:.4g} |")
+    lines += [
+        "",
+        "With Transformers:",
+        "",
+        f'    AutoModelForCausalLM.from_pretrained("{name}"), AutoTokenizer.from_pretrained("{name}")',
+        "",
+    ]
+    launch = f"    python -m sglang.launch_server --model-path {name}"
+    if has_mtp:
+        lines += [
+            "Transformers lists the drafter's tensors (`mtp`) as unexpected, because it does not use them. A model "
+            f"without them: `rlspec convert {name} plain --drop-mtp --to hf`.",
+            "",
+        ]
+        launch += f" --speculative-algorithm NEXTN {DRAFTS}"
+    if eagle3 is not None:
+        launch += f" --speculative-algorithm EAGLE3 \\\n        --speculative-draft-model-path {eagle3.name} {DRAFTS}"
+    lines += ["With SGLang:", "", launch, ""]
+    return "\n".join(lines)
