@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 WIDTH = 80  # columns of the first help text
+FIRST_TEXT = 60  # characters of an option's text in it, if a sentence or clause ends before
+SHORT = {"INTEGER": "N", "NUMBER": "X"}  # metavars in it
 HELP = {"-h", "--help", "--help-all"}
 
 
@@ -40,6 +41,17 @@ class Parser(argparse.ArgumentParser):
                 "-h", "--help", action=_FirstHelp, nargs=0, help="the options that most people need"
             )
             self.add_argument("--help-all", action="help", help="every option")
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """Add an argument. Its help says the default, if there is one."""
+        action = super().add_argument(*names, **settings)
+        default = action.default
+        if default in (None, "", False, [], argparse.SUPPRESS) or not action.option_strings:
+            return action
+        if action.help and "default" not in action.help:
+            shown = ",".join(map(str, default)) if isinstance(default, list | tuple) else default
+            action.help += f" (default {shown})"
+        return action
 
     def needs(self, wanted: str, options: str) -> None:
         """Refuse `options` where none of `wanted` is given. Names are separated by spaces."""
@@ -76,8 +88,10 @@ class Parser(argparse.ArgumentParser):
             copy.copy(action) for action in options if not self.first or self._is_first(action)
         ]
         for action in shown:
-            action.help = textwrap.shorten(action.help or "", 100, placeholder=" ...")
-        formatter = argparse.HelpFormatter(self.prog, max_help_position=28, width=WIDTH)
+            action.help = _first_clause(action.help or "")
+            if isinstance(action.metavar, str):
+                action.metavar = SHORT.get(action.metavar, action.metavar)
+        formatter = argparse.HelpFormatter(self.prog, max_help_position=35, width=WIDTH)
         formatter.add_usage(self.usage or f"{self.prog} {' '.join(self._words())}".rstrip(), [], [])
         formatter.add_text(self.description)
         formatter.start_section("most used" if self.first else "options")
@@ -137,6 +151,17 @@ class Parser(argparse.ArgumentParser):
         elif message.startswith("the following arguments are required"):
             message += f"; `{self.prog} --help` shows an example"
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _first_clause(text: str) -> str:
+    """Return as many clauses of an option's help as fit into `FIRST_TEXT` characters, one at least, and its default."""
+    text, _, default = text.partition(" (default ")
+    kept = ""
+    for clause in text.split("; "):
+        if kept and len(kept) + 2 + len(clause) > FIRST_TEXT:
+            break
+        kept = f"{kept}; {clause}" if kept else clause
+    return f"{kept} (default {default}" if default else kept
 
 
 class _FirstHelp(argparse.Action):

@@ -53,9 +53,11 @@ class Help(NamedTuple):
 
 HELP: dict[Name, Help] = {
     "train": Help(
-        "GRPO with a drafter that learns in the same step. With --dry-run it only prints the memory of each rank.",
+        "GRPO with a drafter that learns in the same step.",
         "rlspec train --config run.toml --model.path MODEL --drafter.fresh true",
-        "model.path data.path data.eval_path reward.kind drafter.fresh optimizer.lr train.steps train.run_dir",
+        "model.path data.path data.eval_path reward.kind rollout.prompts_per_step rollout.samples_per_prompt "
+        "rollout.max_new_tokens rollout.temperature spec.mode optimizer.lr train.steps train.run_dir train.resume "
+        "log.sinks",
     ),
     "sft": Help(
         "Supervised warm start of policy and drafter, or of the drafter alone.",
@@ -311,7 +313,7 @@ def parser_of(command: Name) -> arguments.Parser:
         epilog=NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         example=help.example,
-        first=["--config", "--ranks", *(f"--{name}" for name in help.options.split())],
+        first=["--ranks", "--dry-run", *(f"--{name}" for name in help.options.split())],
     )
     # argparse would take -1e-4 for an option.
     parser._negative_number_matcher = re.compile(r"^-\.?(\d|inf|nan)")

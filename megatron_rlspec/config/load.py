@@ -172,7 +172,8 @@ def _number(text: str, kind: Any) -> Any:
 
 
 def _of_integers(field: FieldInfo) -> bool:
-    return get_args(field.annotation)[0] is not str
+    kind = get_args(field.annotation)[0]
+    return kind is not str and get_origin(kind) is not Literal
 
 
 def _metavar(field: FieldInfo) -> str:
