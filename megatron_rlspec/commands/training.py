@@ -21,7 +21,7 @@ from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import check_model
-from megatron_rlspec.run.inputs import check_inputs, with_drafter
+from megatron_rlspec.run.inputs import check_inputs, naming_paths, with_drafter
 from megatron_rlspec.tasks import data
 from megatron_rlspec.texts import printable
 
@@ -180,15 +180,16 @@ def extensions(config: Config) -> Extensions:
 def answer(argv: list[str]) -> None:
     """Run `rlspec answer`. Prints at its end what the file holds."""
     config = parse("answer", argv)
-    hf_config = check_model(
-        config.model.path,
-        "serve",
-        drafter=False,
-        trust_remote_code=config.model.trust_remote_code,
-        longest=config.model.max_length,
-        spare=config.spare,
-    )
-    data.check_prompts(config.data.path, config.data)
+    with naming_paths(config):
+        hf_config = check_model(
+            config.model.path,
+            "serve",
+            drafter=False,
+            trust_remote_code=config.model.trust_remote_code,
+            longest=config.model.max_length,
+            spare=config.spare,
+        )
+        data.check_prompts(config.data.path, config.data)
     hf_config = with_drafter(config, hf_config)
     has_drafter = DRAFTER in hf_config or bool(hf_config.get("num_nextn_predict_layers"))
     if not has_drafter:
@@ -211,15 +212,16 @@ def dry_run(argv: list[str]) -> None:
     if options.gpu_gib is not None and not options.gpu_gib > 0:
         raise ConfigError(f"--gpu-gib {options.gpu_gib:g}: expected a number above 0")
     config = parse("train", rest, ranks)
-    hf_config = check_model(
-        config.model.path,
-        "train",
-        drafter=False,
-        weights=False,
-        tokenizer=False,
-        longest=config.model.max_length,
-        spare=config.spare,
-    )
+    with naming_paths(config):
+        hf_config = check_model(
+            config.model.path,
+            "train",
+            drafter=False,
+            weights=False,
+            tokenizer=False,
+            longest=config.model.max_length,
+            spare=config.spare,
+        )
     if config.drafter.fresh:
         from megatron_rlspec.run.fresh import described
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from megatron_rlspec.config import Command, Config, ConfigError
+from megatron_rlspec.config.effects import option
 from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import check_model
@@ -14,14 +19,35 @@ from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.tasks import data, rewards
 
+PATHS = ("model.path", "data.path", "data.eval_path", "sft.path", "drafter.path", "spec.cost_table")
+
 
 def check_inputs(config: Config, command: Command) -> None:
     """Raise ConfigError, DataError or CostTableError for model, data, cost table or reward that cannot be used.
 
     On rank 0 of a job alone: the others would read the same. A reward's module is imported in a worker process.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return
+    if os.environ.get("RANK", "0") == "0":
+        with naming_paths(config):
+            _check(config, command)
+
+
+@contextmanager
+def naming_paths(config: Config) -> Iterator[None]:
+    """Add to the error of a path that is not there which option it has, and where a relative one begins."""
+    try:
+        yield
+    except ValueError as error:
+        for name in PATHS:
+            path = option(config, name)[0]
+            missing = re.match(rf"{re.escape(str(path))}: no such ", str(error), re.IGNORECASE)
+            if path and missing:
+                start = "" if os.path.isabs(str(path)) else f" (relative to {Path.cwd()})"
+                raise type(error)(f"{name}: {error}{start}") from None
+        raise
+
+
+def _check(config: Config, command: Command) -> None:
     sinks.check(config)
     generates = config.generates(command)
     reads_prompts = generates and command != "sft"

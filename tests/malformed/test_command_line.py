@@ -47,14 +47,23 @@ REWARDS = [
 ]
 
 TABLES = [
-    Case("cost table missing", TRAIN + "--spec.cost_table no.json", ("no.json", "No such file"), run_with()),
+    Case(
+        "cost table missing",
+        TRAIN + "--spec.cost_table no.json",
+        ("spec.cost_table: no.json: No such file", "relative to /"),
+        run_with(),
+    ),
 ]
 
 COMMANDS = [
     Case("unknown command", "trian", ("unknown command 'trian'", "train")),
     Case("train of nothing", "train", ("model.path is empty", "Hugging Face directory")),
     Case("sft of a model", "sft --model.path m", ("sft.path is empty", ".jsonl")),
-    Case("dry run of no model", "train --dry-run --model.path no --data.path d", ("no: no such directory",)),
+    Case(
+        "dry run of no model",
+        "train --dry-run --model.path no --data.path d",
+        ("model.path: no: no such directory", "relative to /"),
+    ),
     Case("ranks 1e9", "train --dry-run --ranks 1000000000", ("--ranks 1000000000", "16384")),
     Case("ranks of torchrun", "train --ranks 4", ("--ranks 4", "WORLD_SIZE=1", "unset them"), environment=TORCHRUN),
     Case(
