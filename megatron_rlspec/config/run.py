@@ -169,7 +169,7 @@ class Config(Section):
             yield "train.save_best=true keeps the best policy of `rlspec train`; expected false"
         evaluates = self.train.eval_every not in (0, TrainConfig().eval_every)
         if command == "train" and evaluates and not self.data.eval_path:
-            yield f"train.eval_every={self.train.eval_every}, but data.eval_path is empty"
+            yield f"train.eval_every={self.train.eval_every}, but data.eval_path is empty; expected a file, or 0"
         if command == "train":
             yield from self._problems_of_groups()
         if command == "sft" and not self.drafter.train:

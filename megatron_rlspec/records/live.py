@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -47,11 +48,12 @@ def line(step: int, total: int, values: Numbers, seconds_left: float = 0.0) -> s
 def _parts(values: Numbers) -> Iterator[str]:
     """Yield what a line shows of a record, the most important first."""
     for key, (name, style) in SHOWN.items():
-        if key not in values or (key in WARNINGS and not values[key]):
+        value = values.get(key, math.nan)
+        if math.isnan(value) or (key in WARNINGS and not value):
             continue
         if key in LOSSES and "rollout/reward" in values:
             continue
-        yield f"{name} {style.format(values[key])}"
+        yield f"{name} {style.format(value)}"
     if shares := configs(values):
         yield shares
 

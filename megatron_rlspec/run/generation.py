@@ -215,7 +215,9 @@ class Generation:
         for k, value in passed.items():
             result[f"pass_{k}"] = value
             text += f", pass@{k} {value:.3f}"
-        text += f" on {len(groups)} held-out prompts, accept length {result['accept_length']:.2f}"
+        text += f" on {len(groups)} held-out prompts"
+        if not math.isnan(result["accept_length"]):
+            text += f", accept length {result['accept_length']:.2f}"
         fields: dict[str, Any] = {"name": name, "step": done}
         if which:
             fields["set"] = which

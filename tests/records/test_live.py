@@ -1,3 +1,5 @@
+import math
+
 from megatron_rlspec.records.live import line
 
 RECORD = {
@@ -18,7 +20,10 @@ RECORD = {
 def test_a_step_is_one_line_of_what_changes():
     shown = "reward 0.500  no advantage 25%  accept length 2.25  generate 3.0 s  train 1.0 s  k3 75%, off 25%"
     assert line(4, 30, RECORD, 125.0) == f"step 5/30  {shown}  2 min left"
-    assert line(2, 9, {"policy/loss": 1.5, "seconds_train": 0.5}) == "step 3/9  loss 1.500  train 0.5 s"
+    assert (
+        line(2, 9, {"rollout/accept_length": math.nan, "policy/loss": 1.5, "seconds_train": 0.5})
+        == "step 3/9  loss 1.500  train 0.5 s"
+    )
 
 
 def test_a_full_line_leaves_out_what_matters_least():
