@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,10 @@ def test_bad_arguments_get_one_line_and_exit_code_2(task, tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             short_run.script(QUICKSTART / name, "--out", tmp_path / "out", *options)
         assert ended.value.code == 2 and expected in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_closing_sentence_has_its_range_and_is_left_out_if_that_contains_1():
+    closing = runpy.run_path(str(QUICKSTART / "proof.py"))["closing"]
+    assert "1.46 [1.20, 1.60] times as fast" in closing({"speedup": 1.46, "range": [1.2, 1.6]})
+    noisy = closing({"speedup": 1.46, "range": [0.68, 4.57]})
+    assert "1.46" not in noisy and "too noisy" in noisy and "0.68 to 4.57" in noisy
