@@ -50,7 +50,7 @@ class Drawing:
 
     def requests(self) -> list[Request]:
         """Return the requests whose samples have not ended."""
-        left = []
+        left: list[Request] = []
         with self._lock:
             for group in self.groups:
                 ended = {sample.request_id for sample in group.samples}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,9 +14,8 @@ import retile_rank
 import torch
 import torch.distributed as dist
 
-from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.embedded import member as member_module
-from megatron_rlspec.extensions.migration.embedded import regroup, retile
+from megatron_rlspec.extensions.migration.embedded import regroup
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member
@@ -118,55 +116,6 @@ def drawn_in_two_calls(fleet: Fleet, script: Script) -> list[Sample]:
             time.sleep(0.001)
         last = fleet.generate(asked[-3:], LONG)
         return first.result() + last
-
-
-ENDING = Sampling(max_new_tokens=60, ignore_eos=True, stop_token_ids=(3, 11, 19, 27))  # some samples end soon
-DYING = {"headers": (regroup, "_requests_of", 0), "weights": (retile, "exchange", 1), "caches": (retile, "_move", 1)}
-
-
-def losing(meeting: str, phase: str, to: int) -> dict[str, Any]:
-    """Kill rank 2 in the middle of a change of the size to `to`. Rank 0 returns what it has then."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
-    member = Member(engine(), Ranks(), None, Script([1, 1, to]), Groups())
-    assert member.groups is not None
-    member.groups.of(to)
-    if rank == 2:
-        module, name, calls = DYING[phase]
-        kill_in(module, name, calls)
-    if rank:
-        Follower(member)._thread.join()
-    fleet = Fleet(member, every=3)
-    seen: dict[str, list[int]] = {}
-    ended: list[str] = []
-    report = member._report
-
-    def noted() -> list[Sample]:
-        samples = report()
-        ended.extend(sample.request_id for sample in samples)
-        return samples
-
-    member._report = noted
-    try:
-        requests = oracle.requests(PROMPTS, group=3)
-        fleet.generate(requests, ENDING, lambda sample: seen.update({sample.request_id: sample.tokens.tolist()}))
-    except EngineError as error:
-        return {"seen": seen, "ended": ended, "error": str(error)}
-    raise AssertionError("the rollout went on without a rank")
-
-
-def kill_in(module: Any, name: str, calls: int) -> None:
-    """Have this process killed when a function is called after `calls` calls."""
-    real = getattr(module, name)
-    made: list[int] = []
-
-    def dies(*args: Any, **options: Any) -> Any:
-        made.append(0)
-        if len(made) > calls:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **options)
-
-    setattr(module, name, dies)
 
 
 def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, speculation: str) -> dict[str, Any]:

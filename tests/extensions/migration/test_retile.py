@@ -93,22 +93,6 @@ def test_any_schedule_of_sizes_draws_the_same_texts(tmp_path, undisturbed):
     assert len(found["changes"]) >= 100
 
 
-PHASES = [("headers", 4), ("weights", 4), ("caches", 2)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("phase", "to"), PHASES)
-def test_a_rank_killed_in_the_middle_of_a_change_ends_the_rollout(tmp_path, phase, to):
-    """With pairs of ranks, ranks 0 and 1 finish the change, and learn of the loss afterwards."""
-    meeting = str(tmp_path / "meeting")
-    [found] = on_ranks(4, regroup_rank.losing, meeting, phase, to, timeout=60, answering=1)
-    requests = oracle.requests(regroup_rank.PROMPTS, group=3)
-    wanted = {s.request_id: s.tokens.tolist() for s in regroup_rank.engine().generate(requests, regroup_rank.ENDING)}
-    assert found["error"].startswith("embedded engine: a rank of the fleet ended or cannot be reached")
-    assert 0 < len(found["ended"]) < len(wanted) and sorted(found["seen"]) == sorted(found["ended"])
-    assert found["seen"] == {id: wanted[id] for id in found["ended"]}
-
-
 def test_all_ranks_of_a_new_group_meet_before_some_of_them_trade(monkeypatch):
     """NCCL's first message in a group waits for all of its ranks, and `trade` has nothing for some of them."""
     calls = []

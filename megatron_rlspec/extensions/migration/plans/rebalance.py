@@ -68,7 +68,7 @@ class Rebalancer:
         if isinstance(cost, CostTable):
             size = loads[0].tp
             cost = cost.at(size if size in cost.tps else cost.tps[0])
-        contexts = []
+        contexts: list[int] = []
         for load in loads:
             contexts += [held.context for held in load.running]
         length = float(np.mean(contexts)) if contexts else 1.0
