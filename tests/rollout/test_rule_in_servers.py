@@ -1,0 +1,74 @@
+"""Without any rule given, `rlspec serve` and a plain SGLang server with the plugin switch refused drafts off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_mimo
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.host.ports import ENGINES, free_port
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.types import Prompt, Request, Sampling
+
+pytestmark = pytest.mark.slow
+CONFIG = tiny_mimo.config(hidden=64, layers=4, heads=2, kv_heads=1, ffn=128, vocab=512)
+SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "2048", "--max-running-requests", "8"]
+ADAPTIVE = ["--spec", "adaptive", "--candidate-steps", "0,1,2", "--drafts", "argmax"]
+
+
+@contextmanager
+def served(model: Path, folder: Path) -> Iterator[SGLangEngine]:
+    with launch(model, folder / "log", arguments=[*SERVE, *ADAPTIVE], environment={"OMP_NUM_THREADS": "1"}) as process:
+        yield SGLangEngine.of(process.wait(), timeout=300)
+
+
+@contextmanager
+def plain(model: Path, folder: Path) -> Iterator[SGLangEngine]:
+    """Start SGLang's own `launch_server` with the plugin."""
+    here = Path(__file__).parent
+    port = free_port(ENGINES)
+    environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "RLSPEC_SGLANG": json.dumps({"drafts": "argmax"})}
+    environment["PYTHONPATH"] = str(here.parent.parent)
+    command = [sys.executable, "-W", "ignore", str(here / "plain_server.py"), str(model), str(port), "2"]
+    with open(folder / "log", "w+") as log:
+        process = subprocess.Popen(
+            command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        engine = SGLangEngine(f"http://127.0.0.1:{port}", timeout=300)
+        try:
+            while True:
+                try:
+                    engine.describe()
+                    break
+                except EngineError:
+                    log.seek(0)
+                    assert process.poll() is None, log.read()[-3000:]
+                    time.sleep(0.5)
+            yield engine
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("start", [served, plain], ids=["rlspec serve", "plain server"])
+def test_refused_drafts_are_off_without_a_rule_given(start, tmp_path: Path) -> None:
+    model = tiny_mimo.write(tmp_path / "model", CONFIG, tiny_mimo.weights(CONFIG))
+    asked = [Request(f"r-{i}.", Prompt(i, np.arange(1, 9)), i) for i in range(8)]
+    with start(model, tmp_path) as engine:
+        engine.generate(asked, Sampling(max_new_tokens=120, ignore_eos=True))
+        rounds = engine.stats()
+        report = engine.spec_rule_report()
+    assert report["acceptance"][0] < 0.1, "the case needs a drafter that is never right"
+    off = sum(stats.rounds for stats in rounds if stats.config.off)
+    assert off > 0.6 * sum(stats.rounds for stats in rounds), report
