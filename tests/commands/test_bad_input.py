@@ -194,7 +194,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_checkpoint(tmp_path, toke
     )
     stopped = int(line.split()[2].rstrip(":"))
     assert (tmp_path / line.split()[-1]).is_dir() and line.endswith(f"run/checkpoints/step-{stopped:06d}")
-    events = [event["message"] for event in recorder.read_records(tmp_path / "run/events.jsonl")]
+    records = recorder.read_records(tmp_path / "run/events.jsonl")
+    events = [record["message"] for record in records if record["kind"] == "loss"]
     assert len(events) == 2 and all("step skipped" in message for message in events)
     records = recorder.read_records(tmp_path / "run/metrics.jsonl")
     assert [record["policy/skipped"] for record in records[-2:]] == [1, 1] and not (tmp_path / "run/hf").exists()

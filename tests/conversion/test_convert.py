@@ -137,7 +137,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path, to):
     before = sorted(tmp_path.iterdir())
     source = tmp_path / ("hf" if to == "megatron" else "megatron")
 
-    def interrupted(label, size):
+    def interrupted(label):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -148,7 +148,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path, to):
 def test_a_second_conversion_into_the_same_target_is_refused(tmp_path):
     _, tensors = hf_directory(tmp_path)
 
-    def meanwhile(label, size):
+    def meanwhile(label):
         with pytest.raises(files.LockedError, match="another process uses it"):
             convert(plan(tmp_path / "hf", tmp_path / "out", drop_mtp=True))
 
