@@ -92,7 +92,10 @@ EXTRAS = {
     "torch": "train",
     "megatron": "train",
     "transformers": "train",
-    "sglang": "sglang",
+    "matplotlib": "train",
+    "pyarrow": "train",
+    "math_verify": "train",
+    "sglang": "engine",
     "gguf": "gguf",
 }
 # Six warnings that Megatron prints at its import. They are dropped on a machine without a GPU, where the fallback is

@@ -55,6 +55,12 @@ class EngineDescription(TypedDict):
     held              why speculation is held off; "" if it is not
     unnamed           why pushes are checked by what the models' loaders were given, and not by what the engine holds;
                       "" if not
+    rule              what chooses among `configs`, in words; "" if nothing does
+    kernels           what samples tokens: "triton" (the kernel of this package), "torch" or "sglang"
+    attention         SGLang's attention backend
+    graphs            the largest batch with a captured CUDA graph; 0: none
+    overlap           whether SGLang's overlap scheduler runs
+    device, dtype     of the model
     """
 
     verifier: Verifier
@@ -69,6 +75,13 @@ class EngineDescription(TypedDict):
     eagle3: NotRequired[dict[str, Any]]
     held: str
     unnamed: str
+    rule: NotRequired[str]
+    kernels: NotRequired[str]
+    attention: NotRequired[str]
+    graphs: NotRequired[int]
+    overlap: NotRequired[bool]
+    device: NotRequired[str]
+    dtype: NotRequired[str]
 
 
 class BucketMemory(Protocol):

@@ -20,6 +20,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LEFT_ALONE = ("torch", "megatron-core", "transformers", "sglang")
 TRAIN = ("train", "--model.path", "{start}/model", "--data.path", "{start}/task/rl.jsonl", "--reward.kind", "math")
 TRAIN += ("--model.max_length", "256", "--rollout.max_new_tokens", "24")
+PLUGIN = "megatron_rlspec/rollout/sglang"
+WITH_SGLANG = ("controller",)  # SGLang imports these files, and they SGLang
 HIDE = "import sys; sys.modules.update(dict.fromkeys({hidden!r})); from megatron_rlspec.cli import main; main({argv!r})"
 
 
@@ -31,7 +33,8 @@ def test_a_bare_install_replaces_no_engine_and_no_trainer():
     assert not names(PROJECT["dependencies"]) & set(LEFT_ALONE)
     for extra in PROJECT["optional-dependencies"].values():
         assert "apex" not in names(extra)  # PyPI's is another project than NVIDIA's
-    assert set(LEFT_ALONE) <= names(PROJECT["optional-dependencies"]["gpu"])
+    extras = PROJECT["optional-dependencies"]
+    assert set(LEFT_ALONE) <= names(extras["train"] + extras["engine"])
 
 
 # Imported only where another package brings them: SGLang fastapi and starlette, torch Triton, slime Ray and itself.
@@ -53,13 +56,26 @@ def test_the_package_declares_what_it_imports():
     imported = {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in imported - BROUGHT}
     extras = PROJECT["optional-dependencies"]
     optional = names(sum((extras[extra] for extra in extras if extra != "dev"), []))
-    assert imported - optional == names(PROJECT["dependencies"]) - NOT_IMPORTED
-    assert optional <= imported
+    assert imported - optional == names(PROJECT["dependencies"])
+    assert optional - NOT_IMPORTED <= imported
+
+
+def test_an_engine_needs_nothing_that_only_training_needs(tmp_path, start):
+    """Hide what the extra `train` brings, but for what SGLang brings, too."""
+    hidden = ["matplotlib", "contourpy", "tensorboard", "pyarrow", "math_verify", "megatron"]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / PLUGIN).rglob("*.py")]
+    modules = [name for name in modules if not name.endswith(("__init__", *WITH_SGLANG))]
+    imports = f"import importlib; [importlib.import_module(name) for name in {modules}]"
+    before, _, then = HIDE.format(hidden=hidden, argv=["serve", "--model", f"{start}/model", "--print"]).partition(
+        "; from"
+    )
+    code = f"{before}; {imports}; from{then}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=840)
+    assert done.returncode == 0 and "sglang.launch_server" in done.stdout, done.stderr[-2000:]
 
 
 def test_the_extra_takes_the_versions_of_sglang_that_the_code_takes():
-    (wanted,) = PROJECT["optional-dependencies"]["sglang"]
-    assert wanted in PROJECT["optional-dependencies"]["gpu"]
+    (wanted,) = PROJECT["optional-dependencies"]["engine"]
     accepted = Requirement(wanted).specifier
     released = ["0.5.14", *(f"0.5.{minor}" for minor in range(16, 23)), "0.5.22.post1"]
     assert not [version for version in released if version in accepted]
@@ -76,7 +92,7 @@ def slow(*parameters):
         (["torch"], ["convert", "a", "b"], ("needs torch", "megatron_rlspec[train]")),
         (["torch"], ["profile", "t.json", "--model", "m"], ("needs torch", "megatron_rlspec[train]")),
         slow(["megatron"], [*TRAIN], ("megatron-core is not installed", "megatron_rlspec[train]")),
-        slow(["sglang"], [*TRAIN], ("sglang is not installed", "megatron_rlspec[sglang]")),
+        slow(["sglang"], [*TRAIN], ("sglang is not installed", "megatron_rlspec[engine]")),
         (["sglang"], ["serve", "--model", "{model}"], ("SGLang is not installed here", "pip install")),
     ],
     ids=lambda value: " ".join(value)[:30],

@@ -36,6 +36,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import Architecture
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.rollout.sglang.http.checks import dtype_of
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance
 from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.types import OFF, SpecConfig
@@ -78,6 +79,8 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
     if args.model:
         args.model = hub.local(args.model)
         vocabulary = check_model(args.model, "serve", tokenizer=False)["vocab_size"]
+    if args.dtype == "auto":
+        args.dtype = dtype_of(args.model) if args.model else _served_dtype(args.url)
     provenance = Provenance(
         model=Path(args.model or args.url).resolve().name,
         hardware=args.hardware or hardware(with_threads=args.engine == "embedded"),
@@ -119,6 +122,11 @@ def _check(args: argparse.Namespace) -> None:
     if args.url and len(args.tp) > 1:
         sizes = ",".join(map(str, args.tp))
         raise SweepError(f"--tp {sizes}: the engine at --url has one size; expected one")
+
+
+def _served_dtype(url: str) -> str:
+    """Return the type that the engine at `url` computes in. Raises EngineError."""
+    return SGLangEngine(url).describe()["dtype"]
 
 
 def _joined(earlier: CostTable | None, table: CostTable) -> CostTable:
@@ -213,7 +221,9 @@ def _embedded(args: argparse.Namespace, tp: int, stack: ExitStack) -> MeasuredEn
         max(args.batches),
         max(args.lengths),
     )
-    print(f"rlspec profile: loading {args.model} into the embedded engine", flush=True)
+    print(
+        f"rlspec profile: loading {args.model} in {args.dtype} into the embedded engine", flush=True
+    )
     try:
         if tp == 1:
             return build(0, None)
@@ -243,12 +253,11 @@ def _embedded_rank(
     if is_eagle3 or hf_config.get("num_nextn_predict_layers"):
         configs += chains([k for k in steps if k])
     longest = longest_prompt + tokens_of_a_point(len(configs)) + MARGIN
-    as_saved = tensors[next(iter(tensors))].dtype
     return EmbeddedEngine(
         hf_config,
         weights_of(tensors),
         draft_words=words(tensors, hf_config) if is_eagle3 else None,
-        dtype=as_saved if dtype == "auto" else getattr(torch, dtype),
+        dtype=getattr(torch, dtype),
         device=f"cuda:{rank}" if torch.cuda.is_available() else "cpu",
         candidates=configs,
         max_running_requests=most_requests,
@@ -268,7 +277,10 @@ def _start(
     if args.draft_model:
         options += ["--draft-model", args.draft_model]
     log = args.out.with_name(f"{args.out.name}.log")
-    print(f"rlspec profile: loading {args.model} into an engine; its log: {log}", flush=True)
+    print(
+        f"rlspec profile: loading {args.model} in {args.dtype} into an engine; its log: {log}",
+        flush=True,
+    )
     process = stack.enter_context(launch(args.model, log, arguments=[*options, *serve]))
     return SGLangEngine.of(process.wait())
 
@@ -305,7 +317,11 @@ def parser() -> arguments.Parser:
         default=[1],
         help="tensor parallel sizes to measure, such as 1,2,4 (default 1)",
     )
-    add("--dtype", default="auto", help="as for `rlspec serve`; recorded in the table")
+    add(
+        "--dtype",
+        default="auto",
+        help="auto: as config.json says, or as the engine of --url computes",
+    )
     add(
         "--steps",
         type=integers(0, 64),

@@ -51,7 +51,7 @@ class Machine:
     torch_cuda    CUDA version that torch was built for; None for a CPU build
     modules       those of MODULES that Python finds
     versions      distribution -> version
-    requirements  what this package requires, without extras
+    requirements  what this package requires to train, less what NEEDED names
     failures      module of COMPILED -> the error of its import
     shared_bytes  size of /dev/shm; 0 if there is none
     """
@@ -169,10 +169,15 @@ def gather(path: Sequence[str] = ()) -> Machine:
 
 
 def _requirements() -> list[str]:
-    required = [Requirement(text) for text in importlib.metadata.requires(OWN) or ()]
-    return [
-        str(one) for one in required if one.marker is None or one.marker.evaluate({"extra": ""})
-    ]
+    found = []
+    for text in importlib.metadata.requires(OWN) or ():
+        requirement = Requirement(text)
+        by_module = requirement.name in NEEDED.values()  # a checkout has no metadata
+        if by_module or requirement.marker and not requirement.marker.evaluate({"extra": "train"}):
+            continue
+        requirement.marker = None
+        found.append(str(requirement))
+    return found
 
 
 def _torch_cuda(path: Sequence[str]) -> tuple[int, int] | None:

@@ -26,7 +26,7 @@ from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run.checkpoints import Drawn
-from megatron_rlspec.run.engines import Engines, open_health, open_pool
+from megatron_rlspec.run.engines import Engines, open_health, open_pool, report_slow_sampling
 from megatron_rlspec.run.extension import Extensions, Migration
 from megatron_rlspec.run.generation import Generation
 from megatron_rlspec.run.speculating import Speculation
@@ -135,6 +135,7 @@ class Rollouts:
             config.spec, started.learning, started.run_dir / "spec_rule.json"
         )
         canary = started.held_out.get("") or (prompts.rows if prompts else [])
+        report_slow_sampling(recorder, named)
         pool = open_pool(config, named, lambda name: self.engines.restart(name))
         health = open_health(
             config,

@@ -30,6 +30,6 @@ if __name__ == "__main__":
     arguments = [f"--model-path={model}", f"--port={port}", "--device=cpu", "--dtype=float32", "--skip-tokenizer-init"]
     arguments += ["--sampling-backend=pytorch", "--max-running-requests=8", "--max-total-tokens=2048"]
     arguments += ["--speculative-algorithm=EAGLE", f"--speculative-num-steps={steps}", "--speculative-eagle-topk=1"]
-    arguments += [f"--speculative-num-draft-tokens={int(steps) + 1}", "--weight-version=0", "--log-level=warning"]
+    arguments += [f"--speculative-num-draft-tokens={int(steps) + 1}", "--weight-version=0", "--log-level=info"]
     arguments += ["--speculative-adaptive", f"--speculative-adaptive-config={adaptive}", "--skip-server-warmup"]
     launch_server(prepare_server_args([*arguments, *serve._CPU_ARGUMENTS, *sglang.cpu_arguments]))

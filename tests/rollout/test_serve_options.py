@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +17,7 @@ from roofline_tables import roofline_table
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.rollout.sglang.http.checks import dtype_of
 from megatron_rlspec.rollout.start import engine_arguments
 from megatron_rlspec.run import loading
 from megatron_rlspec.speculation.cost_table import Provenance
@@ -52,6 +55,37 @@ def test_options_change_what_is_started(folder: Path) -> None:
     assert "--speculative-num-steps=2" in arguments and '"verifier": "target_only"' in settings
     arguments, _ = started(folder, "--spec", "off", "--max-total-tokens", "2048")
     assert "--max-total-tokens=2048" in arguments and not any("speculative" in text for text in arguments)
+
+
+def test_weights_have_the_type_of_config_json(folder: Path, capsys) -> None:
+    """SGLang's own default serves a float32 model in float16."""
+    arguments, _ = started(folder)
+    assert "--dtype=float32" in arguments
+    assert "rlspec serve: loading mimo in float32\n" in capsys.readouterr().out
+    assert "--dtype=bfloat16" in started(folder, "--dtype", "bfloat16")[0]
+
+
+def test_the_type_of_the_tensors_counts_where_config_json_has_none(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "mimo", tmp_path / "mimo")
+    config = json.loads((tmp_path / "mimo/config.json").read_text())
+    config.pop("dtype", None), config.pop("torch_dtype", None)
+    (tmp_path / "mimo/config.json").write_text(json.dumps(config))
+    assert dtype_of(tmp_path / "mimo") == "float32"
+
+
+def test_print_shows_the_commands_of_sglangs_own_server(folder: Path, tmp_path: Path, capsys) -> None:
+    serve.main(["--model", str(folder / "mimo"), "--print", "--mem-fraction-static", "0.8"])
+    script = capsys.readouterr().out
+    echo = script.replace("python -m sglang.launch_server", "printenv RLSPEC_SGLANG; echo")
+    done = subprocess.run(["bash", "-c", echo], cwd=tmp_path, capture_output=True, text=True, check=True)
+    settings, words = done.stdout.splitlines()
+    assert settings == "1"
+    assert {f"--model-path={folder / 'mimo'}", "--device=cuda", "--speculative-adaptive"} <= set(words.split())
+    assert "--mem-fraction-static 0.8" in words and "--sampling-backend=pytorch" in words
+    assert "--speculative-adaptive-config=rlspec-adaptive.json" in words
+    assert 0 in json.loads((tmp_path / "rlspec-adaptive.json").read_text())["1"]["candidate_steps"]
+    with pytest.raises(SystemExit):
+        serve.main(["--model", str(folder / "mimo"), "--print", "--device", "cpu"])
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_rlspec.types import SHARPNESS, Drafts, Verifier
 
@@ -34,15 +37,38 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> Settings | None:
+        """Return the settings in RLSPEC_SGLANG: JSON, or 1 for the defaults. None: the plugin was not asked for.
+
+        Raises ValueError, one line, for settings that do not exist.
+        """
         text = os.environ.get(VARIABLE)
-        if text is None:
-            return None
-        fields = json.loads(text or "{}")
-        fields["architectures"] = tuple(fields.get("architectures", ()))
-        return cls(**fields)
+        return None if text is None else _parsed(text)
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
+
+    def shortest(self) -> str:
+        """Return a value of RLSPEC_SGLANG that has these settings, without the defaults."""
+        values = asdict(self)
+        for field in fields(self):
+            if values[field.name] == field.default:
+                del values[field.name]
+        return json.dumps(values) if values else "1"
+
+
+@cache
+def _parsed(text: str) -> Settings:
+    if text in ("", "1"):
+        return Settings()
+    try:
+        return TypeAdapter(Settings).validate_json(text)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        place = ".".join(map(str, wrong["loc"])) or text
+        names = ", ".join(field.name for field in fields(Settings))
+        raise ValueError(
+            f"{VARIABLE}: {place}: {wrong['msg']}; expected 1, or a JSON object of {names}"
+        ) from None
 
 
 def known_key(given: str = "") -> str:

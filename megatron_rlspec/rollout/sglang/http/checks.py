@@ -14,9 +14,12 @@ from megatron_rlspec.conversion.eagle3 import check_drafter, environment_of
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import ModelConfigError
-from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.models.directory import check_model, read_headers, read_object
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import KEY
+
+# of safetensors -> of torch
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class ServeError(ValueError):
@@ -31,6 +34,19 @@ def installed_sglang() -> versions.Sglang0523:
         return versions.installed()
     except ImportError as error:
         raise ServeError(str(error)) from None
+
+
+def dtype_of(model: str | Path) -> str:
+    """Return the type of a model directory's weights, such as "float32": config.json's, else the stored tensors'.
+
+    SGLang's own default, "auto", serves a float32 model in float16. Raises ModelConfigError.
+    """
+    config = read_object(Path(model) / "config.json")
+    for section in (config, config.get("text_config") or {}):
+        if stated := section.get("dtype") or section.get("torch_dtype"):
+            return str(stated)
+    headers = read_headers(Path(model))
+    return _DTYPES[next(iter(headers.values())).dtype]
 
 
 def check(options: argparse.Namespace) -> None:
@@ -135,6 +151,8 @@ def _check_address(options: argparse.Namespace) -> None:
         raise ServeError(
             f"--host {options.host} is reachable from outside: give --api-key or {KEY}, or listen on 127.0.0.1"
         )
+    if options.print:
+        return
     with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

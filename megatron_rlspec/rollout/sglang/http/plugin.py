@@ -1,8 +1,8 @@
 """The SGLang plugin: inert unless the environment variable `RLSPEC_SGLANG` is set, as `rlspec serve` sets it.
 
 SGLang calls `register` in its main process, whose HTTP server gets our routes (`routes.py`) however it was launched,
-and in every scheduler process. The variable holds JSON:
-`{"verifier": "position_keyed", "spec_rule": {...}}`, both optional, so `RLSPEC_SGLANG={}` asks for the defaults.
+and in every scheduler process. The variable is 1 for the defaults, or JSON with fields of `settings.Settings`:
+`{"verifier": "position_keyed", "spec_rule": {...}}`.
 `spec_rule` is what `SpecRule.from_json` takes, candidates optional; without it the rule begins with the costs that the
 model's config.json implies. It corrects them by the engine's own rounds.
 """
@@ -14,18 +14,35 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-from megatron_rlspec.host import loopback
-from megatron_rlspec.models.families import FAMILIES
-from megatron_rlspec.rollout.sglang.settings import Settings
+if TYPE_CHECKING:
+    from megatron_rlspec.rollout.sglang.settings import Settings
 
 
 def register() -> None:
-    settings = Settings.from_environment()
-    if settings is None:
+    """Put the plugin in force if RLSPEC_SGLANG asks for it.
+
+    Ends the process with one line if that fails: SGLang would log an exception and serve without the plugin.
+    """
+    if "RLSPEC_SGLANG" not in os.environ:
         return
+    try:
+        from megatron_rlspec.rollout.sglang.settings import Settings
+
+        settings = Settings.from_environment()
+        assert settings is not None
+        _register(settings)
+    except Exception as error:
+        raise SystemExit(
+            f"rlspec: RLSPEC_SGLANG is set, but the plugin cannot register: {error}"
+        ) from None
+
+
+def _register(settings: Settings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from megatron_rlspec.host import loopback
     from megatron_rlspec.rollout.sglang.scheduler import (
         control,
         coupled,
@@ -34,7 +51,6 @@ def register() -> None:
         versions,
     )
 
-    # refused before anything is in force: SGLang logs a plugin's errors and goes on
     sglang = versions.installed()
     if settings.architectures:
         _register_models(settings.architectures)
@@ -59,6 +75,8 @@ def _register_models(architectures: Collection[str]) -> None:
     # With an external model package set, SGLang imports its own models only if an architecture is unknown.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
     from sglang.srt.models.registry import ModelRegistry
+
+    from megatron_rlspec.models.families import FAMILIES
 
     for name in (
         file for architecture in architectures for file in FAMILIES[architecture].sglang_files

@@ -12,13 +12,14 @@ import itertools
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,14 +31,16 @@ from megatron_rlspec.config.base import MOST_TOKENS
 from megatron_rlspec.config.rollout import MOST_SAMPLES
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.host.loopback import is_loopback
-from megatron_rlspec.models.config import sharpness_of
+from megatron_rlspec.models.config import ModelConfigError, sharpness_of
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.rollout.sglang import scratch
+from megatron_rlspec.rollout.sglang.description import in_force
 from megatron_rlspec.rollout.sglang.http import parents
 from megatron_rlspec.rollout.sglang.http.checks import (
     ServeError,
     check,
+    dtype_of,
     installed_sglang,
 )
 from megatron_rlspec.rollout.sglang.settings import (
@@ -45,6 +48,7 @@ from megatron_rlspec.rollout.sglang.settings import (
     ATTENTION_RANKS,
     KEY,
     MIXED_CHUNK,
+    VARIABLE,
     Settings,
     known_key,
 )
@@ -83,6 +87,8 @@ _REFUSED = {
     "--data-parallel-size": ATTENTION_RANKS,
 }
 _CPU_TOKENS = 65536  # of the KV cache on a CPU, by default
+_LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # `conversion.eagle3.environment_of`
+_ADAPTIVE_FILE = "rlspec-adaptive.json"  # of `--print`
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -116,7 +122,9 @@ def parser() -> Parser:
         default="auto",
         help="auto: cuda where there is one",
     )
-    p.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    p.add_argument(
+        "--dtype", default="auto", help="bfloat16, float16 or float32; auto: as config.json says"
+    )
     p.add_argument(
         "--spec", choices=("adaptive", "fixed", "off"), default=spec.mode, help="use of the drafter"
     )
@@ -169,6 +177,11 @@ def parser() -> Parser:
         default=0,
         help="tokens that drafts are chosen from: the size of SGLang's token map, which a run fills; 0: all tokens",
     )
+    p.add_argument(
+        "--print",
+        action="store_true",
+        help="print the shell commands that start SGLang's own server with the plugin, and end",
+    )
     tokens = integer(0, MOST_TOKENS)
     p.add_argument(
         "--max-total-tokens",
@@ -210,8 +223,9 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if options.stop_with_parent:
         _scratch()  # before anything slow: the process that made it may be killed at any time
         parents.end_with(options.stop_with_parent if options.stop_with_parent > 0 else os.getppid())
+    name = Path(options.model).name or options.model
     check(options)
-    device = _device(options.device)
+    device = _device_of_printed(options) if options.print else _device(options.device)
     if device == "cpu" and options.verifier == "rejection":
         raise ServeError(
             "--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only"
@@ -220,7 +234,14 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     for flag, why in _REFUSED.items():
         if options.spec != "off" and any(text.startswith(flag) for text in rest):
             raise ServeError(f"{flag}: {why}; remove it, or serve with --spec off")
+    if options.dtype == "auto":
+        options.dtype = _dtype(options.model)
     arguments, settings, slots = arguments_for(options, device, tensor_parallel(rest))
+    if options.print:
+        settings = dataclasses.replace(settings, sharpness=_sharpness(options))
+        print(_commands([*arguments, *rest], settings, slots, bool(options.api_key)))
+        return
+    print(f"rlspec serve: loading {name} in {options.dtype}", flush=True)
     if options.draft_vocabulary and options.spec != "off":
         arguments.append(f"--speculative-token-map={_token_map(options, rest)}")
     if slots:
@@ -246,6 +267,44 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         os.environ.update(installed_sglang().cpu_environment)
         _install_stand_ins()
     _launch(options, device, [*arguments, *rest])
+
+
+def _device_of_printed(options: argparse.Namespace) -> str:
+    """Return the device of a printed command, whose machine may be another one. Raises ServeError."""
+    if options.device == "cpu":
+        raise ServeError("--print --device cpu: SGLang's own server needs a GPU for drafts")
+    if options.draft_vocabulary:
+        raise ServeError("--print: SGLang's own server has no file for --draft-vocabulary")
+    return "cuda"
+
+
+def _commands(
+    arguments: Sequence[str], settings: Settings, slots: Mapping[str, Any], has_key: bool
+) -> str:
+    """Return the shell commands that start SGLang's own server with the plugin.
+
+    has_key  the server takes the key from the environment
+    """
+    lines = []
+    words = [f"{VARIABLE}={shlex.quote(settings.shortest())}"]
+    if _LONGER_CONTEXT in os.environ:
+        words.append(f"{_LONGER_CONTEXT}=1")
+    words.append("python -m sglang.launch_server")
+    words += [shlex.quote(argument) for argument in arguments]
+    if slots:
+        lines += [f"cat > {_ADAPTIVE_FILE} <<'END'", json.dumps(slots), "END"]
+        words.append(f"--speculative-adaptive-config={_ADAPTIVE_FILE}")
+    if has_key:
+        words.append(f'--api-key="${KEY}"')
+    lines.append(" \\\n  ".join(words))
+    return "\n".join(lines)
+
+
+def _dtype(model: str) -> str:
+    try:
+        return dtype_of(model)
+    except ModelConfigError as error:
+        raise ServeError(f"--model {model}: {error}") from None
 
 
 @cache
@@ -289,8 +348,9 @@ def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
         f"--dtype={options.dtype}",
         f"--max-running-requests={options.max_running_requests}",
         "--weight-version=0",
-        "--log-level=warning",
     ]
+    if not options.print:
+        arguments.append("--log-level=warning")
     total = options.max_total_tokens
     if device == "cpu":
         arguments += [*_CPU_ARGUMENTS, *installed_sglang().cpu_arguments]
@@ -617,6 +677,7 @@ def _confirm(options: argparse.Namespace) -> None:
 
         kill_process_tree(os.getpid())
     _treat_interrupt_as_terminate()
+    print(f"rlspec serve: {in_force(answer)}", flush=True)
     print(f"rlspec serve: ready on {_url(options)}", flush=True)
 
 

@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from megatron_rlspec.host.environment import SHARED
+from megatron_rlspec.kernels import chosen
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.rollout.sglang import ids
+from megatron_rlspec.rollout.sglang.description import in_force
 from megatron_rlspec.rollout.sglang.scheduler import (
     aborts,
     coupled,
@@ -52,6 +56,7 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
 
     def watch(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         _watch_loaders(settings, scheduler)
+        logger.info("rlspec: %s", in_force(_describe(settings, scheduler)))
 
     yield "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", handle, "AROUND"
     yield "sglang.srt.managers.scheduler.Scheduler.__init__", watch, "AFTER"
@@ -124,6 +129,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
     """Report which parts of the plugin are active, with the engine's sizes; the launcher checks the answer."""
     worker = scheduler.draft_worker
     adaptive = getattr(worker, "adaptive_controller", None)
+    runner = scheduler.tp_worker.model_runner
     return {
         "sglang": importlib.metadata.version("sglang"),
         "verifier": settings.verifier,
@@ -142,7 +148,23 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "held": decisions.decider.held,
         "unnamed": scheduler.rlspec_unnamed,
         "nccl_cumem_enable": os.environ.get(SHARED, ""),
+        "rule": decisions.decider.name,
+        "kernels": _kernels(settings, runner),
+        "attention": runner.decode_attention_backend_str,
+        "graphs": max(getattr(runner.decode_cuda_graph_runner, "capture_bs", ()), default=0),
+        "overlap": scheduler.enable_overlap,
+        "device": runner.device,
+        "dtype": str(runner.dtype).removeprefix("torch."),
     }
+
+
+def _kernels(settings: Settings, runner: Any) -> str:
+    """Return what samples tokens: "triton" (our kernel), "torch" or "sglang"."""
+    device = next(runner.model.parameters()).device
+    if settings.verifier != "position_keyed" and device.type != "cpu":
+        return "sglang"
+    ours = versions.installed().draws_logits and chosen.sampling(torch.empty(0, device=device))
+    return "triton" if ours else "torch"
 
 
 def _stamp(settings: Settings, scheduler: Any, version: str) -> dict[str, Any]:

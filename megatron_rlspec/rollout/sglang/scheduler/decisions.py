@@ -58,6 +58,15 @@ class Decider:
         # the largest batch with captured graphs, where graphs are limited
         self._most: dict[SpecConfig, int] = {}
 
+    @property
+    def name(self) -> str:
+        """Return what decides, in words; "" in an engine that cannot switch."""
+        if self.stock:
+            return "SGLang's rule"
+        if self.rule is None:
+            return ""
+        return "the adaptive rule" if self.rule.schedule is None else "a schedule"
+
     def start(
         self,
         candidate_steps: Sequence[int],
