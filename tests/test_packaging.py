@@ -21,7 +21,7 @@ LEFT_ALONE = ("torch", "megatron-core", "transformers", "sglang")
 TRAIN = ("train", "--model.path", "{start}/model", "--data.path", "{start}/task/rl.jsonl", "--reward.kind", "math")
 TRAIN += ("--model.max_length", "256", "--rollout.max_new_tokens", "24")
 PLUGIN = "megatron_rlspec/rollout/sglang"
-WITH_SGLANG = ("controller",)  # SGLang imports these files, and they SGLang
+WITH_SGLANG = ("controller", "bodies", "routes", "update")  # need SGLang, which brings what it needs
 HIDE = "import sys; sys.modules.update(dict.fromkeys({hidden!r})); from megatron_rlspec.cli import main; main({argv!r})"
 
 

@@ -23,8 +23,6 @@ OTHER = "from megatron_rlspec.rollout.sglang.scheduler import versions; versions
     ("value", "before", "told"),
     [
         ('{"verifer": "target_only"}', "", "verifer: "),
-        ('{"verifier": "keyed"}', "", "verifier: Input should be"),
-        ("yes", "", "expected 1, or a JSON object of verifier, "),
         ("1", OTHER, "this SGLang is 0.5.20; expected 0.5.15.post1, or 0.5.23 or later"),
     ],
 )
@@ -36,6 +34,16 @@ def test_a_plugin_that_cannot_register_ends_the_process(value: str, before: str,
     line = done.stderr.splitlines()[-1]
     assert line.startswith("rlspec: RLSPEC_SGLANG is set, but the plugin cannot register: ") and told in line
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [('{"verifier": "keyed"}', "verifier: Input should be"), ("yes", "expected 1, or a JSON object of verifier, ")],
+)
+def test_settings_that_do_not_exist_are_refused(value: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLSPEC_SGLANG", value)
+    with pytest.raises(ValueError, match=told):
+        Settings.from_environment()
 
 
 def test_one_asks_for_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_rlspec.types import SHARPNESS, Drafts, Verifier
 
@@ -25,6 +25,8 @@ MIXED_CHUNK = "batches that mix prefill and decode are not supported with specul
 
 @dataclass(frozen=True)
 class Settings:
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     verifier: Verifier = "position_keyed"
     spec_rule: dict[str, Any] | None = None
     off: bool = True  # whether a rule may choose to draft nothing; `hold` may in any case
