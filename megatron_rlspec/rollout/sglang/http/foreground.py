@@ -27,9 +27,10 @@ def main(argv: Sequence[str]) -> int:
     """Serve until the engine ends, and return its exit code. Raises ServeError.
 
     With `--stop-with-parent` the program that started this process reads the output itself, and gets all of it.
+    `--print` starts no engine.
     """
     options, _ = serve.parsed(argv)
-    if options.stop_with_parent:
+    if options.stop_with_parent or options.print:
         serve.main(list(argv))
         return 0
     checks.check(options)
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: engine.send_signal(received))
-    print(f"rlspec serve: loading {options.model}; log: {log}", flush=True)
+    print(f"rlspec serve: starting; log: {log}", flush=True)
     ready = False
     last = b""
     with open(log, "rb") as written:
