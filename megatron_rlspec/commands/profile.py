@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
         args.model = hub.local(args.model)
         vocabulary = check_model(args.model, "serve", tokenizer=False)["vocab_size"]
     if args.dtype == "auto":
-        args.dtype = dtype_of(args.model) if args.model else _served_dtype(args.url)
+        args.dtype = _served_dtype(args.url) if args.url else dtype_of(args.model)
     provenance = Provenance(
         model=Path(args.model or args.url).resolve().name,
         hardware=args.hardware or hardware(with_threads=args.engine == "embedded"),

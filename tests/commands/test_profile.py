@@ -45,6 +45,7 @@ def test_the_rule_of_the_embedded_engine_uses_its_table(model, tmp_path, capsys)
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"wrote {out}: 1 points")
     table = CostTable.load(out)
     assert table.configs() == (OFF, SpecConfig(1), SpecConfig(3)) and table.provenance.engine == "embedded"
+    assert table.provenance.dtype == "float32"
     config, tensors = read_hf(model)
     engine = EmbeddedEngine(config, tensors.items())
     engine.set_spec_rule({"table": str(out), "candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]]})

@@ -228,8 +228,8 @@ def test_a_server_started_by_hand_is_quiet_and_cleans_up(model: Path, number: si
                 said += line
             lines = said.decode().splitlines()
             [log] = Path(folder).glob("rlspec-serve-32101-*.log")
-            assert lines[0] == f"rlspec serve: loading {model}; log: {log}"
-            assert len(lines) <= 4 and all(line.startswith("rlspec serve: ") for line in lines)
+            assert lines[0] == f"rlspec serve: starting; log: {log}"
+            assert len(lines) <= 5 and all(line.startswith("rlspec serve: ") for line in lines)
             assert len(log.read_text().splitlines()) > 10
             [directory] = Path(folder).glob(f"{scratch.PREFIX}*")
             assert list(Path("/dev/shm").glob(f"*{directory.name}*"))
