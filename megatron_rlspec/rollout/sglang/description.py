@@ -10,7 +10,8 @@ def in_force(described: Mapping[str, Any]) -> str:
     """Return the line for the answer of the command `describe`."""
     drafts = "no drafts"
     if described["rule"]:
-        steps = ",".join(str(num_steps) for num_steps, *_ in described["configs"])
+        counts = {num_steps for num_steps, *_ in described["configs"]}
+        steps = ",".join(map(str, sorted(counts)))
         drafts = f"{described['drafts']} drafts, {steps} a round by {described['rule']}"
     elif described["speculative"]:
         drafts = f"{described['drafts']} drafts, as many as SGLang was launched with"
