@@ -41,7 +41,11 @@ class EngineRequests(msgspec.Struct, frozen=True):
 
 
 def regroup(
-    engine: MigratableEmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how: How
+    engine: MigratableEmbeddedEngine,
+    ranks: Ranks,
+    groups: Groups,
+    size: int,
+    how: How,
 ) -> list[ActiveRequest]:
     """Change to engines of `size` ranks each. All ranks of the job call it, between rounds.
 
@@ -52,27 +56,35 @@ def regroup(
     old = engine.model.comm.size
     switch = retile.Switch(groups, old, size)
     engine.model.arch.check_size(size)
-    speaks = switch.before.rank == 0
-    told = [
-        wire.decode(data, EngineRequests)
-        for data in ranks.share(wire.encode(_requests_of(engine, switch, speaks)))
-    ]
+    own = _requests_of(engine, switch, speaks=switch.before.rank == 0)
+    shared = ranks.share(wire.encode(own))
+    told = [wire.decode(data, EngineRequests) for data in shared]
     first = ranks.rank // switch.wide.size * switch.wide.size
     block = told[first : first + switch.wide.size]
-    moving = sorted((t for part in block for t in part.moving), key=lambda t: t.request.id)
+    moving: list[MovingRequest] = []
+    for part in block:
+        moving += part.moving
+    moving.sort(key=lambda each: each.request.id)
     target = _targets(moving, switch.wide.size // size)
     rows = []
-    for t in moving:
-        if t.row is not None and how == "kv":
-            rows.append(t.row._replace(target=target[t.request.id]))
-    mine = {run.request.id: run.row for run in engine.running}
-    seated = retile.retile(engine.model, engine.cache, rows, mine, switch)
-    here = [t for t in moving if target[t.request.id] == switch.new_group]
-    # equal on all ranks, which must choose the same
-    rule = block[switch.new_group * size].rule if size > 1 else None
-    return engine.seat(
-        [(t.request, t.sampling) for t in here], seated, SpecRule.from_json(rule) if rule else None
+    here = []
+    for each in moving:
+        id = each.request.id
+        if each.row is not None and how == "kv":
+            rows.append(each.row._replace(target=target[id]))
+        if target[id] == switch.new_group:
+            here.append((each.request, each.sampling))
+    rows_here = {run.request.id: run.row for run in engine.running}
+    seated = retile.retile(
+        engine.model,
+        engine.cache,
+        rows,
+        rows_here,
+        switch,
     )
+    # One rule on all ranks of a group, which must choose the same.
+    rule = block[switch.new_group * size].rule if size > 1 else None
+    return engine.seat(here, seated, SpecRule.from_json(rule) if rule else None)
 
 
 def _requests_of(
@@ -83,10 +95,17 @@ def _requests_of(
         row = None
         if run.row >= 0:
             run.draws = int(engine.rounds.draws[run.row])
-            row = retile.CacheRow.of(engine.cache, run.row, run.request.id, switch.old_group, 0)
+            row = retile.CacheRow.of(
+                engine.cache,
+                run.row,
+                run.request.id,
+                switch.old_group,
+                0,
+            )
         partial = Partial.of(run.so_far("aborted")) if run.response else None
-        moving.append(MovingRequest(replace(run.request, partial=partial), run.sampling, row))
-    # also while speculation is held off, so that all ranks agree after its release
+        request = replace(run.request, partial=partial)
+        moving.append(MovingRequest(request, run.sampling, row))
+    # Also while speculation is held off, so that all ranks agree after its release.
     chosen = engine.choice.chosen
     rule = chosen.to_json() if isinstance(chosen, SpecRule) else None
     return EngineRequests(moving, rule)
@@ -94,5 +113,9 @@ def _requests_of(
 
 def _targets(moving: Sequence[MovingRequest], engines: int) -> dict[str, int]:
     """Deal requests to the engines of a block."""
-    groups = deal([held_of(one.request) for one in moving], engines)
-    return {sample.id: i for i, group in enumerate(groups) for sample in group}
+    targets = {}
+    groups = deal([held_of(each.request) for each in moving], engines)
+    for engine, group in enumerate(groups):
+        for sample in group:
+            targets[sample.id] = engine
+    return targets
