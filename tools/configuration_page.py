@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron_rlspec.config import Config, options
 from megatron_rlspec.config.load import Option
@@ -74,6 +75,13 @@ def accepts(name: str) -> str:
     """Return what an option accepts, in words: `an integer from 1 to 64`."""
     section, _, key = name.partition(".")
     schema = type(getattr(Config(), section)).model_json_schema()["properties"][key]
+    if "anyOf" in schema:
+        return f"auto, or {words_of(schema['anyOf'][0])}"
+    return words_of(schema)
+
+
+def words_of(schema: dict[str, Any]) -> str:
+    """Return what a JSON schema accepts, in words."""
     if "enum" in schema:
         *first, last = map(repr, schema["enum"])
         return f"{', '.join(first)} or {last}"

@@ -25,6 +25,7 @@ from pydantic import (
 from megatron_rlspec.texts import printable
 
 MOST_STEPS = 1_000_000_000
+AUTO = "auto"  # how files and command lines name None: the run chooses
 MOST_TOKENS = 2**31 - 1  # token counts are kept in 32 bits by the kernels
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)  # module:function
 MONTH = 30 * 24 * 3600.0  # the longest time limit, in seconds
@@ -115,14 +116,15 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _lists_are_tuples(cls, given: Any) -> Any:
-        """TOML and JSON have lists only."""
+    def _as_typed(cls, given: Any) -> Any:
+        """TOML and JSON have lists only. An option whose default is None is `auto` there."""
         if not isinstance(given, dict):
             return given
-        fields = cls.model_fields
-        return {
-            key: tuple(value)
-            if isinstance(value, list) and key in fields and isinstance(fields[key].default, tuple)
-            else value
-            for key, value in given.items()
-        }
+        values = dict(given)
+        for key in values.keys() & cls.model_fields.keys():
+            default = cls.model_fields[key].default
+            if isinstance(default, tuple) and isinstance(values[key], list):
+                values[key] = tuple(values[key])
+            if default is None and values[key] == AUTO:
+                values[key] = None
+        return values

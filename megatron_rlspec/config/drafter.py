@@ -57,16 +57,16 @@ class DrafterConfig(Section):
         "negative (reward), or its rank over the mean rank (rank); from 1/4 to 4",
     )
     share: Annotated[
-        float,
+        float | None,
         Needs("drafter.train"),
         Needs("drafter.replay=none"),
         Needs("drafter.overlap=False"),
     ] = Field(
-        0.25,
+        None,
         gt=0,
         le=1,
         description="part of each step's samples that the drafter learns from, drawn anew in every step; its training "
-        "costs as much less, and the policy learns from all",
+        "costs as much less, and the policy learns from all; auto: a quarter of the tokens, but at least 2,048",
     )
     update_every: Annotated[Positive, Needs("drafter.train")] = Field(
         1, description="steps between two updates of the drafter"
@@ -139,6 +139,6 @@ class DrafterConfig(Section):
         return self.overlap or self.replay != "none"
 
     @property
-    def learnt_share(self) -> float:
-        """Return the part of a step's samples that the drafter learns from in the policy's step."""
-        return 1.0 if self.separate else self.share
+    def learns_part(self) -> bool:
+        """Return whether the drafter may learn from a part of a step's samples, in the policy's step."""
+        return not self.separate and self.share != 1

@@ -49,7 +49,7 @@ def unread(config: Any, command: str, name: str) -> str:
     if command == "replay" and config.replay.policy_step < 0 and not taught:
         drawn = (
             config.drafter.separate
-            or config.drafter.learnt_share < 1
+            or config.drafter.learns_part
             or config.replay.fresh_drafter
         )
         seed = name == "train.seed" and not drawn

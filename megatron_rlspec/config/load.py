@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_rlspec import files
-from megatron_rlspec.config.base import ConfigError, expectation, shown
+from megatron_rlspec.config.base import AUTO, ConfigError, expectation, shown
 from megatron_rlspec.config.effects import option, unread, useless
 from megatron_rlspec.config.other_names import answer_to
 from megatron_rlspec.config.run import Config
@@ -25,6 +25,7 @@ LARGEST_FILE = 1 << 20  # bytes of a TOML file; one with every option has some 1
 TRUE = ("true", "1", "yes", "on")
 RECORDED = ("model.", "algorithm.", "replay.run", "train.record")  # a replay cannot change these
 FALSE = ("false", "0", "no", "off")
+_METAVARS: dict[Any, str] = {bool: "{true,false}", int: "INTEGER", float: "NUMBER"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Option:
     @property
     def shown(self) -> str:
         """Return the default as a command line states it."""
+        if self.default is None:
+            return AUTO
         if isinstance(self.default, tuple):
             return ",".join(map(str, self.default))
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
@@ -150,7 +153,7 @@ def _fields() -> Iterator[tuple[str, FieldInfo]]:
 
 def _converted(text: str, field: FieldInfo) -> Any:
     """Convert a command-line text to this field's type. Returns the text itself, for the error, if that fails."""
-    kind = field.annotation
+    kind = _kind(field)
     if kind is bool:
         return {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}.get(text.lower(), text)
     if get_origin(kind) is tuple:
@@ -162,6 +165,13 @@ def _converted(text: str, field: FieldInfo) -> Any:
         parts = [part for part in text.split(",") if part]
         return [_number(part, int) for part in parts] if _of_integers(field) else parts
     return _number(text, kind) if kind in (int, float) else text
+
+
+def _kind(field: FieldInfo) -> Any:
+    """Return the type of an option; without None, which is `auto`."""
+    if field.default is None:
+        return get_args(field.annotation)[0]
+    return field.annotation
 
 
 def _number(text: str, kind: Any) -> Any:
@@ -177,13 +187,14 @@ def _of_integers(field: FieldInfo) -> bool:
 
 
 def _metavar(field: FieldInfo) -> str:
+    if field.default is None:
+        return f"{AUTO} or {_METAVARS[_kind(field)]}"
     kind = field.annotation
     if get_origin(kind) is Literal:
         return "{" + ",".join(map(str, get_args(kind))) + "}"
     if get_origin(kind) is tuple:
         return "INTEGER,..." if _of_integers(field) else "TEXT,..."
-    names: dict[Any, str] = {bool: "{true,false}", int: "INTEGER", float: "NUMBER"}
-    return names.get(kind, "TEXT")
+    return _METAVARS.get(kind, "TEXT")
 
 
 def _one_line(error: ValidationError) -> str:

@@ -27,6 +27,7 @@ LOSSES = ("policy/loss", "drafter/loss_1")  # shown where there is no reward
 # left out where they are 0, as they should be
 WARNINGS = ("rollout/failed_rewards", "rollout/groups_without_advantage", "rollout/truncated")
 WIDEST = 120  # characters of a line
+FRESH = "drafter/seconds_fresh"
 CLEAR = 0.05  # of the decoding time: costs of rounds are not known better
 Numbers = Mapping[str, float]
 
@@ -53,7 +54,10 @@ def _parts(values: Numbers) -> Iterator[str]:
             continue
         if key in LOSSES and "rollout/reward" in values:
             continue
-        yield f"{name} {style.format(value)}"
+        part = f"{name} {style.format(value)}"
+        if key == "seconds_train" and FRESH in values:
+            part += f" ({values[FRESH]:.1f} s of it the fresh drafter)"
+        yield part
     if shares := configs(values):
         yield shares
 

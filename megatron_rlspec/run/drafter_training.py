@@ -2,26 +2,65 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from megatron_rlspec.host import ranks
 from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch, Sample
 
-FRESH_STEPS = 10  # of a run, after which a fresh drafter learns from all rollouts so far
-FRESH_UPDATES = 8  # on each of them
+# With drafter.share=auto, the part of a step's tokens that the drafter learns from, and the fewest tokens. From a quarter
+# of 32 short samples a drafter learnt a third of what it learnt from all of 128.
+SHARE = 0.25
+LEAST_TOKENS = 2048
+FRESH_STEPS = 10  # of a run, after which a fresh drafter learns from earlier rollouts, too
+FRESH_UPDATES = 8  # for as many samples as a step has
+FRESH_TOKENS = 32768  # that it learns from after a small step; after a large one a quarter of the step's
+# What this may take: of the step, and of its generation, of which drafts can save a part.
+FRESH_OF_STEP = 0.25
+FRESH_OF_GENERATION = 0.5
 
 
-def chosen_samples(number: int, share: float, seed: Sequence[int]) -> np.ndarray:
-    """Return which of a step's samples the drafter learns from, `[number]` float32 of 0 and 1; at least one."""
-    chosen = np.zeros(number, np.float32)
-    order = np.random.default_rng(seed).permutation(number)
-    chosen[order[: max(1, round(share * number))]] = 1
+def chosen_samples(
+    lengths: Sequence[int], share: float | None, seed: Sequence[int]
+) -> np.ndarray:
+    """Return which of a step's samples the drafter learns from, `[samples]` float32 of 0 and 1; at least one.
+
+    lengths  tokens of each sample
+    share    part of the samples; None: chosen by their tokens
+    """
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    if share is None:
+        wanted = max(LEAST_TOKENS, SHARE * sum(lengths))
+        tokens_so_far = np.cumsum(np.asarray(lengths)[order])
+        number = int(np.searchsorted(tokens_so_far, wanted)) + 1
+    else:
+        number = max(1, round(share * len(lengths)))
+    chosen = np.zeros(len(lengths), np.float32)
+    chosen[order[:number]] = 1
     return chosen
+
+
+def newest_groups(groups: Sequence[Group], tokens: int) -> list[Group]:
+    """Return the last groups that have at most so many tokens together; at least one."""
+    room = tokens
+    first = len(groups)
+    while first:
+        room -= sum(len(sample.tokens) for sample in groups[first - 1].samples)
+        if room < 0:
+            break
+        first -= 1
+    return list(groups[min(first, len(groups) - 1) :])
+
+
+def fresh_seconds(generate: float, train: float) -> float:
+    """Return the seconds that the updates of a fresh drafter may take after a step of these seconds."""
+    return min(FRESH_OF_STEP * (generate + train), FRESH_OF_GENERATION * generate)
 
 
 class Drafting:
@@ -55,12 +94,14 @@ class Drafting:
         """Return the drafter's weight of every position, `[L]` for each sample of a step; None if all are 1."""
         weights = None if self.schedule is None else self.schedule.weights(samples)
         config = self._trainer.config
-        share = config.drafter.learnt_share
-        if share == 1 or not self._records:
+        if not config.drafter.learns_part or not self._records:
+            return weights
+        lengths = [len(sample.tokens) for sample in samples]
+        chosen = chosen_samples(lengths, config.drafter.share, (config.train.seed, step))
+        if chosen.all():
             return weights
         if weights is None:
-            weights = [np.ones(len(sample.tokens), np.float32) for sample in samples]
-        chosen = chosen_samples(len(samples), share, (config.train.seed, step))
+            weights = [np.ones(length, np.float32) for length in lengths]
         return [weight * learnt for weight, learnt in zip(weights, chosen, strict=True)]
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -106,25 +147,40 @@ class Drafting:
         step: int,
         groups: Sequence[Group],
         pack: Callable[[list[Sample]], Sequence[PackedBatch]],
-    ) -> None:
-        """Update a fresh drafter several times after each of a run's first steps, on all rollouts so far.
+        seconds: float,
+    ) -> dict[str, float]:
+        """Update a fresh drafter several times after each of a run's first steps, on the newest rollouts.
 
-        The policy runs forward only. `pack` makes this rank's micro-batches of samples. Collective.
+        The policy runs forward only. `pack` makes this rank's micro-batches of samples. It ends when another update
+        would exceed the `seconds` of rank 0, but does not read them with train.deterministic. Collective. Returns
+        metrics.
         """
         if not self._teaches:
-            return
-        self._rollouts += groups
+            return {}
+        began = time.perf_counter()
+        newest = [sample for group in groups for sample in group.samples]
+        tokens = int(SHARE * sum(len(sample.tokens) for sample in newest))
+        self._rollouts = newest_groups([*self._rollouts, *groups], max(FRESH_TOKENS, tokens))
         samples = [sample for group in self._rollouts for sample in group.samples]
         order = np.random.default_rng(step).permutation(len(samples))
+        each = -(-len(newest) // FRESH_UPDATES)  # samples of an update
         prediction = self._trainer.prediction
-        updates = min(FRESH_UPDATES * (step + 1), len(order))
-        for part in np.array_split(order, updates):
+        spent = 0.0
+        for done, part in enumerate(np.array_split(order, -(-len(order) // each)), start=1):
             batches = pack([samples[i] for i in part])
             self._trainer.train_step(batches, objective="grpo", train_policy=False)
+            spent = time.perf_counter() - began
+            if self._ends(spent * (done + 1) / done > seconds):
+                break
         self._trainer.prediction = prediction  # of texts that it had not learnt from
         if step + 1 >= FRESH_STEPS:
             self._teaches = False
             self._rollouts = []
+        return {"drafter/seconds_fresh": spent}
+
+    def _ends(self, late: bool) -> bool:
+        """Return on every rank whether rank 0 is `late`. Never with train.deterministic, which reads no clock."""
+        return not self._trainer.config.train.deterministic and bool(ranks.job().number(int(late)))
 
     def hot_tokens(self) -> np.ndarray | None:
         """Return the ids that drafts are chosen from, ascending; None if drafts are chosen from all."""

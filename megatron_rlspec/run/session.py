@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,6 +38,7 @@ from megatron_rlspec.records.recorder import Clock
 from megatron_rlspec.run import opening
 from megatron_rlspec.run.batches import advantages, micro_batches
 from megatron_rlspec.run.checkpoints import Drawn
+from megatron_rlspec.run.drafter_training import fresh_seconds
 from megatron_rlspec.run.evaluation import Evaluation
 from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.loading import command_of, load
@@ -294,9 +296,11 @@ class Session:
         options["logprob_gap"] = self.config.health.logprob_gap
         seconds = self.rollouts.newest.seconds if self.rollouts is not None else None
         groups = self._newest[1]
+        began = time.perf_counter()
         metrics = self.drafting.train_step(self.done, batches, options, seconds)
         if learns:
-            self.drafting.teach(self.done, groups, self._pack)
+            allowed = fresh_seconds(seconds or 0.0, time.perf_counter() - began)
+            metrics |= self.drafting.teach(self.done, groups, self._pack, allowed)
         self.done += 1
         if learns and self.due(self.config.train.drift_every):
             metrics |= self._drift(groups)

@@ -19,7 +19,8 @@ from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 # Without tis_clip, rounding of the engine's log-probs, which drafts change, does not reach the policy.
 OPTIONS = {"rollout__engine": "embedded", "algorithm__tis_clip": 0, "train__eval_prompts": 1, "train__steps": 8}
-FRESH = {"drafter__fresh": "true", "spec__learn_costs": "false"}
+# train.deterministic: the fresh drafter's updates depend on no clock.
+FRESH = {"drafter__fresh": "true", "spec__learn_costs": "false", "train__deterministic": "true"}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,84 @@
+"""What a drafter learns from: a part of a step's samples, and the newest rollouts of a fresh drafter."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_rlspec.config import load
+from megatron_rlspec.run import drafter_training
+from megatron_rlspec.run.drafter_training import Drafting, chosen_samples, fresh_seconds, newest_groups
+from megatron_rlspec.types import Group, Prompt, Sample
+
+
+@pytest.mark.parametrize(
+    ("lengths", "share", "expected"),
+    [
+        ([25] * 32, None, 32),  # a small step: all
+        ([25] * 128, None, 82),  # the floor of 2,048 tokens
+        ([1000] * 128, None, 32),  # plenty: a quarter
+        ([100] * 128, 0.25, 32),
+        ([100], 0.1, 1),
+    ],
+)
+def test_a_small_step_teaches_the_drafter_all_its_samples(lengths, share, expected):
+    chosen = chosen_samples(lengths, share, (1, 2))
+    assert chosen.sum() == expected and set(chosen) <= {0, 1}
+    assert (chosen == chosen_samples(lengths, share, (1, 2))).all()
+
+
+def groups_of(count, length, first=0):
+    tokens = np.zeros(length, np.int64)
+    mask = np.ones(length, np.float32)
+    groups = []
+    for i in range(first, first + count):
+        prompt = Prompt(i, tokens[:1])
+        groups.append(Group(prompt, [Sample(f"{i}", prompt, tokens, mask, -mask)]))
+    return groups
+
+
+def test_the_newest_rollouts_are_kept_up_to_their_tokens():
+    groups = groups_of(5, 100)
+    assert newest_groups(groups, 250) == groups[3:]
+    assert newest_groups(groups, 500) == groups
+    assert newest_groups(groups, 10) == groups[4:]
+
+
+def test_a_fresh_drafter_takes_a_quarter_of_a_step_and_half_of_its_generation():
+    assert fresh_seconds(2.0, 6.2) == 1.0
+    assert fresh_seconds(290.0, 95.0) == 96.25
+
+
+class Updates:
+    """In place of a trainer: count the samples of every update."""
+
+    def __init__(self, deterministic):
+        self.config = load(None, {"train.deterministic": deterministic})
+        self.prediction = None
+        self.taken = []
+
+    def train_step(self, batches, **_):
+        self.taken.append(len(batches))
+        time.sleep(0.001)
+
+
+def taught(monkeypatch, deterministic, seconds):
+    """Return the samples of each update after three steps of 16 samples."""
+    monkeypatch.setattr(drafter_training.ranks, "job", lambda: SimpleNamespace(number=int))
+    trainer = Updates(deterministic)
+    drafting = Drafting(trainer, None, None, records=True, fresh=True)
+    steps = []
+    for step in range(3):
+        trainer.taken = []
+        metrics = drafting.teach(step, groups_of(16, 1000, 16 * step), list, seconds)
+        assert metrics["drafter/seconds_fresh"] > 0
+        steps.append(trainer.taken)
+    return steps
+
+
+def test_a_fresh_drafter_learns_from_the_newest_tokens_within_its_seconds(monkeypatch):
+    # 32,768 tokens are 32 samples, two a step's eighth
+    assert taught(monkeypatch, "true", 0.0) == [[2] * 8, [2] * 16, [2] * 16]
+    assert taught(monkeypatch, "false", 1e9) == [[2] * 8, [2] * 16, [2] * 16]
+    assert taught(monkeypatch, "false", 1e-9) == [[2]] * 3  # one update, whatever it takes
