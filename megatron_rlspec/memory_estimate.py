@@ -8,8 +8,8 @@ other.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.models.config import DRAFTER
@@ -39,6 +39,11 @@ PREFILL_ROWS = 24
 # FlashInfer's workspace for these families. SGLang 0.5.23 takes FlashInfer on GPUs other than Hopper, and makes a
 # workspace for the engine and one for every number of drafts (`EAGLEWorkerV2.build_adaptive_runtime_state`).
 WORKSPACE = 512 * MIB
+# Of a trainer's layer: rows of the hidden size and of the MLP's width that a token keeps for the backward pass. And what
+# the output layer's chunks take. Both are a little below what `--dry-run` measures.
+HIDDEN_ROWS = 6
+MLP_ROWS = 5
+OUTPUT_CHUNKS = 2 * GIB
 # Page tables, [batch, context] int32, of one backend of FlashAttention 3 with drafts (`flashattention_backend.py`).
 PAGE_TABLES = 4
 
@@ -54,13 +59,13 @@ class RankMemory:
 
     @property
     def between_steps(self) -> int:
-        """Return what the rank keeps while engines generate."""
-        return self.weights + self.gradients + self.optimizer
+        """Return what the rank keeps while engines on its GPU generate. It has released its gradients."""
+        return self.weights + self.optimizer
 
     @property
     def total(self) -> int:
         """Return what the rank needs at the peak of a step."""
-        return self.between_steps + self.activations
+        return self.between_steps + self.gradients + self.activations
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,30 @@ def rank_memory(config: Config, world: int, dense: int, experts: int = 0) -> Ran
     return RankMemory(itemsize * here, exact * here, (moments + master_weight) * stepped)
 
 
+def activation_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
+    """Estimate the activations of a rank at the peak of a step. `--dry-run` counts them exactly."""
+    parallel = config.parallel
+    itemsize = DTYPE_BYTES[config.model.dtype]
+    hidden = int(hf_config["hidden_size"])
+    mlp = int(hf_config["intermediate_size"])
+    if hf_config.get("num_experts_per_tok"):
+        expert = int(hf_config.get("moe_intermediate_size") or mlp)
+        mlp = expert * int(hf_config["num_experts_per_tok"])
+    tokens = config.train.tokens_per_micro_batch // parallel.context
+    layer = tokens * itemsize * (HIDDEN_ROWS * hidden + MLP_ROWS * mlp) // parallel.tensor
+    kept = tokens * itemsize * hidden if parallel.recompute else layer
+    computed = 1 + (config.drafter.depth if config.drafter.train else 0)
+    layers = int(hf_config["num_hidden_layers"])  # a first stage keeps a micro-batch for each stage
+    return layers * kept + computed * layer + OUTPUT_CHUNKS
+
+
+def step_room(gpu: int, engine: EngineMemory | None = None) -> int:
+    """Return the bytes that a trainer rank may take in a step. `engine`: sleeps on the same GPU."""
+    if engine is None:
+        return gpu - PROCESS_BYTES
+    return int(gpu * (1 - SPARE)) - 2 * PROCESS_BYTES - engine.asleep
+
+
 def check_rank(rank: RankMemory, gpu: int, who: str) -> None:
     """Raise ConfigError unless a GPU of `gpu` bytes holds the rank. `who` begins the message."""
     if rank.total <= gpu:
@@ -127,8 +156,8 @@ def check_rank(rank: RankMemory, gpu: int, who: str) -> None:
     parts = ("weights", "gradients", "optimizer", "activations")
     sizes = ", ".join(f"{part} {getattr(rank, part) / GIB:.1f}" for part in parts)
     raise ConfigError(
-        f"{who} needs {rank.total / GIB:.1f} GiB ({sizes}), and there are {gpu / GIB:.1f}; use more ranks, a smaller "
-        "train.tokens_per_micro_batch, parallel.recompute or optimizer.distributed"
+        f"{who} needs {rank.total / GIB:.1f} GiB ({sizes}), and there are {gpu / GIB:.1f}; use a larger "
+        "parallel.tensor, more ranks, a smaller train.tokens_per_micro_batch, parallel.recompute or optimizer.distributed"
     )
 
 
@@ -145,7 +174,7 @@ def engine_memory(
     batch = config.rollout.max_running_requests
     itemsize = DTYPE_BYTES[config.model.dtype]
     cuda_graphs = graph_bytes(config)
-    attention = page_table_bytes(config, hf_config) if hopper else workspace_bytes(config)
+    attention = page_table_bytes(config) if hopper else workspace_bytes(config)
 
     prefill = next(tokens for least, tokens in PREFILLS if gpu >= least)
     prefill_graphs = PREFILL_GRAPHS[bool(hf_config.get("kv_lora_rank"))]
@@ -177,14 +206,18 @@ def graph_bytes(config: Config) -> int:
     return int(graphs.gib(graphs.count(slots, batch, min(drafting))) * GIB)
 
 
-def page_table_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
+def engine_context(config: Config) -> int:
+    """Return the context length of an engine that a run launches, which sizes its page tables."""
+    return config.model.max_length + config.spare
+
+
+def page_table_bytes(config: Config) -> int:
     """Return the bytes of FlashAttention 3's page tables in an engine.
 
-    Each number of drafts k has a backend to verify, one to extend the drafter, and k - 1 to draft. The context is the
-    model's, since SGLang sizes the tables by it.
+    Each number of drafts k has a backend to verify, one to extend the drafter, and k - 1 to draft.
     """
     batch = config.rollout.max_running_requests
-    context = int(hf_config.get("max_position_embeddings") or config.model.max_length)
+    context = engine_context(config)
     drafting = [steps for steps in config.spec.steps if steps]
     if not drafting:
         return batch * context * 4
@@ -241,3 +274,145 @@ def engine_share(
         )
     kv_tokens = int((room * engine.tensor - engine.weights) // engine.token)
     return EngineShare(int(1000 * room / free) / 1000, kv_tokens)
+
+
+def needed_tokens(config: Config, engines: int) -> int:
+    """Return the tokens of an engine's KV cache that hold its part of a step's samples.
+
+    A sample counts a quarter of the longest: it becomes half as long, and is on average half done.
+    """
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    at_once = min(config.rollout.max_running_requests, -(-samples // engines))
+    return max(config.model.max_length, at_once * config.model.max_length // 4)
+
+
+def cache_line(config: Config, kv_tokens: int) -> str:
+    """Return how many samples the KV cache of an engine holds at once, with a warning if a step has many more."""
+    longest = config.model.max_length
+    line = f"KV cache of {kv_tokens:,} tokens an engine: {kv_tokens / longest:.1f} samples of {longest:,} tokens at once"
+    needed = needed_tokens(config, config.rollout.engines)
+    if kv_tokens < needed:
+        line += (
+            f"; warning: a step's samples need about {needed:,} tokens, so some wait; more fit with a larger "
+            "parallel.tensor or placement.tensor"
+        )
+    return line
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run has: GPUs of a node, bytes of one, trainer ranks of a node and of the job.
+
+    hopper  whether the GPUs are of compute capability 9
+    """
+
+    gpus: int
+    gpu: int
+    ranks: int
+    world: int
+    hopper: bool = True
+
+    def together(self, config: Config) -> bool:
+        """Return whether engines share the ranks' GPUs."""
+        mode = config.placement.mode
+        return mode == "together" or (mode == "auto" and self.ranks >= self.gpus)
+
+
+Launched = Literal["none", "given", "open"]
+
+
+def engines_of(launches: bool, engines_open: bool) -> Launched:
+    """Return what `settled` is told of a run's engines."""
+    if not launches:
+        return "none"
+    return "open" if engines_open else "given"
+
+
+def with_distributed(config: Config, world: int) -> Config:
+    """Return the configuration with optimizer.distributed, which `auto` switches on for several replicas."""
+    if config.optimizer.distributed is not None:
+        return config
+    replicas = world // (config.parallel.tensor * config.parallel.pipeline)
+    distributed = replicas > 1 and config.model.dtype != "float64"
+    return _changed(config, "optimizer", distributed=distributed)
+
+
+def settled(
+    config: Config,
+    hf_config: Mapping[str, Any],
+    parameters: int,
+    rank: RankMemory,
+    machine: Machine,
+    engines: Launched,
+) -> tuple[Config, list[str]]:
+    """Return the configuration with what it leaves to the run, and a line for each choice.
+
+    parameters  of the model, drafter included
+    rank        a trainer rank between steps
+    engines     that the run launches: none, as rollout.engines and placement.tensor say, or as many as fit best
+    """
+    lines = []
+    together = engines != "none" and machine.together(config)
+    kept = rank.between_steps if together else None
+    if engines == "open":
+        config = _with_engines(config, hf_config, parameters, kept, machine)
+        number, tensor = config.rollout.engines, config.placement.tensor
+        if machine.gpus > 1:
+            lines.append(
+                f"rollout.engines={number} and placement.tensor={tensor}, by the KV cache that they hold"
+            )
+    if config.parallel.recompute is None:
+        engine = None
+        if together:
+            engine = engine_memory(config, hf_config, machine.gpu, parameters, machine.hopper)
+        total = replace(rank, activations=activation_bytes(config, hf_config)).total
+        room = step_room(machine.gpu, engine)
+        config = _changed(config, "parallel", recompute=total > room)
+        if total > room:
+            lines.append(
+                f"parallel.recompute=true: without it a rank needs about {total / GIB:.0f} GiB, and has {room / GIB:.0f}"
+            )
+    return config, lines
+
+
+def _with_engines(
+    config: Config,
+    hf_config: Mapping[str, Any],
+    parameters: int,
+    kept: int | None,
+    machine: Machine,
+) -> Config:
+    """Return the configuration with the smallest engines that hold a step's samples, else with those that hold most.
+
+    kept  bytes that a trainer rank keeps on each GPU of an engine; None: engines have GPUs of their own
+    """
+    free = machine.gpus if kept is not None else machine.gpus - machine.ranks
+    heads = int(hf_config["num_attention_heads"])
+    kv_heads = int(hf_config.get("num_key_value_heads") or heads)
+    best, most = config, 0
+    for tensor in (1, 2, 4, 8):
+        if (
+            free < tensor
+            or free % tensor
+            or heads % tensor
+            or (kv_heads % tensor and tensor % kv_heads)
+        ):
+            continue
+        number = free // tensor
+        changed = _changed(config, "rollout", engines=number)
+        changed = _changed(changed, "placement", tensor=tensor)
+        engine = engine_memory(changed, hf_config, machine.gpu, parameters, machine.hopper)
+        try:
+            tokens = engine_share(engine, machine.gpu, kept).kv_tokens
+        except ConfigError:
+            tokens = 0
+        if not most or number * tokens > most:
+            best, most = changed, number * tokens
+        if tokens >= needed_tokens(changed, number):
+            return changed
+    return best
+
+
+def _changed(config: Config, section: str, **values: Any) -> Config:
+    table = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: table})

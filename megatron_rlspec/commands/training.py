@@ -21,7 +21,12 @@ from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import check_model
-from megatron_rlspec.run.inputs import check_inputs, naming_paths, with_drafter
+from megatron_rlspec.run.inputs import (
+    check_inputs,
+    leaves_engines_open,
+    naming_paths,
+    with_drafter,
+)
 from megatron_rlspec.tasks import data
 from megatron_rlspec.texts import printable
 
@@ -113,6 +118,7 @@ def _run(command: Command, argv: list[str]) -> None:
         os.execv(sys.executable, [sys.executable, *words])
     with claimed(Path(config.train.run_dir), config.train.resume):
         check_inputs(config, command)
+        engines_open = leaves_engines_open(config)
         if config.drafter.fresh and command != "replay":
             from megatron_rlspec.run.fresh import with_fresh_drafter
 
@@ -121,8 +127,10 @@ def _run(command: Command, argv: list[str]) -> None:
         with interruption.translating():
             doctor.refuse_if_affected(config, engines=config.generates(command))
             from megatron_rlspec import loop
+            from megatron_rlspec.run.settling import settle
             from megatron_rlspec.train import runtime
 
+            config = settle(config, command, engines_open)
             act = {"train": loop.train, "sft": loop.warm_start, "replay": loop.replay}[command]
             try:
                 act(config, interruption, extensions(config))
@@ -222,6 +230,7 @@ def dry_run(argv: list[str]) -> None:
             longest=config.model.max_length,
             spare=config.spare,
         )
+    engines_open = leaves_engines_open(config)
     if config.drafter.fresh:
         from megatron_rlspec.run.fresh import described
 
@@ -231,7 +240,7 @@ def dry_run(argv: list[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # layers are described, not run: no GPU is touched
     from megatron_rlspec.train import dry_run
 
-    for line in dry_run.report(config, hf_config, ranks, options.gpu_gib):
+    for line in dry_run.report(config, hf_config, ranks, options.gpu_gib, engines_open):
         print(line)
 
 

@@ -47,11 +47,7 @@ def unread(config: Any, command: str, name: str) -> str:
         if name.startswith(tuple(GENERATING.split())):
             return f"{found} without evaluations by an engine (sft.eval_every, data.eval_path)"
     if command == "replay" and config.replay.policy_step < 0 and not taught:
-        drawn = (
-            config.drafter.separate
-            or config.drafter.learns_part
-            or config.replay.fresh_drafter
-        )
+        drawn = config.drafter.separate or config.drafter.learns_part or config.replay.fresh_drafter
         seed = name == "train.seed" and not drawn
         if seed or name.startswith((DATA, *GENERATING.split())):
             return "a replay that follows the recorded rollouts"

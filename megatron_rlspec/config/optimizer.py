@@ -24,8 +24,10 @@ class OptimizerConfig(Section):
         1.0,
         description="largest norm of the policy's gradient, and of the drafter's; 0: not clipped",
     )
-    distributed: bool = Field(
-        False, description="split Adam's state over data-parallel ranks (Megatron's, ZeRO-1)"
+    distributed: bool | None = Field(
+        None,
+        description="split Adam's state over data-parallel ranks (Megatron's, ZeRO-1); auto: on with more than one of "
+        "them on GPUs",
     )
 
     @model_validator(mode="after")

@@ -20,8 +20,10 @@ class ParallelConfig(Section):
         1, description="expert parallel size; it divides context x data parallel size"
     )
     sequence: bool = Field(False, description="sequence parallelism over the tensor parallel ranks")
-    recompute: bool = Field(
-        False, description="recompute every layer in the backward pass, to save memory"
+    recompute: bool | None = Field(
+        None,
+        description="recompute every layer in the backward pass, to save memory; auto: on if a rank does not fit its "
+        "GPU without",
     )
 
     @model_validator(mode="after")

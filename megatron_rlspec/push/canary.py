@@ -53,14 +53,16 @@ class Canary:
 
     def __init__(self, settings: HealthSettings) -> None:
         self.settings = settings
+        self._runs = 0
         self.seconds = 0.0  # duration of all canaries together
         self._began = time.perf_counter()  # when the first one began
         self._accept_lengths: dict[str, float] = {}
 
     def due(self) -> bool:
-        """Return whether canaries took at most `canary_share` of the time since the first. True before the first."""
-        allowed = self.settings.canary_share * (time.perf_counter() - self._began)
-        return not self.seconds or self.seconds <= allowed
+        """Return whether a canary is among the first, or all took at most `canary_share` of the time since then."""
+        if self._runs < self.settings.canary_first:
+            return True
+        return self.seconds <= self.settings.canary_share * (time.perf_counter() - self._began)
 
     def run(
         self,
@@ -84,8 +86,9 @@ class Canary:
         if not engines:
             return {}
         began = time.perf_counter()
-        if not self.seconds:
+        if not self._runs:
             self._began = began
+        self._runs += 1
         sampling = replace(
             sampling, max_new_tokens=min(sampling.max_new_tokens, self.settings.canary_tokens)
         )

@@ -30,14 +30,16 @@ class HealthSettings:
 
     canary_steps   drafts per round of the canary; the engine must be able to run such a chain
     canary_tokens  the longest answer of a canary; many prompts with short answers take less time than few long ones
-    canary_share   share of the time since the first canary that canaries may take. A push beyond it runs no canary,
-                   unless an engine is held
+    canary_first   the first pushes of a run, which all run a canary
+    canary_share   share of the time since the first canary that canaries may take. A later push beyond it runs no
+                   canary, unless an engine is held or accepted drafts have fallen
     floor_share    share of the predicted accepted drafts per round that a canary must reach
     z              the canary fails if its mean is so many standard errors below the floor
     """
 
     canary_steps: int = 3
     canary_tokens: int = 8
+    canary_first: int = 5
     canary_share: float = 0.02
     floor_share: float = 0.5
     z: float = 4.0

@@ -91,10 +91,12 @@ class Health:
         source: Source,
         scope: Scope = "all",
         predicted: float | None = None,
+        suspicious: bool = False,
     ) -> HealthReport:
         """Push one version and check every engine.
 
-        `predicted` is the accept length under `settings.canary_steps` steps; see `Canary.run`. Raises HealthError if no
+        `predicted` is the accept length under `settings.canary_steps` steps; see `Canary.run`. `suspicious`: a canary
+        runs whatever time canaries took. Raises HealthError if no
         engine may serve, and PushError as `Pusher.push` does.
         """
         seconds_before = self._canary.seconds
@@ -110,7 +112,7 @@ class Health:
 
         first = self._compare(pushes[0])
         # An engine without speculation gets it back only after a good canary.
-        if self._canary.due() or self._held:
+        if self._canary.due() or self._held or suspicious:
             self._ask(first, version, predicted, canaries)
         verdict = enforce(version, first, push_again, self._hold)
         for record in verdict.records:

@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.memory_estimate import (
-    PROCESS_BYTES,
     EngineMemory,
     RankMemory,
+    activation_bytes,
     check_rank,
     engine_memory,
     engine_share,
     rank_memory,
+    step_room,
 )
 
 Mode = Literal["none", "apart", "together"]
@@ -33,6 +34,7 @@ class GpuLayout:
     together      whether engines share the ranks' GPUs, so that they release memory while training
     mem_fraction  share of the memory that an engine finds free, for its weights and KV cache
     tokens        that the KV cache of an engine on the ranks' GPUs holds; 0: all that fit
+    kv_tokens     that the KV cache of any engine holds, by the estimate
     need          what `mem_fraction` was computed for
     """
 
@@ -41,6 +43,7 @@ class GpuLayout:
     engines: tuple[tuple[str, ...], ...] = ()
     mem_fraction: float = 0.0
     tokens: int = 0
+    kv_tokens: int = 0
     second: tuple[tuple[str, ...], ...] = ()
     need: Need | None = None
 
@@ -87,10 +90,18 @@ def needs(
     world                ranks of the job
     hopper               whether the GPUs are of compute capability 9
     """
+    trainer = trainer_memory(config, hf_config, parameters, experts, world)
+    return Need(gpu, trainer, engine_memory(config, hf_config, gpu, parameters, hopper))
+
+
+def trainer_memory(
+    config: Config, hf_config: Mapping[str, Any], parameters: int, experts: int, world: int
+) -> RankMemory:
+    """Estimate what a trainer rank needs. Arguments as for `needs`."""
     shards = config.parallel.tensor * config.parallel.pipeline
     dense = (parameters - experts) // shards
     trainer = rank_memory(config, world, dense, experts // (shards * config.parallel.expert))
-    return Need(gpu, trainer, engine_memory(config, hf_config, gpu, parameters, hopper))
+    return replace(trainer, activations=activation_bytes(config, hf_config))
 
 
 def devices(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
@@ -189,10 +200,10 @@ def check_heads(
 def with_memory(layout: GpuLayout, need: Need) -> GpuLayout:
     """Fill in the memory of the engines. Raises ConfigError if a trainer rank or an engine does not fit.
 
-    Colocated, the trainer keeps weights, gradients and optimizer while engines generate. Its activations are gone by
-    then.
+    Colocated, the trainer keeps weights and optimizer while engines generate, and sleeping engines keep a part.
     """
-    check_rank(need.trainer, need.gpu - PROCESS_BYTES, "a trainer rank, without activations,")
+    room = step_room(need.gpu, need.engine if layout.together else None)
+    check_rank(need.trainer, room, "a trainer rank, by estimate,")
     share = engine_share(
         need.engine,
         need.gpu,
@@ -200,7 +211,13 @@ def with_memory(layout: GpuLayout, need: Need) -> GpuLayout:
         sleeping=need.engine.asleep if layout.second else None,
     )
     tokens = share.kv_tokens if layout.together else 0
-    return replace(layout, mem_fraction=share.mem_fraction, tokens=tokens, need=need)
+    return replace(
+        layout,
+        mem_fraction=share.mem_fraction,
+        tokens=tokens,
+        kv_tokens=share.kv_tokens,
+        need=need,
+    )
 
 
 def check_together(config: Config) -> None:

@@ -19,6 +19,7 @@ from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import read_model, weights_of, words
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.files import tell
+from megatron_rlspec.memory_estimate import engine_context
 from megatron_rlspec.models.config import DRAFTER, sharpness_of
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.drafter_config import check_drafter_config
@@ -353,6 +354,8 @@ def engine_arguments(
         "dtype": config.model.dtype,
         "spec": spec.mode,
         "verifier": spec.verifier,
+        # by default the model's, and SGLang's page tables grow with it: 6 GiB at 131,072
+        "context-length": engine_context(config),
         "max-running-requests": config.rollout.max_running_requests,
         "max-total-tokens": config.rollout.max_total_tokens or layout.tokens,
     }

@@ -20,15 +20,15 @@ SHARE = 0.25
 LEAST_TOKENS = 2048
 FRESH_STEPS = 10  # of a run, after which a fresh drafter learns from earlier rollouts, too
 FRESH_UPDATES = 8  # for as many samples as a step has
-FRESH_TOKENS = 32768  # that it learns from after a small step; after a large one a quarter of the step's
+FRESH_TOKENS = (
+    32768  # that it learns from after a small step; after a large one a quarter of the step's
+)
 # What this may take: of the step, and of its generation, of which drafts can save a part.
 FRESH_OF_STEP = 0.25
 FRESH_OF_GENERATION = 0.5
 
 
-def chosen_samples(
-    lengths: Sequence[int], share: float | None, seed: Sequence[int]
-) -> np.ndarray:
+def chosen_samples(lengths: Sequence[int], share: float | None, seed: Sequence[int]) -> np.ndarray:
     """Return which of a step's samples the drafter learns from, `[samples]` float32 of 0 and 1; at least one.
 
     lengths  tokens of each sample

@@ -127,7 +127,8 @@ class Engines:
             source = self._migration.push(version, source, hot_tokens)
         try:
             predicted = self._speculation.expected_of_canary()
-            report = self.health.push(version, source, scope, predicted=predicted)
+            fell = self._speculation.fell
+            report = self.health.push(version, source, scope, predicted, suspicious=fell)
         except HealthError:
             for name, engine in list(self.pool.engines.items()):
                 if not engine.alive:

@@ -81,6 +81,15 @@ def _check(config: Config, command: Command) -> None:
         rewards.Scorer(config.reward.model_copy(update={"workers": 1})).close()
 
 
+def leaves_engines_open(config: Config) -> bool:
+    """Return whether the user said neither how many engines there are nor how large they are.
+
+    Ask this of the configuration as `load` returns it: a changed copy has every option.
+    """
+    sized = "tensor" in config.placement.model_fields_set
+    return not (sized or "engines" in config.rollout.model_fields_set or config.second)
+
+
 def with_drafter(
     config: Config, hf_config: dict[str, Any], *, weights: bool = True
 ) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from megatron_rlspec import custom
 from megatron_rlspec.config import Command, Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import Tensors, read_model, words
+from megatron_rlspec.memory_estimate import cache_line
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.names import name_table
@@ -84,6 +85,8 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
     if os.environ.get("RANK", "0") == "0":
         command = command_of(config, supervised)
         print(_announcement(command, config, hf_config, generates), flush=True)
+        if layout.kv_tokens:
+            print(f"rlspec {command}: {cache_line(config, layout.kv_tokens)}", flush=True)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_vocabulary(tokenizer, hf_config["vocab_size"])
     rows: Prompts | Demonstrations | None = None

@@ -16,6 +16,7 @@ from megatron_rlspec.config.base import shown
 from megatron_rlspec.records.live import line, saved_line
 from megatron_rlspec.records.recorder import Clock, Decode, Recorder, read_records
 from megatron_rlspec.records.sinks import open_sinks
+from megatron_rlspec.run.logprob_gap import GAP, LogprobGap
 from megatron_rlspec.run.summaries import groups_without_advantage, without_advantage
 from megatron_rlspec.tasks import rewards
 from megatron_rlspec.types import Group, Sample
@@ -37,6 +38,7 @@ class Records:
     bad_steps  in a row, which changed policy or drafter by nothing
     why_bad    the reason of the newest of them
     about      figures for the model card: `steps`, and the newest record and evaluation (`eval/reward`)
+    logprob_gap  the limit on the difference between engines and trainer
     """
 
     def __init__(self, config: Config, clock: Clock, done: int, main: bool) -> None:
@@ -50,6 +52,7 @@ class Records:
         self.bad_steps = 0
         self.why_bad = ""
         self.about: dict[str, float] = {"steps": float(done)}
+        self.logprob_gap = LogprobGap(config)
         self._config = config
         self._first = done
         self._without_advantage: float | None = None  # share of the newest step's groups
@@ -134,6 +137,7 @@ class Records:
         else:
             self.bad_steps = 0
             self.why_bad = ""
+            self.logprob_gap.observe(values)
         if self.recorder is None:
             return
         if skipped:
@@ -165,9 +169,13 @@ class Records:
             self.recorder.event("saved", told)
 
     def _why_skipped(self, skipped: Sequence[str], values: Mapping[str, float]) -> str:
-        gap = values.get("policy/train_rollout_logprob_abs_diff", 0.0)
-        if gap > self._config.health.logprob_gap:
-            return f"log-probs of engines and trainer differ by {gap:.3f} nats per token: different weights?"
+        gap = values.get(GAP, 0.0)
+        limit = self.logprob_gap.limit
+        if gap > limit:
+            return (
+                f"log-probs of engines and trainer differ by {gap:.3g} nats per token, of at most {limit:.3g}: "
+                "different weights?"
+            )
         return f"loss or gradient norm of {' and '.join(skipped)} not finite"
 
 

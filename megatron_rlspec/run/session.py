@@ -142,6 +142,7 @@ class Session:
             moments = take_drafter_moments(config, self.trainer, self.loaded.tensors)
 
         if colocated:
+            self.trainer.release_gradients()
             _free_memory()
             if starting is not None:
                 starting.engines.launch()
@@ -155,6 +156,7 @@ class Session:
         closing.callback(lambda: self.records.close(self.done))
         given = (run_dir, config.model.path, config.drafter, self.loaded, self.trainer)
         self.results = Results(*given, self.records)
+        self.records.logprob_gap.restore(state.get("logprob_gaps", []))
         if moments:
             self.records.event("drafter", moments)
         if self.loaded.data is not None:
@@ -293,7 +295,7 @@ class Session:
         learns = options["objective"] == "grpo" and trains_policy
         if self.config.algorithm.kl_coef and learns:
             batches = self._with_reference(batches)
-        options["logprob_gap"] = self.config.health.logprob_gap
+        options["logprob_gap"] = self.records.logprob_gap.limit
         seconds = self.rollouts.newest.seconds if self.rollouts is not None else None
         groups = self._newest[1]
         began = time.perf_counter()
@@ -334,6 +336,7 @@ class Session:
         Restarted engines join here. If no other engine is left, this waits for one.
         """
         if self.loaded.layout.together:
+            self.trainer.release_gradients()
             _free_memory()
             with self.rank0.calls():
                 if self.rollouts is not None:
@@ -448,6 +451,7 @@ class Session:
         """Return the state of all parts for a checkpoint; called on rank 0."""
         state, drafter_rollouts = self.drafting.state()
         state["accept_lengths"] = self.evaluation.accept_lengths
+        state["logprob_gaps"] = self.records.logprob_gap.seen
         if self.loaded.data is not None:
             state["data"] = self.loaded.data.state()
         if self.rollouts is None:

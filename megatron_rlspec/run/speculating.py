@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megatron_rlspec import files
@@ -14,6 +16,9 @@ from megatron_rlspec.speculation.acceptance import Prediction, accept_length, po
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.types import RoundStats, SpecConfig, SpecSchedule
 
+ROLLOUTS = 10  # whose accepted drafts a rollout is compared with
+LEAST_ROUNDS = 100  # of a rollout, which show how many drafts it accepts
+
 
 class Speculation:
     """Sets the run's rule or schedule on engines, and learns the rule from their rounds.
@@ -21,6 +26,7 @@ class Speculation:
     drafts    whether engines speculate
     adaptive  whether they choose by a rule; if not, they have one configuration
     chain     draft steps of a canary
+    fell      whether the newest rollout accepted first drafts at most half as often as those before
     """
 
     def __init__(self, options: SpecSection, learning: Learning, rule_file: Path) -> None:
@@ -29,6 +35,10 @@ class Speculation:
         self.adaptive = options.mode == "adaptive"
         self.chain = options.num_steps or (max(options.candidate_steps) if self.adaptive else 0)
         self.drafts = options.mode != "off" and self.chain > 0
+        self.fell = False
+        self._accepted: deque[float] = deque(
+            maxlen=ROLLOUTS
+        )  # share of first drafts, of each rollout
         self._fixed = SpecSchedule.fixed(options.config())
         self._rule_file = rule_file
 
@@ -77,6 +87,19 @@ class Speculation:
         The rounds also score the prediction of the step before. `delivered` is the tokens that a round delivered to a
         sample, on average. Returns metrics.
         """
+        self._compare(rounds)
         found = self.learning.observe(rounds, reports, delivered) | self.learning.expect(prediction)
         files.write(self._rule_file, json.dumps(self.learning.rule()))
         return found
+
+    def _compare(self, rounds: Sequence[RoundStats]) -> None:
+        """Set `fell` by the rounds of a rollout. First drafts are compared, since the number of drafts may change."""
+        counts = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
+        total = int(sum(counts))
+        self.fell = False
+        if total < LEAST_ROUNDS:
+            return
+        share = 1 - float(counts[0]) / total
+        if self._accepted:
+            self.fell = share <= 0.5 * median(self._accepted)
+        self._accepted.append(share)

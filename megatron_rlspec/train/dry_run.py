@@ -25,11 +25,17 @@ from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.memory_estimate import (
     DTYPE_BYTES,
     GIB,
+    Machine,
     RankMemory,
+    cache_line,
     check_rank,
     engine_memory,
     engine_share,
+    engines_of,
     rank_memory,
+    settled,
+    step_room,
+    with_distributed,
 )
 from megatron_rlspec.models.names import NameTable
 from megatron_rlspec.train import runtime, shards
@@ -144,12 +150,22 @@ def place(rank: int, config: Config, world: int) -> dict[str, int]:
 
 
 def report(
-    config: Config, hf_config: Mapping[str, Any], world: int, gpu_gib: float | None = None
+    config: Config,
+    hf_config: Mapping[str, Any],
+    world: int,
+    gpu_gib: float | None = None,
+    engines_open: bool = False,
 ) -> Iterator[str]:
     """Yield the lines that `--dry-run` prints.
 
+    engines_open  whether the user said neither how many engines there are nor how large they are
+
     Raises ConfigError if this layout or model cannot be trained, or if a rank or an engine needs more than `gpu_gib`.
     """
+    config = with_distributed(config, world)
+    if gpu_gib is not None:
+        config, lines = _settled(config, hf_config, world, int(gpu_gib * GIB), engines_open)
+        yield from lines
     built = stages(config, hf_config, world, activations=True)
     ranks = [memory(config, hf_config, built, stage, world) for stage in range(len(built))]
     largest = max(range(len(ranks)), key=lambda stage: ranks[stage].total)
@@ -168,8 +184,23 @@ def report(
     most = ranks[largest].total / GIB
     yield f"fits: a rank needs at most {most:.2f} of {gpu_gib:g} GiB, without an engine on the same GPU"
     if config.rollout.engine == "sglang" and not config.rollout.urls:
-        trainer = max(rank.between_steps for rank in ranks)
-        yield from _engines(config, hf_config, world, int(gpu_gib * GIB), policy + drafter, trainer)
+        yield from _engines(
+            config, hf_config, world, int(gpu_gib * GIB), policy + drafter, ranks[largest]
+        )
+
+
+def _settled(
+    config: Config, hf_config: Mapping[str, Any], world: int, gpu: int, engines_open: bool
+) -> tuple[Config, list[str]]:
+    """Return the configuration with what a run on `world` GPUs of one node chooses, and a line for each choice."""
+    built = stages(config, hf_config, world)
+    rank = memory(config, hf_config, built, len(built) - 1, world)
+    all_parameters = sum(parameters(built, config.parallel.tensor, config.parallel.expert))
+    launches = config.rollout.engine == "sglang" and not config.rollout.urls
+    # With placement.mode=apart the number of GPUs is not known.
+    is_open = engines_open and config.placement.mode != "apart"
+    machine = Machine(gpus=world, gpu=gpu, ranks=world, world=world)
+    return settled(config, hf_config, all_parameters, rank, machine, engines_of(launches, is_open))
 
 
 def _replicas(config: Config, world: int) -> int:
@@ -224,14 +255,15 @@ def _engines(
     world: int,
     gpu: int,
     model_parameters: int,
-    trainer: int,
+    rank: RankMemory,
 ) -> Iterator[str]:
-    """Yield what an engine gets on a Hopper GPU of `gpu` bytes, of which a colocated rank keeps `trainer`.
+    """Yield what an engine gets on a Hopper GPU of `gpu` bytes, alone or beside the `rank` that needs most.
 
     With `placement.mode` auto both ways are shown: which one a run takes depends on the number of its GPUs. Raises
     ConfigError if an engine does not fit in the way that was asked for.
     """
     engine = engine_memory(config, hf_config, gpu, model_parameters)
+    trainer = rank.between_steps
     mode = config.placement.mode
     yield (
         f"an engine: weights {engine.weights / GIB:.2f} GiB over its {engine.tensor} GPUs, KV cache {engine.token:,} "
@@ -246,17 +278,15 @@ def _engines(
         ways[f"beside a trainer rank that keeps {trainer / GIB:.2f} GiB"] = trainer
     for where, of_trainer in ways.items():
         try:
+            if of_trainer is not None:
+                check_rank(rank, step_room(gpu, engine), "a rank beside a sleeping engine")
             tokens = engine_share(engine, gpu, of_trainer).kv_tokens
         except ConfigError as error:
             if mode != "auto":
                 raise
             yield f"{where}: {error}"
             continue
-        at_once = tokens / engine.longest
-        yield (
-            f"{where}: KV cache of {tokens:,} tokens, {at_once:.1f} samples of {engine.longest:,} tokens at once "
-            f"(rollout.max_running_requests={config.rollout.max_running_requests})"
-        )
+        yield f"{where}: {cache_line(config, tokens)}"
 
 
 def _build(

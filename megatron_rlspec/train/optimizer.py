@@ -102,6 +102,7 @@ class Learner:
             raise ValueError(
                 "optimizer.distributed keeps gradients in float32; with model.dtype=float64 it must be off"
             )
+        adam = adam.model_copy(update={"distributed": bool(adam.distributed)})
         self.adam = adam
         self.pipelined = pipelined
         self.steps = 0  # updates of this run
@@ -183,9 +184,23 @@ class Learner:
             )
         return Part(experts, optimizer, replicas)
 
+    def release_gradients(self) -> None:
+        """Free the memory of the gradient buffers. The next `zero_grad` takes it back."""
+        for gradients in self._gradients():
+            gradients.untyped_storage().resize_(0)
+
     def zero_grad(self) -> None:
+        for gradients in self._gradients():
+            storage = gradients.untyped_storage()
+            if storage.nbytes() == 0:
+                storage.resize_(gradients.nbytes)
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def _gradients(self) -> list[Tensor]:
+        """Return Megatron's gradient buffers. Gradients of parameters and buckets are views of them."""
+        buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
+        return [buffer.grad_data for buffer in buffers]
 
     def part_of(self, parameter: Tensor) -> Part:
         """Return the part that the module's `parameter` belongs to."""

@@ -223,6 +223,11 @@ class Trainer:
         per_token = experts.coefficient_of_a_token(coefficient, tokens, sequence=sequence)
         self.model_config.moe_aux_loss_coeff = per_token
 
+    def release_gradients(self) -> None:
+        """Free the memory of gradients until the next step."""
+        for learner in self._learners().values():
+            learner.release_gradients()
+
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
         """Train the drafter on `words`, the ids that engines choose drafts from, in later steps."""
         if self.drafter_step is not None:
@@ -327,7 +332,7 @@ class Trainer:
             "pipeline": parallel.pipeline,
             "expert": parallel.expert,
             "replicas": ps.get_data_parallel_world_size(with_context_parallel=True),
-            "distributed": self.config.optimizer.distributed,
+            "distributed": bool(self.config.optimizer.distributed),
             "dtype": self.config.model.dtype,
             "drafter": drafter.kind if drafter.train and drafter.kind != "mtp" else drafter.train,
         }

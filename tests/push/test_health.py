@@ -147,7 +147,7 @@ def test_canaries_stay_within_their_share_of_the_time(monkeypatch):
         return generate(requests, sampling)
 
     engines["a"].generate = slowly
-    health = healthy(engines, canary_share=0.11)
+    health = healthy(engines, canary_first=1, canary_share=0.11)
     sang = []
     for version in range(12):
         sang.append("health/canary_accept_length" in push(health, version).metrics())
@@ -176,7 +176,7 @@ def test_an_engine_whose_target_stays_wrong_leaves_the_rotation():
 
 def test_an_engine_that_has_left_asks_for_no_canary():
     engines = {"a": MemoryEngine("a"), "b": MemoryEngine("b")}
-    health = healthy(engines, canary_share=1e-9)
+    health = healthy(engines, canary_first=1, canary_share=1e-9)
     engines["b"].wire = lambda n, t: (n, torch.zeros_like(t) if n == "lm_head.weight" else t)
     assert push(health, 0).serving == ("a",)
     del engines["b"]
@@ -223,9 +223,10 @@ def test_without_a_canary_a_healthy_engine_keeps_its_rule():
 
 def test_a_joining_engine_runs_the_canary_and_gets_the_runs_rule():
     engines = {"a": MemoryEngine()}
-    health = healthy(engines, canary_share=1e-9)
+    health = healthy(engines, canary_first=1, canary_share=1e-9)
     push(health, 0)
     assert not push(health, 1).canaries, "no canary is due"
+    assert push(health, 1, suspicious=True).canaries
     engines["b"] = MemoryEngine()
     health.join("b")
     report = push(health, 2)

@@ -23,6 +23,7 @@ from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Handles, Http
 from megatron_rlspec.rollout.start import ServedEngines, engine_arguments
 from megatron_rlspec.run import loading
+from megatron_rlspec.run.inputs import leaves_engines_open
 
 RECIPES = Path(__file__).parents[2] / "examples/torchrun"
 
@@ -244,7 +245,7 @@ def need_of(gpu, weights, trainer=0, fixed=0):
         ("together", need_of(80, 15, 60), "and 12.0 of 80.0 GiB are free, of which a trainer rank keeps 60.0"),
         ("apart", need_of(24, 30), "need 31.0 GiB on each of its 1 GPUs, CUDA graphs, page tables, logits and "
          "prefills 14.0, and 22.0 of 24.0"),
-        ("apart", need_of(80, 15, 79), "a trainer rank, without activations, needs 79.0 GiB"),
+        ("apart", need_of(80, 15, 79), "a trainer rank, by estimate, needs 79.0 GiB"),
     ],
 )  # fmt: skip
 def test_an_engine_gets_what_the_trainer_leaves(mode, need, expected):
@@ -278,15 +279,16 @@ def test_an_engine_of_many_requests_needs_more_than_sglang_leaves():
 
 def test_page_tables_follow_drafts_requests_and_context():
     """FlashAttention 3: one backend to verify, one to extend, k - 1 to draft, for 0, 1, 2, 3 and 5 drafts: 17."""
-    config = load(None, {"spec.candidate_steps": "0,1,2,3,5"})
-    llama = MIMO | {"max_position_embeddings": 131_072}
-    assert memory_estimate.page_table_bytes(config, llama) == 4 * 17 * 256 * 131_072 * 4
+    config = load(None, {"spec.candidate_steps": "0,1,2,3,5", "model.max_length": "17408"})
+    given = engine_arguments(config, GpuLayout())
+    assert given[given.index("--context-length") + 1] == str(17_408 + 6)  # which SGLang keeps behind a sample
+    assert memory_estimate.page_table_bytes(config) == 4 * 17 * 256 * 17_414 * 4
     hopper, other = (needs(config, MIMO, 48 * GIB, 7_800_000_000, 0, 1, hopper).engine for hopper in (True, False))
-    assert hopper.attention == 4 * 17 * 256 * 32_768 * 4
+    assert hopper.attention == memory_estimate.page_table_bytes(config)
     assert other.attention == 5 * GIB // 2  # FlashInfer: a workspace, and one for each number of drafts
     assert hopper.working - other.working == hopper.attention - other.attention
-    off = load(None, {"spec.mode": "off"})
-    assert memory_estimate.page_table_bytes(off, MIMO) == 256 * 32_768 * 4
+    off = load(None, {"spec.mode": "off", "model.max_length": "17408"})
+    assert memory_estimate.page_table_bytes(off) == 256 * 17_414 * 4
     assert memory_estimate.workspace_bytes(off) == GIB // 2
 
 
@@ -345,4 +347,68 @@ def test_ranks_hold_their_share_of_the_experts():
     """8 ranks in two groups of 4 replicas: each holds a fourth of the experts, and every expert is stepped by 2."""
     config = load(None, {"parallel.expert": "4", "optimizer.distributed": "true"})
     trainer = needs(config, MIMO, 80 * GIB, 8_800, 8_000, 8).trainer
-    assert trainer.total == 2_800 * 6 + (100 + 1_000) * 12
+    assert trainer.total - trainer.activations == 2_800 * 6 + (100 + 1_000) * 12
+    assert trainer.between_steps == 2_800 * 2 + (100 + 1_000) * 12  # gradients are freed while engines generate
+
+
+QWEN3_8B = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+QWEN3_8B |= {"vocab_size": 151_936, "intermediate_size": 12_288, "head_dim": 128}
+ANSWERS_OF_16K = {
+    "model.max_length": "17408",
+    "rollout.max_new_tokens": "16384",
+    "train.tokens_per_micro_batch": "17408",
+}
+NODE = memory_estimate.Machine(gpus=8, gpu=int(79.2 * GIB), ranks=8, world=8)
+
+
+def settled(options, machine=NODE, engines="open"):
+    """Return the configuration of a run of an 8B model with a drafter, its choices, and its layout."""
+    config = memory_estimate.with_distributed(load(None, ANSWERS_OF_16K | options), machine.world)
+    size = 8_590_000_000
+    rank = placement.trainer_memory(config, QWEN3_8B, size, 0, machine.world)
+    config, lines = memory_estimate.settled(config, QWEN3_8B, size, rank, machine, engines)
+    need = needs(config, QWEN3_8B, machine.gpu, size, 0, machine.world)
+    gpus = [str(i) for i in range(machine.gpus)]
+    layout = place(gpus, machine.ranks, config.rollout.engines, config.placement.tensor, "auto")
+    return config, lines, with_memory(layout, need)
+
+
+SPLIT = {"parallel.tensor": "2", "parallel.sequence": "true"}
+
+
+def test_an_8b_model_at_16k_fits_eight_gpus_with_what_the_run_chooses():
+    config, lines, layout = settled(SPLIT)
+    assert config.optimizer.distributed and config.parallel.recompute
+    assert any(line.startswith("parallel.recompute=true: without it a rank needs about") for line in lines)
+    assert layout.together and layout.kv_tokens * config.rollout.engines > 1_000_000
+    assert layout.kv_tokens >= memory_estimate.needed_tokens(config, config.rollout.engines)
+    assert "warning" not in memory_estimate.cache_line(config, layout.kv_tokens)
+
+
+def test_what_the_user_said_stays():
+    given = SPLIT | {
+        "parallel.tensor": "4",
+        "rollout.engines": "2",
+        "placement.tensor": "4",
+        "optimizer.distributed": "false",
+    }
+    config, lines, layout = settled(given | {"parallel.recompute": "true"}, engines="given")
+    assert not config.optimizer.distributed and config.parallel.recompute and not lines
+    assert (config.rollout.engines, config.placement.tensor) == (2, 4)
+    starved = memory_estimate.cache_line(config, 39_747)
+    assert starved.startswith("KV cache of 39,747 tokens an engine: 2.3 samples of 17,408 tokens at once; warning: ")
+
+
+def test_a_rank_that_cannot_fit_is_refused_before_engines_start():
+    whole = {"optimizer.distributed": "false"}
+    with pytest.raises(ConfigError, match=r"a trainer rank, by estimate, needs \d+.*use a larger parallel.tensor"):
+        settled(whole)
+    apart = replace(NODE, ranks=4, world=4)
+    with pytest.raises(ConfigError, match="a trainer rank, by estimate, needs"):
+        settled(whole, apart)
+
+
+def test_engines_are_open_only_if_the_user_said_nothing_of_them():
+    assert leaves_engines_open(load(None, {"rollout.temperature": "1"}))
+    for option in ({"rollout.engines": "1"}, {"placement.tensor": "1"}):
+        assert not leaves_engines_open(load(None, option))

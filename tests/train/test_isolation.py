@@ -16,8 +16,11 @@ from megatron_rlspec.train import model
 CELL = PLAIN | {"dtype": "float32", "objective": "sft"}
 
 
-def five_steps(trainer, objective="sft"):
+def five_steps(trainer, objective="sft", releases=False):
     for seed in range(5):
+        if releases:  # as while engines on the same GPUs generate
+            trainer.release_gradients()
+            assert all(p.main_grad.untyped_storage().nbytes() == 0 for p in trainer.policy.parameters())
         metrics = trainer.train_step(own_batches(trainer, seed), objective=objective)
     return metrics
 
@@ -33,6 +36,9 @@ def isolation():
             assert metrics["policy/grad_norm"] > 0.3, "the clip must act for this test to mean anything"
             if drafter:
                 out[name, "drafter"] = metrics["drafter/grad_norm"]
+            trainer = build(cell, drafter=drafter, clip=0.3)
+            five_steps(trainer, releases=True)
+            out[name, drafter, "released"] = state(trainer)
 
     # Control 1: one clip for both.
     trainer = build(CELL, clip=0.3)
@@ -82,6 +88,13 @@ def test_policy_is_the_same_with_and_without_drafter(three, variant):
     for rank in three:
         assert rank[variant, True] == rank[variant, False]
         assert rank[variant, "drafter"] > 0
+
+
+@pytest.mark.parametrize("variant", ["plain", "distributed"])
+@pytest.mark.parametrize("drafter", [True, False])
+def test_gradients_that_were_released_between_steps_change_no_bit(three, variant, drafter):
+    for rank in three:
+        assert rank[variant, drafter, "released"] == rank[variant, drafter]
 
 
 def test_a_joint_clip_changes_the_policy(three):

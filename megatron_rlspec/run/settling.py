@@ -1,0 +1,51 @@
+"""Options that a run chooses by its model and its GPUs, where the user left them open. Every rank chooses alike."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+
+from megatron_rlspec import memory_estimate
+from megatron_rlspec.config import Command, Config
+from megatron_rlspec.conversion.drafter_files import read_model
+from megatron_rlspec.memory_estimate import Machine
+from megatron_rlspec.rollout import placement
+
+
+def settle(config: Config, command: Command, engines_open: bool) -> Config:
+    """Return the configuration with what it leaves to the run; rank 0 prints the choices. On a CPU nothing changes.
+
+    Raises ConfigError if a trainer rank does not fit its GPU.
+    """
+    gpus = len(placement.devices(os.environ, torch.cuda.device_count()))
+    if not gpus:
+        return config
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    config = memory_estimate.with_distributed(config, world)
+    hf_config, tensors = read_model(config.model.path, config.drafter.path)
+    sizes = {name: math.prod(tensors.shape(name)) for name in tensors}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    parameters = sum(sizes.values())
+    properties = torch.cuda.get_device_properties(0)
+    machine = Machine(
+        gpus=gpus,
+        gpu=properties.total_memory,
+        ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        world=world,
+        hopper=torch.cuda.get_device_capability(0)[0] == 9,
+    )
+    rollout = config.rollout
+    launches = config.generates(command) and rollout.engine == "sglang" and not rollout.urls
+    engines = memory_estimate.engines_of(launches, engines_open)
+    rank = placement.trainer_memory(config, hf_config, parameters, experts, world)
+    config, lines = memory_estimate.settled(config, hf_config, parameters, rank, machine, engines)
+    if os.environ.get("RANK", "0") == "0":
+        for line in lines:
+            print(f"rlspec {command}: {line}", flush=True)
+    if not launches:  # with engines of its own, the placement checks it
+        rank = placement.trainer_memory(config, hf_config, parameters, experts, world)
+        room = memory_estimate.step_room(machine.gpu)
+        memory_estimate.check_rank(rank, room, "a trainer rank, by estimate,")
+    return config
