@@ -39,8 +39,8 @@ PREFILL_ROWS = 24
 # FlashInfer's workspace for these families. SGLang 0.5.23 takes FlashInfer on GPUs other than Hopper, and makes a
 # workspace for the engine and one for every number of drafts (`EAGLEWorkerV2.build_adaptive_runtime_state`).
 WORKSPACE = 512 * MIB
-# Of a trainer's layer: rows of the hidden size and of the MLP's width that a token keeps for the backward pass. And what
-# the output layer's chunks take. Both are a little below what `--dry-run` measures.
+# Of a trainer's layer: rows of the hidden size and of the MLP's width that a token keeps for the backward pass. And
+# what the output layer's chunks take. Both are a little below what `--dry-run` measures.
 HIDDEN_ROWS = 6
 MLP_ROWS = 5
 OUTPUT_CHUNKS = 2 * GIB
@@ -157,7 +157,8 @@ def check_rank(rank: RankMemory, gpu: int, who: str) -> None:
     sizes = ", ".join(f"{part} {getattr(rank, part) / GIB:.1f}" for part in parts)
     raise ConfigError(
         f"{who} needs {rank.total / GIB:.1f} GiB ({sizes}), and there are {gpu / GIB:.1f}; use a larger "
-        "parallel.tensor, more ranks, a smaller train.tokens_per_micro_batch, parallel.recompute or optimizer.distributed"
+        "parallel.tensor, more ranks, a smaller train.tokens_per_micro_batch, parallel.recompute or "
+        "optimizer.distributed"
     )
 
 
@@ -289,7 +290,8 @@ def needed_tokens(config: Config, engines: int) -> int:
 def cache_line(config: Config, kv_tokens: int) -> str:
     """Return how many samples the KV cache of an engine holds at once, with a warning if a step has many more."""
     longest = config.model.max_length
-    line = f"KV cache of {kv_tokens:,} tokens an engine: {kv_tokens / longest:.1f} samples of {longest:,} tokens at once"
+    samples = kv_tokens / longest
+    line = f"KV cache of {kv_tokens:,} tokens an engine: {samples:.1f} samples of {longest:,} tokens at once"
     needed = needed_tokens(config, config.rollout.engines)
     if kv_tokens < needed:
         line += (
@@ -370,7 +372,8 @@ def settled(
         config = _changed(config, "parallel", recompute=total > room)
         if total > room:
             lines.append(
-                f"parallel.recompute=true: without it a rank needs about {total / GIB:.0f} GiB, and has {room / GIB:.0f}"
+                f"parallel.recompute=true: without it a rank needs about {total / GIB:.0f} GiB, "
+                f"and has {room / GIB:.0f}"
             )
     return config, lines
 

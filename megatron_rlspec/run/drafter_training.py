@@ -14,8 +14,8 @@ from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch, Sample
 
-# With drafter.share=auto, the part of a step's tokens that the drafter learns from, and the fewest tokens. From a quarter
-# of 32 short samples a drafter learnt a third of what it learnt from all of 128.
+# With drafter.share=auto, the part of a step's tokens that the drafter learns from, and the fewest tokens. From a
+# quarter of 32 short samples a drafter learnt a third of what it learnt from all of 128.
 SHARE = 0.25
 LEAST_TOKENS = 2048
 FRESH_STEPS = 10  # of a run, after which a fresh drafter learns from earlier rollouts, too
