@@ -50,6 +50,7 @@ from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.run.saving import Saver
 from megatron_rlspec.train import runtime
 from megatron_rlspec.train.checkpoint import SaveError
+from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch, Sample, Scope
 
 DRIFT_SAMPLES = 16  # of a step, on which `Trainer.drift` compares the policy with model.path
@@ -142,8 +143,7 @@ class Session:
             moments = take_drafter_moments(config, self.trainer, self.loaded.tensors)
 
         if colocated:
-            self.trainer.release_gradients()
-            _free_memory()
+            _free_memory(self.trainer)
             if starting is not None:
                 starting.engines.launch()
         follow = extensions.kind(config.rollout.engine).follow
@@ -336,8 +336,7 @@ class Session:
         Restarted engines join here. If no other engine is left, this waits for one.
         """
         if self.loaded.layout.together:
-            self.trainer.release_gradients()
-            _free_memory()
+            _free_memory(self.trainer)
             with self.rank0.calls():
                 if self.rollouts is not None:
                     self.rollouts.engines.wake()
@@ -466,7 +465,9 @@ class Session:
         self.records.summarise()
 
 
-def _free_memory() -> None:
+def _free_memory(trainer: Trainer) -> None:
     """Return once no rank keeps memory that it does not use. An engine takes its share of what is free then."""
+    for learner in trainer.learners().values():
+        learner.release_gradients()
     torch.cuda.empty_cache()
     ranks.job().wait()

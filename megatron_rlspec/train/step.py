@@ -155,11 +155,11 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         """Write all that a later `load` needs to continue bit for bit; the directory appears whole or not at all."""
-        checkpoint.save(directory, self._learners(), self._layout() | {"sharpness": self.sharpness})
+        checkpoint.save(directory, self.learners(), self._layout() | {"sharpness": self.sharpness})
 
     def load(self, directory: Path) -> None:
         """Continue from `save`, by as many ranks in the same layout. Raises ValueError if anything differs."""
-        checkpoint.load(directory, self._learners(), self._layout())
+        checkpoint.load(directory, self.learners(), self._layout())
         self.sharpness = read_json(directory / checkpoint.LAYOUT)["sharpness"]
         self.refresh_embedding()
 
@@ -222,11 +222,6 @@ class Trainer:
         sequence = self.config.parallel.sequence
         per_token = experts.coefficient_of_a_token(coefficient, tokens, sequence=sequence)
         self.model_config.moe_aux_loss_coeff = per_token
-
-    def release_gradients(self) -> None:
-        """Free the memory of gradients until the next step."""
-        for learner in self._learners().values():
-            learner.release_gradients()
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
         """Train the drafter on `words`, the ids that engines choose drafts from, in later steps."""
@@ -311,7 +306,8 @@ class Trainer:
                 group=ps.get_embedding_group(),
             )
 
-    def _learners(self) -> dict[str, Learner]:
+    def learners(self) -> dict[str, Learner]:
+        """Return the learners of policy and drafter on this rank."""
         learners = {"policy": self.learner}
         if self.drafter_learner is not None:
             learners["drafter"] = self.drafter_learner

@@ -226,7 +226,7 @@ def held(index):
     gradients = sum(p.main_grad.nbytes for p in weights)
     replica = [trainer.embedding] if trainer.embedding.untyped_storage().data_ptr() not in own else []
     state = 0
-    for learner in trainer._learners().values():
+    for learner in trainer.learners().values():
         for part in learner.parts:
             for parameter in (p for group in part.groups for p in group["params"]):
                 moments = part.optimizer.optimizer.state[parameter]

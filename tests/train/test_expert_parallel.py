@@ -50,7 +50,7 @@ def trained(weights, parallel, hf=SMALL, **sections):
 
 
 def parameters(trainer):
-    for learner in trainer._learners().values():
+    for learner in trainer.learners().values():
         for name, parameter in learner.ddp.module.named_parameters():
             yield name, parameter, ".mlp.experts." in name
 
@@ -173,7 +173,7 @@ def test_norm_of_two_parameters_equals_the_one_by_hand(tmp_path, tensor):
 def states(trainer):
     """Return the digest of all that this rank's next step depends on."""
     found = []
-    for learner in trainer._learners().values():
+    for learner in trainer.learners().values():
         for part in learner.parts:
             found += [parameter for group in part.groups for parameter in group["params"]]
             found += moments(part.optimizer.optimizer) if part.groups else []

@@ -19,7 +19,8 @@ CELL = PLAIN | {"dtype": "float32", "objective": "sft"}
 def five_steps(trainer, objective="sft", releases=False):
     for seed in range(5):
         if releases:  # as while engines on the same GPUs generate
-            trainer.release_gradients()
+            for learner in trainer.learners().values():
+                learner.release_gradients()
             assert all(p.main_grad.untyped_storage().nbytes() == 0 for p in trainer.policy.parameters())
         metrics = trainer.train_step(own_batches(trainer, seed), objective=objective)
     return metrics
