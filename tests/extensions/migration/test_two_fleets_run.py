@@ -95,8 +95,7 @@ def test_a_second_fleet_ends_rollouts_with_the_same_texts(start, still, tidy, tm
     for name in ("rollout/accept_length", "policy/entropy", "drafter/loss_1"):
         expected = [record[name] for record in theirs]
         assert [record[name] for record in ours] == pytest.approx(expected, rel=0.02), name
-    accepted = [sum(record[f"{part}/accept_length"] for part in ("spec", "rollout")) for record in ours]
-    assert min(accepted) > 2  # the pushed drafters draft
+    assert min(record["rollout/accept_length"] for record in ours) > 1  # the pushed drafters draft
     # A round yields at most 2 tokens of a sample, so the longest sample's rounds on both fleets are counted.
     assert all(record["spec/rounds"] > 0.4 * record["rollout/longest_response"] for record in ours)
     assert report.main([str(tmp_path / "two")]) == 0
