@@ -38,8 +38,8 @@ def test_a_bare_install_replaces_no_engine_and_no_trainer():
     assert set(LEFT_ALONE) <= names(extras["train"] + extras["engine"])
 
 
-# Imported only where another package brings them: SGLang fastapi, starlette and datasets, transformers the Hub's client,
-# torch Triton, slime Ray and itself.
+# Imported only where another package brings them: SGLang fastapi, starlette and datasets, transformers the client of
+# the Hub, torch Triton, slime Ray and itself.
 BROUGHT = {"fastapi", "starlette", "datasets", "huggingface_hub", "triton", "ray", "slime"}
 # Needed without an import of ours: torch's writer of TensorBoard files, and a bound on what matplotlib takes.
 NOT_IMPORTED = {"tensorboard", "contourpy"}
