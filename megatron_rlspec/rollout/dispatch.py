@@ -327,7 +327,7 @@ class Dispatch:
         ids = {request.id for request in self.requests}
         if request_ids is not None:
             ids &= set(request_ids)
-        ended = []
+        ended: list[Request] = []
         with self.changed:
             self.aborted |= ids - self.samples.keys()
             # `finish` repeats the abort for requests that have not reached their engine yet
@@ -337,9 +337,12 @@ class Dispatch:
             groups = self.waiting
             self.waiting = deque()
             for group in groups:
-                left = []
+                left: list[Request] = []
                 for request in group:
-                    (ended if request.id in ids else left).append(request)
+                    if request.id in ids:
+                        ended.append(request)
+                    else:
+                        left.append(request)
                 if left:
                     self.waiting.append(left)
         self._end_aborted(ended)

@@ -191,6 +191,6 @@ class EnginePool:
         refusals = [error for error in failed.values() if isinstance(error, RequestError)]
         if refusals and len(refusals) == len(engines):
             raise refusals[0]
-        for name, error in failed.items():
-            self.drop(name, error)
+        for name, failure in failed.items():
+            self.drop(name, failure)
         return results

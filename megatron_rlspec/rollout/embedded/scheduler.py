@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +29,7 @@ class Scheduler:
         cache: Cache,
         rounds: RoundRunner,
         max_length: int,
-        ends: Sequence[int],
+        ends: Collection[int],
         tokenizer: Callable[[], Any] | None = None,
     ) -> None:
         self.cache = cache
