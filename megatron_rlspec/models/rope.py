@@ -96,7 +96,9 @@ class Rope:
                 scaling["factor"] * scaling["original_max_position_embeddings"]
             ),
         )
-        return ROPE_INIT_FUNCTIONS[self.kind](config, device)
+        # its tensors begin on the default device, which is meta in a dry run
+        with torch.device(device):
+            return ROPE_INIT_FUNCTIONS[self.kind](config, device)
 
 
 def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
