@@ -135,6 +135,15 @@ def test_only_a_keyed_verifier_needs_sglangs_torch_sampler():
     assert "--sglang-sampling-backend" not in read_flags(plan([], DRAFTER, verifier="target_only").flags)
 
 
+def test_the_sglang_of_slimes_image_has_no_eagle3(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(launch, "version", lambda name: "0.5.15.post1")
+    command = ["--folder", str(tmp_path), "--dry-run", "--", "python", "train.py"]
+    assert launch.main(command) == 0
+    assert f"rlspec slime: {launch.MISSING}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="0.5.15.post1 has no EAGLE-3 drafters"):
+        launch.main(["--drafter.kind", "eagle3", "--drafter.path", "/a", *command])
+
+
 def test_harmless_values_are_not_refused():
     planned("--expert-model-parallel-size 1 --expert-tensor-parallel-size 2 --tensor-model-parallel-size 2")
     planned(

@@ -19,6 +19,13 @@ layers.moe.fused_moe_triton.layer
     FusedMoE.moe_tp_size
     FusedMoE.num_fused_shared_experts
 layers.sampler
+    SGLANG_RETURN_ORIGINAL_LOGPROB
+    Sampler._preprocess_logits(logits, sampling_info)
+    Sampler._sync_token_ids_across_tp(batch_next_token_ids, sampling_info)
+    Sampler.enable_deterministic
+    Sampler.forward(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
+    Sampler.rl_on_policy_target
+    multinomial_with_seed(logprobs, seed, positions)
     sampling_from_probs_torch(probs, sampling_seed, positions)
     top_k_top_p_min_p_sampling_from_probs_torch(probs, top_ks, top_ps, min_ps, need_min_p_sampling,
         sampling_seed, positions)
@@ -96,6 +103,9 @@ speculative.eagle_worker_v2
     EAGLEWorkerV2.target_worker
     EagleDraftWorker._draft_extend_for_decode(batch, batch_result)
     EagleDraftWorker._draft_extend_for_prefill(batch, target_hidden_states, next_token_ids)
+    EagleDraftWorker.cuda_graph_runner_for_draft_extend
+    EagleDraftWorker.draft(batch)
+    EagleDraftWorker.draft_forward(forward_batch)
     EagleDraftWorker.draft_runner
     EagleDraftWorker.hot_token_id
     EagleDraftWorker.speculative_algorithm
@@ -113,13 +123,8 @@ layers.logits_processor
 layers.quantization.unquant
     UnquantizedLinearMethod.apply(layer, x, bias)
 layers.sampler
-    SGLANG_RETURN_ORIGINAL_LOGPROB
-    Sampler._preprocess_logits(logits, sampling_info)
-    Sampler._sync_token_ids_across_tp(batch_next_token_ids, sampling_info)
-    Sampler.enable_deterministic
     Sampler.forward(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions,
         logprob_logits)
-    Sampler.rl_on_policy_target
 managers.overlap_utils
     FutureMap.needs_cpu_seq_lens
     FutureMap.resolve_seq_lens_cpu(batch)
@@ -165,9 +170,6 @@ sampling.sampling_batch_info
 speculative.eagle_worker_common
     compute_spec_logprobs(batch, logits_output, predict, accept_index)
 speculative.eagle_worker_v2
-    EagleDraftWorker.cuda_graph_runner_for_draft_extend
-    EagleDraftWorker.draft(batch)
-    EagleDraftWorker.draft_forward(forward_batch)
     EagleDraftWorker.parallel_layout
 speculative.spec_info
     SpecInput
@@ -189,6 +191,7 @@ speculative.eagle_utils
 speculative.eagle_worker_v2
     EAGLEWorkerV2.server_args
     EagleDraftWorker.draft_tp_context
+    compute_spec_v2_logprobs(batch, logits_output, predict, accept_index, speculative_num_steps)
 """
 
 

@@ -6,9 +6,11 @@ import json
 import contracts
 import pytest
 import sglang_calls
+import torch
 from sglang_calls import binds, calls, parse, recorded_names, show
 from sglang_names import CONTRACTS
 
+from megatron_rlspec.noise import murmur3
 from megatron_rlspec.rollout.sglang.scheduler import versions
 
 RECORD = json.loads(sglang_calls.RECORD.read_text())
@@ -86,3 +88,11 @@ def test_a_version_that_no_test_has_seen_is_taken_with_a_warning(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "rlspec: SGLang 0.6.1 is later than 0.5.23, the latest version with which this was tested"
     ]
+
+
+def test_the_largest_hash_samples_no_improbable_token():
+    """SGLang 0.5.15.post1 gives this token infinite noise, and samples it at a log-probability of -1,000."""
+    seed, position, token = (torch.tensor([number]) for number in (21688, 7, 7394))
+    assert murmur3(seed, position, token).item() == -1  # 2³² - 1 as an int32
+    logprobs = torch.zeros(1, 8000).index_fill(1, token, -1000.0).log_softmax(-1)
+    assert versions._draw_finite(logprobs, seed, position).item() != token.item()

@@ -49,13 +49,10 @@ from megatron_rlspec.train.optimizer import Learner
 
 def slime_objective(options: Options, args: Any) -> DrafterObjective:
     """Return what the drafter of a slime run learns and predicts; `args` are slime's."""
-    from megatron_rlspec.rollout.sglang.scheduler import versions  # reads SGLang's sources
-
     temperature = args.rollout_temperature
     drafter = options.drafter
-    # Engines draft with the verifier's noise, but not at temperature 0, nor in an older SGLang.
+    # Engines draft with the verifier's noise, but not at temperature 0.
     coupled = options.verifier == "position_keyed" and temperature > 0
-    coupled = coupled and versions.installed().couples
     return DrafterObjective(
         depth=drafter.depth,
         loss=drafter_loss_named(drafter.loss),

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from megatron_rlspec import arguments
+from megatron_rlspec.compat.installed import version
 from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.host import environment
@@ -31,6 +32,10 @@ DRAFTER = (
     *("kind", "path", "train"),
     *("depth", "loss", "depth_decay", "lr", "warmup_steps"),
     *("reward_weight", "update_every"),
+)
+MISSING = (
+    "SGLang 0.5.15.post1 has no EAGLE-3 drafters and SGLang's own FlashInfer plans; "
+    "SGLang 0.5.23 has ours, and needs torch 2.14.1 and CUDA 13"
 )
 CONFIG = "--custom-config-path"
 RUNTIME = "--runtime-env-json"
@@ -102,8 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         table,
         options.verifier,
     )
+    old = version("sglang") == "0.5.15.post1"
     if drafter.kind == "eagle3":
+        if old:
+            raise ConfigError(f"--drafter.kind eagle3: {MISSING}")
         added.environment |= refusals.refuse_unfit_eagle3(given, drafter.path)
+    if old:
+        added.notes.append(MISSING)
     completed = complete(command, added, Path(options.folder).absolute())
     _print_additions(added)
     if options.dry_run:

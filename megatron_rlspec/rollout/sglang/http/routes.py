@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Collection
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -258,14 +258,19 @@ ROUTES: dict[str, Handler] = {
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add our routes, and refuse other sites' pages, which SGLang would let in (`guard`)."""
-    router = APIRouter(prefix="/rlspec")
+    """Add our routes, and refuse other sites' pages, which SGLang would let in (`guard`).
+
+    Each stands in the application itself: SGLang's metrics read `path` of every route, which a router has not.
+    """
     for path, handler in ROUTES.items():
-        router.add_api_route(f"/{path}", answering(handler), methods=["POST"], response_model=None)
-    unknown = answering(_unknown(ROUTES))
-    methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-    router.add_api_route(
-        "/{rest:path}", unknown, methods=methods, response_model=None, include_in_schema=False
+        app.add_api_route(
+            f"/rlspec/{path}", answering(handler), methods=["POST"], response_model=None
+        )
+    app.add_api_route(
+        "/rlspec/{rest:path}",
+        answering(_unknown(ROUTES)),
+        methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"],
+        response_model=None,
+        include_in_schema=False,
     )
-    app.include_router(router)
     guard.close_to_other_sites(app)

@@ -20,7 +20,7 @@ import torch
 
 from megatron_rlspec.kernels import chosen
 from megatron_rlspec.noise import draw, noisy
-from megatron_rlspec.rollout.sglang.scheduler import decisions, versions
+from megatron_rlspec.rollout.sglang.scheduler import decisions
 from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
 from megatron_rlspec.rollout.sglang.settings import Settings
 
@@ -36,8 +36,7 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
 
 def active(settings: Settings) -> bool:
     """Return whether drafts take the verifier's noise."""
-    asked = settings.verifier == "position_keyed" and settings.drafts == "coupled"
-    return asked and versions.installed().couples
+    return settings.verifier == "position_keyed" and settings.drafts == "coupled"
 
 
 def _install(returned: Any, drafter: Any, *args: Any, **kwargs: Any) -> None:

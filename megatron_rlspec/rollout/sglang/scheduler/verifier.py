@@ -45,13 +45,9 @@ def hooks(settings: Settings) -> Iterator[Hook]:
             _sample_filtered,
             "AROUND",
         )
-        if versions.installed().draws_logits and not is_cpu():
+        if not is_cpu():
             yield "sglang.srt.layers.sampler.Sampler.forward", sample_plain, "AROUND"
-            yield (
-                "sglang.srt.speculative.eagle_worker_common.compute_spec_logprobs",
-                known_logprobs,
-                "AROUND",
-            )
+            yield versions.installed().spec_logprobs, known_logprobs, "AROUND"
     elif not is_cpu():
         return  # SGLang's own kernels do target-only and rejection sampling where they exist.
     sampled = _SampledVerification()
@@ -125,7 +121,7 @@ def sample_plain(
     kernel = chosen.sampling(logits_output.next_token_logits)
     other = (  # what SGLang computes from the probabilities of all tokens
         kwargs.get("logprob_logits") is not None
-        or info.sampling_mask_batch_indices is not None
+        or getattr(info, "sampling_mask_batch_indices", None) is not None  # of SGLang 0.5.23
         or layer.rl_on_policy_target is not None
         or (return_logprob and (SGLANG_RETURN_ORIGINAL_LOGPROB or layer.enable_deterministic))
         or not _only_tokens(top_logprobs_nums, token_ids_logprobs)
@@ -147,8 +143,8 @@ def known_logprobs(
     batch: Any,
     logits_output: Any,
     predict: Any,
-    *,
     accept_index: Any = None,
+    *args: Any,
     **kwargs: Any,
 ) -> None:
     """Take the log-probs [B, width] of accepted tokens from the kernel, which gave one for every node's token."""
@@ -157,6 +153,8 @@ def known_logprobs(
     known = getattr(logits_output, "rlspec_logprobs", None)
     plain = _only_tokens(batch.top_logprobs_nums, batch.token_ids_logprobs)
     if known is None or accept_index is None or not plain or SGLANG_RETURN_ORIGINAL_LOGPROB:
+        if args:  # as SGLang 0.5.15.post1 calls it
+            return original(batch, logits_output, predict, accept_index, *args)
         return original(batch, logits_output, predict, accept_index=accept_index, **kwargs)
     logits_output.next_token_logprobs = known[accept_index.long()]
     return None
@@ -221,7 +219,7 @@ def sample_targets(verified: VerifyPass) -> torch.Tensor:
     """
     group = versions.installed().tensor_group()
     kernel = chosen.sampling(verified.logits) if verified.info.sampling_seed is not None else None
-    if kernel is None or not versions.installed().draws_logits:
+    if kernel is None:
         rows = max(1, ELEMENTS // verified.logits.shape[-1])
         starts = range(0, len(verified.logits), rows)
         tokens = torch.cat([_sample_rows(verified, slice(start, start + rows)) for start in starts])

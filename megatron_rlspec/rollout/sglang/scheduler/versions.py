@@ -28,8 +28,8 @@ class Sglang0523:
     # Huge pages: otherwise receiving a bucket of weights takes four times as long as copying it.
     cpu_environment: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
     opens_handles = True  # schedulers open a bucket in the trainer's GPU memory
-    couples = True  # drafts can take the verifier's noise
-    draws_logits = True  # a sampler's round can be drawn from its logits
+    # computes the log-probs of a round's accepted tokens
+    spec_logprobs = "sglang.srt.speculative.eagle_worker_common.compute_spec_logprobs"
     migrates = True  # running samples can move with their KV cache
 
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:
@@ -191,8 +191,7 @@ class Sglang0515(Sglang0523):
     )
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
     opens_handles = False
-    couples = False
-    draws_logits = False
+    spec_logprobs = "sglang.srt.speculative.eagle_worker_v2.compute_spec_v2_logprobs"
     migrates = False
 
     def weight_version(self, manager: Any = None) -> str:
@@ -263,6 +262,7 @@ class Sglang0515(Sglang0523):
         )
         yield f"{MANAGER}.update_weights_from_distributed", drafter_push.load_twice, "AROUND"
         yield "sglang.srt.managers.scheduler.Scheduler.flush_cache", _flush_while_paused, "AROUND"
+        yield "sglang.srt.layers.sampler.multinomial_with_seed", _draw_finite, "REPLACE"
 
 
 # Targets that were shown to hand hidden states of their layers to an EAGLE-3 drafter. MiMo's class hands out none.
@@ -275,6 +275,17 @@ def without_eagle3(config: Mapping[str, Any]) -> str:
     if name in EAGLE3_TARGETS:
         return ""
     return f"SGLang's {name} is not known to give an EAGLE-3 drafter its states; expected {', '.join(EAGLE3_TARGETS)}"
+
+
+def _draw_finite(logprobs: Any, seed: Any, positions: Any) -> Any:
+    """Draw columns [B, 1] by SGLang's noise, but finite noise.
+
+    The noise of 0.5.15.post1 is infinite for one hash of 2³², which samples that token whatever its probability is:
+    of 152,000 tokens, once in 28,000 draws. 0.5.23 has our clamp.
+    """
+    from megatron_rlspec.noise import draw  # imports torch
+
+    return draw(logprobs, seed, positions)[:, None]
 
 
 def _flush_while_paused(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
