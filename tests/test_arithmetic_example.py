@@ -49,14 +49,15 @@ class Characters:
 
     name_or_path = "characters"
     chat_template = "template"
+    bos_token_id = None
 
-    def __call__(self, texts, add_special_tokens):
+    def __call__(self, texts, add_special_tokens=False):
         return {"input_ids": [[ord(c) for c in text] for text in texts]}
 
     def get_vocab(self):
         return {"a": 0}
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+    def apply_chat_template(self, messages, **options):
         return messages[-1]["content"]
 
 

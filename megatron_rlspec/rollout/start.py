@@ -33,6 +33,7 @@ from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Hand
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tasks.data import load_tokenizer
+from megatron_rlspec.tasks.order import DataError
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 # share of a GPU's memory for an engine that no layout of GPUs has, as those of `rlspec answer`
@@ -317,7 +318,12 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
             f"spec.tree_budget={config.spec.tree_budget}: this command drafts chains only; expected none"
         )
     spec = config.spec.config()
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    try:
+        tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    except DataError:
+        tokenizer = (
+            None  # `rlspec profile` needs none; commands that read texts have refused the model
+        )
     try:
         return kind(
             hf_config,

@@ -112,7 +112,7 @@ if not torch.cuda.is_available():
 
 def serving(text: str) -> Act:
     def act(place: Place) -> None:
-        place.file("config.json", "{}")
+        place.file("config.json", '{"torch_dtype": "float32"}')
         given = ["--model", str(place.here), "--port", str(free_port(ENGINES)), *text.split()]
         serve._serve(*serve.parser().parse_known_args(given))
 

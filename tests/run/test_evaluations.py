@@ -63,7 +63,8 @@ def test_an_evaluation_draws_several_responses(start, tmp_path):
     assert records[0]["rollout/reward_std"] > 0  # rollouts keep their temperature
     of_sets(tmp_path / "greedy", greedy)
     told = [e["message"] for e in read_records(tmp_path / "greedy/events.jsonl") if e["kind"] == "data"]
-    assert told == [f"{rows}: 1 of 65 rows are left out: prompts of more than 232 tokens"] * 2
+    left_out = [line for line in told if "left out" in line]
+    assert left_out == [f"{rows}: 64 prompts; 1 others are left out, of more than 232 tokens"] * 2
     (tmp_path / "greedy/hf-best/reward.json").write_text('{"reward": 1e9}')  # a resumed run keeps no worse policy
     shutil.rmtree(tmp_path / "greedy/hf")
     options = OPTIONS | sets | {"train__steps": 2, "train__resume": "true"}

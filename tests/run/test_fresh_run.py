@@ -106,8 +106,8 @@ def test_the_engines_are_said_to_draft_unless_their_rounds_lost_time(drafts, tol
     learning = Learning([0, 3], "", Roofline.of_layers(8))
     speculation = Speculation(load(None, {"spec.candidate_steps": "0,3"}).spec, learning, tmp_path / "rule.json")
     accepted = [0] * 4
-    accepted[drafts] = 20
-    rounds = [RoundStats(SpecConfig(3), 1, 40, 20, 40.0, tuple(accepted)), RoundStats(OFF, 1, 40, 12, 12.0)]
+    accepted[drafts] = 400
+    rounds = [RoundStats(SpecConfig(3), 1, 40, 400, 800.0, tuple(accepted)), RoundStats(OFF, 1, 40, 200, 200.0)]
     learning.observe(rounds, [])
     assert bool(line := speculation.began(rounds, 1.0 + drafts)) == told and ("times as fast" in line) == told
     assert speculation.began(rounds[1:], 1.0) == ""

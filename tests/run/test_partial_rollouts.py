@@ -48,7 +48,7 @@ class Run:
         if order is not None:
             self.prompts.restore(order)
         starting = StartingRollouts(config, hf_config, tokenizer, GpuLayout(), Extensions())
-        starting.scorer._judge = lambda sample: (len(sample.response) % 3 / 2, None)
+        starting.scorer._judge = lambda sample: {"reward": len(sample.response) % 3 / 2}
         engines = starting.engines.wait()
         recorder = SimpleNamespace(event=lambda *_, **__: None)
         self.rollouts = Rollouts(starting, engines, recorder, self.prompts)

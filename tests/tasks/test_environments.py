@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from megatron_rlspec import cli
@@ -66,7 +67,7 @@ def test_a_source_that_cannot_be_used_is_refused_in_one_line(path, expected):
 
 
 def test_a_prompt_from_a_file_has_no_task_to_score_it():
-    sample = Sample("s", Prompt(0, [1]), [1], [0.0], [0.0])
+    sample = Sample("s", Prompt(0, [1]), np.array([1]), [0.0], [0.0])
     with Scorer(RewardConfig(kind="reasoning_gym", workers=1)) as scorer:
         (failure,) = scorer.score([sample])
     assert failure.startswith("s: TaskError: the prompt's metadata has no 'reasoning_gym'")
@@ -78,6 +79,7 @@ class Letters:
 
     name_or_path = "letters"
     chat_template = None
+    bos_token_id = None
 
     def get_vocab(self):
         return {chr(i): i for i in range(128)}

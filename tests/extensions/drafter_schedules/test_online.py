@@ -107,7 +107,8 @@ def test_records_say_when_the_drafter_was_updated(runs):
     assert column(runs / "every-2", "drafter/updated") == [1, 0, 1]
     assert column(runs / "share", "drafter/updated") == [1, 1, 1]
     tokens = [column(runs / name, "drafter/tokens_1") for name in ("every", "share")]
-    assert all(quarter < half for quarter, half in zip(*tokens, strict=True))
+    # small steps teach all samples unless `drafter.share` is a number
+    assert all(whole > part for whole, part in zip(*tokens, strict=True))
     assert [x is not None for x in column(runs / "every-2", "drafter/grad_norm")] == [True, False, True]
     assert column(runs / "overlap", "drafter/updated") == [0, 1, 1]  # nothing is stored in the first step
     for hidden, added in zip(
