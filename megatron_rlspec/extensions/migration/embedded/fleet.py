@@ -108,7 +108,7 @@ class Fleet:
             return {run.request.id for run in runs}
 
     def _forget(self, ids: set[str]) -> None:
-        """Drop requests that nobody waits for any more."""
+        """Drop requests that no caller waits for any more."""
         with self._known:
             self._new = [pair for pair in self._new if pair[0].id not in ids]
             for id in ids:

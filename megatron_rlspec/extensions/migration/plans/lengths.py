@@ -57,7 +57,7 @@ def _remaining(survival: np.ndarray, length: int, cap: int) -> float:
         return float(cap - length)
     if length < len(survival) and survival[length] > 0:
         inside = survival[length:cap].sum()
-        # From the longest sample on, nobody is known to end.
+        # From the longest sample on, no sample is known to end.
         tokens_beyond = max(cap - len(survival), 0)
         beyond = tokens_beyond * survival[-1]
         return float((inside + beyond) / survival[length])
