@@ -6,6 +6,7 @@ The commands add what `extensions/` has, under the same names.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -26,7 +27,7 @@ from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.rounds import Budget, scratch
-from megatron_rlspec.rollout.placement import GpuLayout
+from megatron_rlspec.rollout.placement import GpuLayout, devices
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Handles, Http, Transport
@@ -289,13 +290,25 @@ def _transport(config: Config, layout: GpuLayout) -> Transport:
 def _best_transport(config: Config, layout: GpuLayout) -> str:
     if config.rollout.urls or not layout.engines or layout.second:
         return "http"
-    cards = set(layout.train)
-    for engine_cards in layout.engines:
-        cards.update(engine_cards)
-    # An engine sees its own cards only, so it cannot open memory of rank 0's card if that is another one.
-    if layout.together and len(cards) == 1:
+    if layout.together and _read_memory_of_rank_0(layout):
         return "handles"
     return "group"
+
+
+def _read_memory_of_rank_0(layout: GpuLayout) -> bool:
+    """Return whether the cards of all engines can read the memory of rank 0's card.
+
+    An engine opens it though the card is not among its own: CUDA opens handles of cards that a process does not see.
+    """
+    visible = devices(os.environ, torch.cuda.device_count())
+    first = layout.train[0]
+    others = {card for engine_cards in layout.engines for card in engine_cards} - {first}
+    if not others:
+        return True
+    if not others.issubset(visible) or first not in visible:
+        return False
+    of_rank_0 = visible.index(first)
+    return all(torch.cuda.can_device_access_peer(visible.index(card), of_rank_0) for card in others)
 
 
 def embedded(config: Config, budget: MakeBudget | None = None) -> EmbeddedEngine:

@@ -82,11 +82,23 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: GpuLayout) -> lis
     ids=["not placed", "asked for", "apart", "http, apart", "one card", "two cards", "two fleets"],
 )
 def test_pushes_travel_as_the_engines_are_placed(layout, options, way, tmp_path):
-    """An engine opens the memory of a GPU that it sees. A group goes from GPU to GPU, or over gloo to shared ones."""
+    """An engine opens the memory of the only GPU. A group goes from GPU to GPU, or over gloo to shared ones."""
     transport = ServedEngines(load(None, options), tmp_path, layout)._transport
     assert type(transport) is way
     if way is GroupBroadcast and layout.together:
         assert transport.backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("visible", "peers", "way"), [(2, True, Handles), (2, False, GroupBroadcast), (1, True, GroupBroadcast)]
+)
+def test_engines_on_all_cards_read_rank_0s_memory_if_they_can(monkeypatch, tmp_path, visible, peers, way):
+    """There is no machine with two GPUs here, so torch's answers stand in for it."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda reader, memory: peers and memory == 0)
+    layout = GpuLayout("together", ("0", "1"), (("0",), ("1",)))
+    assert isinstance(ServedEngines(load(None), tmp_path, layout)._transport, way)
 
 
 @pytest.mark.parametrize(("mode", "case"), [("apart", c) for c in APART] + [("together", c) for c in TOGETHER])
