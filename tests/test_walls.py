@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED = {
     "sglang": ("rollout/sglang/",),
     "sgl_kernel": ("rollout/sglang/",),
-    "megatron": ("train/", "integrations/"),
+    "megatron": ("train/", "cotrainer/", "integrations/"),
     "slime": ("integrations/",),
     "triton": ("kernels/",),
 }

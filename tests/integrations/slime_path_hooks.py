@@ -32,7 +32,8 @@ def packed_for_cpu(get_batch, args):
     """Wrap slime's `get_batch`: complete `packed_seq_params` for our attention."""
     from megatron.core import parallel_state as ps
 
-    from megatron_rlspec.integrations.slime.batch import drafter_fields
+    from megatron_rlspec.cotrainer.fields import drafter_fields
+    from megatron_rlspec.integrations.slime.batch import micro_batch
     from megatron_rlspec.train.attention import packed_sequences
     from megatron_rlspec.train.model import at_positions
 
@@ -47,7 +48,7 @@ def packed_for_cpu(get_batch, args):
         batch = get_batch(*rest, **kwargs)
         size = ps.get_context_parallel_world_size()
         rank = ps.get_context_parallel_rank()
-        here = drafter_fields(batch, 1, rank, size)
+        here = drafter_fields(micro_batch(batch), 1, cp_rank=rank, cp_size=size)
         packed = packed_sequences(here.cu_seqlens_padded, args.num_query_groups, size, rank, torch.device("cpu"))
         batch["packed_seq_params"] = at_positions(packed, here.position_ids, config, Rope(float(args.rotary_base)))
         return batch

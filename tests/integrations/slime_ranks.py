@@ -171,7 +171,8 @@ def rollout_data():
 
 def packed_for_cpu(get_batch):
     """Wrap slime's `get_batch`: complete `packed_seq_params` for our attention."""
-    from megatron_rlspec.integrations.slime.batch import drafter_fields
+    from megatron_rlspec.cotrainer.fields import drafter_fields
+    from megatron_rlspec.integrations.slime.batch import micro_batch
     from megatron_rlspec.models.rope import Rope
     from megatron_rlspec.train.attention import packed_sequences
     from megatron_rlspec.train.model import at_positions
@@ -180,7 +181,7 @@ def packed_for_cpu(get_batch):
         batch = get_batch(*args, **kwargs)
         size = ps.get_context_parallel_world_size()
         rank = ps.get_context_parallel_rank()
-        here = drafter_fields(batch, 1, rank, size)
+        here = drafter_fields(micro_batch(batch), 1, cp_rank=rank, cp_size=size)
         groups = GROUPS // ps.get_tensor_model_parallel_world_size()
         packed = packed_sequences(here.cu_seqlens_padded, groups, size, rank, torch.device("cpu"))
         config = SimpleNamespace(kv_channels=HIDDEN // HEADS, params_dtype=torch.float32, multi_latent_attention=False)

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weights, trained_tokens
+from megatron_rlspec.cotrainer.fields import drafter_fields
+from megatron_rlspec.integrations.slime.batch import micro_batch, sample_weights, trained_tokens
 
 LENGTHS = (23, 14, 17, 9)
 RESPONSES = (15, 6, 3, 9)
@@ -62,7 +63,8 @@ def test_fields_of_every_rank(cp, layout):
     }
     trained = [0] * DEPTH
     for rank in range(cp):
-        fields = drafter_fields(batch, DEPTH, rank, cp, layout, seeds=SEEDS)
+        sequences = micro_batch(batch, seeds=SEEDS)
+        fields = drafter_fields(sequences, DEPTH, cp_rank=rank, cp_size=cp, layout=layout)
         for local, position in enumerate(positions(widths, rank, cp, layout)):
             i = int(torch.searchsorted(cu[1:], position, right=True))
             t = position - int(cu[i])
@@ -86,7 +88,7 @@ def test_all_fields_are_on_the_device_of_the_samples():
     tokens, masks = ([x.to("meta") for x in column] for column in samples())
     cu = torch.tensor([0, *laid_out(2, "zigzag")]).cumsum(0).int()
     batch = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": SimpleNamespace(cu_seqlens_q=cu)}
-    fields = drafter_fields(batch, DEPTH, 0, 2, seeds=SEEDS)
+    fields = drafter_fields(micro_batch(batch, seeds=SEEDS), DEPTH, cp_size=2)
     found = [*fields.tokens, *fields.labels, *fields.weight, fields.position_ids, fields.seeds, fields.positions]
     assert {(x.device.type, len(x)) for x in found} == {("meta", int(cu[-1]) // 2)}
 
@@ -102,9 +104,9 @@ def test_acceptance_is_predicted_at_a_part_of_many_tokens():
     tokens = [torch.ones(length, dtype=torch.int64)]
     batch = {"unconcat_tokens": tokens, "loss_masks": [torch.ones(9)], "packed_seq_params": SimpleNamespace()}
     batch["packed_seq_params"].cu_seqlens_q = cu
-    fields = drafter_fields(batch, 1, 0, 1, seeds=[5], counts=[16 * 8192.0])
+    fields = drafter_fields(micro_batch(batch, seeds=[5]), 1, [16 * 8192.0])
     assert (fields.seeds == 5).sum() == 4 * 64 and bool((fields.seeds[1024:1088] == 5).all())
-    assert drafter_fields(batch, 1, 0, 1).seeds is None
+    assert drafter_fields(micro_batch(batch), 1).seeds is None
 
 
 def test_weights_of_samples_follow_the_rewards_of_the_whole_rollout():
@@ -123,8 +125,8 @@ def test_weights_scale_masks_and_counts():
         "packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.tensor([0, *LENGTHS]).cumsum(0).int()),
     }
     weights = [0.5, 2.0, 1.0, 0.25]
-    plain = drafter_fields(batch, DEPTH, 0, 1)
-    fields = drafter_fields(batch, DEPTH, 0, 1, weights=weights)
+    plain = drafter_fields(micro_batch(batch), DEPTH)
+    fields = drafter_fields(micro_batch(batch, weights), DEPTH)
     factor = torch.tensor(weights).repeat_interleave(torch.tensor(LENGTHS))
     for ours, mask in zip(fields.weight, plain.weight, strict=True):
         assert torch.equal(ours, mask * factor)

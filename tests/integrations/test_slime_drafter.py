@@ -52,7 +52,8 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_rlspec.integrations.slime.batch import drafter_fields, trained_tokens
+    from megatron_rlspec.cotrainer.fields import drafter_fields
+    from megatron_rlspec.integrations.slime.batch import micro_batch, trained_tokens
     from megatron_rlspec.integrations.slime.drafter import SlimeMTP
     from megatron_rlspec.integrations.slime.eagle3 import SlimeEagle3
     from megatron_rlspec.integrations.slime.options import Options
@@ -122,26 +123,26 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
     boundaries = SimpleNamespace(cu_seqlens_q=batches[0].cu_seqlens_padded)
     shares = [shares[i] for i in order]
     counts = trained_tokens(data, range(len(tokens)), 3, shares)
-    slimes.begin(counts)
+    slimes.begin_step(counts)
     fields = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": boundaries}
-    slimes.fields = drafter_fields(fields, 3, 0, 1, weights=shares, counts=slimes.denominators)
+    slimes.fields.append(drafter_fields(micro_batch(fields, shares), 3, slimes.denominators))
     if folder:  # it learns within the policy's forward, in which it takes the states of several layers
         model(batches[0].tokens[None], batches[0].position_ids[None], None, packed_seq_params=packed)
         assert not [n for n, p in model.named_parameters() if p.grad is not None]
     else:
-        slimes._learn(hidden, {})
+        slimes.on_hidden(hidden, slimes.fields.popleft())
     learnt = dict((slimes.block if folder else model).named_parameters())
     learnt = {n: p for n, p in learnt.items() if n.startswith(("mtp.", "eagle_module."))}
     before = {n: p.detach().clone() for n, p in learnt.items()}
     inside = {n: p.main_grad.clone() for n, p in learnt.items()} if train else {}
-    metrics = slimes.step()
+    metrics = slimes.end_step()
     changed = {n for n, p in learnt.items() if not torch.equal(p, before[n])}
     pushed = dict(slimes.tensors()) if folder else {}
     if folder:
         check_read(slimes, Path(folder, "saved"))
-    slimes.begin(counts)
-    assert not slimes.due and slimes.step() == {}  # update_every=2
-    slimes.begin(counts)
+    slimes.begin_step(counts)
+    assert not slimes.due and slimes.end_step() == {}  # update_every=2
+    slimes.begin_step(counts)
     assert slimes.due
 
     gradients = {}

@@ -26,9 +26,10 @@ from slime.backends.megatron_utils import model_provider as slime_provider
 from slime.utils.misc import load_function
 
 from megatron_rlspec.conversion.drafter_files import SLIME_FOLDER as FOLDER
+from megatron_rlspec.cotrainer.fields import drafter_fields
 from megatron_rlspec.integrations.slime import state as slime_state
-from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weights, trained_tokens
-from megatron_rlspec.integrations.slime.drafter import SlimeDrafter, SlimeMTP
+from megatron_rlspec.integrations.slime.batch import micro_batch, sample_weights, trained_tokens
+from megatron_rlspec.integrations.slime.drafter import SlimeMTP
 from megatron_rlspec.integrations.slime.eagle3 import SlimeEagle3
 from megatron_rlspec.integrations.slime.options import Options
 from megatron_rlspec.integrations.slime.refusals import HIDDEN_MTP
@@ -39,7 +40,7 @@ from megatron_rlspec.train import checkpoint
 from megatron_rlspec.train.optimizer import Learner
 
 logger = logging.getLogger(__name__)
-_drafter: SlimeDrafter | None = None
+_drafter: SlimeMTP | SlimeEagle3 | None = None
 _prediction: Prediction | None = None  # of all steps so far on this rollout's samples
 
 
@@ -208,16 +209,15 @@ def _with_fields(get_batch: Callable) -> Callable:
         batch = get_batch(data_iterator, keys, pad_multiplier, allgather_cp)
         weights = _weights(data_iterator.rollout_data)
         seeds = _seeds(data_iterator.rollout_data)
-        drafter.fields = drafter_fields(
-            batch,
+        fields = drafter_fields(
+            micro_batch(batch, [weights[i] for i in samples], [seeds[i] for i in samples if seeds]),
             drafter.settings.depth,
-            ps.get_context_parallel_rank(),
-            ps.get_context_parallel_world_size(),
-            "contiguous" if allgather_cp else "zigzag",
-            [weights[i] for i in samples],
-            None if seeds is None else [seeds[i] for i in samples],
             drafter.denominators,
+            cp_rank=ps.get_context_parallel_rank(),
+            cp_size=ps.get_context_parallel_world_size(),
+            layout="contiguous" if allgather_cp else "zigzag",
         )
+        drafter.fields.append(fields)
         return batch
 
     return wrapped
@@ -243,9 +243,9 @@ def _around_step(train_one_step: Callable) -> Callable:
             samples += indices
         weights = _weights(iterator.rollout_data)
         depth = _drafter.settings.depth
-        _drafter.begin(trained_tokens(iterator.rollout_data, samples, depth, weights))
+        _drafter.begin_step(trained_tokens(iterator.rollout_data, samples, depth, weights))
         losses, grad_norm = train_one_step(*args, **kwargs)
-        metrics = _drafter.step()
+        metrics = _drafter.end_step()
         _fill_tracker(metrics, micro_batches)
         _write_prediction(given)
         return {**losses, **metrics}, grad_norm
@@ -258,12 +258,12 @@ def _weights(rollout_data: Mapping[str, Any]) -> list[float]:
     return sample_weights(rollout_data, _drafter.settings.reward_weight)
 
 
-def _seeds(rollout_data: Mapping[str, Any]) -> list[int] | None:
-    """Return the seeds of all samples of this rank's rollout data; None if engines draft without their noise."""
+def _seeds(rollout_data: Mapping[str, Any]) -> list[int]:
+    """Return the seeds of all samples of this rank's rollout data; [] if engines draft without their noise."""
     assert _drafter is not None
     indices = rollout_data.get("sample_indices")
     if not _drafter.objective.coupled or indices is None or None in indices:
-        return None
+        return []
     return [sampling_seed(get_args().rollout_seed, int(index)) for index in indices]
 
 

@@ -32,14 +32,14 @@ from megatron_rlspec.integrations.slime.engines import (
     described,
     drafter_names,
 )
-from megatron_rlspec.integrations.slime.options import Options
+from megatron_rlspec.integrations.slime.options import Options, rollout_sampling
 from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.rollout.sglang.settings import DRAFTED
 from megatron_rlspec.rollout.start import describe_drafter, shown_drafter
 from megatron_rlspec.speculation.acceptance import accept_length, delivered, pooled, runs
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import Sampling, SpecConfig
+from megatron_rlspec.types import SpecConfig
 
 logger = logging.getLogger(__name__)
 SLIME_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
@@ -106,8 +106,7 @@ def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
     if _speculation is not None:
         prediction = slime_state.read_prediction(options.folder, rollout_id)
         _metrics.update(_speculation.expect(prediction))
-        sampling = Sampling(args.rollout_temperature, args.rollout_top_p, args.rollout_top_k)
-        _metrics.update(_speculation.canary(urls, _prompts, sampling))
+        _metrics.update(_speculation.canary(urls, _prompts, rollout_sampling(args)))
         _metrics.update(_speculation.before_rollout(urls))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlspec.config import DrafterConfig, SpecSection
-from megatron_rlspec.types import Verifier
+from megatron_rlspec.types import Sampling, Verifier
 
 
 @dataclass(frozen=True)
@@ -45,3 +45,8 @@ class Options:
             folder=Path(folder) if folder else None,
             user_functions=given.get("user_functions", {}),
         )
+
+
+def rollout_sampling(args: Any) -> Sampling:
+    """Return how a slime run's rollouts sample; `args` are slime's."""
+    return Sampling(args.rollout_temperature, args.rollout_top_p, args.rollout_top_k)

@@ -1,0 +1,9 @@
+"""One drafter that learns beside any Megatron trainer, is pushed with its policy, and decodes where that pays.
+
+    fields.py       whole sequences ──► what the drafter reads and predicts on this rank
+    drafter.py      the policy's hidden states, detached ──► the drafter's gradients, its update, predicted acceptance
+    speculation.py  rounds of all engines ──► the rule by which each engine chooses its drafts
+    cotrainer.py    `CoTrainer`, the public class, for a trainer of your own
+
+Our loop and the integration with slime call the same parts. What a push checks is in `push/`.
+"""

@@ -1,0 +1,111 @@
+"""What a drafter reads and predicts in a micro-batch, made from whole sequences and then cut for context parallelism.
+
+Every rank has tokens and masks of whole sequences, so nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rlspec.packing.context_parallel import Layout, slice_for_cp
+from megatron_rlspec.packing.pack import predicted
+from megatron_rlspec.packing.shift import drafter_targets
+from megatron_rlspec.packing.transfer import to_device
+from megatron_rlspec.train.drafter_step import DrafterTargets
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The whole sequences of one micro-batch, in the order in which it holds them.
+
+    tokens   `[L]` int64 of each sequence, all on one device
+    masks    `[L]` of each sequence: 1 where the token itself is trained
+    starts   `[n + 1]` int: where sequences begin in the micro-batch, before a split for context parallelism. A sequence
+             ends with its padding, and the last one may be padding only
+    weights  of the sequences, for the drafter, not negative; empty: 1
+    seeds    of the sequences' noise, where engines couple drafts to it; empty: not known
+    """
+
+    tokens: Sequence[Tensor]
+    masks: Sequence[Tensor]
+    starts: Tensor
+    weights: Sequence[float] = ()
+    seeds: Sequence[int] = ()
+
+    def trained(self, depth: int) -> list[float]:
+        """Sum the weights of the predictions that each depth trains: `[depth]`."""
+        sums = [0.0] * depth
+        for i, mask in enumerate(self.masks):
+            tokens = torch.zeros(len(mask), dtype=torch.int64)
+            _, _, masks = drafter_targets(tokens, mask.cpu(), torch.tensor([0, len(mask)]), depth)
+            weight = self.weights[i] if self.weights else 1.0
+            for d in range(depth):
+                sums[d] += weight * float(masks[d].sum())
+        return sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterFields(DrafterTargets):
+    """This rank's share of one micro-batch: what the drafter reads, beside its targets.
+
+    tokens        `[t]` for each depth, as `PackedBatch.drafter_tokens`
+    position_ids  `[t]`
+    """
+
+    tokens: list[Tensor]
+    position_ids: Tensor
+
+
+def drafter_fields(
+    sequences: Sequences,
+    depth: int,
+    counts: Sequence[float] = (),
+    *,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    layout: Layout = "zigzag",
+) -> DrafterFields:
+    """Build the fields of a micro-batch; `counts` of the step, as `DrafterTargets.counts`."""
+    device = sequences.tokens[0].device
+    cu = sequences.starts.cpu()
+    total = int(cu[-1])
+    tokens = torch.zeros(total, dtype=torch.int64, device=device)
+    mask = torch.zeros(total, dtype=torch.float32, device=device)
+    weight = torch.ones(total, dtype=torch.float32, device=device)
+    seeds = torch.full((total,), -1, dtype=torch.int64)
+    for i, sequence in enumerate(sequences.tokens):
+        start = int(cu[i])
+        rows = slice(start, start + len(sequence))
+        tokens[rows] = sequence
+        mask[rows] = sequences.masks[i].float()
+        if sequences.weights:
+            weight[rows] = sequences.weights[i]
+        if sequences.seeds:
+            seeds[rows] = sequences.seeds[i]
+
+    def share(x: Tensor) -> Tensor:
+        return to_device(slice_for_cp(x, cu, cp_rank, cp_size, layout), device)
+
+    starts = cu[:-1].long().repeat_interleave(cu[1:] - cu[:-1])
+    positions = share(torch.arange(total) - starts)
+    inputs, labels, masks = drafter_targets(tokens, mask, cu.to(device), depth)
+    noise: dict[str, Tensor] = {}
+    if sequences.seeds:
+        # Acceptance is predicted at a part of many positions: a seed costs a hash for each token of the vocabulary.
+        step_tokens = counts[0] if counts else 0.0
+        noise["seeds"] = share(seeds.masked_fill(~predicted(total, step_tokens), -1))
+        noise["positions"] = positions
+    return DrafterFields(
+        tokens=[share(x) for x in inputs],
+        labels=[share(x) for x in labels],
+        weight=[share(x * weight) for x in masks],
+        counts=counts,
+        position_ids=positions,
+        cu_seqlens_padded=cu,
+        layout=layout,
+        **noise,
+    )
