@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict, TypeVar
 
 from megatron_rlspec.types import (
     Drafts,
@@ -25,6 +26,8 @@ from megatron_rlspec.types import (
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+Answer = TypeVar("Answer")
 
 
 class EngineError(RuntimeError):
@@ -187,3 +190,19 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """End the engine if this process started it; otherwise drop the connection. Repeatable."""
+
+
+def ask_all(
+    engines: Mapping[str, RolloutEngine], call: Callable[[RolloutEngine], Answer]
+) -> tuple[dict[str, Answer], dict[str, EngineError]]:
+    """Call every engine at once. Return the answers by name, and the errors of the engines that failed."""
+    with ThreadPoolExecutor(max(1, len(engines))) as threads:
+        futures = {name: threads.submit(call, engine) for name, engine in engines.items()}
+    answers: dict[str, Answer] = {}
+    errors: dict[str, EngineError] = {}
+    for name, future in futures.items():
+        try:
+            answers[name] = future.result()
+        except EngineError as error:
+            errors[name] = error
+    return answers, errors

@@ -14,12 +14,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import MappingProxyType
 from typing import TypeVar
 
-from megatron_rlspec.engine import EngineError, RequestError, RolloutEngine
+from megatron_rlspec.engine import EngineError, RequestError, RolloutEngine, ask_all
 from megatron_rlspec.rollout.dispatch import Dispatch
 from megatron_rlspec.types import Request, Sample, Sampling
 
@@ -178,18 +177,9 @@ class EnginePool:
 
         Raises RequestError, and drops no engine, if all of them refuse the call as a mistake of ours.
         """
-        engines = dict(self._engines)
-        with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            futures = {name: threads.submit(call, engine) for name, engine in engines.items()}
-        results: dict[str, Result] = {}
-        failed: dict[str, EngineError] = {}
-        for name, future in futures.items():
-            try:
-                results[name] = future.result()
-            except EngineError as error:
-                failed[name] = error
+        results, failed = ask_all(dict(self._engines), call)
         refusals = [error for error in failed.values() if isinstance(error, RequestError)]
-        if refusals and len(refusals) == len(engines):
+        if refusals and len(refusals) == len(results) + len(failed):
             raise refusals[0]
         for name, failure in failed.items():
             self.drop(name, failure)

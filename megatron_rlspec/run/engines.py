@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.config import Config
+from megatron_rlspec.cotrainer.speculation import Reports, Rounds
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.push import contract
 from megatron_rlspec.push.contract import HealthError
@@ -19,7 +20,7 @@ from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
 from megatron_rlspec.rollout.start import StartingEngines
-from megatron_rlspec.run.extension import Migration, Reports, Rounds
+from megatron_rlspec.run.extension import Migration
 from megatron_rlspec.run.loading import drafter_names
 from megatron_rlspec.run.speculating import Speculation
 from megatron_rlspec.types import Prompt, Sampling, Scope
@@ -75,10 +76,7 @@ class Engines:
 
     def rounds(self) -> tuple[Rounds, Reports]:
         """Return each engine's rounds since the last call, and the engines' reports of an adaptive rule."""
-        reports: Reports = []
-        if self._speculation.adaptive:
-            reports += self.pool.everywhere(lambda engine: engine.spec_rule_report()).values()
-        rounds: Rounds = list(self.pool.everywhere(lambda engine: engine.stats()).items())
+        rounds, reports = self._speculation.gather(self.pool.everywhere)
         if self._migration is not None:
             rounds, reports = self._migration.observe(rounds, reports)
         return rounds, reports

@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from megatron_rlspec.cotrainer.speculation import Reports, Rounds
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.push.health import Health
 from megatron_rlspec.push.push import Source
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.start import Kind, StartingEngines, engines
-from megatron_rlspec.types import Group, RoundStats, Sample
+from megatron_rlspec.types import Group, Sample
 
 if TYPE_CHECKING:
     from megatron_rlspec.train.step import Trainer
-
-Rounds = list[tuple[str, list[RoundStats]]]  # by the engine's name
-Reports = list[dict[str, Any]]  # of engines' rules
 
 
 class DrafterSchedule(Protocol):

@@ -175,7 +175,7 @@ class Rollouts:
         self._awaits_drafts = self._config.drafter.fresh and not resumed.get("drafts", False)
         if self._awaits_drafts and not resumed:
             self.speculation.learning.start_without()
-        if self.speculation.adaptive:
+        if self.speculation.fixed is None:
             self.engines.pool.everywhere(self.speculation.set)
 
     def close(self) -> None:
@@ -280,15 +280,15 @@ class Rollouts:
         `prediction` is the trainer's, of the next rollout's acceptance. Call this before the push, because the canary
         runs under another configuration.
         """
-        by_engine, reports = self.engines.rounds()
-        rounds = [stats for _, engine_rounds in by_engine for stats in engine_rounds]
+        rounds, reports = self.engines.rounds()
         # The rollout whose rounds these are.
         rollout = self.newest if self._ahead is None else self._ahead.result()
         samples = [sample for group in rollout.groups for sample in group.samples]
         delivered = accept_length(pooled(sample.accepted for sample in samples))
         metrics = self.speculation.learn(rounds, reports, prediction, delivered)
         if self._awaits_drafts:
-            line = self.speculation.began(rounds, delivered)
+            of_all = [stats for _, of_engine in rounds for stats in of_engine]
+            line = self.speculation.began(of_all, delivered)
             if line:
                 self._recorder.event("drafting", f"step {self._rolling + 1}: {line}")
                 self._awaits_drafts = False

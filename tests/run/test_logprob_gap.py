@@ -39,7 +39,7 @@ def test_first_drafts_that_are_accepted_half_as_often_make_a_canary_due(tmp_path
 
     def fell(refused, accepted):
         rounds = [RoundStats(SpecConfig(3), 1, 40, 200, 200.0, (refused, accepted, 0, 0))]
-        speculation.learn(rounds, [], None, 1.0)
+        speculation.learn([("a", rounds)], [], None, 1.0)
         return speculation.fell
 
     assert [fell(80, 120), fell(100, 100), fell(150, 50)] == [False, False, True]

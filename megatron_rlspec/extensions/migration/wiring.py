@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.config import Config
+from megatron_rlspec.cotrainer.speculation import Reports, Rounds
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.migration.balancer import Balancer
 from megatron_rlspec.extensions.migration.builders import TwoFleets, rebalancer, sizes_planner
@@ -21,7 +22,6 @@ from megatron_rlspec.rollout.dispatch import Dispatch
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.start import StartingEngines
-from megatron_rlspec.run.extension import Reports, Rounds
 from megatron_rlspec.types import RoundStats
 
 

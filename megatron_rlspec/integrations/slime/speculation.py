@@ -7,41 +7,34 @@
     speculation.after_rollout(urls)                   learn, and set every engine's rule
     speculation.forget(urls)                          instead of `after_rollout`, after an evaluation
 
-Each returns metrics. `urls` as in `engines.py`.
+Each returns metrics. `urls` as in `engines.py`. An engine that does not answer is left out; slime restarts engines
+itself.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from megatron_rlspec.engine import EngineError
+from megatron_rlspec.cotrainer.speculation import DraftRule, Everywhere, answers
 from megatron_rlspec.integrations.slime.engines import SlimeEngine
 from megatron_rlspec.push import contract
 from megatron_rlspec.push.canary import Canary, canary_metrics
 from megatron_rlspec.push.detectors import Finding, HealthSettings
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.learning import Learning
-from megatron_rlspec.types import Prompt, RoundStats, Sampling, SpecConfig
+from megatron_rlspec.types import Prompt, Sampling, SpecConfig
 
 logger = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
 
 
-class Observations(NamedTuple):
-    """An engine's rounds and rule report since the last request."""
-
-    rounds: list[RoundStats]
-    report: dict[str, Any]
-
-
-class Speculation:
-    """Learns about speculation from rollouts and sets the engines' rules. A run has one such object.
+class Speculation(DraftRule):
+    """The rule of slime's engines. A run has one such object.
 
     configs  the configurations that the engines report they can run; a canary uses one of them
     """
@@ -53,7 +46,7 @@ class Speculation:
         settings: HealthSettings | None = None,
         api_key: str = "",
     ) -> None:
-        self.learning = learning
+        super().__init__(learning)
         self.configs = frozenset(configs)
         self.api_key = api_key
         self.settings = settings or HealthSettings()
@@ -66,7 +59,8 @@ class Speculation:
 
     def before_rollout(self, urls: Sequence[str]) -> dict[str, float]:
         """Set every engine's rule from the prediction of `expect`. Returns `health/unreachable_engines`."""
-        return {"health/unreachable_engines": float(len(urls) - self._set_rules(urls))}
+        told = self._engines(urls)(self.set)
+        return {"health/unreachable_engines": float(len(urls) - len(told))}
 
     def canary(
         self, urls: Sequence[str], prompts: Sequence[Sequence[int]], sampling: Sampling
@@ -81,7 +75,7 @@ class Speculation:
         if not prompts or not steps or not self._canary.due():
             return {}
         versions: dict[str, int] = {}
-        for url, version in self._ask_all(urls, self._canary_version).items():
+        for url, version in self._engines(urls)(self._canary_version).items():
             if version is not None:
                 versions[url] = version
         engines = {url: SlimeEngine(url, self.api_key) for url in versions}
@@ -95,11 +89,11 @@ class Speculation:
             chain,
             self.learning.accept_length(chain),
         )
+        self._after_canary(engines)
         if all(result.error for result in results.values()):
             return {}
         failures = 0
         for url, result in results.items():
-            self._after_canary(engines[url])
             if result.error:
                 logger.warning("rlspec: no canary: %s", result.error)
                 continue
@@ -115,63 +109,36 @@ class Speculation:
     def after_rollout(self, urls: Sequence[str], delivered: float = math.nan) -> dict[str, float]:
         """Gather every engine's rounds, learn from all of them, and set every engine's rule from the result.
 
-        Acceptance is learnt as a ratio of sums over all engines; times scale the cost table, if there is one. Returns
-        `rollout/spec_*`, `predict/*` (the prediction compared with this rollout) and `health/*`. An engine that does
-        not answer is left out; slime restarts engines itself.
-
-        delivered  tokens that a round delivered to a sample, on average; NaN: not known
+        Returns `rollout/spec_*`, `predict/*` (the prediction compared with this rollout) and `health/*`. `delivered` as
+        for `observe`.
         """
-        rounds: list[RoundStats] = []
-        reports: list[dict[str, Any]] = []
-        answered: list[str] = []
-        for url, answer in self._ask_all(urls, _observations).items():
-            if answer is not None:
-                answered.append(url)
-                rounds += answer.rounds
-                reports.append(answer.report)
+        rounds, reports = self.gather(self._engines(urls))
         metrics: dict[str, float] = {}
-        if rounds:
-            metrics = _slime_names(self.learning.observe(rounds, reports, delivered))
-        unreachable = len(urls) - self._set_rules(answered)
-        return metrics | {"health/unreachable_engines": float(unreachable)}
+        if any(of_engine for _, of_engine in rounds):
+            metrics = _slime_names(self.observe(rounds, reports, delivered))
+        told = self._engines([url for url, _ in rounds])(self.set)
+        return metrics | {"health/unreachable_engines": float(len(urls) - len(told))}
 
     def forget(self, urls: Sequence[str]) -> None:
         """Drop all rounds since the last rollout. An evaluation samples differently, so predictions are not for it."""
-        self._ask_all(urls, _observations)
+        self.gather(self._engines(urls))
 
-    def _set_rules(self, urls: Collection[str]) -> int:
-        """Set the rule of these engines. Returns how many took it."""
-        rule = self.learning.rule()
-        return sum(self._ask_all(urls, lambda engine: _set_rule(engine, rule)).values())
+    def _engines(self, urls: Collection[str]) -> Everywhere:
+        return partial(answers, {url: SlimeEngine(url, self.api_key) for url in urls})
 
-    def _ask_all(
-        self, urls: Collection[str], ask: Callable[[SlimeEngine], Answer]
-    ) -> dict[str, Answer]:
-        """Ask all engines at once. Returns the answers by URL."""
-        with ThreadPoolExecutor(max(1, len(urls))) as threads:
-            answers = threads.map(lambda url: ask(SlimeEngine(url, self.api_key)), urls)
-            return dict(zip(urls, answers, strict=True))
-
-    def _canary_version(self, engine: SlimeEngine) -> int | None:
+    def _canary_version(self, engine: Any) -> int | None:
         """Return the version for which to run a canary; None if it ran already, or must not run."""
-        try:
-            version = engine.version()
-            if not version.isdigit():  # nothing was pushed yet: SGLang's own "default"
-                return None
-            if self._canary_versions.get(engine.url) == int(version) or engine.describe()["held"]:
-                return None
-        except EngineError as error:
-            logger.warning("rlspec: no canary: %s", error)
+        version = engine.version()
+        if not version.isdigit():  # nothing was pushed yet: SGLang's own "default"
+            return None
+        if self._canary_versions.get(engine.url) == int(version) or engine.describe()["held"]:
             return None
         return int(version)
 
-    def _after_canary(self, engine: SlimeEngine) -> None:
+    def _after_canary(self, engines: Mapping[str, SlimeEngine]) -> None:
         """Drop the canary's rounds, which are not a rollout's, and set the rule again."""
-        try:
-            engine.stats()
-        except EngineError as error:
-            logger.warning("rlspec: the canary's rounds are counted as the rollout's: %s", error)
-        _set_rule(engine, self.learning.rule())
+        answers(engines, lambda engine: engine.stats())
+        answers(engines, self.set)
 
     def _hold(self, engine: SlimeEngine, findings: Sequence[Finding]) -> None:
         reasons = "; ".join(contract.lines(findings))
@@ -187,21 +154,3 @@ def _slime_names(values: Mapping[str, float]) -> dict[str, float]:
             name = "rollout/spec_" + name.removeprefix("spec/")
         renamed[name] = value
     return renamed
-
-
-def _observations(engine: SlimeEngine) -> Observations | None:
-    try:
-        return Observations(engine.stats(), engine.spec_rule_report())
-    except EngineError as error:
-        logger.warning("rlspec: this engine's rounds are left out of what is learnt: %s", error)
-        return None
-
-
-def _set_rule(engine: SlimeEngine, rule: Mapping[str, Any]) -> bool:
-    """Return False if the engine cannot be reached, or refuses."""
-    try:
-        engine.set_spec_rule(rule)
-    except EngineError as error:
-        logger.warning("rlspec: this engine's speculation stays as it is: %s", error)
-        return False
-    return True

@@ -1,0 +1,87 @@
+"""The rule by which engines choose drafts: learnt from the rounds of all engines, and told to each of them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, TypeVar
+
+from megatron_rlspec.engine import RolloutEngine, ask_all
+from megatron_rlspec.speculation.acceptance import pooled
+from megatron_rlspec.speculation.learning import Learning
+from megatron_rlspec.types import RoundStats, SpecSchedule
+
+logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+# Asks every engine and returns the answers by name, without those of engines that failed.
+Everywhere = Callable[[Callable[[RolloutEngine], Any]], dict[str, Any]]
+Rounds = list[tuple[str, list[RoundStats]]]  # by the engine's name
+Reports = list[dict[str, Any]]  # of engines' rules
+
+ROLLOUTS = 10  # whose accepted drafts a rollout is compared with
+LEAST_ROUNDS = 100  # of a rollout, which show how many drafts it accepts
+
+
+def answers(
+    engines: Mapping[str, RolloutEngine], call: Callable[[RolloutEngine], Answer]
+) -> dict[str, Answer]:
+    """Ask all engines at once. An engine that does not answer is logged and left out."""
+    answered, errors = ask_all(engines, call)
+    for error in errors.values():
+        logger.warning("rlspec: this engine is left out until it answers: %s", error)
+    return answered
+
+
+class DraftRule:
+    """Tells engines how to draft, and learns from their rounds. A run has one.
+
+    learning  follows acceptance and costs
+    fixed     the schedule of engines that do not choose; None: they choose by the rule of `learning`
+    fell      whether the newest rollout accepted first drafts at most half as often as those before
+    """
+
+    def __init__(self, learning: Learning, fixed: SpecSchedule | None = None) -> None:
+        self.learning = learning
+        self.fixed = fixed
+        self.fell = False
+        # share of first drafts that were accepted, of each rollout
+        self._accepted: deque[float] = deque(maxlen=ROLLOUTS)
+
+    def set(self, engine: RolloutEngine) -> None:
+        """Set the present rule, or the fixed schedule, on an engine. Raises EngineError."""
+        if self.fixed is None:
+            engine.set_spec_rule(self.learning.rule())
+        elif self.learning.sharpness is None:
+            engine.set_schedule(self.fixed)
+        else:
+            sharpness = self.learning.sharpness
+            engine.set_spec_rule({"schedule": self.fixed.to_json(), "sharpness": sharpness})
+
+    def gather(self, everywhere: Everywhere) -> tuple[Rounds, Reports]:
+        """Return each engine's rounds since the last call, and the reports of their rules."""
+        answered = everywhere(lambda engine: (engine.stats(), engine.spec_rule_report()))
+        rounds = [(name, stats) for name, (stats, _) in answered.items()]
+        return rounds, [report for _, report in answered.values()]
+
+    def observe(self, rounds: Rounds, reports: Reports, delivered: float) -> dict[str, float]:
+        """Learn from the rounds of a rollout, as ratios of sums over all engines. Returns metrics.
+
+        delivered  tokens that a round delivered to a sample, on average; NaN: not known
+        """
+        of_all = [stats for _, of_engine in rounds for stats in of_engine]
+        self._compare(of_all)
+        return self.learning.observe(of_all, reports, delivered)
+
+    def _compare(self, rounds: Sequence[RoundStats]) -> None:
+        """Set `fell` by the rounds of a rollout. First drafts are compared, since the number of drafts may change."""
+        counts = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
+        total = int(sum(counts))
+        self.fell = False
+        if total < LEAST_ROUNDS:
+            return
+        share = 1 - float(counts[0]) / total
+        if self._accepted:
+            self.fell = share <= 0.5 * median(self._accepted)
+        self._accepted.append(share)
