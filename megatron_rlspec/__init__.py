@@ -3,4 +3,16 @@
 The import of the package is light: torch, Megatron-core and SGLang are imported by the modules that need them.
 """
 
+from importlib import import_module
+from typing import Any
+
 __version__ = "0.3.0"
+__all__ = ["CoTrainer", "__version__"]
+_PUBLIC = {"CoTrainer": "megatron_rlspec.cotrainer.cotrainer"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'megatron_rlspec' has no attribute '{name}'")
+    return getattr(import_module(_PUBLIC[name]), name)

@@ -32,7 +32,7 @@ if __name__ == "__main__":
         noted(SGLangEngine, name)
     for name in ("load_hf", "train_step"):
         noted(Trainer, name)
-    engines.CANARY = 0
+    engines.CANARY_PROMPTS = 0
     noted(ServedEngines, "launch")
     noted(session, "_free_memory")
     cli.main()

@@ -27,7 +27,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_rlspec.config import DrafterConfig, OptimizerConfig
+from megatron_rlspec.config import ConfigError, DrafterConfig, OptimizerConfig
 from megatron_rlspec.conversion.drafter_files import words
 from megatron_rlspec.cotrainer.fields import DrafterFields
 from megatron_rlspec.models.config import DRAFTER
@@ -276,6 +276,8 @@ class DrafterBeside(DrafterTraining):
     def build(self) -> Drafter:
         config = replace(self.model.config, calculate_per_token_loss=True)
         block = build_drafter(config, self.hf_config, self.settings, seed=1)  # `load` follows
+        if self.vocabulary is None:  # as train.model.DecoderConfig has it
+            block.config.rotary_percent = self.model.rotary_percent
         return block.to(next(self.model.parameters()).device)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -283,6 +285,25 @@ class DrafterBeside(DrafterTraining):
         shards.load(self.table, [self.block], self.block.config, tensors)
         if self.learner is not None:
             self.learner.optimizer.reload_model_params()
+
+    def on_hidden(
+        self, hidden: Tensor, fields: DrafterFields, given: Mapping[str, Any] | None = None
+    ) -> None:
+        """As `DrafterTraining.on_hidden`; `hidden` may also be `[s, b, H]`, b rows with padding."""
+        rows, batch, width = hidden.shape
+        if batch > 1:
+            if self._layer_inputs is not None or self.model.config.sequence_parallel:
+                raise ConfigError(
+                    f"hidden states of {batch} padded rows: an EAGLE-3 drafter and sequence parallelism expect one "
+                    "packed row"
+                )
+            hidden = hidden.transpose(0, 1).reshape(rows * batch, 1, width)
+        expected = len(fields.position_ids)
+        if self.gather(hidden).shape[0] != expected:
+            raise ConfigError(
+                f"hidden states of {rows * batch} positions, but begin_step got {expected} for this micro-batch"
+            )
+        super().on_hidden(hidden, fields, given)
 
     def inputs(self, hidden: Tensor) -> Tensor:
         if self._layer_inputs is None:

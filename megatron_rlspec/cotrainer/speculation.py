@@ -9,9 +9,11 @@ from statistics import median
 from typing import Any, TypeVar
 
 from megatron_rlspec.engine import RolloutEngine, ask_all
+from megatron_rlspec.push.health import Health, HealthReport
+from megatron_rlspec.push.push import Source
 from megatron_rlspec.speculation.acceptance import pooled
 from megatron_rlspec.speculation.learning import Learning
-from megatron_rlspec.types import RoundStats, SpecSchedule
+from megatron_rlspec.types import RoundStats, Scope, SpecConfig, SpecSchedule
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -73,6 +75,14 @@ class DraftRule:
         of_all = [stats for _, of_engine in rounds for stats in of_engine]
         self._compare(of_all)
         return self.learning.observe(of_all, reports, delivered)
+
+    def push(
+        self, health: Health, version: int, source: Source, scope: Scope = "all"
+    ) -> HealthReport:
+        """Push to the engines of `health`; the floor of their canaries follows from what this rule expects."""
+        chain = SpecConfig(health.settings.canary_steps)
+        expected = self.learning.accept_length(chain)
+        return health.push(version, source, scope, expected, suspicious=self.fell)
 
     def _compare(self, rounds: Sequence[RoundStats]) -> None:
         """Set `fell` by the rounds of a rollout. First drafts are compared, since the number of drafts may change."""

@@ -20,6 +20,8 @@ from megatron_rlspec.push.detectors import Finding, HealthSettings, canary_findi
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
+CANARY_PROMPTS = 16
+
 
 @dataclass(frozen=True)
 class CanaryResult:

@@ -173,12 +173,11 @@ class Health:
             self.pusher.forget(name)  # the weights of an engine that does not answer are unknown
 
     def _resume(self, name: str, canary: CanaryResult | None) -> None:
-        """Set the run's speculation again if a canary or `hold` changed it."""
+        """Set the run's speculation, which the canary or `hold` may have changed and the trainer may have renewed."""
         if canary is not None:
             self._canary.remember(name, canary)
         engine = self.pusher.engines[name]
-        changed = canary is not None or name in self._held
-        if self.speculate is not None and changed:
+        if self.speculate is not None:
             if name in self._held:
                 release(engine)
             self.speculate(name, engine)

@@ -200,15 +200,7 @@ class ServedEngines:
                 f"drafter.vocabulary={options.vocabulary}, but the engine at {url} was started with "
                 f"--draft-vocabulary {vocabulary}; SGLang fixes the size when it starts"
             )
-        drafter: dict[str, Any] = {}
-        if options.kind == "eagle3":
-            drafter = describe_drafter(self._config.model.path, options.path)
-        theirs = described.get("eagle3", {})
-        if drafter != theirs:
-            raise ConfigError(
-                f"drafter.kind={options.kind} is {shown_drafter(drafter)}, but the engine at {url} was started "
-                f"with {shown_drafter(theirs)}; its option is --draft-model"
-            )
+        check_served_drafter({url: described}, self._config.model.path, options.path)
         return engine
 
     def _launch(self, name: str, suffix: str = "") -> EngineProcess:
@@ -246,7 +238,23 @@ def describe_drafter(model: str, drafter: str) -> dict[str, Any]:
     return {"taps": list(taps), "words": fingerprint(words(tensors, hf_config))}
 
 
-def shown_drafter(drafter: Mapping[str, Any]) -> str:
+def check_served_drafter(described: Mapping[str, Any], model: str, drafter: str) -> None:
+    """Raise ConfigError for an engine whose drafter reads other layers or drafts other tokens: no push can tell.
+
+    described  what engines' `describe` returned, by URL
+    drafter    directory of the EAGLE-3 drafter; "": none
+    """
+    expected = describe_drafter(model, drafter) if drafter else {}
+    for url, engine in described.items():
+        served = engine.get("eagle3", {})
+        if served != expected:
+            raise ConfigError(
+                f"drafter.path={drafter} is {_shown(expected)}, but the engine at {url} was started with "
+                f"{_shown(served)}; SGLang's option is --speculative-draft-model-path"
+            )
+
+
+def _shown(drafter: Mapping[str, Any]) -> str:
     if not drafter:
         return "no EAGLE-3 drafter"
     return f"an EAGLE-3 drafter on the inputs of layers {drafter['taps']} and on the tokens {drafter['words']:016x}"

@@ -12,6 +12,7 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.cotrainer.speculation import Reports, Rounds
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.push import contract
+from megatron_rlspec.push.canary import CANARY_PROMPTS
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.detectors import HealthSettings
 from megatron_rlspec.push.health import Health
@@ -26,7 +27,6 @@ from megatron_rlspec.run.speculating import Speculation
 from megatron_rlspec.types import Prompt, Sampling, Scope
 
 Named = Mapping[str, RolloutEngine]
-CANARY = 16  # prompts
 
 
 class Engines:
@@ -124,9 +124,7 @@ class Engines:
         if self._migration is not None:
             source = self._migration.push(version, source, hot_tokens)
         try:
-            predicted = self._speculation.expected_of_canary()
-            fell = self._speculation.fell
-            report = self.health.push(version, source, scope, predicted, suspicious=fell)
+            report = self._speculation.push(self.health, version, source, scope)
         except HealthError:
             for name, engine in list(self.pool.engines.items()):
                 if not engine.alive:
@@ -135,10 +133,6 @@ class Engines:
         for name in report.pushes[0].engines:
             if name not in report.serving:
                 self.pool.drop(name, EngineError("its weights stayed wrong"))
-        if self._speculation.learning.renews:
-            for name, engine in list(self.pool.engines.items()):
-                if name in report.serving and name not in report.plain:
-                    self.speculate(name, engine)
         # Drop the canary's rounds, which are not part of a rollout.
         self.pool.everywhere(lambda engine: engine.stats())
         self.record_losses()
@@ -229,14 +223,14 @@ def open_health(
     """Return what pushes to a run's engines and checks them.
 
     speculate  sets the run's speculation on an engine: (name, engine)
-    canary     prompts, of which every engine answers the first `CANARY` after a push
+    canary     prompts, of which every engine answers the first ones after a push
     """
     drafter = drafter_names(hf_config)
     return Health(
         Pusher(pool.engines, frozen=() if config.drafter.train else drafter),
         drafter.__contains__,
         speculate if speculation.drafts else None,
-        canary[:CANARY],
+        canary[:CANARY_PROMPTS],
         sampling(config),
         HealthSettings(speculation.chain),
         lambda record: recorder.event("health", contract.summary(record), **record),

@@ -11,7 +11,7 @@ from megatron_rlspec.config import SpecSection
 from megatron_rlspec.cotrainer.speculation import DraftRule, Reports, Rounds
 from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.speculation.learning import Learning
-from megatron_rlspec.types import RoundStats, SpecConfig, SpecSchedule
+from megatron_rlspec.types import RoundStats, SpecSchedule
 
 
 class Speculation(DraftRule):
@@ -46,10 +46,6 @@ class Speculation(DraftRule):
         if saved is not None:
             line += f", {saved.gain:.2f} times as fast as without drafts, by the costs of rounds"
         return line
-
-    def expected_of_canary(self) -> float | None:
-        """Return the accept length that the trainer predicted, else the one that engines observed, else None."""
-        return self.learning.accept_length(SpecConfig(self.chain))
 
     def learn(
         self, rounds: Rounds, reports: Reports, prediction: Prediction | None, delivered: float

@@ -195,11 +195,6 @@ class Learning:
             rule["sharpness"] = self.sharpness
         return rule
 
-    @property
-    def renews(self) -> bool:
-        """Return whether engines need what was learned since: a forecast, or the sharpness of drafts."""
-        return self.sharpness is not None or (self.adaptive and self.prediction is not None)
-
     def accept_lengths(self) -> dict[SpecConfig, float]:
         """Return tokens per round of the chains with enough recent drafts at every depth."""
         known = [draws >= LEAST_DRAWS for draws in self.acceptance.draws]

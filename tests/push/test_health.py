@@ -214,11 +214,11 @@ def test_a_run_without_speculation_checks_stamps_only():
         health.push(1, exporter(1))
 
 
-def test_without_a_canary_a_healthy_engine_keeps_its_rule():
+def test_every_push_renews_the_rule_of_a_healthy_engine():
     engines = {"a": MemoryEngine()}
     health = Health(Pusher(engines), is_drafter, speculate)
     health.push(0, exporter(0))
-    assert engines["a"].schedules == []
+    assert engines["a"].schedules == ["k5"]
 
 
 def test_a_joining_engine_runs_the_canary_and_gets_the_runs_rule():

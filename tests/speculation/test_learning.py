@@ -42,7 +42,7 @@ def test_engines_take_the_sharpness_with_the_best_predicted_acceptance(rates, be
     made = learning()
     assert "sharpness" not in made.rule()
     values = made.expect(coupled(*rates))
-    assert values["spec/sharpness"] == made.rule()["sharpness"] == best and made.renews
+    assert values["spec/sharpness"] == made.rule()["sharpness"] == best
     assert made.prediction.rates(3) == pytest.approx([max(rates)] * 3)
     made.expect(None)  # a step that predicts nothing
     assert made.rule()["sharpness"] == best
@@ -70,7 +70,7 @@ def taught():
 def test_learned_state_survives_a_checkpoint():
     former, later = taught(), learning()
     assert later.restore(json.loads(json.dumps(former.state()))) == ""
-    assert later.rule() == former.rule() and later.renews
+    assert later.rule() == former.rule()
     assert later.accept_length(SpecConfig(3)) == former.accept_length(SpecConfig(3))
     assert later.observe([rounds(3, 10, 0, 0, 90)], []) == former.observe([rounds(3, 10, 0, 0, 90)], [])
     assert later.state() == former.state()
@@ -141,7 +141,7 @@ def test_the_accept_length_of_drafting_rounds_leaves_rounds_without_drafts_out()
 def test_engines_without_a_rule_get_no_forecast():
     made = learning(adaptive=False)
     found = made.expect(prediction(0.5))
-    assert "predict/next_tokens_k3" in found and "forecast" not in made.rule() and not made.renews
+    assert "predict/next_tokens_k3" in found and "forecast" not in made.rule()
     assert made.accept_length(SpecConfig(3)) == pytest.approx(1.875)  # as predicted
 
 

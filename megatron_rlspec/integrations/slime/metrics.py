@@ -22,7 +22,6 @@ from slime.rollout import sglang_rollout
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
-from megatron_rlspec.config import ConfigError
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime import seeds
 from megatron_rlspec.integrations.slime import state as slime_state
@@ -34,8 +33,9 @@ from megatron_rlspec.integrations.slime.engines import (
 )
 from megatron_rlspec.integrations.slime.options import Options, rollout_sampling
 from megatron_rlspec.integrations.slime.speculation import Speculation
+from megatron_rlspec.push.canary import CANARY_PROMPTS
 from megatron_rlspec.rollout.sglang.settings import DRAFTED
-from megatron_rlspec.rollout.start import describe_drafter, shown_drafter
+from megatron_rlspec.rollout.start import check_served_drafter
 from megatron_rlspec.speculation.acceptance import accept_length, delivered, pooled, runs
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
@@ -43,7 +43,6 @@ from megatron_rlspec.types import SpecConfig
 
 logger = logging.getLogger(__name__)
 SLIME_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
-CANARY_PROMPTS = 16
 _slime_add = Sample.SpecInfo.add
 _speculation: Speculation | None = None
 _checked_version = 0  # of the full updates through the disk, which are checked here only
@@ -150,7 +149,7 @@ def make_speculation(args: Namespace, urls: Sequence[str], options: Options) -> 
         return None
     drafter = options.drafter.path
     if drafter:
-        _check_eagle3(drafter, args.hf_checkpoint, engines)
+        check_served_drafter(engines, args.hf_checkpoint, drafter)
     configs = {SpecConfig(*config) for engine in engines.values() for config in engine["configs"]}
     if not configs:
         if len(options.candidate_steps) > 1:
@@ -169,18 +168,6 @@ def make_speculation(args: Namespace, urls: Sequence[str], options: Options) -> 
         if lost := learning.restore(state):
             logger.warning("rlspec: %s", lost)
     return Speculation(learning, configs, api_key=api_key)
-
-
-def _check_eagle3(drafter: str, hf_checkpoint: str, engines: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an engine whose drafter reads other layers or drafts from other words: no push can tell."""
-    expected = describe_drafter(hf_checkpoint, drafter)
-    for url, engine in engines.items():
-        served = engine.get("eagle3", {})
-        if served != expected:
-            raise ConfigError(
-                f"--drafter.path {drafter} is {shown_drafter(expected)}, but the engine at {url} was started with "
-                f"{shown_drafter(served)}; see --sglang-speculative-draft-model-path"
-            )
 
 
 def engine_urls(args: Namespace) -> list[str]:

@@ -1,0 +1,67 @@
+"""`CoTrainer` in examples/own_trainer/train.py: a plain megatron-core model, a real engine, on a CPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.speculation.acceptance import accept_length, pooled
+from megatron_rlspec.types import Prompt, Request, SpecConfig, SpecSchedule
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE / "rollout"), str(HERE.parent / "examples/own_trainer")]
+import tiny_mimo  # noqa: E402
+import train  # noqa: E402
+
+SHAPE = tiny_mimo.config(hidden=32, layers=4, heads=2, kv_heads=1, ffn=64, vocab=64)
+SERVE = "--device cpu --dtype float32 --max-total-tokens 8192 --max-running-requests 64 --candidate-steps 0,1,3"
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_mimo.write(tmp_path_factory.mktemp("own") / "model", SHAPE, tiny_mimo.weights(SHAPE)))
+
+
+def accepted(engine):
+    """Return the accept length of 3 drafts a round, of the weights that the engine has."""
+    engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+    requests = [Request(f"last-{i:05d}", Prompt(i, torch.arange(3, 9).numpy()), seed=i) for i in range(64)]
+    return accept_length(pooled(sample.accepted for sample in engine.generate(requests, train.SAMPLING)))
+
+
+def alone(model, rollouts):
+    """Train the policy on the same rollouts, without the class."""
+    policy = train.load_policy(model)
+    optimizer = torch.optim.Adam(policy.parameters(), 3e-3)
+    for parts in rollouts:
+        train.train_policy(policy, optimizer, [train.sequences_of(part) for part in parts], parts)
+    return policy
+
+
+@pytest.mark.slow
+def test_the_drafter_learns_beside_a_plain_trainer_and_changes_no_bit_of_its_policy(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("RLSPEC_API_KEY", "of-this-test")
+    environment = {"OMP_NUM_THREADS": "1"}
+    with launch(model, tmp_path / "log", arguments=SERVE.split(), environment=environment) as process:
+        engine = SGLangEngine.of(process.wait(), timeout=300)
+        lengths = {}
+        runs = {}
+        for learns in (True, False):
+            runs[learns] = train.run(model, process.url, STEPS, learns)
+            lengths[learns] = accepted(engine)
+    learnt, frozen = runs[True], runs[False]
+    assert learnt["rewards"] == frozen["rewards"], "texts depend on seeds and weights alone"
+    assert learnt["rewards"][-1] > learnt["rewards"][0] + 0.2
+    assert lengths[True] > lengths[False] + 0.2
+    expected = alone(model, learnt["rollouts"]).state_dict()
+    for name, tensor in learnt["policy"].state_dict().items():
+        if tensor is not None:
+            assert torch.equal(tensor, frozen["policy"].state_dict()[name])
+            assert torch.equal(tensor, expected[name])
+    before = tiny_mimo.weights(SHAPE)["model.mtp_layers.0.input_proj.weight"]
+    held = dict(frozen["cotrainer"]._export("drafter"))["model.mtp_layers.0.input_proj.weight"]
+    assert torch.equal(held, before.float())
