@@ -7,8 +7,16 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.3.0"
-__all__ = ["CoTrainer", "__version__"]
-_PUBLIC = {"CoTrainer": "megatron_rlspec.cotrainer.cotrainer"}
+_PUBLIC = {
+    "CoTrainer": "megatron_rlspec.cotrainer.cotrainer",
+    "Sequences": "megatron_rlspec.cotrainer.fields",
+    "DrafterConfig": "megatron_rlspec.config",
+    "Prompt": "megatron_rlspec.types",
+    "Request": "megatron_rlspec.types",
+    "Sample": "megatron_rlspec.types",
+    "Sampling": "megatron_rlspec.types",
+}
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

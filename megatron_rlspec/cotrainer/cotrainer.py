@@ -196,13 +196,14 @@ class CoTrainer:
     def after_rollout(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Learn from the rounds of the rollout that gave `samples`, before the next push. Rank 0 does it.
 
-        Returns `spec/*` and `predict/*` on rank 0 (docs/metrics.md), {} on the others.
+        Returns `rollout/accept_length`, `spec/*` and `predict/*` on rank 0 (docs/metrics.md), {} on the others.
         """
         if dist.get_rank():
             return {}
         delivered = accept_length(pooled(sample.accepted for sample in samples))
         rounds, reports = self.rule.gather(partial(answers, self.engines))
-        return self.rule.observe(rounds, reports, delivered)
+        metrics = self.rule.observe(rounds, reports, delivered)
+        return {"rollout/accept_length": delivered, **metrics}
 
     def _push(self, version: int, source: Source) -> dict[str, float]:
         metrics = self.rule.learning.expect(self.drafting.predicted)
