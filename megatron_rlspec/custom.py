@@ -40,22 +40,21 @@ class PolicyTokens:
     """One micro-batch for the policy's loss. Tensors are `[T]`, aligned to the predicted token, 0 where `mask` is 0.
 
     logprobs            of the tokens under the policy being trained; carries the gradient
-    old_logprobs        under the policy at the start of the step (algorithm.old_logprobs)
-    behaviour_logprobs  as the engine that drew the tokens reported them; None in supervised batches
+    old_logprobs        under the policy before the first update of the step (algorithm.old_logprobs)
+    behaviour_logprobs  as the engine that sampled the tokens reported them
     advantages          of the tokens' samples
     entropy             of the policy at each position; carries a gradient
     mask                1 where a token is trained
     sequence_ids        int64, number of the token's sample within the step; -1: padding
-    staleness           optimizer steps between the policy that drew the token and this one; None with
-                        rollout.staleness=0
+    staleness           steps between the policy that sampled the token and this one; None with rollout.staleness=0
     options             the section [algorithm]
     """
 
     logprobs: Tensor
     old_logprobs: Tensor
-    behaviour_logprobs: Tensor | None
+    behaviour_logprobs: Tensor
     advantages: Tensor
-    entropy: Tensor | None
+    entropy: Tensor
     mask: Tensor
     sequence_ids: Tensor
     staleness: Tensor | None

@@ -27,10 +27,10 @@ def train(
             # with train.record_gib: the policy and these rollouts, for `rlspec replay`
             run.record_trajectory(groups)
             with run.clock("train"):
-                # advantages within each group, then this rank's micro-batches
-                batches = run.pack(groups)
-                # one optimizer step of policy and drafter each
-                metrics = run.train_step(batches, objective="grpo")
+                # advantages within each group, then this rank's micro-batches of each optimizer step
+                mini_batches = run.pack(groups)
+                # train.updates_per_rollout optimizer steps of policy and drafter each
+                metrics = run.train_step(mini_batches, objective="grpo")
             with run.clock("generate"):
                 # with rollout.staleness: wait for the next step's rollout, which already runs
                 run.settle()
@@ -57,9 +57,10 @@ def warm_start(
     ) as run:
         for step in run.records.steps(config.sft.steps):
             with run.clock("train"):
-                batches = run.pack(run.demonstrations())
                 metrics = run.train_step(
-                    batches, objective="sft", train_policy=not config.sft.drafter_only
+                    run.pack(run.demonstrations()),
+                    objective="sft",
+                    train_policy=not config.sft.drafter_only,
                 )
             run.record(step, metrics)
             run.checkpoint()

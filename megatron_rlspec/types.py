@@ -387,6 +387,7 @@ class PackedBatch:
     cu_seqlens_padded  the same with padding
     counts             denominators of the losses, summed over all ranks and micro-batches of the *step* before its
                        first backward: `policy`, `drafter` (one per depth), `tokens` (trained ones), `samples`
+    old_logprobs       of the policy before the first of several updates; None: the first update, or not needed
     staleness          versions between the policy that drew the label and the trained policy; None if not needed
     noise_seeds        `Sample.seed` at positions where the acceptance of coupled drafts is predicted, else -1; None: a
                        sample has no seed
@@ -399,7 +400,7 @@ class PackedBatch:
     labels: torch.Tensor
     loss_mask: torch.Tensor
     advantages: torch.Tensor
-    old_logprobs: torch.Tensor
+    behaviour_logprobs: torch.Tensor
     sequence_ids: torch.Tensor
     policy_weight: torch.Tensor
     drafter_weight: torch.Tensor
@@ -409,8 +410,8 @@ class PackedBatch:
     cu_seqlens: torch.Tensor
     cu_seqlens_padded: torch.Tensor
     counts: dict[str, Any]
+    old_logprobs: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
-    behaviour_logprobs: torch.Tensor | None = None
     staleness: torch.Tensor | None = None
     noise_seeds: torch.Tensor | None = None
     drafter_part: PackedBatch | None = None

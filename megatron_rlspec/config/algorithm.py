@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 from megatron_rlspec.config.base import FUNCTION, Name, Needs, Section, Weight
 from megatron_rlspec.config.model import LONGEST
 
-# A rollout is one optimizer step, so the ratio to log-probs that the trainer recomputes at its start is 1, and the
-# weight p_trainer / p_engine is 1 where the engine's log-probs stand for the trainer's. A user's loss gets all options.
-RATIO = Needs("algorithm.old_logprobs=engine", "algorithm.loss")
+# In the first optimizer step of a rollout the ratio to log-probs that the trainer recomputes is 1. The weight
+# p_trainer / p_engine is 1 where the engine's log-probs stand for the trainer's. A user's loss gets all options.
+RATIO = Needs("algorithm.old_logprobs=engine", "train.updates_per_rollout", "algorithm.loss")
 WEIGHT = Needs("algorithm.old_logprobs=recompute", "algorithm.loss")
 
 
@@ -29,7 +29,7 @@ class AlgorithmConfig(Section):
     ratio: Annotated[Literal["token", "sequence", "cispo"], RATIO] = Field(
         "token",
         description="importance ratio: of a token (GRPO), of a sequence (GSPO), clipped and detached (cispo); with "
-        "old_logprobs=recompute it is 1",
+        "old_logprobs=recompute it is 1 in the first of train.updates_per_rollout",
     )
     normalise_std: bool = Field(
         True, description="divide a group's advantages by the deviation of its rewards"

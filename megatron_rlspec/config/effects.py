@@ -15,14 +15,15 @@ UNREAD = {
     "sft": "algorithm. answer. replay. health.logprob_gap data.path data.raise_level_at "
     "rollout.prompts_per_step rollout.samples_per_prompt rollout.staleness rollout.partial "
     "rollout.mask_offpolicy drafter.reward_ drafter.share drafter.update_ "
-    "drafter.overlap drafter.replay train.steps train.eval_every train.drift_every train.record",
+    "drafter.overlap drafter.replay train.steps train.updates_per_rollout train.eval_every "
+    "train.drift_every train.record",
     "answer": "model.moe_ data.eval_ data.raise_level_at data.shuffle reward. rollout.function "
     "rollout.prompts_per_step rollout.restarts rollout.staleness rollout.partial "
     "rollout.mask_offpolicy tail. "
     "placement. push. health. algorithm. optimizer. drafter.train "
     "drafter.fresh drafter.depth drafter.loss "
     "drafter.reward_ drafter.share drafter.update_ drafter.overlap drafter.replay drafter.lr "
-    "drafter.warmup_steps parallel. sft. train.steps train.tokens train.deterministic "
+    "drafter.warmup_steps parallel. sft. train.steps train.updates_per_rollout train.tokens train.deterministic "
     "train.run_dir train.save_every train.resume train.eval_ train.drift_every train.record "
     "train.max_bad_steps train.export_every train.save_best log. replay.",
     "replay": "sft. answer. drafter.fresh health.logprob_gap data.eval_sets train.eval_ train.drift_every",

@@ -10,11 +10,12 @@ from megatron_rlspec.config.base import Count, LearningRate, Section, Weight
 class OptimizerConfig(Section):
     lr: LearningRate = Field(1e-6, description="learning rate of the policy")
     warmup_steps: Count = Field(
-        0, description="steps over which the learning rate rises linearly from 0"
+        0, description="optimizer steps over which the learning rate rises linearly from 0"
     )
     decay_steps: Count = Field(
         0,
-        description="steps until both learning rates, also drafter.lr, have fallen linearly to a tenth; 0: no fall",
+        description="optimizer steps until both learning rates, also drafter.lr, have fallen linearly to a tenth; "
+        "0: no fall",
     )
     weight_decay: Weight = Field(0.0, description="AdamW's decoupled weight decay")
     beta2: float = Field(

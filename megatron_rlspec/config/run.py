@@ -172,6 +172,12 @@ class Config(Section):
             yield f"train.eval_every={self.train.eval_every}, but data.eval_path is empty; expected a file, or 0"
         if command == "train":
             yield from self._problems_of_groups()
+            prompts = self.rollout.prompts_per_step
+            if prompts % self.train.updates_per_rollout:
+                yield (
+                    f"train.updates_per_rollout={self.train.updates_per_rollout} does not divide "
+                    f"rollout.prompts_per_step={prompts} into equal mini-batches"
+                )
         if command == "sft" and not self.drafter.train:
             if self.sft.drafter_only:
                 yield "sft.drafter_only=true and drafter.train=false leave nothing to train"

@@ -12,7 +12,12 @@ MOST_SEED = 2**31 - 1  # ranks and parts add small numbers to it, and some gener
 
 
 class TrainConfig(Section):
-    steps: Positive = Field(100, description="RL steps")
+    steps: Positive = Field(100, description="RL steps, each with one rollout")
+    updates_per_rollout: Annotated[int, Field(gt=0, le=1024)] = Field(
+        1,
+        description="optimizer steps on each rollout: its prompts are divided into so many mini-batches, with all "
+        "samples of a prompt in one. The ratio is to the policy before the first; losses are means over a mini-batch",
+    )
     tokens_per_micro_batch: Tokens = Field(
         8192, description="most tokens that a data-parallel rank packs into one micro-batch"
     )

@@ -129,7 +129,7 @@ def cispo_loss(
 
 def policy_loss(
     logprobs: Tensor,
-    entropy: Tensor | None,
+    entropy: Tensor,
     batch: PackedBatch,
     algorithm: AlgorithmConfig,
     *,
@@ -139,7 +139,7 @@ def policy_loss(
     """Return Σ policy_weight · loss over this micro-batch's trained tokens, and detached sums for the records.
 
     logprobs [T]   of the labels, under the policy being trained; positions without training may hold any value
-    entropy [T]    of the policy at each position; may be None if `entropy_coef` is 0
+    entropy [T]    of the policy at each position
     sequence_sum   for ratio="sequence" under context parallelism: sums `[samples]` over the ranks that share sequences;
                    no gradient flows through it
     own            the user's loss of a token (`algorithm.loss`); it replaces w · pg below
@@ -153,7 +153,7 @@ def policy_loss(
     of the step's start, this is AReaL's decoupled objective (arXiv 2505.24298, §5.2), truncated.
 
     The sums run over trained tokens and can be added over micro-batches and ranks; divided by `tokens` they are means.
-    Metrics carry slime's names. Raises ValueError if KL or entropy is asked for and its tensor is None.
+    Metrics carry slime's names. With `kl_coef` the batch has `reference_logprobs`.
     """
     mask = to_device(batch.loss_mask != 0, logprobs.device)
 
@@ -162,7 +162,13 @@ def policy_loss(
         return to_device(values, logprobs.device).to(logprobs.dtype).masked_fill(~mask, 0)
 
     logprobs = trained(logprobs)
-    old = trained(batch.old_logprobs)
+    behaviour = trained(batch.behaviour_logprobs)
+    if algorithm.old_logprobs == "engine":
+        old = behaviour
+    elif batch.old_logprobs is not None:
+        old = trained(batch.old_logprobs)
+    else:
+        old = logprobs.detach()
     advantage = trained(batch.advantages)
     log_ratio = logprobs - old
     if algorithm.ratio == "token":
@@ -178,40 +184,30 @@ def policy_loss(
         "ratio": token_loss.log_ratio.exp(),
     }
 
-    if batch.behaviour_logprobs is not None:
-        behaviour = trained(batch.behaviour_logprobs)
-        if algorithm.tis_clip:
-            weight = (old - behaviour).exp()
-            pg_loss = pg_loss * weight.clamp(max=algorithm.tis_clip)
-            sums["tis"] = weight
-            sums["tis_clipfrac"] = weight > algorithm.tis_clip
-        if batch.staleness is not None:
-            sums["staleness"] = trained(batch.staleness)
-        # With old_logprobs=engine, `old` equals `behaviour`. The gap then shows in the current policy's log-probs.
-        train = logprobs if algorithm.old_logprobs == "engine" else old
-        sums["train_rollout_logprob_abs_diff"] = (train - behaviour).abs()
-        sums["train_rollout_kl"] = kl_estimate(behaviour, train, "k3")
+    if algorithm.tis_clip:
+        weight = (old - behaviour).exp()
+        pg_loss = pg_loss * weight.clamp(max=algorithm.tis_clip)
+        sums["tis"] = weight
+        sums["tis_clipfrac"] = weight > algorithm.tis_clip
+    if batch.staleness is not None:
+        sums["staleness"] = trained(batch.staleness)
+    # With old_logprobs=engine the gap shows in the current policy's log-probs.
+    train = logprobs if algorithm.old_logprobs == "engine" else old
+    sums["train_rollout_logprob_abs_diff"] = (train - behaviour).abs()
+    sums["train_rollout_kl"] = kl_estimate(behaviour, train, "k3")
     if own is not None:
-        pg_loss = _own_loss(own, logprobs, entropy, mask, batch, algorithm, trained)
+        pg_loss = _own_loss(own, logprobs, old, entropy, mask, batch, algorithm, trained)
     sums["pg_loss"] = pg_loss
 
     loss = pg_loss
     if algorithm.kl_coef:
-        if batch.reference_logprobs is None:
-            raise ValueError(
-                f"kl_coef={algorithm.kl_coef} needs reference_logprobs, but the batch has none"
-            )
+        assert batch.reference_logprobs is not None
         reference = trained(batch.reference_logprobs)
         sums["kl_loss"] = kl_estimate(logprobs, reference, algorithm.kl_kind)
         loss = loss + algorithm.kl_coef * sums["kl_loss"]
-    if algorithm.entropy_coef and entropy is None:
-        raise ValueError(
-            f"entropy_coef={algorithm.entropy_coef} needs the entropy of every position, but it is None"
-        )
-    if entropy is not None:
-        sums["entropy"] = trained(entropy)
-        if algorithm.entropy_coef:
-            loss = loss - algorithm.entropy_coef * sums["entropy"]
+    sums["entropy"] = trained(entropy)
+    if algorithm.entropy_coef:
+        loss = loss - algorithm.entropy_coef * sums["entropy"]
 
     metrics = {name: (values.detach().to(logprobs) * mask).sum() for name, values in sums.items()}
     metrics["tokens"] = mask.sum().to(logprobs)
@@ -221,33 +217,30 @@ def policy_loss(
 def _own_loss(
     own: PolicyLoss,
     logprobs: Tensor,
-    entropy: Tensor | None,
+    old: Tensor,
+    entropy: Tensor,
     mask: Tensor,
     batch: PackedBatch,
     algorithm: AlgorithmConfig,
     trained: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Compute the user's loss of each token, `[T]`; 0 where nothing is trained."""
-
-    def trained_if_any(values: Tensor | None) -> Tensor | None:
-        return None if values is None else trained(values)
-
+    staleness = None if batch.staleness is None else trained(batch.staleness)
     tokens = PolicyTokens(
         logprobs=logprobs.clone(),  # the function may change its arguments in place
-        old_logprobs=trained(batch.old_logprobs),
-        behaviour_logprobs=trained_if_any(batch.behaviour_logprobs),
+        old_logprobs=old.clone(),
+        behaviour_logprobs=trained(batch.behaviour_logprobs),
         advantages=trained(batch.advantages),
-        entropy=trained_if_any(entropy),
+        entropy=trained(entropy),
         mask=mask.to(logprobs),
         sequence_ids=to_device(batch.sequence_ids, logprobs.device).clone(),
-        staleness=trained_if_any(batch.staleness),
+        staleness=staleness,
         options=algorithm,
     )
     option = named("algorithm.loss", own)
     loss = checked(option, own(tokens), logprobs, mask)
     if bool(mask.any()):  # else nothing depends on the result
-        inputs = [logprobs] if entropy is None else [logprobs, entropy]
-        check_depends(option, loss, inputs, "tokens.logprobs or tokens.entropy")
+        check_depends(option, loss, [logprobs, entropy], "tokens.logprobs or tokens.entropy")
     return loss.to(logprobs)
 
 

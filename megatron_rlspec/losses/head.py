@@ -48,9 +48,7 @@ class VocabParallelHead:
         group: dist.ProcessGroup | None,
         finite: bool | None = None,
     ) -> VocabParallelHead:
-        """Make a head from this rank's `weight [V/tp, H]`. Raises ValueError for a temperature of 0 or less."""
-        if temperature <= 0:
-            raise ValueError(f"temperature={temperature}, expected above 0")
+        """Make a head from this rank's `weight [V/tp, H]`; `temperature` is above 0."""
         rank = 0 if group is None else dist.get_rank(group)
         size = 1 if group is None else dist.get_world_size(group)
         rows = weight.shape[0]

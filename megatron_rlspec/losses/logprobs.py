@@ -31,8 +31,10 @@ def policy_logprobs(
     chunk: int | None = None,
     observe: Observer | None = None,
     finite: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log-probabilities of `labels [N]` and, if asked, the entropy `[N]`; differentiable in hidden and weight.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities of `labels [N]` and the entropy `[N]`; differentiable in hidden and weight.
+
+    The entropy is 0 if it is not asked for.
 
     Rows where `mask [N]` is 0 give 0, and no logits are computed for them. The backward recomputes logits chunk by
     chunk. `observe(rows, scores, lse)` is called after each chunk of the forward, with row numbers `[C]`,
@@ -52,10 +54,7 @@ def policy_logprobs(
         (head, chunk or head.chunk, with_entropy, observe, chosen),
     )
     zeros = picked.new_zeros(len(labels))
-    logprobs = zeros.index_copy(0, rows, picked)
-    if not with_entropy:
-        return logprobs, None
-    return logprobs, zeros.index_copy(0, rows, entropy)
+    return zeros.index_copy(0, rows, picked), zeros.index_copy(0, rows, entropy)
 
 
 class _LogProbs(torch.autograd.Function):

@@ -109,11 +109,6 @@ class TensorFile(Mapping[str, Tensor]):
                 f"{path}: {lost[0]} is in the list of checksums or in the file, not in both"
             )
 
-    @property
-    def checked(self) -> bool:
-        """Return whether the file has checksums."""
-        return bool(self._checksums)
-
     def __enter__(self) -> TensorFile:
         return self
 

@@ -49,7 +49,7 @@ def pack(
     tokens_per_micro_batch  most tokens of one micro-batch with padding, over all its context-parallel ranks
     multiple                a rank's tokens are a multiple of it (the tensor-parallel size under sequence parallelism)
     advantages              one per sample, or `[L]` token-aligned per sample; 0 if omitted
-    old_logprobs            `[L]` token-aligned per sample; `behaviour_logprobs` if omitted
+    old_logprobs            `[L]` token-aligned per sample; None: of the policy that trains, before its update
     drafter_weights         one per sample, or `[L]` of positions per sample, not negative; 1 if omitted. Samples of
                             weight 0 are left out of the drafter's pass (`PackedBatch.drafter_part`)
     version                 of the policy to be trained; None leaves `staleness` out
@@ -161,8 +161,6 @@ def _columns(
         advantages = [0.0] * len(samples)
     if drafter_weights is None:
         drafter_weights = [1.0] * len(samples)
-    if old_logprobs is None:
-        old_logprobs = behaviour
     columns = {
         "tokens": [
             torch.as_tensor(np.asarray(sample.tokens), dtype=torch.int64) for sample in samples
@@ -173,8 +171,9 @@ def _columns(
         "advantages": _floats("advantages", advantages, lengths),
         "behaviour_logprobs": _floats("behaviour_logprobs", behaviour, lengths),
         "drafter_weight": _floats("drafter_weights", drafter_weights, lengths),
-        "old_logprobs": _floats("old_logprobs", old_logprobs, lengths),
     }
+    if old_logprobs is not None:
+        columns["old_logprobs"] = _floats("old_logprobs", old_logprobs, lengths)
     if reference_logprobs is not None:
         columns["reference_logprobs"] = _floats("reference_logprobs", reference_logprobs, lengths)
     if any(bool((weight < 0).any()) for weight in columns["drafter_weight"]):
@@ -337,7 +336,7 @@ def _micro_batch(
         labels=share(shift_packed(tokens, cu_padded)),
         loss_mask=share(loss_mask),
         advantages=trained("advantages"),
-        old_logprobs=trained("old_logprobs"),
+        old_logprobs=trained_if_any("old_logprobs"),
         behaviour_logprobs=trained("behaviour_logprobs"),
         reference_logprobs=trained_if_any("reference_logprobs"),
         staleness=trained_if_any("staleness"),

@@ -38,6 +38,18 @@ def _group_advantages(config: Config, group: Group) -> list[float]:
     return grpo.advantages(shaped, normalise_std=algorithm.normalise_std, known=known).tolist()
 
 
+def mini_batches(groups: Sequence[Group], updates: int) -> list[slice]:
+    """Divide the samples of a step, in the order of groups, into `updates` parts of whole groups; none is empty."""
+    ends = np.cumsum([len(group.samples) for group in groups])
+    parts = []
+    first = 0
+    for part in np.array_split(ends, min(updates, len(groups))):
+        last = int(part[-1])
+        parts.append(slice(first, last))
+        first = last
+    return parts
+
+
 def micro_batches(
     config: Config,
     samples: Sequence[Sample],

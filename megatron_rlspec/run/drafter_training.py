@@ -121,14 +121,14 @@ class Drafting:
     def train_step(
         self,
         step: int,
-        batches: Sequence[PackedBatch],
+        mini_batches: Sequence[Sequence[PackedBatch]],
         options: Mapping[str, Any],
         rollout_seconds: float | None,
     ) -> dict[str, float]:
-        """Take the step of the policy and of the drafter; `options` as `Trainer.train_step`. Returns the metrics."""
+        """Update policy and drafter; `options` as `Trainer.train_rollout`. Returns the metrics."""
 
         def train(train_drafter: bool) -> dict[str, float]:
-            return self._trainer.train_step(batches, train_drafter=train_drafter, **options)
+            return self._trainer.train_rollout(mini_batches, train_drafter=train_drafter, **options)
 
         if self.schedule is not None:
             metrics = self.schedule.train_step(step, train, rollout_seconds)

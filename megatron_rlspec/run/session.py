@@ -6,7 +6,7 @@
                    │          │ rounds, acceptance       ├──► micro-batches: advantages, packing     (batches.py)
                    │          ▼                          ├──► what the drafter learns from   (drafter_training.py)
                    │   speculation's rule                ▼
-                   │          │                   optimizer step of policy, and of drafter           (train/step.py)
+                   │          │                   optimizer steps of policy, and of drafter          (train/step.py)
                    │          ▼                          │
                    └── push: weights of both, checked ◄──┤
                                                          └──► record, checkpoint, evaluation
@@ -36,7 +36,7 @@ from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.push.push import exporting
 from megatron_rlspec.records.recorder import Clock
 from megatron_rlspec.run import opening
-from megatron_rlspec.run.batches import advantages, micro_batches
+from megatron_rlspec.run.batches import advantages, micro_batches, mini_batches
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.drafter_training import fresh_seconds
 from megatron_rlspec.run.evaluation import Evaluation
@@ -67,7 +67,7 @@ class RunStopped(RuntimeError):
 class Session:
     """A run, as a context manager. Its exit ends the engines and closes the records, also after an error.
 
-    done        optimizer steps so far; the version of the parameters is done + 1
+    done        steps so far, each with a rollout; the version of the parameters is done + 1
     loaded      model, tokenizer, data, and the recorded run of a replay
     trainer     policy and drafter on this rank
     drafting    what the drafter learns from, and when
@@ -253,14 +253,20 @@ class Session:
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
-    def pack(self, groups: Sequence[Group]) -> list[PackedBatch]:
-        """Return this rank's micro-batches. Advantages are computed within each group."""
+    def pack(self, groups: Sequence[Group]) -> list[list[PackedBatch]]:
+        """Return this rank's micro-batches of each optimizer step. Advantages are computed within each group."""
         samples = [sample for group in groups for sample in group.samples]
         values = advantages(self.config, groups)
         if self.loaded.prompts is not None and self.loaded.replay is None:
             self.records.advantages(self.done, groups, values)
         self.drafting.observe(groups)
-        return self._pack(samples, values, self.drafting.weights(self.done, samples))
+        weights = self.drafting.weights(self.done, samples)
+        updates = 1 if self.supervised else self.config.train.updates_per_rollout
+        packed = []
+        for part in mini_batches(groups, updates):
+            of_part = None if weights is None else weights[part]
+            packed.append(self._pack(samples[part], values[part], of_part))
+        return packed
 
     def _pack(
         self,
@@ -282,8 +288,8 @@ class Session:
             supervised=self.supervised,
         )
 
-    def train_step(self, batches: list[PackedBatch], **options: Any) -> dict[str, float]:
-        """Take an optimizer step of the policy and one of the drafter. Arguments and result as `Trainer.train_step`.
+    def train_step(self, mini_batches: list[list[PackedBatch]], **options: Any) -> dict[str, float]:
+        """Update policy and drafter on each mini-batch. Arguments and result as `Trainer.train_rollout`.
 
         Engines on the ranks' GPUs sleep from here until the next push.
         """
@@ -294,12 +300,12 @@ class Session:
         trains_policy = options.get("train_policy", True)
         learns = options["objective"] == "grpo" and trains_policy
         if self.config.algorithm.kl_coef and learns:
-            batches = self._with_reference(batches)
+            mini_batches = [self._with_reference(batches) for batches in mini_batches]
         options["logprob_gap"] = self.records.logprob_gap.limit
         seconds = self.rollouts.newest.seconds if self.rollouts is not None else None
         groups = self._newest[1]
         began = time.perf_counter()
-        metrics = self.drafting.train_step(self.done, batches, options, seconds)
+        metrics = self.drafting.train_step(self.done, mini_batches, options, seconds)
         if learns:
             allowed = fresh_seconds(seconds or 0.0, time.perf_counter() - began)
             metrics |= self.drafting.teach(self.done, groups, self._pack, allowed)

@@ -226,6 +226,11 @@ class Prediction:
         return expected_tokens(SpecConfig(num_steps), self.rates(num_steps))
 
 
+def added(before: Prediction | None, newest: Prediction | None) -> Prediction | None:
+    """Return the prediction of several updates on one rollout; an update may have none."""
+    return before + newest if before and newest else before or newest
+
+
 class Acceptance:
     """Running estimate of a_1..a_depth. It depends on the observations only, so tensor-parallel ranks agree.
 

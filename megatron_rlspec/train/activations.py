@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ def measure_micro_batch(
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:
-            stack.enter_context(_replaced(owner, name, value))
+            stack.enter_context(mock.patch.object(owner, name, value))
         trainer = step.Trainer(config, hf_config)
         with torch.device(_CPU), LiveBytes() as live:
             batch = _batch(config)
@@ -121,16 +122,6 @@ def _balanced(self: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, No
     if self.shared_experts is not None:
         out = out + self.shared_experts(hidden)
     return out, None
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    present = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, present)
 
 
 class LiveBytes(TorchDispatchMode):

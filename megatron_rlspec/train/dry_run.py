@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -338,13 +339,10 @@ def _count(table: NameTable, module: nn.Module, config: Any) -> Sizes:
 
 @contextmanager
 def _alone(config: Config, world: int, rank: int) -> Iterator[None]:
-    """Make this process one rank of a fake job of `world` ranks; modules are built on the meta device."""
-    if torch.cuda.is_available():
-        raise RuntimeError(
-            "a dry run builds for the CPU: set CUDA_VISIBLE_DEVICES= before torch is imported"
-        )
-    if dist.is_initialized():
-        raise RuntimeError("a dry run needs a process without a process group of its own")
+    """Make this process one rank of a fake job of `world` ranks; modules are built on the meta device.
+
+    The process must have no other process group, and CUDA_VISIBLE_DEVICES must have been empty when it imported torch.
+    """
     parallel = config.parallel
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -356,12 +354,8 @@ def _alone(config: Config, world: int, rank: int) -> Iterator[None]:
             create_gloo_process_groups=False,
         )
         runtime.init_distributed(parallel, config.train.seed)
-        present = torch.cuda.current_device
-        torch.cuda.current_device = lambda: _META  # where Megatron's layers put their weights
-        try:
-            with _META:
-                yield
-        finally:
-            torch.cuda.current_device = present
+        # where Megatron's layers put their weights
+        with mock.patch.object(torch.cuda, "current_device", lambda: _META), _META:
+            yield
     finally:
         runtime.shut_down()

@@ -5,8 +5,8 @@ Each objective returns the loss, already divided by the step's global count, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -47,8 +47,11 @@ class OutputLayer:
         *,
         with_entropy: bool = False,
         observe: Observer | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probability of every trained label and the entropy, `[T]`; 0 where nothing is trained."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log-probability of every trained label and the entropy, `[T]`; 0 where nothing is trained.
+
+        The entropy is 0, too, if it is not asked for.
+        """
         return policy_logprobs(
             hidden,
             self.weight,
@@ -85,10 +88,6 @@ def grpo(
 ) -> tuple[Tensor, Sums]:
     """Compute the loss of `losses/grpo.py` on the distribution that the engines sample from."""
     logprobs, entropy = layer.logprobs(batch, hidden, with_entropy=True, observe=observe)
-    if algorithm.old_logprobs == "recompute":
-        # Each rollout serves one optimizer step only. So the current policy is the one that generated it, and these
-        # log-probabilities are the old ones; no second forward pass is needed.
-        batch = replace(batch, old_logprobs=logprobs.detach())
     group = ps.get_context_parallel_group()
 
     def over_context(x: Tensor) -> Tensor:
@@ -121,14 +120,14 @@ PER_DEPTH = {
     f"drafter/{name}"
     for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob", "covered")
 }
-WHOLE = {"policy/loss", "policy/tokens", "drafter/objective"}  # already divided, or a count
+LOSSES = {"policy/loss", "drafter/objective"}  # divided by the count of their update
 
 
 def means(totals: dict[str, list[float]]) -> dict[str, float]:
     """Turn sums into means over trained tokens, the drafter's per depth (`drafter/match_1`, ...)."""
     metrics: dict[str, float] = {}
     for name, values in totals.items():
-        if name in WHOLE:
+        if name in LOSSES or name == "policy/tokens":
             counts = [1.0]
         elif name == "drafter/ce" and "drafter/covered" in totals:
             # labels among the words of drafts; the others have no cross-entropy
@@ -141,6 +140,16 @@ def means(totals: dict[str, list[float]]) -> dict[str, float]:
             key = f"{name}_{depth}" if name in PER_DEPTH else name
             metrics[key] = value if name == "drafter/tokens" else value / max(count, 1.0)
     return metrics
+
+
+def total_of(updates: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Add the sums of several updates. Losses, which are divided by an update's own count, become their means."""
+    totals = {}
+    for name in updates[0]:
+        parts = zip(*(update[name] for update in updates), strict=True)
+        divisor = len(updates) if name in LOSSES else 1
+        totals[name] = [sum(values) / divisor for values in parts]
+    return totals
 
 
 def sum_over_replicas(sums: list[Sums]) -> dict[str, list[float]]:

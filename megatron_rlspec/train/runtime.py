@@ -97,11 +97,7 @@ def launch_env() -> None:
 
 
 def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
-    """Join the job, make Megatron's groups if there are none yet, and seed its random streams.
-
-    Raises ValueError when the number of ranks is not a multiple of tensor × pipeline × context, or when `expert` does
-    not divide the ranks that share a stage's experts.
-    """
+    """Join the job, make Megatron's groups if there are none yet, and seed its random streams."""
     install()
     if not parallel_state.model_parallel_is_initialized():
         _create_groups(parallel)
@@ -110,14 +106,6 @@ def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
 
 def _create_groups(parallel: ParallelConfig) -> None:
     launch_env()
-    world = int(os.environ["WORLD_SIZE"])
-    shards = parallel.tensor * parallel.pipeline * parallel.context
-    if world % shards:
-        raise ValueError(
-            f"{world} ranks, but tensor × pipeline × context = {shards} must divide them"
-        )
-    if problem := parallel.expert_problem(world):
-        raise ValueError(problem)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():

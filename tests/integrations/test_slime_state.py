@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.options import Options
-from megatron_rlspec.speculation.acceptance import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction, added
 
 
 def test_a_prediction_is_read_for_later_rollouts_only(tmp_path):
@@ -21,9 +21,9 @@ def test_a_prediction_is_read_for_later_rollouts_only(tmp_path):
 
 def test_a_step_without_a_prediction_leaves_those_of_its_rollout():
     one = Prediction.of_sums((1,), np.array([[4.0]]), np.array([[2.0]]))
-    assert slime_state.added(one, None) is slime_state.added(None, one) is one
-    assert slime_state.added(None, None) is None
-    assert slime_state.added(one, one).reached.tolist() == (2 * one.reached).tolist()
+    assert added(one, None) is added(None, one) is one
+    assert added(None, None) is None
+    assert added(one, one).reached.tolist() == (2 * one.reached).tolist()
 
 
 def test_the_learnt_state_is_saved_and_restored(tmp_path):

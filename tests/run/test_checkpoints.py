@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from short_run import TESTS, make_start, run, words
 
 from megatron_rlspec.config.run_dir import claimed
-from megatron_rlspec.models.tensor_file import CHECKSUMS
 from megatron_rlspec.records.recorder import Recorder, read_records
 from megatron_rlspec.run.checkpoints import Checkpoints, Drawn, _checksum
 
@@ -185,7 +184,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "bit of the policy": (flip_in(POLICY, 0.3), ("policy-tensor0", "checksum differs", "to go on with")),
     "bit of the drafter": (flip_in(DRAFTER, 0.7), ("drafter-tensor0", "checksum differs")),
     "tensor missing": (rewrite(POLICY, lambda t, _: t.pop(NAME)), ("policy-tensor0", NAME)),
-    "no checksums": (rewrite(POLICY, lambda _, m: m.pop(CHECKSUMS)), ("policy-tensor0", "no checksums")),
     "state position": (
         lambda f: text(next(f.glob("*.json")).read_text().replace('"position": ', '"position": 1'))(f),
         ("step-000002.json", "checksum differs"),

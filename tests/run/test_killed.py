@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from killed_job import Job, await_nothing_left, check_same, check_same_samples, forget
-from short_run import costs_of_tokens, run, train
+from short_run import TESTS, costs_of_tokens, run, train
 
 from megatron_rlspec.conversion.drafter_files import make_drafter
 from megatron_rlspec.records.recorder import read_records
@@ -23,6 +23,7 @@ from megatron_rlspec.records.recorder import read_records
 # which weigh a gradient unless tis_clip=0. An adaptive rule starts over after a kill.
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1}
 AHEAD = {"rollout__staleness": 1, "algorithm__kl_coef": 0.1}
+SEVERAL = {"train__updates_per_rollout": 2}
 PARTIAL = {"rollout__partial": 1, "rollout__max_new_tokens": 48}
 ADAPTIVE = {"spec__mode": "adaptive", "algorithm__tis_clip": 0}
 RECORD = {"train__record_gib": 1}
@@ -35,14 +36,17 @@ SAME_POLICY = {
 }  # changes no weight, so no text depends on the order
 MOVES = {"tail__rebalance": "true", "tail__every": 4}
 COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of which has an engine, and options
-    "staleness, KL, record": (1, AHEAD | RECORD),
+    "staleness, KL, two updates, record": (1, AHEAD | SEVERAL | RECORD),
     "adaptive, dynamic sampling": (1, ADAPTIVE | {"algorithm__dynamic_sampling": "true"}),
     "partial, staleness, buffer by reward": (
         1,
         PARTIAL | AHEAD | {"drafter__replay": "reward", "rollout__partial": 3},
     ),
     "two engines, moves, record": (2, MOVES | RECORD),
-    "overlap, buffer, reward weight, record": (1, BUFFER | RECORD | {"drafter__overlap": "true"}),
+    "overlap, two updates, buffer, reward weight, record": (
+        1,
+        BUFFER | SEVERAL | RECORD | {"drafter__overlap": "true"},
+    ),
     "EAGLE-3, staleness, every third update, top-k": (
         1,
         AHEAD
@@ -77,6 +81,19 @@ def test_killed_as_a_user_starts_it_and_resumed_ends_with_the_same_bytes(start, 
     assert [r["policy/staleness"] for r in records] == [0.0] + [1.0] * 11
     kl = [r["policy/kl_loss"] for r in records]  # to the first policy, which no checkpoint has
     assert kl[0] == 0 and min(kl[2:]) > 0
+
+
+@pytest.mark.slow
+def test_killed_between_two_updates_and_resumed_ends_with_the_same_bytes(start, tmp_path):
+    """The rollout whose first update was lost is trained on from its beginning."""
+    options = OPTIONS | SEVERAL | {"train__steps": 4}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(start, whole, **options)
+    process = train(start, killed, program=TESTS / "dying_update.py", **options)
+    process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL and len(read_records(killed / "metrics.jsonl")) == 2
+    run(start, killed, train__resume="true", **options)
+    check_same(whole, killed, 4)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) for name in COMBINATIONS])

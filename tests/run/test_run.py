@@ -99,3 +99,32 @@ def test_a_run_whose_engines_draw_from_other_weights_ends_with_that_reason(start
     output = run(start, tmp_path, code=1, **options)
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
     assert "step 2: log-probs of engines and trainer differ by" in line and "2 steps in a row were skipped" in line
+
+
+SEVERAL = {"rollout__engine": "embedded", "spec__mode": "off", "train__updates_per_rollout": 2, "train__steps": 3}
+SEVERAL |= {"train__eval_prompts": 1, "train__tokens_per_micro_batch": 256, "optimizer__clip_grad": 0.1}
+
+
+@pytest.mark.slow  # on three ranks without engines: train/test_updates.py
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"train__updates_per_rollout": 4, "rollout__staleness": 1, "drafter__share": 0.5},
+        {"drafter__replay": "uniform", "drafter__reward_weight": "rank", "rollout__staleness": 1},
+        {"drafter__overlap": "true", "drafter__update_every": 2, "algorithm__old_logprobs": "engine"},
+    ],
+    ids=["ahead", "buffer", "overlap"],
+)
+def test_several_updates_of_a_rollout_leave_the_policy_as_without_a_drafter(start, tmp_path, options):
+    """On two ranks, in several micro-batches; the ratio is clipped only if an earlier update moved the policy."""
+    alone = {name: value for name, value in options.items() if not name.startswith("drafter")}
+    run(start, tmp_path / "with", ranks=2, **SEVERAL | options)
+    run(start, tmp_path / "alone", ranks=2, **SEVERAL | alone, drafter__train="false")
+    ours, theirs = (read_hf(tmp_path / name / "hf")[1] for name in ("with", "alone"))
+    policy = [name for name in ours if ".mtp_layers." not in name]
+    assert policy and all(ours[name].equal(theirs[name]) for name in policy)
+    records, others = (read_records(tmp_path / name / "metrics.jsonl") for name in ("with", "alone"))
+    assert sum(record["drafter/updated"] for record in records) > 0
+    for record, other in zip(records, others, strict=True):
+        assert record["policy/grad_norm"] == other["policy/grad_norm"]
+        assert record["policy/ppo_kl"] != 0 and record["policy/skipped"] == 0

@@ -35,7 +35,7 @@ from megatron_rlspec.integrations.slime.options import Options
 from megatron_rlspec.integrations.slime.refusals import HIDDEN_MTP
 from megatron_rlspec.integrations.slime.seeds import sampling_seed
 from megatron_rlspec.models.families import FAMILIES
-from megatron_rlspec.speculation.acceptance import Prediction
+from megatron_rlspec.speculation.acceptance import Prediction, added
 from megatron_rlspec.train import checkpoint
 from megatron_rlspec.train.optimizer import Learner
 
@@ -272,7 +272,7 @@ def _write_prediction(step: Mapping[str, Any]) -> None:
     global _prediction
     assert _drafter is not None
     before = _prediction if step["step_id"] else None
-    _prediction = slime_state.added(_drafter.predicted, before)
+    _prediction = added(before, _drafter.predicted)
     first = ps.get_data_parallel_rank(with_context_parallel=True) == 0
     first = first and ps.get_tensor_model_parallel_rank() == 0
     if _prediction is not None and first:

@@ -19,11 +19,6 @@ ROLLOUTS = "rollouts.json"
 SENT = "rlspec-sent.json"
 
 
-def added(predicted: Prediction | None, before: Prediction | None) -> Prediction | None:
-    """Return the prediction of a step and those `before` it on the same rollout; a step may have none."""
-    return predicted + before if predicted and before else predicted or before
-
-
 def write_prediction(folder: Path | None, rollout_id: int, prediction: Prediction) -> None:
     if folder is None:
         return
