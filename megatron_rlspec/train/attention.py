@@ -147,10 +147,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         packed = packed_seq_params
-        if not isinstance(packed, PackedSequences) or packed.plan is None:
-            raise TypeError(
-                "PackedAttention needs packed_seq_params from attention.packed_sequences()"
-            )
+        assert isinstance(packed, PackedSequences) and packed.plan is not None
         if self.rotates:
             query = rotated(query, packed)
             key = rotated(key, packed)

@@ -198,11 +198,6 @@ class DrafterStep:
         self.learner.finalize()
         return self.learner.step()
 
-    def rate(self) -> float:
-        """Return the learning rate of the newest update."""
-        assert self.learner is not None
-        return self.learner.rate()
-
     def _predict(self, student: Student, targets: DrafterTargets) -> Sums:
         """Sum predicted acceptance over the positions of this micro-batch where a round may start.
 

@@ -72,18 +72,23 @@ def trained_names(family: NameTable) -> list[str]:
     return names
 
 
-def gather(learner: Learner, moment: str) -> dict[str, Tensor]:
-    """Gather this tensor-parallel rank's moment of each parameter, by name in the module; collective over replicas."""
+def under_canonical_names(learner: Learner, moment: str) -> dict[str, Tensor]:
+    """Gather this tensor-parallel rank's moment of each parameter, for `shards.export_stage`.
+
+    By canonical Megatron name. Collective over replicas.
+    """
     moments: dict[str, Tensor] = {}
+    names = _canonical(learner.ddp.module)
     pieces = dict(learner.optimized())
     for name, parameter in learner.ddp.module.named_parameters():
-        whole = torch.zeros(parameter.numel(), dtype=_exact(parameter), device=parameter.device)
+        exact = torch.promote_types(parameter.dtype, torch.float32)
+        whole = torch.zeros(parameter.numel(), dtype=exact, device=parameter.device)
         if name in pieces:
             inner, start, state = pieces[name]
             whole[start : start + inner.numel()] = state[moment].flatten()
         if learner.adam.distributed:
             dist.all_reduce(whole, group=learner.part_of(parameter).replicas)
-        moments[name] = whole.view(parameter.shape)
+        moments[names[name]] = whole.view(parameter.shape)
     return moments
 
 
@@ -105,17 +110,7 @@ def take(learner: Learner, family: NameTable, file: Mapping[str, Tensor]) -> Non
                 state[moment].copy_(piece.view(state[moment].shape))
 
 
-def under_canonical_names(learner: Learner, moment: str) -> dict[str, Tensor]:
-    """Gather the moments by canonical Megatron names, for `shards.export_stage`."""
-    names = _canonical(learner.ddp.module)
-    return {names[name]: tensor for name, tensor in gather(learner, moment).items()}
-
-
 def _canonical(module: nn.Module) -> dict[str, str]:
     """Map every parameter's name in the module to its canonical name."""
     by_tensor = {id(tensor): name for name, tensor in global_names(module, module.config).items()}
     return {name: by_tensor[id(parameter)] for name, parameter in module.named_parameters()}
-
-
-def _exact(parameter: Tensor) -> torch.dtype:
-    return torch.promote_types(parameter.dtype, torch.float32)

@@ -5,7 +5,7 @@ Each objective returns the loss, already divided by the step's global count, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,10 +112,7 @@ def grpo(
     return loss, records
 
 
-Objective = Callable[
-    [OutputLayer, PackedBatch, Tensor, AlgorithmConfig, Observer | None], tuple[Tensor, Sums]
-]
-OBJECTIVES: dict[str, Objective] = {"sft": sft, "grpo": grpo}
+OBJECTIVES = {"sft": sft, "grpo": grpo}
 PER_DEPTH = {
     f"drafter/{name}"
     for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob", "covered")

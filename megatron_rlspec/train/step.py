@@ -516,9 +516,9 @@ class Trainer:
 
     def _update_drafter(self) -> dict[str, float]:
         result = [0.0, 0.0, 0.0]
-        if self.drafter_step is not None:
+        if self.drafter_step is not None and self.drafter_learner is not None:
             norm, updated = self.drafter_step.update()
-            result = [norm, float(not updated), self.drafter_step.rate()]
+            result = [norm, float(not updated), self.drafter_learner.rate()]
         values = self._from_last_stage(torch.tensor(result, dtype=torch.float64)).tolist()
         return dict(zip(DRAFTER_METRICS, values, strict=True))
 

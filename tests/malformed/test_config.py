@@ -54,6 +54,7 @@ CONTRADICTIONS = [
     option("--rollout.engine embedded --rollout.engines 2", "engine=embedded", "engines=2"),
     option("--optimizer.decay_steps 5 --optimizer.warmup_steps 9", "optimizer.decay_steps=5", "warmup_steps=9"),
     Case("greedy groups", NAMED + "--rollout.temperature 0", ("rollout.temperature=0", "no advantage")),
+    Case("uneven mini-batches", NAMED + "--train.updates_per_rollout 7", ("updates_per_rollout=7 does not divide",)),
     Case("groups of one", NAMED + "--rollout.samples_per_prompt 1", ("samples_per_prompt=1", "at least 2")),
     option("--algorithm.dual_clip 3 --algorithm.ratio cispo", "ratio=cispo does not clip it"),
     option("--algorithm.overlong_tokens 2000", "overlong_tokens=2000 is longer than rollout.max_new_tokens=1024"),
