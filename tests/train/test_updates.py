@@ -104,14 +104,14 @@ def worst(one, other):
 @pytest.mark.parametrize(("aggregation", "old"), [("token", "recompute"), ("sample", "recompute"), ("token", "engine")])
 def test_three_updates_equal_the_definition(tmp_path, aggregation, old):
     """The ratio is to the policy that generated the rollout, in every update; each loss is a mean of its own."""
-    ((before, after, metrics),) = on_ranks(1, ours, tmp_path, aggregation, old)
-    tensors, numbers = expected(tmp_path, aggregation, old)
+    ((before, after, metrics),) = on_ranks(1, ours, tmp_path / "model", aggregation, old)
+    tensors, numbers = expected(tmp_path / "model", aggregation, old)
     assert worst(after, before) > LR
     assert worst(after, tensors) < 1e-6
-    assert {name: metrics[name] for name in numbers} == pytest.approx(numbers, rel=1e-6)
+    assert {name: metrics[name] for name in numbers} == pytest.approx(numbers, rel=1e-5)
     assert metrics["policy/skipped"] == 0 and 0.05 < metrics["policy/pg_clipfrac"] < 0.95
     if old == "recompute":
-        mistaken, _ = expected(tmp_path, aggregation, old, old_of_each_update=True)
+        mistaken, _ = expected(tmp_path / "model", aggregation, old, old_of_each_update=True)
         assert worst(after, mistaken) > 1e-4
 
 
