@@ -60,6 +60,7 @@ def check_every_position(shapes, dp_size, cp_size, multiple, budget, seed):
     rng = np.random.default_rng(seed)
     advantages = [rng.normal(size=len(s.tokens)).astype(np.float32) for s in samples]
     reference = [rng.normal(size=len(s.tokens)).astype(np.float32) for s in samples]
+    old = [column + 1 for column in reference]
     weights = rng.random(len(samples)).tolist()
     ranks = pack_all(
         samples,
@@ -68,6 +69,7 @@ def check_every_position(shapes, dp_size, cp_size, multiple, budget, seed):
         multiple=multiple,
         tokens_per_micro_batch=budget,
         advantages=advantages,
+        old_logprobs=old,
         reference_logprobs=reference,
         drafter_weights=weights,
     )
@@ -97,7 +99,7 @@ def check_every_position(shapes, dp_size, cp_size, multiple, budget, seed):
             assert at["drafter_weight"] == np.float32(weights[i])
             for name, column in (
                 ("advantages", advantages[i]),
-                ("old_logprobs", sample.behaviour_logprobs),
+                ("old_logprobs", old[i]),
                 ("behaviour_logprobs", sample.behaviour_logprobs),
                 ("reference_logprobs", reference[i]),
                 ("policy_weight", np.ones(len(sample.tokens))),
