@@ -30,7 +30,7 @@ if __name__ == "__main__":
     loading.place = lambda config, hf_config, tensors: GpuLayout(os.environ.get("MODE", "together"))
     for name in ("generate", "sleep", "wake", "update_weights", "fingerprints"):
         noted(SGLangEngine, name)
-    for name in ("load_hf", "train_rollout"):
+    for name in ("load_hf", "train_step"):
         noted(Trainer, name)
     engines.CANARY_PROMPTS = 0
     noted(ServedEngines, "launch")

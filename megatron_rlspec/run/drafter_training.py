@@ -12,6 +12,7 @@ from megatron_rlspec.host import ranks
 from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.train.step import Trainer
+from megatron_rlspec.train.updates import train_rollout
 from megatron_rlspec.types import Group, PackedBatch, Sample
 
 # With drafter.share=auto, the part of a step's tokens that the drafter learns from, and the fewest tokens. From a
@@ -125,10 +126,12 @@ class Drafting:
         options: Mapping[str, Any],
         rollout_seconds: float | None,
     ) -> dict[str, float]:
-        """Update policy and drafter; `options` as `Trainer.train_rollout`. Returns the metrics."""
+        """Update policy and drafter; `options` as `Trainer.train_step`. Returns the metrics."""
 
         def train(train_drafter: bool) -> dict[str, float]:
-            return self._trainer.train_rollout(mini_batches, train_drafter=train_drafter, **options)
+            return train_rollout(
+                self._trainer, mini_batches, train_drafter=train_drafter, **options
+            )
 
         if self.schedule is not None:
             metrics = self.schedule.train_step(step, train, rollout_seconds)

@@ -22,7 +22,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -289,7 +288,7 @@ class Session:
         )
 
     def train_step(self, mini_batches: list[list[PackedBatch]], **options: Any) -> dict[str, float]:
-        """Update policy and drafter on each mini-batch. Arguments and result as `Trainer.train_rollout`.
+        """Update policy and drafter on each mini-batch. Arguments and result as `updates.train_rollout`.
 
         Engines on the ranks' GPUs sleep from here until the next push.
         """
@@ -300,7 +299,8 @@ class Session:
         trains_policy = options.get("train_policy", True)
         learns = options["objective"] == "grpo" and trains_policy
         if self.config.algorithm.kl_coef and learns:
-            mini_batches = [self._with_reference(batches) for batches in mini_batches]
+            assert self.trainer.reference is not None
+            mini_batches = [self.trainer.reference.filled(batches) for batches in mini_batches]
         options["logprob_gap"] = self.records.logprob_gap.limit
         seconds = self.rollouts.newest.seconds if self.rollouts is not None else None
         groups = self._newest[1]
@@ -317,15 +317,6 @@ class Session:
         self._newest = (metrics, groups)
         self._engine_metrics = {}
         return metrics
-
-    def _with_reference(self, batches: list[PackedBatch]) -> list[PackedBatch]:
-        """Return the batches with the log-probs of the reference policy."""
-        assert self.trainer.reference is not None
-        logprobs = self.trainer.reference.logprobs(batches)
-        complete = []
-        for batch, values in zip(batches, logprobs, strict=True):
-            complete.append(replace(batch, reference_logprobs=values))
-        return complete
 
     def _drift(self, groups: Sequence[Group]) -> dict[str, float]:
         """Compare the policy with model.path on a few samples, evenly spaced. The same samples on every rank."""

@@ -6,7 +6,7 @@ Each objective returns the loss, already divided by the step's global count, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -137,6 +137,16 @@ def means(totals: dict[str, list[float]]) -> dict[str, float]:
             key = f"{name}_{depth}" if name in PER_DEPTH else name
             metrics[key] = value if name == "drafter/tokens" else value / max(count, 1.0)
     return metrics
+
+
+def filled(
+    batches: Sequence[PackedBatch], field: str, logprobs: Sequence[Tensor]
+) -> list[PackedBatch]:
+    """Return the batches with these log-probs, `[T]` for each, in a field."""
+    complete = []
+    for batch, values in zip(batches, logprobs, strict=True):
+        complete.append(replace(batch, **{field: values}))
+    return complete
 
 
 def total_of(updates: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:

@@ -14,7 +14,7 @@ from megatron_rlspec.losses.head import VocabParallelHead
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.train import experts
 from megatron_rlspec.train.attention import PackedSequences
-from megatron_rlspec.train.objectives import OutputLayer, Sums, reduce_sums
+from megatron_rlspec.train.objectives import OutputLayer, Sums, filled, reduce_sums
 from megatron_rlspec.types import PackedBatch
 
 ROWS = 512  # tokens of a micro-batch whose distributions `drift` compares
@@ -69,6 +69,10 @@ class Reference:
         """Compute `Trainer.logprobs` with the reference; then restore the current weights bit for bit."""
         with self._weights.exchanged():
             return self._logprobs(batches)
+
+    def filled(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """Return the batches with the log-probs of the reference."""
+        return filled(batches, "reference_logprobs", self.logprobs(batches))
 
     @torch.no_grad()
     def drift(self, batches: Sequence[PackedBatch]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Optimizer steps of policy and drafter over packed micro-batches, under Megatron's parallelisms.
+"""One optimizer step of policy and drafter over packed micro-batches, under Megatron's parallelisms.
 
 Megatron's pipeline schedule runs the policy. On the last stage the loss function also runs the drafter, forward and
 backward, on the detached hidden states of the same micro-batch.
@@ -12,10 +12,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +31,7 @@ from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import read_json
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.packing.transfer import to_device
-from megatron_rlspec.speculation.acceptance import Prediction, added
+from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train import checkpoint, experts, moments, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.drafter import Drafter, build_drafter
@@ -47,20 +45,11 @@ from megatron_rlspec.train.drafter_step import (
     unfiltered,
 )
 from megatron_rlspec.train.model import Policy, describe, taps_of, transformer_config
-from megatron_rlspec.train.objectives import (
-    OBJECTIVES,
-    OutputLayer,
-    Sums,
-    means,
-    reduce_sums,
-    total_of,
-)
+from megatron_rlspec.train.objectives import OBJECTIVES, OutputLayer, Sums, means, reduce_sums
 from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.train.reference import Reference
 from megatron_rlspec.types import PackedBatch, Scope
 
-# between engines and policy
-GAPS = ("policy/train_rollout_logprob_abs_diff", "policy/train_rollout_kl")
 DRAFTER_METRICS = ("drafter/grad_norm", "drafter/skipped", "drafter/lr")
 
 
@@ -92,8 +81,10 @@ class Trainer:
         # After the models are built: layers with experts copy the configuration that they are built from.
         self.model_config.finalize_model_grads_func = self.learner.finalize
         self.model_config.no_sync_func = self.learner.ddp.no_sync if overlap else None
-        # of the next rollout's acceptance, by the updates of the last rollout
+        # of the next rollout's acceptance, by the last GRPO step
         self.prediction: Prediction | None = None
+        # sums of the newest step over all ranks, for `objectives.means`
+        self.totals: dict[str, list[float]] = {}
         # of coupled drafts, by the newest prediction or measurement
         self.sharpness: float | None = None
         self._steps = _predicted_steps(config) if config.drafter.train else ()
@@ -174,86 +165,28 @@ class Trainer:
         self.sharpness = read_json(directory / checkpoint.LAYOUT)["sharpness"]
         self.refresh_embedding()
 
-    def train_step(self, batches: Sequence[PackedBatch], **options: Any) -> dict[str, float]:
-        """Take one optimizer step over this rank's micro-batches. Options and result as `train_rollout`."""
-        return self.train_rollout([batches], **options)
-
-    def train_rollout(
+    def train_step(
         self,
-        mini_batches: Sequence[Sequence[PackedBatch]],
+        batches: Sequence[PackedBatch],
         *,
         objective: Literal["sft", "grpo"] = "sft",
         train_policy: bool = True,
         train_drafter: bool = True,
         logprob_gap: float = math.inf,
     ) -> dict[str, float]:
-        """Take one optimizer step over each mini-batch; the returned metrics are the same on all ranks.
+        """Take one optimizer step over this rank's micro-batches; the returned metrics are the same on all ranks.
 
-        mini_batches  this rank's micro-batches of each optimizer step
         train_policy  False: the policy only computes hidden states; only the drafter learns
         train_drafter False: the drafter does not run
         logprob_gap   largest allowed mean |log-prob difference| between engines and policy; above it, the engines
                       sampled from other weights
 
         If the policy's loss or gradient norm is not finite, or the gap is above `logprob_gap`, the policy is not
-        updated. The drafter is not updated if its own norm is not finite. `policy/skipped` and `drafter/skipped` are
-        the shares of such updates. Norms, losses and rates are means over updates, other metrics over all tokens.
+        updated (`policy/skipped` = 1). The drafter is not updated if its own norm is not finite (`drafter/skipped`).
         """
-        self.prediction = None
         if not train_policy and not train_drafter:
+            self.prediction = None
             return {}
-        algorithm = self.config.algorithm
-        if objective == "grpo" and train_policy and algorithm.old_logprobs == "recompute":
-            mini_batches = self._with_old_logprobs(mini_batches)
-        sums = []
-        updates = []
-        gaps: dict[str, float] = {}
-        for batches in mini_batches:
-            totals = self._backward(batches, objective, train_policy, train_drafter)
-            self.prediction = added(self.prediction, prediction_of(totals, self._steps))
-            metrics = means(totals)
-            if not updates or algorithm.old_logprobs == "recompute":
-                # Engines' log-probs that are the old ones are compared with those of the present policy, which is the
-                # rollout's until its first update.
-                gaps = {name: metrics[name] for name in GAPS if name in metrics}
-            agree = gaps.get(GAPS[0], 0.0) <= logprob_gap
-            finite = math.isfinite(metrics.get("policy/loss", 0.0))
-            updates.append(self._update(train_policy, train_drafter, agree and finite))
-            sums.append(totals)
-        self._learn_sharpness(self.prediction)
-        metrics = means(total_of(sums))
-        if algorithm.old_logprobs == "engine":
-            metrics |= gaps
-        for name in updates[0]:
-            metrics[name] = fmean(update[name] for update in updates)
-        return metrics
-
-    def _with_old_logprobs(
-        self, mini_batches: Sequence[Sequence[PackedBatch]]
-    ) -> list[Sequence[PackedBatch]]:
-        """Return the mini-batches, those after the first with the log-probs of the policy as it is now.
-
-        The first one needs none: its own forward pass is that of the same policy.
-        """
-        complete = [mini_batches[0]]
-        for batches in mini_batches[1:]:
-            logprobs = self.logprobs(batches)
-            complete.append(
-                [
-                    replace(batch, old_logprobs=values)
-                    for batch, values in zip(batches, logprobs, strict=True)
-                ]
-            )
-        return complete
-
-    def _backward(
-        self,
-        batches: Sequence[PackedBatch],
-        objective: str,
-        train_policy: bool,
-        train_drafter: bool,
-    ) -> dict[str, list[float]]:
-        """Compute the gradients of one optimizer step. Returns the sums of all ranks."""
         self.policy.train()
         self.learner.zero_grad()
         self._scale_balancing_loss(batches)
@@ -265,15 +198,14 @@ class Trainer:
         losses = partial(self._losses, objective, train_policy, train_drafter)
         sums = self.run(batches, losses, forward_only=not train_policy)
         self._head_is_finite = None
-        return reduce_sums(sums)
-
-    def _update(
-        self, train_policy: bool, train_drafter: bool, policy_allowed: bool
-    ) -> dict[str, float]:
-        """Update the parameters by the gradients of `_backward`. Returns metrics."""
-        metrics: dict[str, float] = {}
+        totals = reduce_sums(sums)
+        self.learn_prediction(prediction_of(totals, self._steps))
+        self.totals = totals
+        metrics = means(totals)
         if train_policy:
-            norm, updated = self.learner.step(allowed=policy_allowed)
+            agree = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
+            finite = math.isfinite(metrics["policy/loss"])
+            norm, updated = self.learner.step(allowed=agree and finite)
             metrics["policy/grad_norm"] = norm
             metrics["policy/skipped"] = float(not updated)
             metrics["policy/lr"] = self.learner.rate()
@@ -346,6 +278,11 @@ class Trainer:
         if prediction is None:
             return dict.fromkeys(steps, 1.0)
         return {k: prediction.tokens_per_round(k) for k in steps}
+
+    def learn_prediction(self, prediction: Prediction | None) -> None:
+        """Set the `prediction` of the next rollout's acceptance, and the sharpness of its drafts."""
+        self.prediction = prediction
+        self._learn_sharpness(prediction)
 
     def _learn_sharpness(self, prediction: Prediction | None) -> None:
         if prediction is not None and prediction.sharpness:

@@ -35,7 +35,7 @@ def test_engines_share_what_the_trainer_leaves(start, tmp_path, mode, calls):
 @pytest.mark.slow
 def test_the_order_of_calls_in_a_run(start, tmp_path):
     calls = calls_of(start, tmp_path / "run", "train", {"train.steps": 2})
-    step = ["generate", "sleep", "train_rollout", "_free_memory", "wake", "update_weights", "fingerprints"]
+    step = ["generate", "sleep", "train_step", "_free_memory", "wake", "update_weights", "fingerprints"]
     evaluation = ["generate"]
     push = ["_free_memory", "update_weights", "fingerprints"]
     assert calls == [*STARTED, *push, *evaluation, *step, *step, *evaluation]
@@ -48,7 +48,7 @@ def test_a_warm_start_lets_engines_sleep_over_several_steps(start, tmp_path):
     options |= {"sft.held_out": 0, "sft.drafter_only": "false"}
     calls = calls_of(start, tmp_path / "run", "sft", options | {"train.eval_prompts": 1})
     evaluation = ["_free_memory", "wake", "update_weights", "fingerprints", "generate"]
-    assert calls == [*STARTED, "sleep", "train_rollout", "train_rollout", *evaluation, "sleep", "train_rollout"]
+    assert calls == [*STARTED, "sleep", "train_step", "train_step", *evaluation, "sleep", "train_step"]
 
 
 def test_an_engine_that_is_restarted_sleeps_during_the_step_too():

@@ -11,6 +11,7 @@ from train_ranks import HF_CONFIG, config, on_ranks, samples
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.train.step import Trainer
+from megatron_rlspec.train.updates import train_rollout
 
 HF = HF_CONFIG | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False}
 HF |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
@@ -43,7 +44,7 @@ def ours(folder, aggregation, old_logprobs):
         )
         assert len(packed) > 1
         mini_batches.append(packed)
-    metrics = trainer.train_rollout(mini_batches, objective="grpo")
+    metrics = train_rollout(trainer, mini_batches, objective="grpo")
     return before, {name: tensor.clone() for name, tensor in trainer.export("target")}, metrics
 
 
@@ -123,7 +124,7 @@ def beside_a_drafter(updates):
             trainer = build(PLAIN | {"dtype": "float32"} | cell, drafter=drafter, clip=0.3)
             for rollout in range(3):
                 mini_batches = [own_batches(trainer, 10 * rollout + i, some=i % 2 == 1) for i in range(updates)]
-                metrics = trainer.train_rollout(mini_batches, objective="grpo")
+                metrics = train_rollout(trainer, mini_batches, objective="grpo")
             assert metrics["policy/grad_norm"] > 0.3 and metrics["policy/ratio"] != 1
             out.append(state(trainer))
             assert not drafter or trainer.drafter_learner.steps == 3 * updates
@@ -148,7 +149,7 @@ def engines_of_the_rollouts_policy():
         for batch, logprobs in zip(batches, trainer.logprobs(batches), strict=True):
             batch.behaviour_logprobs = logprobs
         mini_batches.append(batches)
-    return trainer.train_rollout(mini_batches, objective="grpo", logprob_gap=1e-6)
+    return train_rollout(trainer, mini_batches, objective="grpo", logprob_gap=1e-6)
 
 
 def test_what_the_policy_learns_between_updates_is_no_gap_to_the_engines():
@@ -162,7 +163,7 @@ def one_update_of_two_is_broken():
     mini_batches = [own_batches(trainer, seed) for seed in (0, 1)]
     for batch in mini_batches[1]:
         batch.advantages.fill_(float("inf"))
-    return trainer.train_rollout(mini_batches, objective="grpo"), trainer.learner.steps, trainer.prediction
+    return train_rollout(trainer, mini_batches, objective="grpo"), trainer.learner.steps, trainer.prediction
 
 
 def test_the_share_of_skipped_updates_is_recorded():

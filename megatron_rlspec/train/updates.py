@@ -1,0 +1,56 @@
+"""Several optimizer steps on one rollout: one on each of its mini-batches (`train.updates_per_rollout`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from megatron_rlspec.speculation.acceptance import added
+from megatron_rlspec.train.objectives import filled, means, total_of
+from megatron_rlspec.train.step import Trainer
+from megatron_rlspec.types import PackedBatch
+
+# between engines and policy
+GAPS = ("policy/train_rollout_logprob_abs_diff", "policy/train_rollout_kl")
+
+
+def train_rollout(
+    trainer: Trainer,
+    mini_batches: Sequence[Sequence[PackedBatch]],
+    *,
+    logprob_gap: float = math.inf,
+    **options: Any,
+) -> dict[str, float]:
+    """Take an optimizer step over each mini-batch, which holds this rank's micro-batches. Collective.
+
+    Arguments and metrics are those of `Trainer.train_step`. The old log-probs of all mini-batches are of the policy
+    before the first update. Learning rates, norms, losses and shares of skipped updates are means over the updates,
+    other metrics are means over the tokens of all mini-batches.
+    """
+    from_engines = trainer.config.algorithm.old_logprobs == "engine"
+    learns = options.get("objective") == "grpo" and options.get("train_policy", True)
+    later = list(mini_batches[1:])
+    if learns and not from_engines:
+        # The first mini-batch needs none: its own forward pass is that of the same policy.
+        later = [filled(batches, "old_logprobs", trainer.logprobs(batches)) for batches in later]
+    totals = []
+    updates: list[dict[str, float]] = []
+    prediction = None
+    for batches in [mini_batches[0], *later]:
+        updates.append(trainer.train_step(batches, logprob_gap=logprob_gap, **options))
+        totals.append(trainer.totals)
+        prediction = added(prediction, trainer.prediction)
+        if from_engines and updates[-1].get("policy/skipped") == 0:
+            # The present policy's log-probs are compared with the engines', and it is the rollout's no more.
+            logprob_gap = math.inf
+    trainer.learn_prediction(prediction)
+    if not updates[0]:
+        return {}
+    metrics = means(total_of(totals))
+    if from_engines:
+        metrics |= {name: updates[0][name] for name in GAPS if name in updates[0]}
+    for name in updates[0].keys() - metrics.keys():
+        metrics[name] = fmean(update[name] for update in updates)
+    return metrics
