@@ -51,6 +51,7 @@ def train_rollout(
     metrics = means(total_of(totals))
     if from_engines:
         metrics |= {name: updates[0][name] for name in GAPS if name in updates[0]}
-    for name in updates[0].keys() - metrics.keys():
-        metrics[name] = fmean(update[name] for update in updates)
+    for name in updates[0]:
+        if name not in metrics:
+            metrics[name] = fmean(update[name] for update in updates)
     return metrics
