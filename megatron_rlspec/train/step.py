@@ -274,19 +274,16 @@ class Trainer:
             if self.drafter is not None:
                 self.drafter.depth = self.config.drafter.depth
         prediction = prediction_of(reduce_sums(sums), tuple(steps))
-        self._learn_sharpness(prediction)
         if prediction is None:
             return dict.fromkeys(steps, 1.0)
+        self.sharpness = prediction.sharpness or self.sharpness
         return {k: prediction.tokens_per_round(k) for k in steps}
 
     def learn_prediction(self, prediction: Prediction | None) -> None:
         """Set the `prediction` of the next rollout's acceptance, and the sharpness of its drafts."""
         self.prediction = prediction
-        self._learn_sharpness(prediction)
-
-    def _learn_sharpness(self, prediction: Prediction | None) -> None:
-        if prediction is not None and prediction.sharpness:
-            self.sharpness = prediction.sharpness
+        if prediction is not None:
+            self.sharpness = prediction.sharpness or self.sharpness
 
     def keep_reference(self) -> None:
         """Copy the current policy, for `reference`."""
