@@ -99,9 +99,9 @@ class Trainer:
         options = config.drafter
         seed = config.train.seed + 1  # a random stream of its own
         drafter = build_drafter(self.model_config, self.hf_config, options, seed).to(self.device)
+        self.drafter = drafter
         changes = {"lr": options.lr, "weight_decay": 0.0, "warmup_steps": options.warmup_steps}
         adam = config.optimizer.model_copy(update=changes)
-        self.drafter = drafter
         self.drafter_learner = Learner(drafter, adam, pipelined=False, pace=self.learner)
         self.drafter_step = DrafterStep(self.drafter_learner, _drafter_objective(config))
         self.drafter_step.head = getattr(drafter, "head", None)
@@ -134,13 +134,13 @@ class Trainer:
         It yields nothing before the drafter's first update.
         """
         learner = self.drafter_learner
-        last = ps.get_pipeline_model_parallel_world_size() - 1
         count = 0
         if learner is not None:
             count = learner.steps + learner.updates_before
         updates = self._from_last_stage(torch.tensor(count))
         if not int(updates):
             return
+        last = ps.get_pipeline_model_parallel_world_size() - 1
         for moment in moments.MOMENTS:
             tensors: dict[str, Tensor] = {}
             if learner is not None:
@@ -198,10 +198,9 @@ class Trainer:
         losses = partial(self._losses, objective, train_policy, train_drafter)
         sums = self.run(batches, losses, forward_only=not train_policy)
         self._head_is_finite = None
-        totals = reduce_sums(sums)
-        self.learn_prediction(prediction_of(totals, self._steps))
-        self.totals = totals
-        metrics = means(totals)
+        self.totals = reduce_sums(sums)
+        self.learn_prediction(prediction_of(self.totals, self._steps))
+        metrics = means(self.totals)
         if train_policy:
             agree = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
             finite = math.isfinite(metrics["policy/loss"])
@@ -310,10 +309,9 @@ class Trainer:
 
     def learners(self) -> dict[str, Learner]:
         """Return the learners of policy and drafter on this rank."""
-        learners = {"policy": self.learner}
-        if self.drafter_learner is not None:
-            learners["drafter"] = self.drafter_learner
-        return learners
+        if self.drafter_learner is None:
+            return {"policy": self.learner}
+        return {"policy": self.learner, "drafter": self.drafter_learner}
 
     def _layout(self) -> dict[str, Any]:
         """Return what must be equal between a checkpoint and the run that resumes from it."""
