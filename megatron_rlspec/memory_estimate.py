@@ -251,19 +251,16 @@ def token_bytes(config: Config, hf_config: Mapping[str, Any], tensor: int = 1) -
     return 2 * layers * max(kv_heads, tensor) * head_dim * itemsize
 
 
-def engine_share(
-    engine: EngineMemory, gpu: int, trainer: int | None = None, sleeping: int | None = None
-) -> EngineShare:
+def engine_share(engine: EngineMemory, gpu: int, trainer: int | None = None) -> EngineShare:
     """Return the memory that an engine gets on GPUs of `gpu` bytes. SGLang takes a share of what it finds free.
 
-    trainer   bytes that a trainer rank on the same GPU keeps; None: no rank shares it
-    sleeping  bytes that a sleeping engine on the same GPU keeps; None: no engine shares it
+    trainer  bytes that a trainer rank on the same GPU keeps; None: no rank shares it
 
     Raises ConfigError if weights and one sample of the longest length do not fit.
     """
     free = gpu - PROCESS_BYTES
-    if trainer is not None or sleeping is not None:
-        free = int(gpu * (1 - SPARE)) - 2 * PROCESS_BYTES - (trainer or 0) - (sleeping or 0)
+    if trainer is not None:
+        free = int(gpu * (1 - SPARE)) - 2 * PROCESS_BYTES - trainer
     room = free - engine.working
     needed = (engine.weights + engine.token * engine.longest) / engine.tensor
     if needed > room:

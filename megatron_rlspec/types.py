@@ -458,7 +458,6 @@ class Load:
     waiting      requests that it has not begun
     free_tokens  room in its KV cache, tokens
     version      of its weights; samples move between engines of one version only
-    tp           its tensor-parallel size
     """
 
     engine: str
@@ -466,4 +465,3 @@ class Load:
     waiting: int
     free_tokens: int
     version: int
-    tp: int = 1

@@ -123,11 +123,6 @@ class Config(Section):
         return bool(weighs and algorithm.tis_clip == 0 and older)
 
     @property
-    def second(self) -> int:
-        """Return the tensor-parallel size of a second fleet of SGLang engines; 0: there is none."""
-        return self.tail.tp[-1] if len(self.tail.tp) > 1 and self.rollout.engine == "sglang" else 0
-
-    @property
     def spare(self) -> int:
         """Return how many positions of the model's context SGLang takes no sample of.
 

@@ -23,14 +23,12 @@ class TailConfig(Section):
             "the moments at which they begin requests and return samples",
         )
     )
-    tp: tuple[int, ...] = Field(
+    tp: Annotated[tuple[int, ...], Needs("rollout.engine=embedded")] = Field(
         (1,),
-        description="tensor-parallel sizes at which the last samples may be drawn, the smallest first; needs "
-        "tail.cost_table. Embedded engines of a run's ranks change to them in place, such as 1,2,4. With SGLang two "
-        "sizes, placement.tensor and a multiple: a second fleet sleeps on the same devices, and takes over when that "
-        "pays; needs tail.rebalance, too",
+        description="tensor-parallel sizes to which the engines of a run's ranks may change for the last samples, "
+        "1 first, such as 1,2,4; needs tail.cost_table (PAT)",
     )
-    cost_table: Text = Field(
+    cost_table: Annotated[Text, Needs("tail.tp")] = Field(
         "",
         description="durations of rounds at the sizes of tail.tp, which `rlspec profile --tp 1,2,4` writes",
     )
@@ -41,6 +39,6 @@ class TailConfig(Section):
         ordered = all(
             small < large and large % small == 0 for small, large in itertools.pairwise(sizes)
         )
-        if not sizes or sizes[0] < 1 or not ordered or sizes[-1] > 1024:
-            raise ValueError("expected multiples of the size before, such as 1,2,4")
+        if not sizes or sizes[0] != 1 or not ordered or sizes[-1] > 1024:
+            raise ValueError("expected 1 and then multiples of the size before, such as 1,2,4")
         return sizes

@@ -114,12 +114,8 @@ class Pusher:
         source: Source,
         scope: Scope = "all",
         only: Sequence[str] | None = None,
-        known: Mapping[str, int] | None = None,
     ) -> PushReport:
         """Bring every engine (or `only` those named) to `version`; `source(scope)` yields full, HF-named tensors.
-
-        known  fingerprints from an earlier push, whose tensors are pushed again from a copy. These are neither computed
-               nor looked at again: the comparison shows the copy's errors, too
 
         A narrower scope than "all" becomes "all" if no comparison has shown that every engine holds the rest, as after
         a start or a failure. Raises PushError if the exporter yields a name twice, NaN or infinity; the engines then
@@ -141,9 +137,7 @@ class Pusher:
             for name, engine in engines.items():
                 updates[name] = threads.submit(_update, engine, version, scope, feeds[name])
             try:
-                sent, total, spent = _stream(
-                    source(scope), list(feeds.values()), limit, known or {}
-                )
+                sent, total, spent = _stream(source(scope), list(feeds.values()), limit)
             finally:
                 for feed in feeds.values():
                     # no effect on a feed that has ended
@@ -337,7 +331,7 @@ def in_buckets(tensors: Iterable[Named], memory: BucketMemory) -> Iterator[Bucke
 
 
 def _stream(
-    tensors: Iterable[Named], feeds: Sequence[Feed], limit: int, known: Mapping[str, int]
+    tensors: Iterable[Named], feeds: Sequence[Feed], limit: int
 ) -> tuple[dict[str, int], int, float]:
     """Read the exporter to its end, even if engines fail, since the other ranks take part in it.
 
@@ -349,7 +343,7 @@ def _stream(
     refused = ""
     for bucket in buckets(tensors, limit):
         began = time.perf_counter()
-        found, problem = _fingerprinted(bucket, known)
+        found, problem = _fingerprinted(bucket)
         refused = refused or problem
         for name, tensor in bucket:
             if name in marks:
@@ -371,15 +365,13 @@ def _stream(
     return marks, total, spent
 
 
-def _fingerprinted(bucket: Sequence[Named], known: Mapping[str, int]) -> tuple[dict[str, int], str]:
+def _fingerprinted(bucket: Sequence[Named]) -> tuple[dict[str, int], str]:
     """Return fingerprints by name, and which tensor may not be sent; "" if all may."""
-    marks = {name: known[name] for name, _ in bucket if name in known}
-    unknown = [(name, tensor) for name, tensor in bucket if name not in known]
-    tensors = [tensor for _, tensor in unknown]
+    marks = {}
     problem = ""
-    for (name, _), mark, finite in zip(
-        unknown, fingerprints(tensors), _finite(tensors), strict=True
-    ):
+    tensors = [tensor for _, tensor in bucket]
+    checked = zip(bucket, fingerprints(tensors), _finite(tensors), strict=True)
+    for (name, _), mark, finite in checked:
         marks[name] = mark
         if not finite and not problem:
             problem = f"{name} holds NaN or infinity"

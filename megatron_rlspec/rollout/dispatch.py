@@ -32,9 +32,6 @@ class Engines(Protocol):
     @property
     def engines(self) -> Mapping[str, RolloutEngine]: ...
 
-    @property
-    def serving(self) -> list[str]: ...
-
     def check(self) -> None: ...
 
     def drop(self, name: str, error: EngineError) -> None: ...
@@ -161,7 +158,8 @@ class Dispatch:
     def _least_loaded(self) -> str | None:
         """Return the engine that gets the next group; None if all have as many requests as they may."""
         limit = self.pool.in_flight
-        free = [name for name in self.pool.serving if not limit or self.load[name] < limit]
+        engines = list(self.pool.engines)  # another thread may drop one
+        free = [name for name in engines if not limit or self.load[name] < limit]
         if not free:
             return None
         if self.ran_dry:
@@ -294,9 +292,8 @@ class Dispatch:
         if not freed or self.waiting or self.aborted:
             return
         engines = dict(self.pool.engines)
-        serving = [name for name in self.pool.serving if name in engines]
-        least = min((self.load[name] for name in serving), default=0)
-        for name in sorted(serving, key=self.load.__getitem__, reverse=True):
+        least = min((self.load[name] for name in engines), default=0)
+        for name in sorted(engines, key=self.load.__getitem__, reverse=True):
             surplus = (self.load[name] - least) // 2
             if name not in self.queueing or surplus <= least / 2:
                 continue

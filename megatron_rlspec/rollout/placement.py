@@ -30,7 +30,6 @@ class GpuLayout:
 
     train         of the trainer ranks, by local rank
     engines       of each engine, by its tensor-parallel rank; empty where nothing is placed
-    second        of the engines of a second fleet, which shares devices with the first
     together      whether engines share the ranks' GPUs, so that they release memory while training
     mem_fraction  share of the memory that an engine finds free, for its weights and KV cache
     tokens        that the KV cache of an engine on the ranks' GPUs holds; 0: all that fit
@@ -44,7 +43,6 @@ class GpuLayout:
     mem_fraction: float = 0.0
     tokens: int = 0
     kv_tokens: int = 0
-    second: tuple[tuple[str, ...], ...] = ()
     need: Need | None = None
 
     @property
@@ -52,12 +50,10 @@ class GpuLayout:
         return self.mode == "together"
 
     def environment(self, engine: int) -> dict[str, str]:
-        """Return the variables of the engine's process. Those of the second fleet count after all others."""
-        return (
-            {"CUDA_VISIBLE_DEVICES": ",".join((*self.engines, *self.second)[engine])}
-            if self.engines
-            else {}
-        )
+        """Return the variables of the process of the engine with this index."""
+        if not self.engines:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.engines[engine])}
 
 
 @dataclass(frozen=True)
@@ -117,12 +113,8 @@ def place(
     engines: int,
     tensor: int,
     mode: Literal["auto", "apart", "together"],
-    second: int = 0,
 ) -> GpuLayout:
-    """Give every GPU to trainer ranks, to an engine, or to both. Raises ConfigError if that does not come out even.
-
-    second  GPUs of an engine of the second fleet; 0: there is none
-    """
+    """Give every GPU to trainer ranks, to an engine, or to both. Raises ConfigError if that does not come out even."""
     if not gpus:
         return GpuLayout()
     if mode == "auto":
@@ -152,10 +144,6 @@ def place(
             )
         free = iter(gpus[ranks:])
     else:
-        if second:
-            raise ConfigError(
-                f"tail.tp={tensor},{second}: two fleets need GPUs without trainer ranks, and those have all {len(gpus)}"
-            )
         if not ranks == wanted == len(gpus):
             free_others = ""
             if ranks < len(gpus):
@@ -168,9 +156,7 @@ def place(
             )
         free = iter(gpus)
     of_engines = tuple(tuple(next(free) for _ in range(tensor)) for _ in range(engines))
-    shared = [gpu for group in of_engines for gpu in group] if second else []
-    of_second = tuple(tuple(shared[i : i + second]) for i in range(0, len(shared), second or 1))
-    return GpuLayout(mode, tuple(gpus[:ranks]), of_engines, second=of_second)
+    return GpuLayout(mode, tuple(gpus[:ranks]), of_engines)
 
 
 def _filling(count: int, engines: int, tensor: int) -> list[str]:
@@ -183,17 +169,17 @@ def _filling(count: int, engines: int, tensor: int) -> list[str]:
     return ways
 
 
-def check_heads(
-    hf_config: Mapping[str, Any], tensor: int, option: str = "placement.tensor"
-) -> None:
+def check_heads(hf_config: Mapping[str, Any], tensor: int) -> None:
     """Raise ConfigError unless `tensor` GPUs can share the model's attention heads as SGLang shares them."""
     heads = int(hf_config.get("num_attention_heads", tensor))
     kv_heads = int(hf_config.get("num_key_value_heads") or heads)
     if heads % tensor:
-        raise ConfigError(f"{option}={tensor} does not divide the model's {heads} attention heads")
+        raise ConfigError(
+            f"placement.tensor={tensor} does not divide the model's {heads} attention heads"
+        )
     if kv_heads % tensor and tensor % kv_heads:
         raise ConfigError(
-            f"{option}={tensor} neither divides nor is a multiple of the model's {kv_heads} key and value heads"
+            f"placement.tensor={tensor} neither divides nor is a multiple of the model's {kv_heads} key and value heads"
         )
 
 
@@ -208,7 +194,6 @@ def with_memory(layout: GpuLayout, need: Need) -> GpuLayout:
         need.engine,
         need.gpu,
         trainer=need.trainer.between_steps if layout.together else None,
-        sleeping=need.engine.asleep if layout.second else None,
     )
     tokens = share.kv_tokens if layout.together else 0
     return replace(

@@ -6,14 +6,14 @@
            stolen from a full engine ──┤                                               ▼
          left over by a lost engine ───┘          `resume` of what `claim` took ◄── finished ──► samples, on_sample
 
-Pushes, checks and moves ask the pool for its engines. Only the pool adds, drops and removes one.
+Pushes, checks and moves ask the pool for its engines. Only the pool adds and drops one.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import MappingProxyType
 from typing import TypeVar
@@ -56,7 +56,6 @@ class EnginePool:
         if not engines:
             raise ValueError("an EnginePool needs at least one engine")
         self._engines = dict(engines)
-        self._spare: set[str] = set()  # engines that get no requests
         self.in_flight = in_flight
         self._lost = lost
         self.continues = continues
@@ -72,11 +71,6 @@ class EnginePool:
     def engines(self) -> Mapping[str, RolloutEngine]:
         """Return the engines that have not failed, by name: a view that follows the pool."""
         return MappingProxyType(self._engines)
-
-    @property
-    def serving(self) -> list[str]:
-        """Return the names of the engines that get requests."""
-        return [name for name in list(self._engines) if name not in self._spare]
 
     def generate(
         self,
@@ -153,24 +147,9 @@ class EnginePool:
         if not self._engines:
             raise EngineError(f"no engine is left; the last one failed with: {self._last_failure}")
 
-    def serve(self, names: Collection[str]) -> None:
-        """Give requests to these engines from now on, and none to the others."""
-        self._spare = self._engines.keys() - set(names)
-        for run in list(self._running):
-            run.wake()
-
-    def add(self, name: str, engine: RolloutEngine, spare: bool = False) -> None:
-        """Add an engine that holds the same weights as the others; a spare one also during `generate`."""
-        if spare:
-            self._spare = self._spare | {name}
-        else:
-            self._spare = self._spare - {name}
+    def add(self, name: str, engine: RolloutEngine) -> None:
+        """Add an engine that holds the same weights as the others."""
         self._engines[name] = engine
-
-    def remove(self, name: str) -> None:
-        """Forget an engine that generates nothing, without closing it. Repeatable."""
-        self._engines.pop(name, None)
-        self._spare = self._spare - {name}
 
     def everywhere(self, call: Callable[[RolloutEngine], Result]) -> dict[str, Result]:
         """Call every engine at once; return the results by name, without those that failed.

@@ -116,14 +116,10 @@ class EmbeddedEngines:
 class ServedEngines:
     """SGLang's engines: processes that `launch` starts, or running ones at `rollout.urls`. See `StartingEngines`.
 
-    sizes   tensor-parallel sizes by name, of the engines that are launched, in the order of `GpuLayout.engines`
-    client  this side of an engine
+    names  of the engines that are launched, in the order of `GpuLayout.engines`
     """
 
-    client: type[SGLangEngine] = SGLangEngine
-
     def __init__(self, config: Config, run_dir: Path, layout: GpuLayout) -> None:
-        self.sizes: dict[str, int] = {}
         self._config = config
         self._timeout = config.rollout.timeout_seconds
         self._startup = max(self._timeout, LEAST_STARTUP)
@@ -135,16 +131,15 @@ class ServedEngines:
         self._attached: dict[str, RolloutEngine] = {}
         for url in config.rollout.urls:
             self._attached[url] = self._attach(url)
-        if not config.rollout.urls:
-            tensor = config.placement.tensor
-            self.sizes = {f"engine-{index}": tensor for index in range(config.rollout.engines)}
+        launched = 0 if config.rollout.urls else config.rollout.engines
+        self.names = [f"engine-{index}" for index in range(launched)]
 
     @property
     def own(self) -> Collection[str]:
         return list(self._processes)
 
     def launch(self) -> None:
-        for name in self.sizes:
+        for name in self.names:
             self._launch(name)
 
     def wait(self) -> Mapping[str, RolloutEngine]:
@@ -170,7 +165,7 @@ class ServedEngines:
 
     def _attach(self, url: str) -> RolloutEngine:
         """Connect to a running engine. Raises ConfigError if no engine answers at `url`."""
-        engine = self.client(url, timeout=self._timeout, transport=self._transport)
+        engine = SGLangEngine(url, timeout=self._timeout, transport=self._transport)
         try:
             described = engine.describe()
         except EngineError as error:
@@ -205,25 +200,20 @@ class ServedEngines:
 
     def _launch(self, name: str, suffix: str = "") -> EngineProcess:
         log = self._logs / f"{name}{suffix}.log"
-        arguments, environment = self._command(name, list(self.sizes).index(name))
         self._processes[name] = launch(
-            self._config.model.path, log, arguments=arguments, environment=environment
+            self._config.model.path,
+            log,
+            arguments=engine_arguments(self._config, self._layout),
+            environment=self._layout.environment(self.names.index(name)),
         )
         return self._processes[name]
-
-    def _command(self, name: str, index: int) -> tuple[list[str], dict[str, str]]:
-        """Return the arguments and the environment of the engine `name`, the one of this index among `sizes`."""
-        arguments = engine_arguments(
-            self._config, self._layout, index, sleeps=self._layout.together
-        )
-        return arguments, self._layout.environment(index)
 
     def _connected(self, process: EngineProcess) -> SGLangEngine:
         """Wait until a process answers. Raises EngineError."""
         begun = time.monotonic()
         started = process.wait(self._startup)
         tell(f"{process.log.stem}: ready after {time.monotonic() - begun:.0f} s", sys.stdout)
-        return self.client.of(started, timeout=self._timeout, transport=self._transport)
+        return SGLangEngine.of(started, timeout=self._timeout, transport=self._transport)
 
 
 def describe_drafter(model: str, drafter: str) -> dict[str, Any]:
@@ -286,8 +276,7 @@ def _transport(config: Config, layout: GpuLayout) -> Transport:
         return Http()
     if way == "group":
         # NCCL refuses two processes on one GPU.
-        shared = layout.together or layout.second
-        return GroupBroadcast(config.push.address, "gloo" if shared else "")
+        return GroupBroadcast(config.push.address, "gloo" if layout.together else "")
     if config.push.transport == "handles" and not torch.cuda.is_available():
         raise ConfigError(
             "push.transport=handles is for memory of a GPU, and this machine has none; expected http"
@@ -296,7 +285,7 @@ def _transport(config: Config, layout: GpuLayout) -> Transport:
 
 
 def _best_transport(config: Config, layout: GpuLayout) -> str:
-    if config.rollout.urls or not layout.engines or layout.second:
+    if config.rollout.urls or not layout.engines:
         return "http"
     if layout.together and _read_memory_of_rank_0(layout):
         return "handles"
@@ -368,14 +357,8 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
         raise ConfigError(str(error)) from None
 
 
-def engine_arguments(
-    config: Config, layout: GpuLayout, index: int = 0, sleeps: bool = False
-) -> list[str]:
-    """Return the command-line options of `rlspec serve` for one of this run's engines.
-
-    index   of the engine, in `GpuLayout.engines` and then `GpuLayout.second`
-    sleeps  whether it releases its memory at times
-    """
+def engine_arguments(config: Config, layout: GpuLayout) -> list[str]:
+    """Return the command-line options of `rlspec serve` for this run's engines."""
     spec = config.spec
     options: dict[str, str | int | float] = {
         "dtype": config.model.dtype,
@@ -395,13 +378,13 @@ def engine_arguments(
         if config.drafter.kind == "eagle3":
             options["draft-model"] = config.drafter.path
     if layout.engines:
-        options["tp"] = len((*layout.engines, *layout.second)[index])
+        options["tp"] = len(layout.engines[0])
     if layout.engines or torch.cuda.is_available():
         options["mem-fraction-static"] = layout.mem_fraction or UNPLACED
     arguments = []
     for name, value in options.items():
         arguments += [f"--{name}", str(value)]
-    if layout.engines and sleeps:
+    if layout.engines and layout.together:
         # Released memory comes back empty. The push restores the target; SGLang keeps the target's buffers only.
         arguments.append("--enable-memory-saver")
         if config.spec.mode != "off":

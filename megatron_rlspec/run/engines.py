@@ -78,7 +78,7 @@ class Engines:
         """Return each engine's rounds since the last call, and the engines' reports of an adaptive rule."""
         rounds, reports = self._speculation.gather(self.pool.everywhere)
         if self._migration is not None:
-            rounds, reports = self._migration.observe(rounds, reports)
+            self._migration.observe(rounds)
         return rounds, reports
 
     # ---- weights ----------------------------------------------------------------------------------------------------
@@ -121,8 +121,6 @@ class Engines:
         self._add_restarted()
         if hot_tokens is not None:
             self.pool.everywhere(lambda engine: engine.set_draft_vocabulary(hot_tokens))
-        if self._migration is not None:
-            source = self._migration.push(version, source, hot_tokens)
         try:
             report = self._speculation.push(self.health, version, source, scope)
         except HealthError:
@@ -164,8 +162,6 @@ class Engines:
 
     def restart(self, name: str) -> None:
         """Restart an engine that the pool has dropped, if this run started it. The pool's `lost` calls this."""
-        if self._migration is not None:
-            self._migration.engine_changed(name, None)
         if name in self._starting.own:
             self._restarting[name] = self._restarts.lost(name)
 
@@ -177,8 +173,6 @@ class Engines:
                 continue
             self.pool.add(name, engine)
             self.health.join(name)
-            if self._migration is not None:
-                self._migration.engine_changed(name, engine)
             self._restarted += 1
             self._recorder.event(
                 "engine", f"{name}: started again, {len(self.pool.engines)} serve", engine=name

@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from megatron_rlspec.cotrainer.speculation import Reports, Rounds
-from megatron_rlspec.engine import RolloutEngine
-from megatron_rlspec.push.health import Health
-from megatron_rlspec.push.push import Source
+from megatron_rlspec.cotrainer.speculation import Rounds
 from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.rollout.start import Kind, StartingEngines, engines
+from megatron_rlspec.rollout.start import Kind, engines
 from megatron_rlspec.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -73,39 +70,23 @@ class DrafterScheduleBuilder(Protocol):
 class Migration(Protocol):
     """Moves running samples between engines, on rank 0. Without one, a sample stays on the engine that began it.
 
-    It reads the rounds that engines report, and it may bring in other engines while samples are generated. Outside
-    `EnginePool.generate` the pool has the engines that it had when the run began, or their replacements.
+    It reads the rounds that engines report.
     """
 
-    def attach(
-        self, pool: EnginePool, health: Health, record: Callable[[Mapping[str, Any]], None]
-    ) -> None:
+    def attach(self, pool: EnginePool, record: Callable[[Mapping[str, Any]], None]) -> None:
         """Join the engines, once all of them answer. Sets `pool.balance`, which is entered around every `generate`.
 
         record  is called with what a line of `moves.jsonl` holds
         """
 
-    def observe(self, rounds: Rounds, reports: Reports) -> tuple[Rounds, Reports]:
-        """Take the rounds of a rollout, by engine, and the rule reports. Returns both with those of engines that sleep.
+    def observe(self, rounds: Rounds) -> None:
+        """Take the rounds of a rollout, by engine.
 
         Called once after every rollout, before the push, and after every evaluation.
         """
 
-    def push(self, version: int, source: Source, hot_tokens: np.ndarray | None) -> Source:
-        """Return the `source` of a push of `version`, or one that also keeps what it yields.
 
-        hot_tokens  ids that drafts are chosen from, from now on; None: no change
-        """
-
-    def engine_changed(self, name: str, engine: RolloutEngine | None) -> None:
-        """Take note that an engine is lost (None), or started again as `engine`. Any thread may call this."""
-
-    def counts(self) -> dict[str, float]:
-        """Return numbers that grow with every rollout, by the names of their metrics."""
-
-
-# of hf_config, before engines start
-MigrationBuilder = Callable[[Mapping[str, Any], StartingEngines], Migration]
+MigrationBuilder = Callable[[Mapping[str, Any]], Migration]  # of hf_config
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def leaves_engines_open(config: Config) -> bool:
     Ask this of the configuration as `load` returns it: a changed copy has every option.
     """
     sized = "tensor" in config.placement.model_fields_set
-    return not (sized or "engines" in config.rollout.model_fields_set or config.second)
+    return not (sized or "engines" in config.rollout.model_fields_set)
 
 
 def with_drafter(

@@ -151,10 +151,7 @@ def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> pla
     if config.rollout.engine != "sglang" or config.rollout.urls:
         return placement.GpuLayout()
     options = config.placement
-    placement.check_heads(hf_config, config.second or 1, "tail.tp")
-    layout = placement.place(
-        gpus, ranks, config.rollout.engines, options.tensor, options.mode, config.second
-    )
+    layout = placement.place(gpus, ranks, config.rollout.engines, options.tensor, options.mode)
     if not layout.engines:
         return layout
     placement.check_heads(hf_config, options.tensor)

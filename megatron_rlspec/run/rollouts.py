@@ -74,7 +74,7 @@ class StartingRollouts:
             )
             self.migration: Migration | None = None
             if extensions.migration is not None:
-                self.migration = extensions.migration(hf_config, self.engines)
+                self.migration = extensions.migration(hf_config)
         except BaseException:
             self.scorer.close()
             raise
@@ -163,7 +163,7 @@ class Rollouts:
     def start(self, resumed: Mapping[str, Any], drawn: Drawn) -> None:
         """Continue from what a checkpoint has of `state` and `drawn`, and set the engines' rules."""
         if self._migration is not None:
-            self._migration.attach(self.engines.pool, self.engines.health, self._record_moves)
+            self._migration.attach(self.engines.pool, self._record_moves)
         if drawn.ahead:
             ahead = Rollout(list(drawn.ahead), math.nan, dict(resumed.get("ahead", {})))
             self._ahead = Future()
@@ -255,10 +255,7 @@ class Rollouts:
     def _moved(self) -> dict[str, float]:
         """Return numbers that grow with every rollout, by the names of their metrics."""
         pool = self.engines.pool
-        counts = {"stolen": float(pool.stolen), "continued_tokens": float(pool.continued)}
-        if self._migration is not None:
-            counts |= self._migration.counts()
-        return counts
+        return {"stolen": float(pool.stolen), "continued_tokens": float(pool.continued)}
 
     def _record_moves(self, record: Mapping[str, Any]) -> None:
         self._recorder.moves(self._rolling, record)

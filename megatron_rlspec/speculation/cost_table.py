@@ -8,8 +8,8 @@ size, context tokens).
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from megatron_rlspec.speculation.cost_rows import (
     short,
 )
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, RoundStats, SpecConfig
+from megatron_rlspec.types import OFF, SpecConfig
 
 __all__ = ["CostTable", "CostTableError", "PrefillCost", "Provenance", "RoundCost"]
 
@@ -90,7 +90,7 @@ class CostTable:
             self.check(tp)
         rounds = [row for row in self.rounds if row.tp in wanted]
         prefill = [row for row in self.prefill if row.tp in wanted]
-        return self._with(rounds, prefill)
+        return CostTable(self.provenance, rounds, prefill, self.switch_ms, self.catch_up_ms)
 
     def check(self, tp: int) -> None:
         """Raise CostTableError if the table holds no round of this tensor-parallel size."""
@@ -150,29 +150,6 @@ class CostTable:
         """Return the median relative error of the fitted roofline on the measured points."""
         return self._fits[self._tp(tp)][1]
 
-    def calibrated(
-        self, observed: Iterable[RoundStats], tp: int | None = None, like: Collection[int] = ()
-    ) -> CostTable:
-        """Scale the rows of one tensor-parallel size, and those of `like`, to durations that engines observed.
-
-        The factor is the median of observed over predicted ms, for all configurations alike.
-        """
-        tp = self._tp(tp)
-        configs = self.configs(tp)
-        ratios = []
-        for stats in observed:
-            if stats.rounds and stats.ms > 0 and stats.config in configs:
-                predicted = self.ms(stats.config, max(stats.batch, 1), stats.context_tokens, tp)
-                ratios.append(stats.ms / stats.rounds / predicted)
-        if not ratios:
-            return self
-        factor = float(np.median(ratios))
-        rounds = []
-        for row in self.rounds:
-            by = factor if row.tp == tp or row.tp in like else 1.0
-            rounds.append(replace(row, ms=row.ms * by, spread_ms=row.spread_ms * by))
-        return self._with(rounds, self.prefill)
-
     # Files
 
     def to_json(self) -> dict[str, Any]:
@@ -229,9 +206,6 @@ class CostTable:
     def save(self, path: str | Path) -> None:
         """Write the whole file or none of it. Raises OSError."""
         files.write(path, _one_row_a_line(self.to_json()))
-
-    def _with(self, rounds: Iterable[RoundCost], prefill: Iterable[PrefillCost]) -> CostTable:
-        return CostTable(self.provenance, rounds, prefill, self.switch_ms, self.catch_up_ms)
 
     def _tp(self, tp: int | None) -> int:
         if tp is not None:

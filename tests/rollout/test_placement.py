@@ -14,8 +14,6 @@ import torch
 
 from megatron_rlspec import memory_estimate
 from megatron_rlspec.config import Config, ConfigError, load
-from megatron_rlspec.extensions.migration import checks
-from megatron_rlspec.extensions.migration.builders import served
 from megatron_rlspec.memory_estimate import GIB, MIB, EngineMemory, RankMemory
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.placement import GpuLayout, Need, needs, place, with_memory
@@ -64,7 +62,7 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: GpuLayout) -> lis
     monkeypatch.setattr(scratch, "MOST_BYTES", 4096)  # of an engine that binds sockets there; none does here
     monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "this would be the trainers'")
-    served(config, tmp_path, layout).launch()
+    ServedEngines(config, tmp_path, layout).launch()
     return list(started)
 
 
@@ -77,9 +75,8 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: GpuLayout) -> lis
         (GpuLayout("apart", ("0",), (("1",),)), {"push.transport": "http"}, Http),
         (GpuLayout("together", ("0",), (("0",),)), {}, Handles),
         (GpuLayout("together", ("0", "1"), (("0",), ("1",))), {}, GroupBroadcast),
-        (GpuLayout("apart", ("0",), (("1",), ("2",)), second=(("1", "2"),)), {}, Http),
     ],
-    ids=["not placed", "asked for", "apart", "http, apart", "one card", "two cards", "two fleets"],
+    ids=["not placed", "asked for", "apart", "http, apart", "one card", "two cards"],
 )
 def test_pushes_travel_as_the_engines_are_placed(layout, options, way, tmp_path):
     """An engine opens the memory of the only GPU. A group goes from GPU to GPU, or over gloo to shared ones."""
@@ -142,55 +139,8 @@ def test_an_engine_of_two_gpus_and_without_gpus(monkeypatch, tmp_path):
     assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["e,f", "g,h"]
     assert ["--tp", "2"] == found[0].command[found[0].command.index("--tp") :][:2]
     assert GpuLayout().environment(3) == {} and "--tp" not in engine_arguments(config, GpuLayout())
-    together = engine_arguments(config, place(("0",), 1, 1, 1, "auto"), sleeps=True)
+    together = engine_arguments(config, place(("0",), 1, 1, 1, "auto"))
     assert "--enable-memory-saver" in together and "--enable-draft-weights-cpu-backup" not in together
-
-
-def test_a_second_fleet_has_the_gpus_of_the_first(monkeypatch, tmp_path):
-    options = {"tail.tp": "1,2", "tail.rebalance": "true", "tail.cost_table": "t.json", "model.path": "m"}
-    config = load(None, options | {"rollout.engines": "4"})
-    layout = place(tuple("abcdef"), 2, 4, 1, "auto", second=2)
-    assert layout.engines == (("c",), ("d",), ("e",), ("f",)) and layout.second == (("c", "d"), ("e", "f"))
-    engines = served(config, tmp_path, layout)
-    for index in range(6):
-        name = list(engines.sizes)[index]
-        arguments, _ = engines._command(name, index)
-        cards = layout.environment(index)["CUDA_VISIBLE_DEVICES"].split(",")
-        assert arguments[arguments.index("--tp") + 1] == str(len(cards))
-        assert "--enable-memory-saver" in arguments
-    found = start(monkeypatch, tmp_path, config, layout)
-    assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["c", "d", "e", "f"]  # not yet
-    with pytest.raises(ConfigError, match="tail.tp=1,2: two fleets need GPUs without trainer ranks, and those"):
-        place(tuple("abcd"), 4, 4, 1, "auto", second=2)
-    need = need_of(80, weights=14, fixed=3)
-    alone = replace(layout, second=())
-    assert with_memory(layout, need).mem_fraction < with_memory(alone, need).mem_fraction  # the sleeping one keeps some
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"tail.tp": "1,2,4"}, "expected placement.tensor=1 and the size of a second fleet, such as 1,2"),
-        ({"tail.tp": "2,4"}, "expected placement.tensor=1 and"),
-        ({"tail.tp": "1,3"}, "tail.tp=1,3: the second fleet has the devices of the first, rollout.engines=2 x"),
-        (
-            {"rollout.urls": "http://a:1", "rollout.engines": "1"},
-            "tail.tp=1,2: a second fleet needs engines that the run starts",
-        ),
-        ({"tail.rebalance": "false"}, "takes over samples that move, but tail.rebalance=false; expected true"),
-        ({"placement.mode": "together"}, "the trainer's memory stays; expected placement.mode=apart"),
-        ({"tail.cost_table": ""}, "tail.tp=1,2 needs tail.cost_table; rlspec profile --tp 1,2 writes it"),
-        ({"spec.verifier": "target_only"}, "continues samples, which needs spec.verifier=position_keyed"),
-    ],
-)
-def test_a_second_fleet_that_cannot_be_is_refused(options, line):
-    good = {"tail.tp": "1,2", "tail.rebalance": "true", "tail.cost_table": "t.json", "model.path": "m"}
-    config = load(None, good | {"rollout.engines": "2"})
-    checks.check(config)
-    assert config.second == 2
-    with pytest.raises(ConfigError) as refused:
-        checks.check(load(None, good | {"rollout.engines": "2"} | options))
-    assert line in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -90,16 +90,6 @@ def test_groups_of_known_lengths_are_dealt_by_them() -> None:
     assert sorted(sorted(engine.prompts) for engine in two) == [[0, 1], [2]], "the longest comes first"
 
 
-def test_requests_wait_until_an_engine_serves() -> None:
-    used, spare = Engine("a"), Engine("spare")
-    pool = EnginePool(named([spare, used]))
-    pool.serve([])
-    later = threading.Timer(0.2, pool.serve, [["a"]])
-    later.start()
-    assert len(pool.generate(requests(8), SAMPLING)) == 32
-    assert not spare.drawn and len(used.drawn) == 32
-
-
 class Slots(Engine):
     """Runs `slots` requests at once, in their order; returns aborted ones as they are.
 

@@ -12,7 +12,7 @@ from megatron_rlspec.speculation.cost_table import (
     RoundCost,
 )
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
-from megatron_rlspec.types import OFF, RoundStats, SpecConfig
+from megatron_rlspec.types import OFF, SpecConfig
 
 CONFIGS = (OFF, SpecConfig(1), SpecConfig(3))
 L40S = Roofline.of_hardware(*HARDWARE["L40S"])
@@ -149,15 +149,6 @@ def test_a_table_for_something_else_is_refused():
         table().check(4)
     with pytest.raises(CostTableError, match="holds no k2"):
         table().ms(SpecConfig(2), 1, 100)
-
-
-def test_calibration_follows_the_engine():
-    both = CostTable(PROVENANCE, [*rounds(), *rounds(tp=2), *rounds(tp=4)])
-    seen = [RoundStats(config, 4, 1600, 10, 12 * linear_ms(config, 4, 1600)) for config in CONFIGS]
-    scaled = both.calibrated(seen, tp=1, like=[2])
-    factors = [scaled.ms(OFF, 4, 400, tp) / both.ms(OFF, 4, 400, tp) for tp in (1, 2, 4)]
-    assert factors == pytest.approx([1.2, 1.2, 1.0])
-    assert table().calibrated([]).rounds == table().rounds
 
 
 def test_prefill_is_interpolated_and_continued():

@@ -15,8 +15,6 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.moves import cut_off
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, held_of
 from megatron_rlspec.extensions.migration.plans.record import Move, MoveRecord
-from megatron_rlspec.extensions.migration.plans.tp_planner import Change
-from megatron_rlspec.extensions.migration.second_fleet import SecondFleet
 from megatron_rlspec.rollout.dispatch import Dispatch
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import Held, Load
@@ -32,7 +30,6 @@ class Balancer:
     engines  by name
     planner  decides
     every    decode rounds between two looks
-    second   a fleet of another tensor-parallel size that may take over; None: there is none
     """
 
     def __init__(
@@ -41,15 +38,12 @@ class Balancer:
         engines: Mapping[str, SGLangEngine],
         planner: Rebalancer,
         every: int,
-        second: SecondFleet | None = None,
     ) -> None:
         self.moves: list[dict[str, Any]] = []
-        self.sizes: list[dict[str, Any]] = []  # changes of the fleet that generates
         self._owner = owner
         self._engines = dict(engines)
         self._planner = planner
         self._every = every
-        self._second = second
         self._clock = RoundClock()
         self._began = time.perf_counter()
         self._ended = threading.Event()
@@ -64,10 +58,6 @@ class Balancer:
         self._ended.set()
         self._thread.join()
 
-    def record(self) -> dict[str, Any]:
-        """Return what a line of `moves.jsonl` holds."""
-        return {"moves": self.moves, "sizes": self.sizes}
-
     def _run(self) -> None:
         try:
             self._balance()
@@ -80,17 +70,9 @@ class Balancer:
         while not self._ended.wait(pause):
             loads = self._loads()
             if len(loads) > 1:
-                self._act(loads)
+                for move in self._planner.plan(loads):
+                    self._move(move)
             pause = max(PERIOD, self._every * self._clock.seconds)
-
-    def _act(self, loads: Sequence[Load]) -> None:
-        if self._second is not None and not self._owner.waiting:
-            change = self._second.decide(self._owner, loads)
-            if change is not None:
-                self._change(self._second, change, loads)
-                return
-        for move in self._planner.plan(loads):
-            self._move(move)
 
     def _loads(self) -> list[Load]:
         """Ask every engine. One that does not answer is left out; its `generate` tells the pool why."""
@@ -134,28 +116,6 @@ class Balancer:
             ms=1e3 * (time.perf_counter() - began),
         )
         self.moves.append(asdict(record) | {"began": began - self._began})
-
-    def _change(self, second: SecondFleet, change: Change, loads: Sequence[Load]) -> None:
-        """Have the second fleet take over. From then on only its engines are asked."""
-        if self._ended.is_set():
-            return
-        began = time.perf_counter()
-        records = second.take_over(self._owner, change)
-        if records is None:
-            return
-        ms = 1e3 * (time.perf_counter() - began)
-        since = {"began": began - self._began}
-        for record in records:
-            self.moves.append(asdict(replace(record, ms=ms)) | since)
-        size = {
-            "from": min(load.tp for load in loads),
-            "to": change.tp,
-            "how": "recompute",
-            "ms": ms,
-            "samples": sum(map(len, change.groups)),
-        }
-        self.sizes.append(since | size)
-        self._engines = dict(second.engines)
 
 
 class RoundClock:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner, deal
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
-from megatron_rlspec.types import OFF, Held, Load, RoundStats, SpecConfig
+from megatron_rlspec.types import OFF, Held, Load, SpecConfig
 
 HERE = Provenance(model="m", hardware="8 x A40", dtype="bfloat16", engine="e", engine_version="", date="2026-01-01")
 # PAT, figure 4: ms a token of 8 ranks at a global batch of 1 and 128; 4 engines of TP 2 hold 32 samples each.
@@ -97,16 +97,6 @@ def test_the_cheaper_way_brings_the_samples_over():
     assert how == "recompute" and ms == pytest.approx(2 * ((1100**2 + 7100**2) / 2) ** 0.5 * 0.17, rel=0.01)
     never = planner(table=table(prefill=False), costs=SwitchCosts(0)).decide(situation, 2, Lengths(), 30000)
     assert never is None
-
-
-def test_measured_rounds_change_the_decision():
-    """A size that turns out to be slower than profiled is left alone."""
-    plan = planner()
-    situation = loads([4000], [], [], [])
-    assert plan.decide(situation, 2, Lengths(), 16384) is not None
-    slow = RoundStats(OFF, 1, 4000, 500, 500 * 1.8 * plan.table.ms(OFF, 1, 4000, 8))
-    plan.renew(plan.table.calibrated([slow], 8), [0.5])
-    assert plan.decide(situation, 2, Lengths(), 16384) is None
 
 
 @settings(max_examples=25)

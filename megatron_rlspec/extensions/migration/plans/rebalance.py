@@ -12,7 +12,6 @@ import numpy as np
 from megatron_rlspec.extensions.migration.plans.pace import Pace
 from megatron_rlspec.extensions.migration.plans.record import Move
 from megatron_rlspec.speculation.acceptance import Acceptance, accept_length
-from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.round_times import Cost
 from megatron_rlspec.types import Held, Load, Request, RoundStats, SpecConfig
 
@@ -24,7 +23,7 @@ class Rebalancer:
     are sorted by their samples, and the largest is paired with the smallest. Of such a pair min(surplus, deficit)
     samples move, short contexts and then low acceptance first. An engine takes part in one move of a plan.
 
-    cost        a `Roofline` or a `CostTable`. Of a table of several tensor-parallel sizes, the engines' own counts
+    cost        a `Roofline`, or a `CostTable` of the engines' tensor-parallel size
     candidates  the configurations that engines choose from
     """
 
@@ -32,47 +31,24 @@ class Rebalancer:
         self.cost = cost
         self.candidates = tuple(candidates)
         depth = max(config.num_steps for config in candidates)
-        self._acceptance = Acceptance(max(1, depth))
-        self._timed: set[int] = set()  # sizes of which rounds were observed
+        self.acceptance = Acceptance(max(1, depth))
 
-    @property
-    def rates(self) -> list[float]:
-        """Return the acceptance by depth, as in `expected_tokens`."""
-        return self._acceptance.rates
-
-    def observe(self, stats: Iterable[RoundStats], tp: int | None = None) -> None:
-        """Learn acceptance, and from `ms` also costs. Rounds of 0 ms teach acceptance only.
-
-        tp  tensor-parallel size of the engine that ran them, which a table of several sizes needs: they correct the
-            rows of that size. A size of which no round was observed is taken to be as much slower as this one
-        """
-        timed = []
+    def observe(self, stats: Iterable[RoundStats]) -> None:
+        """Learn the acceptance."""
         for rounds in stats:
             if not rounds.config.off and any(rounds.accepted):
-                self._acceptance.observe_histogram(
+                self.acceptance.observe_histogram(
                     rounds.config.num_steps, rounds.accepted, rounds.rounds
                 )
-            if rounds.ms > 0 and rounds.rounds > 0 and rounds.batch > 0:
-                timed.append(rounds)
-        if timed and isinstance(self.cost, CostTable):
-            sizes = self.cost.tps
-            size = sizes[0] if len(sizes) == 1 else tp
-            if size is not None:
-                self._timed.add(size)
-            not_timed = set(sizes) - self._timed
-            self.cost = self.cost.calibrated(timed, size, like=not_timed)
 
     def threshold(self, loads: Sequence[Load]) -> int:
-        """Return the threshold of engines of one tensor-parallel size, at the mean context of their samples."""
-        cost = self.cost
-        if isinstance(cost, CostTable):
-            size = loads[0].tp
-            cost = cost.at(size if size in cost.tps else cost.tps[0])
+        """Return the threshold at the mean context of the engines' samples."""
         contexts: list[int] = []
         for load in loads:
             contexts += [held.context for held in load.running]
         length = float(np.mean(contexts)) if contexts else 1.0
-        return Pace(cost, self.candidates, self.rates).turning_point(length)
+        pace = Pace(self.cost, self.candidates, self.acceptance.rates)
+        return pace.turning_point(length)
 
     def plan(self, loads: Sequence[Load]) -> list[Move]:
         """Return the moves. Only engines of one version exchange samples, and only into free memory."""

@@ -89,23 +89,17 @@ class TPPlanner:
                 f"cost table holds tp={list(table.tps)}: expected at least two sizes that divide {ranks} ranks; "
                 "measure them with `rlspec profile --tp 1,2`"
             )
+        self.table = table
         self.costs = costs
         self.ranks = ranks
-        self._candidates: dict[int, list[SpecConfig]] = {}
-        for tp in self.sizes:
-            measured = table.configs(tp)
-            self._candidates[tp] = [config for config in candidates if config in measured]
-            if not self._candidates[tp]:
-                wanted = ", ".join(map(str, candidates))
-                raise CostTableError(f"cost table holds none of {wanted} at tp={tp}")
-        self.renew(table, rates)
-
-    def renew(self, table: CostTable, rates: Sequence[float]) -> None:
-        """Decide by these costs from now on, of the same sizes and configurations, and by this acceptance."""
-        self.table = table
         self.paces: dict[int, Pace] = {}
         for tp in self.sizes:
-            self.paces[tp] = Pace(table.at(tp), self._candidates[tp], rates)
+            measured = table.configs(tp)
+            usable = [config for config in candidates if config in measured]
+            if not usable:
+                wanted = ", ".join(map(str, candidates))
+                raise CostTableError(f"cost table holds none of {wanted} at tp={tp}")
+            self.paces[tp] = Pace(table.at(tp), usable, rates)
 
     def decide(
         self,

@@ -221,8 +221,8 @@ class SGLangEngine(Connection):
         answer = self.post("control/progress")
         try:
             running = tuple(Held(*row) for row in answer["running"])
-            sizes = answer["waiting"], answer["free_tokens"], int(answer["version"]), answer["tp"]
-            return Load(self.url, running, *sizes)
+            version = int(answer["version"])
+            return Load(self.url, running, answer["waiting"], answer["free_tokens"], version)
         except (KeyError, TypeError, ValueError):
             raise self.not_an_engine("control/progress", answer) from None
 

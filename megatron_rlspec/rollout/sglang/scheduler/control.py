@@ -234,7 +234,6 @@ def _progress(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "waiting": len(scheduler.waiting_queue) + (scheduler.chunked_req is not None),
         "free_tokens": allocator.available_size() + scheduler.tree_cache.evictable_size(),
         "version": versions.installed().weight_version(),
-        "tp": versions.installed().tensor_group().world_size,
     }
 
 
