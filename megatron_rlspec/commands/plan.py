@@ -1,105 +1,67 @@
-"""`rlspec plan`: the best speculative configuration per batch and context, from a cost table and acceptance rates."""
+"""`rlspec plan`: what drafts gain at which batch and context, by a cost table and acceptance rates."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rlspec import arguments, files
+from megatron_rlspec import arguments
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
-from megatron_rlspec.speculation.solver import choices, compile_schedule, explain
-from megatron_rlspec.types import SpecConfig, SpecSchedule
+from megatron_rlspec.speculation.solver import choices, explain
 
 EXAMPLE = "rlspec plan examples/cost_tables/h100-simulated.json --acceptance 0.8,0.7"
 MOST_BATCH = 1 << 14
-MOST_LENGTH = 1 << 24
-SHORTEST = 64  # tokens of the shortest mean context per request
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the schedule. Returns 0, or 2 after one line about a mistake."""
+    """Print the gains. Returns 0, or 2 after one line about a mistake."""
     args = parser().parse_args(argv)
     try:
         _plan(args)
-    except ValueError as error:  # CostTableError and FileError are ValueErrors
+    except ValueError as error:  # CostTableError is a ValueError
         print(f"rlspec plan: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 def _plan(args: argparse.Namespace) -> None:
-    files.check_outputs({"--json": args.json}, {"the cost table": args.table})
     for batch, context in args.why:
         if context < batch:
             raise ValueError(
                 f"--why {batch},{context}: expected a context of at least one token for each request"
             )
-    table = CostTable.load(args.table)
-    table = table.at(_tensor_parallel_size(table, args.tp))
-    candidates = _candidates(table, args.steps)
-    schedule = compile_schedule(
-        table,
-        args.acceptance,
-        candidates,
-        max_batch=args.max_batch,
-        lengths=(SHORTEST, args.max_length),
-    )
-
+    table = _of_one_size(CostTable.load(args.table), args.tp)
     _print_origin(table, args.acceptance)
-    print(schedule_table(schedule, args.max_batch))
-    print()
-    print(gains(table, args.acceptance, candidates, args.max_batch))
-    last_batch = table.batches()[-1]
-    last_length = table.lengths()[-1]
-    if args.max_batch > last_batch or args.max_length > last_length:
-        print(f"beyond batch {last_batch} or mean context {last_length:.0f} costs are extrapolated")
+    print(gains(table, args.acceptance, args.max_batch))
+    if args.max_batch > table.batches()[-1]:
+        print(f"beyond batch {table.batches()[-1]} costs are extrapolated")
     for batch, context in args.why:
         print()
-        print(explain(table, args.acceptance, batch, context, candidates))
-    if args.json:
-        files.write_output(args.json, json.dumps(schedule.to_json(), indent=1) + "\n")
-        print(f"wrote {args.json}")
+        print(explain(table, args.acceptance, batch, context, table.configs()))
 
 
-def schedule_table(schedule: SpecSchedule, max_batch: int) -> str:
-    """Format a schedule: a row per range of running requests, a column per range of total context tokens."""
-    heads = []
-    for edge in schedule.context_edges:
-        heads.append(f">= {edge}" if edge else "less")
-    if len(heads) == 1:
-        heads = ["any"]
-    width = max(9, *(len(head) + 2 for head in heads))
+def gains(table: CostTable, rates: Sequence[float], max_batch: int) -> str:
+    """Format how many times as fast as plain decoding the best configuration is.
 
-    lines = ["best configuration by running requests (rows) and total context tokens (columns)"]
-    lines.append(" " * 10 + "".join(head.rjust(width) for head in heads))
-    ends = [*schedule.batch_edges[1:], max_batch + 1]
-    for first, end, row in zip(schedule.batch_edges, ends, schedule.configs, strict=True):
-        batches = str(first) if end == first + 1 else f"{first}-{end - 1}"
-        lines.append(batches.rjust(10) + "".join(str(config).rjust(width) for config in row))
+    A row for each measured context of a request, a column for each power of 4 of running requests.
+    """
+    batches = [4**power for power in range(20) if 4**power <= max_batch]
+    lines = [
+        "times plain decoding, by the context of each request (rows) and running requests (columns)"
+    ]
+    lines.append(" " * 10 + "".join(f"{batch:>12}" for batch in batches))
+    for length in table.lengths():
+        line = f"{length:10.0f}"
+        for batch in batches:
+            ranked = choices(table, rates, batch, int(batch * length), table.configs())
+            best = ranked[0]
+            plain = next(choice for choice in ranked if choice.config.off)
+            gain = f"{best.rate / plain.rate:.2f} ({best.config})"
+            line += f"{gain:>12}"
+        lines.append(line)
     return "\n".join(lines)
-
-
-def gains(
-    table: CostTable, rates: Sequence[float], candidates: Sequence[SpecConfig], max_batch: int
-) -> str:
-    """Say how many times as fast as plain decoding the best configuration is, at a few numbers of running requests."""
-    lengths = table.lengths()
-    length = lengths[len(lengths) // 2]
-    parts = []
-    batch = 1
-    while batch <= max_batch:
-        ranked = choices(table, rates, batch, int(batch * length), candidates)
-        best = ranked[0]
-        plain = [choice for choice in ranked if choice.config.off]
-        if not plain:
-            return "the table has no plain decoding (off), so it does not say what drafts gain"
-        parts.append(f"{batch}: {best.rate / plain[0].rate:.2f} ({best.config})")
-        batch *= 4
-    head = f"times plain decoding, by running requests with {length:.0f} tokens each: "
-    return head + ", ".join(parts)
 
 
 def _print_origin(table: CostTable, rates: Sequence[float]) -> None:
@@ -110,34 +72,17 @@ def _print_origin(table: CostTable, rates: Sequence[float]) -> None:
         f"{kind} on {origin.hardware}: {origin.model}, {origin.dtype}, {engine}, {origin.date}, "
         f"tp={table.tps[0]}"
     )
-    batches = table.batches()
-    lengths = table.lengths()
-    print(
-        f"batches {batches[0]}..{batches[-1]}, mean context {lengths[0]:.0f}..{lengths[-1]:.0f}; "
-        f"costs outside come from a fitted model, median error {table.fit_error():.1%}"
-    )
+    print(f"median error of the fitted model {table.fit_error():.1%}")
     print("acceptance by depth: " + " ".join(f"{rate:.2f}" for rate in rates))
     print()
 
 
-def _candidates(table: CostTable, steps: Sequence[int] | None) -> list[SpecConfig]:
-    configs = table.configs()
-    if steps is None:
-        return list(configs)
-    measured = {config.num_steps for config in configs}
-    for step in steps:
-        if step not in measured:
-            names = ", ".join(map(str, configs))
-            raise CostTableError(f"cost table holds no num_steps={step}; it holds {names}")
-    return [config for config in configs if config.num_steps in steps]
-
-
-def _tensor_parallel_size(table: CostTable, chosen: int | None) -> int:
-    if chosen is not None:
-        return chosen
+def _of_one_size(table: CostTable, tp: int | None) -> CostTable:
+    if tp is not None:
+        return table.at(tp)
     if len(table.tps) > 1:
         raise CostTableError(f"cost table holds tp={list(table.tps)}: choose one with --tp")
-    return table.tps[0]
+    return table
 
 
 def parser() -> arguments.Parser:
@@ -160,21 +105,10 @@ def parser() -> arguments.Parser:
         help="a_1,a_2,...: acceptance rate at each depth; the last one is used for all deeper ones",
     )
     add(
-        "--steps",
-        type=arguments.distinct_integers(0, 1024),
-        help="values of num_steps to choose from, such as 0,1,3 (default: all measured ones)",
-    )
-    add(
         "--max-batch",
         type=arguments.integer(1, MOST_BATCH),
         default=256,
-        help=f"most running requests to plan for, up to {MOST_BATCH} (default 256)",
-    )
-    add(
-        "--max-length",
-        type=arguments.integer(1, MOST_LENGTH),
-        default=8192,
-        help="longest mean context per request (default 8192 tokens)",
+        help=f"most running requests, up to {MOST_BATCH} (default 256)",
     )
     add(
         "--why",
@@ -184,5 +118,4 @@ def parser() -> arguments.Parser:
         metavar="BATCH,CONTEXT",
         help="explain the choice for this many requests with this many tokens together; repeatable",
     )
-    add("--json", type=Path, metavar="FILE", help="write the schedule for `rlspec serve`")
     return p

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,9 +13,7 @@ import numpy as np
 from scipy import stats
 
 from megatron_rlspec.engine import EngineDescription
-from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
-from megatron_rlspec.speculation.graphs import DECAY, MOST_ACCEPTANCE
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 SEGMENT = 12  # tokens that each request emits under one configuration before the next one is used
@@ -25,9 +22,6 @@ TRIES = 4  # generations at a point, at most, until every configuration has enou
 ROUNDS = 12  # of each configuration that one visit of a point measures, at least
 PREFILLS = 5  # measurements of a prefill
 MARGIN = 16  # tokens of KV cache for each request beyond prompt and response
-# Half the 95 % interval of a median: 1.96 * 1.253 * 1.483 times half the interquartile range / sqrt(n).
-INTERVAL = 3.6
-TOLERANCE = 0.03  # share of the decoding rate that noise may make a choice lose
 Point = tuple[int, int]  # running requests, prompt tokens of each
 Round = tuple[SpecConfig, int, int, float | None]  # configuration, requests, context tokens, ms
 
@@ -100,8 +94,8 @@ class Bench:
             return False
         return tokens <= self._description["max_total_tokens"]
 
-    def measure(self, point: Point, deadline: float = math.inf) -> Durations:
-        """Measure at least `ROUNDS` rounds of each configuration at this point, after `deadline` at least one.
+    def measure(self, point: Point) -> Durations:
+        """Measure at least `ROUNDS` rounds of each configuration at this point, if `TRIES` generations have them.
 
         Raises SweepError if a configuration never runs.
         """
@@ -114,8 +108,7 @@ class Bench:
             self._generate(batch, length, self.new_tokens)
             durations.add(self.engine.recent_rounds(), batch)
             counts = [len(durations.steady.get(config, ())) for config in self.configs]
-            enough = ROUNDS if time.monotonic() < deadline else 1
-            if min(counts) >= enough:
+            if min(counts) >= ROUNDS:
                 return durations
         missing = [str(config) for config in self.configs if config not in durations.steady]
         if missing:
@@ -178,18 +171,15 @@ class Sweep:
         self.tp = tp
         self.steady: dict[Point, dict[SpecConfig, list[float]]] = {}  # ms of each round
         self.prefill: list[PrefillCost] = []
-        self._switches: list[
-            float
-        ] = []  # extra ms of a change between configurations that both draft
+        # Extra ms of changes between configurations that both draft.
+        self._switches: list[float] = []
         # Changes from OFF: tokens that the drafter had missed, and the extra ms to catch up on them.
         self._catch_ups: list[tuple[int, float]] = []
 
-    def add(self, point: Point, deadline: float = math.inf) -> None:
-        """Measure a point, for the first time or again, with few rounds after `deadline`."""
-        durations = self.bench.measure(point, deadline)
-        at_point = self.steady.setdefault(point, {})
-        for config, ms in durations.steady.items():
-            at_point.setdefault(config, []).extend(ms)
+    def add(self, point: Point) -> None:
+        """Measure a point."""
+        durations = self.bench.measure(point)
+        self.steady[point] = durations.steady
         for before, after, first_ms in durations.switched:
             usual_ms = durations.steady.get(after)
             if usual_ms is None:
@@ -229,37 +219,6 @@ class Sweep:
             catch_up_ms=_catch_up_ms(self._catch_ups, switch_ms),
         )
 
-    def undecided(self) -> dict[Point, float]:
-        """Return the points at which noise can hide the best configuration, the worst first.
-
-        The value is the share of the decoding rate that a choice by the table may lose there. It is above `TOLERANCE`.
-        """
-        losses = {point: possible_loss(self.cells(point)) for point in self.steady}
-        worst_first = sorted(losses, key=lambda point: -losses[point])
-        return {point: losses[point] for point in worst_first if losses[point] > TOLERANCE}
-
-
-def possible_loss(cells: Sequence[RoundCost]) -> float:
-    """Return the share of the rate that the apparently best of these configurations may lose to another one.
-
-    That is by the 95 % interval of their ms per token, at the worst acceptance (`speculation.graphs`: 0 to 0.95).
-    """
-    log_ms = np.log([cell.ms for cell in cells])
-    spreads = np.array([cell.spread_ms / cell.ms for cell in cells])
-    samples = np.array([cell.samples for cell in cells])
-    width = INTERVAL * spreads / np.sqrt(samples)
-    depths = np.arange(max(cell.config.num_steps for cell in cells) + 1)
-    worst = 0.0
-    for first_rate in np.linspace(0, MOST_ACCEPTANCE, 20):
-        rates = (first_rate * DECAY**depths).tolist()
-        tokens = [expected_tokens(cell.config, rates) for cell in cells]
-        cost = log_ms - np.log(tokens)
-        best = int(cost.argmin())
-        loss = cost[best] - cost + np.hypot(width, width[best])
-        loss[best] = 0.0
-        worst = max(worst, float(loss.max()))
-    return worst
-
 
 def _median_and_spread(values: Sequence[float]) -> tuple[float, float]:
     """Return the median, and half the interquartile range."""
@@ -284,11 +243,10 @@ def measure_grid(
     seconds: float,
     told: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Measure every point of the grid, then the undecided ones again. Returns why it ended, in words.
+    """Measure every point of the grid. Returns why it ended, in words.
 
-    The outermost batches come first: between measured batches a cost is better known than beyond them. After `seconds`
-    the words name the batches at which the table cannot decide. `told` gets a line for each measured point. Raises
-    SweepError.
+    The outermost batches come first: between measured batches a cost is better known than beyond them. No point is
+    begun that would end after `seconds`, but the first. `told` gets a line for each measured point. Raises SweepError.
     """
     deadline = time.monotonic() + seconds
     points = [(batch, length) for batch in outward(batches) for length in sorted(lengths)]
@@ -302,22 +260,19 @@ def measure_grid(
         if sweep.bench.fits((1, length)) and not late:
             sweep.add_prefill(length)
     slowest = 0.0
-    while True:
-        missing = [point for point in points if point not in sweep.steady]
-        undecided = sweep.undecided()
-        remaining = missing or list(undecided)
-        if not remaining:
-            return "able to decide at each of them"
-        if sweep.steady and time.monotonic() + slowest > deadline:
-            return _cannot_decide(missing, undecided)
-        point = remaining[0]
+    for number, point in enumerate(points, 1):
         start = time.monotonic()
-        sweep.add(point, deadline)
+        if sweep.steady and start + slowest > deadline:
+            left = sorted({batch for batch, _ in points[number - 1 :]})
+            batches_left = ", ".join(map(str, left))
+            return f"stopped by the time budget before points of batches {batches_left}; use more --seconds"
+        sweep.add(point)
         slowest = max(slowest, time.monotonic() - start)
         costs = ", ".join(f"{cell.config} {cell.ms:.1f}" for cell in sweep.cells(point))
         told(
-            f"batch {point[0]}, prompt {point[1]}: {costs} ms a round ({len(sweep.steady)} of {len(points)} points)"
+            f"batch {point[0]}, prompt {point[1]}: {costs} ms a round ({number} of {len(points)} points)"
         )
+    return "the whole grid"
 
 
 def outward(batches: Sequence[int]) -> list[int]:
@@ -328,22 +283,3 @@ def outward(batches: Sequence[int]) -> list[int]:
         order.append(remaining.pop(0))
         remaining.reverse()
     return order
-
-
-def _cannot_decide(missing: Sequence[Point], undecided: dict[Point, float]) -> str:
-    """Say at which batches a table cannot decide when the time is over."""
-    parts = []
-    if missing:
-        parts.append(f"{_batches(missing)} (points not measured: {len(missing)})")
-    if undecided:
-        most = max(undecided.values())
-        parts.append(f"{_batches(undecided)} (too noisy: a choice may lose {most:.0%})")
-    where = " and ".join(parts)
-    return (
-        f"stopped by the time budget; it cannot decide at batches {where}. "
-        "Use an idle machine or more --seconds"
-    )
-
-
-def _batches(points: Iterable[Point]) -> str:
-    return ", ".join(map(str, sorted({batch for batch, _ in points})))

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.round_times import Cost
-from megatron_rlspec.types import SpecConfig, SpecSchedule
+from megatron_rlspec.types import SpecConfig
 
 
 @dataclass(frozen=True)
@@ -41,39 +41,6 @@ def choices(
     for config, duration in zip(candidates, ms, strict=True):
         found.append(Choice(config, expected_tokens(config, rates), duration))
     return sorted(found, key=lambda choice: (-choice.rate, choice.config))
-
-
-def compile_schedule(
-    cost: Cost,
-    rates: Sequence[float],
-    candidates: Sequence[SpecConfig],
-    *,
-    max_batch: int = 256,
-    lengths: Sequence[int] = (64, 32_768),
-) -> SpecSchedule:
-    """Tabulate the best candidate by batch (1..max_batch) and octave of total context. Equal neighbours are merged.
-
-    `lengths` are the shortest and longest mean context per request to plan for.
-    """
-    shortest = min(lengths)
-    longest = max(lengths)
-    first = int(np.log2(shortest))
-    last = int(np.ceil(np.log2(max_batch * longest)))
-    octaves = [2**i for i in range(first, last + 1)]
-    batch = np.arange(1, max_batch + 1)[:, None]
-    context = np.clip(np.sqrt(2) * np.array(octaves), batch * shortest, batch * longest)
-    ordered = sorted(candidates)
-    tokens = np.array([expected_tokens(config, rates) for config in ordered])
-    best = (tokens[:, None, None] / cost.grid(ordered, batch, context)).argmax(axis=0)
-
-    # the first batch and context of each range of equal neighbours
-    rows = [i for i in range(len(best)) if i == 0 or any(best[i] != best[i - 1])]
-    columns = [j for j in range(len(octaves)) if j == 0 or any(best[:, j] != best[:, j - 1])]
-    configs = []
-    for i in rows:
-        configs.append(tuple(ordered[best[i, j]] for j in columns))
-    edges = [octaves[j] if j else 0 for j in columns]
-    return SpecSchedule(tuple(i + 1 for i in rows), tuple(edges), tuple(configs))
 
 
 def explain(

@@ -1,4 +1,4 @@
-"""`rlspec plan`: the schedule, what explains it, and mistakes in one line."""
+"""`rlspec plan`: the gains, what explains them, and mistakes in one line."""
 
 import json
 
@@ -9,7 +9,6 @@ from megatron_rlspec.commands.plan import main
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance
 from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
-from megatron_rlspec.types import SpecSchedule
 
 
 @pytest.fixture
@@ -21,29 +20,26 @@ def table(tmp_path):
     return path
 
 
-def test_it_prints_a_schedule_and_the_reasons(table, capsys):
-    assert main([str(table), "--acceptance", "0.8,0.7,0.6", "--why", "4,4096", "--why", "200,40000"]) == 0
+def test_it_prints_gains_and_the_reasons(table, capsys):
+    assert (
+        main(
+            [str(table), "--acceptance", "0.8,0.7,0.6", "--why", "4,4096", "--why", "200,40000", "--max-batch", "1024"]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert out.startswith("simulated on H20")
     assert "batch 4, context 4096 tokens: k" in out and "batch 200, context 40000 tokens: off" in out
-    assert "costs are extrapolated" in out
-    assert "times plain decoding, by running requests with 2048 tokens each: 1: " in out and "256: 1.00 (off)" in out
-
-
-def test_the_written_schedule_is_what_an_engine_reads(table, tmp_path):
-    assert main([str(table), "--steps", "0,1,3", "--json", str(tmp_path / "s.json")]) == 0
-    schedule = SpecSchedule.from_json(json.loads((tmp_path / "s.json").read_text()))
-    assert {config.num_steps for row in schedule.configs for config in row} <= {0, 1, 3}
+    assert "beyond batch 256 costs are extrapolated" in out
+    short = next(line for line in out.splitlines() if line.startswith("       128 "))
+    assert short.endswith("1.00 (off)")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--steps 0,7", "holds no num_steps=7"),
         ("--tp 8", "this engine runs tp=8"),
         ("--why 8,4", "at least one token for each request"),
-        ("--json t.json", "the cost table"),
-        ("--json no/x.json", "there is no directory"),
     ],
 )
 def test_a_mistake_gets_one_line(table, capsys, monkeypatch, options, message):
