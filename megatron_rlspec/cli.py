@@ -64,7 +64,7 @@ COMMANDS = {
         "rlspec compare POLICY old=DIR new=DIR --prompts held-out.jsonl",
     ),
     "serve": Command(
-        "rollout.sglang.http.foreground:main",
+        "rollout.sglang.http.serve:main",
         "one SGLang engine: lossless drafts, weight pushes, adaptive",
         "rlspec serve --model DIR",
     ),

@@ -72,11 +72,14 @@ import importlib, sys
 sys.modules.update(dict.fromkeys({hidden}))
 for name in {[name for name in modules if not name.endswith(WITH_SGLANG)]}:
     importlib.import_module(name)
-from megatron_rlspec.cli import main
-main(["serve", "--model", {str(model)!r}, "--print"])
+from megatron_rlspec.rollout.sglang.http import checks, serve
+options = serve.parser().parse_args(["--model", {str(model)!r}])
+checks.check(options)
+options.dtype = "bfloat16"
+print(serve.arguments_for(options, "cuda"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=840)
-    assert done.returncode == 0 and "sglang.launch_server" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0 and "--speculative-adaptive" in done.stdout, done.stderr[-2000:]
 
 
 def test_the_extra_takes_the_versions_of_sglang_that_the_code_takes():

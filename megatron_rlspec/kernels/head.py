@@ -73,11 +73,30 @@ def read(
     draws = noise or Noise(logits, logits, logits, logits, logits)  # not read without factors
     if rows:
         loss_passes.statistics[(rows,)](
-            logits, logits.stride(0), width, temperature, *_given(teacher, logits),
-            draws.seeds, draws.keys, draws.labels, draws.scores, logits if draws.words is None else draws.words,
-            draws.offset, draws.factors, peak, total, second, mass, best, beaten,
-            KIND=kind, MAPPED=_mapped(teacher) or draws.words is not None, FACTORS=factors, SLOTS=slots, BLOCK=BLOCK,
-        )  # fmt: skip
+            logits,
+            logits.stride(0),
+            width,
+            temperature,
+            *_given(teacher, logits),
+            draws.seeds,
+            draws.keys,
+            draws.labels,
+            draws.scores,
+            logits if draws.words is None else draws.words,
+            draws.offset,
+            draws.factors,
+            peak,
+            total,
+            second,
+            mass,
+            best,
+            beaten,
+            KIND=kind,
+            MAPPED=_mapped(teacher) or draws.words is not None,
+            FACTORS=factors,
+            SLOTS=slots,
+            BLOCK=BLOCK,
+        )
     return Statistics(peak, total, second, mass, best.long(), beaten[:, :factors] != 0)
 
 
@@ -151,10 +170,27 @@ def _second_pass(
 ) -> None:
     if len(logits):
         loss_passes.gradient[(len(logits),)](
-            logits, logits.stride(0), width, temperature, lse, *_given(teacher, logits),
-            places, on_logprob, on_entropy, entropies, scales, second, second, overlap, loser,
-            KIND=kind, TEACHER=teacher is not None, WRITE=write, MAPPED=_mapped(teacher), BLOCK=BLOCK,
-        )  # fmt: skip
+            logits,
+            logits.stride(0),
+            width,
+            temperature,
+            lse,
+            *_given(teacher, logits),
+            places,
+            on_logprob,
+            on_entropy,
+            entropies,
+            scales,
+            second,
+            second,
+            overlap,
+            loser,
+            KIND=kind,
+            TEACHER=teacher is not None,
+            WRITE=write,
+            MAPPED=_mapped(teacher),
+            BLOCK=BLOCK,
+        )
 
 
 def _mapped(teacher: Teacher | None) -> bool:

@@ -20,8 +20,7 @@ integer, exp(z - max) · 2^44, so a sum does not depend on the order of addition
 A list holds STAIRS stairs. If a row has more (once in a million flat rows, or made so on purpose) the last ones in
 the order are left out, and if the cut may lie among them, `choose` goes on with two more reads from there.
 
-**Parts.** A row is cut into parts, so that few rows fill a GPU, or because ranks hold parts of the vocabulary:
-`scan` lists the stairs of a part, `merge` those of the row, `add_up` adds up over a part, `choose` decides.
+**Parts.** A row is cut into parts, so that few rows fill a GPU: `scan` lists the stairs of a part, `merge` those of the row, `add_up` adds up over a part, `choose` decides.
 The token does not depend on the parts; the log-prob does by rounding.
 
 Logits lie between -1e29 and 1e29, or are -inf for tokens that cannot be drawn. NaN counts as -inf.
@@ -106,10 +105,24 @@ def _insert(z, column, score, slots, held_z, held_column, held, floor_z, floor_c
 
 @triton.jit
 def _stairs(
-    logits, row, stride, start, end, offset, words, state, temperature, sharpness, ranked,
-    after_z, after_column, after, peak,
-    MAPPED: tl.constexpr, BLOCK: tl.constexpr, STAIRS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    row,
+    stride,
+    start,
+    end,
+    words,
+    state,
+    temperature,
+    sharpness,
+    ranked,
+    after_z,
+    after_column,
+    after,
+    peak,
+    MAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAIRS: tl.constexpr,
+):
     """Read columns [start, end) of a row once.
 
     after_z, after_column, after   a stair that is kept: only what comes after it in the order and beats it is listed;
@@ -135,10 +148,9 @@ def _stairs(
         z = following
         # while this tile is worked on
         following = _tile(logits, row, stride, tile + BLOCK, end, temperature, BLOCK)
-        here = tile + tl.arange(0, BLOCK)
-        columns = here + offset
+        columns = tile + tl.arange(0, BLOCK)
         if MAPPED:
-            noisy = tl.load(words + here, mask=here < end, other=0)
+            noisy = tl.load(words + columns, mask=columns < end, other=0)
         else:
             noisy = columns
         hashed = hash_of(state, noisy)
@@ -171,10 +183,10 @@ def _stairs(
             bound = tl.where(open_ & _before(z, columns, floor_z, floor_column), bound, _INF)
             while tl.min(bound, 0) < _INF:
                 i = tl.argmin(bound, 0)
-                column = tile + i + offset
+                column = tile + i
                 new_z = tl.max(tl.where(columns == column, z, -_INF), 0)
                 if MAPPED:
-                    word = tl.load(words + tile + i)
+                    word = tl.load(words + column)
                 else:
                     word = column
                 score = score_of(new_z * sharpness, hash_of(state, word))
@@ -216,9 +228,19 @@ def _stairs(
 
 @triton.jit
 def _sums(
-    logits, row, stride, start, end, offset, temperature, peak, list_z, list_column, count,
-    BLOCK: tl.constexpr, STAIRS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    row,
+    stride,
+    start,
+    end,
+    temperature,
+    peak,
+    list_z,
+    list_column,
+    count,
+    BLOCK: tl.constexpr,
+    STAIRS: tl.constexpr,
+):
     """Read columns [start, end) of a row once.
 
     Returns the number and the mass [STAIRS] of the tokens before each of `add_up` stairs, and the mass of all.
@@ -229,7 +251,7 @@ def _sums(
     whole = tl.full((), 0, tl.int64)
     for tile in range(start, end, BLOCK):
         z = _tile(logits, row, stride, tile, end, temperature, BLOCK)
-        columns = tile + tl.arange(0, BLOCK) + offset
+        columns = tile + tl.arange(0, BLOCK)
         mass = (tl.exp(z - peak) * _ONE).to(tl.int64)
         whole += tl.sum(mass, 0)
         for i in range(count):
@@ -252,32 +274,65 @@ def _kept(z, score, numbers, masses, whole, peak, top_k, top_p, min_p):
 
 
 @triton.jit
-def _limits(top_ks, top_ps, min_ps, request, vocabulary):
+def _limits(top_ks, top_ps, min_ps, request, width):
     """Return top-k, top-p and min-p of a row, and 1 if one of them limits anything."""
     k = tl.load(top_ks + request)
     p = tl.load(top_ps + request).to(tl.float32)
     least = tl.load(min_ps + request).to(tl.float32)
-    return k, p, least, ((k < vocabulary) | (p < 1) | (least > 0)).to(tl.int32)
+    return k, p, least, ((k < width) | (p < 1) | (least > 0)).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["nodes"])
 def scan(
-    logits, stride, width, offset, vocabulary, seeds, positions, temperatures, sharpnesses, top_ks, top_ps, min_ps,
-    words, part_z, part_column, part_score, part_floor_z, part_floor_column, part_peak, part_total,
-    nodes, columns_of_part,
-    MAPPED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, STAIRS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    stride,
+    width,
+    seeds,
+    positions,
+    temperatures,
+    sharpnesses,
+    top_ks,
+    top_ps,
+    min_ps,
+    words,
+    part_z,
+    part_column,
+    part_score,
+    part_floor_z,
+    part_floor_column,
+    part_peak,
+    part_total,
+    nodes,
+    columns_of_part,
+    MAPPED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAIRS: tl.constexpr,
+):
     row = tl.program_id(0)
     part = tl.program_id(1)
     request = row // nodes
-    _, _, _, ranked = _limits(top_ks, top_ps, min_ps, request, vocabulary)
+    _, _, _, ranked = _limits(top_ks, top_ps, min_ps, request, width)
     start = part * columns_of_part
     z, column, score, lowest_z, lowest_column, peak, total = _stairs(
-        logits, row, stride, start, tl.minimum(start + columns_of_part, width), offset, words,
-        hash_of_row(seeds, positions, row, request), tl.load(temperatures + request), tl.load(sharpnesses + request),
-        ranked, tl.full((), _INF, tl.float32), tl.full((), -1, tl.int32), tl.full((), -_INF, tl.float64),
-        tl.full((), _START, tl.float32), MAPPED, BLOCK, STAIRS,
-    )  # fmt: skip
+        logits,
+        row,
+        stride,
+        start,
+        tl.minimum(start + columns_of_part, width),
+        words,
+        hash_of_row(seeds, positions, row, request),
+        tl.load(temperatures + request),
+        tl.load(sharpnesses + request),
+        ranked,
+        tl.full((), _INF, tl.float32),
+        tl.full((), -1, tl.int32),
+        tl.full((), -_INF, tl.float64),
+        tl.full((), _START, tl.float32),
+        MAPPED,
+        BLOCK,
+        STAIRS,
+    )
     at = row * PARTS + part
     places = at * STAIRS + tl.arange(0, STAIRS)
     tl.store(part_z + places, z)
@@ -291,14 +346,32 @@ def scan(
 
 @triton.jit(do_not_specialize=["nodes"])
 def merge(
-    part_z, part_column, part_score, part_floor_z, part_floor_column, part_peak, part_total,
-    row_z, row_column, row_score, row_floor_z, row_floor_column, row_peak, row_total, counts,
-    top_ks, top_ps, min_ps, vocabulary, nodes,
-    PARTS: tl.constexpr, STAIRS: tl.constexpr,
-):  # fmt: skip
+    part_z,
+    part_column,
+    part_score,
+    part_floor_z,
+    part_floor_column,
+    part_peak,
+    part_total,
+    row_z,
+    row_column,
+    row_score,
+    row_floor_z,
+    row_floor_column,
+    row_peak,
+    row_total,
+    counts,
+    top_ks,
+    top_ps,
+    min_ps,
+    width,
+    nodes,
+    PARTS: tl.constexpr,
+    STAIRS: tl.constexpr,
+):
     """List a row's stairs, from the last in the order to the first. Of more than STAIRS the last ones are left out."""
     row = tl.program_id(0)
-    _, _, _, ranked = _limits(top_ks, top_ps, min_ps, row // nodes, vocabulary)
+    _, _, _, ranked = _limits(top_ks, top_ps, min_ps, row // nodes, width)
     parts = row * PARTS + tl.arange(0, PARTS)
     lowest_z = tl.max(tl.load(part_floor_z + parts), 0)
     same = tl.load(part_floor_z + parts) == lowest_z
@@ -342,22 +415,45 @@ def merge(
 
 @triton.jit(do_not_specialize=["nodes"])
 def add_up(
-    logits, stride, width, offset, vocabulary, temperatures, top_ks, top_ps, min_ps,
-    row_z, row_column, counts, row_peak, numbers, masses, wholes,
-    nodes, columns_of_part,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, STAIRS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    stride,
+    width,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    row_z,
+    row_column,
+    counts,
+    row_peak,
+    numbers,
+    masses,
+    wholes,
+    nodes,
+    columns_of_part,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAIRS: tl.constexpr,
+):
     row = tl.program_id(0)
     part = tl.program_id(1)
-    _, _, _, ranked = _limits(top_ks, top_ps, min_ps, row // nodes, vocabulary)
+    _, _, _, ranked = _limits(top_ks, top_ps, min_ps, row // nodes, width)
     if ranked:
         start = part * columns_of_part
         number, mass, whole = _sums(
-            logits, row, stride, start, tl.minimum(start + columns_of_part, width), offset,
-            tl.load(temperatures + row // nodes), tl.load(row_peak + row),
-            row_z + row * STAIRS, row_column + row * STAIRS, tl.load(counts + row),
-            BLOCK, STAIRS,
-        )  # fmt: skip
+            logits,
+            row,
+            stride,
+            start,
+            tl.minimum(start + columns_of_part, width),
+            tl.load(temperatures + row // nodes),
+            tl.load(row_peak + row),
+            row_z + row * STAIRS,
+            row_column + row * STAIRS,
+            tl.load(counts + row),
+            BLOCK,
+            STAIRS,
+        )
         at = row * PARTS + part
         places = at * STAIRS + tl.arange(0, STAIRS)
         tl.store(numbers + places, number)
@@ -367,15 +463,39 @@ def add_up(
 
 @triton.jit(do_not_specialize=["nodes"])
 def choose(
-    logits, stride, width, vocabulary, seeds, positions, temperatures, sharpnesses, top_ks, top_ps, min_ps, words,
-    row_z, row_column, row_score, row_floor_z, row_floor_column, row_peak, row_total, numbers, masses, wholes,
-    tokens, logprobs, nodes,
-    MAPPED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, STAIRS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    stride,
+    width,
+    seeds,
+    positions,
+    temperatures,
+    sharpnesses,
+    top_ks,
+    top_ps,
+    min_ps,
+    words,
+    row_z,
+    row_column,
+    row_score,
+    row_floor_z,
+    row_floor_column,
+    row_peak,
+    row_total,
+    numbers,
+    masses,
+    wholes,
+    tokens,
+    logprobs,
+    nodes,
+    MAPPED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAIRS: tl.constexpr,
+):
     """Choose the stair that is kept and beats the others."""
     row = tl.program_id(0)
     request = row // nodes
-    k, p, least, ranked = _limits(top_ks, top_ps, min_ps, request, vocabulary)
+    k, p, least, ranked = _limits(top_ks, top_ps, min_ps, request, width)
     places = row * STAIRS + tl.arange(0, STAIRS)
     z = tl.load(row_z + places)
     column = tl.load(row_column + places)
@@ -395,17 +515,42 @@ def choose(
     state = hash_of_row(seeds, positions, row, request)
     while going_on:
         z, column, score, lowest_z, lowest_column, _, _ = _stairs(
-            logits, row, stride, 0, width, 0, words, state, temperature, tl.load(sharpnesses + request), ranked,
-            best_z, best_column, best, peak, MAPPED, BLOCK, STAIRS,
-        )  # fmt: skip
+            logits,
+            row,
+            stride,
+            0,
+            width,
+            words,
+            state,
+            temperature,
+            tl.load(sharpnesses + request),
+            ranked,
+            best_z,
+            best_column,
+            best,
+            peak,
+            MAPPED,
+            BLOCK,
+            STAIRS,
+        )
         tl.debug_barrier()
         tl.store(row_z + places, z)
         tl.store(row_column + places, column)
         tl.debug_barrier()
         number, mass, whole = _sums(
-            logits, row, stride, 0, width, 0, temperature, peak,
-            row_z + row * STAIRS, row_column + row * STAIRS, STAIRS, BLOCK, STAIRS,
-        )  # fmt: skip
+            logits,
+            row,
+            stride,
+            0,
+            width,
+            temperature,
+            peak,
+            row_z + row * STAIRS,
+            row_column + row * STAIRS,
+            STAIRS,
+            BLOCK,
+            STAIRS,
+        )
         kept = _kept(z, score, number, mass, whole, peak, k, p, least)
         best_z, best_column, best = _best(z, column, score, kept)
         cut = tl.sum(((score > -_INF) & (kept == 0)).to(tl.int32), 0)

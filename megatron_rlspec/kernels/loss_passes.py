@@ -62,12 +62,34 @@ def _teacher(logits, start, columns, at, inside, temperature, high, low, MAPPED:
 
 @triton.jit
 def statistics(
-    logits, stride, width, temperature,
-    teacher, teacher_stride, teacher_rows, teacher_lses, columns,
-    seeds, keys, labels, label_scores, words, offset, factors,
-    peaks, totals, seconds, masses, bests, beaten,
-    KIND: tl.constexpr, MAPPED: tl.constexpr, FACTORS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    stride,
+    width,
+    temperature,
+    teacher,
+    teacher_stride,
+    teacher_rows,
+    teacher_lses,
+    columns,
+    seeds,
+    keys,
+    labels,
+    label_scores,
+    words,
+    offset,
+    factors,
+    peaks,
+    totals,
+    seconds,
+    masses,
+    bests,
+    beaten,
+    KIND: tl.constexpr,
+    MAPPED: tl.constexpr,
+    FACTORS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write of one row, over this rank's words: peak, total, second and mass (see above), and the best column.
 
     labels, label_scores  of FACTORS factors: the label's id and its z, of the rank that has it
@@ -158,12 +180,31 @@ def statistics(
 
 @triton.jit
 def gradient(
-    logits, stride, width, temperature, lses,
-    teacher, teacher_stride, teacher_rows, teacher_lses, columns,
-    places, on_logprob, on_entropy, entropies, scales, seconds, masses,
-    overlaps, losers,
-    KIND: tl.constexpr, TEACHER: tl.constexpr, WRITE: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    stride,
+    width,
+    temperature,
+    lses,
+    teacher,
+    teacher_stride,
+    teacher_rows,
+    teacher_lses,
+    columns,
+    places,
+    on_logprob,
+    on_entropy,
+    entropies,
+    scales,
+    seconds,
+    masses,
+    overlaps,
+    losers,
+    KIND: tl.constexpr,
+    TEACHER: tl.constexpr,
+    WRITE: tl.constexpr,
+    MAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write one row's gradient in z in place of its logits, and add up over this rank's words.
 
     KIND label   on_logprob · ∂ log q(label) + on_entropy · ∂ entropy; places: the label's column, -1 on other ranks
@@ -201,8 +242,16 @@ def gradient(
         q = tl.exp(logq)
         if TEACHER:
             logp = _teacher(
-                teacher, teacher_start, columns, at, inside, temperature, teacher_high, teacher_low, MAPPED
-            )  # fmt: skip
+                teacher,
+                teacher_start,
+                columns,
+                at,
+                inside,
+                temperature,
+                teacher_high,
+                teacher_low,
+                MAPPED,
+            )
             p = tl.exp(logp)
             overlap += tl.minimum(p, q)
             loser += tl.where(q < p, q, 0.0)

@@ -73,14 +73,13 @@ class _Rows:
             "top_ks": top_ks,
             "top_ps": top_ps,
             "min_ps": min_ps,
-            "vocabulary": width,
+            "width": width,
             "nodes": self.rows // len(draws.seeds),
             "STAIRS": STAIRS,
         }
         read = {
             "logits": logits,
             "stride": logits.stride(0),
-            "width": width,
             "temperatures": draws.temperatures.reshape(-1).float(),
             "BLOCK": BLOCK,
         }
@@ -91,7 +90,7 @@ class _Rows:
             "words": logits if draws.words is None else draws.words,  # not read without words
             "MAPPED": draws.words is not None,
         }
-        part = {"offset": 0, "columns_of_part": triton.cdiv(tiles, self.parts) * BLOCK}
+        part = {"columns_of_part": triton.cdiv(tiles, self.parts) * BLOCK}
         self._of_scan = limits | read | noise | part
         self._of_merge = limits
         self._of_sums = limits | read | part
@@ -148,9 +147,13 @@ class _Rows:
         logprobs = self._empty(self.rows)
         given = {name: value for name, value in merged.items() if name != "counts"}
         keyed_draw.choose[(self.rows,)](
-            **given, **sums, tokens=tokens, logprobs=logprobs,
-            PARTS=sums["wholes"].shape[1], **self._of_choice,
-        )  # fmt: skip
+            **given,
+            **sums,
+            tokens=tokens,
+            logprobs=logprobs,
+            PARTS=sums["wholes"].shape[1],
+            **self._of_choice,
+        )
         return tokens, logprobs
 
 

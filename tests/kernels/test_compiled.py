@@ -89,7 +89,7 @@ def compiled(
     kinds = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = [["tt.divisibility", 16]]  # as pointers, strides, the vocabulary and parts of it are
-    sizes = ("stride", "teacher_stride", "width", "vocabulary", "columns_of_part")
+    sizes = ("stride", "teacher_stride", "width", "columns_of_part")
     attributes = {}
     for i, name in enumerate(kernel.arg_names):
         if kinds[name].startswith("*") or name in sizes:

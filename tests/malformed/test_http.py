@@ -123,8 +123,6 @@ def test_nothing_of_that_changed_a_weight_or_the_text(server: Server) -> None:
 
 def test_routes_methods_keys_and_other_sites(server: Server) -> None:
     url = server.process.url
-    assert "no route" in refusal(server.post("/rlspec/nothing"), 404)
-    assert "expected POST" in refusal(requests.get(f"{url}/rlspec/abort", headers=server.headers, timeout=30), 405)
     assert "Bearer KEY" in refusal(requests.post(f"{url}/rlspec/generate", timeout=30), 401)
     assert requests.get(f"{url}/server_info", timeout=30).status_code == 401
     told = requests.get(f"{url}/server_info", headers=server.headers, timeout=30).text

@@ -45,7 +45,7 @@ def launch(
     program = [sys.executable, str(Path(__file__).with_name("emulating_serve.py"))]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*program, "--model", str(model), "--port", str(port), "--stop-with-parent", *arguments],
+            [*program, "--model", str(model), "--port", str(port), f"--stop-with-parent={os.getpid()}", *arguments],
             env=os.environ | environment | {"RLSPEC_API_KEY": api_key},
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -204,7 +204,7 @@ def test_a_server_that_does_not_get_far_removes_the_directory_that_it_was_given(
     directory = Path(tempfile.mkdtemp(prefix=scratch.PREFIX, dir=tmp_path))
     command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.http.serve", "--model", "none"]
     environment = {**os.environ, "TMPDIR": str(directory)}
-    asked = [*command, "--port", "32103", "--stop-with-parent"]
+    asked = [*command, "--port", "32103", f"--stop-with-parent={os.getpid()}"]
     refused = subprocess.run(asked, capture_output=True, text=True, env=environment)
     assert refused.returncode == 2 and "--model none: no config.json there" in refused.stderr
     assert not ended(directory)
@@ -212,8 +212,7 @@ def test_a_server_that_does_not_get_far_removes_the_directory_that_it_was_given(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_a_server_started_by_hand_is_quiet_and_cleans_up(model: Path, number: signal.Signals) -> None:
-    """A terminal shows our own lines until the engine is ready. What packages print is in the log."""
+def test_a_server_started_by_hand_cleans_up(model: Path, number: signal.Signals) -> None:
     with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited
         command = [sys.executable, "-m", "megatron_rlspec.cli", "serve", "--model", str(model)]
         environment = {**os.environ, **ONE_THREAD, "PYTHONUNBUFFERED": "1", "TMPDIR": folder}
@@ -226,31 +225,24 @@ def test_a_server_started_by_hand_is_quiet_and_cleans_up(model: Path, number: si
                 line = server.stdout.readline()
                 assert line, said.decode()
                 said += line
-            lines = said.decode().splitlines()
-            [log] = Path(folder).glob("rlspec-serve-32101-*.log")
-            assert lines[0] == f"rlspec serve: starting; log: {log}"
-            assert len(lines) <= 5 and all(line.startswith("rlspec serve: ") for line in lines)
-            assert len(log.read_text().splitlines()) > 10
             [directory] = Path(folder).glob(f"{scratch.PREFIX}*")
             assert list(Path("/dev/shm").glob(f"*{directory.name}*"))
             server.send_signal(number)
             server.wait(60)
             assert not ended(directory)
-            assert "SIGTERM received" in log.read_text() and b"SIGTERM received" in server.stdout.read()
+            assert b"SIGTERM received" in server.stdout.read()
         finally:
             server.kill()
             server.wait()
 
 
 @pytest.mark.slow
-def test_a_server_that_sglang_refuses_says_why_at_the_terminal(model: Path) -> None:
+def test_a_server_that_sglang_refuses_says_why(model: Path) -> None:
     command = [sys.executable, "-m", "megatron_rlspec.cli", "serve", "--model", str(model), "--port", "32102"]
     with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited
         environment = {**os.environ, **ONE_THREAD, "TMPDIR": folder}
         ended = subprocess.run([*command, *SERVE, "--nonsense", "3"], env=environment, capture_output=True, text=True)
-        [log] = Path(folder).glob("rlspec-serve-32102-*.log")
-    last = ended.stderr.splitlines()[-1]
-    assert ended.returncode == 2 and "unrecognized arguments: --nonsense 3" in last and str(log) in last, ended.stderr
+    assert ended.returncode == 2 and "unrecognized arguments: --nonsense 3" in ended.stderr, ended.stderr
 
 
 @pytest.mark.parametrize("more", [0, 1])

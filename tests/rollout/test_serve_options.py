@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +22,6 @@ from megatron_rlspec.run import loading
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
-from megatron_rlspec.types import SpecConfig, SpecSchedule
 
 CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
 
@@ -73,21 +71,6 @@ def test_the_type_of_the_tensors_counts_where_config_json_has_none(folder: Path,
     assert dtype_of(tmp_path / "mimo") == "float32"
 
 
-def test_print_shows_the_commands_of_sglangs_own_server(folder: Path, tmp_path: Path, capsys) -> None:
-    serve.main(["--model", str(folder / "mimo"), "--print", "--mem-fraction-static", "0.8"])
-    script = capsys.readouterr().out
-    echo = script.replace("python -m sglang.launch_server", "printenv RLSPEC_SGLANG; echo")
-    done = subprocess.run(["bash", "-c", echo], cwd=tmp_path, capture_output=True, text=True, check=True)
-    settings, words = done.stdout.splitlines()
-    assert settings == "1"
-    assert {f"--model-path={folder / 'mimo'}", "--device=cuda", "--speculative-adaptive"} <= set(words.split())
-    assert "--mem-fraction-static 0.8" in words and "--sampling-backend=pytorch" in words
-    assert "--speculative-adaptive-config=rlspec-adaptive.json" in words
-    assert 0 in json.loads((tmp_path / "rlspec-adaptive.json").read_text())["1"]["candidate_steps"]
-    with pytest.raises(SystemExit):
-        serve.main(["--model", str(folder / "mimo"), "--print", "--device", "cpu"])
-
-
 @pytest.mark.parametrize(
     ("given", "useless"),
     [
@@ -105,16 +88,6 @@ def test_a_cost_table_of_other_configurations_is_refused(folder: Path) -> None:
     table = str(folder / "costs.json")
     with pytest.raises(serve.ServeError, match=f"{table}: cost table holds none of k4; it holds off, k1, k2, k3, k5"):
         started(folder, "--cost-table", table, "--candidate-steps", "4", "--num-steps", "4")
-
-
-def test_a_schedule_is_a_file_or_a_json_of_any_length(tmp_path: Path) -> None:
-    schedule = SpecSchedule(tuple(range(1, 41)), (1 << 20,), tuple((SpecConfig(3),) for _ in range(40)))
-    text = json.dumps(schedule.to_json())
-    assert serve._schedule(text) == schedule
-    (tmp_path / "s.json").write_text(text)
-    assert serve._schedule(str(tmp_path / "s.json")) == schedule
-    with pytest.raises(serve.ServeError, match=r"no\.json: No such file"):
-        serve._schedule("no.json")
 
 
 def test_what_a_run_starts_its_engines_with_is_not_refused(folder: Path) -> None:

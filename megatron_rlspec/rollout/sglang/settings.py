@@ -49,14 +49,6 @@ class Settings:
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
 
-    def shortest(self) -> str:
-        """Return a value of RLSPEC_SGLANG that has these settings, without the defaults."""
-        values = asdict(self)
-        for field in fields(self):
-            if values[field.name] == field.default:
-                del values[field.name]
-        return json.dumps(values) if values else "1"
-
 
 @cache
 def _parsed(text: str) -> Settings:

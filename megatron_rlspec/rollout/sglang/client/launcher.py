@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,10 +33,8 @@ class EngineProcess:
         self.directory = directory
         self.api_key = api_key
 
-    def wait(
-        self, timeout: float = 600.0, progress: Callable[[str], None] | None = None
-    ) -> EngineProcess:
-        """Return when the engine answers. `progress` gets one line about every second. Closes the engine on failure."""
+    def wait(self, timeout: float = 600.0) -> EngineProcess:
+        """Return when the engine answers. Closes the engine on failure."""
         started = time.monotonic()
         headers = {"Authorization": f"Bearer {self.api_key}"}
         with requests.Session() as session:
@@ -55,14 +53,11 @@ class EngineProcess:
                         return self
                 except requests.RequestException:
                     pass
-                seconds = time.monotonic() - started
-                if seconds > timeout:
+                if time.monotonic() - started > timeout:
                     self.close()
                     raise EngineError(
                         f"engine {self.url} did not answer within {timeout:.0f} s (log: {self.log})"
                     )
-                if progress:
-                    progress(f"engine {self.url}: starting, {seconds:.0f} s")
                 time.sleep(0.5)
 
     @property

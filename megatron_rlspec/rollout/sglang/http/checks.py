@@ -80,7 +80,6 @@ def _check_effects(options: argparse.Namespace) -> None:
         "num_steps",
         "candidate_steps",
         "cost_table",
-        "schedule",
         "drafts",
         "draft_vocabulary",
         "draft_model",
@@ -151,8 +150,6 @@ def _check_address(options: argparse.Namespace) -> None:
         raise ServeError(
             f"--host {options.host} is reachable from outside: give --api-key or {KEY}, or listen on 127.0.0.1"
         )
-    if options.print:
-        return
     with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -227,18 +227,6 @@ async def abort(request: Request) -> JSONResponse:
     return JSONResponse({})
 
 
-def _unknown(routes: Collection[str]) -> Handler:
-    async def unknown(request: Request) -> JSONResponse:
-        path = request.url.path
-        if path.removeprefix("/rlspec/") in routes and request.method != "POST":
-            raise Refusal(405, f"{path} is called with {request.method}; expected POST")
-        raise Refusal(
-            404, f"no route {schemas.shown(path)}; known are {', '.join(routes)} below /rlspec"
-        )
-
-    return unknown
-
-
 def _commands() -> dict[str, Handler]:
     return {f"control/{name}": control(name, schema) for name, schema in schemas.COMMANDS.items()}
 
@@ -266,11 +254,4 @@ def add_routes(app: FastAPI) -> None:
         app.add_api_route(
             f"/rlspec/{path}", answering(handler), methods=["POST"], response_model=None
         )
-    app.add_api_route(
-        "/rlspec/{rest:path}",
-        answering(_unknown(ROUTES)),
-        methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"],
-        response_model=None,
-        include_in_schema=False,
-    )
     guard.close_to_other_sites(app)

@@ -12,19 +12,17 @@ import itertools
 import json
 import multiprocessing
 import os
-import shlex
 import signal
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rlspec import files
 from megatron_rlspec.arguments import Parser, integer, number
 from megatron_rlspec.config import RolloutConfig, SpecSection
 from megatron_rlspec.config.base import MOST_TOKENS
@@ -48,7 +46,6 @@ from megatron_rlspec.rollout.sglang.settings import (
     ATTENTION_RANKS,
     KEY,
     MIXED_CHUNK,
-    VARIABLE,
     Settings,
     known_key,
 )
@@ -87,8 +84,6 @@ _REFUSED = {
     "--data-parallel-size": ATTENTION_RANKS,
 }
 _CPU_TOKENS = 65536  # of the KV cache on a CPU, by default
-_LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # `conversion.eagle3.environment_of`
-_ADAPTIVE_FILE = "rlspec-adaptive.json"  # of `--print`
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -143,11 +138,6 @@ def parser() -> Parser:
         "--cost-table", default="", help="JSON written by `rlspec profile`: adaptive decides by it"
     )
     p.add_argument(
-        "--schedule",
-        default="",
-        help="SpecSchedule as JSON, or a file with it; default: --num-steps",
-    )
-    p.add_argument(
         "--verifier",
         choices=("position_keyed", "target_only", "rejection"),
         default=spec.verifier,
@@ -177,11 +167,6 @@ def parser() -> Parser:
         default=0,
         help="tokens that drafts are chosen from: the size of SGLang's token map, which a run fills; 0: all tokens",
     )
-    p.add_argument(
-        "--print",
-        action="store_true",
-        help="print the shell commands that start SGLang's own server with the plugin, and end",
-    )
     tokens = integer(0, MOST_TOKENS)
     p.add_argument(
         "--max-total-tokens",
@@ -191,27 +176,20 @@ def parser() -> Parser:
     )
     p.add_argument(
         "--stop-with-parent",
-        nargs="?",
         type=integer(1, 1 << 22),
-        const=-1,
-        default=0,
         metavar="PID",
-        help="end when the process that started this one ends. With its number this works if it ends at once, too",
+        help="end when this process ends, which started the engine",
     )
     return p
 
 
-def parsed(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return our options and SGLang's. SGLang would complete the beginning of an option of ours, past our checks."""
+def main(argv: list[str] | None = None) -> None:
     own = parser()
     options, rest = own.parse_known_args(argv)
-    own.refuse_typos(rest)
+    own.refuse_typos(
+        rest
+    )  # SGLang would complete the beginning of an option of ours, past our checks
     options.api_key = known_key(options.api_key)
-    return options, rest
-
-
-def main(argv: list[str] | None = None) -> None:
-    options, rest = parsed(argv)
     try:
         _serve(options, rest)
     except ServeError as error:
@@ -222,10 +200,10 @@ def main(argv: list[str] | None = None) -> None:
 def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if options.stop_with_parent:
         _scratch()  # before anything slow: the process that made it may be killed at any time
-        parents.end_with(options.stop_with_parent if options.stop_with_parent > 0 else os.getppid())
+        parents.end_with(options.stop_with_parent)
     name = Path(options.model).name or options.model
     check(options)
-    device = _device_of_printed(options) if options.print else _device(options.device)
+    device = _device(options.device)
     if device == "cpu" and options.verifier == "rejection":
         raise ServeError(
             "--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only"
@@ -237,10 +215,6 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if options.dtype == "auto":
         options.dtype = _dtype(options.model)
     arguments, settings, slots = arguments_for(options, device, tensor_parallel(rest))
-    if options.print:
-        settings = dataclasses.replace(settings, sharpness=_sharpness(options))
-        print(_commands([*arguments, *rest], settings, slots, bool(options.api_key)))
-        return
     print(f"rlspec serve: loading {name} in {options.dtype}", flush=True)
     if options.draft_vocabulary and options.spec != "off":
         arguments.append(f"--speculative-token-map={_token_map(options, rest)}")
@@ -267,37 +241,6 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         os.environ.update(installed_sglang().cpu_environment)
         _install_stand_ins()
     _launch(options, device, [*arguments, *rest])
-
-
-def _device_of_printed(options: argparse.Namespace) -> str:
-    """Return the device of a printed command, whose machine may be another one. Raises ServeError."""
-    if options.device == "cpu":
-        raise ServeError("--print --device cpu: SGLang's own server needs a GPU for drafts")
-    if options.draft_vocabulary:
-        raise ServeError("--print: SGLang's own server has no file for --draft-vocabulary")
-    return "cuda"
-
-
-def _commands(
-    arguments: Sequence[str], settings: Settings, slots: Mapping[str, Any], has_key: bool
-) -> str:
-    """Return the shell commands that start SGLang's own server with the plugin.
-
-    has_key  the server takes the key from the environment
-    """
-    lines = []
-    words = [f"{VARIABLE}={shlex.quote(settings.shortest())}"]
-    if _LONGER_CONTEXT in os.environ:
-        words.append(f"{_LONGER_CONTEXT}=1")
-    words.append("python -m sglang.launch_server")
-    words += [shlex.quote(argument) for argument in arguments]
-    if slots:
-        lines += [f"cat > {_ADAPTIVE_FILE} <<'END'", json.dumps(slots), "END"]
-        words.append(f"--speculative-adaptive-config={_ADAPTIVE_FILE}")
-    if has_key:
-        words.append(f'--api-key="${KEY}"')
-    lines.append(" \\\n  ".join(words))
-    return "\n".join(lines)
 
 
 def _dtype(model: str) -> str:
@@ -348,9 +291,8 @@ def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
         f"--dtype={options.dtype}",
         f"--max-running-requests={options.max_running_requests}",
         "--weight-version=0",
+        "--log-level=warning",
     ]
-    if not options.print:
-        arguments.append("--log-level=warning")
     total = options.max_total_tokens
     if device == "cpu":
         arguments += [*_CPU_ARGUMENTS, *installed_sglang().cpu_arguments]
@@ -400,31 +342,26 @@ class _Rule(NamedTuple):
 
 
 def _rule(options: argparse.Namespace, tp: str) -> _Rule:
-    """Choose the rule: a schedule, a cost table, or the model's sizes. Raises ServeError."""
-    schedule = _schedule(options.schedule)
-    table = _cost_table(options, schedule, tp)
-    candidates = _candidates(options, schedule)
-    if options.spec == "fixed":
-        schedule = schedule or SpecSchedule.fixed(SpecConfig(options.num_steps))
-    slots = _slots(options, candidates, table, schedule)
+    """Choose the rule: a fixed number of drafts, a cost table, or the model's sizes. Raises ServeError."""
+    table = _cost_table(options, tp)
+    candidates = _candidates(options)
+    slots = _slots(options, candidates, table)
     # SGLang sizes its buffers by the startup value, so it may not be 0. It captures that step count at every batch.
     drafting = [steps for steps in candidates if steps]
-    if schedule is not None:
-        start = options.num_steps or max(drafting)
-        return _Rule({"schedule": schedule.to_json()}, candidates, start, slots)
+    if options.spec == "fixed":
+        schedule = SpecSchedule.fixed(SpecConfig(options.num_steps))
+        return _Rule({"schedule": schedule.to_json()}, candidates, max(drafting), slots)
     spec_rule = None
     if table is not None:
         spec_rule = {"table": str(Path(options.cost_table).resolve())}
     return _Rule(spec_rule, candidates, min(drafting), slots)
 
 
-def _cost_table(
-    options: argparse.Namespace, schedule: SpecSchedule | None, tp: str
-) -> CostTable | None:
+def _cost_table(options: argparse.Namespace, tp: str) -> CostTable | None:
     if not options.cost_table:
         return None
-    if schedule or options.spec == "fixed":
-        raise ServeError("--cost-table is for --spec adaptive without --schedule")
+    if options.spec == "fixed":
+        raise ServeError("--cost-table is for --spec adaptive")
     if not Path(options.cost_table).is_file():
         raise ServeError(f"--cost-table {options.cost_table}: no such file")
     try:
@@ -433,7 +370,7 @@ def _cost_table(
         raise ServeError(f"--cost-table {error}") from None
 
 
-def _candidates(options: argparse.Namespace, schedule: SpecSchedule | None) -> list[int]:
+def _candidates(options: argparse.Namespace) -> list[int]:
     """Return the step counts that the engine may switch between; one of them drafts."""
     steps = {options.num_steps}
     if options.spec == "adaptive":
@@ -443,54 +380,37 @@ def _candidates(options: argparse.Namespace, schedule: SpecSchedule | None) -> l
             raise ServeError(
                 f"--candidate-steps {options.candidate_steps}: expected integers and commas"
             ) from None
-    if schedule is not None:
-        used = {config for row in schedule.configs for config in row}
-        if any(config.topk > 1 for config in used):
-            raise ServeError(
-                "--schedule: only chains (topk 1) can be switched while the engine runs"
-            )
-        steps |= {config.num_steps for config in used}
     if min(steps) < 0 or max(steps) > MOST_DRAFTS:
         raise ServeError(f"step counts {sorted(steps)}: expected numbers from 0 to {MOST_DRAFTS}")
-    return sorted(steps | ({1} if max(steps) == 0 else set()))
+    if max(steps) == 0:
+        steps.add(1)
+    return sorted(steps)
 
 
 def _slots(
-    options: argparse.Namespace,
-    steps: Sequence[int],
-    table: CostTable | None,
-    schedule: SpecSchedule | None,
+    options: argparse.Namespace, steps: Sequence[int], table: CostTable | None
 ) -> dict[str, Any]:
-    """Return the step counts from each batch size on: 0, and what the schedule, the table or a roofline can choose.
+    """Return the step counts from each batch size on: 0, and what the rule can choose.
 
     Step 0 is there for `hold`, even where no rule may choose it.
     """
     most_batch = options.max_running_requests
-    layers = json.loads((Path(options.model) / "config.json").read_text()).get(
-        "num_hidden_layers", 1
-    )
+    layers = _hf_config(options.model).get("num_hidden_layers", 1)
     try:
         most = graphs.needed(chains(steps), most_batch, layers, table, options.max_total_tokens)
     except CostTableError as error:
         raise ServeError(f"--cost-table {options.cost_table}: {error}") from None
-    for row in schedule.configs if schedule is not None else ():
-        most |= {SpecConfig(c.num_steps) if c.num_steps else OFF: most_batch for c in row}
-    found = graphs.slots(most, most_batch)
-    return {
-        batch: {"candidate_steps": sorted({0, *slot["candidate_steps"]})}
-        for batch, slot in found.items()
-    }
+    if options.spec == "fixed":
+        fixed = SpecConfig(options.num_steps) if options.num_steps else OFF
+        most[fixed] = most_batch
+    slots = {}
+    for batch, slot in graphs.slots(most, most_batch).items():
+        slots[batch] = {"candidate_steps": sorted({0, *slot["candidate_steps"]})}
+    return slots
 
 
-def _schedule(text: str) -> SpecSchedule | None:
-    if not text:
-        return None
-    try:
-        return SpecSchedule.from_json(
-            json.loads(text if text.lstrip().startswith("{") else files.read_text(text))
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ServeError(f"--schedule: {error}") from None
+def _hf_config(model: str) -> dict[str, Any]:
+    return json.loads((Path(model) / "config.json").read_text())
 
 
 def tensor_parallel(rest: Sequence[str]) -> str:
@@ -511,7 +431,7 @@ def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
         raise ServeError(
             f"{given}: SGLang's token map needs the whole output layer; expected --tp 1, not {size}"
         )
-    config = json.loads((Path(options.model) / "config.json").read_text())
+    config = _hf_config(options.model)
     config = config.get("text_config", config)
     if "vocab_size" not in config:
         raise ServeError(f"{given}: config.json of --model {options.model} has no vocab_size")
@@ -617,15 +537,15 @@ def _fork_children() -> None:
 
 def _architectures(*paths: str) -> tuple[str, ...]:
     """Return the architectures of model directories whose files in SGLang are known."""
-    configs = [json.loads((Path(path) / "config.json").read_text()) for path in paths if path]
-    names = {name for config in configs for name in config.get("architectures") or ()}
+    names: set[str] = set()
+    for path in filter(None, paths):
+        names.update(_hf_config(path).get("architectures") or ())
     return tuple(sorted(name for name in names if name in FAMILIES and FAMILIES[name].sglang_files))
 
 
 def _sharpness(options: argparse.Namespace) -> float:
     """Return the sharpness of drafts to begin with: as given, else as the drafter's config.json states."""
-    config = json.loads((Path(options.draft_model or options.model) / "config.json").read_text())
-    return options.sharpness or sharpness_of(config)
+    return options.sharpness or sharpness_of(_hf_config(options.draft_model or options.model))
 
 
 def _listening(options: argparse.Namespace) -> bool:
