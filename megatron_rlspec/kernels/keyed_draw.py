@@ -20,8 +20,9 @@ integer, exp(z - max) · 2^44, so a sum does not depend on the order of addition
 A list holds STAIRS stairs. If a row has more (once in a million flat rows, or made so on purpose) the last ones in
 the order are left out, and if the cut may lie among them, `choose` goes on with two more reads from there.
 
-**Parts.** A row is cut into parts, so that few rows fill a GPU: `scan` lists the stairs of a part, `merge` those of the row, `add_up` adds up over a part, `choose` decides.
-The token does not depend on the parts; the log-prob does by rounding.
+**Parts.** A row is cut into parts, so that few rows fill a GPU: `scan` lists the stairs of a part, `merge` those of
+the row, `add_up` adds up over a part, `choose` decides. The token does not depend on the parts; the log-prob does by
+rounding.
 
 Logits lie between -1e29 and 1e29, or are -inf for tokens that cannot be drawn. NaN counts as -inf.
 """

@@ -26,7 +26,6 @@ from megatron_rlspec.kernels import chosen
 
 _ROW = 1 << 16  # words: half a megabyte, which stays in a core's cache through all passes
 _WORD = 8  # bytes
-_ROWS_AT_ONCE = 256  # on a GPU, where few launches matter more
 _AT_ONCE = 1 << 30  # bytes of GPU tensors that one launch of the kernel sums, or one larger tensor
 _HALF = np.uint64(32)  # bits
 _MODULUS = 1 << 64
@@ -48,7 +47,7 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
-    """Compute the fingerprint of each (tensor, start). On a GPU: one wait, and with Triton one launch for each GiB.
+    """Compute the fingerprint of each (tensor, start). On a GPU with Triton: one wait, and one launch for each GiB.
 
     At most `_AT_ONCE` bytes of the parts not summed yet are kept.
     """
@@ -67,13 +66,10 @@ def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
     for index, (tensor, start) in enumerate(parts):
         first = _first_word(tensor, start)
         device = tensor.device
-        if device.type == "cpu":
-            sums.append(_sum_on_cpu(_bytes(tensor).numpy(), first))
+        if chosen.fingerprints(device, agrees) is None:
+            sums.append(_sum(tensor, first))
             continue
         sums.append(0)
-        if chosen.fingerprints(device, agrees) is None:
-            launched.append(([index], _sum_on_device(_bytes(tensor), first)[None]))
-            continue
         waiting.setdefault(device, {})[index] = (tensor.detach().contiguous(), first)
         waiting_bytes[device] = waiting_bytes.get(device, 0) + tensor.nbytes
         if waiting_bytes[device] + tensor.nbytes > _AT_ONCE:
@@ -98,7 +94,7 @@ def agrees(kernel: ModuleType, device: torch.device) -> bool:
     pieces = ((0, 9 << 16, 5), (0, 13, 0), (3, 5 << 16, 70_000))  # first byte, end, first word
     sums = kernel.sums([(on_device[begin:end], first) for begin, end, first in pieces]).tolist()
     for (begin, end, first), value in zip(pieces, sums, strict=True):
-        if value % _MODULUS != _sum_on_cpu(data[begin:end].numpy(), first):
+        if value % _MODULUS != _sum(data[begin:end], first):
             return False
     return True
 
@@ -106,9 +102,10 @@ def agrees(kernel: ModuleType, device: torch.device) -> bool:
 def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
     """Return what `read` makes a `fingerprint` of: for a GPU's tensor, int64 [] on its device."""
     first = _first_word(tensor, start)
-    if tensor.device.type == "cpu":
-        return _sum_on_cpu(_bytes(tensor).numpy(), first)
-    return _sum_on_device(_bytes(tensor), first)
+    kernel = chosen.fingerprints(tensor.device, agrees)
+    if kernel is None:
+        return _sum(tensor, first)
+    return kernel.sums([(tensor.detach().contiguous(), first)])[0]
 
 
 def read(sums: Sequence[int | Tensor]) -> list[int]:
@@ -131,12 +128,9 @@ def _first_word(tensor: Tensor, start: int) -> int:
     return first_byte // _WORD
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _sum_on_cpu(data: np.ndarray, first: int) -> int:
+def _sum(tensor: Tensor, first: int) -> int:
     """Sum with numpy: unlike torch it shifts unsigned integers, and each of its passes is vectorised."""
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     whole = len(data) // _WORD
     total = _sum_of_words(data[: whole * _WORD].view(np.uint64), first)
     rest = bytes(data[whole * _WORD :])
@@ -147,7 +141,7 @@ def _sum_on_cpu(data: np.ndarray, first: int) -> int:
 
 
 def _sum_of_words(words: np.ndarray, first: int) -> int:
-    row_factors, column_factors = _factors_on_cpu()
+    row_factors, column_factors = _factors()
     total = 0
     done = 0
     buffer = _scratch()
@@ -171,56 +165,19 @@ def _scratch() -> np.ndarray:
     return _THREAD.row
 
 
-def _sum_on_device(data: Tensor, first: int) -> Tensor:
-    """Return the sum [] of a tensor's bytes [n], which begin with word `first` of its full tensor."""
-    row_factors, column_factors = _factors(data.device)
-    size = len(data)
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    buffer = torch.empty(
-        min(_ROWS_AT_ONCE * _ROW, -(-size // _WORD)), dtype=torch.int64, device=data.device
-    )
-    done = 0
-    while done < size:
-        row, column = divmod(first + done // _WORD, _ROW)
-        row %= _ROW
-        left = -(-(size - done) // _WORD)
-        rows = 0 if column else min(left // _ROW, _ROWS_AT_ONCE, _ROW - row)  # whole ones
-        words = rows * _ROW or min(left, _ROW - column)
-        here = min(size - done, words * _WORD)
-        part = buffer[:words]
-        if here % _WORD:
-            part[-1:].zero_()
-        part.view(torch.uint8)[:here].copy_(data[done : done + here])
-        halves = part.view(torch.int32).unflatten(0, (-1, 2))
-        halves[:, 0].bitwise_xor_(halves[:, 1])
-        # CUDA has no integer matrix product.
-        if rows:
-            sums = (part.view(rows, _ROW) * column_factors).sum(-1)
-            total += (sums * row_factors[row : row + rows]).sum()
-        else:
-            total += (part * column_factors[column : column + words]).sum() * row_factors[row]
-        done += here
-    return total
-
-
 @cache
-def _factors_on_cpu() -> tuple[np.ndarray, np.ndarray]:
-    rows, columns = _factors(torch.device("cpu"))
-    return rows.numpy().view(np.uint64), columns.numpy().view(np.uint64)
-
-
-@cache
-def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
+def _factors() -> tuple[np.ndarray, np.ndarray]:
     """Return 65,536 odd numbers each for rows and columns; rows repeat them after 32 GiB."""
-    index = torch.arange(_ROW, device=device)
-    return _mix(index + 1) | 1, _mix(index + (1 << 40)) | 1
+    index = np.arange(_ROW, dtype=np.uint64)
+    odd = np.uint64(1)
+    return _mix(index + odd) | odd, _mix(index + np.uint64(1 << 40)) | odd
 
 
-def _mix(x: Tensor) -> Tensor:
-    """Apply splitmix64's finaliser to int64 with wrap-around; masking makes the shifts logical."""
-    x = (x ^ ((x >> 30) & 0x3_FFFF_FFFF)) * -4658895280553007687
-    x = (x ^ ((x >> 27) & 0x1F_FFFF_FFFF)) * -7723592293110705685
-    return x ^ ((x >> 31) & 0x1_FFFF_FFFF)
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Apply splitmix64's finaliser, with wrap-around."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from host_reads import HostReads
 
 from megatron_rlspec.push.fingerprint import Difference, compare, fingerprint, fingerprints
 
@@ -101,29 +100,6 @@ def test_differences_are_listed_by_name():
     )
 
 
-@pytest.mark.parametrize("count", [0, 1, 100, ROW, 2 * ROW + 100])
-def test_the_form_for_a_gpu_computes_the_same(count):
-    """It runs here on the CPU: torch operators in place of numpy's."""
-    from megatron_rlspec.push.fingerprint import _sum_on_device
-
-    tensor = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(5))
-    data = torch.cat([tensor.view(torch.uint8), torch.tensor([1, 2, 3], dtype=torch.uint8)])
-    for first in (0, 7, ROW - 1):
-        assert int(_sum_on_device(data, first)) % 2**64 == fingerprint(data, start=8 * first)
-
-
 def test_fingerprints_of_several_tensors_are_those_of_each():
     tensors = [torch.randn(5), torch.randn(3, 3, dtype=torch.float64), torch.empty(0)]
     assert fingerprints(tensors) == [fingerprint(tensor) for tensor in tensors] and fingerprints([]) == []
-
-
-def test_fingerprints_on_a_gpu_are_read_together():
-    """On what passes for a GPU, without its kernel."""
-    tensors = [torch.randn(96, 64).bfloat16() for _ in range(4)] + [torch.randn(7) for _ in range(3)]
-    with HostReads() as reads:
-        there = [tensor.to("cuda") for tensor in tensors]
-        fingerprints(there[:1])  # makes the factors
-        reads.found.clear()
-        found = fingerprints(there)
-    assert list(reads.found.values()) == [1]
-    assert found == [fingerprint(tensor) for tensor in tensors]

@@ -100,7 +100,7 @@ def prepare(tensors, memory):
     """Do the trainer's part of a push, in four buckets. Returns what is expected, the requests, and the buckets."""
     feed = push.Feed(1 << 40, memory)
     memory._left = 4
-    marks, _, _ = push._stream(tensors, [feed], total_of(tensors) // 4, {})
+    marks, _, _ = push._stream(tensors, [feed], total_of(tensors) // 4)
     requests, buckets = [], list(feed._queue)
     for bucket in buckets:
         requests.append((json.dumps({"group": "rlspec-1", **bucket.described}).encode(), bucket.data()))
