@@ -1,7 +1,7 @@
 """The process group of a push, over gloo, between real processes: who gets which message, in which order.
 
 Two engines, one of one rank and one of two, are processes without SGLang that keep a log, and receive as its scheduler
-does with our hooks. Between GPUs it is NCCL, and a rank that waits for another order than its peers waits for ever
+does. Between GPUs it is NCCL, and a rank that waits for another order than its peers waits for ever
 there. So the order is what this file shows.
 """
 
@@ -14,14 +14,13 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import forked
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_rlspec.push.bucket import Bucket
 from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast
-from megatron_rlspec.rollout.sglang.scheduler.receive_ahead import ReceiveAhead
+from megatron_rlspec.rollout.sglang.scheduler.bucket_memory import sizes_of
 
 SIZES = {"first": 1, "second": 2}  # ranks of each engine
 
@@ -29,42 +28,19 @@ SIZES = {"first": 1, "second": 2}  # ranks of each engine
 def member(pipe: Connection, place: int) -> None:
     """Be one rank of an engine, the `place`-th of it: do as told, until told nothing."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    ahead = ReceiveAhead(Answer)
     groups: dict[str, dist.ProcessGroup] = {}
-    updater = SimpleNamespace(device="cpu", _model_update_group=groups)
-    manager = SimpleNamespace(
-        _session=1, tp_worker=SimpleNamespace(model_runner=SimpleNamespace(weight_updater=updater))
-    )
     loaded: list[dict] = []
-
-    def load(manager: object, request: SimpleNamespace) -> Answer:
-        tensors = ahead.receive(never, updater)
-        if "broken" in request.names[0]:
-            return Answer(False, "no such tensor")
-        landed = torch.cat([tensor.flatten() for _, tensor in tensors])
-        loaded.append({"bytes": landed.view(torch.uint8).tolist(), "rank": groups[request.group_name].rank()})
-        return Answer(True, "")
-
     while (told := pipe.recv()) is not None:
         path, body = told
         loaded.clear()
-        answer = Answer(True, "")
         if path == "weights/join":
             groups[body["group"]] = join(body, body["first"] + place)
         elif path == "weights/receive":
-            answer = ahead.update(load, manager, SimpleNamespace(group_name=body["group"], **body))
-        else:
-            answer = ahead.end(lambda manager, request: Answer(True, ""), manager, None)
-        pipe.send({"loaded": list(loaded), "success": answer.success})
-
-
-class Answer(msgspec.Struct):
-    success: bool
-    message: str
-
-
-def never(*_: object) -> None:
-    raise AssertionError("a bucket that was not received ahead")
+            landed = torch.empty(sum(sizes_of(body["dtypes"], body["shapes"])), dtype=torch.uint8)
+            group = groups[body["group"]]
+            dist.broadcast(landed, src=0, group=group)
+            loaded.append({"bytes": landed.tolist(), "rank": group.rank()})
+        pipe.send({"loaded": list(loaded)})
 
 
 def join(body: dict, rank: int) -> dist.ProcessGroup:
@@ -106,7 +82,6 @@ class Engine:
         answers = [rank.pipe.recv() for rank in self.ranks]
         self.log.append((self.name, "answered", path))
         self.received += [loaded for answer in answers for loaded in answer["loaded"]]
-        self.succeeded = [answer["success"] for answer in answers]
         return answers[0]
 
     def close(self) -> None:
@@ -140,10 +115,6 @@ def push(transport: GroupBroadcast, engines: list[Engine], buckets: list[dict[st
             assert not thread.is_alive()
         for _ in engines:
             bucket.done()
-    for engine in engines:  # it has loaded all but the last one
-        before = len(engine.received)
-        engine.post("weights/end")
-        assert len(engine.received) == before + len(engine.ranks)
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -166,7 +137,7 @@ def test_every_rank_joins_once_and_gets_every_bucket_in_its_order(engines: list[
         told = [(name, names) for name, path, names in four if path == "weights/receive"]
         assert sorted(told) == [("first", list(bucket)), ("second", list(bucket))]
         assert {name for name, path, _ in four if path == "answered"} == set(SIZES)
-    assert len(rest) == 12 + 4
+    assert len(rest) == 12
     for engine in engines:
         for i in range(len(engine.ranks)):
             got = engine.received[i :: len(engine.ranks)]
@@ -187,18 +158,3 @@ def test_another_set_of_engines_makes_another_group(engines: list[Engine]) -> No
     joins = [name for name, path, _ in engines[0].log if path == "weights/join"]
     assert sorted(joins[:2]) == sorted(joins[3:]) == ["first", "second"] and joins[2] == "first"
     assert [len(engine.received) for engine in engines] == [4, 4]
-
-
-def test_a_bucket_that_cannot_be_loaded_fails_the_answer_after_it(engines: list[Engine]) -> None:
-    transport = GroupBroadcast()
-    alone = engines[:1]
-    push(transport, alone, [tensors(0)])
-    name, shape = "broken", torch.rand(3, 5)
-    bucket = Bucket([(name, shape)])
-    bucket.pack(transport.memory)
-    transport.send(alone[0].post, bucket)
-    assert alone[0].succeeded == [True]
-    alone[0].post("weights/end")
-    assert alone[0].succeeded == [False]
-    alone[0].post("weights/end")  # nothing is left of it
-    assert alone[0].succeeded == [True]

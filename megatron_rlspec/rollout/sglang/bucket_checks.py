@@ -30,13 +30,11 @@ class ServedTensors:
     shapes    by the checkpoint's names
     drafter   names of the drafter's tensors
     unnamed   why the engine's names are not known, so that nothing can be checked; "" if they are
-    apart     why shared memory does not reach every rank; "" if it does
     """
 
     shapes: Mapping[str, Sequence[int]]
     drafter: frozenset[str]
     unnamed: str = ""
-    apart: str = ""
 
     def check(self, name: str, shape: Sequence[int], scope: Scope) -> None:
         """Raise Refusal unless the engine holds `name` of this shape and `scope` covers it."""

@@ -122,7 +122,7 @@ async def bucket(request: Request) -> JSONResponse:
     """Load a safetensors file of full tensors from the body."""
     query = _query(request, schemas.SessionQuery)
     weights.update_of(query.session)
-    served = await _one_machine()
+    served = await _served_tensors()
     size = request.headers.get("content-length", "")
     if not size.isdigit():
         raise Refusal(411, "expected a Content-Length")
@@ -145,7 +145,7 @@ async def handle(request: Request) -> JSONResponse:
     asked = await parsed(request, schemas.HandleBody)
     async with _lock:
         update = weights.update_of(query.session)
-        check_described(asked, await _one_machine(), update.scope)
+        check_described(asked, await _served_tensors(), update.scope)
         arguments = manager().server_args
         if arguments.device != "cuda" or not _sglang.opens_handles:
             raise Refusal(
@@ -282,16 +282,8 @@ async def _served_tensors() -> ServedTensors:
     if not _served:
         answer = await run_command("shapes", {})
         drafter = frozenset(answer["drafter"])
-        _served.append(ServedTensors(answer["shapes"], drafter, answer["unnamed"], answer["apart"]))
+        _served.append(ServedTensors(answer["shapes"], drafter, answer["unnamed"]))
     return _served[0]
-
-
-async def _one_machine() -> ServedTensors:
-    """Return what the engine holds. Raises Refusal if shared memory does not reach every rank."""
-    served = await _served_tensors()
-    if served.apart:
-        raise Refusal(400, served.apart)
-    return served
 
 
 def _query(request: Request, schema: type[schemas.Body]) -> schemas.Body:

@@ -27,7 +27,6 @@ from megatron_rlspec.rollout.sglang.scheduler import (
     decisions,
     draft_vocabulary,
     eagle3,
-    mounts,
     prefix_tree,
     stop_strings,
     versions,
@@ -254,7 +253,6 @@ def _watch_loaders(settings: Settings, scheduler: Any) -> None:
     scheduler.rlspec_unnamed = unnamed
     if eagle3.of(scheduler):  # before the loaders are watched, which remember the names of the push
         eagle3.separate_loaders(*models_of(scheduler))
-    scheduler.rlspec_apart = mounts.apart(versions.installed().tensor_group().cpu_group)
     if unnamed:
         logger.warning(
             "rlspec: pushes are checked by what the models' loaders were given: %s", unnamed
@@ -296,7 +294,6 @@ def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
         if unnamed
         else [part.name for part in held if part.drafter],
         "unnamed": unnamed,
-        "apart": scheduler.rlspec_apart,
     }
 
 

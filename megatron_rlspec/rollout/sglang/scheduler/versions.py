@@ -30,7 +30,6 @@ class Sglang0523:
     opens_handles = True  # schedulers open a bucket in the trainer's GPU memory
     # computes the log-probs of a round's accepted tokens
     spec_logprobs = "sglang.srt.speculative.eagle_worker_common.compute_spec_logprobs"
-    migrates = True  # running samples can move with their KV cache
 
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:
         """Send a scheduler's answer to a control request."""
@@ -149,7 +148,6 @@ class Sglang0523:
         from sglang.srt.managers.io_struct import (
             BeginWeightUpdateReqInput,
             EndWeightUpdateReqInput,
-            UpdateWeightsFromDistributedReqOutput,
         )
 
         from megatron_rlspec.rollout.sglang.cpu import products, stand_ins
@@ -161,12 +159,10 @@ class Sglang0523:
             protect,
         )
         from megatron_rlspec.rollout.sglang.scheduler.push_session import PushSession, cost_hooks
-        from megatron_rlspec.rollout.sglang.scheduler.receive_ahead import ReceiveAhead
 
         yield from draft_vocabulary.hooks()
         session = PushSession(BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput())
         yield from session.hooks()
-        yield from ReceiveAhead(UpdateWeightsFromDistributedReqOutput).hooks()
         yield from cost_hooks()
         yield bucket_memory.WORKER, bucket_memory.read, "AROUND"
         yield from protect.scheduler_hooks()
@@ -192,7 +188,6 @@ class Sglang0515(Sglang0523):
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
     opens_handles = False
     spec_logprobs = "sglang.srt.speculative.eagle_worker_v2.compute_spec_v2_logprobs"
-    migrates = False
 
     def weight_version(self, manager: Any = None) -> str:
         if manager is None:
