@@ -158,9 +158,6 @@ managers.tp_worker
     BaseTpWorker.deserialize_own_rank(serialized_named_tensors)
     TpModelWorker.forward_batch_generation(batch, capture_hidden_mode)
 model_executor.model_runner_components.weight_updater
-    WeightUpdater._model_update_group
-    WeightUpdater.device
-    WeightUpdater.receive_weights_from_distributed(names, dtypes, shapes, group_name, load_format)
     _unsupported_derived_weight_cache_error(model)
 runtime_context
     get_spec
