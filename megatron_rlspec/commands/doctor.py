@@ -6,21 +6,18 @@ Nothing of them is imported. If a GPU is visible, or with `--gpu`, it prints wha
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 
-from megatron_rlspec import arguments, files
+from megatron_rlspec import arguments
 from megatron_rlspec.compat import machine, patches
 from megatron_rlspec.compat.installed import locate, version
-from megatron_rlspec.config import Config, ConfigError, load
-from megatron_rlspec.conversion.eagle3 import check_drafter
-from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.config import Config, ConfigError
 
 
 @dataclass(frozen=True)
@@ -63,15 +60,10 @@ UPSTREAM = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    name   an upstream project, or `gpu-` and what the machine lacks
-    state  of a project: "fits", "differs" or "missing"; of the machine: "lacks", or "stops" if training or serving
-           cannot start without it
-    """
+    """One line about an upstream project."""
 
     name: str
-    state: Literal["fits", "differs", "missing", "lacks", "stops"]
+    state: Literal["fits", "differs", "missing"]
     text: str
 
 
@@ -90,13 +82,15 @@ def examine(names: Iterable[str] = tuple(UPSTREAM), path: Sequence[str] = ()) ->
             findings.append(Finding(name, "missing", "not installed"))
         elif place != locate(module):
             findings.append(Finding(name, "fits", "a checkout, whose version is not compared"))
-        elif not found or any(
-            SpecifierSet(one).contains(found, prereleases=True) for one in upstream.versions
-        ):
+        elif not found or _is_among(found, upstream.versions):
             findings.append(Finding(name, "fits", "fits"))
         else:
             findings.append(Finding(name, "differs", f"{found} is installed; {upstream.remedy}"))
     return findings
+
+
+def _is_among(found: str, versions: Sequence[str]) -> bool:
+    return any(SpecifierSet(text).contains(found, prereleases=True) for text in versions)
 
 
 def needed(config: Config, engines: bool = True) -> dict[str, str]:
@@ -125,12 +119,7 @@ def parser() -> arguments.Parser:
         prog="rlspec doctor",
         description="Say whether the installed megatron-core, SGLang and slime fit, and what a GPU machine lacks.",
         example="rlspec doctor --gpu",
-        first=("--config", "--gpu"),
-        epilog="Exit status: 0; 1 if what is installed does not fit the configuration given by --config, or if --gpu "
-        "finds that training or serving on GPUs cannot start; 2 for a mistake.",
-    )
-    p.add_argument(
-        "--config", metavar="FILE", help="say whether what is installed fits this configuration"
+        epilog="Exit status: 0; 1 if --gpu finds that training or serving on GPUs cannot start; 2 for a mistake.",
     )
     p.add_argument(
         "--gpu",
@@ -140,58 +129,32 @@ def parser() -> arguments.Parser:
     p.add_argument(
         "--path", action="append", default=[], metavar="DIR", help="look here first (checkouts)"
     )
-    p.add_argument(
-        "--json", metavar="FILE", help="write the findings as JSON; - for standard output"
-    )
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the findings. Returns the exit status: 1 for a configuration that does not fit, and as `--gpu` says."""
-    own = parser()
-    options = own.parse_args(argv)
+    """Print the findings. Returns the exit status."""
+    command = parser()
+    options = command.parse_args(argv)
     for path in options.path:
         if not os.path.isdir(path):
-            own.error(f"--path {path or repr(path)}: no such directory")
-    if options.json and options.json != "-":
-        files.check_outputs({"--json": options.json}, {"--config": options.config})
-    config = load(options.config) if options.config else None
-    # wrong layers of the target would only cost acceptance
-    if config is not None and config.drafter.path:
-        target = check_model(config.model.path, "train", drafter=False, tokenizer=False)
-        check_drafter(config.drafter.path, target, config.model.path)
-    findings = examine(path=options.path)
-    unfit = [
-        f.name
-        for f in findings
-        if f.state != "fits" and config is not None and f.name in needed(config)
-    ]
-    lacks = None
-    if options.gpu or machine.visible_gpus():
-        lacks = machine.lacks(machine.gather(options.path))
-        findings += [
-            Finding(lack.name, "stops" if lack.stops else "lacks", lack.text) for lack in lacks
-        ]
-
-    lines = []
-    for f in findings:
-        if f.state == "missing":
-            lines.append(f"{f.name}: {f.text}; {UPSTREAM[f.name].install}")
-        elif f.name in UPSTREAM:
-            lines.append(f"{f.name} {version(f.name) or '(no wheel)'}: {f.text}")
+            command.error(f"--path {path or repr(path)}: no such directory")
+    for finding in examine(path=options.path):
+        if finding.state == "missing":
+            print(f"{finding.name}: {finding.text}; {UPSTREAM[finding.name].install}")
+        else:
+            print(f"{finding.name} {version(finding.name) or '(no wheel)'}: {finding.text}")
     if shutil.which("git"):
-        lines += [f"patches/{name}: {now}" for name, now in patches.found(options.path).items()]
+        for name, now in patches.found(options.path).items():
+            print(f"patches/{name}: {now}")
     else:
-        lines.append("patches: not compared, because git is not installed")
-    lines += [f"GPU machine: {f.text}" for f in findings if f.name not in UPSTREAM]
-    if lacks == []:
-        lines.append("GPU machine: nothing is missing")
-    if config is not None:
-        lines.append(
-            f"this configuration {f'needs another {unfit[0]}' if unfit else 'fits what is installed'}"
-        )
-    as_json = json.dumps([asdict(f) for f in findings], indent=2)
-    print(as_json if options.json == "-" else "\n".join(lines))
-    if options.json and options.json != "-":
-        files.write_output(options.json, as_json + "\n")
-    return int(bool(unfit) or (options.gpu and any(f.state == "stops" for f in findings)))
+        print("patches: not compared, because git is not installed")
+    if not (options.gpu or machine.visible_gpus()):
+        return 0
+    lacks = machine.lacks(machine.gather(options.path))
+    for lack in lacks:
+        print(f"GPU machine: {lack.text}")
+    if not lacks:
+        print("GPU machine: nothing is missing")
+    stops = any(lack.stops for lack in lacks)
+    return int(options.gpu and stops)

@@ -73,7 +73,6 @@ class Lack:
     stops  True if training or serving on GPUs cannot start, or runs without its kernels
     """
 
-    name: str
     text: str
     stops: bool = True
 
@@ -92,25 +91,22 @@ def _missing(machine: Machine) -> Iterator[Lack]:
         version = machine.versions.get(canonicalize_name(requirement.name))
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             state = f"{version} is installed" if version else "is not installed"
-            yield Lack("gpu-dependency", f"{requirement} is needed, {state}: see docs/install.md")
+            yield Lack(f"{requirement} is needed, {state}: see docs/install.md")
     for module, distribution in NEEDED.items():
         if module not in machine.modules:
             text = f"{distribution} is not installed: see docs/install.md"
-            yield Lack(f"gpu-{distribution}", text)
+            yield Lack(text)
     loads = "torch" in machine.modules and "torch" not in machine.failures
     if loads and machine.torch_cuda is None:
         yield Lack(
-            "gpu-torch",
             "torch is built without CUDA: install the build of requirements/gpu.txt",
         )
     if "transformer_engine" not in machine.modules:
         yield Lack(
-            "gpu-transformer-engine",
             f"Transformer Engine is not installed, so training has no fast attention: {BUILD_ENGINE}",
         )
     for module, error in machine.failures.items():
         yield Lack(
-            f"gpu-{module}",
             f"{module} does not import ({error}): it must be built for the torch and the CUDA that are installed",
         )
 
@@ -118,20 +114,17 @@ def _missing(machine: Machine) -> Iterator[Lack]:
 def _driver_and_memory(machine: Machine) -> Iterator[Lack]:
     if machine.driver_cuda is None:
         yield Lack(
-            "gpu-driver",
             "a GPU is visible, but the driver's libcuda.so.1 does not answer: start the container with --gpus all",
         )
     elif machine.torch_cuda and machine.driver_cuda[0] < machine.torch_cuda[0]:
         built = ".".join(map(str, machine.torch_cuda))
         runs = ".".join(map(str, machine.driver_cuda))
         yield Lack(
-            "gpu-driver",
             f"torch is built for CUDA {built}, but the driver runs CUDA up to {runs}: update the driver",
         )
     wanted = SHARED_BYTES_PER_GPU * machine.gpus
     if machine.shared_bytes < wanted:
         yield Lack(
-            "gpu-shared-memory",
             f"/dev/shm holds {machine.shared_bytes >> 20} MiB, but pushing weights to {machine.gpus} engines needs up "
             f"to {wanted >> 20} MiB: start the container with --ipc=host or --shm-size={wanted >> 30}g",
             stops=False,
