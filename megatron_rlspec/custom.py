@@ -291,30 +291,6 @@ def checked(option: str, result: Any, like: Tensor, mask: Tensor | None = None) 
     return result
 
 
-def check_depends(option: str, result: Tensor, sources: Sequence[Tensor], names: str) -> None:
-    """Raise FunctionError if the gradient of `result` reaches none of `sources`: then the loss would train nothing.
-
-    It follows autograd's graph, and runs no backward of the user's. Sources without gradient are left out.
-    """
-    ends = [source.grad_fn or source for source in sources if source.requires_grad]
-    if not ends:
-        return
-    waiting: list[Any] = [result.grad_fn or result]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if any(node is end or getattr(node, "variable", None) is end for end in ends):
-            return
-        for link, _ in getattr(node, "next_functions", ()):
-            if link is not None and link not in seen:
-                seen.add(link)
-                waiting.append(link)
-    raise FunctionError(
-        f"{option}: the gradient of what the function returned does not reach {names}, so it would train nothing; "
-        "expected a result that is computed from them"
-    )
-
-
 def numbers(option: str, result: Any, count: int) -> np.ndarray:
     """Return `count` finite numbers as float64. Raises FunctionError if `result` is something else."""
     import numpy as np

@@ -36,9 +36,6 @@ def read_bytes(path: str | Path, most: int = READ_MOST) -> bytes:
     path = Path(path)
     try:
         size = path.stat().st_size
-        if path.exists() and not path.is_file():
-            what = "directory" if path.is_dir() else "device or pipe"
-            raise FileError(f"{path}: expected a regular file, found a {what}")
         if size > most:
             raise FileError(f"{path}: {size} bytes, expected at most {most}")
         return path.read_bytes()
@@ -63,7 +60,7 @@ def read_json(path: str | Path, most: int = READ_MOST, *, finite: bool = True) -
 
 
 def parse_json(text: str, source: str, *, finite: bool = True) -> Any:
-    """Parse standard JSON. Raises FileError, which names `source`, also for keys that appear twice in an object.
+    """Parse standard JSON. Raises FileError, which names `source`.
 
     finite  refuse NaN and infinity. False: the caller checks the numbers, and reports their position
     """
@@ -73,16 +70,8 @@ def parse_json(text: str, source: str, *, finite: bool = True) -> Any:
             raise FileError(f"{source}: not valid JSON: {name} is no JSON number")
         return float(name)
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) < len(pairs):
-            keys = [key for key, _ in pairs]
-            repeated = next(key for key in keys if keys.count(key) > 1)
-            raise FileError(f"{source}: the key {repeated[:60]!r} appears twice in one object")
-        return table
-
     try:
-        return json.loads(text, parse_constant=constant, object_pairs_hook=unique)
+        return json.loads(text, parse_constant=constant)
     except FileError:
         raise
     except RecursionError:

@@ -19,7 +19,6 @@ from megatron_rlspec.records.recorder import Recorder, read_records
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": NaN}', "NaN is no JSON number"),
         (b"[-Infinity]", "-Infinity is no JSON number"),
-        (b'{"a": 1, "b": 2, "a": 1}', "'a' appears twice"),
         (b"\xff\xfe{}", "not UTF-8 text (byte 0: 0xff)"),
     ],
 )
@@ -36,13 +35,11 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path):
     assert files.read_json(tmp_path / "x.json") == {"a": 1}
 
 
-def test_only_regular_files_of_a_size_are_read(tmp_path):
+def test_only_files_of_a_size_are_read(tmp_path):
     (tmp_path / "big").write_bytes(b"x" * 11)
     for name, part in ((".", "directory"), ("no", "No such file")):
         with pytest.raises(FileError, match=part):
             files.read_text(tmp_path / name)
-    with pytest.raises(FileError, match="found a device or pipe"):
-        files.read_text("/dev/zero")
     with pytest.raises(FileError, match="11 bytes, expected at most 10"):
         files.read_text(tmp_path / "big", most=10)
 

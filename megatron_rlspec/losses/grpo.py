@@ -20,7 +20,6 @@ from megatron_rlspec.custom import (
     PolicyLoss,
     PolicyTokens,
     RewardedGroup,
-    check_depends,
     checked,
     locked,
     named,
@@ -238,10 +237,7 @@ def _own_loss(
         options=algorithm,
     )
     option = named("algorithm.loss", own)
-    loss = checked(option, own(tokens), logprobs, mask)
-    if bool(mask.any()):  # else nothing depends on the result
-        check_depends(option, loss, [logprobs, entropy], "tokens.logprobs or tokens.entropy")
-    return loss.to(logprobs)
+    return checked(option, own(tokens), logprobs, mask).to(logprobs)
 
 
 def own_advantages(

@@ -13,7 +13,6 @@ from short_run import words
 from megatron_rlspec import cli, custom
 from megatron_rlspec.config import AlgorithmConfig, ConfigError
 from megatron_rlspec.losses import grpo
-from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.types import Prompt, Sample
 
@@ -104,47 +103,6 @@ def test_wrong_advantages_are_refused_in_one_line(result):
     with pytest.raises(ConfigError, match="algorithm.advantage=m:f: the function returned .*; expected 2 finite") as e:
         grpo.own_advantages(lambda group: result, samples, [0.0, 1.0], [True, True], AlgorithmConfig(advantage="m:f"))
     assert "\n" not in str(e.value)
-
-
-WEIGHT = torch.ones(11, requires_grad=True)
-TRAINING = {
-    "of the log-probs": lambda t: -t.logprobs * t.advantages,
-    "of the entropy": lambda t: t.entropy * 2,
-    "zero everywhere": lambda t: t.logprobs * 0,
-    "through many operations": lambda t: torch.stack([t.logprobs.exp(), t.entropy]).sum(0).cumsum(0),
-    "a view of them": lambda t: t.logprobs[:],
-}
-TRAINING_NOTHING = {
-    "of a parameter of its own": lambda t: WEIGHT[: len(t.mask)] * t.advantages,
-    "detached": lambda t: t.logprobs.detach() * WEIGHT[: len(t.mask)],
-    "a leaf": lambda t: torch.zeros_like(t.mask, requires_grad=True),
-    "computed anew": lambda t: t.logprobs.detach().clone().requires_grad_().exp(),
-    "through numbers": lambda t: torch.tensor(t.logprobs.tolist(), dtype=t.mask.dtype, requires_grad=True) * 2,
-}
-
-
-@pytest.mark.parametrize("name", [*TRAINING, *TRAINING_NOTHING])
-def test_a_loss_whose_gradient_does_not_reach_the_policy_is_refused(name):
-    prompt = Prompt(0, np.arange(3))
-    sample = Sample("s", prompt, np.arange(11), np.r_[np.zeros(3), np.ones(8)], np.full(11, -1.0, np.float32))
-    (batch,) = pack(
-        [sample], advantages=[1.0], old_logprobs=[np.full(11, -1.0, np.float32)], depth=1, tokens_per_micro_batch=99
-    )
-    values = torch.full((2, len(batch.tokens)), -1.0, requires_grad=True)
-    logprobs, entropy = values.exp().unbind()
-    own = (TRAINING | TRAINING_NOTHING)[name]
-    with torch.no_grad():
-        grpo.policy_loss(logprobs.detach(), entropy.detach(), batch, AlgorithmConfig(), own=lambda t: t.logprobs)
-    if name in TRAINING:
-        loss, _ = grpo.policy_loss(logprobs, entropy, batch, AlgorithmConfig(), own=own)
-        loss.backward()
-        assert values.grad is not None
-        return
-    with pytest.raises(ConfigError, match=r"does not reach tokens.logprobs or tokens.entropy.*expected") as told:
-        grpo.policy_loss(logprobs, entropy, batch, AlgorithmConfig(), own=own)
-    assert "\n" not in str(told.value)
-    batch.loss_mask[:] = 0  # a part of the step without a trained token, for which a function may return zeros
-    grpo.policy_loss(logprobs, entropy, batch, AlgorithmConfig(), own=own)
 
 
 def test_only_what_counts_must_be_finite():
