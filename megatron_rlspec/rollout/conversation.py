@@ -366,7 +366,7 @@ class Conversations:
             while self._failure is None:
                 self._engines.check()
                 engines = dict(self._engines.engines)
-                names = [name for name in self._engines.serving if name in engines]
+                names = list(engines)
                 if not names:  # the last one has just been dropped
                     continue
                 name = names[request.prompt.id % len(names)]
