@@ -42,8 +42,7 @@ class Script:
         self.held: list[list[str]] = []
         self.begins = False  # whether the next decision is the first of a rollout
 
-    def decide(self, loads: Any, tp: int, lengths: Any, cap: int) -> Change | None:
-        assert len(lengths._lengths) < 3 * len(PROMPTS), "an ended sample counts once, and in its own rollout"
+    def decide(self, loads: Any, tp: int, cap: int) -> Change | None:
         assert tp == 1 or not self.begins, "a rollout begins at size 1"
         self.begins = False
         self.held.append(sorted(held.id for load in loads for held in load.running))

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner, deal
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.types import OFF, Held, Load, SpecConfig
@@ -42,81 +41,70 @@ def loads(*groups: list[int], prompt=100, waiting=0) -> list[Load]:
 
 def test_few_samples_get_a_larger_size_and_many_do_not():
     plan = planner()
-    few = plan.decide(loads([4000], [], [], []), 2, Lengths(), 16384)
+    few = plan.decide(loads([4000], [], [], []), 2, 16384)
     assert few is not None and few.tp == 8 and few.groups == (("0-000",),)
     assert few.stay_ms == pytest.approx(12384 * 15.37, rel=0.02)
     assert few.finish_ms - few.cost_ms == pytest.approx(12384 * 9.64, rel=0.02)
-    assert plan.decide(loads(*[[4000] * 32] * 4), 2, Lengths(), 16384) is None
+    assert plan.decide(loads(*[[4000] * 32] * 4), 2, 16384) is None
 
 
 def test_the_best_of_several_sizes_is_chosen():
     plan = planner(table=table(sizes=(2, 4, 8)))
-    assert plan.decide(loads([4000], [], [], []), 2, Lengths(), 16384).tp == 8
-    assert plan.decide(loads(*[[4000] * 10] * 4), 2, Lengths(), 16384).tp == 4
+    assert plan.decide(loads([4000], [], [], []), 2, 16384).tp == 8
+    assert plan.decide(loads(*[[4000] * 10] * 4), 2, 16384).tp == 4
 
 
 def test_contexts_grow_until_the_end():
-    change = planner(table=table(per_token=1e-3)).decide(loads([4000], [], [], []), 2, Lengths(), 16384)
+    change = planner(table=table(per_token=1e-3)).decide(loads([4000], [], [], []), 2, 16384)
     assert change.stay_ms == pytest.approx(12384 * (15.37 + (4100 + 16484) / 2 * 1e-3), rel=0.02)
 
 
 def test_what_dealing_would_save_is_no_reason_to_change():
     gathered, dealt = loads([4000] * 8, [], [], []), loads(*[[4000] * 2] * 4)
-    one, other = (planner().decide(situation, 2, Lengths(), 16384).stay_ms for situation in (gathered, dealt))
+    one, other = (planner().decide(situation, 2, 16384).stay_ms for situation in (gathered, dealt))
     assert one == pytest.approx(other)
 
 
 def test_many_samples_at_a_large_size_go_back():
-    back = planner().decide(loads([200] * 128), 8, Lengths(), 16384)
+    back = planner().decide(loads([200] * 128), 8, 16384)
     assert back is not None and back.tp == 2
     assert sorted(len(group) for group in back.groups) == [32] * 4
 
 
 def test_nothing_changes_for_the_last_few_tokens_or_while_requests_wait():
-    assert planner().decide(loads([16000], [], [], []), 2, Lengths(), 16384) is None
-    assert planner().decide(loads([4000], [], [], [], waiting=1), 2, Lengths(), 16384) is None
-
-
-def test_lengths_that_end_soon_do_not_pay_where_others_do():
-    lengths = Lengths()
-    lengths.observe(list(range(300, 500, 2)), [False] * 100)
-    situation = loads([290], [250], [260], [270])
-    assert planner().decide(situation, 2, Lengths(), 16384) is not None
-    assert planner().decide(situation, 2, lengths, 16384) is None
+    assert planner().decide(loads([16000], [], [], []), 2, 16384) is None
+    assert planner().decide(loads([4000], [], [], [], waiting=1), 2, 16384) is None
 
 
 def test_the_cheaper_way_brings_the_samples_over():
     situation = loads([6000], [6000], [6000], [6000])
-    change = planner().decide(situation, 2, Lengths(), 30000)
+    change = planner().decide(situation, 2, 30000)
     assert change.how == "kv" and change.cost_ms == pytest.approx(3160 + 6100 * 131072 / 2 / 5.25e6)
     slow = SwitchCosts(3160, 131072, 0.01)
-    change = planner(costs=slow).decide(situation, 2, Lengths(), 30000)
+    change = planner(costs=slow).decide(situation, 2, 30000)
     assert change.how == "recompute" and change.cost_ms == pytest.approx(3160 + 4 * 6100 * 0.17, rel=0.01)
     unequal = [held for load in loads([1000], [7000]) for held in load.running]
     ms, how = planner(costs=SwitchCosts(0)).cost([unequal], [unequal, unequal[:1]], 8, 2)
     assert how == "recompute" and ms == pytest.approx(2 * ((1100**2 + 7100**2) / 2) ** 0.5 * 0.17, rel=0.01)
-    never = planner(table=table(prefill=False), costs=SwitchCosts(0)).decide(situation, 2, Lengths(), 30000)
+    never = planner(table=table(prefill=False), costs=SwitchCosts(0)).decide(situation, 2, 30000)
     assert never is None
 
 
 @settings(max_examples=25)
 @given(
     st.lists(st.lists(st.integers(0, 8000), max_size=40), min_size=4, max_size=4),
-    st.lists(st.integers(1, 9000), max_size=60),
     st.floats(0, 1e5),
 )
-def test_a_change_is_not_followed_by_its_reverse(groups, ended, weights_ms):
-    lengths = Lengths()
-    lengths.observe(ended, [False] * len(ended))
+def test_a_change_is_not_followed_by_its_reverse(groups, weights_ms):
     plan = planner(costs=SwitchCosts(weights_ms, 131072, 5.25))
     situation = loads(*groups)
-    change = plan.decide(situation, 2, lengths, 16384)
+    change = plan.decide(situation, 2, 16384)
     if change is not None:
         samples = {held.id: held for load in situation for held in load.running}
         assert sorted(id for group in change.groups for id in group) == sorted(samples)
         assert change.finish_ms < change.stay_ms * 0.95 and change.cost_ms >= weights_ms
         there = [Load(f"e{i}", tuple(samples[id] for id in group), 0, 0, 1) for i, group in enumerate(change.groups)]
-        assert plan.decide(there, change.tp, lengths, 16384) is None
+        assert plan.decide(there, change.tp, 16384) is None
 
 
 @given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 5))

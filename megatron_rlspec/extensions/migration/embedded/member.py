@@ -28,7 +28,6 @@ from megatron_rlspec.extensions.migration.embedded.move import (
     TransferEndpoint,
 )
 from megatron_rlspec.extensions.migration.embedded.regroup import regroup
-from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.plans.record import How, Move, MoveRecord
 from megatron_rlspec.extensions.migration.plans.tp_planner import TPPlanner
@@ -63,10 +62,9 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a rank tells all others after a tick. ended: (tokens, whether cut) of its samples; open: its requests."""
+    """What a rank tells all others after a tick. open: its requests; done: its samples that have ended."""
 
     load: Load
-    ended: list[tuple[int, bool]]
     open: int
     done: int
     moved: list[MoveRecord]
@@ -114,7 +112,6 @@ class Member:
         self.groups = groups
         self.changes: list[dict[str, Any]] = []  # records of changes of the size
         self.mover = TransferEndpoint(engine)
-        self.lengths = Lengths()  # of this rollout
         self.reports: list[Report] = []
         self.runs: list[ActiveRequest] = []
         self._error = ""
@@ -126,7 +123,6 @@ class Member:
         """Run one tick. Returns the samples of all ranks that have ended on rank 0, none elsewhere."""
         self._error = ""
         engine = self.engine
-        self._count_lengths()
         self._resize(order)
         dropped = {run.request.id for run in engine.drop(order.dropped)}
         self.runs = [run for run in self.runs if run.request.id not in dropped]
@@ -151,15 +147,6 @@ class Member:
         first = self.ranks.rank // size * size
         return range(first, first + size)
 
-    def _count_lengths(self) -> None:
-        if not any(report.open for report in self.reports):
-            # A new rollout. A resumed run has not seen the one before.
-            self.lengths = Lengths()
-            return
-        for report in self.reports:
-            for length, cut in report.ended:
-                self.lengths.observe([length], [cut])
-
     def _resize(self, order: Tick) -> None:
         """Change the tensor-parallel size before this tick's rounds, if that pays. A new rollout begins at 1."""
         if self.sizes is None or self.groups is None:
@@ -171,7 +158,7 @@ class Member:
         if open_requests:
             wanted = now
             loads = self._loads(order)[::now]  # one of each engine
-            change = self.sizes.decide(loads, now, self.lengths, order.cap)
+            change = self.sizes.decide(loads, now, order.cap)
             if change is not None:
                 wanted = change.tp
                 how = change.how
@@ -217,7 +204,6 @@ class Member:
         done = ended if self.ranks.rank == self._group[0] else []
         report = Report(
             load=self.engine.load(str(self.ranks.rank)),
-            ended=[(len(sample.response), sample.status != "finished") for sample in done],
             open=len(self.runs),
             done=len(done),
             moved=self._moved,

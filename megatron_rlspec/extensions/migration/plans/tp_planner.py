@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.pace import Pace
 from megatron_rlspec.extensions.migration.plans.record import How
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
@@ -70,7 +69,7 @@ class TPPlanner:
     A change must save `GAIN` of the remaining time, against engines of today's size with evenly dealt samples: a saving
     by dealing belongs to the rebalancer. So a change is not followed by its reverse before the situation changes.
 
-    The time comes from the lengths seen so far. (PAT's algorithm 1 has all samples run to the cap, and changes more.)
+    All samples are taken to run to the cap, as in PAT's algorithm 1.
 
     Raises CostTableError for a table without two sizes that divide the ranks.
     """
@@ -101,13 +100,7 @@ class TPPlanner:
                 raise CostTableError(f"cost table holds none of {wanted} at tp={tp}")
             self.paces[tp] = Pace(table.at(tp), usable, rates)
 
-    def decide(
-        self,
-        loads: Sequence[Load],
-        tp: int,
-        lengths: Lengths,
-        cap: int,
-    ) -> Change | None:
+    def decide(self, loads: Sequence[Load], tp: int, cap: int) -> Change | None:
         """Return the change that lets the last sample end earliest, if it pays; None to go on as now.
 
         loads    one per engine of the size `tp`
@@ -117,9 +110,7 @@ class TPPlanner:
         samples = [held for group in groups_now for held in group]
         if not samples or any(load.waiting for load in loads):
             return None  # with requests waiting it is not the tail
-        responses = [held.context - held.prompt for held in samples]
-        remaining = lengths.remaining(responses, cap)
-        left = dict(zip(_ids(samples), remaining.tolist(), strict=True))
+        left = {held.id: float(max(cap - held.context + held.prompt, 0)) for held in samples}
         stay = self.finish(deal(samples, len(loads)), tp, left)
         changes = []
         for other in self.sizes:
