@@ -204,7 +204,7 @@ def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
     asked = [Request(f"r-{i:03d}.", Prompt(0, np.array([1, 2, 3])), i) for i in range(12)]
     samples = pool.generate(asked, SAMPLING)
     assert [sample.response.tolist() for sample in samples] == [text(request) for request in asked]
-    first = balancers[0].record()["moves"][0]
+    first = balancers[0].moves[0]
     assert (first["source"], first["target"], first["how"]) == ("a", "b", "recompute")
     assert first["tokens"] > 3 * len(first["ids"]) and first["ms"] > 0 and first["began"] >= 0
 
