@@ -25,11 +25,11 @@ LAYOUT = {
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # What stands, rounded up. The aims are 265,000, 235,000, 42,000 and 8.5: a change that deletes lowers the number here.
 MOST_TOKENS = {
-    "": 310_000,  # the whole package
-    "core": 284_000,  # all of it but extensions/
-    "rollout/sglang": 44_500,
+    "": 302_000,  # the whole package
+    "core": 280_500,  # all of it but extensions/
+    "rollout/sglang": 42_000,
 }
-MOST_TOKENS_A_LINE = 8.7
+MOST_TOKENS_A_LINE = 8.6
 
 
 def docstring_lines(tree: ast.AST) -> set[int]:
