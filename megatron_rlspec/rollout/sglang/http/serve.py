@@ -183,13 +183,17 @@ def parser() -> Parser:
     return p
 
 
-def main(argv: list[str] | None = None) -> None:
+def parsed(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return our options and SGLang's. SGLang would complete the beginning of an option of ours, past our checks."""
     own = parser()
     options, rest = own.parse_known_args(argv)
-    own.refuse_typos(
-        rest
-    )  # SGLang would complete the beginning of an option of ours, past our checks
+    own.refuse_typos(rest)
     options.api_key = known_key(options.api_key)
+    return options, rest
+
+
+def main(argv: list[str] | None = None) -> None:
+    options, rest = parsed(argv)
     try:
         _serve(options, rest)
     except ServeError as error:
