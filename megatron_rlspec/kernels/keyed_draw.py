@@ -106,24 +106,9 @@ def _insert(z, column, score, slots, held_z, held_column, held, floor_z, floor_c
 
 @triton.jit
 def _stairs(
-    logits,
-    row,
-    stride,
-    start,
-    end,
-    words,
-    state,
-    temperature,
-    sharpness,
-    ranked,
-    after_z,
-    after_column,
-    after,
-    peak,
-    MAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAIRS: tl.constexpr,
-):
+    logits, row, stride, start, end, words, state, temperature, sharpness, ranked, after_z,
+    after_column, after, peak, MAPPED: tl.constexpr, BLOCK: tl.constexpr, STAIRS: tl.constexpr,
+):  # fmt: skip
     """Read columns [start, end) of a row once.
 
     after_z, after_column, after   a stair that is kept: only what comes after it in the order and beats it is listed;

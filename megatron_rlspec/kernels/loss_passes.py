@@ -62,34 +62,11 @@ def _teacher(logits, start, columns, at, inside, temperature, high, low, MAPPED:
 
 @triton.jit
 def statistics(
-    logits,
-    stride,
-    width,
-    temperature,
-    teacher,
-    teacher_stride,
-    teacher_rows,
-    teacher_lses,
-    columns,
-    seeds,
-    keys,
-    labels,
-    label_scores,
-    words,
-    offset,
-    factors,
-    peaks,
-    totals,
-    seconds,
-    masses,
-    bests,
-    beaten,
-    KIND: tl.constexpr,
-    MAPPED: tl.constexpr,
-    FACTORS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, stride, width, temperature, teacher, teacher_stride, teacher_rows, teacher_lses,
+    columns, seeds, keys, labels, label_scores, words, offset, factors, peaks, totals, seconds,
+    masses, bests, beaten, KIND: tl.constexpr, MAPPED: tl.constexpr, FACTORS: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write of one row, over this rank's words: peak, total, second and mass (see above), and the best column.
 
     labels, label_scores  of FACTORS factors: the label's id and its z, of the rank that has it
