@@ -14,10 +14,7 @@ rank; C: rows of one chunk; V: vocabulary; n: samples of one group.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import os
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -25,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rlspec.config import AlgorithmConfig, Config, ConfigError
+from megatron_rlspec.functions import imported
 from megatron_rlspec.host.interruption import Interrupted
 from megatron_rlspec.texts import one_line, shown
 
@@ -142,16 +140,13 @@ def is_function(text: str) -> bool:
 
 
 def load(option: str, name: str) -> Callable[..., Any]:
-    """Import `module:function` from the working directory. Raises ConfigError, one line that names `option`.
+    """Import `module:function` or `FILE.py:function`. Raises ConfigError, one line that names `option`.
 
     The function that is returned raises FunctionError, with file and line, for whatever the user's code raises, the
     SystemExit of `sys.exit` included.
     """
-    module, _, function = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        function_of_user = getattr(importlib.import_module(module), function)
+        function_of_user = imported(name)
     except OURS:
         raise
     except BaseException as error:  # the module's own code can raise any error

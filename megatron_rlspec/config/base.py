@@ -27,7 +27,8 @@ from megatron_rlspec.texts import printable
 MOST_STEPS = 1_000_000_000
 AUTO = "auto"  # how files and command lines name None: the run chooses
 MOST_TOKENS = 2**31 - 1  # token counts are kept in 32 bits by the kernels
-FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)  # module:function
+# module:function or FILE.py:function
+FUNCTION = re.compile(r"([^:]+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*", re.ASCII)
 MONTH = 30 * 24 * 3600.0  # the longest time limit, in seconds
 
 

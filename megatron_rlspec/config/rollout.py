@@ -124,7 +124,9 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:
         if self.function and not FUNCTION.fullmatch(self.function):
-            raise ValueError(f"function={self.function}: expected module:function")
+            raise ValueError(
+                f"function={self.function}: expected FILE.py:function or module:function"
+            )
         self._check_partial()
         try:
             shlex.split(self.engine_options)

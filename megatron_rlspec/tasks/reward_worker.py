@@ -14,7 +14,6 @@ A forked child that returns from the reward ends. The trainer drops a message wh
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import logging
@@ -32,6 +31,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from megatron_rlspec.functions import imported
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.texts import one_line, shown
 
@@ -125,12 +125,12 @@ def http_reward(url: str, limit: float) -> Reward:
 
 
 def named_function(name: str) -> Reward:
-    """Import `module:function` from the working directory. It must take the four keyword arguments of `SIGNATURE`.
+    """Import `module:function` or `FILE.py:function`. It must take the four keyword arguments of `SIGNATURE`.
 
     Raises TypeError if it does not, and any error that the import of its module raises.
     """
-    module, _, function = name.partition(":")
-    found = getattr(importlib.import_module(module), function)
+    function = name.rpartition(":")[2]
+    found = imported(name)
     if not callable(found):
         raise TypeError(f"{name} is not a function; expected {function}{SIGNATURE}")
     if inspect.iscoroutinefunction(found):
@@ -267,7 +267,6 @@ def main() -> None:
     tasks = os.dup(0)  # not inherited by programs that the reward starts
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    sys.path.insert(0, os.getcwd())
     try:
         _work(kind, limit, _Channel(tasks, answers))
     except OSError:  # the reward closed the worker's channels, or the trainer has ended

@@ -134,6 +134,27 @@ def test_a_reward_may_see_tokens_and_return_parts(functions):
             reward_worker.parts_of(wrong)
 
 
+POOL = """
+from concurrent.futures import ProcessPoolExecutor
+from beside import FACTOR
+def double(text):
+    return FACTOR * len(text)
+def score(prompt, response, label, metadata):
+    with ProcessPoolExecutor(1) as pool:
+        return pool.submit(double, response).result(30)
+"""
+
+
+def test_a_function_can_be_given_by_its_file_which_may_have_any_name_and_start_processes(functions, tmp_path):
+    (tmp_path / "rewards").mkdir()
+    (tmp_path / "rewards/math.py").write_text(POOL)
+    (tmp_path / "rewards/beside.py").write_text("FACTOR = 2")
+    for file in ("rewards/math.py", str(tmp_path / "rewards/math.py")):
+        assert score(f"{file}:score", [sample("abc")], workers=1) == ([6], [])
+    with pytest.raises(ConfigError, match="no.py"):
+        score("rewards/no.py:score", [], workers=1)
+
+
 def test_a_function_can_be_given_from_python():
     assert RewardConfig(kind=final_answer).kind == "megatron_rlspec.tasks.reward_worker:final_answer"
     with pytest.raises(ValueError, match="a function at the top of a module"):
