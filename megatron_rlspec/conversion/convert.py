@@ -145,8 +145,8 @@ def _parts(family: NameTable, prefix: str) -> set[str]:
 def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the same model with one MTP layer. Qwen2 becomes MiMo, for which SGLang has a drafter.
 
-    Llama becomes MiMo, too, with biases of 0. Transformers then runs it as Qwen2. Raises ValueError if no engine runs a
-    drafter for this family.
+    Llama becomes MiMo, too, with biases of 0. `model_type` stays: Transformers chooses the tokenizer's class by it, and
+    another class splits texts in another way. Raises ValueError if no engine runs a drafter for this family.
     """
     record = record_of(config)
     name = record.added_drafter
@@ -156,7 +156,7 @@ def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"--add-mtp: {known}; --add-eagle3 gives it one where SGLang runs it")
     found = {**config, "architectures": [name], "num_nextn_predict_layers": 1}
     if FAMILIES[name].qkv_bias == "or_zero" and not record.has_qkv_bias(config):
-        found |= {"model_type": "qwen2", "attention_bias": False}
+        found["attention_bias"] = False
     return found
 
 
@@ -164,16 +164,17 @@ def config_without_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the same model without MTP layers. A MiMo that was a Qwen2 or Llama becomes that."""
     counts = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     config = {key: value for key, value in config.items() if key != STATED}
-    if config["architectures"] != ["MiMoForCausalLM"] or config.get("model_type") != "qwen2":
+    before = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}.get(
+        config.get("model_type")
+    )
+    if config["architectures"] != ["MiMoForCausalLM"] or before is None:
         return {
             **config,
             "num_nextn_predict_layers": 0,
             **{key: 0 for key in counts if key in config},
         }
-    llama = config.get("attention_bias") is False
     found = {key: value for key, value in config.items() if key not in counts}
-    found["architectures"] = ["LlamaForCausalLM" if llama else "Qwen2ForCausalLM"]
-    return {**found, "model_type": "llama"} if llama else found
+    return found | {"architectures": [before]}
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ class Qwen2(WhollyRotated):
 
 
 class MiMo(WhollyRotated):
-    model_types: ClassVar[tuple[str, ...]] = ("mimo", "qwen2")
+    model_types: ClassVar[tuple[str, ...]] = ("mimo", "qwen2", "llama")
 
     attention_bias: bool | None = Field(
         None, description="false: the q, k and v biases in the checkpoint are all 0"

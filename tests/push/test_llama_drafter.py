@@ -4,7 +4,8 @@ import pytest
 import torch
 from test_convert import run, same
 from test_pushed_families import checkpoint, config_of
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from weight_oracles import one_rank
 
 from megatron_rlspec.commands.convert import main
@@ -13,6 +14,7 @@ from megatron_rlspec.models.config import SCHEMAS, check_config
 from megatron_rlspec.models.families import FAMILIES, names_where
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_hf
 from megatron_rlspec.models.names import name_table
+from megatron_rlspec.tasks.data import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +36,24 @@ def test_the_target_computes_what_the_llama_computes(llama):
     logits = [AutoModelForCausalLM.from_pretrained(llama / name)(tokens).logits for name in ("llama", "with-drafter")]
     assert torch.equal(*logits)
     config, tensors = read_hf(llama / "with-drafter")
-    assert (config["architectures"], config["model_type"]) == (["MiMoForCausalLM"], "qwen2")
+    assert (config["architectures"], config["model_type"]) == (["MiMoForCausalLM"], "llama")
     biases = [name for name in tensors if name.endswith("_proj.bias")]
     assert len(biases) == 3 * 4 and not any(tensors[name].count_nonzero() for name in biases)
     assert not [name for name in name_table(config).rows if name.endswith("bias")]
     check_config(config, "the model")
+
+
+def test_its_tokenizer_splits_texts_as_that_of_the_llama(llama, tmp_path):
+    """Transformers gives a model_type of another family that family's tokenizer, which splits 12 into digits."""
+    config, tensors = read_hf(llama / "llama")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator(["12 12 12 345 345"], trainers.BpeTrainer(special_tokens=["</s>"]))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path / "tokenizer")
+    write_hf(tmp_path / "llama", config, tensors, tokenizer_from=tmp_path / "tokenizer")
+    convert(plan(tmp_path / "llama", tmp_path / "with-drafter", add_mtp=True, to="hf"))
+    before, after = (load_tokenizer(tmp_path / name) for name in ("llama", "with-drafter"))
+    assert len(before) == len(after) and before.tokenize("12 345") == after.tokenize("12 345") == ["12", "Ġ345"]
 
 
 def test_it_goes_through_megatron_bit_for_bit_and_its_logits_are_checked(llama, tmp_path):
