@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import safe_open
 
 from megatron_rlspec.models.config import MAPS, ModelConfigError, check_config
-from megatron_rlspec.models.directory import FLOATS, Header, read_headers, read_object
+from megatron_rlspec.models.directory import DTYPES, Header, read_headers, read_object
 from megatron_rlspec.models.drafter_config import Eagle3, check_drafter_config, layer_of_drafter
 
 LLAMAS_CONTEXT = 2048  # Transformers' default of max_position_embeddings
@@ -128,9 +128,9 @@ def _check_tensors(
                 f"{directory / headers[name].file}: {name} has shape {list(headers[name].shape)}, expected "
                 f"{list(shape)} by config.json and the layers that the drafter reads"
             )
-        if headers[name].dtype not in FLOATS:
+        if headers[name].dtype not in DTYPES:
             raise ModelConfigError(
-                f"{directory}: {name} has type {headers[name].dtype}, expected {', '.join(FLOATS)}"
+                f"{directory}: {name} has type {headers[name].dtype}, expected {', '.join(DTYPES)}"
             )
     unused = {"embed_tokens.weight"} | {
         f"layers.{index}.input_layernorm.weight" for index in range(1, layers)

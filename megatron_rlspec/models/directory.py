@@ -30,9 +30,10 @@ from megatron_rlspec.texts import shown
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+ADAPTER = "adapter_config.json"
 END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3.1: it ends a turn that calls a tool
 LARGEST_CONFIG = 1 << 24  # bytes
-FLOATS = ("F64", "F32", "F16", "BF16")
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -127,6 +128,10 @@ def no_checkpoint(directory: Path) -> str:
     """Return why a path cannot be a Hugging Face checkpoint, with what to do about it; "" if it can be one."""
     if (directory / "hf/config.json").exists() and not (directory / SINGLE).exists():
         return f"{directory}: a run directory; its model is {directory / 'hf'}"
+    if (directory / ADAPTER).exists():
+        return (
+            f"{directory}: {ADAPTER}: a LoRA adapter is not read; expected it merged into its model"
+        )
     if directory.is_dir():
         return ""
     wrong = "not a directory" if directory.exists() else "no such directory"
@@ -291,9 +296,9 @@ def _check_weights(
                 "and back writes it by its name"
             )
     for name, header in headers.items():
-        if header.dtype not in FLOATS and not name.endswith(("d2t", "t2d")):
+        if header.dtype not in DTYPES and not name.endswith(("d2t", "t2d")):
             raise ModelConfigError(
-                f"{directory / header.file}: {name} has type {header.dtype}, expected {', '.join(FLOATS)}"
+                f"{directory / header.file}: {name} has type {header.dtype}, expected {', '.join(DTYPES)}"
             )
     known = typed.architectures[0] in SCHEMAS
     # conversion leaves it unchecked

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from megatron_rlspec import files
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import ModelConfigError
 from megatron_rlspec.models.directory import (
+    DTYPES,
     INDEX,
     SINGLE,
     Header,
@@ -195,9 +198,18 @@ def complete(
             "weight_map": {n: final[f] for n, f in file_of.items()},
         }
         write_json(partial / INDEX, index)
-    write_json(partial / "config.json", config)
+    write_json(partial / "config.json", {**config, **_stated_type(partial, config)})
     if tokenizer_from is not None:
         copy_companions(Path(tokenizer_from), partial)
+
+
+def _stated_type(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the type of most of the weights, by config.json's keys for it: engines compute in the type it states."""
+    sizes: Counter[str] = Counter()
+    for header in read_headers(directory).values():
+        sizes[header.dtype] += math.prod(header.shape)
+    stated = [key for key in ("dtype", "torch_dtype") if config.get(key)]
+    return dict.fromkeys(stated, DTYPES[max(sizes, key=sizes.__getitem__)])
 
 
 def companions(source: Path) -> list[Path]:

@@ -77,7 +77,7 @@ VALUES = [  # one for each rule
     value("max_position_embeddings", 32, "model.max_length of at most 26"),
     setting("architecture GPT2LMHeadModel", "not trained", architectures=["GPT2LMHeadModel"]),
     setting("attention_bias=true", "biases of Llama's attention", architectures=["LlamaForCausalLM"]),
-    value("model_type", "llama", "mimo or qwen2"),
+    value("model_type", "qwen3", "mimo or qwen2 or llama"),
     value("num_nextn_predict_layers", 0, "drafter"),
 ]
 
@@ -151,6 +151,7 @@ FILES = [
     ),
     files("index of a lost tensor", indexed(lambda i: i["weight_map"].update({"x": "a.safetensors"})), "lacks x"),
     files("of more layers", configured(num_hidden_layers=11), "model: lacks model.layers.1."),
+    files("with an adapter", replaced("adapter_config.json", "{}"), "a LoRA adapter is not read"),
     files("without tokenizer", without_tokenizer, "no tokenizer", "tokenizer.json"),
 ]
 

@@ -32,6 +32,15 @@ def test_transformers_reads_what_we_write(tmp_path, checkpoint):
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_config_states_the_type_that_the_weights_have(tmp_path, checkpoint, key):
+    config, tensors = checkpoint
+    del config["torch_dtype"]
+    write_hf(tmp_path / "out", {**config, key: "bfloat16"}, tensors)
+    assert read_hf(tmp_path / "out")[0][key] == "float32"
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.float32
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_tensor_that_is_not_finite_is_named(tmp_path, checkpoint, bad):
     config, tensors = checkpoint

@@ -14,12 +14,11 @@ from megatron_rlspec.conversion.eagle3 import check_drafter, environment_of
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import ModelConfigError
-from megatron_rlspec.models.directory import check_model, read_headers, read_object
+from megatron_rlspec.models.directory import DTYPES, check_model, read_headers, read_object
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import KEY
 
 # of safetensors -> of torch
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class ServeError(ValueError):
@@ -46,7 +45,7 @@ def dtype_of(model: str | Path) -> str:
         if stated := section.get("dtype") or section.get("torch_dtype"):
             return str(stated)
     headers = read_headers(Path(model))
-    return _DTYPES[next(iter(headers.values())).dtype]
+    return DTYPES[next(iter(headers.values())).dtype]
 
 
 def check(options: argparse.Namespace) -> None:
