@@ -83,12 +83,23 @@ def _validated(
                 f"{path}: {section}: expected a table [{section}] (got {shown(table)})"
             )
         table[key] = _converted(text, fields[dotted]) if dotted in fields else text
+    _expand_home(tree)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         line = _one_line(error)
         on_command_line = re.split("[=:]", line, maxsplit=1)[0] in overrides
         raise ConfigError(line if on_command_line or not path else f"{path}: {line}") from None
+
+
+def _expand_home(tree: dict[str, Any]) -> None:
+    """Replace the ~/ that begins a path, also behind a comma, as a shell does in words of their own."""
+    home = f"{Path.home()}/"
+    for table in tree.values():
+        if isinstance(table, dict):
+            for key, value in table.items():
+                if isinstance(value, str):
+                    table[key] = re.sub("(?<![^,])~/", home, value)
 
 
 def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str]) -> Config:

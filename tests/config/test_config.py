@@ -13,6 +13,9 @@ def test_file_and_overrides(tmp_path):
     assert config.optimizer.lr == 2e-5 and config.spec.candidate_steps == (0, 3) and config.spec.num_steps == 0
     for text in ("1,3", "[1, 3]"):
         assert load(path, {"spec.candidate_steps": text}).spec.candidate_steps == (1, 3)
+    home = load(path, {"data.path": "~/a.jsonl,~/b~/c.jsonl", "train.run_dir": "~/runs"})
+    assert home.data.path == f"{Path.home()}/a.jsonl,{Path.home()}/b~/c.jsonl"
+    assert home.train.run_dir == f"{Path.home()}/runs"
     assert load(path, {"rollout.stop": r'["\n", ","]'}).rollout.stop == ("\n", ",")
     with pytest.raises(ConfigError, match="^spec.candidate_steps: expected") as error:  # not: in the file
         load(path, {"spec.candidate_steps": "[1, 3"})
