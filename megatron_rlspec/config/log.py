@@ -12,9 +12,9 @@ from megatron_rlspec.config.base import Needs, Section, Text
 class LogConfig(Section):
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         ("tensorboard",),
-        description="tensorboard: event files in run_dir/tensorboard; wandb: Weights & Biases, set by the "
-        "environment (WANDB_API_KEY, WANDB_TAGS, WANDB_MODE=offline); empty: none. "
-        "metrics.jsonl is written in any case",
+        description="tensorboard, wandb: where records go beside metrics.jsonl; event files in "
+        "run_dir/tensorboard, and Weights & Biases, set by the environment (WANDB_API_KEY, WANDB_TAGS, "
+        "WANDB_MODE=offline); empty: nowhere",
     )
     project: Annotated[Text, Needs("log.sinks")] = Field(
         "", description="project in Weights & Biases; empty: WANDB_PROJECT, or megatron_rlspec"

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from megatron_rlspec import files
 from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.texts import one_line
 
 
 class Sink(Protocol):
@@ -46,8 +47,12 @@ class WeightsAndBiases:
     """
 
     def __init__(self, config: Config, run_dir: Path, first_step: int) -> None:
-        import wandb
-
+        try:
+            import wandb
+        except Exception as error:  # its many dependencies often disagree
+            raise ConfigError(
+                f"log.sinks=wandb: it cannot be imported: {one_line(error)}"
+            ) from None
         id_file = run_dir / "wandb_id"
         is_resumed = first_step > 0 and id_file.exists()
         if not is_resumed:

@@ -35,3 +35,10 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
         ConfigError, match="log.sinks=tensorboard,wandb: .* not installed here: pip install tensorboard"
     ):
         sinks.check(config(tmp_path, "tensorboard,wandb"))
+
+
+def test_a_package_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text("raise TypeError('no descriptors.\\nDowngrade protobuf')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="^log.sinks=wandb: it cannot be imported: TypeError: no descr.* protobuf$"):
+        sinks.open_sinks(config(tmp_path, "wandb"), tmp_path, 0)
