@@ -34,15 +34,13 @@ def is_source(path: str) -> bool:
     return path.startswith(PREFIX)
 
 
-def rows(path: str, level: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) of every question: prompt, label and metadata. `level` replaces the source's own.
+def rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) of every question: prompt, label and metadata.
 
     Raises TaskError for an unknown task or option, for a task whose questions cannot be made again from their
     index, and if the package is not installed.
     """
     task, options = _parse(path)
-    if level is not None:
-        options = {**options, "level": level}
     dataset = _dataset(path, task, options)
     for index in range(len(dataset)):
         where = f"{path}: question {index}"
@@ -64,18 +62,6 @@ def rows(path: str, level: int | None = None) -> Iterator[tuple[str, dict[str, A
                 "metadata": {KEY: {"task": task, "options": options, "index": index}},
             },
         )
-
-
-def hardest(path: str) -> int:
-    """Return the hardest level of a source's curriculum. Raises TaskError if the task has none."""
-    task, _ = _parse(path)
-    curriculum = _curriculum(path, task)
-    return max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
-
-
-def first_level(path: str) -> int:
-    """Return the level that a source starts with."""
-    return int(_parse(path)[1].get("level", 0))
 
 
 def score(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> float:

@@ -1,4 +1,7 @@
-"""Texts that others wrote, in one line that a terminal may print; where stop strings end one. Standard library only."""
+"""Texts that others wrote, in one line that a terminal may print; their tokens, and where stop strings end one.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,27 @@ def one_line(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error, at most 200 characters; the name of its type if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def following(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of texts that follow another text. Special tokens in them are recognised, and none is added.
+
+    SentencePiece puts a space before the first word of a text: before that of a prompt, but of nothing behind it.
+    """
+
+    def ids(batch: Sequence[str]) -> list[list[int]]:
+        found: list[list[int]] = tokenizer(list(batch), add_special_tokens=False)["input_ids"]
+        return found
+
+    alone = ids(texts)
+    before, letter, both = ids(["\n", "a", "\na"])
+    if both == before + letter:
+        return alone
+    behind = ids([f"\n{text}" for text in texts])
+    return [
+        tokens[len(before) :] if tokens[: len(before)] == before else alone[i]
+        for i, tokens in enumerate(behind)
+    ]
 
 
 class StopStrings:

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from megatron_rlspec import reasoning_gym as environments
 from megatron_rlspec.config.base import Files, Name, Needs, Section, Text
 
 
@@ -25,8 +24,8 @@ def _template_arguments(given: Any) -> Any:
 class DataConfig(Section):
     path: Files = Field(
         "",
-        description="training prompts: .jsonl, .parquet or .csv files, or patterns of names, with commas between; "
-        "a data set on the Hub, NAME?split=train&OPTION=VALUE; or reasoning_gym:TASK?OPTION=VALUE",
+        description="training prompts: .jsonl, .json, .parquet, .arrow or .csv files, or patterns of names, with "
+        "commas between; a data set on the Hub, NAME?split=train&OPTION=VALUE; or reasoning_gym:TASK?OPTION=VALUE",
     )
     eval_path: Files = Field("", description="held-out prompts, as for path; empty: no evaluation")
     eval_sets: Annotated[tuple[Name, ...], Needs("data.eval_path")] = Field(
@@ -59,12 +58,6 @@ class DataConfig(Section):
     system_prompt: Text = Field(
         "", description="system message of the chat template, for prompts without one; empty: none"
     )
-    raise_level_at: float = Field(
-        0.0,
-        ge=0,
-        le=1e6,
-        description="mean reward of a step from which reasoning_gym's curriculum goes to its next level; 0: never",
-    )
     shuffle: bool = Field(
         True, description="draw prompts in a new random order every epoch, seeded by train.seed"
     )
@@ -89,10 +82,5 @@ class DataConfig(Section):
         if self.system_prompt and not self.apply_chat_template:
             raise ValueError(
                 "system_prompt needs apply_chat_template=true, which writes it into the prompt"
-            )
-        if self.raise_level_at and not environments.is_source(self.path):
-            raise ValueError(
-                f"raise_level_at={self.raise_level_at:g}, but path={self.path} has no levels; expected "
-                f"path={environments.PREFIX}TASK"
             )
         return self

@@ -12,12 +12,12 @@ from megatron_rlspec.config.base import Needs, Section
 # Prefixes of options that a command does not read.
 UNREAD = {
     "train": "sft. answer. replay.fresh_drafter replay.policy_step",
-    "sft": "algorithm. answer. replay. health.logprob_gap data.path data.raise_level_at "
+    "sft": "algorithm. answer. replay. health.logprob_gap data.path "
     "rollout.prompts_per_step rollout.samples_per_prompt rollout.staleness rollout.partial "
     "rollout.mask_offpolicy drafter.reward_ drafter.share drafter.update_ "
     "drafter.overlap drafter.replay train.steps train.updates_per_rollout train.eval_every "
     "train.drift_every train.record",
-    "answer": "model.moe_ data.eval_ data.raise_level_at data.shuffle reward. rollout.function "
+    "answer": "model.moe_ data.eval_ data.shuffle reward. rollout.function "
     "rollout.prompts_per_step rollout.restarts rollout.staleness rollout.partial "
     "rollout.mask_offpolicy tail. "
     "placement. push. health. algorithm. optimizer. drafter.train "

@@ -27,7 +27,7 @@ from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.acceptance import pooled
 from megatron_rlspec.tasks.reward_worker import number
-from megatron_rlspec.texts import shown
+from megatron_rlspec.texts import following, shown
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, Status
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Conversation:
             raise TypeError(f"append: expected text, found {type(text).__name__}")
         with self._alone():
             text = text[: self.remaining * LONGEST_TOKEN]  # a tokenizer takes minutes for megabytes
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"][: self.remaining]
+            ids = following(self.tokenizer, [text])[0][: self.remaining]
             self._tokens += ids
             self._trained += [False] * len(ids)
             self._logprobs += [0.0] * len(ids)

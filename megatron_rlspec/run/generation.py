@@ -153,7 +153,6 @@ class Generation:
         if step == 0:
             self._show("step 1", groups[0].samples[0])
         self._record_failures(f"step {step + 1}", ended, failures)
-        self._raise_level(step, source, groups)
         return groups
 
     def _learn_lengths(self, groups: Sequence[Group]) -> None:
@@ -161,17 +160,6 @@ class Generation:
             tokens, number = self._lengths.get(group.prompt.id, (0, 0))
             tokens += sum(len(sample.response) for sample in group.samples)
             self._lengths[group.prompt.id] = (tokens, number + len(group.samples))
-
-    def _raise_level(self, step: int, source: data.Prompts, groups: Sequence[Group]) -> None:
-        """Make prompts harder if the rewards of a step are good enough; see `Prompts.raise_level`."""
-        known = rewards.known([sample for group in groups for sample in group.samples])
-        reward = float(np.mean(known)) if known else -math.inf
-        if source.raise_level(reward):
-            self._lengths.clear()  # ids name other prompts now
-            self._recorder.event(
-                "curriculum",
-                f"step {step + 1}: mean reward {reward:.3f}, level {source.level} from here on",
-            )
 
     def _record_failures(self, name: str, samples: int, failures: Failures) -> None:
         if failures:

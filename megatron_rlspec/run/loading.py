@@ -25,7 +25,7 @@ from megatron_rlspec.rollout import placement
 from megatron_rlspec.run import identity
 from megatron_rlspec.run.replay import Replay
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
-from megatron_rlspec.tasks.data import Demonstrations, Prompts, check_vocabulary, load_tokenizer
+from megatron_rlspec.tasks.data import Demonstrations, Prompts, check_ids, load_tokenizer
 from megatron_rlspec.train import model
 
 
@@ -88,13 +88,14 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
         if layout.kv_tokens:
             print(f"rlspec {command}: {cache_line(config, layout.kv_tokens)}", flush=True)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    check_vocabulary(tokenizer, hf_config["vocab_size"])
     rows: Prompts | Demonstrations | None = None
     if supervised:
         rows = Demonstrations(data_path, tokenizer, config)
-        rows.check_ids(hf_config["vocab_size"])
+        check_ids(rows.held_out, hf_config["vocab_size"])
     elif generates:
         rows = Prompts(data_path, tokenizer, config)
+    if rows is not None:
+        check_ids(rows.rows, hf_config["vocab_size"])
     digests = {"model.path": identity.of_model(config.model.path)}
     if config.drafter.path:
         digests["drafter.path"] = identity.of_model(config.drafter.path)

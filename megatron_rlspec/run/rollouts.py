@@ -64,6 +64,7 @@ class StartingRollouts:
         self.summaries: list[str] = []
         for name, path in config.data.evaluated.items():
             prompts = data.Prompts(path, tokenizer, config)
+            data.check_ids(prompts.rows, hf_config["vocab_size"])
             self.held_out[name] = prompts.rows
             self.summaries.append(prompts.summary)
         self.learning = learning(config, hf_config)

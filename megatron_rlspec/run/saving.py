@@ -62,7 +62,8 @@ class Saver:
             )
         if other := identity.difference(state["identity"], self._identity):
             raise CheckpointError(
-                f"{path} is of a run with another content of {other}; expected the same, or another train.run_dir"
+                f"{path} is of a run with another content of {other}; expected the same, or "
+                f"another train.run_dir, with the model.path that `rlspec convert {path} MODEL` writes"
             )
         rollout = self._rollout
         age = drawn.age(state["step"], rollout.partial > 0)

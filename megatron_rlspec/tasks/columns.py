@@ -5,8 +5,10 @@ Rows of slime, verl and TRL are read as they are: where a default column is miss
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -121,6 +123,8 @@ def prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | Mes
     """Return the prompt: text, or chat messages with data.apply_chat_template=true. Raises DataError."""
     key = options.prompt_key
     value = _needed(where, row, key, "data.prompt_key")
+    if isinstance(value, str) and value.startswith("[{"):
+        value = _written_messages(value)
     if not isinstance(value, list):
         text: str = checked(where, key, value, _FILLED)
         return text
@@ -129,6 +133,16 @@ def prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | Mes
             f"{where}: {key} is a list; chat messages need data.apply_chat_template=true"
         )
     return [message.model_dump() for message in checked(where, key, value, _MESSAGES)]
+
+
+def _written_messages(text: str) -> Any:
+    """Return the messages that a text holds, as CSV files have them: JSON, or what Python prints; else the text."""
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, TypeError):
+            found = read(text)
+            if all("role" in message for message in found):
+                return found
+    return text
 
 
 def demonstration(
@@ -161,7 +175,8 @@ def text(
         return str(asked)
     if tokenizer.chat_template is None:
         raise DataError(
-            f"{tokenizer.name_or_path}: data.apply_chat_template=true, but the tokenizer has no template"
+            f"{tokenizer.name_or_path}: data.apply_chat_template=true, but the tokenizer has no template; expected one "
+            f"in {tokenizer.name_or_path}/chat_template.jinja"
         )
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     if options.system_prompt and messages[0]["role"] != "system":

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from megatron_rlspec import reasoning_gym as environments
 from megatron_rlspec.config import Config, DataConfig
 from megatron_rlspec.tasks import columns
 from megatron_rlspec.tasks.order import DataError, Order
 from megatron_rlspec.tasks.rows import read_rows
-from megatron_rlspec.texts import first_line
+from megatron_rlspec.texts import first_line, following
 from megatron_rlspec.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -56,70 +55,25 @@ class Source(Generic[Row]):
 
 
 class Prompts(Source[Prompt]):
-    """Prompts of at most `model.max_length - rollout.max_new_tokens` tokens. Raises DataError.
-
-    level  of an environment's curriculum; None: the prompts have no levels, or `data.raise_level_at` is 0
-    """
+    """Prompts of at most `model.max_length - rollout.max_new_tokens` tokens. Raises DataError."""
 
     def __init__(
         self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config
     ) -> None:
-        self._source = str(path)
-        self._tokenizer = tokenizer
-        self._config = config
-        self._threshold = config.data.raise_level_at
-        self.level: int | None = None
-        if self._threshold:
-            try:
-                self.hardest = environments.hardest(self._source)
-                self.level = environments.first_level(self._source)
-            except environments.TaskError as error:
-                raise DataError(f"data.raise_level_at={self._threshold:g}: {error}") from None
-        self._read()
-
-    def raise_level(self, reward: float) -> bool:
-        """Take the next level if `reward`, the mean of a step, reaches `data.raise_level_at`. Returns whether it did.
-
-        The new level's rows are drawn in an order of their own, from the start.
-        """
-        if self.level is None or self.level >= self.hardest or reward < self._threshold:
-            return False
-        self.level += 1
-        self._read()
-        return True
-
-    def take(self, count: int, beside: Iterable[Prompt] = ()) -> list[Prompt]:
-        """Return the next `count` prompts of a step that has the prompts `beside` already."""
-        places = {prompt.id: place for place, prompt in enumerate(self.rows)}
-        held = {places[prompt.id] for prompt in beside if prompt.id in places}
-        return [self.rows[i] for i in self.order.take(count, held)]
-
-    def state(self) -> dict[str, Any]:
-        return self.order.state() | ({} if self.level is None else {"level": self.level})
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        if self.level is not None:
-            level = state.get("level")
-            if level is None or not 0 <= level <= self.hardest:
-                raise DataError(
-                    f"cannot resume the curriculum: level={level!r}, expected 0 to {self.hardest}"
-                )
-            self.level = level
-            self._read()
-        super().restore(state)
-
-    def _read(self) -> None:
-        config = self._config
         longest = config.model.max_length - config.rollout.max_new_tokens
-        rows, dropped = read_prompts(
-            self._source, config.data, self._tokenizer, longest, self.level
-        )
+        rows, dropped = read_prompts(path, config.data, tokenizer, longest)
         different = len({row.tokens.tobytes() for row in rows})
-        summary = _summary(self._source, "prompts", rows, dropped, longest, different)
+        summary = _summary(path, "prompts", rows, dropped, longest, different)
         taken = config.rollout.prompts_per_step
         if len(rows) < taken:
             summary += f"; a step takes {taken}, so prompts come more than once in it"
         super().__init__(rows, summary, config.train.seed, config.data.shuffle)
+
+    def take(self, count: int, beside: Iterable[Prompt] = ()) -> list[Prompt]:
+        """Return the next `count` prompts of a step that has the prompts `beside` already."""
+        places = {prompt.id: place for place, prompt in enumerate(self.rows)}
+        held = [places[prompt.id] for prompt in beside]
+        return [self.rows[i] for i in self.order.take(count, held)]
 
 
 class Demonstrations(Source[Sample]):
@@ -141,14 +95,20 @@ class Demonstrations(Source[Sample]):
             )
         super().__init__(rows, summary, config.train.seed, config.data.shuffle)
 
-    def check_ids(self, vocab_size: int) -> None:
-        """Raise DataError for a token id that the model does not have."""
-        for sample in (*self.rows, *self.held_out):
-            if sample.tokens.max() >= vocab_size:
-                raise DataError(
-                    f"{sample.request_id}: token {sample.tokens.max()}; expected ids below vocab_size={vocab_size}, "
-                    "of answers by this model"
-                )
+
+def check_ids(rows: Iterable[Prompt | Sample], vocab_size: int) -> None:
+    """Raise DataError for a row with a token that the model does not have.
+
+    A tokenizer may have more tokens than its model, such as one for padding, if no text has them.
+    """
+    for row in rows:
+        largest = row.tokens.max()
+        if largest >= vocab_size:
+            name = row.request_id if isinstance(row, Sample) else f"prompt {row.id}"
+            raise DataError(
+                f"{name}: token {largest}, but config.json says vocab_size={vocab_size}; expected the tokenizer of "
+                "this model"
+            )
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -157,14 +117,18 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     trust_remote_code  run the directory's own Python files, if its tokenizer needs them
     """
     # takes seconds to import, and reading rows does not need it
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not Path(path).is_dir():
         raise DataError(
             f"{path}: no such directory; expected a Hugging Face checkpoint with a tokenizer"
         )
+    # Transformers 5 chooses a class by the names in config.json and tokenizer_config.json. Some published ones name a
+    # class that splits texts otherwise than their tokenizer.json.
+    is_whole = (Path(path) / "tokenizer.json").exists()
+    kind = PreTrainedTokenizerFast if is_whole else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = kind.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # the tokenizers library raises plain Exception for a bad file
@@ -176,15 +140,6 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
             f"{path}: the tokenizer returns no tokens for '1 + 1 ='; expected all files of the tokenizer"
         )
     return tokenizer
-
-
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raise DataError if the tokenizer has ids for which the model's embedding has no row."""
-    if len(tokenizer) > vocab_size:
-        raise DataError(
-            f"{tokenizer.name_or_path}: the tokenizer has {len(tokenizer)} tokens, but config.json says "
-            f"vocab_size={vocab_size}; expected the tokenizer of this model"
-        )
 
 
 def check_prompts(path: str | Path, options: DataConfig) -> None:
@@ -213,7 +168,6 @@ def read_prompts(
     options: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
-    level: int | None = None,
 ) -> tuple[list[Prompt], int]:
     """Return all prompts of at most `max_tokens` tokens, and the number of longer ones.
 
@@ -223,13 +177,13 @@ def read_prompts(
     texts = []
     labels = []
     metadata = []
-    for where, row in read_rows(path, level):
+    for where, row in read_rows(path):
         asked = columns.prompt(where, row, options)
         texts.append(columns.text(where, row, asked, options, tokenizer))
         labels.append(columns.label(where, row, options.label_key))
         metadata.append(columns.metadata(where, row, options.metadata_key))
     prompts = []
-    for i, tokens in enumerate(_tokenize(tokenizer, texts, begins=True)):
+    for i, tokens in enumerate(_prompt_tokens(tokenizer, texts)):
         if len(tokens) <= max_tokens:
             prompts.append(Prompt(i, tokens, labels[i], texts[i], metadata[i]))
     dropped = len(texts) - len(prompts)
@@ -265,8 +219,11 @@ def read_demonstrations(
         else:
             asked, response = columns.demonstration(where, row, options, response_key)
             texts.append((columns.text(where, row, asked, options, tokenizer), response))
-    prompts = _tokenize(tokenizer, [prompt for prompt, _ in texts], begins=True)
-    responses = _tokenize(tokenizer, [response for _, response in texts])
+    prompts = _prompt_tokens(tokenizer, [prompt for prompt, _ in texts])
+    responses: list[list[int]] = []
+    for start in range(0, len(texts), TOKENIZER_BATCH):
+        batch = [response for _, response in texts[start : start + TOKENIZER_BATCH]]
+        responses += following(tokenizer, batch)
     samples = []
     for i, (text, answer) in enumerate(texts):
         if i in written:
@@ -307,14 +264,12 @@ def without_prompts(
     return parts
 
 
-def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, begins: bool = False
-) -> list[np.ndarray]:
-    """Return `[P] int64` per text, without special tokens: a chat template writes them itself.
+def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
+    """Return `[P] int64` per text. A chat template writes the special tokens itself.
 
-    begins  the texts begin with the tokenizer's beginning of a text, if it adds one and they have none yet
+    The tokenizer's beginning of a text is added, if it adds one and the text has none.
     """
-    first = _beginning(tokenizer) if begins else []
+    first = _beginning(tokenizer)
     tokens: list[np.ndarray] = []
     for start in range(0, len(texts), TOKENIZER_BATCH):
         batch = tokenizer(list(texts[start : start + TOKENIZER_BATCH]), add_special_tokens=False)

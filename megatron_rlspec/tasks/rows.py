@@ -1,4 +1,4 @@
-"""Read the rows of JSONL, Parquet and CSV files, of data sets on the Hub, and of environments."""
+"""Read the rows of JSON, Parquet, Arrow and CSV files, of data sets on the Hub, and of environments."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from megatron_rlspec.tasks.order import DataError
 from megatron_rlspec.texts import first_line
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
+MOST_BYTES = 1 << 32  # of a file that is read whole
 WHOLE = re.compile(r"-?\d+\.0")  # as pandas writes a whole number beside empty cells
 
 
-def read_rows(source: str | Path, level: int | None = None) -> Rows:
+def read_rows(source: str | Path) -> Rows:
     """Yield (place, row) of every row. The place is "file:line", or "source: row n" where there are no lines.
 
     source  files, separated by commas, or patterns of their names; NAME?OPTION=VALUE of a data set on the Hub, with the
             options of `datasets.load_dataset`; or an environment's
-    level   of the environment's curriculum
 
     Raises DataError.
     """
     source = str(source)
     if environments.is_source(source):
         try:
-            yield from environments.rows(source, level)
+            yield from environments.rows(source)
         except environments.TaskError as error:
             raise DataError(str(error)) from None
         return
     for file in _files(source):
         reader = None if "?" in file else READERS.get(Path(file).suffix)
+        if Path(file).is_dir():
+            raise DataError(f"{file}: a directory; expected files, such as {file}/train-*.parquet")
         if reader is None and Path(file).exists():
             raise DataError(f"{file}: expected a name that ends in {', '.join(READERS)}")
         try:
@@ -95,26 +97,57 @@ def json_row(where: str, line: bytes) -> dict[str, Any]:
         ) from None
     except files.FileError as error:
         raise DataError(str(error)) from None
+    return _object(where, row)
+
+
+def _object(where: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected an object (got {shown(row)})")
     return row
 
 
-def _parquet_rows(path: Path) -> Rows:
+def _json_rows(path: Path) -> Rows:
+    """Read one array of rows, or a row a line: files of both kinds have this name."""
+    with path.open("rb") as file:
+        begin = file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip()
+    if not begin.startswith(b"["):
+        yield from _jsonl_rows(path)
+        return
+    try:
+        rows = files.read_json(path, MOST_BYTES)
+    except files.FileError as error:
+        raise DataError(str(error)) from None
+    for number, row in enumerate(rows, 1):
+        where = f"{path}: row {number}"
+        yield where, _object(where, row)
+
+
+def _table_rows(path: Path) -> Rows:
     import pyarrow
-    import pyarrow.parquet
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}: row {number}", row
+        for batch in _batches(path):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", row
     except DataError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path}: truncated or not Parquet ({first_line(error)})") from None
+        kind = path.suffix[1:].capitalize()
+        raise DataError(f"{path}: truncated or not {kind} ({first_line(error)})") from None
+
+
+def _batches(path: Path) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    if path.suffix == ".parquet":
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from file.iter_batches()
+    else:
+        with pyarrow.memory_map(str(path)) as mapped:
+            yield from pyarrow.ipc.open_stream(mapped)
 
 
 def _csv_rows(path: Path) -> Rows:
@@ -134,4 +167,10 @@ def _csv_rows(path: Path) -> Rows:
         raise DataError(f"{path}: not valid CSV in UTF-8 ({first_line(error)})") from None
 
 
-READERS = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}
+READERS = {
+    ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+    ".parquet": _table_rows,
+    ".arrow": _table_rows,  # as `datasets` writes them
+    ".csv": _csv_rows,
+}

@@ -184,9 +184,9 @@ def test_held_out_prompts_are_not_trained(start, tmp_path):
     assert len(prompts[1]) == 5 and not prompts[0] & prompts[1] and len(rows.rows) + len(rows.held_out) == 48
     with pytest.raises(data.DataError, match="sft.held_out=12 leaves none to train on"):
         data.Demonstrations(config.answer.path, tokenizer, options(start, tmp_path / "a.jsonl", sft__held_out="12"))
-    rows.check_ids(vocab_size=10_000)
-    with pytest.raises(data.DataError, match="expected ids below vocab_size=3"):
-        rows.check_ids(vocab_size=3)
+    data.check_ids(rows.rows, vocab_size=10_000)
+    with pytest.raises(data.DataError, match="token .*, but config.json says vocab_size=3"):
+        data.check_ids(rows.held_out, vocab_size=3)
 
 
 def test_a_warm_start_learns_from_them_and_stops_on_a_plateau(start, tmp_path):

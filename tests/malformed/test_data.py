@@ -65,7 +65,11 @@ ROWS = [
 FILES = [
     file("missing", "no.jsonl", lambda here: None, "no.jsonl: No such file"),
     file(
-        "of another format", "x.txt", lambda here: (here / "x.txt").write_text("a,b"), "x.txt", ".jsonl, .parquet, .csv"
+        "of another format",
+        "x.txt",
+        lambda here: (here / "x.txt").write_text("a,b"),
+        "x.txt",
+        ".jsonl, .json, .parquet, .arrow, .csv",
     ),
     file(
         "CSV cut", "x.csv", lambda here: (here / "x.csv").write_text("prompt,label\na"), "x.csv:2: expected 2 columns"

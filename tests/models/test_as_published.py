@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from harness import write_model
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from weight_oracles import mimo_checkpoint
 
 from megatron_rlspec.config import load
@@ -62,6 +63,24 @@ def test_a_tokenizer_in_python_needs_a_yes(tmp_path):
         load_tokenizer(model)
     check_model(model, "train", drafter=False, trust_remote_code=True)
     assert load_tokenizer(model, trust_remote_code=True)("1+1")["input_ids"] == [49, 43, 49]
+
+
+def test_a_tokenizer_of_another_class_is_not_taken_at_its_word(tmp_path):
+    """DeepSeek-R1-Distill-Llama names the class of Llama 2, whose texts lose their spaces in this vocabulary."""
+    model = write_model(tmp_path / "model")
+    about = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(about | {"model_type": "llama"}))
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=alphabet)
+    bpe.train_from_iterator(["the year 2023"], trainer)
+    bpe.save(str(model / "tokenizer.json"))
+    named = {"eos_token": "</s>", "tokenizer_class": "LlamaTokenizerFast"}
+    (model / "tokenizer_config.json").write_text(json.dumps(named))
+    right = bpe.encode("the year").ids
+    assert transformers.AutoTokenizer.from_pretrained(model)("the year")["input_ids"] != right
+    assert load_tokenizer(model)("the year")["input_ids"] == right
 
 
 def test_experts_of_a_layer_in_one_tensor_are_read_one_by_one(tmp_path):

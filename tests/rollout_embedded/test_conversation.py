@@ -27,8 +27,8 @@ class Letters:
     def decode(self, tokens, skip_special_tokens=False):
         return "".join(chr(64 + token) for token in tokens)
 
-    def __call__(self, text, add_special_tokens=False):
-        return {"input_ids": [ord(letter) - 64 for letter in text]}
+    def __call__(self, texts, add_special_tokens=False):
+        return {"input_ids": [[ord(letter) - 64 for letter in text] for text in texts]}
 
 
 @pytest.fixture(scope="module")

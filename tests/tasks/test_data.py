@@ -1,5 +1,6 @@
 """Rows of both formats, chat templates, lengths, and the order of drawing."""
 
+import csv
 import json
 import runpy
 from pathlib import Path
@@ -9,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megatron_rlspec.config import DataConfig, load
 from megatron_rlspec.tasks.data import (
@@ -101,6 +103,15 @@ FORMS = {
 }
 
 
+@pytest.mark.parametrize("write", [json.dumps, repr])
+def test_messages_in_a_csv_file_are_messages(tmp_path, chat_tokenizer, write):
+    messages = [{"role": "system", "content": "x1"}, {"role": "user", "content": "a, 'b' \"c\""}]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "label"], [write(messages), 7], ["[{a1}]", 8]])
+    prompts, _ = read_prompts(tmp_path / "rows.csv", DataConfig(apply_chat_template=True), chat_tokenizer, 100)
+    assert [prompt.text for prompt in prompts] == ["s=x1,u=a, 'b' \"c\",a=", "u=[{a1}],a="]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_other_projects_are_read_as_they_are(tmp_path, chat_tokenizer, form):
     path = jsonl(tmp_path / "rows.jsonl", [FORMS[form]])
@@ -113,17 +124,33 @@ def test_a_dot_leads_into_an_object(tmp_path, tokenizer):
     assert read_prompts(path, DataConfig(label_key="info.gold.x"), tokenizer, 100)[0][0].label == "5"
 
 
-def test_several_files_and_csv(tmp_path, tokenizer):
+def test_several_files_of_every_kind(tmp_path, tokenizer):
     (tmp_path / "a.csv").write_text('\ufeffprompt,label\n"a,1",42.0\n"b",x\n')
     for name in ("b", "c"):
         jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, "label": name}])
-    config = load(None, {"data.path": f"{tmp_path}/a.csv,{tmp_path}/*.jsonl", "model.max_length": "2000"})
+    jsonl(tmp_path / "d.json", [{"prompt": "d", "label": "d"}])
+    (tmp_path / "e.json").write_text('\ufeff [\n {"prompt": "e", "label": "e"}]')
+    table = pyarrow.Table.from_pylist([{"prompt": "f", "label": "f"}])
+    with pyarrow.ipc.new_stream(tmp_path / "f.arrow", table.schema) as stream:
+        stream.write_table(table)
+    config = load(
+        None, {"data.path": f"{tmp_path}/a.csv,{tmp_path}/*.json*,{tmp_path}/*.arrow", "model.max_length": "2000"}
+    )
     assert DataConfig(path=["x", "y"]).path == "x,y"
     prompts, _ = read_prompts(config.data.path, config.data, tokenizer, 100)
-    expected = [(0, "a,1", "42"), (1, "b", "x"), (2, "b", "b"), (3, "c", "c")]
+    expected = [
+        (0, "a,1", "42"),
+        (1, "b", "x"),
+        (2, "b", "b"),
+        (3, "c", "c"),
+        (4, "d", "d"),
+        (5, "e", "e"),
+        (6, "f", "f"),
+    ]
     assert [(p.id, p.text, p.label) for p in prompts] == expected
-    with pytest.raises(DataError, match="no file has such a name"):
-        read_prompts(f"{tmp_path}/z*.jsonl", config.data, tokenizer, 100)
+    for path, expected in (("/z*.jsonl", "no file has such a name"), ("", "a directory; expected files, such as")):
+        with pytest.raises(DataError, match=expected):
+            read_prompts(f"{tmp_path}{path}", config.data, tokenizer, 100)
 
 
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1, "y": None}}}]
@@ -213,6 +240,20 @@ def test_demonstrations_train_the_response_and_its_end(tmp_path, tokenizer):
     assert second.loss_mask.tolist() == [0, 0, 0, 1] and second.tokens[-1] == tokenizer.eos_token_id
     # 11 and 4 tokens: the end counts, too.
     assert [len(read_demonstrations(path, DataConfig(), tokenizer, n)[0]) for n in (11, 10)] == [2, 1]
+
+
+@pytest.mark.parametrize("puts", ["first", "never"])
+def test_a_response_has_no_space_that_its_text_lacks(tmp_path, puts):
+    """SentencePiece puts a space before a text. A rollout's response follows a prompt, and has none."""
+    plain = tokenizers.Tokenizer(tokenizers.models.BPE())
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=puts)
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["</s>"])
+    plain.train_from_iterator(["the answer, the answer: a \n"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>")
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "the:\n", "response": text} for text in ("the", " the", "")])
+    for sample in read_demonstrations(path, DataConfig(), tokenizer, 100)[0]:
+        whole = tokenizer(f"the:\n{sample.text}")["input_ids"]
+        assert sample.tokens.tolist() == [*whole, tokenizer.eos_token_id]
 
 
 def test_sources_take_their_limits_from_the_config(tmp_path, tokenizer):

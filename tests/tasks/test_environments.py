@@ -1,21 +1,20 @@
-"""Tasks of reasoning_gym as prompts, curriculum and reward."""
+"""Tasks of reasoning_gym as prompts and reward."""
 
 import json
 
 import numpy as np
 import pytest
 
-from megatron_rlspec import cli
 from megatron_rlspec import reasoning_gym as environments
-from megatron_rlspec.config import Config, RewardConfig
+from megatron_rlspec.config import RewardConfig
 from megatron_rlspec.tasks import data
 from megatron_rlspec.tasks.reward_worker import build
 from megatron_rlspec.tasks.rewards import Scorer, failed
 from megatron_rlspec.types import Prompt, Sample
 
 
-def rows(path, level=None):
-    return [row for _, row in environments.rows(path, level)]
+def rows(path):
+    return [row for _, row in environments.rows(path)]
 
 
 def test_questions_depend_on_the_seed_and_their_index_alone():
@@ -38,10 +37,9 @@ def test_the_reward_is_the_tasks_own(task):
 
 def test_levels_make_questions_harder():
     first = rows("reasoning_gym:chain_sum?size=30&level=0")
-    later = rows("reasoning_gym:chain_sum?size=30&level=0", 4)
+    later = rows("reasoning_gym:chain_sum?size=30&level=4")
     length = [sum(len(row["prompt"]) for row in of_level) for of_level in (first, later)]
     assert length[1] > length[0] + 30 * 10
-    assert environments.hardest("reasoning_gym:chain_sum") == 10
     hardest = rows("reasoning_gym:chain_sum?size=5&level=10")
     above = rows("reasoning_gym:chain_sum?size=5&level=99")
     assert [row["prompt"] for row in above] == [row["prompt"] for row in hardest]
@@ -72,46 +70,3 @@ def test_a_prompt_from_a_file_has_no_task_to_score_it():
         (failure,) = scorer.score([sample])
     assert failure.startswith("s: TaskError: the prompt's metadata has no 'reasoning_gym'")
     assert failed(sample)
-
-
-class Letters:
-    """A tokenizer of one token for each character."""
-
-    name_or_path = "letters"
-    chat_template = None
-    bos_token_id = None
-
-    def get_vocab(self):
-        return {chr(i): i for i in range(128)}
-
-    def __call__(self, texts, add_special_tokens=False):
-        return {"input_ids": [[ord(c) for c in text] for text in texts]}
-
-
-def test_a_curriculum_rises_and_resumes():
-    config = Config.model_validate(
-        {
-            "model": {"path": "m", "max_length": 512},
-            "rollout": {"max_new_tokens": 32},
-            "data": {"path": "reasoning_gym:chain_sum?size=20", "raise_level_at": 0.8},
-        }
-    )
-    prompts = data.Prompts(config.data.path, Letters(), config)
-    assert not prompts.raise_level(0.79) and prompts.level == 0
-    assert prompts.raise_level(0.8) and prompts.level == 1
-    prompts.take(7)
-    state = json.loads(json.dumps(prompts.state()))
-    following = [prompt.text for prompt in prompts.take(5)]
-    again = data.Prompts(config.data.path, Letters(), config)
-    again.restore(state)
-    assert again.level == 1 and [prompt.text for prompt in again.take(5)] == following
-    assert any(len(text.split()) > 12 for text in following)  # three terms, which level 0 does not have
-    with pytest.raises(data.DataError, match=r"level=None, expected 0 to 10"):
-        again.restore({name: value for name, value in state.items() if name != "level"})
-
-
-def test_a_curriculum_of_a_file_is_refused(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", "--model.path", "m", "--data.path", "x.jsonl", "--data.raise_level_at", "0.5"])
-    assert ended.value.code == 2
-    assert "raise_level_at=0.5, but path=x.jsonl has no levels" in capsys.readouterr().err
