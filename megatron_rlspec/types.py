@@ -437,7 +437,7 @@ class RoundStats:
 
 
 @dataclass(frozen=True)
-class Held:
+class RunningSample:
     """A sample that an engine decodes now.
 
     prompt   its prompt tokens
@@ -461,7 +461,7 @@ class Load:
     """
 
     engine: str
-    running: tuple[Held, ...]
+    running: tuple[RunningSample, ...]
     waiting: int
     free_tokens: int
     version: int

@@ -13,11 +13,11 @@ import numpy as np
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.moves import cut_off
-from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, held_of
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, running_sample
 from megatron_rlspec.extensions.migration.plans.record import Move, MoveRecord
 from megatron_rlspec.rollout.dispatch import Dispatch
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.types import Held, Load
+from megatron_rlspec.types import Load, RunningSample
 
 logger = logging.getLogger(__name__)
 PERIOD = 0.05  # seconds between two looks at the engines, at least
@@ -86,15 +86,15 @@ class Balancer:
                 continue
             requests = dict(self._owner.on_engine(name))
             running = []
-            for held in load.running:
-                request = requests.pop(held.id, None)
+            for sample in load.running:
+                request = requests.pop(sample.id, None)
                 if request is not None:
                     # An engine that continues a sample takes all that came before for its prompt.
-                    running.append(replace(held, prompt=len(request.prompt.tokens)))
+                    running.append(replace(sample, prompt=len(request.prompt.tokens)))
             for request in requests.values():
                 # It was moved to the engine, which does not decode it yet.
                 if request.partial is not None:
-                    running.append(held_of(request))
+                    running.append(running_sample(request))
             loads.append(replace(load, engine=name, running=tuple(running)))
         self._clock.observe(loads)
         return loads
@@ -112,7 +112,7 @@ class Balancer:
             target=move.target,
             ids=sorted(request.id for request in requests),
             how="recompute",
-            tokens=sum(held_of(request).context for request in requests),
+            tokens=sum(running_sample(request).context for request in requests),
             ms=1e3 * (time.perf_counter() - began),
         )
         self.moves.append(asdict(record) | {"began": began - self._began})
@@ -123,17 +123,17 @@ class RoundClock:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._before: dict[str, Held] = {}
+        self._before: dict[str, RunningSample] = {}
         self._looked = 0.0
 
     def observe(self, loads: Sequence[Load]) -> None:
         now = time.perf_counter()
         rounds = []
-        samples = {held.id: held for load in loads for held in load.running}
-        for id, held in samples.items():
+        samples = {sample.id: sample for load in loads for sample in load.running}
+        for id, sample in samples.items():
             before = self._before.get(id)
-            if before is not None and held.context > before.context:
-                rounds.append((held.context - before.context) / held.accept)
+            if before is not None and sample.context > before.context:
+                rounds.append((sample.context - before.context) / sample.accept)
         if rounds:
             self.seconds = (now - self._looked) / float(np.median(rounds))
         self._before = samples

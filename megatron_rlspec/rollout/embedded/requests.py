@@ -85,7 +85,7 @@ class ActiveRequest:
         )
 
     def progress(self) -> tuple[str, int, int, float]:
-        """Return the first four fields of `Held`. The round that drew the first token counts here."""
+        """Return the first four fields of `RunningSample`. The round that drew the first token counts here."""
         prompt = len(self.request.prompt.tokens)
         accept = len(self.response) / (self.rounds + 1)
         return self.request.id, prompt, prompt + len(self.response), accept

@@ -22,7 +22,7 @@ from megatron_rlspec.extensions.migration.moves import cut_off
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, Held, Load, Prompt, Request, Sample, Sampling
+from megatron_rlspec.types import OFF, Load, Prompt, Request, RunningSample, Sample, Sampling
 
 SAMPLING = Sampling(max_new_tokens=300)
 STEEP = Roofline(1.0, 0.3, 1e-4, 0.1, host_ms=0.1)  # batch matters from the third sample on
@@ -96,7 +96,9 @@ class Engine:
     def progress(self) -> Load:
         with self.lock:
             self._check()
-            held = [Held(id, 3, 3 + len(response), 1.0) for id, (_, response) in self.running.items() if response]
+            held = [
+                RunningSample(id, 3, 3 + len(response), 1.0) for id, (_, response) in self.running.items() if response
+            ]
             return Load(self.name, tuple(held), 0, 10_000, 0)
 
     def not_begun(self) -> list[str]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, Held, Load, RoundStats, SpecConfig
+from megatron_rlspec.types import OFF, Load, RoundStats, RunningSample, SpecConfig
 
 CANDIDATES = (OFF, SpecConfig(1), SpecConfig(3))
 L40S = Roofline.of_hardware(0.864, 362.0, parameters=8e9, host_ms=1.0)
@@ -23,7 +23,7 @@ def planner(cost=STEEP) -> Rebalancer:
 
 
 def engine(name, contexts, free=100_000, version=3, waiting=0) -> Load:
-    running = tuple(Held(f"{name}-{i:03d}", 16, context, 2.0) for i, context in enumerate(contexts))
+    running = tuple(RunningSample(f"{name}-{i:03d}", 16, context, 2.0) for i, context in enumerate(contexts))
     return Load(name, running, waiting, free, version)
 
 
@@ -35,7 +35,7 @@ def fleets(draw):
     loads = []
     for i in range(draw(st.integers(2, 4))):
         rows = draw(st.lists(held, max_size=30))
-        running = tuple(Held(f"{i}-{j:02d}", *row) for j, row in enumerate(rows))
+        running = tuple(RunningSample(f"{i}-{j:02d}", *row) for j, row in enumerate(rows))
         free = draw(st.sampled_from([0, 500, 5_000, 1_000_000]))
         loads.append(Load(f"engine-{i}", running, draw(st.integers(0, 2)), free, draw(st.sampled_from([7, 7, 7, 8]))))
     return loads
@@ -107,7 +107,7 @@ def test_the_threshold_is_where_a_sample_adds_a_tenth():
 def test_short_contexts_and_low_acceptance_move_first():
     rule = planner(Roofline(1.0, 1.0, 0.0, 0.1))
     rows = [(90, 1), (50, 3), (50, 2), (70, 1)]
-    full = Load("a", tuple(Held(f"{i}", 8, c, a) for i, (c, a) in enumerate(rows)), 0, 9, 1)
+    full = Load("a", tuple(RunningSample(f"{i}", 8, c, a) for i, (c, a) in enumerate(rows)), 0, 9, 1)
     empty = engine("b", [], version=1)
     count = rule.threshold([full, empty])
     moves = rule.plan([full, empty])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner, deal
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
-from megatron_rlspec.types import OFF, Held, Load, SpecConfig
+from megatron_rlspec.types import OFF, Load, RunningSample, SpecConfig
 
 HERE = Provenance(model="m", hardware="8 x A40", dtype="bfloat16", engine="e", engine_version="", date="2026-01-01")
 # PAT, figure 4: ms a token of 8 ranks at a global batch of 1 and 128; 4 engines of TP 2 hold 32 samples each.
@@ -34,7 +34,13 @@ def planner(**options) -> TPPlanner:
 def loads(*groups: list[int], prompt=100, waiting=0) -> list[Load]:
     """Engines, by the response tokens of their samples."""
     return [
-        Load(f"e{i}", tuple(Held(f"{i}-{j:03d}", prompt, prompt + n, 1.0) for j, n in enumerate(group)), waiting, 0, 1)
+        Load(
+            f"e{i}",
+            tuple(RunningSample(f"{i}-{j:03d}", prompt, prompt + n, 1.0) for j, n in enumerate(group)),
+            waiting,
+            0,
+            1,
+        )
         for i, group in enumerate(groups)
     ]
 
@@ -109,12 +115,12 @@ def test_a_change_is_not_followed_by_its_reverse(groups, weights_ms):
 
 @given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 5))
 def test_samples_are_dealt_evenly(contexts, engines):
-    samples = [Held(f"{i:02d}", 1, n, 1.0) for i, n in enumerate(contexts)]
+    samples = [RunningSample(f"{i:02d}", 1, n, 1.0) for i, n in enumerate(contexts)]
     groups = deal(samples, engines)
     assert sorted(held.id for group in groups for held in group) == [held.id for held in samples]
     counts = [len(group) for group in groups]
     assert max(counts) - min(counts) <= 1
-    groups = deal([Held(str(n), 1, n, 1.0) for n in (5, 10, 90, 100)], 2)
+    groups = deal([RunningSample(str(n), 1, n, 1.0) for n in (5, 10, 90, 100)], 2)
     assert [[held.context for held in group] for group in groups] == [[100, 5], [90, 10]]
 
 

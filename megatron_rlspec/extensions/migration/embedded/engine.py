@@ -11,7 +11,7 @@ import numpy as np
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import Held, Load, Request, Sampling
+from megatron_rlspec.types import Load, Request, RunningSample, Sampling
 
 Land = Callable[[], list[ActiveRequest]]
 
@@ -89,7 +89,7 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
             running = []
             for run in self.running:
                 if run.response and self.rounds.ready(run.row):
-                    running.append(Held(*run.progress()))
+                    running.append(RunningSample(*run.progress()))
             waiting = len(self.waiting) + len(self.running) - len(running)
             return Load(
                 name,

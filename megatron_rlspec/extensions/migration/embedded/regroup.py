@@ -15,7 +15,7 @@ import msgspec
 from megatron_rlspec import wire
 from megatron_rlspec.extensions.migration.embedded import retile
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
-from megatron_rlspec.extensions.migration.plans.rebalance import held_of
+from megatron_rlspec.extensions.migration.plans.rebalance import running_sample
 from megatron_rlspec.extensions.migration.plans.record import How
 from megatron_rlspec.extensions.migration.plans.tp_planner import deal
 from megatron_rlspec.host.ranks import Ranks
@@ -114,7 +114,7 @@ def _requests_of(
 def _targets(moving: Sequence[MovingRequest], engines: int) -> dict[str, int]:
     """Deal requests to the engines of a block."""
     targets = {}
-    groups = deal([held_of(each.request) for each in moving], engines)
+    groups = deal([running_sample(each.request) for each in moving], engines)
     for engine, group in enumerate(groups):
         for sample in group:
             targets[sample.id] = engine

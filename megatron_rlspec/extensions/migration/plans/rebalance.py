@@ -13,7 +13,7 @@ from megatron_rlspec.extensions.migration.plans.pace import Pace
 from megatron_rlspec.extensions.migration.plans.record import Move
 from megatron_rlspec.speculation.acceptance import Acceptance, accept_length
 from megatron_rlspec.speculation.round_times import Cost
-from megatron_rlspec.types import Held, Load, Request, RoundStats, SpecConfig
+from megatron_rlspec.types import Load, Request, RoundStats, RunningSample, SpecConfig
 
 
 class Rebalancer:
@@ -45,7 +45,7 @@ class Rebalancer:
         """Return the threshold at the mean context of the engines' samples."""
         contexts: list[int] = []
         for load in loads:
-            contexts += [held.context for held in load.running]
+            contexts += [sample.context for sample in load.running]
         length = float(np.mean(contexts)) if contexts else 1.0
         pace = Pace(self.cost, self.candidates, self.acceptance.rates)
         return pace.turning_point(length)
@@ -76,22 +76,22 @@ def _by_samples(load: Load) -> tuple[int, str]:
     return len(load.running), load.engine
 
 
-def _by_context(held: Held) -> tuple[int, float, str]:
-    return held.context, held.accept, held.id
+def _by_context(sample: RunningSample) -> tuple[int, float, str]:
+    return sample.context, sample.accept, sample.id
 
 
 def _leaving(load: Load, count: int, room: int) -> tuple[str, ...]:
     """Return the ids of at most `count` samples that leave an engine for `room` free tokens on another."""
     ids: list[str] = []
-    for held in sorted(load.running, key=_by_context):
-        room -= held.context
+    for sample in sorted(load.running, key=_by_context):
+        room -= sample.context
         if len(ids) == count or room < 0:
             break
-        ids.append(held.id)
+        ids.append(sample.id)
     return tuple(ids)
 
 
-def held_of(request: Request) -> Held:
+def running_sample(request: Request) -> RunningSample:
     """Describe a sample by its request, as it was when its engine got it."""
     prompt = len(request.prompt.tokens)
     context = prompt
@@ -100,4 +100,4 @@ def held_of(request: Request) -> Held:
         context += len(request.partial.response)
         if any(request.partial.accepted):
             accept = accept_length(request.partial.accepted)
-    return Held(request.id, prompt, context, accept)
+    return RunningSample(request.id, prompt, context, accept)

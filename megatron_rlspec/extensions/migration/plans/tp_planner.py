@@ -14,7 +14,7 @@ import numpy as np
 from megatron_rlspec.extensions.migration.plans.pace import Pace
 from megatron_rlspec.extensions.migration.plans.record import How
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
-from megatron_rlspec.types import Held, Load, SpecConfig
+from megatron_rlspec.types import Load, RunningSample, SpecConfig
 
 WIRE = 1.0  # GB/s that a rank is taken to send
 GAIN = 0.05  # least share of the remaining time that a change must save beyond its cost
@@ -107,10 +107,12 @@ class TPPlanner:
         cap      the most tokens of a response
         """
         groups_now = [load.running for load in loads]
-        samples = [held for group in groups_now for held in group]
+        samples = [sample for group in groups_now for sample in group]
         if not samples or any(load.waiting for load in loads):
             return None  # with requests waiting it is not the tail
-        left = {held.id: float(max(cap - held.context + held.prompt, 0)) for held in samples}
+        left = {
+            sample.id: float(max(cap - sample.context + sample.prompt, 0)) for sample in samples
+        }
         stay = self.finish(deal(samples, len(loads)), tp, left)
         changes = []
         for other in self.sizes:
@@ -130,14 +132,18 @@ class TPPlanner:
         best = min(changes, key=lambda change: change.finish_ms)
         return best if best.finish_ms < stay * (1 - GAIN) else None
 
-    def finish(self, groups: Sequence[Sequence[Held]], tp: int, left: Mapping[str, float]) -> float:
+    def finish(
+        self, groups: Sequence[Sequence[RunningSample]], tp: int, left: Mapping[str, float]
+    ) -> float:
         """Return the ms until the last sample of all groups has ended; `left`: tokens that each sample still takes."""
         return max(self._group_ms(group, tp, left) for group in groups if group)
 
-    def _group_ms(self, group: Sequence[Held], tp: int, left: Mapping[str, float]) -> float:
-        order = sorted(group, key=lambda held: left[held.id])
-        ends = np.array([left[held.id] for held in order])  # [n] tokens from now
-        contexts = np.array([held.context for held in order])
+    def _group_ms(
+        self, group: Sequence[RunningSample], tp: int, left: Mapping[str, float]
+    ) -> float:
+        order = sorted(group, key=lambda sample: left[sample.id])
+        ends = np.array([left[sample.id] for sample in order])  # [n] tokens from now
+        contexts = np.array([sample.context for sample in order])
         # Between two ends the batch is constant, and every context grows.
         spans = np.diff(ends, prepend=0.0)
         batch = np.arange(len(order), 0, -1)
@@ -148,8 +154,8 @@ class TPPlanner:
 
     def cost(
         self,
-        now: Sequence[Sequence[Held]],
-        groups: Sequence[Sequence[Held]],
+        now: Sequence[Sequence[RunningSample]],
+        groups: Sequence[Sequence[RunningSample]],
         old: int,
         new: int,
     ) -> tuple[float, How]:
@@ -157,16 +163,16 @@ class TPPlanner:
         prefill = max(self._prefill_ms(group, new) for group in groups)
         ways: list[tuple[float, How]] = [(prefill, "recompute")]
         if self.costs.gigabytes_per_second > 0:
-            tokens = max(sum(held.context for held in running) for running in now)
+            tokens = max(sum(sample.context for sample in running) for running in now)
             ways.append((self.costs.caches_ms(tokens, old), "kv"))
         state, how = min(ways)
         return self.costs.change_ms + state, how
 
-    def _prefill_ms(self, group: Sequence[Held], tp: int) -> float:
+    def _prefill_ms(self, group: Sequence[RunningSample], tp: int) -> float:
         """Return the prefill of a batch of equal lengths, whose root mean square is the group's (PAT, eq. 3 and 4)."""
         if not group:
             return 0.0
-        squares = [held.context**2 for held in group]
+        squares = [sample.context**2 for sample in group]
         length = math.sqrt(np.mean(squares))
         try:
             return self.table.prefill_ms(len(group) * length, len(group), tp)
@@ -174,20 +180,20 @@ class TPPlanner:
             return math.inf  # not measured: caches must travel
 
 
-def _ids(samples: Sequence[Held]) -> tuple[str, ...]:
-    return tuple(held.id for held in samples)
+def _ids(samples: Sequence[RunningSample]) -> tuple[str, ...]:
+    return tuple(sample.id for sample in samples)
 
 
-def deal(samples: Sequence[Held], engines: int) -> list[list[Held]]:
+def deal(samples: Sequence[RunningSample], engines: int) -> list[list[RunningSample]]:
     """Deal samples to engines evenly: long ones first, each to the engine with the fewest samples and then tokens."""
-    groups: list[list[Held]] = [[] for _ in range(engines)]
+    groups: list[list[RunningSample]] = [[] for _ in range(engines)]
     tokens = [0] * engines
 
     def fullness(i: int) -> tuple[int, int]:
         return len(groups[i]), tokens[i]
 
-    for held in sorted(samples, key=lambda held: (-held.context, held.id)):
+    for sample in sorted(samples, key=lambda sample: (-sample.context, sample.id)):
         i = min(range(engines), key=fullness)
-        groups[i].append(held)
-        tokens[i] += held.context
+        groups[i].append(sample)
+        tokens[i] += sample.context
     return groups

@@ -25,11 +25,11 @@ from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import known_key
 from megatron_rlspec.speculation.acceptance import delivered, pooled, runs
 from megatron_rlspec.types import (
-    Held,
     Load,
     Partial,
     Request,
     RoundStats,
+    RunningSample,
     Sample,
     Sampling,
     Scope,
@@ -220,7 +220,7 @@ class SGLangEngine(Connection):
         """
         answer = self.post("control/progress")
         try:
-            running = tuple(Held(*row) for row in answer["running"])
+            running = tuple(RunningSample(*row) for row in answer["running"])
             version = int(answer["version"])
             return Load(self.url, running, answer["waiting"], answer["free_tokens"], version)
         except (KeyError, TypeError, ValueError):
