@@ -76,16 +76,18 @@ def examine(names: Iterable[str] = tuple(UPSTREAM), path: Sequence[str] = ()) ->
     for name in names:
         upstream = UPSTREAM[name]
         module = f"{upstream.module}.__init__"
-        found = version(name)
+        installed = version(name)
         place = locate(module, path)
         if place is None:
             findings.append(Finding(name, "missing", "not installed"))
         elif place != locate(module):
             findings.append(Finding(name, "fits", "a checkout, whose version is not compared"))
-        elif not found or _is_among(found, upstream.versions):
+        elif not installed or _is_among(installed, upstream.versions):
             findings.append(Finding(name, "fits", "fits"))
         else:
-            findings.append(Finding(name, "differs", f"{found} is installed; {upstream.remedy}"))
+            findings.append(
+                Finding(name, "differs", f"{installed} is installed; {upstream.remedy}")
+            )
     return findings
 
 

@@ -79,10 +79,10 @@ class Lack:
 
 def lacks(machine: Machine) -> list[Lack]:
     """Return what the machine lacks. The driver and shared memory count only where a GPU is visible."""
-    found = list(_missing(machine))
+    missing = list(_missing(machine))
     if machine.gpus:
-        found += _driver_and_memory(machine)
-    return found
+        missing += _driver_and_memory(machine)
+    return missing
 
 
 def _missing(machine: Machine) -> Iterator[Lack]:
@@ -162,15 +162,15 @@ def gather(path: Sequence[str] = ()) -> Machine:
 
 
 def _requirements() -> list[str]:
-    found = []
+    requirements = []
     for text in importlib.metadata.requires(OWN) or ():
         requirement = Requirement(text)
         by_module = requirement.name in NEEDED.values()  # a checkout has no metadata
         if by_module or requirement.marker and not requirement.marker.evaluate({"extra": "train"}):
             continue
         requirement.marker = None
-        found.append(str(requirement))
-    return found
+        requirements.append(str(requirement))
+    return requirements
 
 
 def _torch_cuda(path: Sequence[str]) -> tuple[int, int] | None:
@@ -200,11 +200,11 @@ def _shared_bytes() -> int:
 def _import_error(module: str, path: Sequence[str]) -> str:
     """Import a module in a process that sees no GPU. Returns the last line of its error, or an empty text."""
     paths = [*path, *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     try:
         done = subprocess.run(
-            command, env=own, capture_output=True, text=True, timeout=IMPORT_SECONDS
+            command, env=environment, capture_output=True, text=True, timeout=IMPORT_SECONDS
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {IMPORT_SECONDS} s"

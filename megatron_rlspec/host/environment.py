@@ -38,17 +38,17 @@ def _cudnn_of_torch() -> str:
     Transformer Engine prefers a cuDNN beside the CUDA toolkit, and its attention ends with
     CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED if that is another one than torch has loaded.
     """
-    found = find_spec("nvidia") and find_spec("nvidia.cudnn")
-    places = list(found.submodule_search_locations or ()) if found else []
+    package = find_spec("nvidia") and find_spec("nvidia.cudnn")
+    places = list(package.submodule_search_locations or ()) if package else []
     return places[0] if places else ""
 
 
 def disagreement(engine: str, environment: Mapping[str, str]) -> str:
     """Return why NCCL cannot join this rank and an engine whose variable SHARED is `engine`; "" if it can."""
-    own = of_ranks(environment)[SHARED]
-    if engine in ("", own):
+    ours = of_ranks(environment)[SHARED]
+    if engine in ("", ours):
         return ""
-    return f"{SHARED} is {own} for this rank and {engine} for the engine; start both with the same value"
+    return f"{SHARED} is {ours} for this rank and {engine} for the engine; start both with the same value"
 
 
 def ranks_started(environment: Mapping[str, str]) -> int:

@@ -46,17 +46,21 @@ def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
     SGLang's loaders for latent attention fuse two projections if they come in one call, and drop them if not.
     """
     bucket: list[Named] = []
-    held = 0
+    gathered_bytes = 0
     last = ""
     for name, tensor in tensors:
         module, attention, _ = name.rpartition(_ATTENTION)
         together = bool(attention) and module == last
-        if bucket and not together and (held >= limit or held + tensor.nbytes > limit):
+        if (
+            bucket
+            and not together
+            and (gathered_bytes >= limit or gathered_bytes + tensor.nbytes > limit)
+        ):
             yield bucket
             bucket = []
-            held = 0
+            gathered_bytes = 0
         bucket.append((name, tensor))
-        held += tensor.nbytes
+        gathered_bytes += tensor.nbytes
         last = module
     if bucket:
         yield bucket
@@ -177,12 +181,12 @@ class Bucket:
 
     def _header(self) -> bytes:
         entries = {}
-        at = 0
+        offset = 0
         for name, tensor in self.tensors:
-            place = [at, at + tensor.nbytes]
+            place = [offset, offset + tensor.nbytes]
             kind = _NAMES.get(tensor.dtype, str(tensor.dtype))
             entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": place}
-            at += tensor.nbytes
+            offset += tensor.nbytes
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNED)
         return len(text).to_bytes(_ALIGNED, "little") + text

@@ -56,8 +56,8 @@ def regroup(
     old = engine.model.comm.size
     switch = retile.Switch(groups, old, size)
     engine.model.arch.check_size(size)
-    own = _requests_of(engine, switch, speaks=switch.before.rank == 0)
-    shared = ranks.share(wire.encode(own))
+    requests_here = _requests_of(engine, switch, speaks=switch.before.rank == 0)
+    shared = ranks.share(wire.encode(requests_here))
     told = [wire.decode(data, EngineRequests) for data in shared]
     first = ranks.rank // switch.wide.size * switch.wide.size
     block = told[first : first + switch.wide.size]

@@ -55,13 +55,13 @@ class Switch:
 
         Returns their count, and the first of them within the old and within the new shard; zeros if they share none.
         """
-        held = self.wide.size // self.old
-        wanted = self.wide.size // self.new
-        has = source % self.old * held
-        needs = target % self.new * wanted
-        first = max(has, needs)
-        count = min(has + held, needs + wanted) - first
-        return (count, first - has, first - needs) if count > 0 else (0, 0, 0)
+        old_units = self.wide.size // self.old
+        new_units = self.wide.size // self.new
+        old_first = source % self.old * old_units
+        new_first = target % self.new * new_units
+        first = max(old_first, new_first)
+        count = min(old_first + old_units, new_first + new_units) - first
+        return (count, first - old_first, first - new_first) if count > 0 else (0, 0, 0)
 
 
 def retile(

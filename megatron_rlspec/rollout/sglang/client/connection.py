@@ -81,12 +81,12 @@ class Connection:
 
     def _object(self, path: str, text: bytes) -> dict[str, Any]:
         try:
-            found = json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError):
             raise self.not_an_engine(path, text) from None
-        if not isinstance(found, dict):
-            raise self.not_an_engine(path, found)
-        return found
+        if not isinstance(value, dict):
+            raise self.not_an_engine(path, value)
+        return value
 
     def _send(self, path: str, under: str = "/rlspec/", **arguments: Any) -> requests.Response:
         """Post to a route. Raises EngineError, with the server's sentence if it gave one."""

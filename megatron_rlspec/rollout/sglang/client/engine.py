@@ -242,9 +242,9 @@ class SGLangEngine(Connection):
 
     def fingerprints(self) -> dict[str, int]:
         """Return those of the tensors held, or of what the loaders were given if the held tensors have no names."""
-        held = self._holds()
-        if held["unnamed"]:
-            return as_delivered(self.delivered(), set(held["drafter"]).__contains__)
+        tensors = self._holds()
+        if tensors["unnamed"]:
+            return as_delivered(self.delivered(), set(tensors["drafter"]).__contains__)
         return self.held_fingerprints()
 
     def held_fingerprints(self) -> dict[str, int]:
@@ -306,7 +306,7 @@ def _body(request: Request, sampling: Sampling) -> dict[str, Any]:
 
 def _longer(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[str, Any]:
     """Return the line of a sample that would end here. Raises KeyError, TypeError and ValueError."""
-    found: dict[str, Any] = before or {
+    sample: dict[str, Any] = before or {
         "output_ids": [],
         "logprobs": [],
         "drafted": [],
@@ -314,14 +314,14 @@ def _longer(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[str, An
     }
     new = line["drawn"]
     tokens = [int(token) for token in new["output_ids"]]
-    found["output_ids"] += tokens
-    found["logprobs"] += [float(value) for _, value in zip(tokens, new["logprobs"], strict=True)]
-    found["drafted"] += [int(mark or 0) for mark in new["drafted"]]
-    found["accepted"] = [int(line["rounds"])]
-    found["weight_versions"] = [
-        {"version": int(line["version"]), "start": 0, "end": len(found["output_ids"])}
+    sample["output_ids"] += tokens
+    sample["logprobs"] += [float(value) for _, value in zip(tokens, new["logprobs"], strict=True)]
+    sample["drafted"] += [int(mark or 0) for mark in new["drafted"]]
+    sample["accepted"] = [int(line["rounds"])]
+    sample["weight_versions"] = [
+        {"version": int(line["version"]), "start": 0, "end": len(sample["output_ids"])}
     ]
-    return found
+    return sample
 
 
 def _sample(request: Request, line: dict[str, Any]) -> Sample:

@@ -185,9 +185,9 @@ def parser() -> Parser:
 
 def parsed(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return our options and SGLang's. SGLang would complete the beginning of an option of ours, past our checks."""
-    own = parser()
-    options, rest = own.parse_known_args(argv)
-    own.refuse_typos(rest)
+    command = parser()
+    options, rest = command.parse_known_args(argv)
+    command.refuse_typos(rest)
     options.api_key = known_key(options.api_key)
     return options, rest
 
@@ -461,13 +461,13 @@ def _adaptive_file(slots: dict[str, Any]) -> str:
 def _device(asked: str) -> str:
     import torch
 
-    found = torch.cuda.is_available()
-    if asked == "cuda" and not found:
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
         raise ServeError("--device cuda, but torch finds no CUDA device here; use --device cpu")
-    if asked == "auto" and not found and torch.cuda.device_count():
+    if asked == "auto" and not available and torch.cuda.device_count():
         why = "`rlspec doctor --gpu` says why; --device cpu serves on the CPU"
         raise ServeError(f"torch {torch.__version__} cannot use the GPUs of this machine; {why}")
-    return ("cuda" if found else "cpu") if asked == "auto" else asked
+    return ("cuda" if available else "cpu") if asked == "auto" else asked
 
 
 def _install_stand_ins() -> None:

@@ -44,13 +44,13 @@ def renew(worker: Any, words: list[int], tp_size: int) -> None:
         raise ValueError(
             f"a draft vocabulary needs a whole output layer on each rank, but tp={tp_size}"
         )
-    held = len(drafter.hot_token_id)
-    if len(words) != held:
+    expected = len(drafter.hot_token_id)
+    if len(words) != expected:
         raise ValueError(
-            f"{len(words)} words, expected {held}: the size is fixed when the engine starts"
+            f"{len(words)} words, expected {expected}: the size is fixed when the engine starts"
         )
     total = drafter.target_worker.model_config.vocab_size
-    if len(set(words)) != held or min(words) < 0 or max(words) >= total:
+    if len(set(words)) != expected or min(words) < 0 or max(words) >= total:
         raise ValueError(f"words: expected different ids from 0 to {total - 1}")
     drafter.hot_token_id.copy_(torch.tensor(sorted(words)))
     _copy_rows(drafter)

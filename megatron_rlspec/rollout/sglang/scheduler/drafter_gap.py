@@ -178,12 +178,14 @@ class DrafterGap:
     def _passes(self, batch: Any, behind: Sequence[int]) -> Iterator[Pass]:
         """Yield as few drafter passes as `most` allows over what these requests missed, indices into the batch."""
         missed = self._missed_by([batch.reqs[i] for i in behind])
-        parts = [rows for own in missed for rows in own]
+        parts = [rows for of_request in missed for rows in of_request]
         if not parts:
             return
-        own_parts = [(i, own) for i, own in zip(behind, missed, strict=True) if own]
-        requests = np.array([i for i, _ in own_parts])
-        counts = np.array([sum(len(rows.at) for rows in own) for _, own in own_parts])
+        missing = [
+            (i, of_request) for i, of_request in zip(behind, missed, strict=True) if of_request
+        ]
+        requests = np.array([i for i, _ in missing])
+        counts = np.array([sum(len(rows.at) for rows in of_request) for _, of_request in missing])
         ends = np.cumsum(counts)
         lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
         # from rows to positions
@@ -276,14 +278,14 @@ class DrafterGap:
 
 def _between(parts: Sequence[torch.Tensor], first: int, last: int) -> list[torch.Tensor]:
     """Return rows [first, last) of the concatenation of parts."""
-    found = []
+    selected = []
     begin = 0
     for part in parts:
         end = begin + len(part)
         if begin < last and first < end:
-            found.append(part[max(first - begin, 0) : last - begin])
+            selected.append(part[max(first - begin, 0) : last - begin])
         begin = end
-    return found
+    return selected
 
 
 def _on(index: np.ndarray, device: torch.device) -> torch.Tensor:

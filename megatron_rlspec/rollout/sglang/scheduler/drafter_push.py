@@ -18,7 +18,7 @@ def load_twice(original: Callable, manager: Any, request: Any) -> Any:
         return original(manager, request)
     received: list[Any] = []
     load = target.load_weights
-    own = vars(target).get("load_weights")
+    replaced = vars(target).get("load_weights")
 
     def keep(weights: Any) -> Any:
         weights = list(weights)
@@ -30,8 +30,8 @@ def load_twice(original: Callable, manager: Any, request: Any) -> Any:
         result = original(manager, request)
     finally:
         del target.load_weights
-        if own is not None:  # another hook had replaced it
-            target.load_weights = own
+        if replaced is not None:  # another hook had replaced it
+            target.load_weights = replaced
     if result.success:
         drafter.load_weights(received)
     return result

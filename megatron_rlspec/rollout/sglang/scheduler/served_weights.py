@@ -91,11 +91,11 @@ def joined(marks: Sequence[Sequence[int]], firsts: Sequence[Sequence[int]]) -> l
 
     Ranks that hold the same part must agree on it; otherwise both count, and the sum matches no tensor's fingerprint.
     """
-    found = []
-    for at, of_ranks in zip(zip(*firsts, strict=True), zip(*marks, strict=True), strict=True):
-        parts = set(zip(at, of_ranks, strict=True))
-        found.append(sum(mark for _, mark in parts) % (1 << 64))
-    return found
+    totals = []
+    for places, of_ranks in zip(zip(*firsts, strict=True), zip(*marks, strict=True), strict=True):
+        parts = set(zip(places, of_ranks, strict=True))
+        totals.append(sum(mark for _, mark in parts) % (1 << 64))
+    return totals
 
 
 @dataclass
@@ -147,16 +147,16 @@ def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dic
 
     `scheduler` is SGLang's `Scheduler`. Raises UnnamedError.
     """
-    held = list(of_scheduler(scheduler))
-    own = marks_of(
-        held, [(drafter if part.drafter else target).dtypes.get(part.name) for part in held]
+    parts = list(of_scheduler(scheduler))
+    shares = marks_of(
+        parts, [(drafter if part.drafter else target).dtypes.get(part.name) for part in parts]
     )
-    mine = torch.tensor([[_signed(mark) for mark in own], [part.first for part in held]])
+    mine = torch.tensor([[_signed(mark) for mark in shares], [part.first for part in parts]])
     group = _parallel().tp_group.cpu_group
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    marks, firsts = zip(*(rank.tolist() for rank in found), strict=True)
-    return dict(zip((part.name for part in held), joined(marks, firsts), strict=True))
+    by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(by_rank, mine, group=group)
+    marks, firsts = zip(*(rank.tolist() for rank in by_rank), strict=True)
+    return dict(zip((part.name for part in parts), joined(marks, firsts), strict=True))
 
 
 def of_scheduler(scheduler: Any) -> Iterator[TensorPart]:

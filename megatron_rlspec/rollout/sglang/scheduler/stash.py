@@ -187,12 +187,12 @@ class Stash:
 
     def find(self, number: int, since: int) -> list[Rows]:
         """Return a request's rows of the rounds from `since` on (`SkippedRound.at`), in the order of time."""
-        found = []
+        parts = []
         for chunk in self._chunks:
             rows = chunk.result().get(number)
             if rows is not None and rows.at[-1] >= since:
-                found.append(rows.since(since))
-        return found
+                parts.append(rows.since(since))
+        return parts
 
     def clear(self) -> None:
         """Drop all rows."""

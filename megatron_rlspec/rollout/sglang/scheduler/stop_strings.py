@@ -36,14 +36,14 @@ def ends(original: Callable, request: Any, new_accepted_len: int = 1) -> bool:
     before = min((params.custom_params or {}).get(BEGUN, 0), max(0, wanted - len(drawn)))
     prompt = request.origin_input_ids
     tokens = [*prompt[len(prompt) - before :], *drawn[-wanted:]]
-    found = strings.end(tokens, len(tokens) - new_accepted_len)
-    if found is None:
+    ending = strings.end(tokens, len(tokens) - new_accepted_len)
+    if ending is None:
         return False
-    end = len(drawn) - len(tokens) + found[0]
+    end = len(drawn) - len(tokens) + ending[0]
     if (
         not request._check_token_based_finish(drawn[-new_accepted_len:])
         or end < request.finished_len
     ):
-        request.finished_reason = FINISH_MATCHED_STR(matched=found[1])
+        request.finished_reason = FINISH_MATCHED_STR(matched=ending[1])
         request.finished_len = end
     return True

@@ -150,13 +150,18 @@ def known_logprobs(
     """Take the log-probs [B, width] of accepted tokens from the kernel, which gave one for every node's token."""
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
-    known = getattr(logits_output, "rlspec_logprobs", None)
+    sampled_logprobs = getattr(logits_output, "rlspec_logprobs", None)
     plain = _only_tokens(batch.top_logprobs_nums, batch.token_ids_logprobs)
-    if known is None or accept_index is None or not plain or SGLANG_RETURN_ORIGINAL_LOGPROB:
+    if (
+        sampled_logprobs is None
+        or accept_index is None
+        or not plain
+        or SGLANG_RETURN_ORIGINAL_LOGPROB
+    ):
         if args:  # as SGLang 0.5.15.post1 calls it
             return original(batch, logits_output, predict, accept_index, *args)
         return original(batch, logits_output, predict, accept_index=accept_index, **kwargs)
-    logits_output.next_token_logprobs = known[accept_index.long()]
+    logits_output.next_token_logprobs = sampled_logprobs[accept_index.long()]
     return None
 
 

@@ -303,10 +303,10 @@ KNOWN: dict[str, type[Sglang0523]] = {"0.5.23": Sglang0523, "0.5.15.post1": Sgla
 @cache
 def installed() -> Sglang0523:
     """Return the adapter to the installed SGLang. Raises ImportError, in one line, if none fits."""
-    found = version("sglang")
-    if locate("sglang") is None or not found:
+    installed_version = version("sglang")
+    if locate("sglang") is None or not installed_version:
         raise ImportError("SGLang is not installed here: pip install sglang==0.5.23")
-    return adapter(found)
+    return adapter(installed_version)
 
 
 @cache  # one warning a process
