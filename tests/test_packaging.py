@@ -173,7 +173,7 @@ def test_sdist_and_wheel_install_in_a_clean_environment_and_run(tmp_path):
     commands = (
         "--version",
         "--help",
-        f"plan {table} --acceptance 0.8,0.7 --max-batch 32",
+        f"plan {table} --acceptance 0.8,0.7",
         "doctor",
     )
     for words in commands:

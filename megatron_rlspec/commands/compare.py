@@ -34,7 +34,6 @@ from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import is_drafter
-from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
@@ -221,10 +220,6 @@ def parser() -> arguments.Parser:
         type=arguments.integer(1, 2**24),
         help=f"default: {MOST_NEW_TOKENS}, or half of the model's context if that is less",
     )
-    add(
-        "--url",
-        help="a running `rlspec serve`, which gets the policy; default: the embedded engine",
-    )
     add("--out", type=Path, metavar="FILE", help="also write the table as JSON")
     return p
 
@@ -262,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     # The policy's tensors are part of every entry if the drafter is a model of its own (EAGLE-3).
     policy = next(iter(drafters.values())) if DRAFTER in hf_config else read_hf(options.policy)[1]
     ends = ends_of_text(options.policy, tokenizer)
-    with closing(_engine(options.url, hf_config, policy, ends)) as engine:
+    with closing(_engine(hf_config, policy, ends)) as engine:
         comparison = measure(engine, drafters, prompts, sampling, options.steps, version=2)
     if not all(rounds[:, 0].any() for rounds in comparison.rounds.values()):
         raise ConfigError(
@@ -277,13 +272,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _engine(
-    url: str, hf_config: dict[str, Any], policy: Mapping[str, Tensor], ends: Sequence[int]
-) -> SGLangEngine | EmbeddedEngine:
-    """Give the policy to the engine at `url`, or to an embedded one, as version 1."""
-    if url:
-        engine = SGLangEngine(url)
-        engine.update_weights(1, weights_of(policy))
-        return engine
+    hf_config: dict[str, Any], policy: Mapping[str, Tensor], ends: Sequence[int]
+) -> EmbeddedEngine:
+    """Return an embedded engine with the policy."""
     on_gpu = torch.cuda.is_available()
     as_saved = policy[next(iter(policy))].dtype
     longest = hf_config["max_position_embeddings"]

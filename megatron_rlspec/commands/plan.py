@@ -12,7 +12,7 @@ from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.solver import choices, explain
 
 EXAMPLE = "rlspec plan examples/cost_tables/h100-simulated.json --acceptance 0.8,0.7"
-MOST_BATCH = 1 << 14
+BATCHES = (1, 4, 16, 64, 256)  # running requests
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,27 +34,26 @@ def _plan(args: argparse.Namespace) -> None:
             )
     table = _of_one_size(CostTable.load(args.table), args.tp)
     _print_origin(table, args.acceptance)
-    print(gains(table, args.acceptance, args.max_batch))
-    if args.max_batch > table.batches()[-1]:
+    print(gains(table, args.acceptance))
+    if BATCHES[-1] > table.batches()[-1]:
         print(f"beyond batch {table.batches()[-1]} costs are extrapolated")
     for batch, context in args.why:
         print()
         print(explain(table, args.acceptance, batch, context, table.configs()))
 
 
-def gains(table: CostTable, rates: Sequence[float], max_batch: int) -> str:
+def gains(table: CostTable, rates: Sequence[float]) -> str:
     """Format how many times as fast as plain decoding the best configuration is.
 
-    A row for each measured context of a request, a column for each power of 4 of running requests.
+    A row for each measured context of a request, a column for each of `BATCHES`.
     """
-    batches = [4**power for power in range(20) if 4**power <= max_batch]
     lines = [
         "times plain decoding, by the context of each request (rows) and running requests (columns)"
     ]
-    lines.append(" " * 10 + "".join(f"{batch:>12}" for batch in batches))
+    lines.append(" " * 10 + "".join(f"{batch:>12}" for batch in BATCHES))
     for length in table.lengths():
         line = f"{length:10.0f}"
-        for batch in batches:
+        for batch in BATCHES:
             ranked = choices(table, rates, batch, int(batch * length), table.configs())
             best = ranked[0]
             plain = next(choice for choice in ranked if choice.config.off)
@@ -103,12 +102,6 @@ def parser() -> arguments.Parser:
         type=arguments.numbers(0, 1),
         default=[0.8, 0.75, 0.7],
         help="a_1,a_2,...: acceptance rate at each depth; the last one is used for all deeper ones",
-    )
-    add(
-        "--max-batch",
-        type=arguments.integer(1, MOST_BATCH),
-        default=256,
-        help=f"most running requests, up to {MOST_BATCH} (default 256)",
     )
     add(
         "--why",

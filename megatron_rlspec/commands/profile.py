@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
         args.dtype = _served_dtype(args.url) if args.url else dtype_of(args.model)
     provenance = Provenance(
         model=Path(args.model or args.url).resolve().name,
-        hardware=args.hardware or hardware(with_threads=args.engine == "embedded"),
+        hardware=hardware(with_threads=args.engine == "embedded"),
         dtype=args.dtype,
         engine=args.engine,
         engine_version=_engine_version(args.engine),
@@ -345,11 +345,6 @@ def parser() -> arguments.Parser:
         type=arguments.number(0, 1e7),
         default=900.0,
         help="time budget for each size of --tp (default 900)",
-    )
-    add(
-        "--hardware",
-        default="",
-        help="name recorded in the table; default: this machine's GPU or processor",
     )
     p.needs("--model", "--draft-model")
     p.excludes("--url", "--draft-model")
