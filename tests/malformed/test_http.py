@@ -17,6 +17,7 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.types import Prompt, Request, Sampling
 
+pytestmark = pytest.mark.slow  # tests/rollout/test_schemas.py has the same rules without an engine
 CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=160)
 WEIGHTS = tiny_mimo.weights(CONFIG)
 SERVE = "--device cpu --dtype float32 --candidate-steps 0,1,2,3 --max-total-tokens 4096 --max-running-requests 16"

@@ -199,6 +199,7 @@ def test_an_engine_that_is_closed_while_it_starts_leaves_nothing(model: Path, tm
     assert not ended(process.directory)
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_get_far_removes_the_directory_that_it_was_given(tmp_path: Path) -> None:
     """Its launcher may have been killed."""
     directory = Path(tempfile.mkdtemp(prefix=scratch.PREFIX, dir=tmp_path))

@@ -21,6 +21,7 @@ LOAD = "from sglang.srt.plugins import load_plugins; load_plugins(); print('SGLa
 OTHER = "from megatron_rlspec.rollout.sglang.scheduler import versions; versions.version = lambda name: '0.5.20'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "before", "told"),
     [

@@ -50,6 +50,7 @@ def test_the_contract_is_kept_by_its_version_alone(version):
     assert kept == [version]
 
 
+@pytest.mark.slow
 def test_installed_signatures_equal_the_record():
     version = importlib.metadata.version("sglang")
     if version not in RECORD:

@@ -229,6 +229,7 @@ def test_the_power_is_that_of_the_docstring():
     assert least > 0.99
 
 
+@pytest.mark.slow
 def test_every_control_is_wrong_and_one_only_just(model):
     assert exact_tv(model, "rejection", lambda patch: None) < 1e-12
     assert exact_tv(model, "position_keyed", lambda patch: None, top_k=2) < 1e-12
@@ -253,7 +254,7 @@ def test_the_statistical_test_rejects_the_controls(model, monkeypatch, control):
     [
         pytest.param("rejection", SpecConfig(1), 2, -1, marks=pytest.mark.slow),
         pytest.param("rejection", SpecConfig(3), 4, -1, marks=pytest.mark.slow),
-        ("target_only", SpecConfig(1), 2, -1),
+        pytest.param("target_only", SpecConfig(1), 2, -1, marks=pytest.mark.slow),
         pytest.param("target_only", SpecConfig(3), 4, -1, marks=pytest.mark.slow),
         pytest.param("target_only", SpecConfig(3, 2, 6), 4, -1, marks=pytest.mark.slow),
         pytest.param("position_keyed", SpecConfig(3, 2, 6), 4, -1, marks=pytest.mark.slow),

@@ -84,6 +84,7 @@ def test_the_start_holds_links_and_a_resumed_run_finds_it(plain, ended, tmp_path
         assert set(found) == set(whole) and all(torch.equal(found[name], whole[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_a_model_gets_an_eagle3_drafter_on_two_ranks(plain, tmp_path):
     options = {**OPTIONS, **FRESH, "train__steps": 1, "drafter__kind": "eagle3"}
     run(plain, tmp_path / "run", ranks=2, **options)

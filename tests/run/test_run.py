@@ -81,6 +81,7 @@ def test_the_embedded_engine_draws_sglangs_text(whole, start, tmp_path):
     assert chains["spec/share_k3"] == 1 and trees["spec/share_k3t2n11"] == 1
 
 
+@pytest.mark.slow
 def test_a_warm_start_on_two_ranks_is_evaluated_and_stops_early(start, tmp_path):
     """The second evaluation's accept length gains too little: the run stops there, on both ranks."""
     options = {"rollout__engine": "embedded", "spec__mode": "fixed", "sft__path": start / "task/train.jsonl"}

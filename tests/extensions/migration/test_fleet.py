@@ -13,7 +13,7 @@ from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
 from megatron_rlspec.push.fingerprint import compare
 
 
-@pytest.mark.parametrize("moves", [False, True], ids=["queue", "moves"])
+@pytest.mark.parametrize("moves", [pytest.param(False, marks=pytest.mark.slow), True], ids=["queue", "moves"])
 def test_a_fleet_generates_what_one_engine_generates(tmp_path, moves):
     found, *others = on_ranks(3, fleet_rank.scenario, str(tmp_path / "meeting"), moves)
     wanted = [s.tokens.tolist() for s in fleet_rank.engine().generate(fleet_rank.requests(), fleet_rank.LONG)]
