@@ -8,7 +8,7 @@ import pytest
 from megatron_rlspec.commands import report
 from megatron_rlspec.commands.report import charts, figures
 from megatron_rlspec.commands.report.records import read_run
-from megatron_rlspec.records.recorder import Recorder, RecordError
+from megatron_rlspec.records.recorder import RecordError
 
 EVALUATION = {"kind": "evaluation", "message": "m", "samples": 4, "reward_std": 0.5}
 # Texts that end a tag, an attribute, a script or a comment, or name a script to run.
@@ -85,28 +85,6 @@ def test_the_page_of_one_run(run_dir):
     assert "http:" not in page and "https:" not in page and page.count("url(") == page.count("url(#")
 
 
-def test_the_head_says_how_the_run_was_made(run_dir, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/bin/rlspec", "train", "--optimizer.lr", "1e-5"])
-    records = Recorder(run_dir, 12)
-    records.started(12)
-    records.close()
-    page = page_of(run_dir)
-    assert "rlspec train --optimizer.lr 1e-5" in page and "<dd>12 of 12</dd>" in page
-    assert '<td class="wrap"><code>train.steps</code></td><td class="wrap">12</td><td class="wrap">100</td>' in page
-
-
-def test_one_accept_length_is_shown(run_dir):
-    page = page_of(run_dir)
-    assert page.count("<span>accept length</span>") == 1 and page.count("<h3>Accept length") == 1
-
-
-def test_a_tile_says_whether_speculation_was_worth_it_if_that_is_known(run_dir, tmp_path):
-    assert "<span>speculation</span>" not in page_of(run_dir)
-    spec = {"spec/verified_tokens": 2.0, "spec/rounds": 10.0, "spec/ms_per_round": 100.0, "spec/saved_seconds": 0.5}
-    page = page_of(write(tmp_path / "timed", metrics=[{"step": i, "policy/entropy": i} | spec for i in range(3)]))
-    assert "<b>saved about 1.5 s</b><span>of the engines' decoding, which took 3 s</span>" in page
-
-
 def test_a_chart_whose_values_are_all_equal_is_left_out(tmp_path):
     constant = {"rollout/reward": 0.5, "policy/loss": 1.0}
     run = read_run(write(tmp_path, metrics=[{"step": i, "policy/entropy": i, **constant} for i in range(3)]))
@@ -120,16 +98,6 @@ def test_a_repeated_evaluation_counts_once():
     marks = figures.evaluations(events, "reward")
     assert [(mark.x, mark.value) for mark in marks] == [(0, 0.1), (40, 0.3)]
     assert marks[0].high - marks[0].low == pytest.approx(2 * 1.96 * 0.5 / 2)
-
-
-def test_compared_drafters_are_shown_against_the_first(run_dir):
-    row = {"steps": 3, "drafter": "own", "value": 2.5, "low": 2.4, "high": 2.6}
-    pair = row | {"minus": "frozen", "value": 0.1, "low": 0.05, "high": 0.15, "shown": "above 0"}
-    table = {"accept_lengths": [row], "differences": [pair, pair | {"drafter": "control"}]}
-    (run_dir / "comparison.json").write_text(json.dumps(table))
-    page = page_of(run_dir)
-    assert "<td>own - frozen</td><td>0.100 [0.050, 0.150]</td><td>above 0</td>" in page
-    assert "control - frozen" not in page
 
 
 def test_several_runs_are_compared(run_dir, tmp_path):

@@ -9,8 +9,6 @@ import pytest
 
 ERRORS = {
     "a library": 'raise OSError("libtransformer_engine.so: undefined symbol: cublasLtGroupedMatrixLayoutInit")',
-    "its own check": 'raise RuntimeError("Found empty `transformer-engine` meta package installed.\\nInstall it")',
-    "its versions": 'raise AssertionError("Transformer Engine package version mismatch")',
     "its PyTorch part": 'raise ImportError("transformer_engine_torch.so: undefined symbol: _ZN3c105ErrorC2")',
 }
 CONFIG = (

@@ -45,12 +45,9 @@ def file(name: str, content: str | bytes, *expects: str) -> Case:
 
 
 CASES = [
-    file("empty", "", "the file is empty"),
     Case("missing", "plan t.json", ("t.json", "No such file")),
-    case("schema", lambda t: t.update(schema="other"), "not a cost table"),
     case("unknown key", lambda t: t.update(colour="red"), "unknown field 'colour'"),
     case("ms text", row(ms="1"), "rounds[0]: ms='1', expected a number"),
-    case("no steps", lambda t: t["rounds"][0].pop("num_steps"), "rounds[0]: no field 'num_steps'"),
     case("twice", lambda t: t["rounds"].append(t["rounds"][0]), "measured twice"),
     case("hole", lambda t: t["rounds"].pop(), "hole at tp=1 batch=8"),
     case("no off", lambda t: t.update(rounds=[r for r in t["rounds"] if r["topk"]]), "no plain-decoding row"),

@@ -21,10 +21,10 @@ class Model(torch.nn.Module):
                 self.weights[name].data.copy_(tensor)
 
 
-def manager(drafter=True):
+def manager():
     draft = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=SimpleNamespace(model=Model("mtp", "head"))))
     target = SimpleNamespace(model_runner=SimpleNamespace(model=Model("layer", "head")))
-    return SimpleNamespace(tp_worker=target, draft_worker=draft if drafter else None)
+    return SimpleNamespace(tp_worker=target, draft_worker=draft)
 
 
 def target_only(self, request):
@@ -47,12 +47,6 @@ def test_drafter_loads_what_the_target_received():
     assert "load_weights" not in vars(target), "the target's loader must be its own again"
 
 
-def test_without_the_hook_the_drafter_stays_stale():
-    here = manager()
-    target_only(here, PUSH)
-    assert here.draft_worker.draft_worker.draft_runner.model.weights["mtp"][0] == 0
-
-
 def test_a_failed_update_does_not_change_the_drafter():
     here = manager()
     result = load_twice(lambda manager, request: SimpleNamespace(success=False), here, PUSH)
@@ -69,7 +63,3 @@ def test_loader_is_restored_after_an_error():
     with pytest.raises(RuntimeError, match="link lost"):
         load_twice(broken, here, PUSH)
     assert "load_weights" not in vars(here.tp_worker.model_runner.model)
-
-
-def test_without_speculation_nothing_changes():
-    assert load_twice(target_only, manager(drafter=False), PUSH).success

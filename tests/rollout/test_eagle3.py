@@ -43,7 +43,7 @@ def slow_unless_llama(name: str) -> Any:
     return pytest.param(name, marks=[] if name == "LlamaForCausalLM" else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 @pytest.mark.parametrize("architecture", [slow_unless_llama(name) for name in TARGETS])
 def test_every_pushed_byte_is_in_the_right_place(sglang_models, architecture, tp, tmp_path):
     """Both loaders get all tensors in one call, as of a bucket. The drafter's heads and words are split, too."""

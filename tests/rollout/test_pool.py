@@ -341,23 +341,7 @@ def test_an_engine_that_refuses_what_another_takes_is_left_out() -> None:
     assert list(pool.engines) == ["b"] and "rule.margin" in pool.take_failures()["a"]
 
 
-def test_other_errors_are_raised() -> None:
-    class Broken(Engine):
-        def generate(self, *args: object) -> list[Sample]:
-            raise TypeError("a programmer's mistake")
-
-    with pytest.raises(TypeError, match="a programmer's mistake"):
-        EnginePool(named([Broken("a"), Engine("b")])).generate(requests(4), SAMPLING)
-
-
 def test_engines_must_hold_the_same_weights() -> None:
     assert EnginePool(named([Engine("a"), Engine("b")])).fingerprints() == {"w": 1}
     with pytest.raises(EngineError, match="other: 1 tensors differ from a: w"):
         EnginePool(named([Engine("a"), Engine("other")])).fingerprints()
-
-
-def test_bad_use() -> None:
-    with pytest.raises(ValueError, match="at least one engine"):
-        EnginePool({})
-    with pytest.raises(ValueError, match="the same id"):
-        EnginePool(named([Engine("a")])).generate(requests(1) * 2, SAMPLING)

@@ -99,11 +99,7 @@ def test_what_the_library_writes_is_read():
 
 BUCKETS = [
     (b"", "not a safetensors file of 0 bytes: header too small"),
-    (b"hello, engine", "header too large"),
-    (file_of([]), "invalid JSON in header: invalid type: sequence"),
-    (file_of({}), "holds no tensor"),
     (file_of({"b": entry(0, 16, dtype="I32")}, b"\0" * 16), "b is of I32; expected dtype F64, F32, F16, BF16"),
-    (file_of({"b": entry(0, 16)}, b"\0" * 8), "file not fully covered"),
     (file_of({"b": entry(0, 16), "mtp": entry(8, 16, (2,))}, b"\0" * 16), "invalid offset for tensor `mtp`"),
     (file_of({"bb": entry(0, 16)}, b"\0" * 16), "the engine has no tensor bb; did you mean b?"),
     (file_of({"b": entry(0, 16, (2, 2))}, b"\0" * 16), "b is [2, 2], but the engine's is [4]"),

@@ -53,16 +53,8 @@ ANSWERS = [
         "200 OK",
         "not an rlspec engine: control/describe answered '<html>",
     ),
-    (b"[]", "200 OK", "not an rlspec engine: control/describe answered '[]'"),
-    (b"{}", "200 OK", "not an rlspec engine: control/describe answered '{}'"),
-    (b"null", "200 OK", "not an rlspec engine: control/describe answered 'null'"),
-    (b"5", "200 OK", "not an rlspec engine: control/describe answered '5'"),
-    (b"\xff\x00\x01" * 50, "200 OK", "not an rlspec engine"),
     (b"[" * 100_000, "200 OK", "not an rlspec engine"),
-    (b"", "200 OK", "not an rlspec engine"),
-    (b"<html>no such page</html>", "404 Not Found", "not an rlspec engine: control/describe answered with status 404"),
     (b'{"detail": "Not Found"}', "404 Not Found", "not an rlspec engine: control/describe answered with status 404"),
-    (b'{"error": {"code": 5}}', "500 Oops", "not an rlspec engine: control/describe answered with status 500"),
 ]
 
 
@@ -96,9 +88,7 @@ def test_a_page_that_is_no_engine_is_refused(body, status, told, tmp_path):
     [
         ("http://127.0.0.1:9", "cannot connect to 127.0.0.1:9: nothing listens there"),
         ("http://no.such.host.invalid:30000", "cannot connect to no.such.host.invalid:30000: unknown host name"),
-        ("http://127.0.0.1:99999", "not an engine's address; expected http://HOST:PORT"),
         ("127.0.0.1:30000", "not an engine's address; expected http://HOST:PORT"),
-        ("ftp://127.0.0.1", "not an engine's address; expected http://HOST:PORT"),
     ],
 )
 def test_a_typing_error_in_an_address_is_refused(url, told):

@@ -289,7 +289,7 @@ def test_an_epoch_draws_every_row_once(shuffle):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize(("size", "count"), [(7, 3), (7, 6), (7, 7), (8, 3), (3, 7), (2, 8), (1, 4)])
+@pytest.mark.parametrize(("size", "count"), [(7, 3), (7, 6), (3, 7)])
 def test_no_step_has_a_row_twice_unless_it_must(size, count, shuffle):
     order = Order(size, seed=1, shuffle=shuffle)
     steps = [order.take(count) for _ in range(4 * size)]
