@@ -125,9 +125,7 @@ def test_the_environment_is_sourced_from_anywhere(bundle, tmp_path, toolkit):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ([], "expected one archive to write, FILE.tar.xz"),
         (["--arch", "70", "bundle.tar.xz"], "--arch 70: expected 90 or 100"),
-        (["--attention", "fa4", "bundle.tar.xz"], "--attention fa4: expected triton, or fa3 for --arch 90"),
         (["no/such/bundle.tar.xz"], "no/such: no such directory"),
     ],
 )

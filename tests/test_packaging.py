@@ -98,10 +98,9 @@ def slow(*parameters):
     "hidden, argv, expects",
     [
         (["torch"], ["convert", "a", "b"], ("needs torch", "megatron_rlspec[train]")),
-        (["torch"], ["profile", "t.json", "--model", "m"], ("needs torch", "megatron_rlspec[train]")),
         slow(["megatron"], [*TRAIN], ("megatron-core is not installed", "megatron_rlspec[train]")),
         slow(["sglang"], [*TRAIN], ("sglang is not installed", "megatron_rlspec[engine]")),
-        (["sglang"], ["serve", "--model", "{model}"], ("SGLang is not installed here", "pip install")),
+        slow(["sglang"], ["serve", "--model", "{model}"], ("SGLang is not installed here", "pip install")),
     ],
     ids=lambda value: " ".join(value)[:30],
 )

@@ -79,10 +79,3 @@ def test_no_part_exceeds_its_budget(part):
 def test_one_line_holds_about_one_idea():
     tokens, lines = sizes()
     assert tokens[""] / lines <= MOST_TOKENS_A_LINE
-
-
-def test_joined_lines_do_not_hide_tokens():
-    spread = "total = (\n    first\n    + second\n)\n"
-    joined = "total = (first + second)\n"
-    assert count(spread)[0] == count(joined)[0] == 7
-    assert count(f'"""Say what it is."""\n# why\n{joined}') == (7, 1)

@@ -201,19 +201,6 @@ def test_a_conversation_takes_one_turn_at_a_time(model):
     assert len(said) == 2
 
 
-class Silent(Exception):
-    """A value, or an error, that cannot be shown."""
-
-    def __repr__(self):
-        raise RuntimeError("no text")
-
-    __str__ = __repr__
-
-
-def raising(error):
-    raise error
-
-
 class Lost:
     """An engine that fails after its first answer. Two tokens of the second one are known."""
 
