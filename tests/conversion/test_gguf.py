@@ -174,11 +174,7 @@ def refused(path, capsys) -> str:
     [
         ({"rope": 0.0}, "llama.rope.freq_base is 0.0; expected one number above 0"),
         ({"words": [*WORDS, "more"]}, "model.embed_tokens.weight has shape [30, 64], expected [31, 64]"),
-        ({"keys": [("add_float32", "llama.rope.scaling.factor", 4.0)]}, "llama.rope.scaling.factor is 4.0"),
-        ({"keys": [("add_sliding_window", 64)]}, "llama.attention.sliding_window is 64; expected 0"),
-        ({"keys": [("add_uint16", "split.count", 2)]}, "split.count is 2; expected 0 or 1"),
         ({"keys": [("add_float32", "llama.swing", 1.0)]}, "llama.swing is 1.0; this key is not read from GGUF"),
-        ({"keys": [("add_array", "llama.attention.key_length", [8, 8])]}, "expected one number above 0 for all layers"),
     ],
     ids=lambda value: str(value)[:40],
 )

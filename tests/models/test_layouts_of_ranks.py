@@ -99,10 +99,6 @@ def prove(model: str, directory: Path, layouts, save: bool) -> None:
                 assert torch.equal(reader[name], full), (layout, name)
 
 
-def test_mimo_on_four_ranks(tmp_path):
-    prove("mimo", tmp_path, [(2, 2, 1)], save=False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", CONFIGS)
 def test_every_layout(model, tmp_path):

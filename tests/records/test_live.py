@@ -31,8 +31,3 @@ def test_a_full_line_leaves_out_what_matters_least():
     full |= {"rollout/response_length": 12345.0, "rollout/tokens_per_second": 123456.0}
     text = line(999, 1000, full, 12345.0)
     assert 100 < len(text) <= 120 and "failed rewards 3" in text and text.endswith("  3 h 26 min left")
-
-
-def test_the_line_names_the_seconds_of_a_fresh_drafter():
-    values = {"seconds_train": 27.3, "drafter/seconds_fresh": 21.1}
-    assert line(3, 10, values) == "step 4/10  train 27.3 s (21.1 s of it the fresh drafter)"

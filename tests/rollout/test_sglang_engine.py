@@ -455,17 +455,17 @@ def test_abort(engines: dict[str, SGLangEngine]) -> None:
         assert sample.behaviour_logprobs[sample.prompt_len :].all()
 
 
+@pytest.mark.slow
 def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, SGLangEngine]) -> None:
     """The round that an abort waits for can hold a stop token, and tokens after it."""
     stops = (2, *range(3, 160, 8))  # 2 ends every text
-    sampling = Sampling(max_new_tokens=400, stop_token_ids=stops)
-    engine = engines["adaptive"]
-    engine.set_schedule(k(3))
     samples: list[Sample] = []
     for seed in range(9300, 9800, 100):  # on a busy machine all may end before the abort
-        prompts = [Prompt(i, np.random.default_rng(seed + i).integers(3, 160, 20)) for i in range(32)]
-        asked = [Request(f"abort{seed}-{p.id:03d}.", p, seed=seed + p.id) for p in prompts]
-        samples += engine.generate(asked, sampling, lambda s: engine.abort() if s.status == "finished" else None)
+        samples += engines["unkeyed"].generate(
+            fresh(32, f"abort{seed}", seed),
+            Sampling(max_new_tokens=400, stop_token_ids=stops),
+            lambda sample: engines["unkeyed"].abort() if sample.status == "finished" else None,
+        )
     assert {sample.status for sample in samples} == {"finished", "aborted"}
     for sample in samples:
         stopped = np.flatnonzero(np.isin(sample.response, stops)).tolist()
@@ -698,6 +698,37 @@ def started(
         return found[0]
 
     return end
+
+
+def fresh(n: int, tag: str, first: int) -> list[Request]:
+    """Requests of prompts that no other test has."""
+    prompts = [Prompt(i, np.random.default_rng(first + i).integers(3, 160, 20)) for i in range(n)]
+    return [Request(f"{tag}-{i:03d}.", prompt, seed=first + i) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.lossless
+def test_a_sample_that_leaves_holds_no_token_after_its_end(engines: dict[str, SGLangEngine]) -> None:
+    """The round that an abort waits for can hold a stop token; then the sample has ended."""
+    stops = (2, *range(3, 160, 8))  # 2 ends every text
+    sampling = Sampling(max_new_tokens=400, stop_token_ids=stops)
+    engine = engines["adaptive"]
+    samples: list[Sample] = []
+    for seed in range(9300, 9800, 100):  # on a busy machine all may end before the first one is asked to leave
+        asked = fresh(32, f"ends{seed}", seed)
+        thread = threading.Thread(target=lambda asked=asked: samples.extend(engine.generate(asked, sampling)))
+        thread.start()
+        left: set[str] = set()
+        while thread.is_alive():
+            here = [held.id for held in engine.progress().running if held.id not in left]
+            if here:
+                engine.abort([here[0]])
+                left.add(here[0])
+        if {sample.status for sample in samples} == {"finished", "aborted"}:
+            break
+    assert {sample.status for sample in samples} == {"finished", "aborted"}
+    for sample in samples:
+        stopped = np.flatnonzero(np.isin(sample.response, stops)).tolist()
+        assert stopped == ([len(sample.response) - 1] if sample.status == "finished" else []), sample
 
 
 @pytest.mark.slow

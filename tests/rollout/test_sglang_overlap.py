@@ -90,7 +90,9 @@ def test_results_equal_those_without_overlap(engines: Engines, check: Callable[[
 
 
 def test_an_aborted_sample_holds_no_token_after_its_end(engines: Engines) -> None:
-    same.test_an_aborted_sample_holds_no_token_after_its_end(engines)
+    engine = engines["adaptive"]
+    engine.set_schedule(k(3))
+    same.test_an_aborted_sample_holds_no_token_after_its_end({"unkeyed": engine})
 
 
 def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: Engines) -> None:

@@ -94,12 +94,10 @@ def test_a_model_gets_an_eagle3_drafter_on_two_ranks(plain, tmp_path):
     assert json.loads((tmp_path / "run/config.json").read_text())["model"]["path"] == str(plain / "model")
 
 
-def test_a_model_with_a_drafter_is_refused(start, plain, tmp_path):
+def test_a_model_with_a_drafter_is_refused(start, tmp_path):
     output = run(start, tmp_path / "run", code=2, **OPTIONS, drafter__fresh="true")
     assert "has a drafter; expected drafter.fresh=false" in output and "Traceback" not in output
     assert not (tmp_path / "run").exists()
-    output = run(plain, tmp_path / "run", code=2, **OPTIONS, drafter__fresh="true", data__path="missing.jsonl")
-    assert "missing.jsonl" in output and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("plain_ms", "told"), [(600.0, False), (1600.0, True)])
