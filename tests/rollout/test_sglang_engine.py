@@ -419,8 +419,9 @@ def test_samples_continue_under_new_weights(engines: dict[str, SGLangEngine]) ->
     engine.set_schedule(k(3))
 
 
+@pytest.mark.slow
 def test_a_failed_update_stops_the_engine_until_one_succeeds(engines: dict[str, SGLangEngine]) -> None:
-    engine = engines["adaptive"]
+    engine = engines["unkeyed"]
     name = "model.layers.0.self_attn.o_proj.weight"
     with pytest.raises(EngineError, match=rf"{name} is \[3, 3\], but the engine's is \[64, 64\]$"):
         engine.update_weights(1, (WEIGHTS | {name: torch.zeros(3, 3)}).items())
@@ -430,7 +431,6 @@ def test_a_failed_update_stops_the_engine_until_one_succeeds(engines: dict[str, 
         engine.generate(requests(1), SAMPLINGS["T=1"])
     engine.update_weights(2, WEIGHTS.items())
     assert engine.generate(requests(1), SAMPLINGS["T=1"])[0].policy_versions[0][0] == 2
-    engine.update_weights(0, WEIGHTS.items())
 
 
 def test_abort(engines: dict[str, SGLangEngine]) -> None:
