@@ -57,25 +57,18 @@ def test_the_users_own_hooks_are_kept_and_called():
     ("command", "drafter", "message"),
     [
         ("--sglang-speculative-accept-threshold-single 0.9", {}, "accepts tokens the policy would not draw"),
-        ("--sglang-speculative-eagle-topk 4", {}, "chains only"),
         ("--sglang-speculative-num-steps 2", {}, "--num-steps 3, but --sglang-speculative-num-steps 2; give one"),
         ("--prefill-num-servers 2", {}, "never run with a drafter that is trained"),
-        ("--fp16", {}, "trained in bfloat16 or float32; expected --bf16"),
         (
             "--spec slime_plugins.models.qwen3_5_vl get_qwen3_5_vl_model_provider",
             {},
             "qwen3_5_vl: the model holds no MTP layer itself",
         ),
-        ("--sglang-enable-mixed-chunk", {}, "mix prefill and decode are not supported"),
-        ("--sglang-speculative-algorithm NGRAM", {}, "does not draft with the MTP layer"),
         ("--sglang-speculative-algorithm EAGLE3", {}, "for a drafter of its own give --drafter.kind eagle3"),
         ("--sglang-speculative-algorithm EAGLE", EAGLE3, "--drafter.kind eagle3; set EAGLE3"),
-        ("--sglang-speculative-draft-model-path /b", EAGLE3, "but --drafter.path /a; give one of them"),
-        ("--mtp-num-layers 1", EAGLE3, "trains no MTP layer; remove the flag"),
         ("--pipeline-model-parallel-size 2", EAGLE3, "hidden states of several layers, which must be on one rank"),
         ("--update-weight-mode delta", EAGLE3, "in full updates only"),
         ("--allgather-cp", EAGLE3 | {"depth": 1}, "--drafter.kind eagle3 is not implemented"),
-        ("--mtp-num-layers 3", {}, "repeats one layer"),
         ("--allgather-cp", {"depth": 3}, "only depth 1"),
         ("--multi-latent-attention", {"depth": 2}, "--multi-latent-attention with depth=2: .*set --drafter.depth 1"),
         (
@@ -113,10 +106,7 @@ def test_the_verifier_reaches_engines_and_hooks():
 
 UNKEYED = {
     "--sglang-enable-dp-attention --sglang-dp-size 8": "never run with --sglang-enable-dp-attention",
-    "--sglang-attn-dp-size 8": "never run with --sglang-attn-dp-size",
     "--sglang-speculative-use-rejection-sampling": "drafts without the seeds",
-    "--sglang-enable-multi-layer-eagle": "drafts without the seeds",
-    "--sglang-speculative-eagle-topk 4": "position_keyed drafts chains only",
     "--sglang-sampling-backend flashinfer": "samples without seeds; position_keyed expects pytorch",
 }
 
@@ -154,9 +144,7 @@ def test_harmless_values_are_not_refused():
     planned("--sglang-attn-dp-size 1")
 
 
-@pytest.mark.parametrize(
-    "flag", ["--sglang-enable-pdmux", "--sglang-enable-dp-attention --sglang-dp-size 8", "--sglang-attn-dp-size 8"]
-)
+@pytest.mark.parametrize("flag", ["--sglang-enable-pdmux", "--sglang-enable-dp-attention --sglang-dp-size 8"])
 @pytest.mark.parametrize("given", [None, [2]])
 def test_the_number_of_steps_is_fixed_if_sglang_cannot_adapt_it(flag, given):
     """The drafter is trained and pushed as usual, and one line reports that the number is fixed."""
@@ -201,11 +189,6 @@ def test_an_adaptive_configuration_of_the_user_is_kept():
     assert "--sglang-speculative-adaptive" in added.flags and not added.adaptive
 
 
-def test_num_steps_must_be_a_candidate():
-    with pytest.raises(ConfigError, match="--candidate-steps 0,1: expected 3, the steps at the start, among them"):
-        plan([], DRAFTER, (0, 1), 3)
-
-
 def test_plain_command(tmp_path):
     command = shlex.split("python train_async.py --lr 1e-6")
     whole = launch.complete(command, planned("--lr 1e-6"), tmp_path / "files")
@@ -239,12 +222,6 @@ def test_ray_job_gets_the_environment(tmp_path, joined):
     assert whole.index("train.py") > whole.index("--")
 
 
-def test_ray_job_without_runtime_environment(tmp_path):
-    whole = launch.complete(["ray", "job", "submit", "--", "python3", "train.py"], planned(), tmp_path)
-    assert json.loads(read_flags(whole)["--runtime-env-json"])["env_vars"]
-    assert whole.index("--runtime-env-json") < whole.index("--")
-
-
 @pytest.mark.parametrize("inherited", [{}, {"metadata": {"a": "b"}, "runtime_env": {"env_vars": {"X": "1"}}}])
 def test_workers_of_a_running_cluster_get_the_environment(inherited):
     outer = {launch.RAY_JOB: json.dumps(inherited)} if inherited else {}
@@ -266,13 +243,6 @@ def test_what_the_user_set_for_nccl_and_python_reaches_the_workers(tmp_path):
     command = ["ray", "job", "submit", "--runtime-env-json", runtime, "--", "python3", "train.py"]
     whole = launch.complete(command, planned(), tmp_path)
     assert json.loads(read_flags(whole)["--runtime-env-json"])["env_vars"]["NCCL_CUMEM_ENABLE"] == "1"
-
-
-def test_dry_run_prints_and_stops(tmp_path, capsys):
-    assert launch.main(["--dry-run", "--folder", str(tmp_path), "--", "python", "train.py"]) == 0
-    out = capsys.readouterr().out
-    assert "rlspec slime adds flags: --enable-mtp-training" in out
-    assert out.splitlines()[-1].startswith("python train.py --enable-mtp-training")
 
 
 TABLE = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
@@ -320,16 +290,14 @@ def test_bad_cost_tables_are_reported_before_anything_starts(tmp_path):
     [
         ("--candidate-steps 0", "train.py", "never drafts"),
         ("", "train.py --custom-config-path broken.yaml", "broken.yaml: not valid YAML"),
-        ("", "train.py --custom-config-path tag.yaml", "tag.yaml: not valid YAML"),
         ("", "train.py --custom-config-path list.yaml", "list.yaml: expected a mapping"),
         ("", "ray job submit --runtime-env env.yaml -- train.py", "Ray takes one of them"),
-        ("", "ray job submit --runtime-env=env.yaml -- train.py", "Ray takes one of them"),
         ("", "ray job submit --runtime-env-json { -- train.py", "--runtime-env-json: not valid JSON"),
     ],
 )
 def test_a_mistake_is_one_line(own, command, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, text in {"broken": "a: [1", "tag": "a: !!python/name:os.system x", "list": "- 1"}.items():
+    for name, text in {"broken": "a: [1", "list": "- 1"}.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         launch.main([*own.split(), "--dry-run", "--", *command.split()])

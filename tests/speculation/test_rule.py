@@ -234,13 +234,9 @@ def test_the_report_adds_up():
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ({"forecast": [1.5]}, "rates in"),
         ({"colour": 1}, "unknown field 'colour'"),
         ({"schedule": {}}, "exactly one of"),
-        ({"candidates": []}, "empty"),
         ({"candidates": [[1, 1, 2], [2, 2, 4]]}, "mix topk"),
-        ({"acceptance": Acceptance(1).to_json()}, "holds 1 depths"),
-        ({"learnt": {"trials": {}}}, "without 'times'"),
     ],
 )
 def test_bad_data_gets_one_line(data, expected):
