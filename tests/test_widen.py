@@ -1,5 +1,6 @@
 """A widened model computes what the narrow one does: logits, texts, acceptance, and a step of RL."""
 
+import pytest
 import torch
 from gpu.widen import Shape, Widening, main
 from short_run import run
@@ -32,6 +33,7 @@ def test_logits_are_the_narrow_models(start, tmp_path):
     assert (wide_logits - narrow_logits).abs().max() < 1e-6 * spread
 
 
+@pytest.mark.slow
 def test_a_step_of_rl_with_its_push_is_the_narrow_models(start, tmp_path):
     """Two steps: the second rollout comes from engines that got the first step's policy and drafter by a push."""
     wide = widened(start, tmp_path)

@@ -78,6 +78,7 @@ def losses(folder, steps):
     return found
 
 
+@pytest.mark.slow
 def test_a_fresh_drafter_starts_below_a_uniform_guess_and_learns(trained):
     (found,) = on_ranks(1, losses, str(trained), 20)
     print(

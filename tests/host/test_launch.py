@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from megatron_rlspec.commands.training import TORCHRUN
 
 NAMELESS = """
@@ -12,6 +14,7 @@ socket.getfqdn = lambda *_: "no-such-host.invalid"
 """
 
 
+@pytest.mark.slow
 def test_the_host_s_name_need_not_resolve(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(NAMELESS)
     program = tmp_path / "rank.py"

@@ -28,6 +28,7 @@ def run(tmp_path, monkeypatch):
     made.rollouts.close()
 
 
+@pytest.mark.slow
 def test_an_improved_drafter_is_found_in_rollouts_of_20_rounds(run):
     """Earlier, each push restarted the wait for a probe. So no probe ever ran, in spite of the trainer's forecast."""
     share_off = []
