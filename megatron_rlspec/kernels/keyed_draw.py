@@ -270,26 +270,26 @@ def _limits(top_ks, top_ps, min_ps, request, width):
 
 @triton.jit(do_not_specialize=["nodes"])
 def scan(
-    logits,
-    stride,
-    width,
-    seeds,
-    positions,
-    temperatures,
-    sharpnesses,
-    top_ks,
-    top_ps,
-    min_ps,
-    words,
-    part_z,
-    part_column,
-    part_score,
-    part_floor_z,
-    part_floor_column,
-    part_peak,
-    part_total,
-    nodes,
-    columns_of_part,
+    logits,  # [N, V]
+    stride,  # between rows of logits
+    width,  # V
+    seeds,  # [B] int64
+    positions,  # [N]
+    temperatures,  # [B]
+    sharpnesses,  # [B]
+    top_ks,  # [B]
+    top_ps,  # [B]
+    min_ps,  # [B]
+    words,  # [V] ids of the columns, if MAPPED
+    part_z,  # [N, PARTS, STAIRS]
+    part_column,  # [N, PARTS, STAIRS]
+    part_score,  # [N, PARTS, STAIRS]
+    part_floor_z,  # [N, PARTS]
+    part_floor_column,  # [N, PARTS]
+    part_peak,  # [N, PARTS]
+    part_total,  # [N, PARTS]
+    nodes,  # N / B
+    columns_of_part,  # a multiple of BLOCK
     MAPPED: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -332,26 +332,26 @@ def scan(
 
 @triton.jit(do_not_specialize=["nodes"])
 def merge(
-    part_z,
-    part_column,
-    part_score,
-    part_floor_z,
-    part_floor_column,
-    part_peak,
-    part_total,
-    row_z,
-    row_column,
-    row_score,
-    row_floor_z,
-    row_floor_column,
-    row_peak,
-    row_total,
-    counts,
-    top_ks,
-    top_ps,
-    min_ps,
-    width,
-    nodes,
+    part_z,  # [N, PARTS, STAIRS]
+    part_column,  # [N, PARTS, STAIRS]
+    part_score,  # [N, PARTS, STAIRS]
+    part_floor_z,  # [N, PARTS]
+    part_floor_column,  # [N, PARTS]
+    part_peak,  # [N, PARTS]
+    part_total,  # [N, PARTS]
+    row_z,  # [N, STAIRS]
+    row_column,  # [N, STAIRS]
+    row_score,  # [N, STAIRS]
+    row_floor_z,  # [N]
+    row_floor_column,  # [N]
+    row_peak,  # [N]
+    row_total,  # [N]
+    counts,  # [N] stairs in the list
+    top_ks,  # [B]
+    top_ps,  # [B]
+    min_ps,  # [B]
+    width,  # V
+    nodes,  # N / B
     PARTS: tl.constexpr,
     STAIRS: tl.constexpr,
 ):
@@ -401,22 +401,22 @@ def merge(
 
 @triton.jit(do_not_specialize=["nodes"])
 def add_up(
-    logits,
-    stride,
-    width,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    row_z,
-    row_column,
-    counts,
-    row_peak,
-    numbers,
-    masses,
-    wholes,
-    nodes,
-    columns_of_part,
+    logits,  # [N, V]
+    stride,  # between rows of logits
+    width,  # V
+    temperatures,  # [B]
+    top_ks,  # [B]
+    top_ps,  # [B]
+    min_ps,  # [B]
+    row_z,  # [N, STAIRS]
+    row_column,  # [N, STAIRS]
+    counts,  # [N] stairs in the list
+    row_peak,  # [N]
+    numbers,  # [N, PARTS, STAIRS] tokens before each stair
+    masses,  # [N, PARTS, STAIRS] their mass
+    wholes,  # [N, PARTS] mass of a part
+    nodes,  # N / B
+    columns_of_part,  # a multiple of BLOCK
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAIRS: tl.constexpr,
@@ -449,30 +449,30 @@ def add_up(
 
 @triton.jit(do_not_specialize=["nodes"])
 def choose(
-    logits,
-    stride,
-    width,
-    seeds,
-    positions,
-    temperatures,
-    sharpnesses,
-    top_ks,
-    top_ps,
-    min_ps,
-    words,
-    row_z,
-    row_column,
-    row_score,
-    row_floor_z,
-    row_floor_column,
-    row_peak,
-    row_total,
-    numbers,
-    masses,
-    wholes,
-    tokens,
-    logprobs,
-    nodes,
+    logits,  # [N, V]
+    stride,  # between rows of logits
+    width,  # V
+    seeds,  # [B] int64
+    positions,  # [N]
+    temperatures,  # [B]
+    sharpnesses,  # [B]
+    top_ks,  # [B]
+    top_ps,  # [B]
+    min_ps,  # [B]
+    words,  # [V] ids of the columns, if MAPPED
+    row_z,  # [N, STAIRS]
+    row_column,  # [N, STAIRS]
+    row_score,  # [N, STAIRS]
+    row_floor_z,  # [N]
+    row_floor_column,  # [N]
+    row_peak,  # [N]
+    row_total,  # [N]
+    numbers,  # [N, PARTS, STAIRS] tokens before each stair
+    masses,  # [N, PARTS, STAIRS] their mass
+    wholes,  # [N, PARTS] mass of a part
+    tokens,  # [N] int64
+    logprobs,  # [N]
+    nodes,  # N / B
     MAPPED: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -157,25 +157,25 @@ def statistics(
 
 @triton.jit
 def gradient(
-    logits,
-    stride,
-    width,
+    logits,  # [C, W], overwritten if WRITE
+    stride,  # between rows of logits
+    width,  # columns that are read
     temperature,
-    lses,
-    teacher,
-    teacher_stride,
-    teacher_rows,
-    teacher_lses,
-    columns,
-    places,
-    on_logprob,
-    on_entropy,
-    entropies,
-    scales,
-    seconds,
-    masses,
-    overlaps,
-    losers,
+    lses,  # [C] float64
+    teacher,  # [M, W]
+    teacher_stride,  # between rows of teacher
+    teacher_rows,  # [C], of the M
+    teacher_lses,  # [M] float64
+    columns,  # [width], if MAPPED
+    places,  # [C]
+    on_logprob,  # [C]
+    on_entropy,  # [C] or None
+    entropies,  # [C]
+    scales,  # [C]
+    seconds,  # [C]
+    masses,  # [C]
+    overlaps,  # [C]
+    losers,  # [C]
     KIND: tl.constexpr,
     TEACHER: tl.constexpr,
     WRITE: tl.constexpr,
