@@ -1,5 +1,6 @@
 """`tools/offline_bundle.sh` with stand-ins for pip and the wheels: what it packs, and its errors."""
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -95,12 +96,33 @@ def test_what_one_gpu_needs_is_packed_and_the_rest_is_not(bundle, tmp_path):
     assert not (site / "sglang/multimodal_gen").exists() and not list(site.glob("*.data"))
     assert (site / "megatron_rlspec-0.2.0.dist-info/entry_points.txt").is_file()
     assert (bundle / "share/megatron_rlspec/examples/quickstart.sh").is_file()
-    assert (bundle / "benchmarks/gpu_session.py").is_file() and (bundle / "benchmarks/gpu/decode.py").is_file()
+    assert (bundle / "benchmarks/gpu_session.py").is_file() and (bundle / "benchmarks/gpu/steady.py").is_file()
     source = (site / "sglang/srt/layers/dual_gemm.py").read_text()
     assert "is_cuda" not in source and source.index("return None") < source.index("import cutlass")
     assert "flashinfer" not in (site / "sglang/kernels/ops/speculative/sampling.py").read_text()
     asked = (tmp_path / "asked").read_text()
     assert "requirements/offline-bundle.txt colorama==0.4.6" in asked and asked.count("--no-deps") == 2
+
+
+def test_pieces_are_listed_by_what_travels_together(python, tmp_path):
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "drafter.safetensors").write_bytes(bytes(600_000))
+    (packed / "policy.gguf.00").write_bytes(bytes(1 << 20))
+    (packed / "prompts.jsonl").write_text("{}\n")
+    done = pack(python, "--split", "1", "--policy", str(packed), str(tmp_path / "bundle.tar.xz"))
+    assert done.returncode == 0, done.stderr
+    told = [line.split()[1:3] for line in done.stdout.splitlines() if line.startswith("transfer")]
+    names = [(call, Path(path.rstrip(",")).name) for call, path in told]
+    assert names == [
+        ("1:", "bundle.tar.xz.00"),
+        ("1:", "drafter.safetensors"),
+        ("2:", "policy.gguf.00"),
+        ("3:", "prompts.jsonl"),
+    ]
+    whole = (tmp_path / "bundle.tar.xz.00").read_bytes()
+    told_sum = (tmp_path / "bundle.tar.xz.sha256").read_text().split()[0]
+    assert hashlib.sha256(whole).hexdigest() == told_sum and not (tmp_path / "bundle.tar.xz").exists()
 
 
 @pytest.mark.parametrize("toolkit", [True, False])
@@ -127,6 +149,7 @@ def test_the_environment_is_sourced_from_anywhere(bundle, tmp_path, toolkit):
     [
         (["--arch", "70", "bundle.tar.xz"], "--arch 70: expected 90 or 100"),
         (["no/such/bundle.tar.xz"], "no/such: no such directory"),
+        (["--split", "0", "bundle.tar.xz"], "--split 0: expected a number of MiB"),
     ],
 )
 def test_a_mistake_is_one_line(python, options, message):

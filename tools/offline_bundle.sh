@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Packs what a GPU machine without a network lacks into one archive of about 40 MB (180 with FlashAttention 3): SGLang, its kernel library, megatron-core,
 # this package with benchmarks/, and their dependencies (requirements/offline-bundle.txt has the versions and what must be there).
-#   bash tools/offline_bundle.sh [--arch 90] [--attention triton] [--add REQUIREMENT]... FILE.tar.xz
+#   bash tools/offline_bundle.sh [--arch 90] [--attention triton] [--add REQUIREMENT]... [--split MIB [--policy DIR]] FILE.tar.xz
 #     --arch       GPU architecture of the kernel library: 90 (H100, H200) or 100 (B200)
 #     --attention  triton, or fa3: FlashAttention 3, SGLang's default on an H100 or H200
 #     --add        one more distribution, as colorama==0.4.6, without its dependencies
+#     --split      write FILE.tar.xz.00, .01, ... of at most so many MiB, for a way that takes no larger ones, and say what
+#                  travels together; cat FILE.tar.xz.* is the archive
+#     --policy     also list what `benchmarks/gpu_session.py --session b` needs: DIR/packed of tools/smollm2_drafter.py
 #   PYTHON   an interpreter with pip; any version
 # It downloads about 450 MB. docs/install.md says how the archive is used. Left out, because it is large and one GPU does not need it:
 #   sglang         image and video models, its tests, its Rust extensions (a Python implementation takes their place)
@@ -19,6 +22,8 @@ python=${PYTHON:-python3}
 arch=90
 attention=triton
 added=()
+piece=
+policy=
 fail() { echo "offline_bundle: $1" >&2; exit 2; }
 while [[ ${1-} == --* ]]; do
   [[ $# -gt 1 ]] || fail "$1 needs a value"
@@ -26,13 +31,17 @@ while [[ ${1-} == --* ]]; do
     --arch) arch=$2 ;;
     --attention) attention=$2 ;;
     --add) added+=("$2") ;;
-    *) fail "$1: expected --arch, --attention or --add" ;;
+    --split) piece=$2 ;;
+    --policy) policy=$2 ;;
+    *) fail "$1: expected --arch, --attention, --add, --split or --policy" ;;
   esac
   shift 2
 done
 [[ $# == 1 && $1 == *.tar.xz ]] || fail "expected one archive to write, FILE.tar.xz"
 [[ $arch == 90 || $arch == 100 ]] || fail "--arch $arch: expected 90 or 100"
 [[ $attention == triton || $attention == fa3 && $arch == 90 ]] || fail "--attention $attention: expected triton, or fa3 for --arch 90"
+[[ -z $piece || $piece =~ ^[1-9][0-9]*$ ]] || fail "--split $piece: expected a number of MiB"
+[[ -z $policy || -n $piece && -f $policy/prompts.jsonl ]] || fail "--policy $policy: expected --split, and prompts.jsonl in the directory"
 [[ -d $(dirname "$1") ]] || fail "$(dirname "$1"): no such directory"
 archive=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 for program in "$python" unzip tar xz sha256sum; do
@@ -152,3 +161,20 @@ tar -C "$work" --sort=name --owner=0 --group=0 --numeric-owner -cf - rlspec-offl
 mv "$work/archive" "$archive"
 (cd "$(dirname "$archive")" && sha256sum "$(basename "$archive")" > "$(basename "$archive").sha256")
 echo "offline_bundle: $archive, $(du -m "$archive" | cut -f1) MB; $(du -sm "$root" | cut -f1) MB unpacked"
+[[ -n $piece ]] || exit 0
+
+rm -f "$archive".[0-9]*
+split -b "${piece}M" -d "$archive" "$archive."
+rm "$archive"
+together=1
+sum=0
+for file in "$archive".[0-9]* ${policy:+"$policy"/*}; do
+  size=$(stat -c %s "$file")
+  [[ $size -le $((piece << 20)) ]] || fail "$file: $((size >> 20)) MiB, expected at most $piece"
+  if [[ $((sum + size)) -gt $((piece << 20)) ]]; then
+    together=$((together + 1))
+    sum=0
+  fi
+  sum=$((sum + size))
+  echo "transfer $together: $file, $((size >> 20)) MiB"
+done
