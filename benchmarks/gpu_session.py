@@ -1,12 +1,19 @@
-"""Measure on one GPU what cannot be shown without one, the most useful first, beside what was estimated before.
+"""Measure on one GPU what cannot be shown without one, the most useful first, beside what was expected before.
 
-    python benchmarks/gpu_session.py --minutes 28 --out results
+    python benchmarks/gpu_session.py --session a --out results
+    python benchmarks/gpu_session.py --session b --policy DIR --out results-b
+
+Session a: costs of rounds and of training steps, at the shape of MiMo-7B. Session b: whole RL steps of a small model
+that is widened without changing what it computes (gpu/widen.py). Each takes about 10 minutes. DIR holds the policy with
+its drafter: a Hugging Face directory, or what tools/smollm2_drafter.sh made. Without --policy it is the quickstart's
+random model.
 
 Each part runs in a process of its own. Its figures are lines of results/session.jsonl as soon as they are measured, so
 a machine that goes away leaves what it had measured by then. The same command with the same --out goes on with the
-parts that are missing. results/logs has the output of parts and engines, results/table.txt the table. A part that
-fails, or takes longer than its limit, is one line of the result; the others go on. Please send the folder back
-(docs/gpu.md). It needs no network. --cpu runs the same code on a tiny model, to test it; its figures mean nothing.
+parts that are missing. results/logs has the output of parts and engines, results/table.txt the table, and
+results/cost_table.json the costs of rounds. A part that fails, or takes longer than its limit, is one line of the
+result; the others go on. Please send the folder back (docs/gpu.md). It needs no network. --cpu runs the same code on
+tiny models, to test it; its figures mean nothing.
 
 --list shows the parts. This file decides; `gpu/` has the parts, their sizes and the estimates.
 """
@@ -14,6 +21,7 @@ fails, or takes longer than its limit, is one line of the result; the others go 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -30,12 +38,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu import serving
 from gpu.estimates import Row, beside, shown
-from gpu.plan import PARTS, SERVING, Plan, planned, to_json
+from gpu.plan import PARTS, START, Plan, planned, to_json
 from rich.console import Console
 from rich.table import Table
 
 from megatron_rlspec import files
+from megatron_rlspec.engine import EngineError
 
 HERE = Path(__file__).parent
 PACKAGES = (
@@ -47,7 +57,6 @@ PACKAGES = (
     "transformer-engine",
     "transformers",
 )
-SETTLE = 5.0  # seconds in which the engines of a part that was killed end, and its memory is free again
 
 
 @dataclass
@@ -87,9 +96,10 @@ class Record:
             file.write(json.dumps(row) + "\n")
 
     def missing(self, parts: Sequence[str]) -> list[str]:
-        """Return which of the parts have not ended well, in order; with them the model, if one of them serves it."""
-        left = [part for part in parts if self.ends.get(part, {}).get("state") != "done"]
-        return ["model", *(part for part in left if part != "model")] if {*SERVING} & {*left} else left
+        """Return which of the parts have not ended well, in order, and the parts that write what they need."""
+        left = {part for part in parts if self.ends.get(part, {}).get("state") != "done"}
+        needed = {PARTS[part].needs for part in left}
+        return [part for part in PARTS if part in left | needed]
 
 
 def run_part(command: Sequence[str], log: Path, limit: float) -> Row:
@@ -112,7 +122,7 @@ def run_part(command: Sequence[str], log: Path, limit: float) -> Row:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End what the part started. Engines notice by themselves that their launcher is gone (`--stop-with-parent`)."""
+    """End what the part started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -135,25 +145,54 @@ def run(
     """
     deadline = time.monotonic() + seconds
     (folder / "plan.json").write_text(json.dumps(to_json(plan)))
-    broken = False
-    for name in record.missing(parts):
-        part = PARTS[name]
-        left = deadline - time.monotonic()
-        if left < (part.seconds if plan.on_gpu else 0):
-            say(f"{name}: not begun; it takes about {part.seconds} s, and {max(left, 0):.0f} s are left")
-            broken = broken or name == "model"
-            continue
-        if name in SERVING and broken:
-            ended = {"state": "failed", "seconds": 0.0, "why": "needs the part model"}
-        else:
-            limit = min(part.limit, left) if plan.on_gpu else left
-            command = [sys.executable, str(HERE / "gpu_part.py"), name, str(folder), str(record.path)]
-            ended = run_part(command, record.path.parent / "logs" / f"{name}.log", limit)
-            broken = broken or (name == "model" and ended["state"] != "done")
-            if ended["state"] == "out of time" and plan.on_gpu:
-                time.sleep(SETTLE)
-        record.add({"kind": "end", "part": name, **ended})
-        say(f"{name}: {ended['state']} in {ended['seconds']:.0f} s. {ended['why']}")
+    broken = set()  # parts that have not written what others need
+    engines = serving.Serving(plan, folder, record.path)
+    with contextlib.closing(engines):
+        for name in record.missing(parts):
+            left = deadline - time.monotonic()
+            needed = time_of(name, engines.name) if plan.on_gpu else 0
+            if left < needed:
+                say(f"{name}: not begun; it takes about {needed} s, and {max(left, 0):.0f} s are left")
+                broken.add(name)
+                continue
+            if PARTS[name].needs in broken:
+                ended = failed(f"needs the part {PARTS[name].needs}")
+            else:
+                ended = _run(plan, record, engines, name, folder, deadline)
+            if ended["state"] != "done":
+                broken.add(name)
+            record.add({"kind": "end", "part": name, **ended})
+            say(f"{name}: {ended['state']} in {ended['seconds']:.0f} s. {ended['why']}")
+            for row in figures_of(Record.read(record.path), plan, name):
+                expected = row["estimate"] and f" (expected {row['estimate']}: {row['verdict']})"
+                say(f"    {row['what']}: {shown(row)}{expected}")
+
+
+def time_of(name: str, running: str) -> int:
+    """Return about how many seconds a part takes on a GPU while these engines run."""
+    part = PARTS[name]
+    starts = part.engines and part.engines != running
+    return part.seconds + (START if starts else 0)
+
+
+def failed(why: str) -> Row:
+    return {"state": "failed", "seconds": 0.0, "why": why}
+
+
+def _run(plan: Plan, record: Record, engines: serving.Serving, name: str, folder: Path, deadline: float) -> Row:
+    """Run one part, with its engines. Returns how it ended."""
+    part = PARTS[name]
+    try:
+        engines.need(part.engines)
+    except EngineError as error:
+        return failed(str(error))
+    left = deadline - time.monotonic()
+    limit = min(part.limit, left) if plan.on_gpu else left
+    command = [sys.executable, str(HERE / "gpu_part.py"), name, str(folder), str(record.path)]
+    ended = run_part(command, record.path.parent / "logs" / f"{name}.log", limit)
+    if ended["state"] != "done":
+        engines.close()  # they may still generate for it
+    return ended
 
 
 def conditions(plan: Plan, arguments: Sequence[str]) -> Row:
@@ -188,48 +227,59 @@ def _output(*command: str) -> str:
         return ""
 
 
+def is_estimated(plan: Plan) -> bool:
+    """Return whether the table of estimates is about this plan."""
+    return to_json(plan) | {"engine": [], "policy": ""} == to_json(Plan())
+
+
+def figures_of(record: Record, plan: Plan, part: str) -> list[Row]:
+    """Return the figures of a part, each beside its estimate."""
+    estimated = is_estimated(plan)
+    return [beside(row, estimated=estimated) for row in record.figures.values() if row["part"] == part]
+
+
 def table_of(record: Record, plan: Plan) -> Table:
     """Make the table: a row for each figure, and one for each part that did not end well."""
     table = Table("part", "what", "measured", "estimate", "compared", "note")
-    estimated = to_json(plan) | {"engine": []} == to_json(Plan())
-    for name in PARTS:
-        for row in record.figures.values():
-            if row["part"] == name:
-                full = beside(row, estimated=estimated)
-                note = "; ".join(filter(None, (full["note"], full["origin"] and f"estimate: {full['origin']}")))
-                table.add_row(name, row["what"], shown(row), full["estimate"], full["verdict"], note)
-        ended: Mapping[str, Any] = record.ends.get(name, {"state": "done"})
+    parts = [part for part, _ in record.figures]
+    for part in dict.fromkeys([*parts, *record.ends]):
+        for row in figures_of(record, plan, part):
+            note = "; ".join(filter(None, (row["note"], row["origin"] and f"estimate: {row['origin']}")))
+            table.add_row(part, row["what"], shown(row), row["estimate"], row["verdict"], note)
+        ended: Mapping[str, Any] = record.ends.get(part, {"state": "done"})
         if ended["state"] != "done":
-            table.add_row(name, "", ended["state"], "", "", ended["why"])
+            table.add_row(part, "", ended["state"], "", "", ended["why"])
     return table
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line. Ends with exit status 2 and one line for a mistake."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--minutes", type=float, default=28, help="time for all parts (default: 28)")
+    p.add_argument("--session", choices=("a", "b"), default="a", help="(default: a)")
+    p.add_argument("--minutes", type=float, default=10, help="time for all parts (default: 10)")
     p.add_argument("--out", type=Path, metavar="DIR", help="where the results are written, or completed")
-    p.add_argument("--parts", default=",".join(PARTS), help="some parts, with commas; their order is fixed")
+    p.add_argument("--parts", default="", help="some parts of the session, with commas; their order is fixed")
     p.add_argument("--list", action="store_true", help="show the parts and end")
-    p.add_argument("--model", default="", metavar="DIR", help="a checkpoint with an MTP layer, in place of a made one")
-    p.add_argument("--layers", type=int, default=0, help="layers of the made model (default: 18)")
+    p.add_argument("--policy", type=Path, metavar="DIR", help="the policy of session b, with its drafter")
+    p.add_argument("--layers", type=int, default=0, help="layers of the model of session a (default: 36)")
     p.add_argument("--engine", default="", metavar="OPTIONS", help="SGLang's own, as '--attention-backend triton'")
-    p.add_argument("--folder", type=Path, help="where the made model (9 GB) is written for the run; default: TMPDIR")
+    p.add_argument("--folder", type=Path, help="where models (up to 19 GB) are written for the run; default: TMPDIR")
     p.add_argument("--cpu", action="store_true", help="the same code on a CPU with a tiny model")
     args = p.parse_args(argv)
-    asked = [part for part in args.parts.split(",") if part]
+    known = [name for name, part in PARTS.items() if part.session == args.session]
+    asked = [part for part in args.parts.split(",") if part] or known
     if args.list:
         return args
     if not args.out:
         p.error("--out DIR is needed: figures are written there as they come")
-    if not asked or set(asked) - set(PARTS):
-        p.error(f"--parts {args.parts}: expected some of {','.join(PARTS)}")
+    if set(asked) - set(known):
+        p.error(f"--parts {args.parts}: expected some of {','.join(known)}")
     if args.minutes <= 0:
         p.error(f"--minutes {args.minutes:g}: expected a positive number")
-    if args.layers < 0 or (args.layers and args.model):
-        p.error(f"--layers {args.layers}: expected a positive number, and no --model")
-    if args.model and not (Path(args.model) / "config.json").is_file():
-        p.error(f"--model {args.model}: no config.json there")
+    if args.layers < 0:
+        p.error(f"--layers {args.layers}: expected a positive number")
+    if args.policy and not args.policy.is_dir():
+        p.error(f"--policy {args.policy}: no such directory")
     if args.folder and not args.folder.is_dir():
         p.error(f"--folder {args.folder}: no such directory")
     if not args.cpu and not gpus():
@@ -247,10 +297,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parsed(argv)
     if args.list:
         for name, part in PARTS.items():
-            print(f"{name:10} about {part.seconds:3} s  {part.answers}")
+            print(f"{part.session} {name:10} about {part.seconds:3} s  {part.answers}")
         return 0
-    model = str(Path(args.model).resolve()) if args.model else ""
-    plan = planned(cpu=args.cpu, layers=args.layers, model=model, engine=shlex.split(args.engine))
+    policy = str(args.policy.resolve()) if args.policy else ""
+    plan = planned(cpu=args.cpu, layers=args.layers, policy=policy, engine=shlex.split(args.engine))
+    os.environ |= serving.key()
     record = Record.read(args.out / "session.jsonl")
     if record.plan and record.plan != to_json(plan):
         others = ", ".join(name for name, value in to_json(plan).items() if record.plan.get(name) != value)
@@ -273,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             output.print(table_of(record, plan))
             for name, value in told.items():
                 output.print(f"{name}: {value}")
-    left = [part for part in record.missing(args.parts) if part != "model" or part in args.parts]
+    left = [part for part in record.missing(args.parts) if part in args.parts]
     if interrupted or left:
         print(f"gpu_session: not done: {', '.join(left)}; the same command goes on with them", file=sys.stderr)
     return 130 if interrupted else int(bool(left) or any(row["state"] == "failed" for row in record.figures.values()))

@@ -12,7 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+
+from megatron_rlspec.records.recorder import read_records
+from megatron_rlspec.speculation.cost_table import CostTable
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -27,6 +32,7 @@ LOG = """\
 [2026-01-01 00:00:13] Capture target prefill CUDA graph end. elapsed=1.00 s, mem usage=0.00 GB, avail mem=38.75 GB.
 """
 CPU = ["--cpu", "--minutes", "1000"]
+KINDS = ("plain", "frozen", "co-trained")
 
 
 @pytest.fixture(scope="module")
@@ -34,35 +40,70 @@ def gpu() -> Iterator[SimpleNamespace]:
     """The modules that decide."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        names = {"session": "gpu_session", "plan": "gpu.plan", "estimates": "gpu.estimates", "serving": "gpu.serving"}
+        names = {"session": "gpu_session", "plan": "gpu.plan", "serving": "gpu.serving", "trace": "gpu.trace"}
+        names |= {"lossless": "gpu.lossless", "train": "gpu.train", "widened": "gpu.widened"}
         yield SimpleNamespace(**{short: importlib.import_module(name) for short, name in names.items()})
 
 
 def figure(**changes: Any) -> dict[str, Any]:
-    what = {"kind": "figure", "part": "attention", "what": "forward, one sequence of 9,216: peak"}
-    return {**what, "state": "measured", "value": 0.2, "unit": "GiB", "note": "", "estimate": [], **changes}
+    row = {"kind": "figure", "part": "trace", "what": "k3: the GPU works", "state": "measured", "value": 10.8}
+    return {**row, "unit": "ms", "note": "", "estimate": [], **changes}
 
 
-def test_every_part_has_a_file_and_there_is_no_other(gpu):
-    written = {path.stem for path in (BENCHMARKS / "gpu").glob("*.py") if "\ndef run(plan: Plan," in path.read_text()}
-    assert written - {"dry_run"} == gpu.plan.PARTS.keys()
-    assert all(0 < part.seconds <= part.limit <= 600 for part in gpu.plan.PARTS.values())
-    assert sum(part.seconds for part in gpu.plan.PARTS.values()) < 28 * 60
+def parts_of(gpu: SimpleNamespace, session: str) -> list[str]:
+    return [name for name, part in gpu.plan.PARTS.items() if part.session == session]
 
 
-def test_the_engine_whose_memory_is_measured_is_placed_as_in_a_run(gpu, tmp_path):
-    """On an H100 and on an H200 it leaves SGLang what it reserves itself, 10 GiB; the weights have no bytes on disk."""
-    fit = importlib.import_module("gpu.fit")
-    plan = gpu.plan.planned()
-    config, parameters = fit.without_data(plan, tmp_path / "whole")
-    weights = tmp_path / "whole/model.safetensors"
-    assert weights.stat().st_size > 2 * parameters > 15e9 and weights.stat().st_blocks * 512 < 1 << 20
-    settings = fit.settings_of(plan, tmp_path / "whole")
-    for gib in (79, 139):
-        layout = fit.layout_of(settings, config, parameters, gib << 30)
-        assert 0.5 < layout.mem_fraction < 1 - 10 / gib
-        arguments = fit.engine_arguments(settings, layout)
-        assert arguments[arguments.index("--mem-fraction-static") + 1] == str(layout.mem_fraction)
+def test_every_part_has_a_file_and_a_session_takes_ten_minutes(gpu):
+    files = {path.stem for path in (BENCHMARKS / "gpu").glob("*.py") if "\ndef run(plan: Plan," in path.read_text()}
+    assert files - {"dry_run"} == gpu.plan.PARTS.keys()
+    for session in ("a", "b"):
+        seconds = 0
+        running = ""
+        for name in parts_of(gpu, session):
+            seconds += gpu.session.time_of(name, running)
+            running = gpu.plan.PARTS[name].engines
+        assert 500 < seconds <= 600
+
+
+def test_a_plan_is_read_back_as_it_was_written(gpu):
+    plan = gpu.plan.planned(layers=12, policy="DIR", engine=["--attention-backend", "triton"])
+    assert gpu.plan.from_json(gpu.plan.to_json(plan)) == plan
+    assert plan.shape.layers == 12 and not gpu.session.is_estimated(plan)
+    assert gpu.session.is_estimated(gpu.plan.planned(policy="DIR"))
+
+
+def test_a_trace_is_read_as_work_and_gaps(gpu):
+    """Two rounds of 3 ms each: kernels that overlap count once, and a gap has what stands before and behind it."""
+    events = []
+    for name, start, duration in (("a", 0, 1000), ("b", 500, 1000), ("c", 2000, 1000)):
+        for first in (0, 3000):
+            events.append({"cat": "kernel", "name": name, "ts": first + start, "dur": duration})
+    times = gpu.trace.Times.of(events, "kernel", 2)
+    assert times.span == 3 and times.busy == 2.5
+    assert times.kernels == {"a": 1, "b": 1, "c": 1} and times.gaps == {"b | c": 0.5}
+
+
+def test_another_distribution_is_seen(gpu):
+    rng = np.random.default_rng(0)
+    first, second = rng.geometric(0.5, (2, 4000)).tolist()
+    assert gpu.lossless.homogeneity(first, second)[0] > 0.01
+    assert gpu.lossless.homogeneity(first, rng.geometric(0.6, 4000).tolist())[0] < 1e-6
+
+
+def test_the_trained_share_is_that_of_a_run(gpu):
+    """`drafter.share` is applied: the drafter's part of a batch has a quarter of the samples."""
+    plan = gpu.plan.planned(cpu=True)
+    [part] = gpu.train.packed(plan, plan.train_share, 512)
+    assert len(part.drafter_part.tokens) == plan.train_share * len(part.tokens)
+    [whole] = gpu.train.packed(plan, 1.0, 512)
+    assert whole.drafter_part is None
+
+
+def test_all_kinds_of_steps_have_the_same_prompts(gpu):
+    plan = gpu.plan.planned(cpu=True)
+    rows = [json.dumps({"prompt": str(i)}) for i in range(5)]
+    assert gpu.widened._repeated(plan, rows) == [*(3 * rows[:2]), *(3 * rows[2:4])]
 
 
 def test_the_log_of_captures_is_read(gpu):
@@ -87,9 +128,9 @@ def test_a_part_that_does_not_end_well_says_why(gpu, tmp_path, end, state, why):
 
 @pytest.fixture
 def ran(gpu, tmp_path, monkeypatch):
-    """A session whose parts end as `ends` says, after `seconds` of a clock that only they move."""
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda s: None)
-    ran = SimpleNamespace(ends={}, seconds={}, limits={}, said=[], path=tmp_path / "session.jsonl", folder=tmp_path)
+    """A session without engines, whose parts end as `ends` says, after `seconds` of a clock that only they move."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    ran = SimpleNamespace(ends={}, seconds={}, limits={}, said=[], sets=[], path=tmp_path / "session.jsonl")
 
     def run_part(command, log, limit):
         name = command[2]
@@ -100,55 +141,84 @@ def ran(gpu, tmp_path, monkeypatch):
             out.write(json.dumps(figure(part=name, what="a figure")) + "\n")
         return {"state": ran.ends.get(name, "done"), "seconds": took, "why": ""}
 
-    def session(parts, seconds=10_000.0, plan=None):
+    class Serving:
+        def __init__(self, *_):
+            self.name = ""
+
+        def need(self, name):
+            if name != self.name:
+                ran.sets.append(name)
+            self.name = name
+
+        def close(self):
+            self.name = ""
+
+    def session(parts, seconds=10_000.0):
         ran.limits.clear()
+        ran.sets.clear()
         record = gpu.session.Record.read(ran.path)
-        gpu.session.run(plan or gpu.plan.planned(), record, parts, tmp_path, seconds, ran.said.append)
+        gpu.session.run(gpu.plan.planned(), record, parts, tmp_path, seconds, ran.said.append)
         return gpu.session.Record.read(ran.path)
 
     monkeypatch.setattr(gpu.session, "time", clock)
     monkeypatch.setattr(gpu.session, "run_part", run_part)
+    monkeypatch.setattr(gpu.session.serving, "Serving", Serving)
     ran.session = session
     return ran
 
 
 def test_the_others_go_on_after_a_part_that_failed(gpu, ran):
-    ran.ends = {"model": "failed", "draws": "out of time"}
-    record = ran.session(list(gpu.plan.PARTS))
-    expected = dict.fromkeys(gpu.plan.PARTS, "done") | ran.ends | dict.fromkeys(gpu.plan.SERVING, "failed")
-    assert {name: end["state"] for name, end in record.ends.items()} == expected
-    assert record.ends["push"]["why"] == "needs the part model" and "push" not in ran.limits
+    ran.ends = {"steady": "out of time", "train": "failed"}
+    record = ran.session(parts_of(gpu, "a"))
+    assert {name: end["state"] for name, end in record.ends.items()} == dict.fromkeys(
+        parts_of(gpu, "a"), "done"
+    ) | ran.ends
+    assert ran.sets == ["wide", "wide", "", "variants"], "engines that a killed part asked start anew"
+
+
+def test_parts_without_their_models_do_not_begin(gpu, ran):
+    ran.ends = {"model": "failed"}
+    record = ran.session(["model", "profile", "train"])
+    assert record.ends["profile"]["why"] == "needs the part model" and list(ran.limits) == ["model", "train"]
 
 
 def test_a_second_call_goes_on_with_what_is_missing(gpu, ran):
-    ran.ends = {"decode": "failed"}
-    parts = ["model", "decode", "draws", "head"]
+    ran.ends = {"profile": "failed"}
+    parts = ["model", "profile", "train"]
     assert set(ran.session(parts).ends) == set(parts)
     ran.ends = {}
     with ran.path.open("a") as out:
-        out.write('{"kind": "figure", "part": "decode", "wh')  # the machine went away
-    record = ran.session([*parts, "train"])
-    assert list(ran.limits) == ["model", "decode", "train"], "the served model is made again"
-    assert not record.missing(["decode", "train"]) and len(record.figures) == len(parts) + 1
+        out.write('{"kind": "figure", "part": "profile", "wh')  # the machine went away
+    record = ran.session([*parts, "variants"])
+    assert list(ran.limits) == ["model", "profile", "variants"], "the served model is made again"
+    assert not record.missing(["profile", "variants"]) and len(record.figures) == 4
     ran.session(parts)
     assert not ran.limits
 
 
 def test_parts_begin_while_their_time_is_left(gpu, ran):
     """A part that does not fit leaves its time to a shorter one; the last one has no more than what is left."""
-    seconds = gpu.plan.PARTS["decode"].seconds + gpu.plan.PARTS["model"].seconds + 50
-    ran.seconds = {"decode": gpu.plan.PARTS["decode"].seconds, "model": gpu.plan.PARTS["model"].seconds}
-    record = ran.session(["model", "decode", "fit", "draws"], seconds)
-    assert list(ran.limits) == ["model", "decode", "draws"] and ran.limits["draws"] == 50
-    assert record.missing(["fit", "draws"]) == ["fit"]
-    assert ran.said[2] == "fit: not begun; it takes about 100 s, and 50 s are left"
+    seconds = gpu.plan.PARTS["model"].seconds + gpu.plan.PARTS["train"].seconds + 5
+    ran.seconds = {"model": gpu.plan.PARTS["model"].seconds}
+    record = ran.session(["model", "profile", "train"], seconds)
+    assert list(ran.limits) == ["model", "train"] and ran.limits["train"] == seconds - ran.seconds["model"]
+    assert record.missing(["profile", "train"]) == ["model", "profile"]
+    assert ran.said[2] == "profile: not begun; it takes about 220 s, and 55 s are left"
+
+
+def test_figures_are_told_beside_what_was_expected(gpu, ran):
+    told = gpu.session.figures_of(ran.session(["train"]), gpu.plan.planned(), "train")
+    assert [row["what"] for row in told] == ["a figure"] and "    a figure: 10.8 ms" in ran.said
+    record = gpu.session.Record(ran.path, figures={("trace", "k3: the GPU works"): figure()})
+    [row] = gpu.session.figures_of(record, gpu.plan.planned(), "trace")
+    assert row["estimate"] == "10.5 to 11.3" and row["verdict"] == "as estimated"
 
 
 def test_the_page_names_its_parts(gpu):
     page = (ROOT / "docs/gpu.md").read_text()
     for found in re.findall(r"--parts ([\w,]+)", page):
         assert set(found.split(",")) <= gpu.plan.PARTS.keys()
-    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == gpu.plan.PARTS.keys() - {"model"}
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == gpu.plan.PARTS.keys()
 
 
 def session(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
@@ -159,35 +229,50 @@ def session(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / "session.jsonl").read_text().splitlines()]
     assert {row["state"] for row in rows if row["kind"] == "end"} == {"done"}
     assert rows[0]["conditions"]["versions"]["torch"] and rows[0]["conditions"]["gpus"] == []
-    return {f"{row['part']}: {row['what']}": row for row in rows if row["kind"] == "figure"}
-
-
-@pytest.mark.slow
-def test_one_part_on_a_cpu(tmp_path):
-    found = session(tmp_path, "--parts", "head")
-    measured = {name: row["value"] for name, row in found.items() if row["state"] == "measured"}
-    chunks = {f"head: {name}, chunks of {n}" for name in ("drafter, ce", "policy with entropy") for n in (16, 64)}
-    assert chunks < measured.keys() and all(measured[name] > 0 for name in chunks)
-    assert "policy with entropy, chunks of 64" in (tmp_path / "table.txt").read_text()
+    figures = {f"{row['part']}: {row['what']}": row for row in rows if row["kind"] == "figure"}
+    assert not [row for row in figures.values() if row["state"] in ("failed", "out of memory")]
+    return {name: row["value"] for name, row in figures.items() if row["state"] == "measured"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_all_parts_on_a_cpu(gpu, tmp_path):
-    found = session(tmp_path)
-    assert {name.partition(":")[0] for name in found} == gpu.plan.PARTS.keys()
-    assert not [row for row in found.values() if row["state"] in ("failed", "out of memory")]
-    values = {name: row["value"] for name, row in found.items() if row["state"] == "measured"}
-    contestants = ("plain", "off", "k1", "k3", "likeliest tokens as drafts", "adaptive")
-    assert all(values[f"decode: {name}, batch 4"] > 0 for name in contestants)
-    assert all(values[f"decode: {name} / plain, batch 4"] > 0 for name in contestants[1:])
-    assert values["decode: texts equal to plain's, batch 4"] == 1
-    assert all(values[f"push: {way}"] > 0 for way in ("http", "group over gloo"))
-    modes = ("", ", train.deterministic")
-    pairs = ("twice without a drafter", "with and without")
-    assert all(values[f"identity: {pair}: tensors that differ{mode}"] == 0 for pair in pairs for mode in modes)
-    assert values["catchup: a round with drafts"] > 0 and "catchup: catching up" in values
-    assert values["shared: beside a process that spins / alone"] > 0
-    assert values["sleep: accept length after / before"] > 0.5
-    assert all(values[f"draws: {kind}, ours with top-p: a round"] > 0 for kind in ("peaked", "flat"))
-    assert values["train: policy and drafter: a step"] > 0 and values["train: policy alone: a step"] > 0
+def test_session_a_on_a_cpu(gpu, tmp_path):
+    values = session(tmp_path, "--session", "a")
+    assert {name.partition(":")[0] for name in values} >= set(parts_of(gpu, "a"))
+    table = CostTable.load(tmp_path / "cost_table.json")
+    assert table.batches() == (1, 4) and len(table.configs()) == 3
+    for point in ("4 requests of 64", "1 requests of 128"):
+        assert values[f"steady: {point}: adaptive / off"] > 0
+        assert values[f"steady: {point}: adaptive / off by the cost table"] > 0
+    assert values["trace: k3: the GPU works"] > 0 and "catchup: catching up on a token" in values
+    assert values["variants: as served, 4 requests: equal texts"] == 1, "float32"
+    assert values["variants: as served, 4 requests: 3 drafts / plain"] > 0
+    assert "variants: draft vocabulary, 4 requests: a round is shorter by" in values
+    assert values["lossless: drafts: probability of such a difference"] > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_session_b_on_a_cpu(gpu, tmp_path):
+    values = session(tmp_path, "--session", "b")
+    assert {name.partition(":")[0] for name in values} >= set(parts_of(gpu, "b"))
+    for kind in KINDS:
+        parts = sum(values[f"rl: {kind}: {part}"] for part in ("generate", "train", "push"))
+        assert 0 < parts and values[f"rl: {kind}: a step"] > 0
+    assert values["rl: plain / co-trained, a step"] > 0 and values["stale: plain / co-trained, a step"] > 0
+    assert values["rl: co-trained: accept length"] >= 1
+    records = read_records(tmp_path / "rl-run/metrics.jsonl")
+    learnt = [record["drafter/updated"] for record in records]
+    assert learnt == [1, 0, 0, 1, 0, 1, 0], "co-trained; plain, frozen, co-trained; frozen, co-trained, plain"
+    assert all(record["rollout/response_length"] == 24 for record in records)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_drafts_leave_the_distribution_as_it_is_in_bfloat16(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--layers", "4", "--parts", "model,lossless", "--out", str(tmp_path)]
+    assert subprocess.run(command).returncode == 0
+    rows = [json.loads(line) for line in (tmp_path / "session.jsonl").read_text().splitlines()]
+    p = {row["what"]: row["value"] for row in rows if row.get("part") == "lossless" and row["kind"] == "figure"}
+    assert p["drafts: probability of such a difference"] > 1e-4
+    assert p["plain at temperature 0.7: probability of such a difference"] < 1e-6

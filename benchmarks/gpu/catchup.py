@@ -1,4 +1,7 @@
-"""Generate without drafts for a long time, then draft: what recording costs, and what catching up costs."""
+"""Generate without drafts for a while, then draft: what a round without drafts costs later, and catching up.
+
+The drafter misses the tokens of rounds without drafts. Before it drafts again, it computes its KV cache of them.
+"""
 
 from __future__ import annotations
 
@@ -20,57 +23,52 @@ Round = tuple[SpecConfig, int, int, float | None]
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
-    requests, rounds = plan.off
-    drafts = max(plan.fixed)
-    response = rounds + SPARE
-    tokens = requests * (serving.PROMPT + response + 64)
-    steps = ",".join(map(str, plan.steps))
-    arguments = [*serving.options(plan, requests, tokens, 0.85, serving.UNCACHED), "--spec", "adaptive"]
-    arguments += ["--candidate-steps", steps, "--num-steps", str(drafts)]
-    with serving.launched(plan, folder, figures, "engine", arguments) as process:
-        engine = SGLangEngine.of(process, timeout=240)
-        found = _generate(plan, engine, requests, rounds, response, drafts)
-    off = [ms for config, batch, _, ms in found if config == OFF and batch == requests and ms is not None]
-    drafted = [(config, ms) for config, _, _, ms in found if config != OFF and ms is not None]
+    engine = serving.attached(folder)["wide"]
+    requests, _ = plan.off
+    rounds = _generate(plan, engine)
+    off = [ms for config, batch, _, ms in rounds if config == OFF and batch == requests and ms is not None]
+    drafted = [ms for config, _, _, ms in rounds if config != OFF and ms is not None]
     part = max(1, min(200, len(off) // 4))
-    first, last = statistics.median(off[:part]), statistics.median(off[-part:])
-    figures.say("a round without drafts, at first", first, "ms", f"batch {requests}")
+    first = statistics.median(off[:part])
+    last = statistics.median(off[-part:])
+    figures.say("a round without drafts, at first", first, "ms", f"{requests} requests")
     figures.say("a round without drafts, at last", last, "ms", f"after {len(off):,} rounds, of longer contexts, too")
     if not drafted:
         raise RuntimeError("no round drafted")
-    steady = statistics.median(ms for _, ms in drafted[len(drafted) // 2 :])
-    turn = max(ms for _, ms in drafted[:3])
-    figures.say("a round with drafts", steady, "ms", f"{drafts} drafts, batch {requests}")
-    figures.say(
-        "catching up", turn - steady, "ms", "the longest of the first three rounds that draft, less such a round"
-    )
+    steady = statistics.median(drafted[len(drafted) // 2 :])
+    caught = max(drafted[:3]) - steady
+    missed = requests * len(off)
+    figures.say("a round with drafts", steady, "ms", f"{plan.drafts} drafts, {requests} requests")
+    figures.say("catching up", caught, "ms", "the longest of the first three rounds that draft, less such a round")
+    figures.say("catching up on a token", 1e3 * caught / missed, "us", f"{missed:,} tokens")
 
 
-def _generate(plan: Plan, engine: SGLangEngine, requests: int, rounds: int, response: int, drafts: int) -> list[Round]:
-    """Return the rounds of a rollout that drafts after `rounds` rounds."""
+def _generate(plan: Plan, engine: SGLangEngine) -> list[Round]:
+    """Return the rounds of a rollout that drafts after `plan.off` rounds without drafts."""
+    count, rounds_off = plan.off
     engine.set_schedule(SpecSchedule.fixed(OFF))
-    asked = serving.asked(plan, requests)
+    requests = serving.asked(plan, count)
     errors: list[EngineError] = []
 
     def work() -> None:
         try:
-            engine.generate(asked, Sampling(max_new_tokens=response, ignore_eos=True))
+            engine.generate(requests, Sampling(max_new_tokens=rounds_off + SPARE, ignore_eos=True))
         except EngineError as error:
             errors.append(error)
 
     engine.recent_rounds()
     thread = threading.Thread(target=work)
     thread.start()
-    found: list[Round] = []
-    while thread.is_alive() and len(found) < rounds:
+    rounds: list[Round] = []
+    while thread.is_alive() and len(rounds) < rounds_off:
         time.sleep(0.2)
-        found += engine.recent_rounds()
-    engine.set_schedule(SpecSchedule.fixed(SpecConfig(drafts)))
-    while thread.is_alive() and sum(config != OFF for config, *_ in found) < DRAFTED:
+        rounds += engine.recent_rounds()
+    engine.set_schedule(SpecSchedule.fixed(SpecConfig(plan.drafts)))
+    while thread.is_alive() and sum(config != OFF for config, *_ in rounds) < DRAFTED:
         time.sleep(0.1)
-        found += engine.recent_rounds()
-    engine.abort([request.id for request in asked])
+        rounds += engine.recent_rounds()
+    engine.abort([request.id for request in requests])
     thread.join()
     if errors:
         raise errors[0]
-    return found + engine.recent_rounds()
+    return rounds + engine.recent_rounds()

@@ -7,14 +7,17 @@ from pathlib import Path
 
 from gpu.figures import GIB, Figures
 from gpu.plan import Plan
-from gpu.train import configs_of, shape_of
+from gpu.train import config_of, contestants, shape_of
 from megatron_rlspec.train import dry_run
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
-    shape = shape_of(plan, plan.train_layers)
+    shape = shape_of(plan)
     static = {}
-    for name, config in configs_of(plan).items():
-        built = dry_run.stages(config, shape, 1, activations=True)
-        static[name] = dry_run.memory(config, shape, built, 0, 1).total / GIB
+    for name, share in contestants(plan).items():
+        for recompute in (False, True):
+            config = config_of(plan, share, recompute)
+            built = dry_run.stages(config, shape, 1, activations=True)
+            label = f"{name}, recomputing" if recompute else name
+            static[label] = dry_run.memory(config, shape, built, 0, 1).total / GIB
     (folder / "static.json").write_text(json.dumps(static))

@@ -1,4 +1,4 @@
-"""Write a random model whose drafter is nearly right by construction (bigram_model.py)."""
+"""Write random models whose drafter is nearly right by construction (bigram_model.py): a whole one, and a small one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from gpu.plan import Plan
 from megatron_rlspec.models.hf_files import write_hf
 
 SHARPNESS = 10.0  # about 1 nat a token, as language models have at temperature 1
+LONGEST = 32768
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
-    if plan.model:
-        figures.without("size of the model", "given", plan.model)
-        return
     shape = plan.shape
     began = time.perf_counter()
     config, tensors = checkpoint(
@@ -32,7 +30,14 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
         dtype=getattr(torch, plan.dtype),
         device=plan.device,
     )
-    write_hf(folder / "model", config | {"max_position_embeddings": 32768}, tensors)
+    config["max_position_embeddings"] = LONGEST
+    write_hf(folder / "wide", config, tensors)
+    small = dict(tensors)
+    for layer in range(plan.small_layers, shape.layers):
+        for name in tensors:
+            if name.startswith(f"model.layers.{layer}."):
+                del small[name]
+    write_hf(folder / "small", config | {"num_hidden_layers": plan.small_layers}, small)
     size = sum(tensor.nbytes for tensor in tensors.values())
     figures.say("size of the model", size / 1e9, "GB", f"{shape.layers} layers of {shape.hidden}")
-    figures.say("making and writing it", time.perf_counter() - began, "s")
+    figures.say("making and writing them", time.perf_counter() - began, "s")

@@ -5,49 +5,51 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
-
-from megatron_rlspec import files
 
 
 @dataclass(frozen=True)
 class Part:
     """A part of a session.
 
+    session  "a" or "b"
     answers  what it measures
     seconds  about how long it takes on an H200 with the default plan, an estimate. It does not begin with less left
     limit    seconds after which it is killed; what it has measured stays
+    engines  the engines that it asks, by their name in `serving.engine_set`; "": none
+    needs    the part that writes its models
     """
 
+    session: str
     answers: str
     seconds: int
     limit: int
+    engines: str = ""
+    needs: str = ""
 
 
-# By value: what a machine that goes away early leaves behind decides most. `model` makes what the others serve.
+# In each session by value: what a machine that goes away early leaves behind decides most.
 PARTS: dict[str, Part] = {
-    "model": Part("writes the model that engines serve, unless --model names one", 30, 180),
-    "decode": Part(
-        "tokens/s: plain, off, fixed steps, adaptive, at three batch sizes; CUDA graphs; ms of a round, and a profile",
-        340,
-        600,
+    "model": Part("a", "writes the models that engines serve", 40, 150),
+    "profile": Part("a", "ms of a round by requests, context and drafts: a cost table", 110, 200, "wide", "model"),
+    "steady": Part("a", "tokens/s off and adaptive while ended requests are replaced", 85, 160, "wide", "model"),
+    "trace": Part("a", "where the time of a round of 64 requests goes", 15, 60, "wide", "model"),
+    "catchup": Part("a", "the first drafts after many rounds without", 20, 60, "wide", "model"),
+    "train": Part("a", "a training step with and without the drafter, and with recomputation", 50, 120),
+    "variants": Part(
+        "a",
+        "equal texts and speed: as served, deterministic, by FlashInfer, with a draft vocabulary",
+        30,
+        150,
+        "variants",
+        "model",
     ),
-    "shared": Part("decoding alone, beside a process that waits, beside one whose kernel spins", 80, 200),
-    "fit": Part("memory: graphs, a round of 256 x 4, a long prefill, with the share that placement computes", 100, 300),
-    "push": Part("GB/s of each transport that works with one card", 120, 300),
-    "draws": Part("sampling after a round: ours and SGLang's, with peaked and with flat logits; log-probs", 40, 120),
-    "head": Part(
-        "the output layer: losses of policy and drafter by kernels and plain torch, chunks, compiled", 70, 180
-    ),
-    "sleep": Part("an engine beside a trainer: sleep, wake, push, canary; memory that comes free", 90, 240),
-    "catchup": Part("rounds without drafts, and the first rounds that draft again", 110, 300),
-    "identity": Part("policy with and without a drafter at 4,096 tokens, and twice without", 60, 240),
-    "train": Part("a training step with and without the drafter: ms, peak memory", 60, 240),
-    "attention": Part("the drafter's attention, forward and backward: ms, peak memory", 20, 90),
+    "lossless": Part("a", "the distribution of drafted tokens, in bfloat16", 15, 60, "variants", "model"),
+    "widened": Part("b", "widens the policy and its drafter", 60, 200),
+    "rl": Part("b", "RL steps that alternate plain, frozen and co-trained", 250, 400, "widened", "widened"),
+    "stale": Part("b", "the same, sampling while it trains", 130, 250, "widened", "widened"),
 }
-MOST_FOR_THREE = 24  # layers of a model of which three engines fit into 80 GB
-SERVING = ("decode", "shared", "push", "sleep", "catchup")  # these need the part `model`
+START = 110  # seconds that engines take to answer on a GPU
 
 
 @dataclass(frozen=True)
@@ -61,125 +63,136 @@ class Shape:
     groups: int = 8
     vocab: int = 151680
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Shape:
-        """Return the shape that a config.json states."""
-        heads = int(config["num_attention_heads"])
-        return cls(
-            int(config["num_hidden_layers"]),
-            int(config["hidden_size"]),
-            int(config["intermediate_size"]),
-            heads,
-            int(config.get("num_key_value_heads") or heads),
-            int(config["vocab_size"]),
-        )
+
+@dataclass(frozen=True)
+class Wide:
+    """Sizes of the widened policy: arguments of `widen.widened_shape`."""
+
+    times: int = 4
+    head_size: int = 128
+    kv_heads: int = 8
+    ffn: int = 9216
+    layers: int = 32
 
 
 @dataclass(frozen=True)
 class Plan:
     """What the parts run. Lengths are in tokens.
 
-    model         a checkpoint to serve; "": the part `model` makes one of `shape`
-    whole         shape of the engine whose memory `fit` measures; it gets weights from nowhere
-    batches       requests that decode at the same time, one measurement each; every request generates `tokens` tokens
-    repetitions   counted ones of each contestant, after one that is not
-    steps         the engine's candidates; `fixed` are also contestants by themselves
-    shared_batch  requests that decode beside the other process, and whose rounds are profiled
-    fit           (requests, drafts a round, tokens of a prefill)
-    push_rounds   pushes of each transport, the first one included
-    draws         (requests, nodes of each), in a vocabulary of `shape`
-    head          (rows, chunks of rows)
-    moved         tokens of the sample that changes engines
+    shape         of the model of session A
+    small_layers  layers of the model of `variants`, of which several engines fit on the card
+    steps         the engine's candidates
+    drafts        of a round, where they are fixed
+    pool          tokens of the KV cache of the engine that is profiled
+    batches, contexts, long  grid of the profile, and one more point (requests, context)
+    profile_seconds
+    points        (requests, context) of `steady`, with responses of `tokens`
+    turns, settle, window    of each contestant: how often, seconds that do not count, seconds that count
+    round_batch   requests of a traced round
     off           (requests, rounds without drafts before they draft)
-    identity      (layers, samples, tokens of each)
-    train_layers  layers of the trained policy: all 36 with optimizer need 137 GB
-    attention     (query heads, key/value heads, tokens of one sequence)
+    texts         requests whose texts are compared, `text_tokens` each
+    draft_vocabulary
+    draws         samples of one prompt whose distributions are compared
+    train_layers, train_depth, train_sequences, train_length, train_share  of the training step
+    policy        directory with the policy of session B, or the parts of its file; "": the quickstart's random model
+    wide          sizes that the policy gets
+    prompts, samples, response  of an RL step
+    blocks        of three RL steps each: plain, frozen, co-trained, in an order that rotates
+    stale_steps   RL steps of each kind with rollout.staleness=1
     engine        further options of SGLang, for all engines
     """
 
     device: str = "cuda"
     dtype: str = "bfloat16"
-    model: str = ""
-    shape: Shape = Shape(layers=18)
-    whole: Shape = Shape()
-    batches: tuple[int, ...] = (64, 256, 1)
-    tokens: int = 256
-    repetitions: int = 2
-    steps: tuple[int, ...] = (0, 1, 2, 3)
-    fixed: tuple[int, ...] = (1, 2, 3)
-    profile_seconds: int = 60
-    shared_batch: int = 64
-    fit: tuple[int, int, int] = (256, 3, 8192)
-    push_rounds: int = 2
-    draws: tuple[int, int] = (256, 4)
-    head: tuple[int, tuple[int, ...]] = (8192, (1024, 4096))
-    moved: int = 8192
-    off: tuple[int, int] = (256, 2000)
-    identity: tuple[int, int, int] = (4, 4, 4096)
+    shape: Shape = Shape()
+    small_layers: int = 8
+    steps: tuple[int, ...] = (0, 1, 2, 3, 5)
+    drafts: int = 3
+    pool: int = 340_000
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    contexts: tuple[int, ...] = (256, 1024, 4096)
+    long: tuple[int, int] = (1, 16384)
+    profile_seconds: int = 85
+    points: tuple[tuple[int, int], ...] = ((64, 4096), (256, 1024), (64, 256), (8, 4096), (1, 16384))
+    tokens: int = 128
+    turns: int = 3
+    settle: float = 0.5
+    window: float = 1.5
+    round_batch: int = 64
+    off: tuple[int, int] = (256, 600)
+    texts: tuple[int, ...] = (64, 256, 1)
+    text_tokens: int = 128
+    draft_vocabulary: int = 32768
+    draws: int = 4096
     train_layers: int = 8
     train_depth: int = 3
-    train_sequences: int = 9
+    train_sequences: int = 8
     train_length: int = 1024
-    attention: tuple[tuple[int, int, int], ...] = ((16, 4, 9216), (16, 4, 32768))
-    head_dim: int = 128
-    repeats: int = 5
+    train_share: float = 0.25
+    policy: str = ""
+    wide: Wide = Wide()
+    prompts: int = 8
+    samples: int = 4
+    response: int = 3072
+    blocks: int = 3
+    stale_steps: int = 2
     engine: tuple[str, ...] = ()
-
-    @property
-    def likeliest(self) -> bool:
-        """Whether a third engine, which drafts the likeliest tokens, decodes, too."""
-        return self.shape.layers <= MOST_FOR_THREE
 
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
 
-def planned(*, cpu: bool = False, layers: int = 0, model: str = "", engine: Sequence[str] = ()) -> Plan:
+TINY = Plan(
+    device="cpu",
+    dtype="float32",
+    shape=Shape(layers=2, hidden=32, ffn=96, heads=4, groups=2, vocab=512),
+    small_layers=1,
+    steps=(0, 1, 3),
+    pool=8192,
+    batches=(1, 4),
+    contexts=(16, 64),
+    long=(1, 128),
+    profile_seconds=10,
+    points=((4, 64), (1, 128)),
+    tokens=32,
+    turns=2,
+    settle=0.2,
+    window=0.5,
+    round_batch=4,
+    off=(4, 20),
+    texts=(4, 1),
+    text_tokens=24,
+    draft_vocabulary=64,
+    draws=96,
+    train_layers=2,
+    train_sequences=4,
+    train_length=32,
+    wide=Wide(times=2, head_size=48, kv_heads=4, ffn=384, layers=13),
+    prompts=2,
+    samples=2,
+    response=24,
+    blocks=2,
+    stale_steps=2,
+)
+
+
+def planned(*, cpu: bool = False, layers: int = 0, policy: str = "", engine: Sequence[str] = ()) -> Plan:
     """Return what to run.
 
-    layers  of the made model, and at most that many of the trained ones
-    model   directory of a checkpoint to serve instead
+    layers  of the model of session A, in place of 36; the smaller models have at most that many
+    policy  as `Plan.policy`
     engine  further options of SGLang
     """
-    plan = Plan()
-    if cpu:
-        tiny = Shape(layers=2, hidden=32, ffn=96, heads=4, groups=2, vocab=512)
-        plan = Plan(
-            device="cpu",
-            dtype="float32",
-            shape=tiny,
-            whole=tiny,
-            batches=(4,),
-            tokens=16,
-            repetitions=1,
-            steps=(0, 1, 3),
-            fixed=(1, 3),
-            profile_seconds=5,
-            shared_batch=4,
-            fit=(4, 3, 64),
-            draws=(4, 4),
-            head=(64, (16, 64)),
-            moved=64,
-            off=(4, 20),
-            identity=(2, 2, 48),
-            train_layers=2,
-            train_sequences=2,
-            train_length=32,
-            attention=((4, 2, 96), (4, 2, 160)),
-            head_dim=8,
-            repeats=2,
-        )
+    plan = TINY if cpu else Plan()
     if layers:
         plan = replace(
             plan,
             shape=replace(plan.shape, layers=layers),
+            small_layers=min(plan.small_layers, layers),
             train_layers=min(plan.train_layers, layers),
-            identity=(min(plan.identity[0], layers), *plan.identity[1:]),
         )
-    if model:
-        plan = replace(plan, model=model, shape=Shape.of(files.read_json(Path(model) / "config.json")))
-    return replace(plan, engine=tuple(engine))
+    return replace(plan, policy=policy, engine=tuple(engine))
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -188,11 +201,13 @@ def to_json(plan: Plan) -> dict[str, Any]:
     return json.loads(json.dumps(values, default=vars))
 
 
-def from_json(found: Mapping[str, Any]) -> Plan:
+def from_json(values: Mapping[str, Any]) -> Plan:
     """Return the plan that `to_json` described."""
-    flat = {name: _tuples(value) for name, value in found.items() if name not in ("shape", "whole")}
-    return Plan(**flat, shape=Shape(**found["shape"]), whole=Shape(**found["whole"]))
+    flat = {name: _tuples(value) for name, value in values.items() if name not in ("shape", "wide")}
+    return Plan(**flat, shape=Shape(**values["shape"]), wide=Wide(**values["wide"]))
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(_tuples(element) for element in value)
+    return value
