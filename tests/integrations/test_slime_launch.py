@@ -101,7 +101,7 @@ def test_the_verifier_reaches_engines_and_hooks():
         added = plan([], DRAFTER, verifier=verifier)
         settings = json.loads(added.environment["RLSPEC_SGLANG"])
         assert settings["verifier"] == added.settings["verifier"] == verifier
-    assert settings["drafts"] == "coupled" and planned().settings["verifier"] == "target_only"
+    assert settings["drafts"] == "coupled" and planned().settings["verifier"] == "position_keyed"
 
 
 UNKEYED = {
@@ -114,15 +114,23 @@ UNKEYED = {
 @pytest.mark.parametrize(("command", "reason"), UNKEYED.items())
 def test_engines_that_cannot_sample_by_seed_verify_as_sglang_does(command, reason):
     """With another sampler SGLang ends at a seed beside top-p or top-k."""
-    assert plan(command.split(), DRAFTER).settings["verifier"] == "target_only"
+    added = plan(command.split(), DRAFTER)
+    assert added.settings["verifier"] == "target_only"
+    (note,) = [note for note in added.notes if "texts depend on drafts" in note]
+    assert reason in note
     with pytest.raises(ConfigError, match=f"--verifier position_keyed: .*{reason}.*; give --verifier target_only"):
         plan(command.split(), DRAFTER, verifier="position_keyed")
 
 
 def test_only_a_keyed_verifier_needs_sglangs_torch_sampler():
-    keyed = plan([], DRAFTER, verifier="position_keyed")
-    assert read_flags(keyed.flags)["--sglang-sampling-backend"] == "pytorch"
+    assert read_flags(plan([], DRAFTER).flags)["--sglang-sampling-backend"] == "pytorch"
     assert "--sglang-sampling-backend" not in read_flags(plan([], DRAFTER, verifier="target_only").flags)
+
+
+def test_external_engines_have_a_verifier_of_their_own():
+    external = ["--rollout-external-engine-addrs", "10.0.0.1:30000"]
+    assert plan(external, DRAFTER).settings["verifier"] == "target_only"
+    assert plan(external, DRAFTER, verifier="position_keyed").settings["verifier"] == "position_keyed"
 
 
 def test_the_sglang_of_slimes_image_has_no_eagle3(monkeypatch, tmp_path, capsys):
@@ -207,7 +215,7 @@ def test_users_yaml_is_kept(tmp_path):
     arguments = f"--custom-config-path {theirs}"
     whole = launch.complete(["python", "train.py", *arguments.split()], planned(arguments), tmp_path / "files")
     settings = yaml.safe_load(open(read_flags(whole)["--custom-config-path"]))
-    assert settings["my_option"] == 7 and settings["rlspec"]["verifier"] == "target_only"
+    assert settings["my_option"] == 7 and settings["rlspec"]["verifier"] == "position_keyed"
 
 
 @pytest.mark.parametrize("joined", [True, False])

@@ -76,9 +76,8 @@ def parser() -> arguments.Parser:
     p.add_argument(
         "--verifier",
         choices=("target_only", "position_keyed"),
-        default="target_only",
-        help="target_only: SGLang's own verification; position_keyed: each sample gets a seed, texts do not depend on "
-        "drafts, and drafts take the verifier's noise (target_only)",
+        help="position_keyed: each sample gets a seed, texts do not depend on drafts, and drafts take the verifier's "
+        "noise; target_only: SGLang's own verification (position_keyed where the engines can do it)",
     )
     p.add_argument(
         "--folder",

@@ -41,6 +41,7 @@ FIXED = (
     "--sglang-enable-multi-layer-eagle",
     "--sglang-enable-pdmux",
 )
+EXTERNAL = "--rollout-external-engine-addrs"
 DELTA_NET = "--attention-output-gate"  # slime's models with delta nets have it, and no other
 # Attention that is not unrolled: `SlimeMTP` trains one depth through Megatron's own layer.
 ONE_DEPTH = ("--multi-latent-attention", DELTA_NET, "--allgather-cp")
@@ -81,7 +82,7 @@ def plan(
     candidate_steps: Sequence[int] | None = None,
     num_steps: int | None = None,
     cost_table: str = "",
-    verifier: Verifier = "target_only",
+    verifier: Verifier | None = None,
 ) -> Additions:
     """Decide what to add to `arguments`, which follow slime's driver.
 
@@ -89,12 +90,14 @@ def plan(
     candidate_steps  that the engines may choose from; None: the default, or one number if SGLang cannot adapt it
     num_steps        until the first rollout has ended; None: the command's own, or the default
     cost_table       file by which our rule chooses in the engines; "": the rule learns costs from rounds
+    verifier         None: position_keyed, which gives each sample a seed, where the engines can do it
 
     Raises ConfigError or CostTableError if slime's own flags contradict it.
     """
     given = read_flags(arguments)
     refusals.refuse(given, drafter)
     added = Additions()
+    verifier = verifier or _verifier(given, added.notes)
     if verifier == "position_keyed":
         reason = refusals.why_not_keyed(given)
         if reason:
@@ -187,6 +190,17 @@ def _candidates(candidate_steps: Sequence[int] | None, start: int, fixed: str) -
             f"--candidate-steps {shown}: expected {start}, the steps at the start, among them"
         )
     return sorted(candidate_steps)
+
+
+def _verifier(given: Flags, notes: list[str]) -> Verifier:
+    """Return the default verifier of these engines. A line of `notes` says why it is not position_keyed."""
+    reason = refusals.why_not_keyed(given)
+    if EXTERNAL in given:
+        reason = f"engines of {EXTERNAL} have the verifier of their own environment"
+    if not reason:
+        return "position_keyed"
+    notes.append(f"the verifier is target_only, so texts depend on drafts: {reason}")
+    return "target_only"
 
 
 def _why_fixed(given: Flags) -> str:
