@@ -30,7 +30,6 @@ from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.http.serve import tensor_parallel
 from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run import identity
-from megatron_rlspec.run.engines import sampling
 from megatron_rlspec.run.generation import seed_of
 from megatron_rlspec.tasks import data
 from megatron_rlspec.tasks.rows import json_row
@@ -117,7 +116,7 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "prompts": identity.of_rows(prompts),
         "seed": config.train.seed,
         "engine": config.rollout.engine,
-        **asdict(sampling(config)),
+        **asdict(config.rollout.sampling),
         "verifier": config.spec.verifier,
     }
     if config.spec.verifier != "position_keyed":
@@ -233,7 +232,7 @@ def _generate(
 
             part = AT_ONCE * config.rollout.max_running_requests * len(engines)
             for first in range(0, len(missing), part):
-                pool.generate(missing[first : first + part], sampling(config), write)
+                pool.generate(missing[first : first + part], config.rollout.sampling, write)
         return tokens, time.perf_counter() - start
     finally:
         starting.close()

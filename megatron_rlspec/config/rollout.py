@@ -19,6 +19,7 @@ from megatron_rlspec.config.base import (
 )
 from megatron_rlspec.config.model import LONGEST
 from megatron_rlspec.config.reward import address_problem
+from megatron_rlspec.types import Sampling
 
 MOST_SAMPLES = 2**20  # of one step
 
@@ -109,6 +110,18 @@ class RolloutConfig(Section):
     def oldest(self) -> int:
         """Return how many versions a token may be behind the policy that trains on it."""
         return self.staleness + self.partial
+
+    @property
+    def sampling(self) -> Sampling:
+        """Return how rollouts sample."""
+        return Sampling(
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.max_new_tokens,
+            min_p=self.min_p,
+            stop=self.stop,
+        )
 
     @property
     def begun_prompts(self) -> int:

@@ -31,7 +31,7 @@ from megatron_rlspec import files
 from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection
 from megatron_rlspec.conversion.drafter_files import read_model
 from megatron_rlspec.conversion.eagle3 import check_drafter
-from megatron_rlspec.cotrainer.drafter import DrafterBeside, objective_of
+from megatron_rlspec.cotrainer.drafter import DrafterBeside
 from megatron_rlspec.cotrainer.fields import Sequences, drafter_fields
 from megatron_rlspec.cotrainer.speculation import DraftRule, answers
 from megatron_rlspec.engine import RolloutEngine
@@ -47,6 +47,7 @@ from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.train import checkpoint, shards
+from megatron_rlspec.train.drafter_step import objective_of
 from megatron_rlspec.types import Prompt, Sample, Sampling, Scope, Verifier
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class CoTrainer:
             self._health = Health(
                 Pusher(self.engines),
                 frozenset(self.drafting.table.drafter_names).__contains__,
-                lambda name, engine: self.rule.set(engine),
+                lambda name, engine: answers({name: engine}, self.rule.set),
                 canary[:CANARY_PROMPTS],
                 sampling,
                 HealthSettings(max(candidate_steps)),
@@ -235,7 +236,9 @@ class CoTrainer:
         """Continue from `save`, by as many ranks in the same layout. Collective. Raises CheckpointError."""
         checkpoint.load(directory, self._learners(), self._layout(), generators=False)
         if dist.get_rank() == 0:
-            self.rule.learning.restore(json.loads((directory / RULE).read_text()))
+            lost = self.rule.learning.restore(json.loads((directory / RULE).read_text()))
+            if lost:
+                logger.warning("rlspec: %s", lost)
 
     def _learners(self) -> dict[str, Any]:
         learner = self.drafting.learner
@@ -287,8 +290,8 @@ def _check_engines(
                 f"verifier={verifier}, but the engine at {url} was started with --verifier {engine['verifier']}"
             )
         steps = {num_steps for num_steps, *_ in engine["configs"]}
-        if not steps or not steps <= set(candidate_steps):
-            served = ",".join(map(str, sorted(steps))) or "no drafts"
+        if not any(steps) or not steps <= set(candidate_steps):
+            served = ",".join(map(str, sorted(steps))) if any(steps) else "no drafts"
             raise ConfigError(
                 f"candidate_steps={list(candidate_steps)}, but the engine at {url} was started with {served}"
             )

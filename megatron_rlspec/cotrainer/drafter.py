@@ -38,32 +38,13 @@ from megatron_rlspec.train.drafter import Drafter, build_drafter
 from megatron_rlspec.train.drafter_step import (
     DrafterObjective,
     DrafterStep,
-    drafter_loss_named,
     prediction_of,
     training_temperature,
-    unfiltered,
 )
 from megatron_rlspec.train.drafter_updates import EverySteps
 from megatron_rlspec.train.model import Taps, taps_of
 from megatron_rlspec.train.objectives import OutputLayer, Sums, means, sum_over_replicas
 from megatron_rlspec.train.optimizer import Learner
-from megatron_rlspec.types import Sampling, Verifier
-
-
-def objective_of(
-    drafter: DrafterConfig, sampling: Sampling, candidate_steps: Sequence[int], verifier: Verifier
-) -> DrafterObjective:
-    """Return what a drafter learns and predicts; `sampling` of rollouts, `candidate_steps` of the engines' rule."""
-    return DrafterObjective(
-        depth=drafter.depth,
-        loss=drafter_loss_named(drafter.loss),
-        depth_decay=drafter.depth_decay,
-        predicted_steps=tuple(sorted({k for k in candidate_steps if k > 0})),
-        verifier=verifier,
-        sampled=unfiltered(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p),
-        # Engines draft with the verifier's noise, but not at temperature 0.
-        coupled=verifier == "position_keyed" and sampling.temperature > 0,
-    )
 
 
 class DrafterTraining:
@@ -298,10 +279,13 @@ class DrafterBeside(DrafterTraining):
                     "packed row"
                 )
             hidden = hidden.transpose(0, 1).reshape(rows * batch, 1, width)
+        positions = rows * batch
+        if self.model.config.sequence_parallel:
+            positions *= ps.get_tensor_model_parallel_world_size()
         expected = len(fields.position_ids)
-        if self.gather(hidden).shape[0] != expected:
+        if positions != expected:
             raise ConfigError(
-                f"hidden states of {rows * batch} positions, but begin_step got {expected} for this micro-batch"
+                f"hidden states of {positions} positions, but begin_step got {expected} for this micro-batch"
             )
         super().on_hidden(hidden, fields, given)
 

@@ -22,7 +22,7 @@ from megatron_rlspec.train.drafter_step import DrafterTargets
 class Sequences:
     """The whole sequences of one micro-batch, in the order in which it holds them.
 
-    tokens   `[L]` int64 of each sequence, all on one device
+    tokens   `[L]` int64 of each sequence, all on the model's device
     masks    `[L]` of each sequence: 1 where the token itself is trained
     starts   `[n + 1]` int: where sequences begin in the micro-batch, before a split for context parallelism. A sequence
              ends with its padding, and the last one may be padding only

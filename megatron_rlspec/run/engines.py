@@ -24,7 +24,7 @@ from megatron_rlspec.rollout.start import StartingEngines
 from megatron_rlspec.run.extension import Migration
 from megatron_rlspec.run.loading import drafter_names
 from megatron_rlspec.run.speculating import Speculation
-from megatron_rlspec.types import Prompt, Sampling, Scope
+from megatron_rlspec.types import Prompt, Scope
 
 Named = Mapping[str, RolloutEngine]
 
@@ -225,20 +225,7 @@ def open_health(
         drafter.__contains__,
         speculate if speculation.drafts else None,
         canary[:CANARY_PROMPTS],
-        sampling(config),
+        config.rollout.sampling,
         HealthSettings(speculation.chain),
         lambda record: recorder.event("health", contract.summary(record), **record),
-    )
-
-
-def sampling(config: Config) -> Sampling:
-    """Return how a run's rollouts sample."""
-    rollout = config.rollout
-    return Sampling(
-        rollout.temperature,
-        rollout.top_p,
-        rollout.top_k,
-        rollout.max_new_tokens,
-        min_p=rollout.min_p,
-        stop=rollout.stop,
     )

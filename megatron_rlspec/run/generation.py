@@ -23,7 +23,7 @@ from megatron_rlspec.losses import grpo
 from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
-from megatron_rlspec.run.engines import Engines, sampling
+from megatron_rlspec.run.engines import Engines
 from megatron_rlspec.run.summaries import best_of, rollout_metrics, scored
 from megatron_rlspec.tasks import data, rewards
 from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample, Sampling
@@ -56,7 +56,7 @@ class Generation:
         held_out: Mapping[str, Sequence[Prompt]],
         cancelled: threading.Event,
     ) -> None:
-        self.sampling = sampling(config)
+        self.sampling = config.rollout.sampling
         self._eval_sampling = self.sampling
         if config.train.eval_temperature >= 0:
             self._eval_sampling = replace(self.sampling, temperature=config.train.eval_temperature)

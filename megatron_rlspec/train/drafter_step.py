@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from torch import Tensor
 
+from megatron_rlspec.config import DrafterConfig
 from megatron_rlspec.custom import DrafterLoss, is_function
 from megatron_rlspec.custom import load as load_function
 from megatron_rlspec.losses.drafter import Kind, Student
@@ -27,7 +28,7 @@ from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train.objectives import OutputLayer, Sums
 from megatron_rlspec.train.optimizer import Learner
-from megatron_rlspec.types import SHARPNESS
+from megatron_rlspec.types import SHARPNESS, Sampling
 
 
 @dataclass(frozen=True)
@@ -259,9 +260,35 @@ def training_temperature(rollout_temperature: float) -> float:
     return rollout_temperature or 1.0
 
 
-def unfiltered(temperature: float, top_p: float, top_k: int, min_p: float = 0.0) -> bool:
-    """Return whether rollouts draw from softmax(logits / temperature), without a filter or greedy decoding."""
-    return temperature > 0 and top_p >= 1 and top_k < 0 and min_p == 0
+def objective_of(
+    drafter: DrafterConfig,
+    sampling: Sampling,
+    steps: Sequence[int],
+    verifier: Verifier,
+    coupled: bool = True,
+) -> DrafterObjective:
+    """Return what a drafter learns and predicts. Raises ConfigError for a loss that cannot be imported.
+
+    sampling  of rollouts
+    steps     drafts of a round that engines may be told
+    coupled   whether engines with the position-keyed verifier draft with its noise
+    """
+    # The teacher's distribution is then the one that rollouts draw from.
+    unfiltered = sampling.top_p >= 1 and sampling.top_k < 0 and sampling.min_p == 0
+    sampled = sampling.temperature > 0 and unfiltered
+    predicted = tuple(sorted({k for k in steps if k > 0}))
+    if verifier == "rejection" and (drafter.loss == "ce" or not sampled):
+        predicted = ()  # it follows from the teacher's distribution only
+    return DrafterObjective(
+        depth=drafter.depth,
+        loss=drafter_loss_named(drafter.loss),
+        depth_decay=drafter.depth_decay,
+        predicted_steps=predicted,
+        verifier=verifier,
+        sampled=sampled,
+        # Greedy rollouts have no noise.
+        coupled=coupled and verifier == "position_keyed" and sampling.temperature > 0,
+    )
 
 
 def _of_all_context_ranks(x: Tensor, targets: DrafterTargets) -> Tensor:

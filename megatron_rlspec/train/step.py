@@ -39,10 +39,9 @@ from megatron_rlspec.train.drafter_step import (
     DrafterObjective,
     DrafterStep,
     DrafterTargets,
-    drafter_loss_named,
+    objective_of,
     prediction_of,
     training_temperature,
-    unfiltered,
 )
 from megatron_rlspec.train.model import Policy, describe, taps_of, transformer_config
 from megatron_rlspec.train.objectives import OBJECTIVES, OutputLayer, Sums, means, reduce_sums
@@ -76,6 +75,13 @@ class Trainer:
         self.drafter: Drafter | None = None
         self.drafter_learner: Learner | None = None
         self.drafter_step: DrafterStep | None = None
+        self._objective = objective_of(
+            config.drafter,
+            config.rollout.sampling,
+            config.spec.steps,
+            config.spec.verifier,
+            coupled=config.spec.drafts == "coupled",
+        )
         if config.drafter.train and self.last_stage:
             self._build_drafter()
         # After the models are built: layers with experts copy the configuration that they are built from.
@@ -87,7 +93,7 @@ class Trainer:
         self.totals: dict[str, list[float]] = {}
         # of coupled drafts, by the newest prediction or measurement
         self.sharpness: float | None = None
-        self._steps = _predicted_steps(config) if config.drafter.train else ()
+        self._steps = self._objective.predicted_steps if config.drafter.train else ()
         self.temperature = training_temperature(config.rollout.temperature)
         self._head_is_finite: bool | None = None  # known during a step
         self.reference: Reference | None = None  # after `keep_reference`
@@ -103,7 +109,7 @@ class Trainer:
         changes = {"lr": options.lr, "weight_decay": 0.0, "warmup_steps": options.warmup_steps}
         adam = config.optimizer.model_copy(update=changes)
         self.drafter_learner = Learner(drafter, adam, pipelined=False, pace=self.learner)
-        self.drafter_step = DrafterStep(self.drafter_learner, _drafter_objective(config))
+        self.drafter_step = DrafterStep(self.drafter_learner, self._objective)
         self.drafter_step.head = getattr(drafter, "head", None)
 
     def load_hf(self, tensors: Mapping[str, Tensor], *, fresh_drafter: bool = False) -> None:
@@ -259,7 +265,7 @@ class Trainer:
             predicted_steps=tuple(steps),
             verifier="position_keyed",
             sampled=False,
-            coupled=_drafts_coupled(self.config) and seeds_known,
+            coupled=self._objective.coupled and seeds_known,
         )
         replay = DrafterStep(None, objective)
         if self.drafter is not None and self.drafter_step is not None:
@@ -474,42 +480,3 @@ def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
         seeds=batch.noise_seeds,
         positions=batch.position_ids,
     )
-
-
-def _drafter_objective(config: Config) -> DrafterObjective:
-    drafter = config.drafter
-    return DrafterObjective(
-        depth=drafter.depth,
-        loss=drafter_loss_named(drafter.loss),
-        depth_decay=drafter.depth_decay,
-        predicted_steps=_predicted_steps(config),
-        verifier=config.spec.verifier,
-        sampled=_taught_what_is_sampled(config),
-        coupled=_drafts_coupled(config),
-    )
-
-
-def _drafts_coupled(config: Config) -> bool:
-    """Return whether rollouts draft with the verifier's noise, at the temperature of the drafter's training."""
-    rollout = config.rollout
-    keyed = config.spec.verifier == "position_keyed" and config.spec.drafts == "coupled"
-    return keyed and rollout.temperature > 0
-
-
-def _taught_what_is_sampled(config: Config) -> bool:
-    """Return whether the teacher's distribution is the one that rollouts draw from."""
-    rollout = config.rollout
-    return unfiltered(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
-
-
-def _predicted_steps(config: Config) -> tuple[int, ...]:
-    """Return the step counts that rollouts may run, ascending; none if training cannot predict their acceptance."""
-    spec = config.spec
-    if spec.mode == "off":
-        return ()
-    if spec.verifier == "rejection":
-        has_teacher = config.drafter.loss != "ce"
-        if not (has_teacher and _taught_what_is_sampled(config)):
-            return ()
-    steps = spec.candidate_steps if spec.mode == "adaptive" else (spec.num_steps,)
-    return tuple(sorted({k for k in steps if k > 0}))

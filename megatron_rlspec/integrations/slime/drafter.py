@@ -19,14 +19,14 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_rlspec.cotrainer.drafter import DrafterTraining, objective_of
+from megatron_rlspec.cotrainer.drafter import DrafterTraining
 from megatron_rlspec.cotrainer.fields import DrafterFields
 from megatron_rlspec.integrations.slime import routing
 from megatron_rlspec.integrations.slime.options import Options, rollout_sampling
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.train.attention import PackedAttention
 from megatron_rlspec.train.drafter import Drafter, MTPDrafter
-from megatron_rlspec.train.drafter_step import DrafterObjective
+from megatron_rlspec.train.drafter_step import DrafterObjective, objective_of
 
 
 def slime_objective(options: Options, args: Any) -> DrafterObjective:
