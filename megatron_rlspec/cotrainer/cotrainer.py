@@ -228,21 +228,17 @@ class CoTrainer:
 
         Raises SaveError on every rank if one cannot write.
         """
-        checkpoint.save(directory, self._learners(), self._layout(), generators=False)
+        checkpoint.save(directory, self.drafting.learners, self._layout(), generators=False)
         if dist.get_rank() == 0:
             files.write(directory / RULE, json.dumps(self.rule.learning.state()))
 
     def load(self, directory: Path) -> None:
         """Continue from `save`, by as many ranks in the same layout. Collective. Raises CheckpointError."""
-        checkpoint.load(directory, self._learners(), self._layout(), generators=False)
+        checkpoint.load(directory, self.drafting.learners, self._layout(), generators=False)
         if dist.get_rank() == 0:
             lost = self.rule.learning.restore(json.loads((directory / RULE).read_text()))
             if lost:
                 logger.warning("rlspec: %s", lost)
-
-    def _learners(self) -> dict[str, Any]:
-        learner = self.drafting.learner
-        return {} if learner is None else {"drafter": learner}
 
     def _layout(self) -> dict[str, Any]:
         """Return the settings in which a resumed run must equal the saved one."""

@@ -103,6 +103,11 @@ class DrafterTraining:
         self.drafter_step = DrafterStep(self.learner, self.objective)
         self.ready = True
 
+    @property
+    def learners(self) -> dict[str, Learner]:
+        """Return what a checkpoint holds of this drafter; {} for one that is not trained."""
+        return {} if self.learner is None else {"drafter": self.learner}
+
     def build(self) -> Drafter:
         """Return the module that is trained, with its weights."""
         raise NotImplementedError

@@ -185,6 +185,10 @@ class Prediction:
         sums = [np.array(part).reshape(shape) for part in (reached, accepted)]
         return cls(tuple(steps), *sums)
 
+    def sums(self) -> list[Any]:
+        """Return the arguments of `of_sums`, as JSON."""
+        return [list(self.steps), self.reached.tolist(), self.accepted.tolist()]
+
     def __add__(self, other: Prediction) -> Prediction:
         if self.steps != other.steps:
             raise ValueError(f"predictions for steps {self.steps} and {other.steps} do not add")

@@ -210,12 +210,10 @@ class Learning:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
-        pending = self.prediction
         return {
             "acceptance": self.acceptance.to_json(),
             "last": self.last and self.last.to_json(),
-            "prediction": pending
-            and [list(pending.steps), pending.reached.tolist(), pending.accepted.tolist()],
+            "prediction": self.prediction and self.prediction.sums(),
             "sharpness": self.sharpness,
             "learnt": self.learnt,
         }

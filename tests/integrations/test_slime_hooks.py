@@ -129,7 +129,8 @@ class Beside:
     """An EAGLE-3 drafter that is trained, or frozen."""
 
     def __init__(self, learner):
-        self.learner, self.read_from = learner, None
+        self.learners = {} if learner is None else {"drafter": learner}
+        self.read_from = None
 
     def thaw(self):
         pass

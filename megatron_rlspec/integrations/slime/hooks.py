@@ -37,7 +37,6 @@ from megatron_rlspec.integrations.slime.seeds import sampling_seed
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.speculation.acceptance import Prediction, added
 from megatron_rlspec.train import checkpoint
-from megatron_rlspec.train.optimizer import Learner
 
 logger = logging.getLogger(__name__)
 _drafter: SlimeMTP | SlimeEagle3 | None = None
@@ -144,7 +143,9 @@ def _load_drafter(directory: Path, args: Namespace) -> None:
             logger.warning("rlspec: no %s: %s", directory, what)
         return
     # A drafter that was frozen, or is from now on, has no moments there.
-    learners = _learners() if any(directory.glob("drafter-*")) else {}
+    learners = {}
+    if _drafter is not None and any(directory.glob("drafter-*")):
+        learners = _drafter.learners
     checkpoint.load(directory, learners, _layout(args), generators=False)
     if isinstance(_drafter, SlimeEagle3) and not learners:
         _drafter.read(directory)
@@ -160,18 +161,13 @@ def _save(saved: Any, iteration: int, model: Sequence[Any], *_: Any, **__: Any) 
     directory = Path(get_checkpoint_name(args.save, iteration, return_base_dir=True), FOLDER)
     # slime itself saves the weights of MTP layers.
     if isinstance(_drafter, SlimeEagle3) or not args.no_save_optim:
-        checkpoint.save(directory, _learners(), _layout(args), generators=False)
+        learners = {} if _drafter is None else _drafter.learners
+        checkpoint.save(directory, learners, _layout(args), generators=False)
     if isinstance(_drafter, SlimeEagle3):
         _drafter.write(directory, dist.get_rank() == 0)
     if dist.get_rank() == 0:
         slime_state.hand_on(Options.from_args(args).folder, directory)
     return saved
-
-
-def _learners() -> dict[str, Learner]:
-    if _drafter is None or _drafter.learner is None:
-        return {}
-    return {"drafter": _drafter.learner}
 
 
 def _layout(args: Namespace) -> dict[str, Any]:

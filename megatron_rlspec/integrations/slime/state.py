@@ -22,8 +22,7 @@ SENT = "rlspec-sent.json"
 def write_prediction(folder: Path | None, rollout_id: int, prediction: Prediction) -> None:
     if folder is None:
         return
-    sums = [list(prediction.steps), prediction.reached.tolist(), prediction.accepted.tolist()]
-    content = {"after_rollout": rollout_id, "sums": sums}
+    content = {"after_rollout": rollout_id, "sums": prediction.sums()}
     files.write(folder / PREDICTION, json.dumps(content))
 
 
