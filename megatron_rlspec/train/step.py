@@ -75,13 +75,7 @@ class Trainer:
         self.drafter: Drafter | None = None
         self.drafter_learner: Learner | None = None
         self.drafter_step: DrafterStep | None = None
-        self._objective = objective_of(
-            config.drafter,
-            config.rollout.sampling,
-            config.spec.steps,
-            config.spec.verifier,
-            coupled=config.spec.drafts == "coupled",
-        )
+        self._objective = _objective_of(config)
         if config.drafter.train and self.last_stage:
             self._build_drafter()
         # After the models are built: layers with experts copy the configuration that they are built from.
@@ -91,8 +85,7 @@ class Trainer:
         self.prediction: Prediction | None = None
         # sums of the newest step over all ranks, for `objectives.means`
         self.totals: dict[str, list[float]] = {}
-        # of coupled drafts, by the newest prediction or measurement
-        self.sharpness: float | None = None
+        self.sharpness: float | None = None  # of coupled drafts, as measured last
         self._steps = self._objective.predicted_steps if config.drafter.train else ()
         self.temperature = training_temperature(config.rollout.temperature)
         self._head_is_finite: bool | None = None  # known during a step
@@ -479,4 +472,14 @@ def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
         rows=rows,
         seeds=batch.noise_seeds,
         positions=batch.position_ids,
+    )
+
+
+def _objective_of(config: Config) -> DrafterObjective:
+    return objective_of(
+        config.drafter,
+        config.rollout.sampling,
+        config.spec.steps,
+        config.spec.verifier,
+        coupled=config.spec.drafts == "coupled",
     )
