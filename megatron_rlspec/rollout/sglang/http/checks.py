@@ -18,8 +18,6 @@ from megatron_rlspec.models.directory import DTYPES, check_model, read_headers, 
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import KEY
 
-# of safetensors -> of torch
-
 
 class ServeError(ValueError):
     """A user's mistake; the message is one line."""
