@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -137,7 +137,8 @@ def prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | Mes
 
 def _written_messages(text: str) -> Any:
     """Return the messages that a text holds, as CSV files have them: JSON, or what Python prints; else the text."""
-    for read in (json.loads, ast.literal_eval):
+    readers: tuple[Callable[[str], Any], ...] = (json.loads, ast.literal_eval)
+    for read in readers:
         with suppress(ValueError, SyntaxError, TypeError):
             found = read(text)
             if all("role" in message for message in found):

@@ -126,9 +126,9 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     # Transformers 5 chooses a class by the names in config.json and tokenizer_config.json. Some published ones name a
     # class that splits texts otherwise than their tokenizer.json.
     is_whole = (Path(path) / "tokenizer.json").exists()
-    kind = PreTrainedTokenizerFast if is_whole else AutoTokenizer
+    kind: Any = PreTrainedTokenizerFast if is_whole else AutoTokenizer
     try:
-        tokenizer = kind.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # the tokenizers library raises plain Exception for a bad file
