@@ -28,7 +28,7 @@ class Job:
         port = ports.free_port(ports.JOBS)
         self._logs = tempfile.TemporaryDirectory()
         outputs = [(f"{self._logs.name}/{rank}.out", f"{self._logs.name}/{rank}.err") for rank in range(ranks)]
-        (run_dir / "config.json").unlink(missing_ok=True)
+        self._config_before = self._config_written()
         self.processes = []
         for rank in range(ranks):
             own = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -41,8 +41,13 @@ class Job:
     def await_steps(self, count: int) -> None:
         """Wait until this number of further steps is recorded."""
         upto = len(read_records(self.run_dir / "metrics.jsonl")) + count
-        self.await_(lambda: (self.run_dir / "config.json").exists())
+        self.await_(lambda: self._config_written() != self._config_before)
         self.await_(lambda: len(read_records(self.run_dir / "metrics.jsonl")) >= upto)
+
+    def _config_written(self) -> int:
+        """Return when a job last began in the run directory, in ns; 0: none has."""
+        config = self.run_dir / "config.json"
+        return config.stat().st_mtime_ns if config.exists() else 0
 
     def await_(self, there: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 240
