@@ -134,10 +134,11 @@ def run(model: str, engine: str, steps: int, learns: bool = True) -> tuple[GPTMo
         metrics = cotrainer.after_rollout(samples)
         cotrainer.begin_step([sequences(part) for part in parts(samples)])
         mean_reward = train_policy(policy, optimizer, samples)
-        cotrainer.end_step()
+        metrics |= cotrainer.end_step()
         cotrainer.push(step + 2)
         rollouts.append(samples)
-        print(f"reward {mean_reward:.3f}, accept length {metrics['rollout/accept_length']:.2f}", flush=True)
+        length, expected = metrics["rollout/accept_length"], metrics["drafter_tokens_k3"]
+        print(f"reward {mean_reward:.3f}, accept length {length:.2f}; {expected:.2f} with 3 drafts", flush=True)
     return policy, cotrainer, rollouts
 
 
