@@ -52,6 +52,8 @@ from megatron_rlspec.types import Prompt, Sample, Sampling, Scope, Verifier
 
 logger = logging.getLogger(__name__)
 RULE = "rule.json"  # within a checkpoint: what rollouts taught
+# options of [drafter] that act in `rlspec train` only
+OF_RLSPEC_TRAIN = ("vocabulary", "share", "replay", "overlap", "fresh", "reward_weight")
 
 
 class CoTrainer:
@@ -97,6 +99,7 @@ class CoTrainer:
         """
         self._model = model
         settings = drafter or DrafterConfig()
+        _check_settings(settings)
         hf_config, tensors = read_model(hf_path, settings.path)
         if settings.path:
             check_drafter(settings.path, hf_config, hf_path)
@@ -248,6 +251,14 @@ class CoTrainer:
             "dtype": str(self._model.config.params_dtype),
             "drafter": self.drafting.settings.kind,
         }
+
+
+def _check_settings(settings: DrafterConfig) -> None:
+    """Raise ConfigError for an option that would have no effect."""
+    for name in OF_RLSPEC_TRAIN:
+        value = getattr(settings, name)
+        if value != DrafterConfig.model_fields[name].default:
+            raise ConfigError(f"drafter.{name}={value} acts in `rlspec train` only; leave it out")
 
 
 def _check_policy(model: GPTModel, hf_config: dict[str, Any]) -> None:

@@ -135,6 +135,8 @@ def test_models_and_engines_that_do_not_fit_are_refused(model):
         beside(policy, model, verifier="target_only")
     with pytest.raises(ConfigError, match="candidate_steps=.* was started with 0,1,3"):
         beside(policy, model, candidate_steps=(0, 1))
+    with pytest.raises(ConfigError, match="drafter.vocabulary=8 acts in `rlspec train` only"):
+        beside(policy, model, drafter=DrafterConfig(vocabulary=8))
     policy.mtp_process = True
     with pytest.raises(ConfigError, match="the model has MTP layers"):
         beside(policy, model)
