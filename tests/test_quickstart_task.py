@@ -126,17 +126,6 @@ def test_model_is_a_whole_mimo_that_transformers_reads(task, tmp_path, capsys):
     assert 0.05 < float(logits.std()) < 1
 
 
-def test_bad_arguments_get_one_line_and_exit_code_2(task, tmp_path, capsys):
-    for name, options, expected in (
-        ("make_task.py", ("--nights", 2), "nights in [0, 1]"),
-        ("make_task.py", ("--slip", 0.1), "expected --nights"),
-        ("make_model.py", ("--task", task, "--heads", 3), "--kv-heads 2"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            short_run.script(QUICKSTART / name, "--out", tmp_path / "out", *options)
-        assert ended.value.code == 2 and expected in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_the_closing_sentence_has_its_range_and_is_left_out_if_that_contains_1():
     closing = runpy.run_path(str(QUICKSTART / "proof.py"))["closing"]
     assert "1.46 [1.20, 1.60] times as fast" in closing({"speedup": 1.46, "range": [1.2, 1.6]})

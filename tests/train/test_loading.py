@@ -61,15 +61,10 @@ def test_the_drafters_initialisation_draws_from_a_stream_of_its_own():
 REFUSED = {
     "rotary": ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, {}, "dynamic"),
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, {}, "GPT2LMHeadModel is not trained"),
-    "window": ({"use_sliding_window": True}, {}, "use_sliding_window"),
     "expert parallel": ({}, {"expert": 2}, "parallel.expert=2"),
-    "width": (GLM4_MOE | {"moe_intermediate_size": None}, {}, "no moe_intermediate_size"),
-    "one expert": (GLM4_MOE | {"num_experts_per_tok": 1}, {}, "num_experts_per_tok=1"),
     "weights": (GLM4_MOE | {"norm_topk_prob": False}, {}, "norm_topk_prob=false"),
     "groups of experts": (GLM4_MOE | {"n_group": 2, "topk_group": 2}, {}, "2 for each of topk_group"),
     "no sequence": (GLM4_MOE, {"tensor": 2}, "need parallel.sequence=true"),
-    "experts' width": (GLM4_MOE | {"moe_intermediate_size": 33}, {"tensor": 2, "sequence": True}, "_size=33"),
-    "vocabulary": ({"vocab_size": 65}, {"tensor": 2}, "vocab_size=65"),
     "groups": ({"num_key_value_heads": 1}, {"tensor": 2}, "num_key_value_heads=1"),
     "layers": ({}, {"pipeline": 3}, "num_hidden_layers"),
 }
