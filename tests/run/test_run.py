@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from short_run import finish, run, train
+from short_run import TESTS, finish, run, train
 
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records import metric_names
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.types import SHARPNESS
+
+ROOT = TESTS.parent
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,15 @@ def test_a_run_whose_engines_draw_from_other_weights_ends_with_that_reason(start
     output = run(start, tmp_path, code=1, **options)
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
     assert "step 2: log-probs of engines and trainer differ by" in line and "2 steps in a row were skipped" in line
+
+
+@pytest.mark.slow
+def test_the_dapo_recipe_clips(start, tmp_path):
+    options = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__steps": 3, "train__eval_prompts": 2}
+    run(start, tmp_path, config=ROOT / "examples/dapo/dapo.toml", **options, optimizer__lr=1e-2)
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert all(record["rollout/groups_without_advantage"] == 0 for record in records)
+    assert all(0 < record["policy/pg_clipfrac"] < 1 and record["drafter/grad_norm"] > 0 for record in records)
 
 
 SEVERAL = {"rollout__engine": "embedded", "spec__mode": "off", "train__updates_per_rollout": 2, "train__steps": 3}
