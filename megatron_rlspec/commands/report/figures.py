@@ -76,6 +76,7 @@ CHARTS = (
     Chart("Drafter loss by depth", "", {"drafter/loss_<d>": "depth {}"}),
     Chart("Drafter agreement by depth", "share", {"drafter/match_<d>": "depth {}"}),
     Chart("Loss of the policy", "", {"policy/loss": "loss"}),
+    Chart("Clipped tokens", "share", {"policy/pg_clipfrac": "ratio outside of the clip range"}),
     Chart("Entropy", "nats/token", {"policy/entropy": "entropy"}),
     Chart(
         "Distance from the start",
