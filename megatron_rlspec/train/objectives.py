@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,13 +146,14 @@ def filled(
     """Return the batches with these log-probs, `[T]` for each, in a field."""
     complete = []
     for batch, values in zip(batches, logprobs, strict=True):
-        complete.append(replace(batch, **{field: values}))
+        given: dict[str, Any] = {field: values}
+        complete.append(replace(batch, **given))
     return complete
 
 
 def total_of(updates: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
     """Add the sums of several updates. Losses, which are divided by an update's own count, become their means."""
-    totals = {}
+    totals: dict[str, list[float]] = {}
     for name in updates[0]:
         parts = zip(*(update[name] for update in updates), strict=True)
         divisor = len(updates) if name in LOSSES else 1

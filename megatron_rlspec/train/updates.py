@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from megatron_rlspec.speculation.acceptance import added
+from megatron_rlspec.speculation.acceptance import Prediction, added
 from megatron_rlspec.train.objectives import filled, means, total_of
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import PackedBatch
@@ -35,9 +35,9 @@ def train_rollout(
     if learns and not from_engines:
         # The first mini-batch needs none: its own forward pass is that of the same policy.
         later = [filled(batches, "old_logprobs", trainer.logprobs(batches)) for batches in later]
-    totals = []
+    totals: list[dict[str, list[float]]] = []
     updates: list[dict[str, float]] = []
-    prediction = None
+    prediction: Prediction | None = None
     for batches in [mini_batches[0], *later]:
         updates.append(trainer.train_step(batches, logprob_gap=logprob_gap, **options))
         totals.append(trainer.totals)
