@@ -24,7 +24,6 @@ from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import SHARPNESS
 
 Kind = Literal["ce", "forward_kl", "reverse_kl", "tv"]
-KINDS = ("ce", "forward_kl", "reverse_kl", "tv")
 Metrics = dict[str, torch.Tensor]
 
 
@@ -37,7 +36,7 @@ class Student:
     forward_kl  KL(p ‖ q)
     reverse_kl  KL(q ‖ p)
     tv          1 - Σ min(p, q), the rejection rate under rejection sampling
-    a function  the user's (`custom.DrafterLoss`)
+    a function  the user's (`custom.DrafterLoss`), without `words`
 
     Call `learn_labels`, or `learn_from` for all teacher rows, then `finish`. `policy_logprobs` calls `observe` for each
     chunk that it computes: the policy's loss and the teacher then share one pass over the output layer. Gradients are
@@ -83,12 +82,6 @@ class Student:
         own_finite: bool | None = None,
         noise: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        if kind not in KINDS and not callable(kind):
-            raise ValueError(f"kind={kind!r}; expected one of {', '.join(KINDS)}, or a function")
-        if callable(kind) and words is not None:
-            raise ValueError(
-                f"a function as drafter loss sees the full vocabulary; expected one of {', '.join(KINDS)}"
-            )
         self._kind = kind
         self._head = VocabParallelHead.of(weight, temperature, tp_group, finite)
         self._chunk = chunk or self._head.chunk

@@ -33,7 +33,6 @@ from megatron_rlspec.train.optimizer import Learner, Part
 LAYOUT = "layout.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _BEFORE = "updates_before"
-_OF = "rlspec.checkpoint"  # in a file's metadata: the name of the directory that it was written for
 
 
 class SaveError(RuntimeError):
@@ -57,7 +56,6 @@ def save(
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
     main = dist.get_rank() == 0
-    notes = {_OF: directory.name}
 
     def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -71,9 +69,9 @@ def save(
                     continue
                 tensors = _tensors(learner, part)
                 copies = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
-                tensor_file.save(copies, _file(partial, name, learner, part), notes)
+                tensor_file.save(copies, _file(partial, name, learner, part))
         if generators and ps.get_expert_data_parallel_rank() == 0:
-            tensor_file.save(_generators(), _generators_file(partial), notes)
+            tensor_file.save(_generators(), _generators_file(partial))
 
     def finish() -> None:
         files.write(partial / LAYOUT, json.dumps(dict(layout), indent=1))
@@ -156,7 +154,6 @@ def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
 
 def _load_part(path: Path, learner: Learner, part: Part) -> None:
     with TensorFile(path) as file, torch.no_grad():
-        _check_place(file)
         learner.steps = _count(file, "steps")
         learner.updates_before = _count(file, _BEFORE) if _BEFORE in file else 0
         learner.create_moments()
@@ -170,7 +167,6 @@ def _load_part(path: Path, learner: Learner, part: Part) -> None:
 
 def _load_generators(path: Path) -> None:
     with TensorFile(path) as file:
-        _check_place(file)
         torch.set_rng_state(_stored(file, "cpu", torch.get_rng_state()))
         if torch.cuda.is_available():
             torch.cuda.set_rng_state(_stored(file, "cuda", torch.cuda.get_rng_state()))
@@ -179,13 +175,6 @@ def _load_generators(path: Path) -> None:
         for name, state in tracker.get_states().items():
             states[name] = _stored(file, f"tracker.{name}", state)
         tracker.set_states(states)
-
-
-def _check_place(file: TensorFile) -> None:
-    """Raise CheckpointError for a file of another step of a run. Directories with other names may be renamed."""
-    written, here = file.notes.get(_OF, ""), file.path.parent.name
-    if written.startswith("step-") and here.startswith("step-") and written != here:
-        raise CheckpointError(f"{file.path}: it was written as a part of {written}")
 
 
 def _stored(file: TensorFile, name: str, like: Tensor) -> Tensor:

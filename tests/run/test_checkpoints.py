@@ -165,18 +165,6 @@ def text(content: str) -> Callable[[Path], None]:
     return lambda folder: next(folder.glob("*.json")).write_text(content)
 
 
-def of_another_step(part: str) -> Callable[[Path], None]:
-    """Put a file in place that was written for another step."""
-
-    def act(folder: Path) -> None:
-        path = next(folder.glob(f"*/{part}-*"))
-        with safe_open(path, "pt") as file:
-            notes, tensors = dict(file.metadata()), {name: file.get_tensor(name) for name in file.keys()}
-        save_file(tensors, path, notes | {"rlspec.checkpoint": "step-000001"})
-
-    return act
-
-
 NAME = "parameter.decoder.final_layernorm.weight"
 POLICY = "*/policy-*"
 DRAFTER = "*/drafter-*"
@@ -192,14 +180,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "state missing": (lambda folder: next(folder.glob("*.json")).unlink(), ("step-000002.json: No such file",)),
     "file missing": (lambda folder: next(folder.glob(DRAFTER)).unlink(), ("drafter-tensor0", "no such file")),
     "file cut": (lambda f: os.truncate(next(f.glob(POLICY)), 5000), ("policy-tensor0", "truncated")),
-    "policy of another step": (of_another_step("policy"), ("policy-tensor0", "was written as a part of step-000001")),
     "layout": (lambda f: (f / "step-000002/layout.json").write_text("{}"), ("was written with tensor=None",)),
 }
 
 
 FAST = (
     "another version",
-    "policy of another step",
     "bit of the policy",
     "tensor missing",
     "state position",
