@@ -109,8 +109,10 @@ def test_the_dapo_recipe_clips(start, tmp_path):
     options = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__steps": 3, "train__eval_prompts": 2}
     run(start, tmp_path, config=ROOT / "examples/dapo/dapo.toml", **options, optimizer__lr=1e-2)
     records = read_records(tmp_path / "metrics.jsonl")
-    assert all(record["rollout/groups_without_advantage"] == 0 for record in records)
-    assert all(0 < record["policy/pg_clipfrac"] < 1 and record["drafter/grad_norm"] > 0 for record in records)
+    assert all(
+        record["rollout/groups_without_advantage"] == 0 and record["drafter/grad_norm"] > 0 for record in records
+    )
+    assert all(0 < record["policy/pg_clipfrac"] < 1 for record in records[1:])  # in the first step the rate rises
 
 
 SEVERAL = {"rollout__engine": "embedded", "spec__mode": "off", "train__updates_per_rollout": 2, "train__steps": 3}
