@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -15,12 +15,14 @@ from interpreted import Interpreter, interpreter
 from mtp_ranks import group_of
 
 from megatron_rlspec.kernels import chosen
-from megatron_rlspec.losses.drafter import KINDS, Student
+from megatron_rlspec.losses.drafter import Kind, Student
 from megatron_rlspec.losses.fused import FusedRows, Taught
 from megatron_rlspec.losses.head import DraftHead, VocabParallelHead
 from megatron_rlspec.losses.logprobs import policy_logprobs
 from megatron_rlspec.noise import noisy
 from megatron_rlspec.types import SHARPNESS
+
+KINDS = get_args(Kind)
 
 pytest.importorskip("triton", reason="Triton is not installed; the kernels were not run")
 PHASES = (Phase.reuse, Phase.generate)  # the interpreter is slow: a smaller example would take minutes

@@ -1,12 +1,16 @@
 """The drafter's losses over a part of the vocabulary, against whole distributions in float64 and autograd."""
 
+from typing import get_args
+
 import pytest
 import torch
 from mtp_ranks import group_of
 from test_loss import Case, H, V, assert_close
 from whole_loss import drafter_loss
 
-from megatron_rlspec.losses.drafter import KINDS, Student
+from megatron_rlspec.losses.drafter import Kind, Student
+
+KINDS = get_args(Kind)
 
 MIXED = [30, 2, 3, 7, 11, 12, 19, 25]
 LOW = [0, 1, 2, 3, 4]  # all on the first of two ranks

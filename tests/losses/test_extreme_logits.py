@@ -1,12 +1,16 @@
 """Losses at logits that float32 can hardly hold: offsets of 1,000, minus infinity, probabilities that underflow."""
 
+from typing import get_args
+
 import pytest
 import torch
 from mtp_ranks import group_of
 from whole_loss import drafter_loss
 
-from megatron_rlspec.losses.drafter import KINDS
+from megatron_rlspec.losses.drafter import Kind
 from megatron_rlspec.losses.logprobs import policy_logprobs
+
+KINDS = get_args(Kind)
 
 N, H, V = 12, 6, 20
 FORBIDDEN = 3  # the token whose logit is minus infinity

@@ -1,5 +1,7 @@
 """Every loss against a float64 one that is written for clarity: whole logits, autograd, no chunks, no ranks."""
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,9 +9,11 @@ from hypothesis import strategies as st
 from mtp_ranks import group_of
 from whole_loss import drafter_loss
 
-from megatron_rlspec.losses.drafter import KINDS, Student
+from megatron_rlspec.losses.drafter import Kind, Student
 from megatron_rlspec.losses.head import VocabParallelHead
 from megatron_rlspec.losses.logprobs import policy_logprobs
+
+KINDS = get_args(Kind)
 
 N, H, V = 23, 8, 31
 
