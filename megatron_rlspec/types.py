@@ -74,14 +74,17 @@ class SpecConfig:
     def off(self) -> bool:
         return self.topk == 0
 
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Return the three fields, as JSON has them."""
+        return self.num_steps, self.topk, self.num_draft_tokens
+
     def __str__(self) -> str:
         if self.off:
             return "off"
-        return (
-            f"k{self.num_steps}"
-            if self.topk == 1
-            else f"k{self.num_steps}t{self.topk}n{self.num_draft_tokens}"
-        )
+        if self.topk == 1:
+            return f"k{self.num_steps}"
+        return f"k{self.num_steps}t{self.topk}n{self.num_draft_tokens}"
 
 
 OFF = SpecConfig(num_steps=0, topk=0, num_draft_tokens=0)
@@ -124,7 +127,7 @@ class SpecSchedule:
         return self.configs[row][column]
 
     def to_json(self) -> dict[str, Any]:
-        cells = [[[c.num_steps, c.topk, c.num_draft_tokens] for c in row] for row in self.configs]
+        cells = [[list(config.numbers) for config in row] for row in self.configs]
         return {
             "batch_edges": list(self.batch_edges),
             "context_edges": list(self.context_edges),
@@ -426,6 +429,8 @@ class RoundStats:
     accepted  histogram: accepted[i] times a request accepted i drafts in a round. For the estimate of acceptance rates,
               it counts drafts past the end of a sample, and the embedded engine's first rounds. `Sample.accepted`
               counts delivered tokens
+    verified  drafts that the target verified of all requests; 0: the engine does not say
+    if_all    the histogram that verifying all drafts would have given, estimated; (): all were verified
     """
 
     config: SpecConfig
@@ -434,6 +439,13 @@ class RoundStats:
     rounds: int
     ms: float
     accepted: tuple[int, ...] = ()
+    verified: int = 0
+    if_all: tuple[float, ...] = ()
+
+    @property
+    def histogram(self) -> tuple[float, ...]:
+        """Return what the acceptance of depths follows from."""
+        return self.if_all or self.accepted
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ ALLOWED = {
     "slime": ("integrations/",),
     "triton": ("kernels/",),
 }
-DECISIONS = ("speculation/", "extensions/migration/plans/", "extensions/trees/")
+DECISIONS = ("speculation/", "extensions/migration/plans/")
 BELOW = ("types", "files", "arguments")  # standard library only, for every room
 
 

@@ -177,8 +177,7 @@ def extensions(config: Config) -> Extensions:
     kinds = None
     embedded = config.rollout.engine == "embedded"
     several_ranks = (environment.ranks_started(os.environ) or 1) > 1
-    has_trees = config.spec.tree_budget != "none"
-    if migrates(config) or has_trees or (embedded and several_ranks):
+    if migrates(config) or (embedded and several_ranks):
         from megatron_rlspec.extensions.kinds import KINDS
 
         kinds = KINDS

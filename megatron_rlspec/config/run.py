@@ -61,8 +61,8 @@ class Config(Section):
             needs = f"needs rollout.engine=embedded, but rollout.engine={self.rollout.engine}"
             if self.spec.topk > 1:
                 raise ValueError(f"spec.topk={self.spec.topk} {needs}")
-            if self.spec.tree_budget != "none":
-                raise ValueError(f"spec.tree_budget={self.spec.tree_budget} {needs}")
+            if self.spec.ragged:
+                raise ValueError(f"spec.ragged=true {needs}")
         if self.rollout.max_new_tokens >= self.model.max_length:
             raise ValueError(
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt "

@@ -29,11 +29,6 @@ class SpecSection(Section):
     num_draft_tokens: Annotated[int, Field(ge=0, le=4096), Needs("spec.mode=fixed")] = Field(
         0, description="most tokens that a round verifies for one sample; 0: all that were drafted"
     )
-    tree_budget: Literal["none", "sample"] = Field(
-        "none",
-        description="sample: verify the number of drafts for every sample that maximises tokens per second; needs "
-        "mode=fixed and the embedded engine",
-    )
     candidate_steps: Annotated[tuple[DraftSteps, ...], Needs("spec.mode=adaptive")] = Field(
         (0, 1, 2, 3, 5),
         description="values of num_steps that mode=adaptive chooses from; 0: no drafts",
@@ -58,6 +53,12 @@ class SpecSection(Section):
         "depend on the table or the model's sizes, and on the drafts accepted, and not on a clock",
     )
 
+    ragged: Annotated[bool, Needs("spec.mode=adaptive")] = Field(
+        False,
+        description="verify of each request the drafts that are worth it, by the drafter's probabilities, and not the "
+        "same number of all; the text is the same. Needs the embedded engine, and no cost table",
+    )
+
     @model_validator(mode="after")
     def _consistent(self) -> SpecSection:
         steps = self.candidate_steps
@@ -65,16 +66,19 @@ class SpecSection(Section):
             raise ValueError(
                 f"candidate_steps={list(steps)}: expected different numbers from 0 to {MOST_DRAFTS}"
             )
-        if self.topk > 1 or self.tree_budget != "none":
-            trees = f"topk={self.topk}" if self.topk > 1 else f"tree_budget={self.tree_budget}"
-            if self.mode != "fixed":
-                raise ValueError(f"{trees} is for mode=fixed, but mode={self.mode}")
-            if self.verifier == "rejection":
-                raise ValueError(
-                    f"{trees} is not lossless with verifier=rejection; expected verifier=position_keyed"
-                )
+        if self.topk > 1 and self.mode != "fixed":
+            raise ValueError(f"topk={self.topk} is for mode=fixed, but mode={self.mode}")
+        if self.verifier == "rejection" and (self.topk > 1 or self.ragged):
+            lossy = f"topk={self.topk}" if self.topk > 1 else "ragged=true"
+            raise ValueError(
+                f"{lossy} is not lossless with verifier=rejection; expected verifier=position_keyed"
+            )
         if self.mode == "fixed":
             self.config()  # raises ValueError for numbers that do not fit together
+        if self.ragged and self.cost_table:
+            raise ValueError(
+                f"ragged=true with cost_table={self.cost_table}: a table does not tell drafting from verifying"
+            )
         if self.mode == "adaptive" and self.num_steps not in steps:
             raise ValueError(
                 f"num_steps={self.num_steps} is not among candidate_steps={list(steps)}"

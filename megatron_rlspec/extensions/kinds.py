@@ -1,6 +1,5 @@
 """The kinds of engines with those of all extensions: what the commands hand to a run as `rollout.start.engines()`."""
 
 from megatron_rlspec.extensions.migration import builders
-from megatron_rlspec.extensions.trees.tree import TreeBudget
 
-KINDS = builders.engines(TreeBudget)
+KINDS = builders.engines()

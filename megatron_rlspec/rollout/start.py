@@ -26,7 +26,7 @@ from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.embedded.rounds import Budget, scratch
+from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.rollout.placement import GpuLayout, devices
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
@@ -42,7 +42,6 @@ UNPLACED = 0.7
 # seconds: a rollout.timeout_seconds that soon finds a hung engine is too short to load weights
 LEAST_STARTUP = 600.0
 Engine = TypeVar("Engine", bound=EmbeddedEngine)
-MakeBudget = Callable[[], Budget]
 
 
 class StartingEngines(Protocol):
@@ -83,11 +82,11 @@ class Kind(NamedTuple):
     follow: Callable[[Config], Callable[[], None]] | None = None
 
 
-def engines(budget: MakeBudget | None = None) -> dict[str, Kind]:
-    """Return the kinds of engines by `rollout.engine`. `budget`: makes tree budgets; None: only chains are drafted."""
+def engines() -> dict[str, Kind]:
+    """Return the kinds of engines by `rollout.engine`."""
     return {
         "sglang": Kind(ServedEngines),
-        "embedded": Kind(lambda config, run_dir, layout: EmbeddedEngines(config, budget)),
+        "embedded": Kind(lambda config, run_dir, layout: EmbeddedEngines(config)),
     }
 
 
@@ -96,15 +95,14 @@ class EmbeddedEngines:
 
     own: Collection[str] = ()
 
-    def __init__(self, config: Config, budget: MakeBudget | None = None) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._budget = budget
 
     def launch(self) -> None:
         """Do nothing: `wait` makes the engine."""
 
     def wait(self) -> Mapping[str, RolloutEngine]:
-        return {"embedded": embedded(self._config, self._budget)}
+        return {"embedded": embedded(self._config)}
 
     def again(self, name: str, number: int) -> RolloutEngine:
         raise EngineError(f"{name}: an engine of this process is not started again")
@@ -260,6 +258,7 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
         learn=spec.learn_costs,
         tp=config.placement.tensor,
         adaptive=spec.mode == "adaptive",
+        ragged=spec.ragged,
     )
     if config.drafter.train and spec.drafts == "coupled" and spec.verifier == "position_keyed":
         # until the trainer predicts another one
@@ -308,25 +307,17 @@ def _read_memory_of_rank_0(layout: GpuLayout) -> bool:
     return all(torch.cuda.can_device_access_peer(visible.index(card), of_rank_0) for card in others)
 
 
-def embedded(config: Config, budget: MakeBudget | None = None) -> EmbeddedEngine:
+def embedded(config: Config) -> EmbeddedEngine:
     """Build an embedded engine in this process. See `embedded_of`."""
-    return embedded_of(EmbeddedEngine, config, budget)
+    return embedded_of(EmbeddedEngine, config)
 
 
-def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget | None) -> Engine:
-    """Build an embedded engine in this process.
+def embedded_of(kind: Callable[..., Engine], config: Config) -> Engine:
+    """Build an embedded engine of the class `kind` in this process.
 
-    kind    its class
-    budget  makes a tree budget, unless `spec.tree_budget` is none
-
-    Raises ConfigError for a model that the engine does not run, and for a tree budget without `budget`.
+    Raises ConfigError for a model that the engine does not run.
     """
     hf_config, tensors = read_model(config.model.path, config.drafter.path)
-    budgeted = config.spec.tree_budget != "none"
-    if budgeted and budget is None:
-        raise ConfigError(
-            f"spec.tree_budget={config.spec.tree_budget}: this command drafts chains only; expected none"
-        )
     spec = config.spec.config()
     try:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
@@ -343,7 +334,6 @@ def embedded_of(kind: Callable[..., Engine], config: Config, budget: MakeBudget 
             verifier=config.spec.verifier,
             drafts=config.spec.drafts,
             schedule=SpecSchedule.fixed(spec),
-            budget=budget() if budget is not None and budgeted else None,
             candidates=[SpecConfig(k) if k else OFF for k in config.spec.candidate_steps],
             max_running_requests=config.rollout.max_running_requests,
             max_total_tokens=config.rollout.max_total_tokens or 65536,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,18 +23,8 @@ RATIO_STRENGTH = 4.0
 _STATE = ("hits", "draws", "ratio_hits", "ratio_base")
 
 
-def expected_tokens(config: SpecConfig, rates: Sequence[float], sibling: float = 0.4) -> float:
-    """Return the tokens that one request emits per round under `config`, given rates a_1.. (the last one repeats).
-
-    For topk > 1 the rates of the other branches are modelled (`grow`), and the `num_draft_tokens - 1` likeliest
-    nodes are kept. A node adds the product of the rates on its path (RLHFSpec, section 5.2).
-    """
-    if config.num_steps == 0:
-        return 1.0
-    if config.topk > 1:
-        depths = [rates[min(d, len(rates) - 1)] for d in range(config.num_steps)]
-        chance = np.sort(grow(depths, config.topk, sibling).chance)[::-1]
-        return 1.0 + float(chance[: config.num_draft_tokens - 1].sum())
+def expected_tokens(config: SpecConfig, rates: Sequence[float]) -> float:
+    """Return the tokens that one request emits per round under a chain, given rates a_1.. (the last one repeats)."""
     total = 1.0
     reach = 1.0
     for d in range(config.num_steps):
@@ -43,63 +33,17 @@ def expected_tokens(config: SpecConfig, rates: Sequence[float], sibling: float =
     return total
 
 
-class Grown(NamedTuple):
-    """M candidates of a tree, by level, as `rollout.embedded.draft.Candidates`.
-
-    chance   [M] probability of acceptance, with that of the path to it; its logarithm is the score
-    parents  [M] number of a candidate, or -1
-    depth    [M] from 1
-    """
-
-    chance: np.ndarray
-    parents: np.ndarray
-    depth: np.ndarray
-
-
-def grow(rates: Sequence[float], topk: int, sibling: float) -> Grown:
-    """Grow SGLang's tree from acceptance: topk candidates, then topk children of the topk likeliest ones of each level.
-
-    rates    that the first child is accepted if its parent was, by depth
-    sibling  that a further one is if all before it were refused; it is not likelier than the first
-    """
-    beams = np.ones(1)
-    numbers = np.array([-1])
-    chances: list[np.ndarray] = []
-    parents: list[np.ndarray] = []
-    depths: list[np.ndarray] = []
-    grown = 0
-    for level, rate in enumerate(rates, 1):
-        missed = (1 - rate) * (1 - sibling) ** np.arange(topk - 1)
-        branches = np.concatenate([[rate], np.minimum(rate, missed * sibling)])
-        chance = np.outer(beams, branches).ravel()
-        chances.append(chance)
-        parents.append(np.repeat(numbers, topk))
-        depths.append(np.full(len(chance), level))
-        best = np.argsort(-chance, kind="stable")[:topk]
-        beams = chance[best]
-        numbers = grown + best
-        grown += len(chance)
-    return Grown(np.concatenate(chances), np.concatenate(parents), np.concatenate(depths))
-
-
-def top(scores: np.ndarray, count: int) -> np.ndarray:
-    """Return the mask [B, M] of each row's `count` highest scores; of equal scores the first, as parents come first."""
-    keep = np.zeros(scores.shape, bool)
-    np.put_along_axis(keep, np.argsort(-scores, axis=1, kind="stable")[:, :count], True, 1)
-    return keep
-
-
-def accept_length(histogram: Sequence[int] | np.ndarray) -> float:
+def accept_length(histogram: Sequence[float] | np.ndarray) -> float:
     """Return tokens per round, with the target's own token: 1 + accepted drafts / rounds. NaN without rounds.
 
     `histogram[i]` rounds accepted i drafts. Pool several histograms first, so that the result is a ratio of sums. Of
     `Sample.accepted` (see `delivered`), these are the tokens that a verify round delivers, in every engine.
     """
-    counts = np.asarray(histogram, dtype=np.int64)
-    rounds = int(counts.sum())
+    counts = np.asarray(histogram, dtype=float)
+    rounds = float(counts.sum())
     if not rounds:
         return float("nan")
-    drafts = int(counts @ np.arange(len(counts)))
+    drafts = float(counts @ np.arange(len(counts)))
     return 1 + drafts / rounds
 
 
@@ -143,12 +87,14 @@ def runs(marks: Sequence[int | None]) -> Iterator[tuple[int, int]]:
         yield first, len(marks)
 
 
-def pooled(histograms: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:
-    """Sum histograms of different lengths, element by element; `[longest] int64`."""
-    rows = [np.asarray(histogram, dtype=np.int64) for histogram in histograms]
-    total = np.zeros(max(map(len, rows), default=0), dtype=np.int64)
+def pooled(histograms: Iterable[Sequence[float] | np.ndarray]) -> np.ndarray:
+    """Sum histograms of different lengths, element by element: `[longest]`, int64 if all are counts."""
+    rows = [np.asarray(histogram) for histogram in histograms]
+    counted = [row.dtype for row in rows if len(row)]
+    longest = max(map(len, rows), default=0)
+    total = np.zeros(longest, np.result_type(np.int64, *counted))
     for row in rows:
-        total[: len(row)] += row
+        total[: len(row)] += row.astype(total.dtype)
     return total
 
 

@@ -20,11 +20,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megatron_rlspec.speculation.acceptance import (
     Acceptance,
     Prediction,
     accept_length,
-    expected_tokens,
     pooled,
 )
 from megatron_rlspec.speculation.cost_table import CostTable
@@ -68,6 +69,7 @@ class Learning:
     learn            whether engines correct the costs by their own rounds
     tp               tensor-parallel size of the engines, for a table of several
     adaptive         whether engines use `rule()`
+    ragged           whether they verify of each request the drafts worth it
 
     Raises CostTableError.
     """
@@ -81,16 +83,16 @@ class Learning:
         learn: bool = True,
         tp: int = 1,
         adaptive: bool = True,
+        ragged: bool = False,
     ) -> None:
         self.cost: CostTable | Roofline = cost
-        self._rule: dict[str, Any] = {"roofline": cost.to_json()}
+        self._rule: dict[str, Any] = {"roofline": cost.to_json(), "ragged": ragged}
         if cost_table:
             self.cost = CostTable.load(Path(cost_table)).of_engine(tp)
             self._rule = {"table": cost_table, "tp": self.cost.tps[0]}
         self.adaptive = adaptive
         self.learn = learn
         self.acceptance = Acceptance(max(*candidate_steps, 1))  # as observed
-        self.last: Acceptance | None = None  # as observed in the last rollout alone
         self.prediction: Prediction | None = None  # of the next rollout
         self.sharpness: float | None = None  # of coupled drafts, as last predicted to be the best
         # what the engine with the most timings has learnt of rounds, as it reports it
@@ -168,15 +170,10 @@ class Learning:
         learnt = [report["learnt"] for report in reports if report.get("learnt")]
         if learnt:
             self.learnt = max(learnt, key=lambda state: sum(state["times"]["timings"]))
-        drafting = [stats for stats in rounds if stats.config.num_steps and sum(stats.accepted)]
-        if drafting:
-            self.last = Acceptance(self.acceptance.depth)
-            for stats in drafting:
-                self.last.observe_histogram(stats.config.num_steps, stats.accepted, 0)
         for stats in rounds:
             if stats.config.num_steps:
                 self.acceptance.observe_histogram(
-                    stats.config.num_steps, stats.accepted, stats.rounds
+                    stats.config.num_steps, stats.histogram, stats.rounds
                 )
             else:
                 self.acceptance.observe_histogram(0, [], stats.rounds)  # earlier observations fade
@@ -212,7 +209,6 @@ class Learning:
         """Return the state for a checkpoint, as JSON."""
         return {
             "acceptance": self.acceptance.to_json(),
-            "last": self.last and self.last.to_json(),
             "prediction": self.prediction and self.prediction.sums(),
             "sharpness": self.sharpness,
             "learnt": self.learnt,
@@ -232,8 +228,6 @@ class Learning:
             self.acceptance = Acceptance.from_json(state["acceptance"])
         self.sharpness = state.get("sharpness")
         self.learnt = state.get("learnt")
-        if state.get("last"):
-            self.last = Acceptance.from_json(state["last"])
         if state.get("prediction"):
             self.prediction = Prediction.of_sums(*state["prediction"])
         return lost
@@ -248,15 +242,14 @@ class Learning:
     def _errors(self, rounds: Sequence[RoundStats]) -> dict[str, float]:
         """Compare what was expected of this rollout with its rounds. Returns `predict/…` metrics.
 
-        Only rounds of predicted step counts count. `predict/last_value_error` is the error of assuming the last
-        rollout's rates.
+        Only rounds of predicted step counts count.
         """
         if self.prediction is None:
             return {}
-        observed: dict[int, list[tuple[int, ...]]] = {}
+        observed: dict[int, list[tuple[float, ...]]] = {}
         for stats in rounds:
             if stats.config.num_steps in self.prediction.steps and any(stats.accepted):
-                observed.setdefault(stats.config.num_steps, []).append(stats.accepted)
+                observed.setdefault(stats.config.num_steps, []).append(stats.histogram)
         if not observed:
             return {}
         histograms = {k: pooled(found) for k, found in observed.items()}
@@ -264,16 +257,12 @@ class Learning:
         seen = accept_length(pooled(histograms.values()))
         by_trainer = {k: self.prediction.tokens_per_round(k) for k in requests}
         expected = _mean(self._expected(self.prediction), requests)
-        metrics = {
+        return {
             "predict/predicted_tokens": expected,
             "predict/trainer_tokens": _mean(by_trainer, requests),
             "predict/observed_tokens": seen,
             "predict/error": expected - seen,
         }
-        if self.last is not None:
-            again = {k: expected_tokens(SpecConfig(k), self.last.rates) for k in requests}
-            metrics["predict/last_value_error"] = _mean(again, requests) - seen
-        return metrics
 
     def _metrics(
         self, rounds: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]], delivered: float
@@ -296,6 +285,11 @@ class Learning:
         drafting = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
         if any(drafting):  # `rollout/accept_length` counts rounds that drafted nothing, too, as 1
             values["spec/verified_tokens"] = accept_length(drafting)
+        verified = sum(stats.verified for stats in rounds)
+        if verified:
+            accepted = float(drafting @ np.arange(len(drafting)))
+            values["spec/verified_drafts"] = verified / float(drafting.sum())
+            values["spec/accepted_share"] = accepted / verified
         if (found := self.saved(rounds, delivered)) is not None:
             values["spec/saved_seconds"] = (found.plain_ms - found.ms) / 1e3
         decided = [report for report in reports if report.get("predicted_ms")]
@@ -320,10 +314,17 @@ def _plain_over(times: RoundTimes, stats: RoundStats) -> float | None:
         return None
     off = times.candidates.index(OFF)
     drafting = times.candidates.index(stats.config)
-    ms = times.ms(stats.batch, stats.context_tokens or stats.batch)
+    context = stats.context_tokens or stats.batch
+    ms = times.ms(stats.batch, context)
     if times.errors(drafting)[off] > KNOWN:
         return None
-    return ms[off] / ms[drafting]
+    took = ms[drafting]
+    if stats.if_all:
+        drafts = stats.verified / sum(stats.accepted)
+        took = max(
+            float(times.uneven(drafting, stats.batch, context, np.array([drafts]))[0]), ms[off]
+        )
+    return ms[off] / took
 
 
 def delivered_share(rounds: Sequence[RoundStats], delivered: float) -> float:

@@ -49,10 +49,20 @@ class Work(NamedTuple):
     step: np.ndarray
 
     @classmethod
-    def of(cls, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray) -> Work:
-        """Describe a round of each of `configs [n]`, or of the only one, at `batch` and `context` `[..., n]`."""
+    def of(
+        cls,
+        configs: Sequence[SpecConfig],
+        batch: np.ndarray,
+        context: np.ndarray,
+        drafts: np.ndarray | None = None,
+    ) -> Work:
+        """Describe a round of each of `configs [n]`, or of the only one, at `batch` and `context` `[..., n]`.
+
+        drafts  [n] that a request verifies on average; None: all
+        """
+        nodes = np.array([config.num_draft_tokens or 1 for config in configs])
         return cls(
-            batch * np.array([config.num_draft_tokens or 1 for config in configs]),
+            batch * (nodes if drafts is None else 1 + drafts),
             context,
             np.array([0.0 if config.off else 1.0 for config in configs]),
             np.array([max(config.num_steps - 1, 0) for config in configs]),
@@ -237,11 +247,18 @@ class Roofline:
         return (reading**4 + computing**4) ** 0.25
 
     def grid(
-        self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray
+        self,
+        configs: Sequence[SpecConfig],
+        batch: np.ndarray,
+        context: np.ndarray,
+        drafts: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Compute ms of a round, `[configs, *broadcast(batch, context)]` (docs/design.md, Round cost)."""
+        """Compute ms of a round, `[configs, *broadcast(batch, context)]` (docs/design.md, Round cost).
+
+        drafts  `[configs]`, or `[n]` for one configuration: that a request verifies on average; None: all
+        """
         batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
-        work = Work.of(configs, batch[..., None], context[..., None])
+        work = Work.of(configs, batch[..., None], context[..., None], drafts)
         verify = self.target_ms(work.verified, work.context)
         step = self.drafter * self.target_ms(work.step, work.context) + self.pass_ms
         drafting = work.drafts * (self.drafter * verify + self.pass_ms) + work.passes * step

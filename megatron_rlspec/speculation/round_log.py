@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import TypeVar
 
 from megatron_rlspec.types import RoundStats, SpecConfig
 
+Number = TypeVar("Number", int, float)
 RECENT = 8192  # rounds that are kept singly, for medians
 
 
@@ -18,6 +20,8 @@ class _Sum:
     ms: float = 0.0
     context: int = 0
     accepted: list[int] = field(default_factory=list)
+    verified: int = 0
+    if_all: list[float] = field(default_factory=list)
 
 
 class RoundLog:
@@ -34,13 +38,18 @@ class RoundLog:
         context: int,
         ms: float | None,
         accepted: Sequence[int],
+        verified: int = 0,
+        if_all: Sequence[float] = (),
     ) -> None:
         """Add a round. Without `ms` it counts for acceptance, not for time.
 
-        accepted  requests that accepted 0, 1, ... drafts
+        accepted          requests that accepted 0, 1, ... drafts
+        verified, if_all  as in `RoundStats`
         """
         self._recent.append((config, batch, context, ms))
         total = self.count(config, batch, accepted)
+        total.verified += verified
+        total.if_all = _sums(total.if_all, if_all)
         if ms is not None:
             total.rounds += 1
             total.ms += ms
@@ -49,22 +58,35 @@ class RoundLog:
     def count(self, config: SpecConfig, batch: int, accepted: Sequence[int]) -> _Sum:
         """Add to the accepted drafts alone."""
         total = self._sums.setdefault((config, batch), _Sum())
-        total.accepted = [a + b for a, b in zip_longest(total.accepted, accepted, fillvalue=0)]
+        total.accepted = _sums(total.accepted, accepted)
         return total
 
     def take(self) -> list[RoundStats]:
         """Return and forget the sums, by configuration and batch."""
         sums, self._sums = self._sums, {}
-        found = []
-        for (config, batch), one in sums.items():
-            context = one.context // max(one.rounds, 1)
-            found.append(
-                RoundStats(config, batch, context, one.rounds, one.ms, tuple(one.accepted))
+        stats = []
+        for (config, batch), total in sums.items():
+            stats.append(
+                RoundStats(
+                    config,
+                    batch,
+                    total.context // max(total.rounds, 1),
+                    total.rounds,
+                    total.ms,
+                    tuple(total.accepted),
+                    total.verified,
+                    tuple(total.if_all),
+                )
             )
-        return found
+        return stats
 
     def take_recent(self) -> list[tuple[SpecConfig, int, int, float | None]]:
         """Return and forget the newest rounds."""
         found = list(self._recent)
         self._recent.clear()
         return found
+
+
+def _sums(first: Sequence[Number], second: Sequence[Number]) -> list[Number]:
+    """Add two histograms of different lengths."""
+    return [x + y for x, y in zip_longest(first, second, fillvalue=0)]  # type: ignore[type-var]

@@ -75,10 +75,33 @@ class RoundTimes:
         self._first_of_pair: float | None = None
         self._learnt_last = (-1, -1)  # octave and index of the last timing that counted
         self._rows: dict[tuple[int, int], list[float]] = {}
+        self._verified: np.ndarray | None = None
         self._off = self.candidates.index(OFF) if OFF in self.candidates else -1
         # What follows from the estimates at the present batch size, until they change.
         self._factors: list[float] = []
         self._errors: dict[int, list[float]] = {}
+
+    def verify(self, drafts: Sequence[float]) -> None:
+        """From now on rounds of each candidate verify so many drafts of a request, on average."""
+        self._verified = np.array(drafts)
+        self._rows.clear()
+
+    def uneven(
+        self, candidate: int, batch: int, context_tokens: int, drafts: np.ndarray
+    ) -> np.ndarray:
+        """Return ms of rounds of a candidate that verify `drafts [n]` of a request on average, as `ms` does."""
+        self.enter(batch)
+        mean, _ = self.octaves[self._octave]
+        return math.exp(mean[1 + candidate]) * self._uneven(
+            self.candidates[candidate], batch, context_tokens, drafts
+        )
+
+    def _uneven(
+        self, config: SpecConfig, batch: int, context_tokens: int, drafts: np.ndarray
+    ) -> np.ndarray:
+        if isinstance(self.cost, CostTable):
+            raise ValueError("a cost table does not tell drafting from verifying")
+        return self.cost.grid([config], np.array(batch), np.array(context_tokens), drafts)
 
     def enter(self, batch: int) -> None:
         """Go to this batch size, before its estimates are read. The state of the nearest known one is the first."""
@@ -131,8 +154,17 @@ class RoundTimes:
         column = covariance[0] + covariance[1 + candidate]
         return bool(column[0] + column[1 + candidate] < 0.25)
 
-    def timed(self, config: SpecConfig, batch: int, context_tokens: int, ms: float | None) -> None:
+    def timed(
+        self,
+        config: SpecConfig,
+        batch: int,
+        context_tokens: int,
+        ms: float | None,
+        drafts: float | None = None,
+    ) -> None:
         """Learn from the duration of a round; None if other work is in it.
+
+        drafts  that it verified of a request, on average; None: all
 
         The first round after another configuration does not count. Of two rounds in a row the shorter one counts,
         because interruptions only lengthen a round.
@@ -142,7 +174,11 @@ class RoundTimes:
             self._first_of_pair = None
             return
         i = self.candidates.index(config)
-        log_ms = math.log(ms / self._cost_of(batch, context_tokens)[i])
+        if drafts is None:
+            cost = self._cost_of(batch, context_tokens)[i]
+        else:
+            cost = self._uneven(config, batch, context_tokens, np.array([drafts]))[0]
+        log_ms = math.log(ms / cost)
         if self._first_of_pair is None:
             self._first_of_pair = log_ms
             return
@@ -240,7 +276,11 @@ class RoundTimes:
         row = self._rows.get((batch, quarter))
         if row is None:
             context = batch * 2 ** (quarter / 4)
-            row = self.cost.grid(self.candidates, np.array(batch), np.array(context)).tolist()
+            place = np.array(batch), np.array(context)
+            if self._verified is None or isinstance(self.cost, CostTable):
+                row = self.cost.grid(self.candidates, *place).tolist()
+            else:
+                row = self.cost.grid(self.candidates, *place, self._verified).tolist()
             self._rows[batch, quarter] = row
         return row
 

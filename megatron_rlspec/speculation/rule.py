@@ -19,10 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from megatron_rlspec.speculation.acceptance import Acceptance, histogram_of
 from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.ragged import Plan, Selection
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.round_times import Cost, RoundTimes
 from megatron_rlspec.speculation.trials import CHANGE, Situation, Trials
@@ -33,6 +37,7 @@ CATCH_UP = 0.1  # part of the time of catching up that staying off must have los
 CAUTION = 0.2  # errors by which more drafts must be ahead
 MOST_CATCH_UP = 0.25  # part of a round that can be measured and taken off
 PUSH = 10  # rounds without drafts for which a push of weights counts
+REPLAN = 32  # rounds for which the thresholds of a ragged rule stay
 
 
 @dataclass
@@ -56,6 +61,8 @@ class SpecRule:
     forecast    acceptance a_1, a_2, ... that the trainer predicts for new weights. A configuration that pays off by it
                 is tried at once, and only once
     learn       whether `timed` corrects the cost. Then candidates are also tried to time them
+    ragged      whether rounds verify of each request the drafts worth it (`ragged.py`). The engine then calls `lengths`
+                between drafting and verifying. It needs a `Roofline`: a table does not tell drafting from verifying
     catch_up    after `choose`: the requests whose drafter must read what it missed before the round; those that missed
                 least
     """
@@ -69,6 +76,7 @@ class SpecRule:
         acceptance: Acceptance | None = None,
         forecast: Sequence[float] | None = None,
         learn: bool = True,
+        ragged: bool = False,
     ) -> None:
         if (cost is None) == (schedule is None):
             raise ValueError("speculation rule: expected either a cost or a schedule")
@@ -81,6 +89,13 @@ class SpecRule:
             raise ValueError(
                 f"acceptance holds {self.acceptance.depth} depths, but a candidate drafts {deepest}"
             )
+        if ragged and not isinstance(cost, Roofline):
+            raise ValueError("speculation rule: ragged needs a roofline")
+        self.selection = Selection(max(deepest, 1)) if ragged else None
+        self._plans: list[Plan] = []  # of each candidate
+        self._threshold = 0.0  # of the round just chosen
+        self._planned = (-1, -1)  # batch and context that the plans are for, as octaves
+        self._since_plan = 0
         self.cost = cost
         self.schedule = schedule
         self.learns = learn and cost is not None
@@ -134,6 +149,8 @@ class SpecRule:
         def catch_up_ms(requests: int) -> float:
             return per_token * missed_tokens(requests)
 
+        if self.selection is not None:
+            self._plan(self.selection, batch, context_tokens)
         ms = self.times.ms(batch, context_tokens)
         rates = self._rates(batch, ms)
         self._follow(batch, ms, rates, catch_up_ms)
@@ -142,7 +159,10 @@ class SpecRule:
         chosen = self.trials.next(now)
         tries = chosen >= 0
         drafting = min(self.trials.requests, batch) if tries else batch
-        config = self.candidates[chosen if tries else self._incumbent]
+        chosen = chosen if tries else self._incumbent
+        config = self.candidates[chosen]
+        if self._plans:
+            self._threshold = self._plans[chosen].threshold
         reading = 0 if config.off else missed_tokens(drafting)
         self._catching_up = reading > 0
         self._missed_rounds = self._missed_rounds + 1 if config.off else 0
@@ -150,14 +170,33 @@ class SpecRule:
         self._account(now, config, drafting, per_token * reading, tries)
         return config
 
-    def observe(self, config: SpecConfig, accepted: Sequence[int], others: int = 0) -> None:
+    def lengths(self, logq: np.ndarray) -> np.ndarray:
+        """Return how many drafts [B] of each request to verify, by the drafter's log-probabilities [B, k] of them."""
+        assert self.selection is not None
+        return self.selection.lengths(logq, self._threshold)
+
+    def observe(
+        self,
+        config: SpecConfig,
+        accepted: Sequence[int],
+        others: int = 0,
+        verified: Sequence[int] | None = None,
+    ) -> Sequence[float]:
         """Learn how many drafts each request accepted in a round of `config`; it may come some rounds late.
 
-        others  requests of the round for which the drafter had not caught up
+        others    requests of the round for which the drafter had not caught up
+        verified  drafts of each request that were verified, by `lengths`; None: all
+
+        Returns how many requests accept 0, 1, ... drafts if all are verified.
         """
         if config.num_steps == 0 or not accepted:
-            return
-        histogram = histogram_of(config.num_steps, accepted)
+            return []
+        histogram: Sequence[float]
+        if self.selection is None or verified is None:
+            histogram = histogram_of(config.num_steps, accepted)
+        else:
+            seen = self.selection.observe(np.array(verified), np.array(accepted))
+            histogram = seen.tolist()
         changed = self.trials.changed
         if changed > CHANGE:
             # Older observations say no more than this.
@@ -165,6 +204,7 @@ class SpecRule:
         rounds = max(self.trials.unseen, 1)
         self.acceptance.observe_histogram(config.num_steps, histogram, rounds)
         self.trials.unseen = 0
+        return histogram
 
     def timed(
         self,
@@ -173,9 +213,11 @@ class SpecRule:
         context_tokens: int,
         ms: float,
         caught_up_ms: float | None = None,
+        drafts: float | None = None,
     ) -> None:
         """Learn the duration of a round without a prefill. All tensor-parallel ranks must pass the same.
 
+        drafts        that it verified of a request, on average; None: all
         caught_up_ms  how long the drafter caught up in it; None: not measured. A round does not count if that is not
                       known, or is a large part of it
         """
@@ -187,7 +229,7 @@ class SpecRule:
             decoding = None
         elif caught_up_ms is not None:
             decoding = ms - caught_up_ms if caught_up_ms < MOST_CATCH_UP * ms else None
-        self.times.timed(config, batch, context_tokens, decoding)
+        self.times.timed(config, batch, context_tokens, decoding, drafts)
 
     def limit(self, most_batch: Mapping[SpecConfig, int]) -> None:
         """Do not run these configurations above these batches, as by their captured graphs. Schedules ignore it."""
@@ -199,6 +241,8 @@ class SpecRule:
         Acceptance is that of the new weights, and not taken over. Trials come earlier, because old ones say less.
         """
         self.limit(former._most_batch)
+        if self.selection is not None and former.selection is not None:
+            self.selection.inherit(former.selection)
         if not self.times.take_over(former.times):
             return
         self.trials.inherit(former.trials, PUSH)
@@ -225,13 +269,34 @@ class SpecRule:
 
     # Decisions
 
+    def _plan(self, selection: Selection, batch: int, context_tokens: int) -> None:
+        """Find the threshold of each candidate, if the last plans are old or for another batch."""
+        place = round(4 * math.log2(batch)), round(math.log2(max(context_tokens / batch, 1.0)))
+        self._since_plan += 1
+        if place == self._planned and self._since_plan < REPLAN:
+            return
+        self._planned = place
+        self._since_plan = 0
+        self._plans = []
+        for i, config in enumerate(self.candidates):
+            plan = Plan(0.0, 0.0, 1.0)
+            if config.num_steps:
+                ms = partial(self.times.uneven, i, batch, context_tokens)
+                plan = selection.plan(config.num_steps, ms)
+            self._plans.append(plan)
+        self.times.verify([plan.verified for plan in self._plans])
+
+    def _tokens(self, candidate: int) -> float:
+        """Return the tokens that a request gets in a round of a candidate."""
+        tokens = self.acceptance.totals[self.candidates[candidate].num_steps]
+        return tokens * self._plans[candidate].share if self._plans else tokens
+
     def _rates(self, batch: int, ms: Sequence[float]) -> list[float]:
         """Return tokens per ms of one request under each candidate; 0 where it must not run."""
-        totals = self.acceptance.totals
         rates = []
-        for config, duration in zip(self.candidates, ms, strict=True):
+        for i, config in enumerate(self.candidates):
             allowed = batch <= self._most_batch.get(config, batch)
-            rates.append(totals[config.num_steps] / duration if allowed else 0.0)
+            rates.append(self._tokens(i) / ms[i] if allowed else 0.0)
         return rates
 
     def _follow(
@@ -291,8 +356,9 @@ class SpecRule:
     ) -> None:
         tally = self._tally
         self._count(config)
-        ms = now.ms[self.candidates.index(config)]
-        tokens = now.batch + drafting * (self.acceptance.totals[config.num_steps] - 1.0)
+        candidate = self.candidates.index(config)
+        ms = now.ms[candidate]
+        tokens = now.batch + drafting * (self._tokens(candidate) - 1.0)
         lost_ms = ms - tokens / (now.batch * max(now.rates))
         tally.ms += ms
         tally.lost_ms += lost_ms
@@ -312,6 +378,7 @@ class SpecRule:
             "acceptance": self.acceptance.to_json(),
             "forecast": self.trials.forecast,
             "learn": self.trials.learn,
+            "ragged": self.selection is not None,
         }
         if self.schedule is not None:
             return data | {"schedule": self.schedule.to_json()}
@@ -325,8 +392,8 @@ class SpecRule:
 
         Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and one of `table`, `roofline` and
         `schedule`. `table` is a path or a table's own JSON; `tp` selects one tensor-parallel size of it. Optional:
-        `acceptance`, `forecast`, `learn`, and `learnt` (as `report` returns it), which counts if it is of the same cost
-        and candidates.
+        `acceptance`, `forecast`, `learn`, `ragged`, and `learnt` (as `report` returns it), which counts if it is of the
+        same cost and candidates.
         """
         unknown = set(data) - _KEYS
         if unknown:
@@ -343,6 +410,7 @@ class SpecRule:
             acceptance=None if acceptance is None else Acceptance.from_json(acceptance),
             forecast=data.get("forecast"),
             learn=data.get("learn", True),
+            ragged=data.get("ragged", False),
         )
         if rule.cost is not None and data.get("learnt") is not None:
             rule._restore(data["learnt"])
@@ -358,7 +426,7 @@ class SpecRule:
 
 _NO_COST = Roofline(1.0, 0.0, 0.0, 0.0)
 _COSTS = ("table", "roofline", "schedule")
-_KEYS = {"candidates", "acceptance", "forecast", "learn", "learnt", "tp", *_COSTS}
+_KEYS = {"candidates", "acceptance", "forecast", "learn", "learnt", "ragged", "tp", *_COSTS}
 
 
 def _cost_or_schedule(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -380,8 +448,6 @@ def _check_candidates(candidates: Sequence[SpecConfig]) -> int:
     """Return the most draft steps of a candidate. Raises ValueError."""
     if not candidates:
         raise ValueError("candidates must not be empty")
-    if len({config.topk for config in candidates if config.num_steps > 0}) > 1:
-        raise ValueError(
-            f"candidates {[str(c) for c in candidates]} mix topk, which no engine changes while running"
-        )
+    if any(config.topk > 1 for config in candidates):
+        raise ValueError(f"candidates {[str(c) for c in candidates]}: a rule chooses among chains")
     return max(config.num_steps for config in candidates)

@@ -18,7 +18,7 @@ class Known:
 
     def __init__(self, most_tokens=200_000, noise=0.02):
         self.noise = noise
-        configs = [[c.num_steps, c.topk, c.num_draft_tokens] for c in CONFIGS]
+        configs = [list(c.numbers) for c in CONFIGS]
         self.description = {"speculative": True, "max_total_tokens": most_tokens, "max_running_requests": 256}
         self.description["configs"] = configs
         self.schedule = SpecSchedule.fixed(OFF)

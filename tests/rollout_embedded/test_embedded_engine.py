@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.extensions.trees.tree import TreeBudget
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.embedded import draft
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
@@ -425,22 +424,6 @@ def test_callers_share_rounds(model):
     assert max(r.batch for r in engine.stats()) == 16
 
 
-def test_a_budget_verifies_what_pays_and_learns_from_it(model):
-    """Where tokens are dear from 24 on, a round verifies no more; F moves to what is accepted."""
-    budget, widths = TreeBudget(lambda b, c, v: 1.0 + 0.001 * v + 1.0 * (v > 24)), []
-    before = budget.acceptance(np.linspace(-4, 0, 20))
-    engine = oracle.engine_of(*model, SpecConfig(4, 3), budget=budget)
-    inner = engine.model.target
-    engine.model.target = lambda tokens, plan, kv: widths.append(len(tokens)) or inner(tokens, plan, kv)
-    engine.generate(oracle.requests(PROMPTS[3:], group=8), Sampling(max_new_tokens=40, ignore_eos=True))
-    accepted = sum(i * n for stats in engine.stats() for i, n in enumerate(stats.accepted))
-    rounds = widths[1:]  # the first pass is the prefill
-    assert max(rounds) == 24 and min(rounds) >= 1
-    assert not np.allclose(budget.acceptance(np.linspace(-4, 0, 20)), before, atol=0.05)
-    assert budget.acceptance.counts[1].sum() == accepted
-    assert budget.acceptance.counts[0].sum() > 100
-
-
 def test_what_the_engine_refuses(model):
     config, tensors = model
     engine = oracle.engine_of(config, tensors, verifier="rejection")
@@ -448,8 +431,8 @@ def test_what_the_engine_refuses(model):
         engine.set_schedule(SpecSchedule.fixed(SpecConfig(2, 2)))
     with pytest.raises(ValueError, match="verifier='positions'; known: "):
         oracle.engine_of(config, tensors, verifier="positions")
-    with pytest.raises(ValueError, match="a tree budget is not lossless with verifier=rejection"):
-        oracle.engine_of(config, tensors, verifier="rejection", budget=TreeBudget(lambda b, c, v: 1.0))
+    with pytest.raises(EngineError, match="a ragged rule is not lossless with verifier=rejection"):
+        engine.set_spec_rule({"roofline": Roofline.of_layers(2).to_json(), "ragged": True})
     with pytest.raises(EngineError, match="max_draft_tokens >= 101"):
         engine.set_schedule(SpecSchedule.fixed(SpecConfig(100)))
     plain = {k: v for k, v in tensors.items() if "mtp" not in k}

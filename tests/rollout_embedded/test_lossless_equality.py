@@ -11,7 +11,8 @@ import pytest
 import torch
 from lossless_tools import Target
 
-from megatron_rlspec.extensions.trees.tree import TreeBudget
+from megatron_rlspec.rollout.embedded import verify
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
 torch.set_num_threads(1)
@@ -36,8 +37,7 @@ VARIATIONS = {
     "tree": SpecConfig(3, 3, 8),
     "wide tree": SpecConfig(4, 4, 20),
     "switching": SWITCHING,
-    "trees of any size": (SpecConfig(3, 3), {"budget": True}),
-    "chains of any length": (SpecConfig(5), {"budget": True}),
+    "uneven": (SpecConfig(5), {"uneven": True}),
     "no shared prefix": (SpecConfig(3), {"share_prefix": False}),
     "few rows": (SpecConfig(2, 2), {"max_running_requests": 3}),
     "put back": (SpecConfig(3), {"max_total_tokens": 400}),
@@ -48,6 +48,18 @@ SAMPLINGS = {
     "filtered": Sampling(max_new_tokens=24, temperature=0.9, top_p=0.8, top_k=12, min_p=0.05),
     "greedy": Sampling(max_new_tokens=24, temperature=0.0),
 }
+
+
+class Uneven:
+    """Verifies other numbers of drafts of each request in every round, often none."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(5)
+
+    def lengths(self, logq):
+        return self.rng.integers(-1, logq.shape[1] + 1, len(logq)).clip(0)
+
+
 THOUSAND: dict[str, dict[str, list[int]]] = {}  # plain texts, drawn once
 
 
@@ -75,10 +87,11 @@ def plain(model, requests, sampling):
 
 def vary(model, name, requests, sampling):
     spec = VARIATIONS[name]
-    spec, options = spec if isinstance(spec, tuple) else (spec, {})
-    if "budget" in options:
-        options = {"budget": TreeBudget(lambda b, c, v: 1 + 0.01 * v + 0.02 * max(0, v - 150))}
+    spec, options = (spec[0], dict(spec[1])) if isinstance(spec, tuple) else (spec, {})
+    uneven = options.pop("uneven", False)
     engine = oracle.engine_of(*model, spec, **options)
+    if uneven:
+        engine.rounds.selection = Uneven()
     got = texts(engine, requests, sampling)
     accepted = np.zeros(8)
     for stat in engine.stats():
@@ -95,6 +108,26 @@ def test_no_schedule_shows_in_the_text(model, sampling):
         got, accepted = vary(model, name, requests, SAMPLINGS[sampling])
         assert got == expected, name
         assert name == "k0" or accepted[1:].sum() > 0.2 * accepted.sum(), f"{name}: hardly anything was accepted"
+
+
+@pytest.mark.parametrize("sampling", ["plain", "filtered", "greedy"])
+def test_a_rule_that_chooses_drafts_shows_in_no_text(model, sampling):
+    """Under costs at which few drafts are worth it, and under others; while it learns, and after a push."""
+    requests = wanted(40, seed=6)
+    expected = plain(model, requests, SAMPLINGS[sampling])
+    engine = oracle.engine_of(*model, SpecConfig(3))
+    verified = []
+    for ridge in (4.0, 64.0):
+        rule = {"roofline": Roofline.of_layers(12, ridge).to_json(), "ragged": True}
+        engine.set_spec_rule(rule | {"candidates": [[3, 1, 4], [5, 1, 6]], "learn": False})
+        for _ in range(2):
+            assert texts(engine, requests, SAMPLINGS[sampling]) == expected
+        drafted = [stats for stats in engine.stats() if stats.config.num_steps]
+        requests_of = sum(sum(stats.accepted) for stats in drafted)
+        for stats in drafted:
+            assert sum(stats.if_all) == pytest.approx(sum(stats.accepted))
+        verified.append(sum(stats.verified for stats in drafted) / requests_of)
+    assert verified[0] < verified[1] - 0.3, verified
 
 
 @pytest.mark.parametrize(("name", "sampling"), [("tree", "plain"), ("switching", "filtered"), ("k3", "greedy")])
@@ -149,3 +182,25 @@ def test_the_equality_can_fail(model):
     expected = plain(model, requests, SAMPLINGS["plain"])
     engine = oracle.engine_of(*model, SpecConfig(3), verifier="target_only")
     assert texts(engine, requests, SAMPLINGS["plain"]) != expected
+
+
+@pytest.mark.parametrize("none", [True, False], ids=["a row that verifies none", "a short row"])
+def test_one_draft_too_many_of_a_row_is_seen(model, monkeypatch, none):
+    """The equality finds a draft that counts as accepted and was not verified."""
+    real = verify.walk
+
+    def walk(tokens, parents, valid, targets):
+        path, accepted = real(tokens, parents, valid, targets)
+        path = np.pad(path, ((0, 0), (0, 1)), mode="edge")
+        verified = valid.sum(1) - 1
+        wrong = (accepted == verified) & (verified < tokens.shape[1] - 1) & ((verified == 0) == none)
+        for row in np.flatnonzero(wrong):
+            accepted[row] += 1
+            node = path[row, accepted[row]] = accepted[row]
+            targets[row, node] = tokens[row, node]
+        return path, accepted
+
+    monkeypatch.setattr(verify, "walk", walk)
+    requests = wanted(12)
+    expected = plain(model, requests, SAMPLINGS["plain"])
+    assert vary(model, "uneven", requests, SAMPLINGS["plain"])[0] != expected

@@ -14,7 +14,6 @@ import pytest
 import torch
 from lossless_tools import Enumeration, Target, total_variation
 
-from megatron_rlspec.extensions.trees.tree import TreeBudget
 from megatron_rlspec.rollout.embedded import verify
 from megatron_rlspec.types import OFF, Sampling, SpecConfig
 
@@ -117,12 +116,18 @@ def test_a_top_k_that_keeps_one_token_more_is_seen(model, monkeypatch, verifier)
         check(model, first_blocks(engine, Enumeration(monkeypatch), TOP_K), TOP_K, 3)
 
 
-def test_trees_cut_by_a_budget(model, monkeypatch):
-    """Chosen by the drafter's scores, and differently in every round; F learns from round to round."""
-    budget = TreeBudget(lambda samples, context, verified: 1.0 + 0.12 * verified)
-    engine = oracle.engine_of(*model, SpecConfig(3, 2), verifier="target_only", budget=budget)
+class ByProbability:
+    """Verifies drafts while the product of q is above 0.2, as a learnt selection does by its estimates."""
+
+    def lengths(self, logq):
+        return (np.cumsum(logq, 1) > np.log(0.2)).sum(1)
+
+
+def test_chains_cut_by_the_drafters_probabilities(model, monkeypatch):
+    engine = oracle.engine_of(*model, SpecConfig(3), verifier="target_only")
+    engine.rounds.selection = ByProbability()
     blocks = first_blocks(engine, Enumeration(monkeypatch), PLAIN)
-    assert 2 <= max(len(b) for b in blocks) <= 4
+    assert 2 <= max(len(b) for b in blocks) < 4
     check(model, blocks, PLAIN, 4)
 
 

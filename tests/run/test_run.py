@@ -68,7 +68,7 @@ def test_the_embedded_engine_draws_sglangs_text(whole, start, tmp_path):
     """With the same seeds and verifier, the first rollout has the same text as SGLang's, and so the same reward."""
     embedded = {"train__steps": 1, "rollout__engine": "embedded", "spec__mode": "fixed", "algorithm__tis_clip": 0}
     run(start, tmp_path / "chains", **embedded, drafter__vocabulary=16)
-    run(start, tmp_path / "trees", **embedded, spec__topk=2, spec__tree_budget="sample")
+    run(start, tmp_path / "trees", **embedded, spec__topk=2)
     chains, trees, theirs = (
         read_records(folder / "metrics.jsonl")[0] for folder in (tmp_path / "chains", tmp_path / "trees", whole)
     )

@@ -39,15 +39,6 @@ def test_expected_tokens_equal_a_simulated_mean():
     assert expected_tokens(SpecConfig(6), [0.5]) == pytest.approx(sum(0.5**i for i in range(7)))
 
 
-def test_a_tree_accepts_more_than_its_chain_and_less_than_certainty():
-    chain = expected_tokens(SpecConfig(3), TRUTH)
-    full = expected_tokens(SpecConfig(3, 4, 37), TRUTH)
-    pruned = [expected_tokens(SpecConfig(3, 4, n), TRUTH) for n in (4, 8, 16, 37)]
-    assert chain - 1e-9 <= pruned[0] < pruned[1] < pruned[2] < pruned[3] == full < 4
-    one_level = expected_tokens(SpecConfig(1, 2, 3), [0.6])
-    assert one_level == pytest.approx(1 + 0.6 + 0.4 * 0.4)
-
-
 def test_forgetting_follows_a_change():
     rng = np.random.default_rng(2)
     acceptance = remembering(2, 50)

@@ -236,7 +236,7 @@ def test_the_report_adds_up():
     [
         ({"colour": 1}, "unknown field 'colour'"),
         ({"schedule": {}}, "exactly one of"),
-        ({"candidates": [[1, 1, 2], [2, 2, 4]]}, "mix topk"),
+        ({"candidates": [[1, 1, 2], [2, 2, 4]]}, "among chains"),
     ],
 )
 def test_bad_data_gets_one_line(data, expected):

@@ -13,17 +13,16 @@ from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
+from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.extensions.migration.embedded.member import Member
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.plans.tp_planner import WIRE, SwitchCosts, TPPlanner
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.memory_estimate import token_bytes
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.start import (
     EmbeddedEngines,
     Kind,
-    MakeBudget,
     ServedEngines,
     embedded_of,
 )
@@ -33,13 +32,13 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
 
-def engines(budget: MakeBudget | None = None) -> dict[str, Kind]:
+def engines() -> dict[str, Kind]:
     """Return the kinds of engines by `rollout.engine`, as `rollout.start.engines`, with those of this extension."""
     return {
         "sglang": Kind(ServedEngines),
         "embedded": Kind(
-            lambda config, run_dir, layout: FleetEngines(config, budget),
-            lambda config: Follower(member(config, budget)).close,
+            lambda config, run_dir, layout: FleetEngines(config),
+            lambda config: Follower(member(config)).close,
         ),
     }
 
@@ -47,14 +46,14 @@ def engines(budget: MakeBudget | None = None) -> dict[str, Kind]:
 class FleetEngines(EmbeddedEngines):
     """The embedded engines of all ranks of a run, as one. See `rollout.start.StartingEngines`."""
 
-    def __init__(self, config: Config, budget: MakeBudget | None = None) -> None:
-        super().__init__(config, budget)
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self._fleet: Fleet | None = None
 
     def wait(self) -> Mapping[str, RolloutEngine]:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return super().wait()
-        self._fleet = Fleet(member(self._config, self._budget), self._config.tail.every)
+        self._fleet = Fleet(member(self._config), self._config.tail.every)
         return {"embedded": self._fleet}
 
     def close(self) -> None:
@@ -82,11 +81,11 @@ def _candidates(config: Config) -> list[SpecConfig]:
     return [config.spec.config()]
 
 
-def member(config: Config, budget: MakeBudget | None = None) -> Member:
+def member(config: Config) -> Member:
     """Return this rank's part of the fleet of embedded engines. All ranks call it."""
     hf_config = files.read_json(Path(config.model.path) / "config.json")
     ranks = Ranks()
-    engine = embedded_of(MigratableEmbeddedEngine, config, budget)
+    engine = embedded_of(MigratableEmbeddedEngine, config)
     sizes = None
     groups = Groups()
     for tp in config.tail.tp[1:]:

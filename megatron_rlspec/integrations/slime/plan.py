@@ -250,7 +250,7 @@ def _captured_graphs(given: Flags, candidates: Sequence[int], cost_table: str) -
 def _table_rule(cost_table: str, candidates: Sequence[int], gpus: int) -> dict[str, Any]:
     """Return the data of our rule in the engines. Raises CostTableError, or ConfigError if it could not read them."""
     table = CostTable.load(cost_table).of_engine(gpus)
-    configs = [[c.num_steps, c.topk, c.num_draft_tokens] for c in chains(candidates)]
+    configs = [list(c.numbers) for c in chains(candidates)]
     rule = {"table": cost_table, "candidates": configs}
     try:
         SpecRule.from_json(rule | {"tp": table.tps[0]})

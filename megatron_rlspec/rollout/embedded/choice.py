@@ -40,12 +40,6 @@ class ConfigChoice:
         """Return the schedule or rule of the next round."""
         return SpecSchedule.fixed(OFF) if self.held else self.chosen
 
-    @property
-    def draft_vocabulary(self) -> int:
-        """Return how many words drafts are chosen from; 0: all."""
-        ids = self.model.draft_ids
-        return 0 if ids is None else int((ids >= 0).sum())
-
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self.check(config for row in schedule.configs for config in row)
         self.chosen = schedule
@@ -55,11 +49,15 @@ class ConfigChoice:
 
         It takes over the probe budget of the rule before it, and the time of its next probe.
         """
-        own = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
+        own = [list(config.numbers) for config in self.candidates]
         given = {"candidates": own} | dict(data)
         given.pop("sharpness", None)  # of the drafts, and not a part of the choice
         rule = SpecRule.from_json(given)
         self.check(rule.candidates)
+        if rule.selection is not None and self.verifier == "rejection":
+            raise EngineError(
+                "embedded engine: a ragged rule is not lossless with verifier=rejection"
+            )
         if self.rule is not None:
             rule.inherit(self.rule)
         self.chosen = self.rule = rule
@@ -89,7 +87,7 @@ class ConfigChoice:
     def check(self, configs: Iterable[SpecConfig], words: int = 0) -> None:
         """Raise EngineError for a configuration that cannot run. `words`: of the draft vocabulary, if it changes."""
         arch = self.model.arch
-        words = words or self.draft_vocabulary or arch.vocab
+        words = words or self.model.draft_vocabulary or arch.vocab
         for config in configs:
             if config.topk > words:
                 raise EngineError(

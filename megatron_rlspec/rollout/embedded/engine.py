@@ -27,7 +27,7 @@ from megatron_rlspec.rollout.embedded.draft import Ahead
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, is_drafter
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
-from megatron_rlspec.rollout.embedded.rounds import Budget, RoundRunner
+from megatron_rlspec.rollout.embedded.rounds import RoundRunner
 from megatron_rlspec.rollout.embedded.scheduler import Scheduler
 from megatron_rlspec.speculation.acceptance import histogram_of
 from megatron_rlspec.speculation.round_log import RoundLog
@@ -63,8 +63,6 @@ class EmbeddedEngine:
     max_running_requests  samples that run at once
     max_length            tokens of a sample
     max_draft_tokens      nodes of a round
-    budget                chooses among drafted nodes; refused under rejection, which it would make lossy, because it
-                          chooses by the drafter's probabilities
     group                 the tensor-parallel group
     tokenizer             loads the model's, for stop strings
     ends                  token ids that end a text, beside those of config.json
@@ -85,7 +83,6 @@ class EmbeddedEngine:
         drafts: Drafts = "coupled",
         schedule: SpecSchedule | None = None,
         candidates: Sequence[SpecConfig] = CANDIDATES,
-        budget: Budget | None = None,
         max_running_requests: int = 256,
         max_total_tokens: int = 65536,
         max_length: int = 4096,
@@ -122,7 +119,7 @@ class EmbeddedEngine:
             self.model, max_running_requests, columns, max_total_tokens, share_prefix
         )
         self.rounds = RoundRunner(
-            self.cache, verifier, drafts, budget, prefill_chunk, sharpness_of(hf_config)
+            self.cache, verifier, drafts, prefill_chunk, sharpness_of(hf_config)
         )
         all_ends = {*self.arch.eos, *ends}
         self.scheduler = Scheduler(self.cache, self.rounds, max_length, all_ends, tokenizer)
@@ -231,6 +228,7 @@ class EmbeddedEngine:
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self.choice.set_schedule(schedule)
+        self.rounds.selection = None
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         with self._lock:
@@ -262,12 +260,12 @@ class EmbeddedEngine:
             "verifier": self.rounds.verifier,
             "drafts": "coupled" if self.rounds.coupled else "argmax",
             "sharpness": self.rounds.sharpness,
-            "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.choice.candidates],
+            "configs": [list(c.numbers) for c in self.choice.candidates],
             "speculative": bool(self.arch.draft_layers),
             "tensor_parallel": self.model.comm.size,
             "max_total_tokens": self.cache.total,
             "max_running_requests": self.max_running_requests,
-            "draft_vocabulary": self.choice.draft_vocabulary,
+            "draft_vocabulary": self.model.draft_vocabulary,
             "held": self.choice.held,
             "unnamed": "",
         }
@@ -360,27 +358,31 @@ class EmbeddedEngine:
         """
         rows = np.array([run.row for run in runs])
         drafting = self.rounds.can_draft(rows) | config.off
-        verified = self.rounds.verified
+        rule = chooser if isinstance(chooser, SpecRule) else None
+        if rule is not None:
+            self.rounds.selection = rule if rule.selection is not None else None
         committed = self.rounds.round(rows, config, ahead)
         took = (time.perf_counter() - began) * 1e3
-        accepted = [new.accepted for new, drafts in zip(committed, drafting, strict=True) if drafts]
-        if isinstance(chooser, SpecRule):
-            chooser.observe(config, accepted, len(rows) - len(accepted))
-            if chooser.learns and len(accepted) == len(rows) and timed:
-                chooser.timed(
-                    config, len(rows), context, self.model.comm.mean(took, self.model.device)
-                )
-        counts = histogram_of(config.num_steps, accepted)
+        drafted = [new for new, drafts in zip(committed, drafting, strict=True) if drafts]
+        accepted = [new.accepted for new in drafted]
+        verified = [new.verified for new in drafted]
+        lone = len(runs) - len(drafted)
+        if_all: Sequence[float] = ()
+        if rule is not None:
+            if_all = rule.observe(config, accepted, lone, verified)
+            if rule.learns and not lone and timed:
+                ms = self.model.comm.mean(took, self.model.device)
+                drafts = sum(verified) / len(verified) if self.rounds.selection else None
+                rule.timed(config, len(rows), context, ms, drafts=drafts)
         for run, new in zip(runs, committed, strict=True):
             status = run.commit(new, self.version, self.scheduler.limit(run))
             if status is not None:
                 self.scheduler.end(run, status)
         ms = (time.perf_counter() - began) * 1e3
-        if self.rounds.budget is not None and config.num_steps > 0:
-            self.rounds.budget.timed(len(runs), context, self.rounds.verified - verified, ms)
-        if lone := len(runs) - len(accepted):
+        if lone:
             self._log.count(OFF, lone, [lone])
-        self._log.add(config, len(runs), context, ms, counts)
+        counts = histogram_of(config.num_steps, accepted)
+        self._log.add(config, len(runs), context, ms, counts, sum(verified), if_all)
 
     def _agree(self) -> None:
         """Have all tensor-parallel ranks abort the same requests at the same round; one rank's wish is enough."""

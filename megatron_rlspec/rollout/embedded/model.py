@@ -6,8 +6,7 @@ A query heads and K key/value heads of this rank; D head dimension; V vocabulary
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -201,18 +200,6 @@ class Parameter(NamedTuple):
         """Return the blocks by name, as views."""
         return dict(zip(self.rows, self.fused.split(list(self.rows.values())), strict=True))
 
-    def resized(self, old: int, new: int) -> Parameter:
-        """Return an empty parameter for a rank of `new` instead of `old` tensor-parallel ranks."""
-        shape = [
-            size * old // new if dim == self.split else size
-            for dim, size in enumerate(self.fused.shape)
-        ]
-        rows = {
-            name: count * old // new if self.split == 0 else count
-            for name, count in self.rows.items()
-        }
-        return Parameter(self.fused.new_empty(shape), rows, self.split)
-
 
 class Decoder:
     """Parameters and forward passes. It knows no requests, sampling or speculation.
@@ -361,6 +348,11 @@ class Decoder:
             return self.logits(hidden)
         return self._logits(hidden, self.draft_head).masked_fill_(self.draft_ids < 0, float("-inf"))
 
+    @property
+    def draft_vocabulary(self) -> int:
+        """Return how many tokens drafts are chosen from; 0: all."""
+        return 0 if self.draft_ids is None else int((self.draft_ids >= 0).sum())
+
     def set_draft_vocabulary(self, words: torch.Tensor) -> None:
         """Choose drafts from `words [S]`. Raises ValueError for ids outside the vocabulary, and for a word twice."""
         if self.arch.taps:
@@ -508,47 +500,10 @@ class Decoder:
         fused = torch.zeros(shape, dtype=self.dtype, device=self.device)
         parameter = Parameter(fused, dict(rows), split)
         self.parameters.append(parameter)
-        self._name(parameter)
+        self.name_blocks(parameter)
         return fused
 
-    def _name(self, parameter: Parameter) -> None:
+    def name_blocks(self, parameter: Parameter) -> None:
         """Give every block of rows its Hugging Face name."""
         for name, view in parameter.blocks().items():
             self.tensors[name] = Shard(view, parameter.split)
-
-    def retile(
-        self,
-        comm: Solo | TensorParallel,
-        moved: Callable[[list[tuple[Parameter, Parameter]]], None],
-    ) -> None:
-        """Change to the tensor-parallel group `comm`, as many parameters at a time as are no larger than a layer.
-
-        `moved` fills this rank's new parts from pairs (old, new). Every reference to a parameter stays valid. The
-        largest parameters go while the model is small: first if it grows on a rank, last if it shrinks.
-        Raises ValueError for a size that does not divide the model; nothing has changed then.
-        """
-        self.arch.check_size(comm.size)
-        grows = comm.size < self.comm.size
-        split = [(index, old) for index, old in enumerate(self.parameters) if old.split is not None]
-        split.sort(key=lambda pair: pair[1].fused.numel(), reverse=grows)
-        layer = self.layers[0]
-        most = sum(x.numel() for x in (layer.qkv, layer.out, layer.gate_up, layer.down))
-        while split:
-            sizes = itertools.accumulate(old.fused.numel() for _, old in split)
-            count = max(1, sum(size <= most for size in sizes))
-            changes = [(old, old.resized(self.comm.size, comm.size)) for _, old in split[:count]]
-            moved(changes)
-            for (index, old), (_, new) in zip(split, changes, strict=False):
-                self.packed.forget(old.fused)
-                old.fused.data = new.fused
-                self.parameters[index] = new._replace(fused=old.fused)
-                self._name(self.parameters[index])
-            split = split[count:]
-        self.comm = comm
-        self.heads = self.arch.heads // comm.size
-        self.kv_heads = self.arch.kv_heads // comm.size
-        if self.arch.tied:
-            self.packed.forget(self.head)
-            self.head = self.embedding.chunk(comm.size)[comm.rank]
-        if self.draft_ids is not None and not self.arch.taps:
-            self.set_draft_vocabulary(self.draft_ids[self.draft_ids >= 0])

@@ -83,9 +83,3 @@ class ActiveRequest:
             accepted_spans=tuple(self.spans),
             draws=self.draws,
         )
-
-    def progress(self) -> tuple[str, int, int, float]:
-        """Return the first four fields of `RunningSample`. The round that drew the first token counts here."""
-        prompt = len(self.request.prompt.tokens)
-        accept = len(self.response) / (self.rounds + 1)
-        return self.request.id, prompt, prompt + len(self.response), accept

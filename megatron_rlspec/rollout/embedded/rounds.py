@@ -11,26 +11,17 @@ from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
 from megatron_rlspec.rollout.embedded.draft import Ahead
 from megatron_rlspec.rollout.embedded.verify import Committed
-from megatron_rlspec.speculation.acceptance import top
 from megatron_rlspec.types import OFF, SHARPNESS, Drafts, Sampling, SpecConfig, Verifier
 
 # temperature, top_p, top_k, min_p
 Knobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Budget(Protocol):
-    """Chooses which drafted candidates are verified; without one, the best of them by score."""
+class Selection(Protocol):
+    """Chooses how many drafts of each row's chain the target verifies; without one, it verifies all."""
 
-    def keep(
-        self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int
-    ) -> np.ndarray:
-        """Return the mask [B, M] of the candidates to verify: at most `limit` a row, each with its parents."""
-
-    def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
-        """Learn from verified nodes: their scores [N], and whether each was accepted [N]."""
-
-    def timed(self, samples: int, context_tokens: int, verified: int, ms: float) -> None:
-        """Learn the duration of a round in which the target verified `verified` tokens."""
+    def lengths(self, logq: np.ndarray) -> np.ndarray:
+        """Return the drafts [B] to verify of each row, by the drafter's log-probabilities [B, k]."""
 
 
 class Span(NamedTuple):
@@ -45,7 +36,9 @@ class Span(NamedTuple):
 class RoundRunner:
     """Runs prefills and decode rounds. They advance rows of `cache` in place.
 
-    Raises ValueError for an unknown verifier, and for one with which `budget` is not lossless.
+    Raises ValueError for an unknown verifier.
+
+    selection  must be None under rejection, which it would make lossy, because it chooses by the drafts' probabilities
     """
 
     def __init__(
@@ -53,22 +46,17 @@ class RoundRunner:
         cache: Cache,
         verifier: Verifier,
         drafts: Drafts,
-        budget: Budget | None,
         prefill_chunk: int,
         sharpness: float = SHARPNESS[0],
     ) -> None:
         if verifier not in get_args(Verifier):  # another name would run target_only
             raise ValueError(f"verifier={verifier!r}; known: {', '.join(get_args(Verifier))}")
-        if budget is not None and verifier == "rejection":
-            raise ValueError(
-                "a tree budget is not lossless with verifier=rejection; take position_keyed"
-            )
         self.cache = cache
         self.model = cache.model
         self.verifier = verifier
         self.coupled = drafts == "coupled" and verifier == "position_keyed"
         self.sharpness = sharpness
-        self.budget = budget
+        self.selection: Selection | None = None
         self.prefill_chunk = prefill_chunk
         rows = len(cache.length)
         self.temperature = np.zeros(rows)
@@ -78,7 +66,6 @@ class RoundRunner:
         self.seeds = np.zeros((rows, 5), np.int64)  # the result of `verify.streams`
         # noise keys that target_only and rejection have used so far
         self.draws = np.zeros(rows, np.int64)
-        self.verified = 0  # tokens that the target has verified so far
         # committed tokens at the start of the row's last round
         self.before = np.zeros(rows, np.int64)
 
@@ -166,7 +153,8 @@ class RoundRunner:
 
     def draft_only(self, rows: np.ndarray, config: SpecConfig) -> Ahead:
         """Draft for rows that have the drafter's keys only. `round` verifies the drafts, in the same step."""
-        tree, q = self._draft(rows, self._read(rows, self.columns(rows, config)), config)
+        read = self._read(rows, self.columns(rows, config))
+        tree, q = self._draft(rows, read, config, None)
         return Ahead(rows, tree, q)
 
     def round(
@@ -193,20 +181,16 @@ class RoundRunner:
         self.before[rows] = cache.length[rows]
         read = self._read(rows, self.columns(rows, config))
         tree, q = self._drafts(rows, read, config, ahead)
-        self.verified += int(tree.valid.sum())
         targets, logprobs = self._verify(rows, read, tree, q, chain=config.topk <= 1)
         path, accepted = verify.walk(tree.tokens, tree.parents, tree.valid, targets)
-        if self.budget is not None and tree.tokens.shape[1] > 1:
-            on_path = np.zeros(tree.valid.shape, bool)
-            np.put_along_axis(on_path, path, True, 1)
-            drafted = tree.valid & (tree.depth > 0)
-            self.budget.observe(tree.scores[drafted], on_path[drafted])
+        verified = tree.valid.sum(1) - 1
         committed = []
         for i, row in enumerate(rows.tolist()):
             count = int(accepted[i])
             nodes = path[i, : count + 1]
             cache.commit(row, targets[i, nodes], nodes, tree.tokens.shape[1])
-            committed.append(Committed(targets[i, nodes], logprobs[i, nodes], count))
+            new = Committed(targets[i, nodes], logprobs[i, nodes], count, int(verified[i]))
+            committed.append(new)
         return committed
 
     def _drafts(
@@ -214,18 +198,22 @@ class RoundRunner:
     ) -> tuple[draft.Tree, torch.Tensor | None]:
         """Return what `_draft` returns, with the drafts that the last rows have already."""
         if ahead is None:
-            return self._draft(rows, read, config)
+            return self._draft(rows, read, config, self.selection)
         fresh = len(rows) - len(ahead.rows)
         if not fresh:
             return ahead.tree, ahead.q
-        tree, q = self._draft(rows[:fresh], read[:fresh], config)
+        tree, q = self._draft(rows[:fresh], read[:fresh], config, self.selection)
         tree = draft.joined(tree, ahead.tree)
         if q is None or ahead.q is None:
             return tree, ahead.q
         return tree, torch.cat([q, ahead.q])
 
     def _draft(
-        self, rows: np.ndarray, read: torch.Tensor, config: SpecConfig
+        self,
+        rows: np.ndarray,
+        read: torch.Tensor,
+        config: SpecConfig,
+        selection: Selection | None,
     ) -> tuple[draft.Tree, torch.Tensor | None]:
         """Return the tree to verify and, under rejection, the drafter's probabilities q [B, num_steps, V]."""
         model = self.model
@@ -245,15 +233,14 @@ class RoundRunner:
             self._expand(rows, read, chain=config.topk == 1),
             self._pick(rows, config.topk, q),
         )
-        if config.topk == 1 and self.budget is None:
-            keep = np.ones(candidates.tokens.shape, bool)
+        scores = candidates.scores.float().cpu().numpy()
+        if config.topk > 1:
+            keep = top(scores, config.num_draft_tokens - 1)
         else:
-            scores = candidates.scores.float().cpu().numpy()
-            limit = config.num_draft_tokens - 1
-            if self.budget is None:
-                keep = top(scores, limit)
-            else:
-                keep = self.budget.keep(scores, candidates.depth, int(length.sum()), limit)
+            keep = np.ones(scores.shape, bool)
+            if selection is not None:
+                logq = np.diff(scores, axis=1, prepend=0.0)
+                keep = candidates.depth <= selection.lengths(logq)[:, None]
         return draft.cut(pending, candidates, keep), torch.stack(q, 1) if q else None
 
     def _expand(self, rows: np.ndarray, read: torch.Tensor, chain: bool) -> draft.Expand:
@@ -432,3 +419,11 @@ def _columns(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarra
     """Return columns [first, last) of each row as a padded [B, T], and a mask [B, T] of those that are not padding."""
     columns = first[:, None] + np.arange(int((last - first).max()))
     return np.minimum(columns, last[:, None] - 1), columns < last[:, None]
+
+
+def top(scores: np.ndarray, count: int) -> np.ndarray:
+    """Return the mask [B, M] of each row's `count` highest scores; of equal scores the first, as parents come first."""
+    keep = np.zeros(scores.shape, bool)
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+    np.put_along_axis(keep, best, True, 1)
+    return keep

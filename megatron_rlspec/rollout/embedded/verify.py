@@ -35,6 +35,7 @@ class Committed(NamedTuple):
     tokens: np.ndarray  # [N]
     logprobs: np.ndarray  # [N]
     accepted: int  # drafts
+    verified: int  # drafts
 
 
 def streams(seed: int) -> np.ndarray:

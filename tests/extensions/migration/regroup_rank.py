@@ -18,11 +18,11 @@ from megatron_rlspec.extensions.migration.embedded import member as member_modul
 from megatron_rlspec.extensions.migration.embedded import regroup
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
+from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.extensions.migration.embedded.member import Member
 from megatron_rlspec.extensions.migration.plans.record import How
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change
 from megatron_rlspec.host.ranks import Ranks
-from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Sample, Sampling, SpecConfig, SpecSchedule

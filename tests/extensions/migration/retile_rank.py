@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec.extensions.migration.embedded import retile
+from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
-from megatron_rlspec.rollout.embedded.parallel import Groups, Solo
+from megatron_rlspec.rollout.embedded.parallel import Solo
 
 PATH = (1, 2, 4, 1, 4, 2, 1)  # tensor-parallel sizes, one after the other
 

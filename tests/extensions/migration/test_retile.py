@@ -10,7 +10,7 @@ import retile_rank
 import torch.distributed as dist
 from train_ranks import on_ranks
 
-from megatron_rlspec.rollout.embedded.parallel import Groups
+from megatron_rlspec.extensions.migration.embedded.groups import Groups
 
 
 @pytest.mark.parametrize(

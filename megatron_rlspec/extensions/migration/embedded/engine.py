@@ -89,7 +89,13 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
             running = []
             for run in self.running:
                 if run.response and self.rounds.ready(run.row):
-                    running.append(RunningSample(*run.progress()))
+                    prompt = len(run.request.prompt.tokens)
+                    length = len(run.response)
+                    # the round that generated the first token counts here
+                    accept = length / (run.rounds + 1)
+                    running.append(
+                        RunningSample(run.request.id, prompt, prompt + length, accept)
+                    )
             waiting = len(self.waiting) + len(self.running) - len(running)
             return Load(
                 name,

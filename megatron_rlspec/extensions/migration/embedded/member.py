@@ -20,6 +20,7 @@ import torch
 from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
+from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.extensions.migration.embedded.move import (
     Arrivals,
     KVMessage,
@@ -33,7 +34,6 @@ from megatron_rlspec.extensions.migration.plans.record import How, Move, MoveRec
 from megatron_rlspec.extensions.migration.plans.tp_planner import TPPlanner
 from megatron_rlspec.host.ranks import Pending, Ranks
 from megatron_rlspec.push.bucket import Named, buckets
-from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.types import Load, Request, Sample, Sampling, Scope, SpecSchedule
 

@@ -15,11 +15,11 @@ import msgspec
 from megatron_rlspec import wire
 from megatron_rlspec.extensions.migration.embedded import retile
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
+from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.extensions.migration.plans.rebalance import running_sample
 from megatron_rlspec.extensions.migration.plans.record import How
 from megatron_rlspec.extensions.migration.plans.tp_planner import deal
 from megatron_rlspec.host.ranks import Ranks
-from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import Partial, Request, Sampling

@@ -8,15 +8,17 @@ shard r mod t, in the order of heads.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from megatron_rlspec.extensions.migration.embedded.groups import Groups, trade
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Decoder, Parameter
-from megatron_rlspec.rollout.embedded.parallel import Groups, Solo, TensorParallel
+from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 
 
 class Switch:
@@ -85,9 +87,57 @@ def retile(
 
 
 def retile_weights(model: Decoder, switch: Switch) -> None:
-    """Give every rank its part of the weights at the new size."""
-    with torch.no_grad():
-        model.retile(switch.after, lambda changes: exchange(switch, changes))
+    """Give every rank its part of the weights at the new size, as many parameters at a time as a layer has at most.
+
+    Every reference to a parameter stays valid. The largest parameters go while the model is small: first if it grows on
+    a rank, last if it shrinks. Raises ValueError for a size that does not divide the model; nothing has changed then.
+    """
+    comm = switch.after
+    model.arch.check_size(comm.size)
+    split = [index for index, old in enumerate(model.parameters) if old.split is not None]
+    grows = comm.size < model.comm.size
+    split.sort(key=lambda index: model.parameters[index].fused.numel(), reverse=grows)
+    layer = model.layers[0]
+    most = sum(x.numel() for x in (layer.qkv, layer.out, layer.gate_up, layer.down))
+    while split:
+        sizes = itertools.accumulate(model.parameters[index].fused.numel() for index in split)
+        count = max(1, sum(size <= most for size in sizes))
+        _replace(model, split[:count], switch)
+        split = split[count:]
+    model.comm = comm
+    model.heads = model.arch.heads // comm.size
+    model.kv_heads = model.arch.kv_heads // comm.size
+    if model.arch.tied:
+        model.packed.forget(model.head)
+        model.head = model.embedding.chunk(comm.size)[comm.rank]
+    if model.draft_ids is not None and not model.arch.taps:
+        model.set_draft_vocabulary(model.draft_ids[model.draft_ids >= 0])
+
+
+@torch.no_grad()
+def _replace(model: Decoder, indices: Sequence[int], switch: Switch) -> None:
+    """Exchange some parameters for those of the new size."""
+    changes = []
+    for index in indices:
+        old = model.parameters[index]
+        changes.append((old, resized(old, switch.old, switch.new)))
+    exchange(switch, changes)
+    for index, (old, new) in zip(indices, changes, strict=True):
+        model.packed.forget(old.fused)
+        old.fused.data = new.fused
+        model.parameters[index] = new._replace(fused=old.fused)
+        model.name_blocks(model.parameters[index])
+
+
+def resized(parameter: Parameter, old: int, new: int) -> Parameter:
+    """Return an empty parameter for a rank of `new` instead of `old` tensor-parallel ranks."""
+    shape = list(parameter.fused.shape)
+    rows = dict(parameter.rows)
+    if parameter.split is not None:
+        shape[parameter.split] = shape[parameter.split] * old // new
+    if parameter.split == 0:
+        rows = {name: count * old // new for name, count in rows.items()}
+    return Parameter(parameter.fused.new_empty(shape), rows, parameter.split)
 
 
 def exchange(switch: Switch, changes: Sequence[tuple[Parameter, Parameter]]) -> None:
@@ -109,7 +159,7 @@ def exchange(switch: Switch, changes: Sequence[tuple[Parameter, Parameter]]) -> 
             if coming.numel():
                 landed = coming if coming.is_contiguous() else coming.new_empty(coming.shape)
                 landing.append((rank, landed, coming))
-    works = switch.wide.trade(leaving, [(rank, landed) for rank, landed, _ in landing])
+    works = trade(switch.wide, leaving, [(rank, landed) for rank, landed, _ in landing])
     for going, coming in copies:
         coming.copy_(going)
     for work in works:
@@ -397,7 +447,7 @@ def _move(
             leaving.append((rank, send[rank]))
         if size:
             arriving.append((rank, received[rank]))
-    for work in switch.wide.trade(leaving, arriving):
+    for work in trade(switch.wide, leaving, arriving):
         work.wait()
     del buffers, send, leaving, arriving
     pools[index] = pool.new_zeros(slots, parts, heads, width)

@@ -135,9 +135,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "drafts": "coupled" if coupled.active(settings) else "argmax",
         "sharpness": decisions.decider.sharpness,
         "controller": type(adaptive).__name__ if adaptive is not None else "",
-        "configs": [
-            [c.num_steps, c.topk, c.num_draft_tokens] for c in decisions.decider.candidates
-        ],
+        "configs": [list(c.numbers) for c in decisions.decider.candidates],
         "speculative": worker is not None,
         "tensor_parallel": scheduler.server_args.tp_size,
         "max_total_tokens": scheduler.max_total_num_tokens,

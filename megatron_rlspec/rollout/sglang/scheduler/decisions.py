@@ -131,7 +131,7 @@ class Decider:
                 data["tp"] = costs.of_engine(max(self.ranks, 1)).tps[0]
         if self.ranks > 1:
             data["learn"] = False  # clocks of several ranks differ
-        offered = [[c.num_steps, c.topk, c.num_draft_tokens] for c in candidates]
+        offered = [list(c.numbers) for c in candidates]
         rule = SpecRule.from_json({"candidates": offered, **data})
         self._check(rule.candidates)
         if rule.schedule is not None:

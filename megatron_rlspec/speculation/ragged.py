@@ -1,0 +1,149 @@
+"""Choose how many drafts of each request are verified (RLHFSpec, section 5, for chains).
+
+Drafts differ in how likely they are to be accepted, and the drafter's own probability q of a draft tells it. A chain's
+*product* is the probability that it is accepted up to a draft. A round verifies the drafts whose product reaches a
+threshold. The threshold maximises tokens per ms: it rises with the cost of one more verified token.
+
+* `chances` turns q into a probability of acceptance. It is learnt from verified drafts: each one whose predecessors
+  were accepted shows its own outcome. Some requests of every round verify all, so that drafts below the threshold
+  show theirs, too.
+* `plan` finds the best threshold by the chains of the latest rounds.
+* `observe` says what a round would have accepted if it had verified all drafts: what was not verified counts by its
+  chance. So the acceptance of a depth is not that of likely drafts alone.
+
+The text stays the same under position-keyed sampling, and the distribution under `target_only`, because a draft that is
+not verified is drawn later by the target itself. Under rejection sampling a choice by q would change the distribution.
+
+Numpy and scipy only. Ranks that see the same drafts choose the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import isotonic_regression
+
+BINS = 24  # of log q, finest near 0, where most drafts are
+LOWEST = -10.0  # the lowest border
+PRIOR = 4.0  # drafts of a bin that count as accepted with probability q
+WINDOW = 20_000.0  # drafts that count; older ones fade
+LATEST = 256  # chains that a plan is made by
+LEAST = 64  # chains without which all drafts are verified
+PLANS = 49  # thresholds that a plan compares
+EXPLORE = 64  # one of so many requests verifies all its drafts
+INHERITED = 0.25  # weight of drafts that earlier weights made
+
+
+class Plan(NamedTuple):
+    """What rounds of some number of drafts verify.
+
+    threshold  least product of a draft that is verified
+    verified   drafts of a request, on average
+    share      tokens of a round, as a share of those that verifying all drafts delivers
+    """
+
+    threshold: float
+    verified: float
+    share: float
+
+
+class Selection:
+    """See the head of this file. An engine calls `lengths` between drafting and verifying, and `observe` afterwards.
+
+    counts  [2, BINS] drafts that were verified after accepted ones, and those of them that were accepted
+    """
+
+    def __init__(self, depth: int) -> None:
+        borders = LOWEST * np.linspace(1.0, 0.0, BINS + 1) ** 4
+        self._edges = borders[1:-1]
+        self._centres = (borders[1:] + borders[:-1]) / 2
+        self.counts = np.zeros((2, BINS))
+        # log q of the latest chains; NaN behind their last draft
+        self._chains = np.full((LATEST, depth), np.nan)
+        self._seen = 0
+        self._logq = np.zeros((0, 0))
+        self._refit()
+
+    def chances(self, logq: np.ndarray) -> np.ndarray:
+        """Return the probability that each draft is accepted if those before it are, of log q of any shape."""
+        return np.asarray(np.interp(logq, self._centres, self._rates))
+
+    def lengths(self, logq: np.ndarray, threshold: float) -> np.ndarray:
+        """Return how many drafts [B] of each request to verify, by log q [B, k]."""
+        self._logq = logq
+        products = np.cumprod(self.chances(logq), 1)
+        lengths = (products >= threshold).sum(1)
+        lengths[self._seen % EXPLORE :: EXPLORE] = logq.shape[1]
+        return lengths
+
+    def observe(self, verified: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+        """Learn from the round whose drafts `lengths` saw. Further requests verified all: those of an earlier step.
+
+        Returns how many requests accept 0, 1, ... k drafts if all are verified, [k + 1].
+        """
+        logq = self._logq
+        chosen, steps = logq.shape
+        self._logq = logq[:0]
+        depth = np.arange(steps)
+        right = depth < accepted[:, None]
+        seen = (depth < np.minimum(verified, accepted + 1)[:, None])[:chosen]
+        bins = np.searchsorted(self._edges, logq[seen])
+        self.counts[0] += np.bincount(bins, minlength=BINS)
+        self.counts[1] += np.bincount(bins, right[:chosen][seen], BINS)
+        rows = (self._seen + np.arange(chosen)) % LATEST
+        self._chains[rows] = np.nan
+        self._chains[rows, :steps] = logq
+        self._seen += chosen
+        chances = right.astype(float)
+        unseen = (depth >= verified[:, None])[:chosen]
+        chances[:chosen][unseen] = self.chances(logq[unseen])
+        reached = np.cumprod(chances, 1).sum(0)
+        return -np.diff(reached, prepend=float(len(accepted)), append=0.0)
+
+    def plan(self, steps: int, ms: Callable[[np.ndarray], np.ndarray]) -> Plan:
+        """Return the best threshold for rounds of `steps` drafts.
+
+        ms  of a round in which a request verifies so many drafts on average
+        """
+        if self._seen < LEAST:
+            return Plan(0.0, float(steps), 1.0)
+        self.counts *= min(1.0, WINDOW / max(self.counts[0].sum(), 1.0))
+        self._refit()
+        chances = self._latest(steps)
+        products = np.sort(np.cumprod(chances, 1), axis=None)[::-1]
+        sums = np.concatenate([[0.0], np.cumsum(products)])
+        tokens = 1 + sums / len(chances)
+        # The largest products are verified: none, or one more of every few.
+        counts = np.linspace(0, len(products), PLANS).astype(int)
+        rates = tokens[counts] / ms(counts / len(chances))
+        count = int(counts[rates.argmax()])
+        threshold = 2.0
+        if count:
+            threshold = float(products[count - 1])
+            count = int(np.searchsorted(-products, -threshold, "right"))
+        return Plan(threshold, count / len(chances), float(tokens[count] / tokens[-1]))
+
+    def inherit(self, former: Selection) -> None:
+        """Go on from what was learnt under earlier weights, which counts less."""
+        self.counts = former.counts * INHERITED
+        self._chains = former._chains
+        self._seen = former._seen
+        self._refit()
+
+    def _latest(self, steps: int) -> np.ndarray:
+        """Return the chances of the latest chains, [N, steps]. Drafts that were not made are those of other chains."""
+        chances = self.chances(self._chains[: min(self._seen, LATEST), :steps])
+        for depth in range(steps):
+            missing = np.isnan(chances[:, depth])
+            present = chances[~missing, depth]
+            if not len(present):
+                present = chances[:, depth - 1]
+            chances[missing, depth] = np.resize(present, missing.sum())
+        return chances
+
+    def _refit(self) -> None:
+        seen = self.counts[0] + PRIOR
+        rates = (self.counts[1] + PRIOR * np.exp(self._centres)) / seen
+        self._rates = isotonic_regression(rates, weights=seen).x
