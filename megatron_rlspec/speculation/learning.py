@@ -86,10 +86,12 @@ class Learning:
         ragged: bool = False,
     ) -> None:
         self.cost: CostTable | Roofline = cost
-        self._rule: dict[str, Any] = {"roofline": cost.to_json(), "ragged": ragged}
+        self._rule: dict[str, Any] = {"roofline": cost.to_json()}
         if cost_table:
             self.cost = CostTable.load(Path(cost_table)).of_engine(tp)
             self._rule = {"table": cost_table, "tp": self.cost.tps[0]}
+        if ragged:
+            self._rule["ragged"] = True
         self.adaptive = adaptive
         self.learn = learn
         self.acceptance = Acceptance(max(*candidate_steps, 1))  # as observed
