@@ -51,12 +51,13 @@ def test_acceptance_equals_the_formula(name, sharpness):
         logits = 2 * torch.randn(2, 40, generator=g, dtype=torch.float64)
         distance = 0.2 * (1 + 7 * pair % PAIRS)
         logits[1] = logits[0] + distance * torch.randn(40, generator=g, dtype=torch.float64)
-        settings = [torch.tensor([x]).expand(DRAWS) for x in (float(temperature), *FILTERS[name])]
-        logp = verify.filtered(verify.logprobs(logits, settings[0][:2]), *(x[:2] for x in settings[1:]))
+        settings = verify.Settings(*(torch.tensor([x]).expand(DRAWS) for x in (float(temperature), *FILTERS[name])))
+        of_two = verify.Settings(*(x[:2] for x in settings))
+        logp = verify.filtered(verify.logprobs(logits, of_two.temperature), of_two)
         logp = (logp * torch.tensor([[1.0], [sharpness]])).log_softmax(-1)
         seeds = torch.full((DRAWS,), 977 * pair + 5)
         token = draw(logp[0].expand(DRAWS, -1), seeds, keys)
-        coupling = draft.Coupling(seeds, keys, *settings, sharpness=sharpness)
+        coupling = draft.Coupling(seeds, keys, settings, sharpness=sharpness)
         proposed = draft.coupled(1, coupling)(logits[1].expand(DRAWS, 1, -1), 1)[1][:, 0, 0]
         seen = (token == proposed).double().mean().item()
         p, q = logp.exp().numpy()
@@ -70,19 +71,19 @@ def test_acceptance_equals_the_formula(name, sharpness):
 def test_every_request_drafts_with_its_own_temperature_and_filters(topk):
     g = torch.Generator().manual_seed(8)
     logits = 2 * torch.randn(5, 1, 40, generator=g, dtype=torch.float64)
-    rows = draft.Coupling(
-        seeds=torch.arange(5) * 977,
-        keys=torch.tensor([7, 7, 30, 2, 9]),
+    settings = verify.Settings(
         temperature=torch.tensor([0.0, 2.0, 3.0, 2.0, 2.5]),
         top_p=torch.tensor([1.0, 0.3, 1.0, 1.0, 1.0]),
         top_k=torch.tensor([-1, -1, 3, -1, -1]),
         min_p=torch.tensor([0.0, 0.0, 0.0, 0.6, 0.0]),
-        sharpness=1.0,
     )
-    together = draft.coupled(topk, rows)(logits, 1)[1]
+    seeds, keys = torch.arange(5) * 977, torch.tensor([7, 7, 30, 2, 9])
+    together = draft.coupled(topk, draft.Coupling(seeds, keys, settings, sharpness=1.0))(logits, 1)[1]
     for i in range(5):
-        alone = draft.Coupling(*(x[i : i + 1] if isinstance(x, torch.Tensor) else x for x in rows))
-        assert draft.coupled(topk, alone)(logits[i : i + 1], 1)[1].tolist() == together[i : i + 1].tolist()
+        row = slice(i, i + 1)
+        own = verify.Settings(*(x[row] for x in settings))
+        alone = draft.coupled(topk, draft.Coupling(seeds[row], keys[row], own, sharpness=1.0))
+        assert alone(logits[row], 1)[1].tolist() == together[row].tolist()
     assert together[0, 0].tolist() == logits[0, 0].topk(topk).indices.tolist()
     assert (together[1:, 0, 0] != logits[1:, 0].argmax(-1)).any()
 
@@ -210,11 +211,11 @@ def test_a_drafter_without_the_targets_filter_costs_acceptance_and_no_text(model
     sampling = replace(sampling, max_new_tokens=40, ignore_eos=True)
     right = rounds(model, sampling, sharpness=1.0)
     coupled = draft.coupled
-    unfiltered = {"top_p": torch.ones(48), "top_k": torch.zeros(48, dtype=torch.int64), "min_p": torch.zeros(48)}
 
     def whole(topk, coupling):
-        rows = len(coupling.seeds)
-        return coupled(topk, coupling._replace(**{name: values[:rows] for name, values in unfiltered.items()}))
+        s = coupling.settings
+        unfiltered = s._replace(top_p=s.top_p * 0 + 1, top_k=s.top_k * 0, min_p=s.min_p * 0)
+        return coupled(topk, coupling._replace(settings=unfiltered))
 
     monkeypatch.setattr(draft, "coupled", whole)
     bad = rounds(model, sampling, sharpness=1.0)

@@ -85,12 +85,12 @@ def test_filtered_draws_are_sglangs_noise_over_what_is_left(sglang_sampler, top_
     seeds = torch.randint(-(2**62), 2**62, (n,), generator=g)
     positions = torch.randint(0, 100_000, (n,), generator=g)
     temperature = torch.full((n,), 0.8)
-    knobs = temperature, *(torch.full((n,), x) for x in (top_p, top_k, min_p))
+    settings = verify.Settings(temperature, *(torch.full((n,), x) for x in (top_p, top_k, min_p)))
     logp = verify.logprobs(logits, temperature)
-    left = verify.support(logp, *knobs)
+    left = verify.support(logp, settings)
     theirs = sglang_sampler(torch.log(left), seeds, positions)[:, 0]
     assert 1 < (left > 0).sum(1).float().mean() < 40
-    assert verify.sample(logp, *knobs, seeds, positions).tolist() == theirs.tolist()
+    assert verify.sample(logp, settings, seeds, positions).tolist() == theirs.tolist()
 
 
 @pytest.mark.parametrize("width", [2, 700, 49152])
@@ -132,11 +132,12 @@ def test_streams_differ_and_mixed_rows_are_sampled_as_alone():
     top_p, top_k = torch.tensor([1.0, 1.0, 0.6, 0.9, 0.5, 1.0]), torch.tensor([-1, -1, 3, -1, 4, 10])
     min_p = torch.tensor([0.0, 0.3, 0.0, 0.1, 0.0, 0.0])
     logp, keys, seed = verify.logprobs(logits, temperature), torch.arange(6), torch.arange(6) * 7
-    together = verify.sample(logp, temperature, top_p, top_k, min_p, seed, keys)
+    settings = verify.Settings(temperature, top_p, top_k, min_p)
+    together = verify.sample(logp, settings, seed, keys)
     for i in range(6):
-        one = slice(i, i + 1)
-        args = (x[one] for x in (logp, temperature, top_p, top_k, min_p, seed, keys))
-        assert verify.sample(*args).tolist() == together[one].tolist()
+        row = slice(i, i + 1)
+        alone = verify.Settings(*(x[row] for x in settings))
+        assert verify.sample(logp[row], alone, seed[row], keys[row]).tolist() == together[row].tolist()
     assert together[0] == logits[0].argmax() and together[4] == logits[4].argmax()
 
 
@@ -148,7 +149,8 @@ def test_support_is_the_plain_definition():
     min_p = torch.rand(50, generator=g, dtype=torch.float64) / 3 * (torch.arange(50) % 2)
     temperature = torch.ones(50)
     temperature[7] = 0
-    ours = verify.support(verify.logprobs(logits, temperature), temperature, top_p, top_k, min_p)
+    settings = verify.Settings(temperature, top_p, top_k, min_p)
+    ours = verify.support(verify.logprobs(logits, temperature), settings)
     for i in range(50):
         p = torch.softmax(logits[i], 0).tolist()
         kept, mass = {}, 0.0
@@ -164,7 +166,8 @@ def test_support_is_the_plain_definition():
     halves = (
         torch.tensor([[0.5, 0.25, 0.25]]).double().log()
     )  # what lies above the second weighs exactly top_p: it stays
-    kept = verify.support(halves, torch.ones(1), torch.tensor([0.5]), torch.tensor([2]), torch.zeros(1))
+    settings = verify.Settings(torch.ones(1), torch.tensor([0.5]), torch.tensor([2]), torch.zeros(1))
+    kept = verify.support(halves, settings)
     np.testing.assert_allclose(kept.tolist(), [[2 / 3, 1 / 3, 0]])
 
 

@@ -108,9 +108,7 @@ def test_trees_to_depth_three(model, monkeypatch, verifier, name):
 @pytest.mark.parametrize("verifier", ["position_keyed", "target_only", "rejection"])
 def test_a_top_k_that_keeps_one_token_more_is_seen(model, monkeypatch, verifier):
     real = verify.filtered
-    monkeypatch.setattr(
-        verify, "filtered", lambda logp, top_p, top_k, min_p: real(logp, top_p, top_k + (top_k > 0), min_p)
-    )
+    monkeypatch.setattr(verify, "filtered", lambda logp, s: real(logp, s._replace(top_k=s.top_k + (s.top_k > 0))))
     engine = oracle.engine_of(*model, SpecConfig(2), verifier=verifier)
     with pytest.raises(AssertionError):
         check(model, first_blocks(engine, Enumeration(monkeypatch), TOP_K), TOP_K, 3)

@@ -187,7 +187,7 @@ def tree_pruned_by_sampled_q(patch):
 def top_k_keeps_one_more(patch):
     """Of tokens ranked 0, 1, 2, ... those above top_k stay out, but the one at top_k stays in."""
     real = verify.filtered
-    patch.setattr(verify, "filtered", lambda logp, top_p, top_k, min_p: real(logp, top_p, top_k + (top_k > 0), min_p))
+    patch.setattr(verify, "filtered", lambda logp, s: real(logp, s._replace(top_k=s.top_k + (s.top_k > 0))))
 
 
 def periodic_noise(patch):

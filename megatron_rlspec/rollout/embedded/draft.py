@@ -15,6 +15,7 @@ import torch
 
 from megatron_rlspec.noise import draw, noisy
 from megatron_rlspec.rollout.embedded import verify
+from megatron_rlspec.rollout.embedded.verify import Settings
 from megatron_rlspec.types import SHARPNESS
 
 # Runs the drafter on C candidates of each sample: (hidden [B, C, H] of their parents, tokens [B, C],
@@ -69,18 +70,16 @@ def likeliest(topk: int) -> Pick:
 class Coupling(NamedTuple):
     """The verifier's noise at the positions that B samples draft for, and what the target's logits go through.
 
-    seeds  [B], of the samples
-    keys   [B], the position that predicts the first draft
-    words  [V], the token ids of the drafter's columns; None: column i is token i
+    seeds      [B], of the samples
+    keys       [B], the position that predicts the first draft
+    settings   of the samples
+    words      [V], the token ids of the drafter's columns; None: column i is token i
     sharpness  the factor s on log q
     """
 
     seeds: torch.Tensor
     keys: torch.Tensor
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    top_k: torch.Tensor
-    min_p: torch.Tensor
+    settings: Settings
     words: torch.Tensor | None = None
     sharpness: float = SHARPNESS[0]
 
@@ -99,14 +98,14 @@ def coupled(topk: int, coupling: Coupling) -> Pick:
         def spread(values: torch.Tensor) -> torch.Tensor:
             return values.repeat_interleave(branches)
 
-        temperature = spread(coupling.temperature)
-        logq = verify.logprobs(logits.reshape(-1, width), temperature)
-        filters = (spread(coupling.top_p), spread(coupling.top_k), spread(coupling.min_p))
-        sharp = verify.filtered(logq, *filters) * coupling.sharpness
+        settings = Settings(*map(spread, coupling.settings))
+        logq = verify.logprobs(logits.reshape(-1, width), settings.temperature)
+        sharp = verify.filtered(logq, settings) * coupling.sharpness
         where = (spread(coupling.seeds), spread(coupling.keys) + level - 1, coupling.words)
-        greedy = (temperature == 0)[:, None]
+        greedy = (settings.temperature == 0)[:, None]
         if topk == 1:
-            token = torch.where(greedy, logq.argmax(-1, keepdim=True), draw(sharp, *where)[:, None])
+            likeliest = logq.argmax(-1, keepdim=True)
+            token = torch.where(greedy, likeliest, draw(sharp, *where)[:, None])
             score = logq.gather(1, token)
         else:
             scores = torch.log_softmax(noisy(sharp, *where), -1).to(logq.dtype)

@@ -10,11 +10,8 @@ import torch
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
 from megatron_rlspec.rollout.embedded.draft import Ahead
-from megatron_rlspec.rollout.embedded.verify import Committed
+from megatron_rlspec.rollout.embedded.verify import Committed, Settings
 from megatron_rlspec.types import OFF, SHARPNESS, Drafts, Sampling, SpecConfig, Verifier
-
-# temperature, top_p, top_k, min_p
-Knobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Selection(Protocol):
@@ -275,7 +272,8 @@ class RoundRunner:
         elif self.coupled:
             seeds = self._to(self.seeds[rows, 0])
             keys = self._to(self.cache.length[rows]) - 1
-            coupling = draft.Coupling(seeds, keys, *self._sampling(rows), words, self.sharpness)
+            settings = self._settings(rows)
+            coupling = draft.Coupling(seeds, keys, settings, words, self.sharpness)
             pick = draft.coupled(topk, coupling)
         else:
             pick = draft.likeliest(topk)
@@ -285,8 +283,9 @@ class RoundRunner:
         words = self.model.draft_ids
 
         def pick(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-            logp, sampling = self._logprobs(logits[:, 0], rows)
-            support = verify.support(logp, *sampling)
+            settings = self._settings(rows)
+            logp = verify.logprobs(logits[:, 0], settings.temperature)
+            support = verify.support(logp, settings)
             whole = support if words is None else spread(support, words, self.model.arch.vocab)
             q.append(whole)
             seeds = self._to(self.seeds[rows, verify.DRAFT])
@@ -344,10 +343,11 @@ class RoundRunner:
         batch, nodes = tree.tokens.shape
         logits = self._target_logits(rows, read, tree, chain)
         samples = rows[np.nonzero(tree.valid)[0]]  # the row of each flat node
-        logp, sampling = self._logprobs(logits, samples)
+        settings = self._settings(samples)
+        logp = verify.logprobs(logits, settings.temperature)
         counter = self.draws[rows][:, None] + np.arange(nodes)
         if q is not None:
-            p = verify.support(logp, *sampling).view(batch, nodes, -1)
+            p = verify.support(logp, settings).view(batch, nodes, -1)
             coin_seeds = self._to(self.seeds[rows, verify.COIN])
             residual_seeds = self._to(self.seeds[rows, verify.RESIDUAL])
             drafts = self._to(tree.tokens[:, 1:])
@@ -358,7 +358,7 @@ class RoundRunner:
             keyed = self.verifier == "position_keyed"
             numbers = self.cache.length[rows][:, None] - 1 + tree.depth if keyed else counter
             seeds = self._to(self.seeds[samples, 0 if keyed else verify.TARGET])
-            chosen = verify.sample(logp, *sampling, seeds, self._to(numbers[tree.valid]))
+            chosen = verify.sample(logp, settings, seeds, self._to(numbers[tree.valid]))
         self.draws[rows] += nodes
         targets = np.full((batch, nodes), -1, np.int64)
         logprobs = np.zeros((batch, nodes), np.float32)
@@ -384,14 +384,9 @@ class RoundRunner:
         cache.hidden.index_copy_(0, plan.write, drafted_from)
         return self.model.logits(hidden)
 
-    def _logprobs(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[torch.Tensor, Knobs]:
-        """Return log p [N, V] under the rows' temperatures, and what `_sampling` returns of the rows, [N] each."""
-        sampling = self._sampling(rows)
-        return verify.logprobs(logits, sampling[0]), sampling
-
-    def _sampling(self, rows: np.ndarray) -> Knobs:
-        """Return (temperature, top_p, top_k, min_p) of the rows, [B] each."""
-        return (
+    def _settings(self, rows: np.ndarray) -> Settings:
+        """Return how the rows are sampled, [B] each."""
+        return Settings(
             self._to(self.temperature[rows]),
             self._to(self.top_p[rows]),
             self._to(self.top_k[rows]),

@@ -29,6 +29,15 @@ TARGET = 4
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
+class Settings(NamedTuple):
+    """How N tokens are sampled, [N] each."""
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    min_p: torch.Tensor
+
+
 class Committed(NamedTuple):
     """The tokens that one round appended to one row."""
 
@@ -59,41 +68,35 @@ def logprobs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits / divisor[:, None], -1)
 
 
-def filtered(
-    logp: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
+def filtered(logp: torch.Tensor, settings: Settings) -> torch.Tensor:
     """Return `logp [N, V]` with -inf outside top-k, top-p and min-p, not normalised again.
 
     A token stays if fewer than top_k tokens are likelier, if the likelier ones have a total probability of at most
     top_p, and if it is at least min_p times as likely as the likeliest. With top_p = 1, top_k <= 0 and min_p = 0 all
     tokens stay.
     """
-    ranks = ((top_p < 1) | (top_k > 0)).any()
-    if not (ranks or (min_p > 0).any()):
+    _, top_p, top_k, min_p = settings
+    by_rank = ((top_p < 1) | (top_k > 0)).any()
+    if not by_rank and not (min_p > 0).any():
         return logp
     probability = logp.exp()
-    outside = probability < probability.amax(-1, keepdim=True) * min_p.to(logp.dtype)[:, None]
-    if ranks:
+    least = probability.amax(-1, keepdim=True) * min_p.to(logp.dtype)[:, None]
+    outside = probability < least
+    if by_rank:
         ordered, ids = probability.sort(dim=-1, descending=True, stable=True)
-        above = ordered.cumsum(-1) - ordered
+        likelier = ordered.cumsum(-1) - ordered
         rank = torch.arange(logp.shape[1], device=logp.device)
         limit = torch.where(top_k > 0, top_k, logp.shape[1])
-        most = torch.where(top_p < 1, top_p, 2.0).to(above.dtype)
-        behind = (rank >= limit[:, None]) | (above > most[:, None])
+        most = torch.where(top_p < 1, top_p, 2.0).to(likelier.dtype)
+        behind = (rank >= limit[:, None]) | (likelier > most[:, None])
         outside |= torch.zeros_like(behind).scatter_(1, ids, behind)
     return logp.masked_fill(outside, float("-inf"))
 
 
-def support(
-    logp: torch.Tensor,
-    temperature: torch.Tensor,
-    top_p: torch.Tensor,
-    top_k: torch.Tensor,
-    min_p: torch.Tensor,
-) -> torch.Tensor:
+def support(logp: torch.Tensor, settings: Settings) -> torch.Tensor:
     """Return probabilities [N, V] after the filters, normalised; one-hot where T = 0."""
-    out = filtered(logp, top_p, top_k, min_p).softmax(-1)
-    greedy = temperature == 0
+    out = filtered(logp, settings).softmax(-1)
+    greedy = settings.temperature == 0
     if greedy.any():
         best = logp[greedy].argmax(-1, keepdim=True)
         out[greedy] = torch.zeros_like(logp[greedy]).scatter_(1, best, 1.0)
@@ -101,20 +104,14 @@ def support(
 
 
 def sample(
-    logp: torch.Tensor,
-    temperature: torch.Tensor,
-    top_p: torch.Tensor,
-    top_k: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    keys: torch.Tensor,
+    logp: torch.Tensor, settings: Settings, seeds: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:
-    """Draw the target's token [N] at every node from `logp [N, V]`, a result of `logprobs`; the others are [N]."""
-    greedy = temperature == 0
+    """Draw the target's token [N] at every node from `logp [N, V]`, a result of `logprobs`."""
+    greedy = settings.temperature == 0
+    likeliest = logp.argmax(-1)
     if greedy.all():
-        return logp.argmax(-1)
-    drawn = draw(filtered(logp, top_p, top_k, min_p), seeds, keys)
-    return torch.where(greedy, logp.argmax(-1), drawn) if greedy.any() else drawn
+        return likeliest
+    return torch.where(greedy, likeliest, draw(filtered(logp, settings), seeds, keys))
 
 
 def walk(
@@ -163,7 +160,8 @@ def reject(
     residual = p.clone()
     residual[:, :k] -= q
     residual.clamp_(min=0)
-    ok |= residual[:, :k].sum(2) == 0  # p = q up to rounding: the residual has nothing to draw from
+    # Where p = q up to rounding, the residual has nothing to draw from.
+    ok |= residual[:, :k].sum(2) == 0
     accepted = ok.long().cumprod(1).sum(1)
     replacement = draw(residual[rows, accepted].log(), residual_seeds, keys[rows, accepted])
     commit = torch.cat([drafts, torch.full_like(drafts[:, :1], -1)], 1)
