@@ -49,8 +49,6 @@ class _Tally:
     trial_rounds: int = 0
     ms: float = 0.0
     lost_ms: float = 0.0  # against the best candidate by the estimates
-    trial_ms: float = 0.0  # the part of it that trials lost
-    catch_up_ms: float = 0.0
 
 
 class SpecRule:
@@ -163,11 +161,10 @@ class SpecRule:
         config = self.candidates[chosen]
         if self._plans:
             self._threshold = self._plans[chosen].threshold
-        reading = 0 if config.off else missed_tokens(drafting)
-        self._catching_up = reading > 0
+        self._catching_up = not config.off and missed_tokens(drafting) > 0
         self._missed_rounds = self._missed_rounds + 1 if config.off else 0
         self.catch_up = 0 if config.off else drafting
-        self._account(now, config, drafting, per_token * reading, tries)
+        self._account(now, chosen, drafting, tries)
         return config
 
     def lengths(self, logq: np.ndarray) -> np.ndarray:
@@ -263,8 +260,6 @@ class SpecRule:
         if tally.ms:
             report["predicted_ms"] = tally.ms
             report["estimated_regret"] = tally.lost_ms / tally.ms
-            report["probe_share"] = tally.trial_ms / tally.ms
-            report["catch_up_share"] = tally.catch_up_ms / tally.ms
         return report
 
     # Decisions
@@ -351,21 +346,16 @@ class SpecRule:
     def _count(self, config: SpecConfig) -> None:
         self._tally.rounds[config] = self._tally.rounds.get(config, 0) + 1
 
-    def _account(
-        self, now: Situation, config: SpecConfig, drafting: int, reading_ms: float, tries: bool
-    ) -> None:
+    def _account(self, now: Situation, candidate: int, drafting: int, tries: bool) -> None:
+        """Count the round just chosen; `drafting` of its requests draft."""
         tally = self._tally
-        self._count(config)
-        candidate = self.candidates.index(config)
+        self._count(self.candidates[candidate])
         ms = now.ms[candidate]
         tokens = now.batch + drafting * (self._tokens(candidate) - 1.0)
         lost_ms = ms - tokens / (now.batch * max(now.rates))
         tally.ms += ms
         tally.lost_ms += lost_ms
-        tally.catch_up_ms += reading_ms
-        if tries:
-            tally.trial_rounds += 1
-            tally.trial_ms += lost_ms
+        tally.trial_rounds += tries
 
     def _learnt(self) -> dict[str, Any]:
         """Return what outlives an engine: the times of rounds, and what trials may lose."""

@@ -226,7 +226,7 @@ def test_the_report_adds_up():
     machine.run(300, 8)
     report = machine.rule.report()
     assert sum(report["rounds"].values()) == 300 and 0 <= report["estimated_regret"] < 0.2
-    assert 0 < report["probes"] < 100 and report["probe_share"] < 0.05
+    assert 0 < report["probes"] < 100
     assert json.loads(json.dumps(report)) == report
     assert "predicted_ms" not in machine.rule.report()
 
