@@ -238,10 +238,10 @@ class SpecRule:
         Acceptance is that of the new weights, and not taken over. Trials come earlier, because old ones say less.
         """
         self.limit(former._most_batch)
-        if self.selection is not None and former.selection is not None:
-            self.selection.inherit(former.selection)
         if not self.times.take_over(former.times):
             return
+        if self.selection is not None and former.selection is not None:
+            self.selection.inherit(former.selection)
         self.trials.inherit(former.trials, PUSH)
         self._incumbent = former._incumbent
         self._batch = former._batch
