@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any
 
 from megatron_rlspec.types import RoundStats, SpecConfig
 
-Number = TypeVar("Number", int, float)
 RECENT = 8192  # rounds that are kept singly, for medians
 
 
@@ -87,6 +86,6 @@ class RoundLog:
         return found
 
 
-def _sums(first: Sequence[Number], second: Sequence[Number]) -> list[Number]:
+def _sums(first: Sequence[float], second: Sequence[float]) -> list[Any]:
     """Add two histograms of different lengths."""
-    return [x + y for x, y in zip_longest(first, second, fillvalue=0)]  # type: ignore[type-var]
+    return [x + y for x, y in zip_longest(first, second, fillvalue=0)]
