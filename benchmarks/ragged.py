@@ -150,7 +150,7 @@ def walk(world: World, batch: int, rounds: int, steps: int, choice: Selection | 
             verified = choice.lengths(world.logq[at][:, :steps], threshold)
         accepted = np.minimum(most, verified)
         if isinstance(choice, Selection):
-            choice.observe(verified, accepted)
+            choice.observe(steps, verified, accepted)
         at = world.after[at, accepted + 1]
         if number >= warm_up:
             tokens += batch + accepted.sum()

@@ -78,13 +78,13 @@ class Selection:
         lengths[self._seen % EXPLORE :: EXPLORE] = logq.shape[1]
         return lengths
 
-    def observe(self, verified: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """Learn from the round whose drafts `lengths` saw. Further requests verified all: those of an earlier step.
+    def observe(self, steps: int, verified: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+        """Learn from a round of `steps` drafts. Requests behind those that `lengths` saw verified all their drafts.
 
-        Returns how many requests accept 0, 1, ... k drafts if all are verified, [k + 1].
+        Returns how many requests accept 0, 1, ... drafts if all are verified, [steps + 1].
         """
-        logq = self._logq
-        chosen, steps = logq.shape
+        logq = self._logq if len(self._logq) else np.zeros((0, steps))
+        chosen = len(logq)
         self._logq = logq[:0]
         depth = np.arange(steps)
         right = depth < accepted[:, None]

@@ -192,7 +192,7 @@ class SpecRule:
         if self.selection is None or verified is None:
             histogram = histogram_of(config.num_steps, accepted)
         else:
-            seen = self.selection.observe(np.array(verified), np.array(accepted))
+            seen = self.selection.observe(config.num_steps, np.array(verified), np.array(accepted))
             histogram = seen.tolist()
         changed = self.trials.changed
         if changed > CHANGE:

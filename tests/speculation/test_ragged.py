@@ -31,7 +31,7 @@ def learnt(rounds=100, batch=64, threshold=0.0):
             selection.plan(4, steep)
         logq, run = chains(rng, batch)
         verified = selection.lengths(logq, threshold)
-        histogram += selection.observe(verified, np.minimum(run, verified))
+        histogram += selection.observe(4, verified, np.minimum(run, verified))
         truth += np.bincount(run, minlength=5)
     return selection, histogram, truth
 
@@ -65,10 +65,12 @@ def test_what_was_not_verified_counts_by_its_chance():
 def test_a_request_that_accepts_all_it_verified_says_nothing_of_the_next_depth():
     selection = Selection(3)
     selection.lengths(np.array([[SURE, SURE, UNSURE]]), 0.0)
-    counts = selection.observe(np.array([2]), np.array([2]))
+    counts = selection.observe(3, np.array([2]), np.array([2]))
     third = float(selection.chances(np.array(UNSURE)))
     assert counts == pytest.approx([0, 0, 1 - third, third])
     assert selection.counts.sum() == 4
+    newcomers = selection.observe(2, np.array([2, 2]), np.array([2, 1]))  # that drafted in another engine's step
+    assert newcomers.tolist() == [0, 1, 1] and selection.counts.sum() == 4
 
 
 def test_a_new_selection_verifies_everything_and_one_after_a_push_goes_on():
