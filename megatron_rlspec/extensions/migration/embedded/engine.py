@@ -93,9 +93,7 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
                     length = len(run.response)
                     # the round that generated the first token counts here
                     accept = length / (run.rounds + 1)
-                    running.append(
-                        RunningSample(run.request.id, prompt, prompt + length, accept)
-                    )
+                    running.append(RunningSample(run.request.id, prompt, prompt + length, accept))
             waiting = len(self.waiting) + len(self.running) - len(running)
             return Load(
                 name,
