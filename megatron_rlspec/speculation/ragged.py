@@ -74,7 +74,7 @@ class Selection:
         """Return how many drafts [B] of each request to verify, by log q [B, k]."""
         self._logq = logq
         products = np.cumprod(self.chances(logq), 1)
-        lengths = (products >= threshold).sum(1)
+        lengths: np.ndarray = (products >= threshold).sum(1)
         lengths[self._seen % EXPLORE :: EXPLORE] = logq.shape[1]
         return lengths
 
