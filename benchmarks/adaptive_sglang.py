@@ -41,7 +41,7 @@ import psutil
 import requests
 import torch
 from bigram_model import VOCAB, checkpoint, worse_drafter
-from roofline_tables import roofline_table
+from roofline_tables import HARDWARE, of_hardware, roofline_table
 
 from megatron_rlspec.commands import profile
 from megatron_rlspec.models.hf_files import write_hf
@@ -51,7 +51,7 @@ from megatron_rlspec.rollout.sglang.settings import KEY
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance
 from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.learning import Learning
-from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig, SpecSchedule
 
 STEPS = (0, 1, 2, 3, 5, 7)  # SGLang's built-in rule uses 7
@@ -220,7 +220,7 @@ def cost_tables(folder: Path, spec: SGLangEngine, measured: Path | None) -> dict
     rows = [row for row in table.rounds if row.batch in QUICK]
     CostTable(table.provenance, rows, table.prefill, table.switch_ms, table.catch_up_ms).save(quick)
     origin = Provenance("7B", "H20", "bfloat16", "roofline", "-", "-", simulated=True)
-    machine = Roofline.of_hardware(*HARDWARE["H20"])
+    machine = of_hardware(*HARDWARE["H20"])
     roofline_table(machine, chains(STEPS), BATCHES, (128, 1024), origin).save(other)
     return {"quick": str(quick), "full": str(full), "none": "", "other": str(other)}
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from roofline_tables import roofline_table
+from roofline_tables import HARDWARE, of_hardware, roofline_table
 
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
 from megatron_rlspec.speculation.graphs import chains
-from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, SpecConfig
 
@@ -50,7 +50,7 @@ SIZES = {
 
 def simulated_pair(name: str, perturbation: float, seed: int) -> tuple[CostTable, CostTable]:
     """Make two profiles of one machine, perturbed independently: one that decides and one that scores."""
-    roofline = Roofline.of_hardware(*HARDWARE[name])
+    roofline = of_hardware(*HARDWARE[name])
     provenance = Provenance("7B, one MTP layer", name, "bfloat16", "roofline", "-", "-", simulated=True)
     tables = []
     for salt in (2 * seed, 2 * seed + 1):

@@ -210,10 +210,6 @@ class Acceptance:
         self.ratio_base = [0.0] * depth
         self._refresh()
 
-    def observe(self, num_steps: int, accepted: Sequence[int], elapsed: int = 1) -> None:
-        """Learn from one round of `num_steps`: accepted drafts per request, `elapsed` rounds after the last call."""
-        self.observe_histogram(num_steps, histogram_of(num_steps, accepted), elapsed)
-
     def observe_histogram(
         self, num_steps: int, histogram: Sequence[float], elapsed: int = 1
     ) -> None:

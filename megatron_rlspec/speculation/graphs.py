@@ -20,7 +20,7 @@ from megatron_rlspec.types import OFF, SpecConfig
 
 MOST_ACCEPTANCE = 0.95  # the highest rate of the first draft that is planned for
 DECAY = 0.95  # the rate of a depth, as a share of the depth above it
-# tokens; without a cost table. Of the GPUs in `roofline.HARDWARE`, the H100 has the highest
+# tokens; without a cost table. Of the GPUs up to the H200, the H100 has the highest
 WIDEST_RIDGE = 300.0
 # A graph of a model of 7B parameters on one GPU. 459 graphs of 8 of its layers took 2.9 GB on an H100. The sizes are
 # estimates for all layers, buffers for activations included.

@@ -289,9 +289,7 @@ class Learning:
             values["spec/verified_tokens"] = accept_length(drafting)
         verified = sum(stats.verified for stats in rounds)
         if verified:
-            accepted = float(drafting @ np.arange(len(drafting)))
             values["spec/verified_drafts"] = verified / float(drafting.sum())
-            values["spec/accepted_share"] = accepted / verified
         if (found := self.saved(rounds, delivered)) is not None:
             values["spec/saved_seconds"] = (found.plain_ms - found.ms) / 1e3
         decided = [report for report in reports if report.get("predicted_ms")]

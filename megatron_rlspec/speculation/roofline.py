@@ -12,16 +12,6 @@ from scipy.optimize import nnls
 
 from megatron_rlspec.types import SpecConfig
 
-# Dense bf16 by the vendors' data sheets: memory bandwidth in TB/s, TFLOPS.
-HARDWARE = {
-    "A40": (0.696, 150.0),
-    "L40S": (0.864, 362.0),
-    "A100": (2.04, 312.0),
-    "H100": (3.35, 989.0),
-    "H20": (4.0, 148.0),
-    "H200": (4.8, 989.0),
-}
-
 # of a pass that computes as long as it reads the weights; rounds correct what follows from it
 RIDGE_TOKENS = 128.0
 RIDGES = 2.0 ** np.arange(-6, 13)  # tokens, tried by `fit`
@@ -161,35 +151,6 @@ class Roofline:
             drafter_layer=draft_layer / drafter,
             experts=config["num_hidden_layers"] * routed / target,
             used=used,
-        )
-
-    @classmethod
-    def of_hardware(
-        cls,
-        bandwidth: float,
-        tflops: float,
-        *,
-        parameters: float = 7.6e9,
-        context_bytes: float = 147_456.0,
-        drafter: float = 0.1,
-        host_ms: float = 1.5,
-    ) -> Roofline:
-        """Make the cost model of a GPU: `bandwidth` in TB/s, bf16 weights. Defaults: 7B, 8 KV heads, 36 layers.
-
-        A pass reaches 80 % of the data sheet's bandwidth, or 60 % of its FLOPS. `sample_ms` is that of 151,680 words at
-        the GPU's bandwidth. On an H100 (3.35 TB/s) 1,024 tokens were sampled in 2.8 ms, measured; their log-probs take
-        1.8 ms, estimated by SGLang's 5 GB of passes.
-        """
-        per_ms = bandwidth * 1e9 * 0.8
-        return cls(
-            weights_ms=2 * parameters / per_ms,
-            token_ms=2 * parameters / (tflops * 1e9 * 0.6),
-            context_ms=context_bytes / per_ms,
-            drafter=drafter,
-            drafter_layer=0.3,
-            host_ms=host_ms,
-            pass_ms=0.2,
-            sample_ms=0.0045 * 3.35 / bandwidth,
         )
 
     @classmethod

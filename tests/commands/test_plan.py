@@ -3,18 +3,17 @@
 import json
 
 import pytest
-from roofline_tables import roofline_table
+from roofline_tables import HARDWARE, of_hardware, roofline_table
 
 from megatron_rlspec.commands.plan import main
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance
 from megatron_rlspec.speculation.graphs import chains
-from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 
 
 @pytest.fixture
 def table(tmp_path):
     provenance = Provenance("7B", "H20", "bfloat16", "roofline", "-", "2025-01-01", simulated=True)
-    roofline = Roofline.of_hardware(*HARDWARE["H20"])
+    roofline = of_hardware(*HARDWARE["H20"])
     path = tmp_path / "t.json"
     roofline_table(roofline, chains((0, 1, 2, 3, 5)), (1, 4, 16, 64, 256), (128, 2048), provenance).save(path)
     return path

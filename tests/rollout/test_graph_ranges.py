@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from roofline_tables import roofline_table
+from roofline_tables import HARDWARE, of_hardware, roofline_table
 
 from megatron_rlspec.rollout.sglang.http import serve
 from megatron_rlspec.rollout.sglang.scheduler import decisions
@@ -16,7 +16,6 @@ from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.graphs import chains
-from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 STEPS = (0, 1, 2, 3, 5)
@@ -27,7 +26,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("graphs")
     (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 36}))
     provenance = Provenance("7B", "H20", "bfloat16", "roofline", "-", "2025-01-01", simulated=True)
-    roofline = Roofline.of_hardware(*HARDWARE["H20"])
+    roofline = of_hardware(*HARDWARE["H20"])
     roofline_table(roofline, chains(STEPS), (1, 4, 16, 64, 256), (128, 2048), provenance).save(folder / "table.json")
     return folder
 

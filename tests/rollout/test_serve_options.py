@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import tiny_mimo
 import torch
-from roofline_tables import roofline_table
+from roofline_tables import HARDWARE, of_hardware, roofline_table
 
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.rollout.placement import GpuLayout
@@ -21,7 +21,6 @@ from megatron_rlspec.rollout.start import engine_arguments
 from megatron_rlspec.run import loading
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.graphs import chains
-from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 
 CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
 
@@ -31,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("options")
     tiny_mimo.write(folder / "mimo", CONFIG, tiny_mimo.weights(CONFIG))
     provenance = Provenance("7B", "H20", "bfloat16", "roofline", "-", "2025-01-01", simulated=True)
-    roofline = Roofline.of_hardware(*HARDWARE["H20"])
+    roofline = of_hardware(*HARDWARE["H20"])
     roofline_table(roofline, chains((0, 1, 2, 3, 5)), (1, 64), (128, 2048), provenance).save(folder / "costs.json")
     return folder
 

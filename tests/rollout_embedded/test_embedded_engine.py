@@ -299,9 +299,6 @@ def test_drafts_are_the_likeliest_of_the_words_and_follow_updates(model, monkeyp
     for wrong in ([], [1, 1], [-1], [config["vocab_size"]]):
         with pytest.raises(EngineError, match="expected different ids from 0 to 31"):
             engine.set_draft_vocabulary(np.array(wrong, np.int64))
-    engine.set_draft_vocabulary(np.array([3, 4]))
-    with pytest.raises(EngineError, match="drafts 3 words at once, from only 2"):
-        engine.set_schedule(SpecSchedule.fixed(SpecConfig(2, 3, 5)))
 
 
 @pytest.mark.parametrize("sampling", [FREE, Sampling(temperature=0.8, top_k=9, max_new_tokens=16, ignore_eos=True)])

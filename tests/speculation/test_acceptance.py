@@ -9,6 +9,10 @@ from megatron_rlspec.types import OFF, SpecConfig
 TRUTH = [0.8, 0.6, 0.5, 0.3]
 
 
+def observe(acceptance, num_steps, accepted, elapsed=1):
+    acceptance.observe_histogram(num_steps, histogram_of(num_steps, accepted), elapsed)
+
+
 def draw(rng, rates, num_steps, requests):
     return np.cumprod(rng.random((requests, num_steps)) < rates[:num_steps], axis=1).sum(axis=1).tolist()
 
@@ -25,7 +29,7 @@ def test_censored_rounds_give_the_conditional_rates():
     rng = np.random.default_rng(0)
     acceptance = remembering(4, 1e9, 1e9)  # evidence is all that counts
     for steps in itertools.islice(itertools.cycle([1, 4, 2, 4]), 400):
-        acceptance.observe(steps, draw(rng, TRUTH, steps, 50))
+        observe(acceptance, steps, draw(rng, TRUTH, steps, 50))
     assert acceptance.rates == pytest.approx(TRUTH, abs=0.03)
     assert acceptance.totals == pytest.approx([1, 1.8, 2.28, 2.52, 2.592], abs=0.05)
 
@@ -43,21 +47,21 @@ def test_forgetting_follows_a_change():
     rng = np.random.default_rng(2)
     acceptance = remembering(2, 50)
     for _ in range(300):
-        acceptance.observe(2, draw(rng, [0.9, 0.9], 2, 8))
+        observe(acceptance, 2, draw(rng, [0.9, 0.9], 2, 8))
     for _ in range(200):
-        acceptance.observe(2, draw(rng, [0.2, 0.2], 2, 8))
+        observe(acceptance, 2, draw(rng, [0.2, 0.2], 2, 8))
     assert acceptance.rates[0] == pytest.approx(0.2, abs=0.1)
 
 
 def test_silence_makes_old_evidence_weak():
     told = remembering(1, 100)
     for _ in range(300):
-        told.observe(1, [0] * 8)
-    told.observe(1, [1] * 8, elapsed=1)
+        observe(told, 1, [0] * 8)
+    observe(told, 1, [1] * 8, elapsed=1)
     silent = Acceptance.from_json(told.to_json())
     silent.keep = told.keep
-    told.observe(1, [1] * 8, elapsed=1)
-    silent.observe(1, [1] * 8, elapsed=300)
+    observe(told, 1, [1] * 8, elapsed=1)
+    observe(silent, 1, [1] * 8, elapsed=300)
     assert told.rates[0] < 0.05 and silent.rates[0] > 0.15
     assert silent.draws[0] < 60
 
@@ -65,11 +69,11 @@ def test_silence_makes_old_evidence_weak():
 def test_the_cap_on_draws_makes_large_batches_forget_by_the_data():
     small, large = remembering(1, 200, 1000), remembering(1, 200, 1000)
     for _ in range(100):
-        small.observe(1, [1])
-        large.observe(1, [1] * 256)
+        observe(small, 1, [1])
+        observe(large, 1, [1] * 256)
     for _ in range(12):
-        small.observe(1, [0])
-        large.observe(1, [0] * 256)
+        observe(small, 1, [0])
+        observe(large, 1, [0] * 256)
     assert large.rates[0] < 0.1 < 0.8 < small.rates[0]
 
 
@@ -77,10 +81,10 @@ def test_an_untried_depth_moves_with_the_depth_above_it():
     rng = np.random.default_rng(3)
     acceptance = remembering(2, 100)
     for _ in range(400):
-        acceptance.observe(2, draw(rng, [0.8, 0.4], 2, 16))
+        observe(acceptance, 2, draw(rng, [0.8, 0.4], 2, 16))
     assert acceptance.rates == pytest.approx([0.8, 0.4], abs=0.05)
     for _ in range(1000):
-        acceptance.observe(1, draw(rng, [0.4], 1, 16))
+        observe(acceptance, 1, draw(rng, [0.4], 1, 16))
     assert acceptance.rates == pytest.approx([0.4, 0.2], abs=0.025)  # the ratio of 1/2 is remembered
 
 
@@ -91,11 +95,11 @@ def test_the_prior_before_any_data():
 def test_a_prediction_replaces_learned_state():
     acceptance = Acceptance(3)
     for _ in range(100):
-        acceptance.observe(3, [0] * 16)
+        observe(acceptance, 3, [0] * 16)
     acceptance.predict([0.9, 0.8])
     assert acceptance.rates == pytest.approx([0.9, 0.8, 0.8 * 0.95], abs=0.02)
     for _ in range(100):
-        acceptance.observe(3, [0] * 16)
+        observe(acceptance, 3, [0] * 16)
     assert acceptance.rates[0] < 0.1
 
 
@@ -103,10 +107,10 @@ def test_the_state_survives_json():
     rng = np.random.default_rng(6)
     acceptance = Acceptance(4)
     for _ in range(20):
-        acceptance.observe(4, draw(rng, TRUTH, 4, 10))
+        observe(acceptance, 4, draw(rng, TRUTH, 4, 10))
     other = Acceptance.from_json(acceptance.to_json())
     for each in (acceptance, other):
-        each.observe(2, [0, 1, 2, 2])
+        observe(each, 2, [0, 1, 2, 2])
     assert other.rates == acceptance.rates
     with pytest.raises(ValueError, match="hits must hold 4 finite numbers"):
         Acceptance.from_json({**acceptance.to_json(), "hits": [1.0]})
@@ -125,7 +129,7 @@ def test_impossible_counts_are_refused():
     assert histogram_of(2, [0, 2, 2, 1]) == [1, 1, 2]
     for bad in ([3], [-1]):
         with pytest.raises(ValueError, match="but the round drafted 2"):
-            Acceptance(4).observe(2, bad)
+            observe(Acceptance(4), 2, bad)
     with pytest.raises(ValueError, match="allows 2"):
         Acceptance(4).observe_histogram(1, [1, 2, 3])
     with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):

@@ -3,6 +3,7 @@ import math
 
 import numpy as np
 import pytest
+from roofline_tables import HARDWARE, of_hardware
 
 from megatron_rlspec.speculation.cost_table import (
     CostTable,
@@ -11,11 +12,10 @@ from megatron_rlspec.speculation.cost_table import (
     Provenance,
     RoundCost,
 )
-from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
 CONFIGS = (OFF, SpecConfig(1), SpecConfig(3))
-L40S = Roofline.of_hardware(*HARDWARE["L40S"])
+L40S = of_hardware(*HARDWARE["L40S"])
 PROVENANCE = Provenance("tiny", "cpu", "float32", "sglang", "0.5.23", "2025-01-01")
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+from roofline_tables import HARDWARE, of_hardware
 
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.acceptance import expected_tokens
-from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
 CANDIDATES = graphs.chains((0, 1, 2, 3, 5))
-H20 = Roofline.of_hardware(*HARDWARE["H20"])
+H20 = of_hardware(*HARDWARE["H20"])
 LENGTHS = (128, 1024)
 
 

@@ -6,19 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from machine import Machine
-from roofline_tables import roofline_table
+from roofline_tables import HARDWARE, of_hardware, roofline_table
 
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTableError, Provenance
 from megatron_rlspec.speculation.graphs import chains
-from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.speculation.trials import FREE, SHARE
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 CANDIDATES = chains((0, 1, 2, 3, 5))
-H100 = Roofline.of_hardware(*HARDWARE["H100"])
-H20 = Roofline.of_hardware(*HARDWARE["H20"])
+H100 = of_hardware(*HARDWARE["H100"])
+H20 = of_hardware(*HARDWARE["H20"])
 ORIGIN = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
 SIZES = Roofline.of_model(
     {

@@ -4,14 +4,15 @@ import itertools
 
 import numpy as np
 import pytest
+from roofline_tables import HARDWARE, of_hardware
 
 from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.graphs import chains
-from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.solver import choices, explain
 from megatron_rlspec.types import SpecConfig
 
-H100 = Roofline.of_hardware(*HARDWARE["H100"])
+H100 = of_hardware(*HARDWARE["H100"])
 CANDIDATES = chains((0, 1, 2, 3, 5))
 
 

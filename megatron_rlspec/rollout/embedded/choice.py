@@ -79,22 +79,11 @@ class ConfigChoice:
             return chooser, chooser.choose(batch, context, lambda n: behind, apart=False)
         return chooser, chooser.choose(batch, context)
 
-    def check_words(self, words: int) -> None:
-        """Raise EngineError if the schedule drafts more words at once than a draft vocabulary of `words` has."""
-        if isinstance(self.chosen, SpecSchedule):
-            self.check((config for row in self.chosen.configs for config in row), words)
-
-    def check(self, configs: Iterable[SpecConfig], words: int = 0) -> None:
-        """Raise EngineError for a configuration that cannot run. `words`: of the draft vocabulary, if it changes."""
-        arch = self.model.arch
-        words = words or self.model.draft_vocabulary or arch.vocab
+    def check(self, configs: Iterable[SpecConfig]) -> None:
+        """Raise EngineError for a configuration that cannot run."""
         for config in configs:
-            if config.topk > words:
-                raise EngineError(
-                    f"embedded engine: {config} drafts {config.topk} words at once, from only {words}"
-                )
             nodes = scratch(config)
-            if not config.off and not arch.draft_layers:
+            if not config.off and not self.model.arch.draft_layers:
                 raise EngineError(
                     f"embedded engine: {config} needs a drafter, and the model has none"
                 )

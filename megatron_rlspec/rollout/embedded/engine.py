@@ -237,7 +237,6 @@ class EmbeddedEngine:
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
         with self._lock:
-            self.choice.check_words(len(words))
             try:
                 self.model.set_draft_vocabulary(torch.as_tensor(words))
             except ValueError as error:
