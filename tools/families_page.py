@@ -34,9 +34,11 @@ Limits of the table:
 - DeepSeek-V3's latent attention is compared with Transformers' layer at depths 1 to 3 of the drafter. No engine runs it
   on a CPU, so no RL run with it took place. DeepSeek publishes FP8, which is refused.
 - `tests/models/published.py` has the config.json of 45 published models that are accepted, and of 8 that are refused.
-  Qwen3-0.6B and -1.7B, which store their tied head, are read. Moonlight's tokenizer is Python code, which
-  `model.trust_remote_code = true` runs. Experts of a layer in one tensor, as Transformers 5 can save them, are read;
-  SGLang does not read them, and `rlspec convert` to Megatron and back writes each by its name.
+  Qwen3-0.6B and -1.7B, which store their tied head, are read. A tokenizer.json is read as it is, whatever class
+  tokenizer_config.json names; SGLang's routes of text follow Transformers 5, for which DeepSeek-R1-Distill-Llama
+  needs `"tokenizer_class": "PreTrainedTokenizerFast"` there. Moonlight's tokenizer is Python code, which
+  `model.trust_remote_code = true` runs. Experts of a layer in one tensor, as Transformers 5 can save them, are
+  read; SGLang does not read them, and `rlspec convert` to Megatron and back writes each by its name.
 - Qwen3-Next and Qwen3.5 (text) are names and bytes; only projections were compared with Transformers' modules. The
   published `Qwen3_5ForConditionalGeneration` is not converted. megatron-core 0.16.1 has no delta net for packed
   sequences; 0.19.2 has one, which needs CUDA.

@@ -81,7 +81,7 @@ def test_a_run_with_such_a_target_is_refused_before_anything_starts(tmp_path):
     ):
         check_inputs(load(None, options), "train")
     # The embedded engine takes it, and the next check is of the prompts.
-    with pytest.raises(DataError, match="ends in .jsonl"):
+    with pytest.raises(DataError, match="a directory; expected files"):
         check_inputs(load(None, options | {"rollout.engine": "embedded"}), "train")
 
 
