@@ -1,5 +1,6 @@
 """SGLang's token map in a real engine on a CPU: renewed by a run, and with every weight update."""
 
+import os
 from pathlib import Path
 
 import embedded_oracle as oracle
@@ -25,8 +26,11 @@ def requests(tag: str) -> list[Request]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_drafts_are_those_of_the_embedded_engine_before_and_after_pushes(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize(("tied", "ranks"), [(False, 1), (True, 1), (False, 2)], ids=["untied", "tied", "two ranks"])
+def test_drafts_are_those_of_the_embedded_engine_before_and_after_pushes(
+    tmp_path: Path, tied: bool, ranks: int
+) -> None:
+    """Two tensor-parallel ranks, of which each drafts from a half of the words, draft as one does."""
     shape = {"vocab": VOCABULARY, "hidden": 64, "drafter": "close", "sharpness": 2.0, "tied": tied}
     config, first = oracle.tiny(**shape)
     _, second = oracle.tiny(**shape, seed=1)
@@ -36,11 +40,12 @@ def test_drafts_are_those_of_the_embedded_engine_before_and_after_pushes(tmp_pat
             tensors["model.embed_tokens.weight"] *= 0.1
     config |= {"attention_bias": True, "eos_token_id": 150, "bos_token_id": 1, "torch_dtype": "float32"}
     model = tiny_mimo.write(tmp_path / "model", config, first)
+    cores = "|".join(ranks * [",".join(map(str, sorted(os.sched_getaffinity(0))))])
     process = launch(
         model,
         tmp_path / "engine.log",
-        arguments=[*SERVE, "--candidate-steps", "0,1,3", "--draft-vocabulary", str(SIZE)],
-        environment={"OMP_NUM_THREADS": "1"},
+        arguments=[*SERVE, "--candidate-steps", "0,1,3", "--draft-vocabulary", str(SIZE), "--tp", str(ranks)],
+        environment={"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores},
     )
     torch.set_num_threads(1)
     ours = oracle.engine_of(config, first, SpecConfig(3), dtype=torch.float32)

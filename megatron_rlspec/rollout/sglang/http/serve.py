@@ -431,9 +431,11 @@ def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
         raise ServeError(
             f"{given}: SGLang's rejection sampling drafts from all words; expected another --verifier"
         )
-    if (size := tensor_parallel(rest)) != "1":
+    size = tensor_parallel(rest)
+    # SGLang refuses a size that is no number
+    if size.isdigit() and options.draft_vocabulary % max(1, int(size)):
         raise ServeError(
-            f"{given}: SGLang's token map needs the whole output layer; expected --tp 1, not {size}"
+            f"{given}: --tp {size} ranks draft from equal parts; expected a multiple of {size}"
         )
     config = _hf_config(options.model)
     config = config.get("text_config", config)

@@ -183,7 +183,7 @@ def _set_spec_rule(settings: Settings, scheduler: Any, spec_rule: dict[str, Any]
 
 
 def _set_draft_vocabulary(settings: Settings, scheduler: Any, words: list[int]) -> dict[str, Any]:
-    draft_vocabulary.renew(scheduler.draft_worker, words, scheduler.server_args.tp_size)
+    draft_vocabulary.renew(scheduler.draft_worker, words)
     return {}
 
 

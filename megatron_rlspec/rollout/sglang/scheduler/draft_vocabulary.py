@@ -5,6 +5,9 @@ SGLang copies rows of the target's output layer into the drafter's when it start
 tied, the drafter's loader fails on the head of an update, because the copy is no parameter. And the map cannot change.
 Here the rows are copied again after every update, the loader does not see the head, and a new map of the same size is
 written into the same memory, so that captured CUDA graphs read it.
+
+A tensor-parallel rank holds the output layer's rows of its own part of the vocabulary only. SGLang joins the ranks'
+logits in their order. So rank r drafts from the r-th equal part of the tokens, whose rows the ranks collect.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import torch
 
 from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER
 from megatron_rlspec.rollout.sglang.scheduler.served_weights import load_through
+from megatron_rlspec.rollout.sglang.scheduler.versions import installed
 
 HEAD = "lm_head.weight"
+WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 
 
 def hooks() -> Iterator[tuple[str, Callable, str]]:
@@ -25,6 +30,7 @@ def hooks() -> Iterator[tuple[str, Callable, str]]:
     for update in ("end_weight_update", "update_weights_from_disk", "update_weights_from_ipc"):
         yield f"{MANAGER}.{update}", _after_update, "AFTER"
     yield "sglang.srt.managers.scheduler.Scheduler.__init__", _after_start, "AFTER"
+    yield f"{WORKER}.init_lm_head", _init_head, "AROUND"
 
 
 def size(worker: Any) -> int:
@@ -33,16 +39,12 @@ def size(worker: Any) -> int:
     return 0 if drafter is None else len(drafter.hot_token_id)
 
 
-def renew(worker: Any, words: list[int], tp_size: int) -> None:
+def renew(worker: Any, words: list[int]) -> None:
     """Choose drafts from the token ids `words` from the next round on. Raises ValueError."""
     drafter = _drafter(worker)
     if drafter is None:
         raise ValueError(
             "the engine was started without a draft vocabulary; start it with --draft-vocabulary"
-        )
-    if tp_size > 1:
-        raise ValueError(
-            f"a draft vocabulary needs a whole output layer on each rank, but tp={tp_size}"
         )
     expected = len(drafter.hot_token_id)
     if len(words) != expected:
@@ -71,7 +73,35 @@ def _copy_rows(drafter: Any) -> None:
     _, head = drafter._resolve_shared_embed_and_head()
     # not through `.data`, so that a packed copy of the rows is seen to be old
     with torch.no_grad():
-        drafter.draft_runner.model.lm_head.weight.copy_(head[drafter.hot_token_id])
+        drafter.draft_runner.model.lm_head.weight.copy_(_rows(head, drafter.hot_token_id))
+
+
+def _rows(head: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the output layer's rows `[S / tp, H]` of the tokens that this rank drafts from. Collective.
+
+    head    `[V / tp, H]`, this rank's part
+    tokens  `[S]` ids
+    """
+    group = installed().tensor_group()
+    if group.world_size == 1:
+        return head[tokens]
+    local = tokens - group.rank_in_group * len(head)
+    here = (local >= 0) & (local < len(head))
+    rows = head.new_zeros(len(tokens), head.shape[1])
+    rows[here] = head[local[here]]
+    rows = group.all_reduce(rows)  # every row is on one rank, and 0 on the others
+    return rows.chunk(group.world_size)[group.rank_in_group].clone()
+
+
+def _init_head(original: Callable, drafter: Any) -> None:
+    """Wrap SGLang's choice of the drafter's head, which indexes the target's rows as if all of them were here."""
+    tokens = drafter.hot_token_id
+    if tokens is None or installed().tensor_group().world_size == 1:
+        return original(drafter)
+    embedding, head = drafter._resolve_shared_embed_and_head()
+    drafter.hot_token_id = tokens.to(head.device)
+    rows = _rows(head, drafter.hot_token_id)
+    drafter.draft_runner.model.set_embed_and_head(embedding, rows)
 
 
 def _after_update(returned: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
