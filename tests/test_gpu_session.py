@@ -190,8 +190,8 @@ def test_a_second_call_goes_on_with_what_is_missing(gpu, ran):
     with ran.path.open("a") as out:
         out.write('{"kind": "figure", "part": "profile", "wh')  # the machine went away
     record = ran.session([*parts, "variants"])
-    assert list(ran.limits) == ["model", "profile", "variants"], "the served model is made again"
-    assert not record.missing(["profile", "variants"]) and len(record.figures) == 4
+    assert list(ran.limits) == ["model", "profile", "small", "variants"], "the served models are made again"
+    assert not record.missing(["profile", "variants"]) and len(record.figures) == 5
     ran.session(parts)
     assert not ran.limits
 
@@ -270,7 +270,7 @@ def test_session_b_on_a_cpu(gpu, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_drafts_leave_the_distribution_as_it_is_in_bfloat16(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--layers", "4", "--parts", "model,lossless", "--out", str(tmp_path)]
+    command = [sys.executable, str(SCRIPT), "--layers", "4", "--parts", "small,lossless", "--out", str(tmp_path)]
     assert subprocess.run(command).returncode == 0
     rows = [json.loads(line) for line in (tmp_path / "session.jsonl").read_text().splitlines()]
     p = {row["what"]: row["value"] for row in rows if row.get("part") == "lossless" and row["kind"] == "figure"}

@@ -1,4 +1,4 @@
-"""Write random models whose drafter is nearly right by construction (bigram_model.py): a whole one, and a small one."""
+"""Write the random model that is profiled: its drafter is nearly right by construction (bigram_model.py)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ LONGEST = 32768
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
+    write(plan, folder / "wide", plan.shape.layers, figures)
+
+
+def write(plan: Plan, target: Path, layers: int, figures: Figures) -> None:
+    """Write a model of `plan.shape` with so many layers."""
     shape = plan.shape
     began = time.perf_counter()
     config, tensors = checkpoint(
         SHARPNESS,
-        shape.layers,
+        layers,
         shape.hidden,
         vocab=shape.vocab,
         heads=shape.heads,
@@ -30,14 +35,7 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
         dtype=getattr(torch, plan.dtype),
         device=plan.device,
     )
-    config["max_position_embeddings"] = LONGEST
-    write_hf(folder / "wide", config, tensors)
-    small = dict(tensors)
-    for layer in range(plan.small_layers, shape.layers):
-        for name in tensors:
-            if name.startswith(f"model.layers.{layer}."):
-                del small[name]
-    write_hf(folder / "small", config | {"num_hidden_layers": plan.small_layers}, small)
+    write_hf(target, config | {"max_position_embeddings": LONGEST}, tensors)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    figures.say("size of the model", size / 1e9, "GB", f"{shape.layers} layers of {shape.hidden}")
-    figures.say("making and writing them", time.perf_counter() - began, "s")
+    figures.say("size of the model", size / 1e9, "GB", f"{layers} layers of {shape.hidden}")
+    figures.say("making and writing it", time.perf_counter() - began, "s")

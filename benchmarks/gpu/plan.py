@@ -30,21 +30,22 @@ class Part:
 
 # In each session by value: what a machine that goes away early leaves behind decides most.
 PARTS: dict[str, Part] = {
-    "model": Part("a", "writes the models that engines serve", 40, 150),
+    "model": Part("a", "writes the model that is profiled", 35, 150),
     "profile": Part("a", "ms of a round by requests, context and drafts: a cost table", 110, 200, "wide", "model"),
     "steady": Part("a", "tokens/s off and adaptive while ended requests are replaced", 85, 160, "wide", "model"),
     "trace": Part("a", "where the time of a round of 64 requests goes", 15, 60, "wide", "model"),
     "catchup": Part("a", "the first drafts after many rounds without", 20, 60, "wide", "model"),
     "train": Part("a", "a training step with and without the drafter, and with recomputation", 50, 120),
+    "small": Part("a", "writes a model with fewer layers for the next parts", 15, 60),
     "variants": Part(
         "a",
         "equal texts and speed: as served, deterministic, by FlashInfer, with a draft vocabulary",
         30,
         150,
         "variants",
-        "model",
+        "small",
     ),
-    "lossless": Part("a", "the distribution of drafted tokens, in bfloat16", 15, 60, "variants", "model"),
+    "lossless": Part("a", "the distribution of drafted tokens, in bfloat16", 15, 60, "variants", "small"),
     "widened": Part("b", "widens the policy and its drafter", 60, 200),
     "rl": Part("b", "RL steps that alternate plain, frozen and co-trained", 250, 400, "widened", "widened"),
     "stale": Part("b", "the same, sampling while it trains", 130, 250, "widened", "widened"),
