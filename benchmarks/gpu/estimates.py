@@ -26,7 +26,7 @@ _MEASURED = "measured on an H100 without Transformer Engine: 177 ms for all samp
 _STEP = "rounds as measured at short contexts, 3,072 tokens a response, training at 400 TFLOP/s"
 # Of the default plan on an H100 or H200. (part, what) -> estimate. The parts profile and steady know their own.
 ESTIMATES: dict[tuple[str, str], Estimate] = {
-    ("engines wide", "answer after"): Estimate(60, 130, "measured on an H100: 95 to 103 s"),
+    ("engines-wide", "answer after"): Estimate(60, 130, "measured on an H100: 95 to 103 s"),
     ("steady", "64 requests of 4,096: adaptive / off"): Estimate(1.9, 2.2, _TABLE),
     ("steady", "256 requests of 1,024: adaptive / off"): Estimate(1.4, 1.55, _TABLE),
     ("steady", "64 requests of 256: adaptive / off"): Estimate(1.55, 1.75, _TABLE),

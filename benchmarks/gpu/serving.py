@@ -127,7 +127,7 @@ class Serving:
         self.close()
         if not name:
             return
-        figures = Figures(self._out, f"engines {name}")
+        figures = Figures(self._out, f"engines-{name}")
         began = time.perf_counter()
         processes = {}
         for label, engine in engine_set(name, self._plan, self._folder).items():
