@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import re
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu.widen import Shape, widened_shape
 
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.speculation.cost_table import CostTable
@@ -98,6 +100,15 @@ def test_the_trained_share_is_that_of_a_run(gpu):
     assert len(part.drafter_part.tokens) == plan.train_share * len(part.tokens)
     [whole] = gpu.train.packed(plan, 1.0, 512)
     assert whole.drafter_part is None
+
+
+def test_the_widened_policies_have_heads_that_sglang_takes(gpu):
+    """SGLang's MiMo divides the hidden size by the heads. SmolLM2-135M, and the quickstart's model."""
+    smollm2 = Shape(hidden=576, heads=9, kv_heads=3, head_size=64, ffn=1536, layers=30)
+    quickstart = Shape(hidden=96, heads=4, kv_heads=2, head_size=24, ffn=192, layers=12)
+    for narrow, plan in ((smollm2, gpu.plan.planned()), (quickstart, gpu.plan.planned(cpu=True))):
+        wide = widened_shape(narrow, **dataclasses.asdict(plan.wide))
+        assert wide.heads * wide.head_size == wide.hidden
 
 
 def test_all_kinds_of_steps_have_the_same_prompts(gpu):

@@ -71,7 +71,7 @@ class Wide:
 
     times: int = 4
     head_size: int = 128
-    kv_heads: int = 8
+    kv_heads: int = 6
     ffn: int = 9216
     layers: int = 32
 
@@ -169,7 +169,7 @@ TINY = Plan(
     train_layers=2,
     train_sequences=4,
     train_length=32,
-    wide=Wide(times=2, head_size=48, kv_heads=4, ffn=384, layers=13),
+    wide=Wide(times=4, head_size=48, kv_heads=4, ffn=384, layers=13),
     prompts=2,
     samples=2,
     response=24,

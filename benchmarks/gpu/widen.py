@@ -1,6 +1,6 @@
 """Widen a small language model without changing what it computes, so that it costs what a large one costs.
 
-    python benchmarks/gpu/widen.py MODEL OUT --times 4 --head-size 128 --kv-heads 8 --ffn 9216 --layers 32
+    python benchmarks/gpu/widen.py MODEL OUT --times 4 --head-size 128 --kv-heads 6 --ffn 9216 --layers 32
 
 SmolLM2-135M is the largest real model that fits through a narrow door, and its rounds are too short to tell anything
 about a GPU. Its widened form has the same logits, so it has the same texts, rewards and acceptance. Its weights and its

@@ -32,6 +32,9 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     narrow = _quickstart(folder) if not plan.policy else _policy(Path(plan.policy), folder)
     config, tensors = read_hf(narrow)
     wide = widened_shape(Shape.of_config(config), **asdict(plan.wide))
+    if wide.heads * wide.head_size != wide.hidden:
+        sizes = f"{wide.heads} heads of {wide.head_size}"
+        raise ValueError(f"{sizes}: SGLang's MiMo needs as many channels as the hidden size has, {wide.hidden}")
     wide_config, widened = widen(config, tensors, wide)
     dtype = getattr(torch, plan.dtype)
     target = folder / "widened"
