@@ -42,9 +42,8 @@ def heads_of_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         return x
 
     group = SimpleNamespace(world_size=RANKS, rank_in_group=rank, all_reduce=all_reduce)
-    sglang = SimpleNamespace(tensor_group=lambda: group)
     drafter = drafter_of(HEAD.chunk(RANKS)[rank], FIRST)
-    with mock.patch.object(draft_vocabulary, "installed", lambda: sglang):
+    with mock.patch.object(draft_vocabulary, "_tensor_group", lambda: group):
         draft_vocabulary._init_head(None, drafter)
         first = drafter.draft_runner.model.lm_head.weight.clone()
         draft_vocabulary.renew(SimpleNamespace(draft_worker=drafter), LATER)

@@ -19,7 +19,6 @@ import torch
 
 from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER
 from megatron_rlspec.rollout.sglang.scheduler.served_weights import load_through
-from megatron_rlspec.rollout.sglang.scheduler.versions import installed
 
 HEAD = "lm_head.weight"
 WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
@@ -76,13 +75,19 @@ def _copy_rows(drafter: Any) -> None:
         drafter.draft_runner.model.lm_head.weight.copy_(_rows(head, drafter.hot_token_id))
 
 
+def _tensor_group() -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_group
+
+
 def _rows(head: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return the output layer's rows `[S / tp, H]` of the tokens that this rank drafts from. Collective.
 
     head    `[V / tp, H]`, this rank's part
     tokens  `[S]` ids
     """
-    group = installed().tensor_group()
+    group = _tensor_group()
     if group.world_size == 1:
         return head[tokens]
     local = tokens - group.rank_in_group * len(head)
@@ -96,7 +101,7 @@ def _rows(head: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def _init_head(original: Callable, drafter: Any) -> None:
     """Wrap SGLang's choice of the drafter's head, which indexes the target's rows as if all of them were here."""
     tokens = drafter.hot_token_id
-    if tokens is None or installed().tensor_group().world_size == 1:
+    if tokens is None or _tensor_group().world_size == 1:
         return original(drafter)
     embedding, head = drafter._resolve_shared_embed_and_head()
     drafter.hot_token_id = tokens.to(head.device)
