@@ -158,7 +158,7 @@ def test_one_line_names_mistake_and_place(error, act, parts, tmp_path, tokenizer
 def test_a_command_line_ends_in_one_line_and_2(tmp_path):
     """In a process of its own: the tables of `tests/malformed` run in the tests' process."""
     ended = forked.run_module("megatron_rlspec.cli", ["serve", "--model", "no"], folder=tmp_path)
-    assert ended.returncode == 2 and ended.stderr.startswith("rlspec: --model no: no config.json"), ended.stderr
+    assert ended.returncode == 2 and ended.stderr.startswith("rlspec serve: --model no: no config.json"), ended.stderr
     assert ended.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 

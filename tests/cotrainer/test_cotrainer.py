@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_rlspec import DrafterConfig, Sequences
 from megatron_rlspec.config import ConfigError, load
@@ -21,6 +23,14 @@ import train  # noqa: E402
 
 SHAPE = tiny_mimo.config(hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, vocab=64)
 OPTIONS = {"model.dtype": "float32", "spec.candidate_steps": "0,1,3", "rollout.engine": "embedded"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def job():
+    """Leave Megatron's groups, because other files of this process make their own."""
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

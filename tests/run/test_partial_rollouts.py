@@ -136,13 +136,18 @@ def test_a_row_that_comes_twice_in_a_step_gets_other_samples(start, tmp_path):
     assert len(texts) > 2 * SAMPLES  # copies would leave at most SAMPLES texts of each row
 
 
+def counted(rounds) -> int:
+    """Return how many statistics there are, of `[(engine, statistics), ...]`."""
+    return sum(len(of_engine) for _, of_engine in rounds)
+
+
 def test_what_is_learnt_is_of_the_rollout_whose_rounds_it_is(start, tmp_path):
     """Not of the one before it, which the step trains on under staleness, and not of evaluations."""
     config = config_of(start, tmp_path, partial=0, staleness=1)
     held_out = config.data.model_copy(update={"eval_path": str(start / "task/eval.jsonl")})
     run = Run(config.model_copy(update={"data": held_out}), tmp_path)
     told = []
-    run.rollouts.speculation.learn = lambda *given: told.append((len(given[0]), given[3])) or {}
+    run.rollouts.speculation.learn = lambda *given: told.append((counted(given[0]), given[3])) or {}
     lengths = []
     for step in range(2):
         groups = run.step(step)
