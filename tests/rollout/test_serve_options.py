@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from unittest import mock
 
@@ -68,6 +69,21 @@ def test_the_type_of_the_tensors_counts_where_config_json_has_none(folder: Path,
     config.pop("dtype", None), config.pop("torch_dtype", None)
     (tmp_path / "mimo/config.json").write_text(json.dumps(config))
     assert dtype_of(tmp_path / "mimo") == "float32"
+
+
+def test_print_shows_the_commands_of_sglangs_own_server(folder: Path, tmp_path: Path, capsys) -> None:
+    serve.main(["--model", str(folder / "mimo"), "--print", "--mem-fraction-static", "0.8"])
+    script = capsys.readouterr().out
+    echo = script.replace("python -m sglang.launch_server", "printenv RLSPEC_SGLANG; echo")
+    done = subprocess.run(["bash", "-c", echo], cwd=tmp_path, capture_output=True, text=True, check=True)
+    settings, words = done.stdout.splitlines()
+    assert settings == "1"
+    assert {f"--model-path={folder / 'mimo'}", "--device=cuda", "--speculative-adaptive"} <= set(words.split())
+    assert "--mem-fraction-static 0.8" in words and "--sampling-backend=pytorch" in words
+    assert "--speculative-adaptive-config=rlspec-adaptive.json" in words
+    assert 0 in json.loads((tmp_path / "rlspec-adaptive.json").read_text())["1"]["candidate_steps"]
+    with pytest.raises(SystemExit):
+        serve.main(["--model", str(folder / "mimo"), "--print", "--device", "cpu"])
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from megatron_rlspec.rollout.sglang.http.checks import (
     dtype_of,
     installed_sglang,
 )
+from megatron_rlspec.rollout.sglang.http.launch_command import shell_commands
 from megatron_rlspec.rollout.sglang.settings import (
     APART,
     ATTENTION_RANKS,
@@ -167,6 +168,11 @@ def parser() -> Parser:
         default=0,
         help="tokens that drafts are chosen from: the size of SGLang's token map, which a run fills; 0: all tokens",
     )
+    p.add_argument(
+        "--print",
+        action="store_true",
+        help="print the shell commands that start SGLang's own server with the plugin on a GPU, and end",
+    )
     tokens = integer(0, MOST_TOKENS)
     p.add_argument(
         "--max-total-tokens",
@@ -207,7 +213,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         parents.end_with(options.stop_with_parent)
     name = Path(options.model).name or options.model
     check(options)
-    device = _device(options.device)
+    device = _device_of_printed(options) if options.print else _device(options.device)
     if device == "cpu" and options.verifier == "rejection":
         raise ServeError(
             "--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only"
@@ -219,6 +225,11 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if options.dtype == "auto":
         options.dtype = _dtype(options.model)
     arguments, settings, slots = arguments_for(options, device, tensor_parallel(rest))
+    if options.print:
+        settings = dataclasses.replace(settings, sharpness=_sharpness(options))
+        has_key = bool(options.api_key)
+        print(shell_commands([*arguments, *rest], settings, slots, has_key=has_key))
+        return
     print(f"rlspec serve: loading {name} in {options.dtype}", flush=True)
     if options.draft_vocabulary and options.spec != "off":
         arguments.append(f"--speculative-token-map={_token_map(options, rest)}")
@@ -245,6 +256,15 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         os.environ.update(installed_sglang().cpu_environment)
         _install_stand_ins()
     _launch(options, device, [*arguments, *rest])
+
+
+def _device_of_printed(options: argparse.Namespace) -> str:
+    """Return the device of a printed command, whose machine may be another one. Raises ServeError."""
+    if options.device == "cpu":
+        raise ServeError("--print --device cpu: SGLang's own server needs a GPU for drafts")
+    if options.draft_vocabulary:
+        raise ServeError("--print: SGLang's own server has no file for --draft-vocabulary")
+    return "cuda"
 
 
 def _dtype(model: str) -> str:
