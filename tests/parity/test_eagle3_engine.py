@@ -46,6 +46,7 @@ SERVE = (
     "--candidate-steps 0,1,2,3 --sharpness 2"
 ).split()
 TOLERANCE = 2e-4
+THREE = SpecSchedule.fixed(SpecConfig(3))
 SWITCHING = SpecSchedule(
     batch_edges=(1, 13),
     context_edges=(0, 380, 450, 520, 620),
@@ -115,6 +116,7 @@ def served(request, tmp_path_factory) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OMP_NUM_THREADS", "1")
         with captured.engine(folder, model, [*SERVE, "--draft-model", str(drafter)]) as engine:
+            engine.set_schedule(THREE)
             drafted = captured.draw(engine, folder, (1, 9), IDS.numpy())
             (folder / "passes").rename(folder / "kept")
             yield Served(engine, folder, config, weights, described, own, drafted)
@@ -124,7 +126,7 @@ def served(request, tmp_path_factory) -> Iterator[Served]:
 def engine(served) -> Iterator[SGLangEngine]:
     yield served.engine
     served.engine.update_weights(0, served.pushed.items())
-    served.engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+    served.engine.set_schedule(THREE)
     served.engine.stats()
 
 
