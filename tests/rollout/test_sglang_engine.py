@@ -1,4 +1,4 @@
-"""SGLang's real engine on the CPU, with a tiny random MiMo: three servers, started once.
+"""SGLang's real engine on the CPU, with a tiny random MiMo: two servers, started once, and a third for slow tests.
 
 `adaptive` speculates under a schedule that tests replace, `plain` was launched without speculation, and `unkeyed`
 speculates with correct sampling that is not position-keyed: the sampler that the identity test must detect.
@@ -30,7 +30,7 @@ from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine, _body
-from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.speculation.acceptance import pooled
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
@@ -53,19 +53,37 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written
 
 
+class Engines(dict[str, SGLangEngine]):
+    """The engines by name. `unkeyed` starts when a test asks for it."""
+
+    def __init__(self, checkpoint: Path, logs: Path) -> None:
+        self.checkpoint = checkpoint
+        self.logs = logs
+        self.processes: dict[str, EngineProcess] = {}
+
+    def start(self, name: str) -> None:
+        log = self.logs / f"{name}.log"
+        self.processes[name] = launch(self.checkpoint, log, arguments=[*SERVE, *LAUNCHES[name]], environment=ONE_THREAD)
+
+    def __missing__(self, name: str) -> SGLangEngine:
+        if name not in self.processes:
+            self.start(name)
+        self[name] = SGLangEngine.of(self.processes[name].wait(), timeout=120)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLangEngine]]:
-    logs = tmp_path_factory.mktemp("logs")
+def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RLSPEC_API_KEY", "right-key")  # of all three, and of clients that know an address only
-        processes = {
-            name: launch(checkpoint, logs / f"{name}.log", arguments=[*SERVE, *arguments], environment=ONE_THREAD)
-            for name, arguments in LAUNCHES.items()
-        }
+        environment.setenv("RLSPEC_API_KEY", "right-key")  # of all engines, and of clients that know an address only
+        started = Engines(checkpoint, tmp_path_factory.mktemp("logs"))
         try:
-            yield {name: SGLangEngine.of(process.wait(), timeout=120) for name, process in processes.items()}
+            for name in ("adaptive", "plain"):  # side by side
+                started.start(name)
+            assert started["adaptive"] and started["plain"]
+            yield started
         finally:
-            for process in processes.values():
+            for process in started.processes.values():
                 process.close()
 
 
@@ -110,7 +128,7 @@ def test_text_does_not_depend_on_speculation(engines: dict[str, SGLangEngine], n
     sampling = SAMPLINGS[name]
     plain = engines["plain"].generate(asked, sampling)
     assert len({tuple(t) for t in texts(plain)}) > 10
-    for schedule in (k(1), k(3), SWITCHING) if name == "T=1" else (SWITCHING,):
+    for schedule in (k(3), SWITCHING) if name == "T=1" else (SWITCHING,):
         engines["adaptive"].set_schedule(schedule)
         engines["adaptive"].stats()
         speculated = engines["adaptive"].generate(asked, sampling)
@@ -122,6 +140,7 @@ def test_text_does_not_depend_on_speculation(engines: dict[str, SGLangEngine], n
         assert used == {config for row in schedule.configs for config in row}
 
 
+@pytest.mark.slow
 @pytest.mark.lossless
 def test_the_identity_test_detects_a_sampler_that_is_not_keyed(engines: dict[str, SGLangEngine]) -> None:
     asked = requests(16)
@@ -400,6 +419,7 @@ def test_samples_continue_under_new_weights(engines: dict[str, SGLangEngine]) ->
     engine.set_schedule(k(3))
 
 
+@pytest.mark.slow
 def test_a_failed_update_stops_the_engine_until_one_succeeds(engines: dict[str, SGLangEngine]) -> None:
     engine = engines["unkeyed"]
     name = "model.layers.0.self_attn.o_proj.weight"
@@ -435,6 +455,7 @@ def test_abort(engines: dict[str, SGLangEngine]) -> None:
         assert sample.behaviour_logprobs[sample.prompt_len :].all()
 
 
+@pytest.mark.slow
 def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, SGLangEngine]) -> None:
     """The round that an abort waits for can hold a stop token, and tokens after it."""
     stops = (2, *range(3, 160, 8))  # 2 ends every text
@@ -607,6 +628,7 @@ def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict
     assert pushed(72, agreeing)["health/canary_failures"] == 0 and not engine.describe()["held"]
 
 
+@pytest.mark.slow
 def test_an_engine_of_a_fixed_number_of_drafts_can_be_held(engines: dict[str, SGLangEngine]) -> None:
     engine = engines["unkeyed"]
     engine.set_schedule(k(3))
@@ -676,13 +698,6 @@ def started(
         return found[0]
 
     return end
-
-
-def first_version(*engines: SGLangEngine) -> None:
-    """Give engines the same weights and version, whatever other tests have pushed."""
-    target = {name: tensor for name, tensor in WEIGHTS.items() if ".mtp_layers." not in name}
-    for engine in engines:
-        engine.update_weights(0, (WEIGHTS if engine.describe()["speculative"] else target).items())
 
 
 def fresh(n: int, tag: str, first: int) -> list[Request]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import embedded_oracle as oracle
 import numpy as np
 import pytest
@@ -33,16 +31,10 @@ def acceptance(p, q) -> float:
 
 
 PAIRS = 10  # of (p, q) for each filter and sharpness: 50 with s = 1
-FILTERS = {
-    "whole": (1.0, -1, 0.0),
-    "top_p": (0.8, -1, 0.0),
-    "top_k": (1.0, 6, 0.0),
-    "min_p": (1.0, -1, 0.15),
-    "all": (0.9, 8, 0.05),
-}
+FILTERS = {"whole": (1.0, -1, 0.0), "all": (0.9, 8, 0.05)}
 
 
-@pytest.mark.parametrize(("name", "sharpness"), [*((name, 1.0) for name in FILTERS), ("all", 2.0)])
+@pytest.mark.parametrize(("name", "sharpness"), [("whole", 1.0), ("all", 1.0), ("all", 2.0)])
 def test_acceptance_equals_the_formula(name, sharpness):
     """At temperatures from 0.3 to 2, for drafters from close to poor; other pairs in every case."""
     g = torch.Generator().manual_seed(10 * list(FILTERS).index(name) + int(sharpness))
@@ -138,11 +130,10 @@ def test_coupled_drafts_are_accepted_more_often_and_change_no_text(model, sampli
 
 def test_coupled_trees_are_accepted_more_often_and_change_no_text(model):
     texts, _ = rounds(model, PLAIN, SpecConfig(0))
-    for spec in (SpecConfig(3, 3, 8), SpecConfig(2, 2, 5)):
-        plain = rounds(model, PLAIN, spec, drafts="argmax")
-        coupled = rounds(model, PLAIN, spec)
-        assert coupled[0] == plain[0] == texts
-        assert coupled[1] > plain[1] + 0.5
+    plain = rounds(model, PLAIN, SpecConfig(3, 3, 8), drafts="argmax")
+    coupled = rounds(model, PLAIN, SpecConfig(3, 3, 8))
+    assert coupled[0] == plain[0] == texts
+    assert coupled[1] > plain[1] + 0.5
 
 
 def test_a_flat_drafter_needs_sharper_drafts_and_a_close_one_does_not(model):
@@ -167,7 +158,7 @@ def test_an_engine_drafts_with_the_sharpness_that_config_json_states_until_a_rul
             assert engine.describe()["sharpness"] == expected
 
 
-@pytest.mark.parametrize("stated", ["2", [2], True, -1, 0, float("nan"), 101])
+@pytest.mark.parametrize("stated", ["2", -1, float("nan")])
 def test_a_sharpness_that_is_none_is_refused(stated):
     assert sharpness_of({}) == SHARPNESS[0] and sharpness_of({"rlspec_sharpness": 1}) == 1.0
     with pytest.raises(ModelConfigError, match="rlspec_sharpness=.*expected a number above 0"):
@@ -190,15 +181,14 @@ def test_a_run_tells_its_engines_the_sharpness_that_the_trainer_predicts(model, 
 WORDS = np.arange(47, 7, -1)  # 40 of 48
 
 
-@pytest.mark.parametrize(("wrong", "words"), [("position", None), ("seed", WORDS), ("words", WORDS)])
+@pytest.mark.parametrize(("wrong", "words"), [("position", None), ("words", WORDS)])
 def test_other_noise_costs_acceptance_and_no_text(model, monkeypatch, wrong, words):
     right = rounds(model, PLAIN, words=words)
     real = draft.draw
 
     def other(logp, seeds, keys, ids=None):
         ids = torch.arange(logp.shape[1]) if ids is None else ids
-        shift = {"position": (0, 1), "seed": (1, 0), "words": (0, 0)}[wrong]
-        return real(logp, seeds + shift[0], keys + shift[1], ids.flip(0) if wrong == "words" else ids)
+        return real(logp, seeds, keys + (wrong == "position"), ids.flip(0) if wrong == "words" else ids)
 
     monkeypatch.setattr(draft, "draw", other)
     bad = rounds(model, PLAIN, words=words)
@@ -206,9 +196,8 @@ def test_other_noise_costs_acceptance_and_no_text(model, monkeypatch, wrong, wor
     assert bad[1] < right[1] - 0.4
 
 
-@pytest.mark.parametrize("sampling", [Sampling(top_k=4), Sampling(min_p=0.2)], ids=["top_k", "min_p"])
-def test_a_drafter_without_the_targets_filter_costs_acceptance_and_no_text(model, monkeypatch, sampling):
-    sampling = replace(sampling, max_new_tokens=40, ignore_eos=True)
+def test_a_drafter_without_the_targets_filter_costs_acceptance_and_no_text(model, monkeypatch):
+    sampling = Sampling(top_k=4, max_new_tokens=40, ignore_eos=True)
     right = rounds(model, sampling, sharpness=1.0)
     coupled = draft.coupled
 

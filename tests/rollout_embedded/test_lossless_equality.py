@@ -43,6 +43,7 @@ VARIATIONS = {
     "put back": (SpecConfig(3), {"max_total_tokens": 400}),
     "small chunks": (SWITCHING, {"prefill_chunk": 5}),
 }
+FAST = ("k3", "wide tree", "switching", "trees of any size", "put back", "small chunks")
 SAMPLINGS = {
     "plain": Sampling(max_new_tokens=24, ignore_eos=True),
     "filtered": Sampling(max_new_tokens=24, temperature=0.9, top_p=0.8, top_k=12, min_p=0.05),
@@ -101,13 +102,13 @@ def vary(model, name, requests, sampling):
 
 @pytest.mark.parametrize("sampling", ["plain", "filtered"])
 def test_no_schedule_shows_in_the_text(model, sampling):
-    requests = wanted(60 if sampling == "plain" else 24)
+    requests = wanted(40 if sampling == "plain" else 24)
     expected = plain(model, requests, SAMPLINGS[sampling])
     assert len({tuple(text) for text in expected.values()}) > 20
-    for name in VARIATIONS:
+    for name in FAST:
         got, accepted = vary(model, name, requests, SAMPLINGS[sampling])
         assert got == expected, name
-        assert name == "k0" or accepted[1:].sum() > 0.2 * accepted.sum(), f"{name}: hardly anything was accepted"
+        assert accepted[1:].sum() > 0.2 * accepted.sum(), f"{name}: hardly anything was accepted"
 
 
 @pytest.mark.parametrize("sampling", ["plain", "filtered", "greedy"])
@@ -158,15 +159,14 @@ def test_neighbours_do_not_show_in_the_text(model):
     requests = wanted(30, seed=2)
     expected = plain(model, requests, SAMPLINGS["plain"])
     engine = oracle.engine_of(*model, SpecConfig(2, 2, 6))
-    for seed in (3, 4):
-        crowd = [Request("n" + r.id, r.prompt, r.seed) for r in wanted(20, seed=seed)]
-        mixed = [x for pair in zip(requests, crowd, strict=False) for x in pair] + requests[20:]
-        got = texts(engine, mixed, SAMPLINGS["plain"])
-        assert {k: v for k, v in got.items() if not k.startswith("n")} == expected
+    crowd = [Request("n" + r.id, r.prompt, r.seed) for r in wanted(20, seed=3)]
+    mixed = [x for pair in zip(requests, crowd, strict=False) for x in pair] + requests[20:]
+    got = texts(engine, mixed, SAMPLINGS["plain"])
+    assert {k: v for k, v in got.items() if not k.startswith("n")} == expected
 
 
 def test_greedy_text_is_the_naive_decoders(model):
-    requests = wanted(4, seed=5)
+    requests = wanted(2, seed=5)
     target = Target(*model, SAMPLINGS["greedy"])
     got, _ = vary(model, "wide tree", requests, SAMPLINGS["greedy"])
     for request in requests:

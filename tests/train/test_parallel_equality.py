@@ -262,13 +262,12 @@ def test_every_setting(tied, unrolling):
 
 
 def test_layouts_agree_to_rounding():
-    """In float64 the predicted acceptance is compared, too."""
-    single, double = {"context": 2, "tensor": 2, "sequence": True}, {"pipeline": 2}
-    compare([PLAIN | {"dtype": "float32"} | single, PLAIN | double])
+    compare([PLAIN | {"context": 2, "tensor": 2, "sequence": True}])
 
 
 @pytest.mark.slow
 def test_more_layouts_agree_to_rounding():
-    cells = [{"dtype": "float32", "pipeline": 2}, {"dtype": "float32"}]
+    cells = [{"dtype": "float32", "pipeline": 2}, {"dtype": "float32"}, {"pipeline": 2}]
+    cells += [{"dtype": "float32", "context": 2, "tensor": 2, "sequence": True}]
     cells += [{"context": 2, "tensor": 2, "some": True, "loss": "forward_kl"}]  # the drafter learns some samples
     compare([PLAIN | cell for cell in cells])

@@ -7,11 +7,11 @@ from train_ranks import digest, on_ranks
 
 CELLS = [
     {"dtype": "float32", "clip": 0.3},
-    {"dtype": "bfloat16", "distributed": True},
-    {"dtype": "float32", "pipeline": 2, "tied": True},
     {"dtype": "float32", "tensor": 2, "sequence": True, "distributed": True},
 ]
 MORE = [
+    {"dtype": "bfloat16", "distributed": True},
+    {"dtype": "float32", "pipeline": 2, "tied": True},
     {"dtype": "float32", "distributed": True},
     {"dtype": "bfloat16"},
     {"dtype": "float32", "pipeline": 2, "unrolling": 2},
