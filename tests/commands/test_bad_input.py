@@ -130,7 +130,7 @@ def port_taken(place: Place) -> None:
 SERVE = [
     ("--device cpu --verifier rejection", "--verifier rejection", "GPU"),
     ("--device cpu --disaggregation-mode prefill", "--disaggregation-mode", "--spec off"),
-    ("--device cpu --draft-vocabulary 8 --tp 2", "--draft-vocabulary 8", "--tp 1, not 2"),
+    ("--device cpu --draft-vocabulary 9 --tp 2", "--draft-vocabulary 9", "a multiple of 2"),
 ]
 ROWS += [(f"serve {text}", ServeError, serving(text), parts) for text, *parts in SERVE]
 if not torch.cuda.is_available():
