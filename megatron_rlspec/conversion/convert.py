@@ -164,9 +164,8 @@ def config_without_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the same model without MTP layers. A MiMo that was a Qwen2 or Llama becomes that."""
     counts = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     config = {key: value for key, value in config.items() if key != STATED}
-    before = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}.get(
-        config.get("model_type")
-    )
+    architectures = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+    before = architectures.get(config.get("model_type", ""))
     if config["architectures"] != ["MiMoForCausalLM"] or before is None:
         return {
             **config,

@@ -69,7 +69,7 @@ class Health:
         self,
         pusher: Pusher,
         is_drafter: Callable[[str], bool],
-        speculate: Callable[[str, RolloutEngine], None] | None = None,
+        speculate: Callable[[str, RolloutEngine], object] | None = None,
         canary: Sequence[Prompt] = (),
         sampling: Sampling | None = None,
         settings: HealthSettings | None = None,

@@ -368,7 +368,9 @@ class EmbeddedEngine:
         lone = len(runs) - len(drafted)
         if_all: Sequence[float] = ()
         if rule is not None:
-            if_all = rule.observe(config, accepted, lone, verified)
+            histogram = rule.observe(config, accepted, lone, verified)
+            if self.rounds.selection is not None:
+                if_all = histogram
             if rule.learns and not lone and timed:
                 ms = self.model.comm.mean(took, self.model.device)
                 drafts = sum(verified) / len(verified) if self.rounds.selection else None
