@@ -43,7 +43,7 @@ VARIATIONS = {
     "put back": (SpecConfig(3), {"max_total_tokens": 400}),
     "small chunks": (SWITCHING, {"prefill_chunk": 5}),
 }
-FAST = ("k3", "wide tree", "switching", "trees of any size", "put back", "small chunks")
+FAST = ("k3", "wide tree", "switching", "uneven", "put back", "small chunks")
 SAMPLINGS = {
     "plain": Sampling(max_new_tokens=24, ignore_eos=True),
     "filtered": Sampling(max_new_tokens=24, temperature=0.9, top_p=0.8, top_k=12, min_p=0.05),
