@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_rlspec.commands.report import charts
-from megatron_rlspec.commands.report.charts import GREY, Drawing, Mark, Points, Series
+from megatron_rlspec.commands.report.charts import GREY, Drawing, Mark, Points, Series, bars, lines
 from megatron_rlspec.commands.report.records import Run
 
 Records = Sequence[Mapping[str, Any]]
@@ -136,7 +135,7 @@ def of_run(run: Run) -> list[Drawing]:
         if not varies(series):
             continue
         marks = evaluations(run.events, chart.evaluation) if chart.evaluation else []
-        svg = charts.bars(series) if chart.stacked else charts.lines(series, marks)
+        svg = bars(series) if chart.stacked else lines(series, marks)
         note = "Diamonds: held-out prompts." if marks else chart.note
         drawings.append(Drawing(chart.title, note, chart.unit, series, svg))
     return drawings
@@ -152,7 +151,7 @@ def of_runs(runs: Sequence[Run]) -> list[Drawing]:
             if points:
                 series.append(Series(run.name, points, key, f"C{i}"))
         if series:
-            drawings.append(Drawing(title, "", unit, series, charts.lines(series)))
+            drawings.append(Drawing(title, "", unit, series, lines(series)))
     return drawings
 
 
