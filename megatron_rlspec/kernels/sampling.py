@@ -14,8 +14,15 @@ BLOCK = 1024  # columns of a tile; a thread holds 8, and two tiles at once
 STAIRS = 32  # in a list
 PARTS = 16  # of a row, if there are few rows; more rows fill a GPU in FEWER parts
 FEWER = 2  # each number of parts is compiled, and an engine's batch takes all sizes
-WARPS_OF_CHOICE = 16  # of `choose`: with fewer it spills registers
+WARPS = {"scan": 4, "choose": 8}
+# Of a thread. Without a limit, Triton 3.8 keeps both kernels to 64 or 96 registers and spills the rest.
+MOST_REGISTERS = 128
 PROGRAMS = 512  # that fill a GPU: four on each of 132 multiprocessors
+
+
+def launch_options(kernel: str) -> dict[str, int]:
+    """Return how `scan` or `choose` is compiled."""
+    return {"num_warps": WARPS[kernel], "maxnreg": MOST_REGISTERS}
 
 
 @dataclass(frozen=True)
@@ -91,10 +98,10 @@ class _Rows:
             "MAPPED": draws.words is not None,
         }
         part = {"columns_of_part": triton.cdiv(tiles, self.parts) * BLOCK}
-        self._of_scan = limits | read | noise | part
+        self._of_scan = limits | read | noise | part | launch_options("scan")
         self._of_merge = limits
         self._of_sums = limits | read | part
-        self._of_choice = limits | read | noise | {"num_warps": WARPS_OF_CHOICE}
+        self._of_choice = limits | read | noise | launch_options("choose")
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

@@ -49,10 +49,10 @@ def test_drawing_spills_no_register(capability: int, logits: str, name: str, tmp
     from megatron_rlspec.kernels import keyed_draw, sampling
 
     kernel = getattr(keyed_draw, name)
-    warps = sampling.WARPS_OF_CHOICE if name == "choose" else 4
+    options = sampling.launch_options(name) if name in sampling.WARPS else {"num_warps": 4}
     for parts in (sampling.FEWER, sampling.PARTS):
         constants = {"BLOCK": sampling.BLOCK, "STAIRS": sampling.STAIRS, "PARTS": parts, "MAPPED": False}
-        used = compiled(kernel, {"logits": logits}, constants, capability, warps, tmp_path)
+        used = compiled(kernel, {"logits": logits}, constants, capability, options, tmp_path)
         print(f"{name}, sm_{capability}, {logits}, {parts} parts: {used}")
 
 
@@ -64,7 +64,7 @@ def test_losses_spill_no_register(capability: int, logits: str, tmp_path: Path) 
     for name, constants in PASSES:
         pointers = {"logits": logits, "teacher": logits, "masses": "*fp32", "words": "*i32"}
         constants = constants | {"BLOCK": head.BLOCK}
-        used = compiled(getattr(loss_passes, name), pointers, constants, capability, 4, tmp_path)
+        used = compiled(getattr(loss_passes, name), pointers, constants, capability, {"num_warps": 4}, tmp_path)
         print(f"{name} {constants}, sm_{capability}, {logits}: {used}")
 
 
@@ -74,11 +74,16 @@ def test_fingerprints_spill_no_register(capability: int, tmp_path: Path) -> None
 
     pointers = {"places": "*i64", "programs": "*i64", "sums": "*i64"}
     constants = {"BLOCK": fingerprints.BLOCK, "ROW": fingerprints.ROW}
-    print(compiled(fingerprints.add_rows, pointers, constants, capability, 4, tmp_path))
+    print(compiled(fingerprints.add_rows, pointers, constants, capability, {"num_warps": 4}, tmp_path))
 
 
 def compiled(
-    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], capability: int, warps: int, folder: Path
+    kernel: Any,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    capability: int,
+    options: dict[str, int],
+    folder: Path,
 ) -> dict[str, int]:
     """Compile and return registers and bytes of memory. Fails if a register is spilled."""
     from triton.backends.compiler import GPUTarget
@@ -95,7 +100,7 @@ def compiled(
         if kinds[name].startswith("*") or name in sizes:
             attributes[(i,)] = aligned
     source = ASTSource(fn=kernel, signature=kinds, constexprs=values, attrs=attributes)
-    made = triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": warps})
+    made = triton.compile(source, GPUTarget("cuda", capability, 32), options)
     assert f".target sm_{capability}" in made.asm["ptx"]
     path = folder / "kernel.cubin"
     path.write_bytes(made.asm["cubin"])
