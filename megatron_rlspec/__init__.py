@@ -6,7 +6,7 @@ The import of the package is light: torch, Megatron-core and SGLang are imported
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 _PUBLIC = {
     "CoTrainer": "megatron_rlspec.cotrainer.cotrainer",
     "Sequences": "megatron_rlspec.cotrainer.fields",
