@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import te_signatures
 
 TESTS = Path(__file__).parent.parent
+STAND_IN = TESTS / "te/stand_in"
 ISOLATION = "test_policy_is_the_same_with_and_without_drafter"
 SLOW = {
     "every layout of a converted checkpoint": ["models/test_layouts_of_ranks.py"],
@@ -35,7 +35,7 @@ SLOW = {
 
 def through_the_stand_in(tests, marks):
     """Run tests, named from this folder's parent, in a process that finds the stand-in; all must pass."""
-    path = os.pathsep.join([str(te_signatures.STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore", "-m", marks]
     where = "from megatron_rlspec.train import runtime; print(runtime.has_transformer_engine())"
     how = {"env": os.environ | {"PYTHONPATH": path}, "cwd": TESTS.parent, "capture_output": True, "text": True}

@@ -5,7 +5,7 @@
 ARG IMAGE=slimerl/slime:nightly-dev-20260810a
 FROM ${IMAGE}
 
-# The commit of slime that the hooks were checked against (tests/compat/contracts.py). The image installs slime and
+# The commit of slime that the hooks were checked against. The image installs slime and
 # Megatron-LM from checkouts, which are found by what Python would import.
 ARG SLIME_COMMIT=624b824a8
 RUN cd "$(python3 -c 'import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec("slime").origin).parents[1])')" \
