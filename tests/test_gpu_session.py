@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,15 +23,6 @@ from megatron_rlspec.speculation.cost_table import CostTable
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPT = BENCHMARKS / "gpu_session.py"
-# Lines as SGLang 0.5.23 logs them (speculative/eagle_worker_v2.py, model_runner_components/cuda_graph_setup.py).
-LOG = """\
-[2026-01-01 00:00:00] Capture target verify CUDA graph begin. backend=full, num_tokens_per_req=4, avail mem=40.00 GB
-[2026-01-01 00:00:09] Capture target verify CUDA graph end. bs=[1, 2, 4], elapsed=9.50 s, mem usage=0.75 GB.
-[2026-01-01 00:00:09] Capture draft decode CUDA graph begin. backend=full, num_tokens_per_req=1, bs=[1, 2]
-[2026-01-01 00:00:12] Capture draft decode CUDA graph end. elapsed=2.25 s, mem usage=0.25 GB, avail mem=38.75 GB.
-[2026-01-01 00:00:13] Capture target prefill CUDA graph begin. backend=full, num_tokens=[64, 128], avail mem=38.75 GB
-[2026-01-01 00:00:13] Capture target prefill CUDA graph end. elapsed=1.00 s, mem usage=0.00 GB, avail mem=38.75 GB.
-"""
 CPU = ["--cpu", "--minutes", "1000"]
 KINDS = ("plain", "frozen", "co-trained")
 
@@ -56,25 +46,6 @@ def parts_of(gpu: SimpleNamespace, session: str) -> list[str]:
     return [name for name, part in gpu.plan.PARTS.items() if part.session == session]
 
 
-def test_every_part_has_a_file_and_a_session_takes_ten_minutes(gpu):
-    files = {path.stem for path in (BENCHMARKS / "gpu").glob("*.py") if "\ndef run(plan: Plan," in path.read_text()}
-    assert files - {"dry_run"} == gpu.plan.PARTS.keys()
-    for session in ("a", "b"):
-        seconds = 0
-        running = ""
-        for name in parts_of(gpu, session):
-            seconds += gpu.session.time_of(name, running)
-            running = gpu.plan.PARTS[name].engines
-        assert 500 < seconds <= 600
-
-
-def test_a_plan_is_read_back_as_it_was_written(gpu):
-    plan = gpu.plan.planned(layers=12, policy="DIR", engine=["--attention-backend", "triton"])
-    assert gpu.plan.from_json(gpu.plan.to_json(plan)) == plan
-    assert plan.shape.layers == 12 and not gpu.session.is_estimated(plan)
-    assert gpu.session.is_estimated(gpu.plan.planned(policy="DIR"))
-
-
 def test_a_trace_is_read_as_work_and_gaps(gpu):
     """Two rounds of 3 ms each: kernels that overlap count once, and a gap has what stands before and behind it."""
     events = []
@@ -93,15 +64,6 @@ def test_another_distribution_is_seen(gpu):
     assert gpu.lossless.homogeneity(first, rng.geometric(0.6, 4000).tolist())[0] < 1e-6
 
 
-def test_the_trained_share_is_that_of_a_run(gpu):
-    """`drafter.share` is applied: the drafter's part of a batch has a quarter of the samples."""
-    plan = gpu.plan.planned(cpu=True)
-    [part] = gpu.train.packed(plan, plan.train_share, 512)
-    assert len(part.drafter_part.tokens) == plan.train_share * len(part.tokens)
-    [whole] = gpu.train.packed(plan, 1.0, 512)
-    assert whole.drafter_part is None
-
-
 def test_the_widened_policies_have_heads_that_sglang_takes(gpu):
     """SGLang's MiMo divides the hidden size by the heads. SmolLM2-135M, and the quickstart's model."""
     smollm2 = Shape(hidden=576, heads=9, kv_heads=3, head_size=64, ffn=1536, layers=30)
@@ -109,17 +71,6 @@ def test_the_widened_policies_have_heads_that_sglang_takes(gpu):
     for narrow, plan in ((smollm2, gpu.plan.planned()), (quickstart, gpu.plan.planned(cpu=True))):
         wide = widened_shape(narrow, **dataclasses.asdict(plan.wide))
         assert wide.heads * wide.head_size == wide.hidden
-
-
-def test_all_kinds_of_steps_have_the_same_prompts(gpu):
-    plan = gpu.plan.planned(cpu=True)
-    rows = [json.dumps({"prompt": str(i)}) for i in range(5)]
-    assert gpu.widened._repeated(plan, rows) == [*(3 * rows[:2]), *(3 * rows[2:4])]
-
-
-def test_the_log_of_captures_is_read(gpu):
-    assert gpu.serving.captures(LOG) == (5, 12.75, 1.0)
-    assert gpu.serving.captures("no graphs on a CPU") == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -187,12 +138,6 @@ def test_the_others_go_on_after_a_part_that_failed(gpu, ran):
     assert ran.sets == ["wide", "wide", "", "variants"], "engines that a killed part asked start anew"
 
 
-def test_parts_without_their_models_do_not_begin(gpu, ran):
-    ran.ends = {"model": "failed"}
-    record = ran.session(["model", "profile", "train"])
-    assert record.ends["profile"]["why"] == "needs the part model" and list(ran.limits) == ["model", "train"]
-
-
 def test_a_second_call_goes_on_with_what_is_missing(gpu, ran):
     ran.ends = {"profile": "failed"}
     parts = ["model", "profile", "train"]
@@ -215,21 +160,6 @@ def test_parts_begin_while_their_time_is_left(gpu, ran):
     assert list(ran.limits) == ["model", "train"] and ran.limits["train"] == seconds - ran.seconds["model"]
     assert record.missing(["profile", "train"]) == ["model", "profile"]
     assert ran.said[2] == "profile: not begun; it takes about 220 s, and 55 s are left"
-
-
-def test_figures_are_told_beside_what_was_expected(gpu, ran):
-    told = gpu.session.figures_of(ran.session(["train"]), gpu.plan.planned(), "train")
-    assert [row["what"] for row in told] == ["a figure"] and "    a figure: 10.8 ms" in ran.said
-    record = gpu.session.Record(ran.path, figures={("trace", "k3: the GPU works"): figure()})
-    [row] = gpu.session.figures_of(record, gpu.plan.planned(), "trace")
-    assert row["estimate"] == "10.5 to 11.3" and row["verdict"] == "as estimated"
-
-
-def test_the_page_names_its_parts(gpu):
-    page = (ROOT / "docs/gpu.md").read_text()
-    for found in re.findall(r"--parts ([\w,]+)", page):
-        assert set(found.split(",")) <= gpu.plan.PARTS.keys()
-    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == gpu.plan.PARTS.keys()
 
 
 def session(folder: Path, *options: str) -> dict[str, dict[str, Any]]:

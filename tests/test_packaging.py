@@ -1,7 +1,6 @@
 """What `pip install` installs, and the error of commands that need a package that it leaves out."""
 
 import ast
-import re
 import shutil
 import subprocess
 import sys
@@ -10,15 +9,12 @@ from pathlib import Path
 
 import pytest
 import tiny_mimo
-import yaml
 from packaging.requirements import Requirement
 
-from megatron_rlspec import __version__
 from megatron_rlspec.rollout.sglang.scheduler import versions
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LEFT_ALONE = ("torch", "megatron-core", "transformers", "sglang")
 TRAIN = ("train", "--model.path", "{start}/model", "--data.path", "{start}/task/rl.jsonl", "--reward.kind", "math")
 TRAIN += ("--model.max_length", "256", "--rollout.max_new_tokens", "24")
 PLUGIN = "megatron_rlspec/rollout/sglang"
@@ -28,14 +24,6 @@ HIDE = "import sys; sys.modules.update(dict.fromkeys({hidden!r})); from megatron
 
 def names(requirements) -> set[str]:
     return {Requirement(requirement).name for requirement in requirements}
-
-
-def test_a_bare_install_replaces_no_engine_and_no_trainer():
-    assert not names(PROJECT["dependencies"]) & set(LEFT_ALONE)
-    for extra in PROJECT["optional-dependencies"].values():
-        assert "apex" not in names(extra)  # PyPI's is another project than NVIDIA's
-    extras = PROJECT["optional-dependencies"]
-    assert set(LEFT_ALONE) <= names(extras["train"] + extras["engine"])
 
 
 # Imported only where another package brings them: SGLang fastapi, starlette and datasets, transformers the client of
@@ -115,37 +103,9 @@ def test_a_missing_package_is_named_in_one_line(hidden, argv, expects, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_help_and_doctor_need_no_torch():
-    """The doctor says what is missing, so it must run where torch is not."""
-    code = "import sys; from megatron_rlspec.commands import doctor, training; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-
-
 def tracked() -> set[str]:
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stdout.splitlines())
-
-
-def test_the_manifest_names_everything_that_git_tracks():
-    lines = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
-    whole = {words[1] for words in lines if words[0] == "graft"} | {"megatron_rlspec"}
-    single = {name for words in lines if words[0] == "include" for name in words[1:]}
-    single |= {"pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"}  # setuptools adds these itself
-    left_out = {name for name in tracked() if name.partition("/")[0] not in whole and name not in single}
-    assert left_out == {".gitignore"}
-
-
-def test_version_changelog_and_citation_agree():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    changes = (ROOT / "CHANGELOG.md").read_text()
-    newest = re.search(r"^## (\S+) \(([0-9-]+)\)$", changes, re.M)
-    assert newest and newest.groups() == (citation["version"], str(citation["date-released"]))
-    assert citation["version"] == __version__
-    assert f"version = {{{__version__}}}\n" in (ROOT / "README.md").read_text()  # its BibTeX
-    for version in re.split(r"^## ", changes, flags=re.M):
-        headings = re.findall(r"^(?:###.*|\*\*.*\*\*)$", version, re.M)
-        assert len(headings) == len(set(headings)), f"a heading stands twice in one version: {headings}"
-    assert {"cff-version", "message", "title", "authors", "license"} <= set(citation)
 
 
 @pytest.mark.slow

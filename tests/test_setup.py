@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = ("tools/setup_cpu.sh", "pyproject.toml", "setup.py")
-DIFFERENT = {"megatron-core": ("0.16.1", "0.19.2")}
 # A Python of the version asked for: pip notes what it is asked to install, -m venv copies this file.
 INTERPRETER = """#!/bin/bash
 case "$*" in
@@ -71,14 +70,6 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def test_locks_differ_only_where_stated():
-    old = lock("cpu.txt")
-    new = lock("cpu-py312.txt")
-    assert {n: (old.get(n), new.get(n)) for n in old | new if old.get(n) != new.get(n)} == DIFFERENT
-    libraries = lock("cuda-libraries.txt")
-    assert libraries and not libraries.keys() & new.keys()
-
-
 @pytest.mark.parametrize("version, name", [("3.11", "cpu.txt"), ("3.12", "cpu-py312.txt")])
 def test_a_cpu_build_of_torch_needs_the_lock_only(machine, version, name):
     machine.torch()
@@ -90,11 +81,10 @@ def test_a_cpu_build_of_torch_needs_the_lock_only(machine, version, name):
     assert machine.installed() == [f"requirements/{name}"]  # and is up to date
 
 
-@pytest.mark.parametrize("version, name", [("3.11", "cpu.txt"), ("3.12", "cpu-py312.txt")])
-def test_a_cuda_build_of_torch_gets_its_libraries(machine, version, name):
+def test_a_cuda_build_of_torch_gets_its_libraries(machine):
     machine.torch("Requires-Dist: filelock\nRequires-Dist: nvidia-cudnn-cu13==9.20.0.48\n")
-    assert machine.setup(machine.python(version)) == (0, "")
-    assert machine.installed() == [f"requirements/{name}", "requirements/cuda-libraries.txt"]
+    assert machine.setup(machine.python("3.12")) == (0, "")
+    assert machine.installed() == ["requirements/cpu-py312.txt", "requirements/cuda-libraries.txt"]
     assert "pip found a CUDA build of torch" in machine.printed and machine.stamped() == 1
 
 

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 
-from megatron_rlspec.config import load
 from megatron_rlspec.models.tensor_file import TensorFile
 
 ROOT = Path(__file__).parent.parent
@@ -40,11 +39,6 @@ def test_held_out_prompts_are_about_other_things(tmp_path):
 def test_the_reward_is_for_one_question_about_the_thing(response, reward):
     one_question = runpy.run_path(str(EXAMPLE / "reward.py"))["one_question"]
     assert one_question(prompt="", response=response, label="garden", metadata={}) == reward
-
-
-def test_the_configuration_is_valid():
-    config = load(EXAMPLE / "smollm2.toml")
-    assert config.sft.drafter_only and config.sft.held_out == 8 and config.data.apply_chat_template
 
 
 @pytest.mark.slow
