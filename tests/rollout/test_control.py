@@ -1,6 +1,5 @@
 """Commands to a scheduler process: hold speculation, and the rule that runs after the release."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,22 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_rlspec.rollout.sglang.http import plugin
-from megatron_rlspec.rollout.sglang.scheduler import control, decisions, rounds, served_weights, versions
-from megatron_rlspec.rollout.sglang.settings import VARIABLE, Settings
+from megatron_rlspec.rollout.sglang.scheduler import control, decisions, rounds, served_weights
+from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 SETTINGS = Settings()
-TABLE = str(Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json")
-MODEL = {
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "vocab_size": 32000,
-}
 
 
 @pytest.fixture
@@ -45,16 +35,6 @@ def test_hold_twice_needs_one_release(decider):
     assert chosen(decider) == OFF and decider.held == "push"
     control._release(SETTINGS, None)
     assert chosen(decider) == SpecConfig(3) and not decider.held
-
-
-def test_a_hold_keeps_what_the_rule_has_learnt(decider):
-    before = decider.rule.acceptance.rates
-    decider.rule.observe(SpecConfig(3), [3, 3])
-    learnt = decider.rule.acceptance.rates
-    control._hold(SETTINGS, None, "push")
-    chosen(decider)
-    control._release(SETTINGS, None)
-    assert decider.rule.acceptance.rates == learnt != before
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -91,43 +71,6 @@ def test_a_rule_set_during_a_hold_is_stored(decider):
     assert chosen(decider) == SpecConfig(1)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"command": "nothing"},
-        {"command": "set_spec_rule", "spec_rule": [1]},
-        {"command": "set_spec_rule", "spec_rule": {"schedule": {"batches": []}}},
-        {"command": "set_schedule", "schedule": None},
-        {"command": "hold"},
-    ],
-    ids=str,
-)
-def test_a_malformed_request_is_refused_and_the_scheduler_continues(decider, body, monkeypatch):
-    messages = SimpleNamespace(DumperControlReqOutput=SimpleNamespace)  # SGLang's import much that is not needed here
-    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", messages)
-    answers = []
-    scheduler = SimpleNamespace(send_control_output=lambda output, request: answers.append(output))
-    control._handle(SETTINGS, None, scheduler, SimpleNamespace(method=control.METHOD, body=body))
-    assert not answers[0].success and answers[0].error.startswith(f"{body['command']}: ")
-    assert chosen(decider) == SpecConfig(3)
-
-
-def test_an_unknown_version_gets_no_part_of_the_plugin(monkeypatch):
-    """SGLang only logs a plugin's error and continues, so the process ends."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    def unknown():
-        raise ImportError("neither of ours")
-
-    hooks = {}
-    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: hooks.setdefault(target))
-    monkeypatch.setattr(versions, "installed", unknown)
-    monkeypatch.setenv(VARIABLE, "{}")
-    with pytest.raises(SystemExit, match="neither of ours"):
-        plugin.register()
-    assert not hooks
-
-
 def test_what_was_learnt_of_rounds_survives_a_new_rule_and_a_hold(decider):
     rule = {"roofline": Roofline.of_layers(12).to_json()}
     control._set_spec_rule(SETTINGS, None, rule)
@@ -142,21 +85,6 @@ def test_what_was_learnt_of_rounds_survives_a_new_rule_and_a_hold(decider):
     control._hold(SETTINGS, None, "push")
     control._release(SETTINGS, None)
     assert decider.rule.report()["learnt"]["times"] == learnt["times"]
-
-
-@pytest.mark.parametrize("data", [None, {"table": TABLE}], ids=["config.json", "table"])
-def test_an_engine_switches_useless_drafts_off_by_itself(data, monkeypatch):
-    """`rlspec serve`, with a table or without one, and the plugin in a plain server: all drafts are refused."""
-    decider = decisions.Decider(Settings(spec_rule=data))
-    decider.start([0, 1, 2, 3], 3, 1, MODEL)
-    off = []
-    for t in range(300):
-        config, drafting = decider.choose(256, 256 * (100 + t), lambda n: 0)
-        ran = decisions.DecodeRound(config, 256 * (100 + t), None)
-        decider.observe(ran, [0] * drafting if config.num_steps else [], 256 - drafting)
-        decider.timed(ran, 256, 20.0 + 8.0 * config.num_steps)
-        off.append(config.off)
-    assert sum(off[:30]) >= 20 and sum(off[30:]) > 250
 
 
 def test_answers_of_data_parallel_ranks_are_merged():
@@ -222,27 +150,3 @@ def test_catching_up_is_time_of_the_round_that_it_precedes(overlap, monkeypatch)
     found += [process() for _ in launched]
     expected = [None] * rounds.WARM_UP + [5.0] * 3 + [6005.0, 5.0, 5.0 - overlap]
     assert found == [None if ms is None else pytest.approx(ms) for ms in expected]
-
-
-def test_the_round_that_a_gpu_still_computes_is_no_time_of_catching_up(monkeypatch):
-    """The first copy of what drafters missed waits for it."""
-    from megatron_rlspec.rollout.sglang.scheduler import controller
-
-    clock = SimpleNamespace(now=0.0, computing=0.01)
-
-    def wait():
-        clock.now += clock.computing
-        clock.computing = 0.0
-
-    def close(*_):
-        wait()
-        clock.now += 6.0
-
-    monkeypatch.setattr(controller.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(controller.torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=wait))
-    told = []
-    monkeypatch.setattr(controller, "rounds", SimpleNamespace(catching_up=told.append))
-    batch = SimpleNamespace(seq_lens=SimpleNamespace(device=SimpleNamespace(type="cuda")))
-    ours = SimpleNamespace(gap=SimpleNamespace(close=close), _batch=batch, _config=SpecConfig(3))
-    controller.ScheduleController._catch_up(ours, 4)
-    assert told == [pytest.approx(6.0)] and ours._caught_up == pytest.approx(6.0)

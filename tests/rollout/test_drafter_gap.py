@@ -6,10 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rlspec.rollout.sglang.scheduler import prefix_tree
-from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
-from megatron_rlspec.types import OFF, SpecConfig
 
 
 class Feeding(DrafterGap):
@@ -110,47 +107,11 @@ def test_missed_tokens_of_each_request_are_read_in_order(every, most):
     assert not gap.open
 
 
-@pytest.mark.parametrize("every", [1, 4, 100])
-def test_some_drafters_catch_up_first_and_the_others_later_in_full(every):
-    """First a probe of the two least behind, which accepts several tokens a round; then off again; then all."""
-    gap = Feeding(every=every)
-    requests = Requests(gap, *"abc")
-    for number in range(10):
-        if number == 4:
-            requests.prefill("d")
-        if number == 7:
-            requests.prefill("e")
-        requests.round()
-    assert gap.missed(requests.reqs(), 1) == 3 and gap.missed(requests.reqs(), 2) == 3 + 6
-    assert gap.missed(requests.reqs(), 5) == 3 + 6 + 3 * 10
-    assert gap.close(requests.batch(), 2) == [3, 4]
-    assert gap.take() == requests.missed("d", "e")
-    for accepted in ({"a": 1, "b": 2, "c": 1, "d": 3, "e": 2}, {"a": 3, "b": 1, "c": 1, "d": 1, "e": 1}):
-        requests.round(accepted, current="de")
-        assert gap.close(requests.batch(), 2) == [3, 4] and gap.take() == {}  # the same two are up to date
-    for _ in range(3):
-        requests.round()
-    assert gap.missed(requests.reqs(), 2) == 2 * 3
-    assert gap.close(requests.batch(), 5) is None
-    assert gap.take() == requests.missed(*"abcde") and not gap.open
-
-
 def stored(gap):
     """Return (request, rows) of what host memory holds once all copies have ended."""
     wait(gap._stash._chunks)
     gap._stash.keep(set(gap._number.values()))
     return [item for chunk in gap._stash._chunks for item in chunk.result().items()]
-
-
-def test_memory_is_bounded_by_the_running_requests():
-    gap = Feeding(every=4)
-    requests = Requests(gap)
-    for number in range(40):  # every request lives for one round
-        requests.length = {}
-        requests.prefill(chr(ord("A") + number))
-        requests.round()
-    assert len(stored(gap)) + len(gap._rounds) <= 4
-    assert len(gap._since) <= 1 + 4 and len(gap._number) <= 4
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -189,27 +150,3 @@ def test_a_drafter_that_is_behind_proposes_its_first_draft_with_probability_1():
     spec.draft_probs = drawn
     assert gap.close(batch, 4) is None and set(gap.take()) == set("abc")
     assert torch.equal(spec.draft_probs[3], drawn[3])  # `_extend` puts in those of the others
-
-
-def test_what_a_request_generates_while_behind_stays_out_of_the_prefix_tree():
-    """Otherwise a later turn would reuse those tokens, and the drafter's cache would lack them."""
-    reqs = [
-        SimpleNamespace(skip_radix_cache_insert=asked, is_retracted=False, finished=lambda: False)
-        for asked in (False, False, True)
-    ]
-
-    def kept_out():
-        return [req.skip_radix_cache_insert for req in reqs]
-
-    prefix_tree.follow(reqs, ())
-    assert kept_out() == [False, False, True], "as the third one's sender asked"
-    off = DecodeRound(OFF, 0, None)
-    prefix_tree.follow(reqs, off.behind(3))
-    assert kept_out() == [True, True, True]
-    probe = DecodeRound(SpecConfig(2), 0, [1])
-    prefix_tree.follow(reqs, probe.behind(3))
-    assert kept_out() == [True, False, True]
-    reqs[0].finished = lambda: True
-    everyone = DecodeRound(SpecConfig(2), 0, None)
-    prefix_tree.follow(reqs, everyone.behind(3))
-    assert kept_out() == [True, False, True], "the first had ended before the others caught up"

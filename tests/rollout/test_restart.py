@@ -3,8 +3,6 @@
 import threading
 import time
 
-import pytest
-
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.restart import Restarts
 
@@ -65,16 +63,6 @@ def test_an_engine_that_cannot_start_is_reported_and_others_are_awaited():
     found = restarts.back(block=True)
     assert found["good"] == "good" and str(found["bad"]) == "bad: no memory"
     assert not restarts.pending
-
-
-def test_another_error_is_raised():
-    def start(name, number):
-        raise TypeError("a programmer's mistake")
-
-    restarts = Restarts(start, 1)
-    restarts.lost("a")
-    with pytest.raises(TypeError, match="a programmer's mistake"):
-        restarts.back(block=True)
 
 
 def test_the_end_of_a_run_ends_the_pauses():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from unittest import mock
@@ -15,10 +14,7 @@ import torch
 from roofline_tables import HARDWARE, of_hardware, roofline_table
 
 from megatron_rlspec.config import ConfigError, load
-from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.http import serve
-from megatron_rlspec.rollout.sglang.http.checks import dtype_of
-from megatron_rlspec.rollout.start import engine_arguments
 from megatron_rlspec.run import loading
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.graphs import chains
@@ -63,14 +59,6 @@ def test_weights_have_the_type_of_config_json(folder: Path, capsys) -> None:
     assert "--dtype=bfloat16" in started(folder, "--dtype", "bfloat16")[0]
 
 
-def test_the_type_of_the_tensors_counts_where_config_json_has_none(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "mimo", tmp_path / "mimo")
-    config = json.loads((tmp_path / "mimo/config.json").read_text())
-    config.pop("dtype", None), config.pop("torch_dtype", None)
-    (tmp_path / "mimo/config.json").write_text(json.dumps(config))
-    assert dtype_of(tmp_path / "mimo") == "float32"
-
-
 def test_print_shows_the_commands_of_sglangs_own_server(folder: Path, tmp_path: Path, capsys) -> None:
     serve.main(["--model", str(folder / "mimo"), "--print", "--mem-fraction-static", "0.8"])
     script = capsys.readouterr().out
@@ -105,16 +93,6 @@ def test_a_cost_table_of_other_configurations_is_refused(folder: Path) -> None:
         started(folder, "--cost-table", table, "--candidate-steps", "4", "--num-steps", "4")
 
 
-def test_what_a_run_starts_its_engines_with_is_not_refused(folder: Path) -> None:
-    spec = {"spec.num_steps": "1", "spec.candidate_steps": "0,1", "drafter.vocabulary": "16", "spec.drafts": "argmax"}
-    off = load(None, {"spec.mode": "off"})
-    for other in (
-        load(None, spec),
-        off.model_copy(update={"drafter": off.drafter.model_copy(update={"vocabulary": 16})}),
-    ):
-        started(folder, *engine_arguments(other, GpuLayout()))
-
-
 @pytest.mark.parametrize(
     "words", [["--hos", "0.0.0.0"], ["--por=30001"], ["--max-running-request", "9"], ["--candidatesteps", "0,1"]]
 )
@@ -122,11 +100,6 @@ def test_what_sglang_would_complete_to_an_option_of_ours_is_refused(words: list[
     with pytest.raises(SystemExit):
         serve.parsed(["--model", "m", *words])
     assert capsys.readouterr().err.startswith(f"rlspec serve: unknown option {words[0].split('=')[0]}; did you mean --")
-
-
-def test_options_of_sglang_are_passed_on() -> None:
-    given = ["--tp", "2", "--ep", "2", "--log-level", "info", "--model-path=x"]
-    assert serve.parsed(["--model", "m", *given])[1] == given
 
 
 def test_the_address_of_an_engine_can_be_asked() -> None:
