@@ -512,6 +512,28 @@ def test_a_sample_goes_on_on_another_engine(engines: dict[str, SGLangEngine], fi
     assert rounds - len(asked) <= news <= rounds
 
 
+def test_round_statistics_agree_with_the_samples(engines: dict[str, SGLangEngine]) -> None:
+    engine = engines["adaptive"]
+    engine.set_schedule(k(2))
+    engine.stats()
+    samples = engine.generate(requests(6), Sampling(max_new_tokens=30, ignore_eos=True))
+    stats = engine.stats()
+    assert {s.config for s in stats} == {SpecConfig(2)}
+    by_round = np.zeros(3)
+    by_sample = np.zeros(3)
+    for s in stats:
+        by_round[: len(s.accepted)] += s.accepted
+    for sample in samples:
+        by_sample[: len(sample.accepted)] += sample.accepted
+        assert delivered_tokens(sample) == 29  # the prompt's pass drew the first one
+    assert by_round.sum() == by_sample.sum() and by_round @ np.arange(3) >= by_sample @ np.arange(3)
+    timed = [s for s in stats if s.rounds]
+    assert timed and all(s.ms > 0 and s.context_tokens >= s.batch for s in timed)
+    engines["plain"].stats()
+    engines["plain"].generate(requests(2), Sampling(max_new_tokens=10, ignore_eos=True))
+    assert {s.config for s in engines["plain"].stats()} == {OFF}
+
+
 def slime_pushes(engine: SGLangEngine, version: int, left_out: str = "") -> dict[str, int]:
     """Push so that SGLang acknowledges all tensors, although `left_out` did not reach the served model."""
     tensors = {name: t + version * 2.0**-12 for name, t in WEIGHTS.items()}

@@ -84,7 +84,6 @@ def test_text_does_not_depend_on_speculation(engines: Engines, name: str) -> Non
         same.test_pushed_weights_are_the_served_ones,
         same.test_samples_continue_under_new_weights,
         same.test_abort,
-        same.test_pause_and_resume,
         same.test_round_statistics_agree_with_the_samples,
         same.test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft,
         same.test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot,

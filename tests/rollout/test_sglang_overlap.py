@@ -73,7 +73,6 @@ def test_text_is_the_targets(engines: Engines, sampling: str) -> None:
 SAME = [
     same.test_drafting_after_off_equals_drafting_after_step_0,
     same.test_accept_length_follows_the_pushed_drafter,
-    same.test_pause_and_resume,
     same.test_abort,
     same.test_round_statistics_agree_with_the_samples,
     same.test_a_later_turn_finds_no_hole_in_the_drafters_cache,

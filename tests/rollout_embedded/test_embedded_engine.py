@@ -15,7 +15,6 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.embedded import draft
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
@@ -42,20 +41,6 @@ def test_logprobs_are_the_naive_decoders(model):
         np.testing.assert_allclose(sample.behaviour_logprobs[sample.prompt_len :], picked, atol=1e-6)
         assert (sample.behaviour_logprobs[: sample.prompt_len] == 0).all()
         assert sample.loss_mask.tolist() == [0] * sample.prompt_len + [1] * len(sample.response)
-
-
-def test_logits_are_transformers(model):
-    transformers = pytest.importorskip("transformers")
-    config, tensors = model
-    hf = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{k: v for k, v in config.items() if k != "head_dim"}))
-    hf = hf.to(torch.float64).eval()
-    missing, unexpected = hf.load_state_dict(tensors, strict=False)
-    assert not missing and all("mtp" in name for name in unexpected)
-    sample = oracle.engine_of(*model, SpecConfig(2)).generate(oracle.requests(PROMPTS[:1]), FREE)[0]
-    with torch.no_grad():
-        logp = torch.log_softmax(hf(torch.from_numpy(sample.tokens)[None]).logits[0], -1)
-    picked = logp[torch.arange(5, len(sample.tokens) - 1), torch.from_numpy(sample.tokens[6:])]
-    np.testing.assert_allclose(sample.behaviour_logprobs[6:], picked.numpy(), atol=1e-6)
 
 
 def test_held_engine_does_not_speculate_and_keeps_what_is_set_during_the_hold(model):
@@ -254,22 +239,6 @@ def test_a_failed_update_serves_nothing_until_one_succeeds(model):
         oracle.engine_of(config, dict(list(tensors.items())[:17]))
 
 
-def test_a_policy_decides_every_round_and_learns(model):
-    engine = oracle.engine_of(*model)
-    plain = texts(engine.generate(oracle.requests(PROMPTS, group=4), FREE))
-    engine.set_spec_rule({"roofline": Roofline.of_layers(36).to_json()})
-    engine.stats()
-    assert texts(engine.generate(oracle.requests(PROMPTS, group=4), FREE)) == plain
-    report = engine.spec_rule_report()
-    rounds = engine.stats()
-    assert sum(report["rounds"].values()) == sum(r.rounds for r in rounds)
-    assert accept_length(pooled(r.accepted for r in rounds if r.config.num_steps)) > 1.2
-    with pytest.raises(EngineError, match="k70 needs max_draft_tokens >= 71"):
-        engine.set_spec_rule({"candidates": [[70, 1, 71]], "roofline": Roofline.of_layers(36).to_json()})
-    engine.set_schedule(SpecSchedule.fixed(OFF))
-    assert engine.spec_rule_report() == {}
-
-
 def test_drafts_are_the_likeliest_of_the_words_and_follow_updates(model, monkeypatch):
     """All words but one are as good as all, if that one is never drafted; an update of the head renews its rows."""
     config, tensors = model
@@ -299,18 +268,6 @@ def test_drafts_are_the_likeliest_of_the_words_and_follow_updates(model, monkeyp
     for wrong in ([], [1, 1], [-1], [config["vocab_size"]]):
         with pytest.raises(EngineError, match="expected different ids from 0 to 31"):
             engine.set_draft_vocabulary(np.array(wrong, np.int64))
-
-
-def test_rejection_accepts_drafts_from_a_part_of_the_vocabulary(model):
-    """q is 0 outside the words; the words of the text are all words."""
-    engine = oracle.engine_of(*model, SpecConfig(2), verifier="rejection")
-    words = np.arange(0, 32, 2)
-    engine.set_draft_vocabulary(words)
-    sampling = Sampling(temperature=0.8, top_k=9, max_new_tokens=16, ignore_eos=True)
-    samples = engine.generate(oracle.requests(PROMPTS, group=12), sampling)
-    tokens = np.concatenate([s.response for s in samples])
-    accepted = np.concatenate([s.response[first:last] for s in samples for first, last in s.accepted_spans])
-    assert len(accepted) > 20 and not (accepted % 2).any() and (tokens % 2).any()
 
 
 def test_broken_weights_leave_nothing_behind(model):
@@ -473,17 +430,6 @@ def test_a_prompt_of_one_token_leaves_the_drafts_of_others_as_they_are(model, sp
     assert sum(map(sum, (s.accepted for s in stats))) == counted + len(together) + 1  # the first round of each
     assert texts([single]) == texts(oracle.engine_of(*model, OFF, verifier=verifier).generate(lone, FREE)) or (
         verifier == "rejection"
-    )
-
-
-def test_an_update_of_what_changed_is_enough(model):
-    config, tensors = model
-    engine = oracle.engine_of(config, tensors, SpecConfig(3))
-    other = tensors | {"model.norm.weight": 1.5 * tensors["model.norm.weight"]}
-    engine.update_weights(3, [("model.norm.weight", other["model.norm.weight"])], scope="target")
-    fresh = oracle.engine_of(config, other)
-    assert texts(engine.generate(oracle.requests(PROMPTS), FREE)) == texts(
-        fresh.generate(oracle.requests(PROMPTS), FREE)
     )
 
 

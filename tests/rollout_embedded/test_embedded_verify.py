@@ -122,25 +122,6 @@ def test_extreme_hashes_never_win_by_themselves(monkeypatch):
     assert verify.draw(torch.tensor([[-torch.inf, -torch.inf, 0.0]]), one, one).tolist() == [2]
 
 
-def test_streams_differ_and_mixed_rows_are_sampled_as_alone():
-    seeds = [3, 4, -1, 2**64 - 1, 2**63]
-    assert [verify.streams(s)[0] for s in seeds] == [3, 4, -1, -1, -(2**63)]
-    assert len({int(x) for s in (3, 4, -1) for x in verify.streams(s)}) == 15
-    g = torch.Generator().manual_seed(2)
-    logits = torch.randn(6, 40, generator=g, dtype=torch.float64)
-    temperature = torch.tensor([0.0, 1.0, 0.5, 1.0, 0.0, 2.0])
-    top_p, top_k = torch.tensor([1.0, 1.0, 0.6, 0.9, 0.5, 1.0]), torch.tensor([-1, -1, 3, -1, 4, 10])
-    min_p = torch.tensor([0.0, 0.3, 0.0, 0.1, 0.0, 0.0])
-    logp, keys, seed = verify.logprobs(logits, temperature), torch.arange(6), torch.arange(6) * 7
-    settings = verify.Settings(temperature, top_p, top_k, min_p)
-    together = verify.sample(logp, settings, seed, keys)
-    for i in range(6):
-        row = slice(i, i + 1)
-        alone = verify.Settings(*(x[row] for x in settings))
-        assert verify.sample(logp[row], alone, seed[row], keys[row]).tolist() == together[row].tolist()
-    assert together[0] == logits[0].argmax() and together[4] == logits[4].argmax()
-
-
 def test_support_is_the_plain_definition():
     g = torch.Generator().manual_seed(3)
     logits = torch.randn(50, 9, generator=g, dtype=torch.float64)
@@ -169,54 +150,3 @@ def test_support_is_the_plain_definition():
     settings = verify.Settings(torch.ones(1), torch.tensor([0.5]), torch.tensor([2]), torch.zeros(1))
     kept = verify.support(halves, settings)
     np.testing.assert_allclose(kept.tolist(), [[2 / 3, 1 / 3, 0]])
-
-
-def test_walk_follows_the_target_and_stops_at_padding():
-    #   0 -> 1(a) -> 3(c);  0 -> 2(b) -> 4(c) -> 5(d)
-    tokens = np.array([[9, 10, 11, 12, 12, 13]] * 4)
-    parents = np.array([[-1, 0, 0, 1, 2, 4]] * 4)
-    valid = np.ones((4, 6), bool)
-    valid[3, 3:] = False
-    targets = np.array(
-        [
-            [11, 0, 12, 0, 13, 7],  # b c d, bonus 7
-            [10, 12, 0, 5, 0, 0],  # a c, bonus 5
-            [8, 0, 0, 0, 0, 0],  # nothing, 8 instead
-            [11, 0, 12, 0, 13, 7],  # b, then c is padding: 12 is the bonus
-        ]
-    )
-    path, accepted = verify.walk(tokens, parents, valid, targets)
-    assert accepted.tolist() == [3, 2, 0, 1]
-    committed = [targets[i, path[i, : a + 1]].tolist() for i, a in enumerate(accepted)]
-    assert committed == [[11, 12, 13, 7], [10, 12, 5], [8], [11, 12]]
-
-
-def test_reject_commits_drafts_then_a_replacement(monkeypatch):
-    p = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.2, 0.5, 0.3]]]).double().repeat(3, 1, 1)
-    q = torch.tensor([[[0.4, 0.4, 0.2], [0.7, 0.2, 0.1]]]).double().repeat(3, 1, 1)
-    drafts = torch.tensor([[0, 0], [1, 2], [2, 1]])
-    asked = []
-
-    def coin(probability, seeds, keys):
-        asked.append(probability.view(3, 2))
-        return torch.tensor([1, 0, 0, 1, 1, 1]).bool()
-
-    def draw(logprobs, seeds, keys):
-        asked.append(logprobs.exp())
-        return logprobs.argmax(1)
-
-    monkeypatch.setattr(verify, "coin", coin)
-    monkeypatch.setattr(verify, "draw", draw)
-    zero = torch.zeros(3, dtype=torch.int64)
-    commit = verify.reject(drafts, q, p, zero, zero, torch.zeros((3, 3), dtype=torch.int64))
-    np.testing.assert_allclose(asked[0].tolist(), [[1.25, 1 / 7], [0.75, 8.0], [1.0, 0.5]])
-    np.testing.assert_allclose(asked[1].tolist(), [[0, 0, 0.7], [0.1, 0, 0], [0.2, 0.5, 0.3]], atol=1e-15)
-    assert commit.tolist() == [[0, 2, -1], [0, -1, -1], [2, 1, 1]]
-
-
-def test_reject_accepts_where_both_distributions_are_equal(monkeypatch):
-    monkeypatch.setattr(verify, "coin", lambda probability, seeds, keys: torch.zeros_like(probability).bool())
-    p = torch.tensor([[[0.5, 0.5], [0.9, 0.1]]]).double()
-    one = torch.zeros(1, dtype=torch.int64)
-    commit = verify.reject(torch.tensor([[1]]), p[:, :1], p, one, one, torch.zeros((1, 2), dtype=torch.int64))
-    assert commit[0, 0] == 1 and commit[0, 1] in (0, 1)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.acceptance import pooled
 from megatron_rlspec.types import OFF, Partial, Request, Sampling, SpecConfig
 from megatron_rlspec.wire import decode, encode
@@ -117,33 +116,3 @@ def test_a_failed_engine_tells_what_its_samples_had(model):
     for sample in whole[:2]:
         response = failure.value.begun[sample.request_id].response
         assert response.tolist() == sample.response[: len(response)].tolist()
-
-
-def test_an_engine_that_runs_dry_takes_what_another_has_not_begun(model):
-    """The first prompt's samples go to one engine, which runs two at once; the other prompt's end soon."""
-    wanted = oracle.requests(PROMPTS[:1], group=12) + oracle.requests(PROMPTS[:2], group=2)[2:]
-    whole = engine_of(model, OFF).generate(wanted, LONG)
-    pool = EnginePool({str(spec): engine_of(model, spec, max_running_requests=2) for spec in (OFF, SpecConfig(3))})
-    samples = pool.generate(wanted, LONG)
-    assert [s.tokens.tolist() for s in samples] == [s.tokens.tolist() for s in whole]
-    assert pool.stolen >= 4 and not any(engine.not_begun() for engine in pool.engines.values())
-
-
-def test_the_pool_goes_on_from_what_a_lost_engine_had(model):
-    dying, healthy = engine_of(model, SpecConfig(2)), engine_of(model, OFF)
-    wanted = oracle.requests(PROMPTS, group=2)
-    whole = healthy.generate(wanted, LONG)
-    serve = dying._serve
-
-    def dies() -> None:
-        if dying.running and len(dying.running[0].response) > 20:
-            raise EngineError("gone")
-        serve()
-
-    dying._serve = dies
-    healthy.stats()
-    pool = EnginePool({"dying": dying, "healthy": healthy})
-    samples = pool.generate(wanted, LONG)
-    assert [s.tokens.tolist() for s in samples] == [s.tokens.tolist() for s in whole]
-    assert pool.continued >= 4 * 20
-    assert sum(stats.batch * stats.rounds for stats in healthy.stats()) == 8 * 60 - pool.continued

@@ -11,7 +11,6 @@ import torch
 from pieces import Pieces, first_end
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.texts import StopStrings
 from megatron_rlspec.types import OFF, Partial, Sampling, SpecConfig
 
 torch.set_num_threads(1)
@@ -77,21 +76,6 @@ def test_a_string_that_a_partial_sample_has_begun_ends_it(model, whole):
     engine = engine_of(model, SpecConfig(3))
     found = engine.generate(requests, sampling)
     assert [sample.response.tolist() for sample in found] == expected
-
-
-def test_what_decides_at_a_token_are_the_last_tokens_alone():
-    """So a round that accepts many tokens decides as rounds of one token do, with a prompt or without it."""
-    g = np.random.default_rng(1)
-    for _ in range(300):
-        tokens = g.integers(0, 48, 30).tolist()
-        strings = StopStrings(STOP, Pieces().decode)
-        steps = next((i + 1 for i in range(30) if strings.end(tokens[: i + 1], i)), 30)
-        assert steps == first_end(tokens, STOP) == (strings.end(tokens, 0) or (30, ""))[0]
-        last = tokens[max(0, steps - strings.window) : steps]
-        found, known = strings.end(last, len(last) - 1), strings.end(tokens[:steps], steps - 1)
-        assert (found and found[1]) == (known and known[1])
-    two = StopStrings(("cc", "b"), Pieces().decode)
-    assert two.end([1, 2, 2], 0) == (1, "b") and two.end([2, 2, 1], 0) == (2, "cc")
 
 
 def test_without_a_tokenizer_stop_strings_are_refused(model):
