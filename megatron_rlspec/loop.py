@@ -76,19 +76,19 @@ def replay(
 
     Only the drafter learns, so the policy runs forward only. Raises RunStopped if the run ends early.
     """
-    draws = config.replay.policy_step >= 0  # one policy stays, and engines generate from it
+    generates = config.replay.policy_step >= 0  # one policy stays, and engines generate from it
     with Session(config, config.data.path, interruption=interruption, extensions=extensions) as run:
-        if draws:
+        if generates:
             run.push()
         for step in run.records.steps(config.train.steps):
             with run.clock("generate"):
-                groups = run.collect(step) if draws else run.recorded(step)
+                groups = run.collect(step) if generates else run.recorded(step)
             with run.clock("train"):
                 metrics = run.train_step(run.pack(groups), objective="grpo", train_policy=False)
-            if draws:
+            if generates:
                 run.adapt()
                 with run.clock("push"):
                     run.push()
-            run.record(step, metrics, groups if draws else ())
+            run.record(step, metrics, groups if generates else ())
             run.checkpoint()
         run.finish()

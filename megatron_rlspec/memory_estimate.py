@@ -299,7 +299,7 @@ def cache_line(config: Config, kv_tokens: int) -> str:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """What a run has: GPUs of a node, bytes of one, trainer ranks of a node and of the job.
 
     hopper  whether the GPUs are of compute capability 9
@@ -341,7 +341,7 @@ def settled(
     hf_config: Mapping[str, Any],
     parameters: int,
     rank: RankMemory,
-    machine: Machine,
+    machine: Hardware,
     engines: Launched,
 ) -> tuple[Config, list[str]]:
     """Return the configuration with what it leaves to the run, and a line for each choice.
@@ -380,7 +380,7 @@ def _with_engines(
     hf_config: Mapping[str, Any],
     parameters: int,
     kept: int | None,
-    machine: Machine,
+    machine: Hardware,
 ) -> Config:
     """Return the configuration with the smallest engines that hold a step's samples, else with those that hold most.
 

@@ -88,23 +88,26 @@ def noisy(
     logprobs: torch.Tensor,
     seeds: torch.Tensor,
     keys: torch.Tensor,
-    words: torch.Tensor | None = None,
+    vocabulary: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return log p + Gumbel noise, float64 [N, V]; arguments as for `draw`."""
-    return _noisy(logprobs, murmur3(seeds, keys, logprobs.shape[1] if words is None else words))
+    tokens = logprobs.shape[1] if vocabulary is None else vocabulary
+    return _noisy(logprobs, murmur3(seeds, keys, tokens))
 
 
 def draw(
     logprobs: torch.Tensor,
     seeds: torch.Tensor,
     keys: torch.Tensor,
-    words: torch.Tensor | None = None,
+    vocabulary: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw one column [N] per row of `logprobs [N, V]` (up to a constant per row), by the Gumbel-max trick.
+    """Sample one column [N] per row of `logprobs [N, V]` (up to a constant per row), by the Gumbel-max trick.
 
-    words  the token ids of the columns [V]; None: column i is token i
+    seeds       int64 [N], one per request
+    keys        int64 [N], the position of the predicting token, or whatever must differ between two samples of a seed
+    vocabulary  the token ids of the columns [V]; None: column i is token i
     """
-    return draw_each(logprobs, seeds, keys, (1.0,), words)[:, 0]
+    return draw_each(logprobs, seeds, keys, (1.0,), vocabulary)[:, 0]
 
 
 def draw_each(
@@ -112,20 +115,20 @@ def draw_each(
     seeds: torch.Tensor,
     keys: torch.Tensor,
     factors: Sequence[float],
-    words: torch.Tensor | None = None,
+    vocabulary: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw columns [N, F] of `factor * logprobs` for each of F factors, with the same noise; see `draw`."""
+    """Sample columns [N, F] of `factor * logprobs` for each of F factors, with the same noise; see `draw`."""
     on_cpu = logprobs.device.type == "cpu"
     likeliest = _likeliest if on_cpu else _likeliest_without_waiting
     rows = max(1, (_CHUNK if on_cpu else _CHUNK_ON_DEVICE) // logprobs.shape[1])
-    tokens = logprobs.shape[1] if words is None else words
+    tokens = logprobs.shape[1] if vocabulary is None else vocabulary
     picks = []
     for part, seed, key in zip(
         logprobs.split(rows), seeds.split(rows), keys.split(rows), strict=True
     ):
         hashes = murmur3(seed, key, tokens)
         scaled = [part if factor == 1 else part * factor for factor in factors]
-        picks.append(torch.stack([likeliest(one, hashes) for one in scaled], 1))
+        picks.append(torch.stack([likeliest(logp, hashes) for logp in scaled], 1))
     return torch.cat(picks)
 
 

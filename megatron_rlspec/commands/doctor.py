@@ -59,7 +59,7 @@ UPSTREAM = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProjectLine:
     """One line about an upstream project."""
 
     name: str
@@ -67,7 +67,7 @@ class Finding:
     text: str
 
 
-def examine(names: Iterable[str] = tuple(UPSTREAM), path: Sequence[str] = ()) -> list[Finding]:
+def examine(names: Iterable[str] = tuple(UPSTREAM), path: Sequence[str] = ()) -> list[ProjectLine]:
     """Compare the versions of the named projects with those that fit.
 
     `path`: directories to look in first. The version of a checkout, which has no wheel, is not compared.
@@ -79,14 +79,14 @@ def examine(names: Iterable[str] = tuple(UPSTREAM), path: Sequence[str] = ()) ->
         installed = version(name)
         place = locate(module, path)
         if place is None:
-            findings.append(Finding(name, "missing", "not installed"))
+            findings.append(ProjectLine(name, "missing", "not installed"))
         elif place != locate(module):
-            findings.append(Finding(name, "fits", "a checkout, whose version is not compared"))
+            findings.append(ProjectLine(name, "fits", "a checkout, whose version is not compared"))
         elif not installed or _is_among(installed, upstream.versions):
-            findings.append(Finding(name, "fits", "fits"))
+            findings.append(ProjectLine(name, "fits", "fits"))
         else:
             findings.append(
-                Finding(name, "differs", f"{installed} is installed; {upstream.remedy}")
+                ProjectLine(name, "differs", f"{installed} is installed; {upstream.remedy}")
             )
     return findings
 

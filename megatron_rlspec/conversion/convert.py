@@ -177,7 +177,7 @@ def config_without_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Eagle3:
+class SavedEagle3:
     """The EAGLE-3 drafter of a run's checkpoint, which is written to a directory of its own."""
 
     target: Path
@@ -201,7 +201,7 @@ class Conversion:
     fresh_drafter: bool
     # `small_files` of a GGUF source; removed with this object
     temporary: TemporaryDirectory[str] | None = None
-    eagle3: Eagle3 | None = None
+    eagle3: SavedEagle3 | None = None
 
 
 def plan(
@@ -363,7 +363,7 @@ def is_hf(path: Path) -> bool:
     return (path / "config.json").exists() and not is_checkpoint(path)
 
 
-def _eagle3(source: Path, target: Path, drafter: Path | None) -> Eagle3 | None:
+def _eagle3(source: Path, target: Path, drafter: Path | None) -> SavedEagle3 | None:
     """Plan the directory of an EAGLE-3 drafter. Raises CheckpointError or FileError.
 
     drafter  the directory that the run's drafter started from
@@ -377,7 +377,9 @@ def _eagle3(source: Path, target: Path, drafter: Path | None) -> Eagle3 | None:
     run_checkpoint.check_words(source, ids)
     beside = target.with_name(f"{target.name}_drafter")
     files.check_new_directory(beside)
-    return Eagle3(beside, {**config, **run_checkpoint.layout_of(source)["chosen"]}, drafter, ids)
+    return SavedEagle3(
+        beside, {**config, **run_checkpoint.layout_of(source)["chosen"]}, drafter, ids
+    )
 
 
 def convert(work: Conversion, advance: Callable[[str], None] = lambda label: None) -> None:
@@ -434,7 +436,7 @@ def _build_megatron(work: Conversion, advance: Callable[[str], None]) -> Path:
     return partial
 
 
-def _build_eagle3(drafter: Eagle3, work: Conversion) -> Path:
+def _build_eagle3(drafter: SavedEagle3, work: Conversion) -> Path:
     described = {**work.config, DRAFTER: drafter.config}
     table = name_table(described)
     tensor = run_checkpoint.layout_of(work.source)["tensor"]

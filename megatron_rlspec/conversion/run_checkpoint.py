@@ -30,7 +30,7 @@ _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 _HELD = ("parameter.", "bias.")
 
 
-class Shard(NamedTuple):
+class CheckpointFile(NamedTuple):
     """A file of a checkpoint: its place in the layout, and canonical name -> name in the file."""
 
     tensor: int
@@ -121,7 +121,7 @@ class RunTensors(Mapping[str, Tensor]):
         return len(self._parts) + len(self._others)
 
 
-def _shards(path: Path, opened: dict[Path, TensorFile]) -> list[Shard]:
+def _shards(path: Path, opened: dict[Path, TensorFile]) -> list[CheckpointFile]:
     """Open the files of the first replica, ordered by pipeline stage, expert-parallel and tensor-parallel rank."""
     first: dict[str, tuple[int, Path]] = {}
     places: dict[Path, tuple[int, int, int]] = {}
@@ -139,13 +139,13 @@ def _shards(path: Path, opened: dict[Path, TensorFile]) -> list[Shard]:
         names = {
             canonical(n.removeprefix(prefix)): n for prefix, found in held.items() for n in found
         }
-        shards.append(Shard(tensor, expert, pipeline, file, names))
+        shards.append(CheckpointFile(tensor, expert, pipeline, file, names))
     return sorted(
         shards, key=lambda shard: (shard.pipeline, shard.expert, shard.tensor, shard.path.name)
     )
 
 
-def _renumbered(shards: list[Shard]) -> Iterator[Shard]:
+def _renumbered(shards: list[CheckpointFile]) -> Iterator[CheckpointFile]:
     """Yield the shards with layers and experts numbered over the whole model."""
     layers: dict[int, set[str]] = {}
     for shard in shards:

@@ -71,14 +71,14 @@ def drafter_fields(
 ) -> DrafterFields:
     """Build the fields of a micro-batch; `counts` of the step, as `DrafterTargets.counts`."""
     device = sequences.tokens[0].device
-    cu = sequences.starts.cpu()
-    total = int(cu[-1])
+    boundaries = sequences.starts.cpu()
+    total = int(boundaries[-1])
     tokens = torch.zeros(total, dtype=torch.int64, device=device)
     mask = torch.zeros(total, dtype=torch.float32, device=device)
     weight = torch.ones(total, dtype=torch.float32, device=device)
     seeds = torch.full((total,), -1, dtype=torch.int64)
     for i, sequence in enumerate(sequences.tokens):
-        start = int(cu[i])
+        start = int(boundaries[i])
         rows = slice(start, start + len(sequence))
         tokens[rows] = sequence
         mask[rows] = sequences.masks[i].float()
@@ -87,12 +87,14 @@ def drafter_fields(
         if sequences.seeds:
             seeds[rows] = sequences.seeds[i]
 
+    # Whole sequences are rolled first and cut afterwards, so no rank needs a neighbour's tokens.
     def share(x: Tensor) -> Tensor:
-        return to_device(slice_for_cp(x, cu, cp_rank, cp_size, layout), device)
+        return to_device(slice_for_cp(x, boundaries, cp_rank, cp_size, layout), device)
 
-    starts = cu[:-1].long().repeat_interleave(cu[1:] - cu[:-1])
+    lengths = boundaries[1:] - boundaries[:-1]
+    starts = boundaries[:-1].long().repeat_interleave(lengths)
     positions = share(torch.arange(total) - starts)
-    inputs, labels, masks = drafter_targets(tokens, mask, cu.to(device), depth)
+    inputs, labels, masks = drafter_targets(tokens, mask, boundaries.to(device), depth)
     noise: dict[str, Tensor] = {}
     if sequences.seeds:
         # Acceptance is predicted at a part of many positions: a seed costs a hash for each token of the vocabulary.
@@ -105,7 +107,7 @@ def drafter_fields(
         weight=[share(x * weight) for x in masks],
         counts=counts,
         position_ids=positions,
-        cu_seqlens_padded=cu,
+        cu_seqlens_padded=boundaries,
         layout=layout,
         **noise,
     )

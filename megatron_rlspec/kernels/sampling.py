@@ -49,7 +49,7 @@ class Draws:
         return not (self.top_ks is None and self.top_ps is None and self.min_ps is None)
 
 
-class _Rows:
+class _KernelCall:
     """One call: logits [N, V], and what the kernels hand on."""
 
     def __init__(self, logits: torch.Tensor, draws: Draws) -> None:
@@ -172,6 +172,6 @@ def sample(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tens
     if not len(logits):
         no_tokens = draws.positions.new_empty(0, dtype=torch.int64)
         return no_tokens, logits.new_empty(0, dtype=torch.float32)
-    rows = _Rows(logits, draws)
+    rows = _KernelCall(logits, draws)
     merged = rows.merge(rows.scan())
     return rows.choose(merged, rows.add_up(merged))

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 Returned = Callable[[str, Request | None], None]
 
 
-class Engines(Protocol):
+class Pool(Protocol):
     """What a `Dispatch` needs of the pool; `EnginePool` says what each means."""
 
     in_flight: int
@@ -55,7 +55,7 @@ class Dispatch:
 
     def __init__(
         self,
-        pool: Engines,
+        pool: Pool,
         requests: Sequence[Request],
         sampling: Sampling,
         on_sample: Callable[[Sample], None] | None,

@@ -10,7 +10,7 @@ import torch
 from megatron_rlspec import memory_estimate
 from megatron_rlspec.config import Command, Config
 from megatron_rlspec.conversion.drafter_files import read_model
-from megatron_rlspec.memory_estimate import Machine
+from megatron_rlspec.memory_estimate import Hardware
 from megatron_rlspec.rollout import placement
 
 
@@ -29,7 +29,7 @@ def settle(config: Config, command: Command, engines_open: bool) -> Config:
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     parameters = sum(sizes.values())
     properties = torch.cuda.get_device_properties(0)
-    machine = Machine(
+    machine = Hardware(
         gpus=gpus,
         gpu=properties.total_memory,
         ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),

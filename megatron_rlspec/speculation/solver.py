@@ -17,14 +17,15 @@ from megatron_rlspec.types import SpecConfig
 
 @dataclass(frozen=True)
 class Choice:
-    """One candidate in one situation. `tokens` are per request and round; `rate` is tokens per ms of one request."""
+    """One candidate in one situation."""
 
     config: SpecConfig
-    tokens: float
-    ms: float
+    tokens: float  # that a round is expected to deliver to one request
+    ms: float  # of a round
 
     @property
     def rate(self) -> float:
+        """Return tokens per ms of one request. The largest one wins."""
         return self.tokens / self.ms
 
 
@@ -35,12 +36,17 @@ def choices(
     context: int,
     candidates: Sequence[SpecConfig],
 ) -> list[Choice]:
-    """Rate every candidate at this batch and total context, best first; of equals, the one that drafts less first."""
+    """Rate every candidate, best first; of equals, the one that drafts less first.
+
+    rates    [D] probability that the draft of a depth is accepted if the ones before it were
+    batch    requests
+    context  tokens in the KV cache, of all requests together
+    """
     ms = cost.grid(candidates, np.array(batch), np.array(context)).tolist()
-    found = []
+    rated = []
     for config, duration in zip(candidates, ms, strict=True):
-        found.append(Choice(config, expected_tokens(config, rates), duration))
-    return sorted(found, key=lambda choice: (-choice.rate, choice.config))
+        rated.append(Choice(config, expected_tokens(config, rates), duration))
+    return sorted(rated, key=lambda choice: (-choice.rate, choice.config))
 
 
 def explain(

@@ -19,7 +19,7 @@ from megatron_rlspec.train.varlen import Varlen
 _PADDING = 0.2
 
 
-class Span(NamedTuple):
+class QuerySpan(NamedTuple):
     """Query rows [q, q + rows) of this rank. Each attends to all key rows [k, k + keys), counted over all ranks."""
 
     q: int
@@ -53,7 +53,7 @@ class Batched:
     key_rows: Tensor
     padding: Tensor
     slot_of: Tensor
-    spans: tuple[Span, ...] = ()
+    spans: tuple[QuerySpan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def plan_attention(
     CPU's kernel, the default on a CPU.
     """
     bounds = cu_seqlens_padded.tolist()
-    chunks: list[Span] = []
-    before: list[Span] = []
+    chunks: list[QuerySpan] = []
+    before: list[QuerySpan] = []
     q = 0
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         pieces = 1 if cp_size == 1 else 2 * cp_size
@@ -88,8 +88,8 @@ def plan_attention(
         if not rows:
             continue
         for chunk in (0,) if cp_size == 1 else (cp_rank, pieces - 1 - cp_rank):
-            chunks.append(Span(q, rows, start + chunk * rows, rows))
-            before.append(Span(q, rows, start, chunk * rows))
+            chunks.append(QuerySpan(q, rows, start + chunk * rows, rows))
+            before.append(QuerySpan(q, rows, start, chunk * rows))
             q += rows
     order = None
     if cp_size > 1:
@@ -104,9 +104,13 @@ def plan_attention(
 
 
 def _batched(
-    chunks: list[Span], tokens: int, groups: int, device: torch.device, spans: tuple[Span, ...]
+    chunks: list[QuerySpan],
+    tokens: int,
+    groups: int,
+    device: torch.device,
+    spans: tuple[QuerySpan, ...],
 ) -> Batched:
-    batches: list[list[Span]] = []
+    batches: list[list[QuerySpan]] = []
     for chunk in sorted(chunks, key=lambda c: -c.rows):
         if batches and chunk.rows >= (1 - _PADDING) * batches[-1][0].rows:
             batches[-1].append(chunk)

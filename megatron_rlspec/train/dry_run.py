@@ -26,7 +26,7 @@ from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.memory_estimate import (
     DTYPE_BYTES,
     GIB,
-    Machine,
+    Hardware,
     RankMemory,
     cache_line,
     check_rank,
@@ -200,7 +200,7 @@ def _settled(
     launches = config.rollout.engine == "sglang" and not config.rollout.urls
     # With placement.mode=apart the number of GPUs is not known.
     is_open = engines_open and config.placement.mode != "apart"
-    machine = Machine(gpus=world, gpu=gpu, ranks=world, world=world)
+    machine = Hardware(gpus=world, gpu=gpu, ranks=world, world=world)
     return settled(config, hf_config, all_parameters, rank, machine, engines_of(launches, is_open))
 
 

@@ -38,7 +38,7 @@ def test_a_run_is_refused_because_of_what_it_needs_only(state, says, monkeypatch
     monkeypatch.setattr(
         doctor,
         "examine",
-        lambda names: [doctor.Finding(n, state if n == "sglang" else "fits", "x is gone") for n in names],
+        lambda names: [doctor.ProjectLine(n, state if n == "sglang" else "fits", "x is gone") for n in names],
     )
     with pytest.raises(ConfigError, match=says) as refused:
         doctor.refuse_if_affected(Config(), engines=True)

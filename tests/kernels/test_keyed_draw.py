@@ -34,7 +34,7 @@ def test_a_batch_that_shrinks_compiles_nothing_anew() -> None:
     parts = set()
     for rows in range(1, 2049):
         row = torch.arange(rows)
-        parts.add(sampling._Rows(words.expand(rows, -1), sampling.Draws(row, row, torch.ones(rows))).parts)
+        parts.add(sampling._KernelCall(words.expand(rows, -1), sampling.Draws(row, row, torch.ones(rows))).parts)
     assert parts == {sampling.PARTS, sampling.FEWER}
     for kernel in (keyed_draw.scan, keyed_draw.merge, keyed_draw.add_up, keyed_draw.choose):
         assert [p.name for p in kernel.params if p.do_not_specialize] == ["nodes"]

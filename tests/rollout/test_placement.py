@@ -287,7 +287,7 @@ ANSWERS_OF_16K = {
     "rollout.max_new_tokens": "16384",
     "train.tokens_per_micro_batch": "17408",
 }
-NODE = memory_estimate.Machine(gpus=8, gpu=int(79.2 * GIB), ranks=8, world=8)
+NODE = memory_estimate.Hardware(gpus=8, gpu=int(79.2 * GIB), ranks=8, world=8)
 
 
 def settled(options, machine=NODE, engines="open"):

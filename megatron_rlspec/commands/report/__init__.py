@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.commands.report import charts, figures
-from megatron_rlspec.commands.report.charts import Drawing
+from megatron_rlspec.commands.report.charts import DrawnChart
 from megatron_rlspec.commands.report.records import Record, Run, options_of, read_run
 from megatron_rlspec.records import metric_names
 from megatron_rlspec.records.live import saving
@@ -279,7 +279,7 @@ def _differing_options(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     return differing
 
 
-def _glossary(drawings: Sequence[Drawing]) -> Mapping[str, Metric]:
+def _glossary(drawings: Sequence[DrawnChart]) -> Mapping[str, Metric]:
     """Return the entries of all keys that are drawn, by the keys of their families."""
     glossary: dict[str, Metric] = {}
     for drawing in drawings:

@@ -61,7 +61,7 @@ class Mark:
 
 
 @dataclass
-class Drawing:
+class DrawnChart:
     """A chart: its texts, what it shows, and its SVG element."""
 
     title: str

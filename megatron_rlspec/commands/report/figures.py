@@ -7,7 +7,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_rlspec.commands.report.charts import GREY, Drawing, Mark, Points, Series, bars, lines
+from megatron_rlspec.commands.report.charts import (
+    GREY,
+    DrawnChart,
+    Mark,
+    Points,
+    Series,
+    bars,
+    lines,
+)
 from megatron_rlspec.commands.report.records import Run
 
 Records = Sequence[Mapping[str, Any]]
@@ -127,7 +135,7 @@ COMPARED = (
 )
 
 
-def of_run(run: Run) -> list[Drawing]:
+def of_run(run: Run) -> list[DrawnChart]:
     """Return every chart of the run whose values are not all equal, the most asked for first."""
     drawings = []
     for chart in CHARTS:
@@ -137,11 +145,11 @@ def of_run(run: Run) -> list[Drawing]:
         marks = evaluations(run.events, chart.evaluation) if chart.evaluation else []
         svg = bars(series) if chart.stacked else lines(series, marks)
         note = "Diamonds: held-out prompts." if marks else chart.note
-        drawings.append(Drawing(chart.title, note, chart.unit, series, svg))
+        drawings.append(DrawnChart(chart.title, note, chart.unit, series, svg))
     return drawings
 
 
-def of_runs(runs: Sequence[Run]) -> list[Drawing]:
+def of_runs(runs: Sequence[Run]) -> list[DrawnChart]:
     """Return charts with one line a run."""
     drawings = []
     for title, unit, key in COMPARED:
@@ -151,7 +159,7 @@ def of_runs(runs: Sequence[Run]) -> list[Drawing]:
             if points:
                 series.append(Series(run.name, points, key, f"C{i}"))
         if series:
-            drawings.append(Drawing(title, "", unit, series, lines(series)))
+            drawings.append(DrawnChart(title, "", unit, series, lines(series)))
     return drawings
 
 

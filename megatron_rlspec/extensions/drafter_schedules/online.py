@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.extensions.drafter_schedules.replay import Replay
+from megatron_rlspec.extensions.drafter_schedules.replay import ReplayBuffer
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.tasks.rewards import failed
 from megatron_rlspec.train import runtime
@@ -44,7 +44,7 @@ class OnlineLearner:
         self.trainer = trainer
         self.load_policy = load_policy
         self.rule = EverySteps(options.update_every)
-        self.buffer = Replay(options.replay_tokens)
+        self.buffer = ReplayBuffer(options.replay_tokens)
         self.last_update = -1
         self.seconds = 0.0  # of the newest separate update
         self.updates = 0  # separate ones: the seed of the next draw

@@ -22,7 +22,7 @@ Draw = Literal["newest", "uniform", "reward", "disagreement"]
 LEAST = 16  # tokens that a sample counts: the Python objects around its arrays take about 1.6 KB
 
 
-class Replay:
+class ReplayBuffer:
     """Samples of past rollouts, the oldest first; `add` drops the oldest ones beyond the bound.
 
     max_tokens  bound, of which a sample counts `LEAST` at least; the newest sample stays in any case. A token takes at

@@ -4,8 +4,8 @@
   position, token). A draft is accepted if it equals the target's token and its parent was accepted. The text depends
   only on seed, prompt and weights.
 * target_only: the same, with new noise in every round. It is lossless in distribution only.
-* rejection: accept a draft x ~ q with probability min(1, p/q), else draw from the normalised (p - q)+ (Leviathan et
-  al. 2023; Chen et al. 2023). It verifies chains only.
+* rejection: accept a draft x ~ q with probability min(1, p/q), else sample from the normalised (p - q)+ (Leviathan
+  et al. 2023; Chen et al. 2023). It verifies chains only.
 
 `noise.py` has the noise. It is that of SGLang's seeded sampler, so the same seed gives the same text on both
 engines, up to floating-point ties.
@@ -58,7 +58,7 @@ def streams(seed: int) -> np.ndarray:
 
 
 def coin(probability: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw bool [N], true with `probability [N]`."""
+    """Sample bool [N], true with `probability [N]`."""
     return (uniform(seeds, keys, 1)[:, 0] < probability) | (probability >= 1)
 
 
@@ -106,7 +106,7 @@ def support(logp: torch.Tensor, settings: Settings) -> torch.Tensor:
 def sample(
     logp: torch.Tensor, settings: Settings, seeds: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:
-    """Draw the target's token [N] at every node from `logp [N, V]`, a result of `logprobs`."""
+    """Sample the target's token [N] at every node from `logp [N, V]`, a result of `logprobs`."""
     greedy = settings.temperature == 0
     likeliest = logp.argmax(-1)
     if greedy.all():
@@ -129,11 +129,11 @@ def walk(
     eligible = valid & (np.arange(tokens.shape[1]) > 0)
     while True:
         match = eligible & (parents == node[:, None]) & (tokens == targets[rows, node][:, None])
-        found = match.any(1)
-        if not found.any():
+        matched = match.any(1)
+        if not matched.any():
             return np.stack(path, 1), accepted
-        node = np.where(found, match.argmax(1), node)
-        accepted += found
+        node = np.where(matched, match.argmax(1), node)
+        accepted += matched
         path.append(node)
 
 
@@ -145,9 +145,9 @@ def reject(
     residual_seeds: torch.Tensor,
     keys: torch.Tensor,
 ) -> torch.Tensor:
-    """Verify chains by rejection. Returns tokens [B, k + 1] to commit: accepted drafts, one drawn token, then -1.
+    """Verify chains by rejection. Returns tokens [B, k + 1] to commit: accepted drafts, one sampled token, then -1.
 
-    drafts `[B, k]`    drawn from `q [B, k, V]`
+    drafts `[B, k]`    sampled from `q [B, k, V]`
     p `[B, k + 1, V]`  the target's probabilities after filtering
     seeds `[B]`        streams COIN and RESIDUAL
     keys `[B, k + 1]`  new in every round
@@ -160,7 +160,7 @@ def reject(
     residual = p.clone()
     residual[:, :k] -= q
     residual.clamp_(min=0)
-    # Where p = q up to rounding, the residual has nothing to draw from.
+    # Where p = q up to rounding, the residual has nothing to sample from.
     ok |= residual[:, :k].sum(2) == 0
     accepted = ok.long().cumprod(1).sum(1)
     replacement = draw(residual[rows, accepted].log(), residual_seeds, keys[rows, accepted])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rlspec import wire
-from megatron_rlspec.extensions.drafter_schedules.replay import LEAST, Replay
+from megatron_rlspec.extensions.drafter_schedules.replay import LEAST, ReplayBuffer
 from megatron_rlspec.types import Group, Prompt, Sample
 
 
@@ -37,7 +37,7 @@ def held(buffer):
 
 @pytest.mark.parametrize(("tokens", "expected"), [(109, [3, 4, 5, 6, 7]), (10, [7]), (10**9, list(range(8)))])
 def test_the_oldest_samples_leave_at_the_bound(tokens, expected):
-    buffer = Replay(tokens)
+    buffer = ReplayBuffer(tokens)
     buffer.add([sample(i) for i in range(4)])
     buffer.add([sample(i) for i in range(4, 8)])
     assert held(buffer) == expected and buffer.tokens == 20 * len(expected)
@@ -48,7 +48,7 @@ def test_the_oldest_samples_leave_at_the_bound(tokens, expected):
 def test_the_tokens_bound_the_memory(count, length, most):
     """Of samples without accepted drafts: bytes of a counted token. A very short sample counts `LEAST`."""
     tracemalloc.start()
-    buffer = Replay(10**9)
+    buffer = ReplayBuffer(10**9)
     rollout = [sample(i, length) for i in range(count)]
     before = tracemalloc.get_traced_memory()[0]
     buffer.add(rollout)
@@ -59,7 +59,7 @@ def test_the_tokens_bound_the_memory(count, length, most):
 
 
 def test_a_draw_has_as_many_tokens_as_the_last_rollout():
-    buffer = Replay(10**6)
+    buffer = ReplayBuffer(10**6)
     assert buffer.draw("uniform", (0,)) == []
     buffer.add([sample(i) for i in range(4)])
     buffer.add([sample(i) for i in (4, 5)])
@@ -73,7 +73,7 @@ def test_a_draw_has_as_many_tokens_as_the_last_rollout():
 def test_draws_follow_their_weights_and_depend_on_the_seed_only(by):
     # Sample 0 has reward 3 and no accepted draft, sample 1 reward 1 and ten accepted drafts of 15 tokens.
     both = [sample(0, reward=3.0), sample(1, reward=1.0, spans=[(0, 10)])]
-    buffer = Replay(10**6)
+    buffer = ReplayBuffer(10**6)
     for one in both:  # so that a draw has one sample
         buffer.add([one])
     first = [ids(buffer.draw(by, (1, n)))[0] for n in range(2000)]
@@ -86,7 +86,7 @@ def test_draws_follow_their_weights_and_depend_on_the_seed_only(by):
 
 
 def test_a_checkpoint_restores_the_buffer_and_its_draws():
-    former, later = Replay(200), Replay(200)
+    former, later = ReplayBuffer(200), ReplayBuffer(200)
     former.add([sample(i, reward=float(i), spans=[(0, i % 7 + 1)]) for i in range(12)])
     former.add([sample(i, 30, reward_error="timeout") for i in (12, 13)])
     later.restore(wire.decode(wire.encode(former.groups()), list[Group]))
@@ -94,7 +94,7 @@ def test_a_checkpoint_restores_the_buffer_and_its_draws():
     assert (later.tokens, later.newest) == (former.tokens, former.newest)
     for by in ("newest", "uniform", "reward", "disagreement"):
         assert ids(later.draw(by, (3,))) == ids(former.draw(by, (3,)))
-    assert Replay(200).groups() == []
+    assert ReplayBuffer(200).groups() == []
     (stored,) = [s for s in later.draw("newest", (0,)) if s.request_id == "s13"]
     given = sample(13, 30)
     assert np.array_equal(stored.tokens, given.tokens) and stored.prompt_len == 5 and stored.text == ""

@@ -20,7 +20,7 @@ import torch
 
 from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineDescription, EngineError
-from megatron_rlspec.extensions.migration.embedded.member import Member, Order, Requests, Tick
+from megatron_rlspec.extensions.migration.embedded.member import Member, RankCommand, Requests, Tick
 from megatron_rlspec.push.push import PushError
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
 
@@ -126,7 +126,7 @@ class Fleet:
                     return
                 order = self._tick()
             began = time.perf_counter()
-            self.member.ranks.tell(wire.encode(Order(tick=order)))
+            self.member.ranks.tell(wire.encode(RankCommand(tick=order)))
             try:
                 samples = self.member.tick(order)
             except RuntimeError:  # of the samples of this tick, rank 0's own are known
@@ -228,14 +228,14 @@ class Fleet:
     def _call(self, name: str, argument: Any = None) -> list[bytes]:
         """Call a method of all engines, one call at a time. Returns the encoded results."""
         with self._ordering():
-            self.member.ranks.tell(wire.encode(Order(call=name, argument=argument)))
+            self.member.ranks.tell(wire.encode(RankCommand(call=name, argument=argument)))
             return self.member.call(name, argument)
 
     def update_weights(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all"
     ) -> None:
         with self._ordering():
-            self.member.ranks.tell(wire.encode(Order(push=(version, scope))))
+            self.member.ranks.tell(wire.encode(RankCommand(push=(version, scope))))
             self.member.update(version, scope, tensors)
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
@@ -301,7 +301,7 @@ class Fleet:
         with self._lock:
             if not self._closed and not self._astray:
                 with suppress(RuntimeError):  # a rank has died
-                    self.member.ranks.tell(wire.encode(Order(close=True)))
+                    self.member.ranks.tell(wire.encode(RankCommand(close=True)))
             self._closed = True
 
 
@@ -330,7 +330,7 @@ class Follower:
     def _follow(self) -> None:
         ranks = self.member.ranks
         while True:
-            order = wire.decode(ranks.tell(), Order)
+            order = wire.decode(ranks.tell(), RankCommand)
             if order.close:
                 return
             with suppress(EngineError):  # rank 0 has been told

@@ -51,7 +51,7 @@ class Tick(msgspec.Struct, frozen=True):
     cap: int
 
 
-class Order(msgspec.Struct, frozen=True):
+class RankCommand(msgspec.Struct, frozen=True):
     """What rank 0 has all ranks do: a tick, a push (version, scope), or a method of the engine with its argument."""
 
     tick: Tick | None = None

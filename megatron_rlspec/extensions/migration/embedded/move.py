@@ -56,7 +56,7 @@ class Columns(msgspec.Struct, frozen=True):
     target: Range = (0, 0)
 
 
-class Header(msgspec.Struct, frozen=True):
+class MoveHeader(msgspec.Struct, frozen=True):
     """Describes a message. `requests`, each with its sampling: the samples themselves, in the drafter's rest only."""
 
     dtype: str
@@ -67,7 +67,7 @@ class Header(msgspec.Struct, frozen=True):
 class KVMessage(NamedTuple):
     """One message: a header, and one contiguous buffer."""
 
-    header: Header
+    header: MoveHeader
     data: torch.Tensor  # [elements] of the model's dtype
 
     def pack(self) -> torch.Tensor:
@@ -85,7 +85,7 @@ class KVMessage(NamedTuple):
         """Return the message of `pack`."""
         size = int.from_bytes(bytes(packed[:FRONT].tolist()), "little")
         body = packed[FRONT:]
-        header = wire.decode(body[:size].numpy().data, Header)
+        header = wire.decode(body[:size].numpy().data, MoveHeader)
         padded = size + -size % FRONT
         dtype = getattr(torch, header.dtype)
         return cls(header, body[padded:].view(dtype))
@@ -327,7 +327,7 @@ class TransferEndpoint:
             columns_of_pool = next(pieces_of_data).view(-1, *pool.shape[1:])
             index = slots[kind].to(pool.device)
             torch.index_select(pool, 0, index, out=columns_of_pool)
-        header = Header(
+        header = MoveHeader(
             dtype=str(data.dtype).removeprefix("torch."),
             samples=[columns for _, columns in parts],
             requests=list(requests),
