@@ -7,7 +7,6 @@ import datetime
 import importlib.metadata
 import os
 import platform
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,23 +20,22 @@ from megatron_rlspec.commands.sweep import (
     Bench,
     MeasuredEngine,
     Sweep,
-    SweepError,
     configs_of,
     measure_grid,
     tokens_of_a_point,
 )
+from megatron_rlspec.config import ConfigError
 from megatron_rlspec.conversion.drafter_files import read_model, weights_of, words
-from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.embedded.led import LedEngine
 from megatron_rlspec.models import hub
-from megatron_rlspec.models.config import DRAFTER, ModelConfigError
+from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import Architecture
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.http.checks import dtype_of
-from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance
+from megatron_rlspec.speculation.cost_table import CostTable, Provenance
 from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.types import OFF, SpecConfig
 
@@ -51,7 +49,7 @@ MARGIN = 64  # tokens of KV cache beyond a point's
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure. Returns 0, or 2 after one line about a mistake or an engine that cannot be measured."""
+    """Measure. Returns 0. Raises what `run` raises."""
     command = parser()
     args, serve = command.parse_known_args(argv)
     command.refuse_typos(serve)
@@ -59,18 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.error(
             f"unrecognized arguments: {' '.join(serve)} (no engine is started that could take them)"
         )
-    try:
-        run(args, serve)
-    except (SweepError, EngineError, CostTableError, ModelConfigError, files.FileError) as error:
-        print(f"rlspec profile: {error}", file=sys.stderr)
-        return 2
+    run(args, serve)
     return 0
 
 
 def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
     """Start or attach an engine for each size of --tp, measure, write the table and return it.
 
-    The table is written after each size. Raises SweepError, EngineError, FileError and ModelConfigError.
+    The table is written after each size. Raises ConfigError, EngineError, CostTableError and FileError.
     """
     _check(args)
     vocabulary = UNKNOWN_VOCABULARY
@@ -107,21 +101,21 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Check paths and options before an engine starts. Raises FileError or SweepError."""
+    """Check paths and options before an engine starts. Raises FileError or ConfigError."""
     files.check_outputs(
         {"the cost table": args.out}, {"--model": args.model, "--draft-model": args.draft_model}
     )
     if not args.model and not args.url:
-        raise SweepError("give --model to start an engine, or --url of a running one")
+        raise ConfigError("give --model to start an engine, or --url of a running one")
     if args.engine == "embedded":
         if args.url or not args.model:
             wrong = "--url" if args.url else "no --model"
-            raise SweepError(f"{wrong}: --engine embedded measures --model in this process")
+            raise ConfigError(f"{wrong}: --engine embedded measures --model in this process")
         if args.dtype not in DTYPES:
-            raise SweepError(f"--dtype {args.dtype}: expected one of {', '.join(DTYPES)}")
+            raise ConfigError(f"--dtype {args.dtype}: expected one of {', '.join(DTYPES)}")
     if args.url and len(args.tp) > 1:
         sizes = ",".join(map(str, args.tp))
-        raise SweepError(f"--tp {sizes}: the engine at --url has one size; expected one")
+        raise ConfigError(f"--tp {sizes}: the engine at --url has one size; expected one")
 
 
 def _served_dtype(url: str) -> str:
@@ -184,14 +178,14 @@ def summary(table: CostTable, tp: int) -> str:
 
 
 def _configs(args: argparse.Namespace, engine: MeasuredEngine) -> list[SpecConfig]:
-    """Return the configurations to measure. Raises SweepError if the engine does not run all of them."""
+    """Return the configurations to measure. Raises ConfigError if the engine does not run all of them."""
     wanted = {OFF, *chains(args.steps, real_off=args.engine == "embedded")}
     available = configs_of(engine)
     missing = wanted - set(available)
     if missing:
         names = ", ".join(map(str, sorted(missing)))
         runs = ", ".join(map(str, available))
-        raise SweepError(f"the engine does not run {names}; it runs {runs}")
+        raise ConfigError(f"the engine does not run {names}; it runs {runs}")
     return [config for config in available if config in wanted]
 
 
@@ -206,12 +200,12 @@ def _engine(
     engine = SGLangEngine(args.url)
     size = engine.describe()["tensor_parallel"]
     if size != tp:
-        raise SweepError(f"--tp {tp}: the engine at {args.url} has tensor parallel size {size}")
+        raise ConfigError(f"--tp {tp}: the engine at {args.url} has tensor parallel size {size}")
     return engine
 
 
 def _embedded(args: argparse.Namespace, tp: int, stack: ExitStack) -> MeasuredEngine:
-    """Build the embedded engine, in this process and `tp` - 1 others. Raises SweepError."""
+    """Build the embedded engine, in this process and `tp` - 1 others. Raises ConfigError."""
     build = partial(
         _embedded_rank,
         args.model,
@@ -231,7 +225,7 @@ def _embedded(args: argparse.Namespace, tp: int, stack: ExitStack) -> MeasuredEn
         Architecture.from_hf(hf_config).check_size(tp)
         engine = LedEngine(build, tp)
     except ValueError as error:
-        raise SweepError(str(error)) from None
+        raise ConfigError(str(error)) from None
     stack.callback(engine.close)
     return engine
 

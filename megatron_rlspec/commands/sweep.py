@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from scipy import stats
 
+from megatron_rlspec.config import ConfigError
 from megatron_rlspec.engine import EngineDescription
 from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
@@ -36,12 +37,6 @@ class MeasuredEngine(Protocol):
     def recent_rounds(self) -> list[Round]: ...
 
     def describe(self) -> EngineDescription: ...
-
-
-class SweepError(RuntimeError):
-    """The engine cannot run this sweep. The message is one line: what is wrong, what was expected."""
-
-    exit_code = 1
 
 
 @dataclass
@@ -97,7 +92,7 @@ class Bench:
     def measure(self, point: Point) -> Durations:
         """Measure at least `ROUNDS` rounds of each configuration at this point, if `TRIES` generations have them.
 
-        Raises SweepError if a configuration never runs.
+        Raises ConfigError if a configuration never runs.
         """
         batch, length = point
         durations = Durations()
@@ -112,7 +107,7 @@ class Bench:
                 return durations
         missing = [str(config) for config in self.configs if config not in durations.steady]
         if missing:
-            raise SweepError(
+            raise ConfigError(
                 f"batch {batch}, prompt {length}: the engine ran no round of {', '.join(missing)}"
             )
         return durations
@@ -159,11 +154,11 @@ def tokens_of_a_point(configs: int) -> int:
 
 
 class Sweep:
-    """The measurements of a cost table: every configuration at every point measured so far. Raises SweepError."""
+    """The measurements of a cost table: every configuration at every point measured so far. Raises ConfigError."""
 
     def __init__(self, bench: Bench, provenance: Provenance, tp: int = 1) -> None:
         if OFF not in bench.configs:
-            raise SweepError(
+            raise ConfigError(
                 "the engine does not decode without a drafter, so the cost of OFF would be unknown"
             )
         self.bench = bench
@@ -246,13 +241,13 @@ def measure_grid(
     """Measure every point of the grid. Returns why it ended, in words.
 
     The outermost batches come first: between measured batches a cost is better known than beyond them. No point is
-    begun that would end after `seconds`, but the first. `told` gets a line for each measured point. Raises SweepError.
+    begun that would end after `seconds`, but the first. `told` gets a line for each measured point. Raises ConfigError.
     """
     deadline = time.monotonic() + seconds
     points = [(batch, length) for batch in outward(batches) for length in sorted(lengths)]
     points = [point for point in points if sweep.bench.fits(point)]
     if not points:
-        raise SweepError(
+        raise ConfigError(
             f"no point of batches {list(batches)} x lengths {list(lengths)} fits into this engine"
         )
     for length in sorted(lengths):

@@ -5,6 +5,7 @@ import pytest
 import tiny_mimo
 import torch
 
+from megatron_rlspec import cli
 from megatron_rlspec.commands import profile
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
@@ -20,16 +21,16 @@ def model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "message"),
     [
-        ("--url http://127.0.0.1:9", "cannot connect to 127.0.0.1:9"),
-        ("--engine embedded --model tiny --url http://127.0.0.1:9", "--url: --engine embedded measures --model"),
-        ("--engine embedded --model tiny --tp 3", "tensor parallel size 3 does not divide heads=4"),
+        ("--url http://127.0.0.1:9", 1, "cannot connect to 127.0.0.1:9"),
+        ("--engine embedded --model tiny --url http://127.0.0.1:9", 2, "--url: --engine embedded measures --model"),
+        ("--engine embedded --model tiny --tp 3", 2, "tensor parallel size 3 does not divide heads=4"),
     ],
 )
-def test_a_mistake_gets_one_line(model, capsys, monkeypatch, options, message):
+def test_a_mistake_gets_one_line(model, capsys, monkeypatch, options, code, message):
     monkeypatch.chdir(model.parent)
-    assert profile.main(["t.json", *options.split()]) == 2
+    assert cli.run(lambda: profile.main(["t.json", *options.split()])) == code
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 

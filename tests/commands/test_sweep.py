@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_rlspec.commands.sweep import Bench, Sweep, SweepError, configs_of, measure_grid, outward
+from megatron_rlspec.commands.sweep import Bench, Sweep, configs_of, measure_grid, outward
+from megatron_rlspec.config import ConfigError
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Sample, SpecConfig, SpecSchedule
@@ -92,7 +93,7 @@ def test_points_beyond_the_engine_are_left_out():
     sweep = sweep_of(most_tokens=4000)
     measure_grid(sweep, (1, 4, 64), (64, 512), seconds=1e9)
     assert max(batch * length for batch, length in sweep.steady) < 4000
-    with pytest.raises(SweepError, match="no point of batches"):
+    with pytest.raises(ConfigError, match="no point of batches"):
         measure_grid(sweep_of(most_tokens=4000), (64,), (512,), seconds=1e9)
 
 
@@ -101,9 +102,9 @@ def test_the_outermost_batches_come_first():
 
 
 def test_a_sweep_that_gives_no_table_is_refused():
-    with pytest.raises(SweepError, match="decode without a drafter"):
+    with pytest.raises(ConfigError, match="decode without a drafter"):
         Sweep(Bench(Known(), CONFIGS[1:], 100), PROVENANCE)
     silent = Known()
     silent.recent_rounds = lambda: []
-    with pytest.raises(SweepError, match="ran no round of off, k0, k1, k3"):
+    with pytest.raises(ConfigError, match="ran no round of off, k0, k1, k3"):
         Bench(silent, CONFIGS, 100).measure((1, 8))
