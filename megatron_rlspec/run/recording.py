@@ -36,7 +36,7 @@ class Records:
     recorder   None on ranks above 0
     recorded   steps that have a record
     bad_steps  in a row, which changed policy or drafter by nothing
-    why_bad    the reason of the newest of them
+    why_bad    why the newest step skipped updates; "" if it skipped none
     about      figures for the model card: `steps`, and the newest record and evaluation (`eval/reward`)
     logprob_gap  the limit on the difference between engines and trainer
     """
@@ -131,17 +131,18 @@ class Records:
         """
         self.recorded = step + 1
         skipped = [side for side in ("policy", "drafter") if values.get(f"{side}/skipped")]
+        share = max((values[f"{side}/skipped"] for side in skipped), default=0.0)
+        self.bad_steps = self.bad_steps + 1 if share == 1 else 0
+        self.why_bad = ""
         if skipped:
-            self.bad_steps += 1
             self.why_bad = self._why_skipped(skipped, values)
         else:
-            self.bad_steps = 0
-            self.why_bad = ""
             self.logprob_gap.observe(values)
         if self.recorder is None:
             return
         if skipped:
-            self.recorder.event("loss", f"step {step + 1}: {self.why_bad}; step skipped")
+            what = "step skipped" if share == 1 else f"{share:.0%} of the step's updates skipped"
+            self.recorder.event("loss", f"step {step + 1}: {self.why_bad}; {what}")
         now = time.perf_counter()
         record = dict(values) | self.clock.drain() | {"seconds_step": now - self._began}
         self._seconds.append(now - self._began)

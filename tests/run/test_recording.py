@@ -33,3 +33,18 @@ def test_steps_without_rollouts_are_shown_every_tenth_time(config, capsys):
         records.write(step, {"policy/loss": 1.0})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "5/25", "15/25", "25/25"]
+
+
+def test_a_step_is_bad_only_if_all_its_updates_were_skipped(config, tmp_path):
+    """Of four updates one, then all, and then one of the drafter's."""
+    records = Records(config, Clock(), 0, True)
+    bad_steps = []
+    for step, values in zip(records.steps(3), ({"policy": 0.25}, {"policy": 1.0}, {"drafter": 0.25}), strict=True):
+        records.write(step, {f"{side}/skipped": share for side, share in values.items()})
+        bad_steps.append(records.bad_steps)
+    assert bad_steps == [0, 1, 0]
+    assert [event["message"] for event in read_records(tmp_path / "events.jsonl")] == [
+        "step 1: loss or gradient norm of policy not finite; 25% of the step's updates skipped",
+        "step 2: loss or gradient norm of policy not finite; step skipped",
+        "step 3: loss or gradient norm of drafter not finite; 25% of the step's updates skipped",
+    ]
