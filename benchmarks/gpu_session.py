@@ -5,7 +5,7 @@
 
 Session a: costs of rounds and of training steps, at the shape of MiMo-7B. Session b: whole RL steps of a small model
 that is widened without changing what it computes (gpu/widen.py). Each takes about 10 minutes. DIR holds the policy with
-its drafter: a Hugging Face directory, or what tools/smollm2_drafter.sh made. Without --policy it is the quickstart's
+its drafter: a Hugging Face directory, or what tools/smollm2_drafter.py made. Without --policy it is the quickstart's
 random model.
 
 Each part runs in a process of its own. Its figures are lines of results/session.jsonl as soon as they are measured, so

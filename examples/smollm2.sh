@@ -14,6 +14,7 @@ run=${run:-runs/smollm2${quick:+-quick}}
 [ -n "${NO_SETUP:-}" ] || bash tools/setup_cpu.sh --no-hints
 python=${PYTHON_BIN:-.venv/bin/python}
 config=(--config examples/smollm2/smollm2.toml)
+grep -qs avx512_bf16 /proc/cpuinfo || config+=(--model.dtype float32) # elsewhere bfloat16 takes several times as long
 engine=(--rollout.engine "${ENGINE:-sglang}")
 if [ -n "$quick" ]; then
     answers=(--answer.prompts 48 --rollout.samples_per_prompt 4)

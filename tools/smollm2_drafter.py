@@ -43,8 +43,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--minutes", type=float, default=240, help="after which no round begins (default: 240)")
     p.add_argument("--texts", type=int, default=96, help="of a round (default: 96)")
     p.add_argument("--tokens", type=int, default=256, help="of a text (default: 256)")
-    p.add_argument("--steps", type=int, default=48, help="of a round, of 8 texts each (default: 48)")
+    p.add_argument("--steps", type=int, default=192, help="of a round, of 2 texts each (default: 192)")
     p.add_argument("--engine", choices=("sglang", "embedded"), default="sglang", help="(default: sglang)")
+    p.add_argument("--dtype", default="float32", help="bfloat16 is faster with AVX512-BF16 only (default: float32)")
+    p.add_argument("--vocabulary", type=int, default=0, help="words that the drafter learns (default: 0, all)")
     args = p.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * args.minutes
@@ -132,7 +134,8 @@ def learn(args: argparse.Namespace, folder: Path, model: Path, prompts: Path, nu
     """Take one round: texts of the model, from which the drafter learns. Writes `folder`/hf."""
     folder.mkdir(exist_ok=True)
     texts = folder / "texts.jsonl"
-    common = ["--model.path", model, "--model.dtype", "bfloat16", "--model.max_length", args.tokens + 64]
+    common = ["--model.path", model, "--model.dtype", args.dtype, "--model.max_length", args.tokens + 64]
+    common += ["--rollout.max_new_tokens", args.tokens, "--rollout.temperature", 0.7]
     samples = 4  # of a prompt
     count = args.texts // samples
     rows = prompts.read_text().splitlines()
@@ -140,13 +143,14 @@ def learn(args: argparse.Namespace, folder: Path, model: Path, prompts: Path, nu
     (folder / "prompts.jsonl").write_text("\n".join((rows[first:] + rows[:first])[:count]) + "\n")
     rlspec(
         "answer", *common, "--data.path", folder / "prompts.jsonl", "--answer.path", texts, "--train.seed", number + 1,
-        "--rollout.samples_per_prompt", samples, "--rollout.max_new_tokens", args.tokens, "--rollout.temperature", 0.7,
-        "--rollout.engine", args.engine, "--rollout.max_running_requests", 32,
+        "--rollout.samples_per_prompt", samples, "--rollout.engine", args.engine,
+        "--rollout.max_running_requests", 32,
     )  # fmt: skip
     rlspec(
         "sft", *common, "--sft.path", texts, "--sft.drafter_only", "true", "--sft.steps", args.steps,
-        "--sft.samples_per_step", 8, "--sft.held_out", max(1, count // 8), "--sft.eval_every", max(1, args.steps // 2),
-        "--drafter.depth", 3, "--train.run_dir", folder, "--train.resume", "true", "--train.save_every", 16,
+        "--sft.samples_per_step", 2, "--sft.held_out", max(1, count // 8), "--sft.eval_every", max(1, args.steps // 2),
+        "--drafter.depth", 3, "--drafter.vocabulary", args.vocabulary, "--train.run_dir", folder,
+        "--train.resume", "true", "--train.save_every", 16,
         "--train.tokens_per_micro_batch", max(4096, args.tokens + 64),
     )  # fmt: skip
     for event in read_records(folder / "events.jsonl"):

@@ -1,7 +1,7 @@
 """Write the policy of session B: a small model and its drafter, widened without changing what they compute.
 
 --policy is a Hugging Face directory with a drafter and prompts.jsonl; or prompts.jsonl, drafter.safetensors and the
-parts of a GGUF file, policy.gguf.00 and so on, as tools/smollm2_drafter.sh writes them. Without it the quickstart's
+parts of a GGUF file, policy.gguf.00 and so on, as tools/smollm2_drafter.py writes them. Without it the quickstart's
 model is made, with random weights.
 """
 
