@@ -50,22 +50,26 @@ PAGE_TABLES = 4
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one trainer rank. Only within a step it has activations."""
+    """Bytes of one trainer rank. Only within a step it has activations.
+
+    offloaded  whether the optimizer is in host memory between steps
+    """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int = 0
+    offloaded: bool = False
 
     @property
     def between_steps(self) -> int:
         """Return what the rank keeps while engines on its GPU generate. It has released its gradients."""
-        return self.weights + self.optimizer
+        return self.weights + (0 if self.offloaded else self.optimizer)
 
     @property
     def total(self) -> int:
         """Return what the rank needs at the peak of a step."""
-        return self.between_steps + self.gradients + self.activations
+        return self.weights + self.optimizer + self.gradients + self.activations
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,12 @@ def rank_memory(config: Config, world: int, dense: int, experts: int = 0) -> Ran
         expert_replicas = replicas // config.parallel.expert
         stepped = dense // replicas + experts // expert_replicas
     here = dense + experts
-    return RankMemory(itemsize * here, exact * here, (moments + master_weight) * stepped)
+    return RankMemory(
+        weights=itemsize * here,
+        gradients=exact * here,
+        optimizer=(moments + master_weight) * stepped,
+        offloaded=bool(config.optimizer.offload),
+    )
 
 
 def activation_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
@@ -355,6 +364,22 @@ def settled(
     kept = rank.between_steps if together else None
     if engines == "open":
         config = _with_engines(config, hf_config, parameters, kept, machine)
+    if config.optimizer.offload is None:
+        offload = False
+        if kept is not None and config.model.dtype == "bfloat16":
+            tokens = _cache_tokens(config, hf_config, parameters, kept, machine)
+            needed = needed_tokens(config, config.rollout.engines)
+            offload = tokens < needed
+        if offload:
+            lines.append(
+                f"optimizer.offload=true: a step's samples need about {needed:,} tokens of an engine's KV cache, which "
+                f"has {tokens:,} beside Adam's state"
+            )
+            kept = replace(rank, offloaded=True).between_steps
+            if engines == "open":
+                config = _with_engines(config, hf_config, parameters, kept, machine)
+        config = _changed(config, "optimizer", offload=offload)
+    if engines == "open":
         number, tensor = config.rollout.engines, config.placement.tensor
         if machine.gpus > 1:
             lines.append(
@@ -401,16 +426,30 @@ def _with_engines(
         number = free // tensor
         changed = _changed(config, "rollout", engines=number)
         changed = _changed(changed, "placement", tensor=tensor)
-        engine = engine_memory(changed, hf_config, machine.gpu, parameters, machine.hopper)
-        try:
-            tokens = engine_share(engine, machine.gpu, kept).kv_tokens
-        except ConfigError:
-            tokens = 0
+        tokens = _cache_tokens(changed, hf_config, parameters, kept, machine)
         if not most or number * tokens > most:
             best, most = changed, number * tokens
         if tokens >= needed_tokens(changed, number):
             return changed
     return best
+
+
+def _cache_tokens(
+    config: Config,
+    hf_config: Mapping[str, Any],
+    parameters: int,
+    kept: int | None,
+    machine: Machine,
+) -> int:
+    """Return the tokens that an engine's KV cache holds; 0 if the engine does not fit.
+
+    kept  as for `_with_engines`
+    """
+    engine = engine_memory(config, hf_config, machine.gpu, parameters, machine.hopper)
+    try:
+        return engine_share(engine, machine.gpu, kept).kv_tokens
+    except ConfigError:
+        return 0
 
 
 def _changed(config: Config, section: str, **values: Any) -> Config:

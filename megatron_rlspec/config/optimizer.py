@@ -30,6 +30,11 @@ class OptimizerConfig(Section):
         description="split Adam's state over data-parallel ranks (Megatron's, ZeRO-1); auto: on with more than one of "
         "them on GPUs",
     )
+    offload: bool | None = Field(
+        None,
+        description="keep Adam's state and the float32 weights in host memory while engines on the ranks' GPUs "
+        "generate (bfloat16 models); auto: on where the KV cache is too small for a step's samples without it",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:

@@ -465,6 +465,6 @@ class Session:
 def _free_memory(trainer: Trainer) -> None:
     """Return once no rank keeps memory that it does not use. An engine takes its share of what is free then."""
     for learner in trainer.learners().values():
-        learner.release_gradients()
+        learner.release_memory()
     torch.cuda.empty_cache()
     ranks.job().wait()

@@ -102,12 +102,17 @@ class Learner:
             raise ValueError(
                 "optimizer.distributed keeps gradients in float32; with model.dtype=float64 it must be off"
             )
+        if adam.offload and not low:
+            raise ValueError(
+                f"optimizer.offload needs model.dtype=bfloat16, whose weights have float32 copies; got {dtype}"
+            )
         adam = adam.model_copy(update={"distributed": bool(adam.distributed)})
         self.adam = adam
         self.pipelined = pipelined
         self.steps = 0  # updates of this run
         self.updates_before = 0  # updates of the run whose moments this one continues with
         self._pace = pace or self
+        self._offloaded = False
         self._biases_before: list[tuple[Tensor, Tensor]] = []
         self.ddp = DistributedDataParallel(
             module.config,
@@ -184,12 +189,21 @@ class Learner:
             )
         return Part(experts, optimizer, replicas)
 
-    def release_gradients(self) -> None:
-        """Free the memory of the gradient buffers. The next `zero_grad` takes it back."""
+    def release_memory(self) -> None:
+        """Free the gradient buffers and, with `optimizer.offload`, move Adam's state and float32 weights to the host.
+
+        The next `zero_grad` takes all of it back.
+        """
         for gradients in self._gradients():
             gradients.untyped_storage().resize_(0)
+        if self.adam.offload and not self._offloaded:
+            self.optimizer.offload_to_cpu()
+            self._offloaded = True
 
     def zero_grad(self) -> None:
+        if self._offloaded:
+            self.optimizer.restore_from_cpu()
+            self._offloaded = False
         for gradients in self._gradients():
             storage = gradients.untyped_storage()
             if storage.nbytes() == 0:

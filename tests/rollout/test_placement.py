@@ -314,6 +314,19 @@ def test_an_8b_model_at_16k_fits_eight_gpus_with_what_the_run_chooses():
     assert "warning" not in memory_estimate.cache_line(config, layout.kv_tokens)
 
 
+def test_adams_state_leaves_the_gpu_where_the_kv_cache_is_too_small_beside_it():
+    many = SPLIT | {"rollout.engines": "8", "rollout.max_running_requests": "64", "rollout.prompts_per_step": "64"}
+    config, lines, layout = settled(many, engines="given")
+    kept, _, beside = settled(many | {"optimizer.offload": "false"}, engines="given")
+    assert config.optimizer.offload and any(line.startswith("optimizer.offload=true: a step's") for line in lines)
+    needed = memory_estimate.needed_tokens(config, 8)
+    assert beside.kv_tokens < needed
+    adam = 12 * 8_590_000_000 // 8  # two moments and a float32 weight, split over 8 ranks
+    token = memory_estimate.token_bytes(config, QWEN3_8B)
+    assert layout.kv_tokens == pytest.approx(beside.kv_tokens + adam / token, rel=1e-3)
+    assert not settled(SPLIT)[0].optimizer.offload
+
+
 def test_what_the_user_said_stays():
     given = SPLIT | {
         "parallel.tensor": "4",

@@ -68,6 +68,28 @@ def test_policy_is_the_same_with_and_without_drafter(dtype: str, objective: str)
     assert first == without == again
 
 
+def offloaded() -> tuple[list[str], list[int]]:
+    """Return digests after three steps, without and with `optimizer.offload`, and the bytes that each release freed."""
+    digests = []
+    freed = []
+    for offload in (False, True):
+        trainer = build(PLAIN | {"dtype": "bfloat16", "offload": offload})
+        for seed in range(3):
+            trainer.train_step(own_batches(trainer, seed), objective="sft")
+            before = torch.cuda.memory_allocated()
+            for learner in trainer.learners().values():
+                learner.release_memory()
+            freed.append(before - torch.cuda.memory_allocated())
+        digests.append(state(trainer))
+    return digests, freed
+
+
+def test_an_optimizer_in_host_memory_changes_no_bit_and_frees_the_gpu() -> None:
+    [((without, with_offload), freed)] = on_ranks(1, offloaded)
+    assert without == with_offload
+    assert min(freed[3:]) > 2 * max(freed[:3]), "float32 weights and two moments are three times the gradients"
+
+
 def long_policies(cell: dict[str, Any], length: int) -> list[str]:
     """Return digests of policy and optimizer after three steps on long samples: twice without a drafter, once with."""
     found = []

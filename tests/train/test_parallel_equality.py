@@ -78,7 +78,11 @@ def build(cell, weights=None, *, drafter=True, clip=0.0):
     options = config(
         model={"dtype": cell["dtype"]},
         parallel={key: cell[key] for key in ("tensor", "pipeline", "context", "sequence", "recompute")},
-        optimizer={"distributed": cell["distributed"], "clip_grad": clip},
+        optimizer={
+            "distributed": cell["distributed"],
+            "offload": cell.get("offload", False),
+            "clip_grad": clip,
+        },
         drafter={
             "train": drafter,
             "depth": cell["unrolling"],
