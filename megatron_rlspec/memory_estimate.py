@@ -439,7 +439,7 @@ def _cache_tokens(
     hf_config: Mapping[str, Any],
     parameters: int,
     kept: int | None,
-    machine: Machine,
+    machine: Hardware,
 ) -> int:
     """Return the tokens that an engine's KV cache holds; 0 if the engine does not fit.
 
