@@ -171,7 +171,7 @@ def photograph(run: Path) -> None:
     if browser is None:
         sys.exit("figures: no Chromium on the path")
     subprocess.run([sys.executable, "-m", "megatron_rlspec.cli", "report", str(run)], check=True)
-    command = [browser, "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1280,960"]
+    command = [browser, "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1280,1010"]
     page = (run / "report.html").resolve().as_uri()
     subprocess.run([*command, f"--screenshot={DOCS / 'report.png'}", page], check=True)
     picture = Image.open(DOCS / "report.png")
