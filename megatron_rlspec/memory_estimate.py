@@ -320,10 +320,10 @@ class Hardware:
     world: int
     hopper: bool = True
 
-    def together(self, config: Config) -> bool:
+    def colocated(self, config: Config) -> bool:
         """Return whether engines share the ranks' GPUs."""
         mode = config.placement.mode
-        return mode == "together" or (mode == "auto" and self.ranks >= self.gpus)
+        return mode == "colocated" or (mode == "auto" and self.ranks >= self.gpus)
 
 
 Launched = Literal["none", "given", "open"]
@@ -360,8 +360,8 @@ def settled(
     engines     that the run launches: none, as rollout.engines and placement.tensor say, or as many as fit best
     """
     lines = []
-    together = engines != "none" and machine.together(config)
-    kept = rank.between_steps if together else None
+    colocated = engines != "none" and machine.colocated(config)
+    kept = rank.between_steps if colocated else None
     if engines == "open":
         config = _with_engines(config, hf_config, parameters, kept, machine)
     if config.optimizer.offload is None:
@@ -387,7 +387,7 @@ def settled(
             )
     if config.parallel.recompute is None:
         engine = None
-        if together:
+        if colocated:
             engine = engine_memory(config, hf_config, machine.gpu, parameters, machine.hopper)
         total = replace(rank, activations=activation_bytes(config, hf_config)).total
         room = step_room(machine.gpu, engine)

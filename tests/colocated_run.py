@@ -1,6 +1,6 @@
 """`rlspec train` with an engine on the trainer's devices, as on a node with GPUs: prints the calls that it makes.
 
-MODE=apart in the environment gives the engine devices of its own. LAST names a call that the program ends with.
+MODE=disaggregated in the environment gives the engine devices of its own. LAST names a call that the program ends with.
 """
 
 import os
@@ -27,7 +27,7 @@ def noted(kind, name):
 
 
 if __name__ == "__main__":
-    loading.place = lambda config, hf_config, tensors: GpuLayout(os.environ.get("MODE", "together"))
+    loading.place = lambda config, hf_config, tensors: GpuLayout(os.environ.get("MODE", "colocated"))
     for name in ("generate", "sleep", "wake", "update_weights", "fingerprints"):
         noted(SGLangEngine, name)
     for name in ("load_hf", "train_step"):

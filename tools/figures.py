@@ -120,7 +120,7 @@ def draw_push() -> None:
 
 def draw_memory() -> None:
     """Draw what a card of eight holds while ranks train and while the engine generates, by `memory_estimate`."""
-    options = {"placement.mode": "together", "parallel.tensor": "4", "parallel.sequence": "true"}
+    options = {"placement.mode": "colocated", "parallel.tensor": "4", "parallel.sequence": "true"}
     options |= {"optimizer.distributed": "true", "model.path": "Qwen3-8B", "model.max_length": "9216"}
     config = load(None, options)
     rank = memory_estimate.rank_memory(config, 8, QWEN3_8B_PARAMETERS // 4)

@@ -94,7 +94,7 @@ def layout(config: Config) -> GpuLayout:
             f"but this machine has {len(gpus)}"
         )
     engines = [gpus[first : first + size] for first in range(0, needed, size)]
-    return GpuLayout("apart", engines=tuple(engines))
+    return GpuLayout("disaggregated", engines=tuple(engines))
 
 
 def requests(config: Config, prompts: Sequence[Prompt]) -> Iterator[Request]:

@@ -8,15 +8,15 @@ from pydantic import Field
 
 from megatron_rlspec.config.base import Needs, Section
 
-Mode = Literal["auto", "apart", "together"]
+Mode = Literal["auto", "disaggregated", "colocated"]
 
 
 class PlacementConfig(Section):
     mode: Annotated[Mode, Needs("rollout.engine=sglang"), Needs("rollout.urls=")] = Field(
         "auto",
-        description="apart: trainer ranks have the first GPUs, engines the rest; together: engines share the ranks' "
-        "GPUs and release their memory while training; auto: apart if there are fewer ranks than GPUs. "
-        "Without a GPU, and with rollout.urls, nothing is placed",
+        description="disaggregated: trainer ranks have the first GPUs, engines the rest; colocated: engines share "
+        "the ranks' GPUs and release their memory while training; auto: disaggregated if there are fewer ranks than "
+        "GPUs. Without a GPU, and with rollout.urls, nothing is placed",
     )
     tensor: Annotated[int, Field(gt=0, le=64), Needs("rollout.engine=sglang")] = Field(
         1, description="GPUs of one engine: its tensor parallel size"

@@ -21,7 +21,7 @@ from megatron_rlspec.memory_estimate import (
     step_room,
 )
 
-Mode = Literal["none", "apart", "together"]
+Mode = Literal["none", "disaggregated", "colocated"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class GpuLayout:
 
     train         of the trainer ranks, by local rank
     engines       of each engine, by its tensor-parallel rank; empty where nothing is placed
-    together      whether engines share the ranks' GPUs, so that they release memory while training
+    colocated     whether engines share the ranks' GPUs, so that they release memory while training
     mem_fraction  share of the memory that an engine finds free, for its weights and KV cache
     tokens        that the KV cache of an engine on the ranks' GPUs holds; 0: all that fit
     kv_tokens     that the KV cache of any engine holds, by the estimate
@@ -46,8 +46,8 @@ class GpuLayout:
     need: Need | None = None
 
     @property
-    def together(self) -> bool:
-        return self.mode == "together"
+    def colocated(self) -> bool:
+        return self.mode == "colocated"
 
     def environment(self, engine: int) -> dict[str, str]:
         """Return the variables of the process of the engine with this index."""
@@ -112,20 +112,20 @@ def place(
     ranks: int,
     engines: int,
     tensor: int,
-    mode: Literal["auto", "apart", "together"],
+    mode: Literal["auto", "disaggregated", "colocated"],
 ) -> GpuLayout:
     """Give every GPU to trainer ranks, to an engine, or to both. Raises ConfigError if that does not come out even."""
     if not gpus:
         return GpuLayout()
     if mode == "auto":
-        mode = "apart" if ranks < len(gpus) else "together"
+        mode = "disaggregated" if ranks < len(gpus) else "colocated"
     wanted = engines * tensor
     sizes = f"rollout.engines={engines} x placement.tensor={tensor}"
     if ranks > len(gpus):
         raise ConfigError(
             f"{ranks} trainer ranks on a node of {len(gpus)} GPUs, one for each rank; expected fewer --ranks"
         )
-    if mode == "apart":
+    if mode == "disaggregated":
         left = len(gpus) - ranks
         if wanted != left:
             more = (
@@ -139,7 +139,7 @@ def place(
                     f"CUDA_VISIBLE_DEVICES={','.join(gpus[: ranks + wanted])}, which leaves the others free"
                 )
             raise ConfigError(
-                f"placement.mode=apart: {len(gpus)} GPUs less {ranks} trainer ranks leave {left}, "
+                f"placement.mode=disaggregated: {len(gpus)} GPUs less {ranks} trainer ranks leave {left}, "
                 f"but {sizes} needs {wanted}, {more}; expected {' or '.join(ways) or 'fewer ranks'}"
             )
         free = iter(gpus[ranks:])
@@ -151,7 +151,7 @@ def place(
                     f"; CUDA_VISIBLE_DEVICES={','.join(gpus[:ranks])} leaves the other GPUs free"
                 )
             raise ConfigError(
-                f"placement.mode=together: expected as many trainer ranks and GPUs of engines as there are GPUs, "
+                f"placement.mode=colocated: expected as many trainer ranks and GPUs of engines as there are GPUs, "
                 f"{len(gpus)}; there are {ranks} ranks, and {sizes} needs {wanted}{free_others}"
             )
         free = iter(gpus)
@@ -188,14 +188,14 @@ def with_memory(layout: GpuLayout, need: Need) -> GpuLayout:
 
     Colocated, the trainer keeps weights and optimizer while engines generate, and sleeping engines keep a part.
     """
-    room = step_room(need.gpu, need.engine if layout.together else None)
+    room = step_room(need.gpu, need.engine if layout.colocated else None)
     check_rank(need.trainer, room, "a trainer rank, by estimate,")
     share = engine_share(
         need.engine,
         need.gpu,
-        trainer=need.trainer.between_steps if layout.together else None,
+        trainer=need.trainer.between_steps if layout.colocated else None,
     )
-    tokens = share.kv_tokens if layout.together else 0
+    tokens = share.kv_tokens if layout.colocated else 0
     return replace(
         layout,
         mem_fraction=share.mem_fraction,
@@ -205,7 +205,7 @@ def with_memory(layout: GpuLayout, need: Need) -> GpuLayout:
     )
 
 
-def check_together(config: Config) -> None:
+def check_colocated(config: Config) -> None:
     """Raise ConfigError for options that need engines while training, or two processes of NCCL on one GPU."""
     if config.rollout.staleness:
         raise ConfigError(

@@ -275,7 +275,7 @@ def _transport(config: Config, layout: GpuLayout) -> Transport:
         return Http()
     if way == "group":
         # NCCL refuses two processes on one GPU.
-        return GroupBroadcast(config.push.address, "gloo" if layout.together else "")
+        return GroupBroadcast(config.push.address, "gloo" if layout.colocated else "")
     if config.push.transport == "handles" and not torch.cuda.is_available():
         raise ConfigError(
             "push.transport=handles is for memory of a GPU, and this machine has none; expected http"
@@ -286,7 +286,7 @@ def _transport(config: Config, layout: GpuLayout) -> Transport:
 def _best_transport(config: Config, layout: GpuLayout) -> str:
     if config.rollout.urls or not layout.engines:
         return "http"
-    if layout.together and _read_memory_of_rank_0(layout):
+    if layout.colocated and _read_memory_of_rank_0(layout):
         return "handles"
     return "group"
 
@@ -374,7 +374,7 @@ def engine_arguments(config: Config, layout: GpuLayout) -> list[str]:
     arguments = []
     for name, value in options.items():
         arguments += [f"--{name}", str(value)]
-    if layout.engines and layout.together:
+    if layout.engines and layout.colocated:
         # Released memory comes back empty. The push restores the target; SGLang keeps the target's buffers only.
         arguments.append("--enable-memory-saver")
         if config.spec.mode != "off":

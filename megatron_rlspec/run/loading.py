@@ -156,8 +156,8 @@ def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> pla
     if not layout.engines:
         return layout
     placement.check_heads(hf_config, options.tensor)
-    if layout.together:
-        placement.check_together(config)
+    if layout.colocated:
+        placement.check_colocated(config)
     gpu = torch.cuda.get_device_properties(0).total_memory
     sizes = {name: math.prod(tensors.shape(name)) for name in tensors}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)

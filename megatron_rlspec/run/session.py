@@ -109,7 +109,7 @@ class Session:
     def _open(self, closing: ExitStack, data_path: str, extensions: Extensions) -> None:
         config = self.config
         self.loaded = load(config, data_path, supervised=self.supervised, generates=self.generates)
-        colocated = self.loaded.layout.together
+        colocated = self.loaded.layout.colocated
         starting: StartingRollouts | None = None
         if self.main and self.generates:
             starting = StartingRollouts(
@@ -292,7 +292,7 @@ class Session:
 
         Engines on the ranks' GPUs sleep from here until the next push.
         """
-        if self.loaded.layout.together:
+        if self.loaded.layout.colocated:
             with self.rank0.calls():
                 if self.rollouts is not None:
                     self.rollouts.engines.sleep()
@@ -332,7 +332,7 @@ class Session:
 
         Restarted engines join here. If no other engine is left, this waits for one.
         """
-        if self.loaded.layout.together:
+        if self.loaded.layout.colocated:
             _free_memory(self.trainer)
             with self.rank0.calls():
                 if self.rollouts is not None:

@@ -198,8 +198,8 @@ def _settled(
     rank = memory(config, hf_config, built, len(built) - 1, world)
     all_parameters = sum(parameters(built, config.parallel.tensor, config.parallel.expert))
     launches = config.rollout.engine == "sglang" and not config.rollout.urls
-    # With placement.mode=apart the number of GPUs is not known.
-    is_open = engines_open and config.placement.mode != "apart"
+    # With placement.mode=disaggregated the number of GPUs is not known.
+    is_open = engines_open and config.placement.mode != "disaggregated"
     machine = Hardware(gpus=world, gpu=gpu, ranks=world, world=world)
     return settled(config, hf_config, all_parameters, rank, machine, engines_of(launches, is_open))
 
@@ -273,9 +273,9 @@ def _engines(
     )
     colocated = world == config.rollout.engines * engine.tensor
     ways: dict[str, int | None] = {}
-    if mode != "together":
+    if mode != "colocated":
         ways["on GPUs of its own"] = None
-    if mode == "together" or (mode == "auto" and colocated):
+    if mode == "colocated" or (mode == "auto" and colocated):
         ways[f"beside a trainer rank that keeps {trainer / GIB:.2f} GiB"] = trainer
     for where, of_trainer in ways.items():
         try:

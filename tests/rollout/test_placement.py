@@ -24,8 +24,9 @@ from megatron_rlspec.run import loading
 
 RECIPES = Path(__file__).parents[2] / "examples/torchrun"
 
-APART = [(2, 1, 1, 1), (8, 4, 2, 2), (8, 2, 6, 1)]
-TOGETHER = [(1, 1, 1, 1), (8, 8, 2, 4)]
+APART = "disaggregated"
+DISAGGREGATED = [(2, 1, 1, 1), (8, 4, 2, 2), (8, 2, 6, 1)]
+COLOCATED = [(1, 1, 1, 1), (8, 8, 2, 4)]
 
 
 class Recorded:
@@ -69,18 +70,18 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: GpuLayout) -> lis
     [
         (GpuLayout(), {}, Http),
         (GpuLayout(), {"push.transport": "group"}, GroupBroadcast),
-        (GpuLayout("apart", ("0",), (("1",),)), {}, GroupBroadcast),
-        (GpuLayout("apart", ("0",), (("1",),)), {"push.transport": "http"}, Http),
-        (GpuLayout("together", ("0",), (("0",),)), {}, Handles),
-        (GpuLayout("together", ("0", "1"), (("0",), ("1",))), {}, GroupBroadcast),
+        (GpuLayout("disaggregated", ("0",), (("1",),)), {}, GroupBroadcast),
+        (GpuLayout("disaggregated", ("0",), (("1",),)), {"push.transport": "http"}, Http),
+        (GpuLayout("colocated", ("0",), (("0",),)), {}, Handles),
+        (GpuLayout("colocated", ("0", "1"), (("0",), ("1",))), {}, GroupBroadcast),
     ],
-    ids=["not placed", "asked for", "apart", "http, apart", "one card", "two cards"],
+    ids=["not placed", "asked for", "disaggregated", "http, disaggregated", "one card", "two cards"],
 )
 def test_pushes_travel_as_the_engines_are_placed(layout, options, way, tmp_path):
     """An engine opens the memory of the only GPU. A group goes from GPU to GPU, or over gloo to shared ones."""
     transport = ServedEngines(load(None, options), tmp_path, layout)._transport
     assert type(transport) is way
-    if way is GroupBroadcast and layout.together:
+    if way is GroupBroadcast and layout.colocated:
         assert transport.backend == "gloo"
 
 
@@ -92,11 +93,13 @@ def test_engines_on_all_cards_read_rank_0s_memory_if_they_can(monkeypatch, tmp_p
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda reader, memory: peers and memory == 0)
-    layout = GpuLayout("together", ("0", "1"), (("0",), ("1",)))
+    layout = GpuLayout("colocated", ("0", "1"), (("0",), ("1",)))
     assert isinstance(ServedEngines(load(None), tmp_path, layout)._transport, way)
 
 
-@pytest.mark.parametrize(("mode", "case"), [("apart", c) for c in APART] + [("together", c) for c in TOGETHER])
+@pytest.mark.parametrize(
+    ("mode", "case"), [("disaggregated", c) for c in DISAGGREGATED] + [("colocated", c) for c in COLOCATED]
+)
 def test_every_gpu_is_given_away_once(mode, case):
     count, ranks, engines, tensor = case
     gpus = tuple(f"GPU-{i}" for i in range(count))
@@ -105,13 +108,13 @@ def test_every_gpu_is_given_away_once(mode, case):
     assert layout.train == gpus[:ranks]  # rank i uses the i-th GPU that it sees
     assert len(layout.engines) == engines and all(len(engine) == tensor for engine in layout.engines)
     assert len(set(of_engines)) == len(of_engines)
-    if mode == "apart":
+    if mode == "disaggregated":
         assert sorted([*layout.train, *of_engines]) == sorted(gpus)
     else:
         assert sorted(layout.train) == sorted(of_engines) == sorted(gpus)
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("apart", 3), ("together", 4)])
+@pytest.mark.parametrize(("mode", "ranks"), [("disaggregated", 3), ("colocated", 4)])
 def test_started_engines_see_their_own_gpus_and_no_others(monkeypatch, tmp_path, mode, ranks):
     gpus = tuple("0123")
     engines = 4 - ranks or 4
@@ -119,11 +122,11 @@ def test_started_engines_see_their_own_gpus_and_no_others(monkeypatch, tmp_path,
     layout = place(gpus, ranks, engines, 1, mode)
     found = start(monkeypatch, tmp_path, config, layout)
     seen = [process.env["CUDA_VISIBLE_DEVICES"] for process in found]
-    assert seen == list(gpus[ranks:] if mode == "apart" else gpus)
+    assert seen == list(gpus[ranks:] if mode == "disaggregated" else gpus)
     for process in found:
         given = dict(zip(process.command, process.command[1:], strict=False))
         assert given["--tp"] == "1" and given["--max-total-tokens"] == "0"
-        assert ("--enable-memory-saver" in process.command) == (mode == "together")
+        assert ("--enable-memory-saver" in process.command) == (mode == "colocated")
 
 
 def test_an_engine_of_two_gpus_and_without_gpus(monkeypatch, tmp_path):
@@ -133,21 +136,21 @@ def test_an_engine_of_two_gpus_and_without_gpus(monkeypatch, tmp_path):
     assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["e,f", "g,h"]
     assert ["--tp", "2"] == found[0].command[found[0].command.index("--tp") :][:2]
     assert GpuLayout().environment(3) == {} and "--tp" not in engine_arguments(config, GpuLayout())
-    together = engine_arguments(config, place(("0",), 1, 1, 1, "auto"))
-    assert "--enable-memory-saver" in together and "--enable-draft-weights-cpu-backup" not in together
+    colocated = engine_arguments(config, place(("0",), 1, 1, 1, "auto"))
+    assert "--enable-memory-saver" in colocated and "--enable-draft-weights-cpu-backup" not in colocated
 
 
 @pytest.mark.parametrize(
     ("count", "ranks", "engines", "tensor", "mode", "line"),
     [
-        (8, 4, 5, 1, "apart", "leave 4, but rollout.engines=5 x placement.tensor=1 needs 5, more than there are"),
-        (8, 4, 1, 2, "apart", "needs 2, and 2 would stay idle; expected rollout.engines=2 or placement.tensor=4 or "
+        (8, 4, 5, 1, APART, "leave 4, but rollout.engines=5 x placement.tensor=1 needs 5, more than there are"),
+        (8, 4, 1, 2, APART, "needs 2, and 2 would stay idle; expected rollout.engines=2 or placement.tensor=4 or "
          "--ranks 6 or CUDA_VISIBLE_DEVICES=0,1,2,3,4,5, which leaves the others free"),
-        (8, 8, 1, 1, "apart", "8 GPUs less 8 trainer ranks leave 0, but rollout.engines=1 x placement.tensor=1 needs "
+        (8, 8, 1, 1, APART, "8 GPUs less 8 trainer ranks leave 0, but rollout.engines=1 x placement.tensor=1 needs "
          "1, more than there are; expected --ranks 7"),
-        (8, 4, 1, 1, "together", "CUDA_VISIBLE_DEVICES=0,1,2,3 leaves the other GPUs free"),
-        (8, 8, 3, 2, "together", "8; there are 8 ranks, and rollout.engines=3 x placement.tensor=2 needs 6"),
-        (8, 4, 8, 1, "together", "there are 4 ranks"),
+        (8, 4, 1, 1, "colocated", "CUDA_VISIBLE_DEVICES=0,1,2,3 leaves the other GPUs free"),
+        (8, 8, 3, 2, "colocated", "8; there are 8 ranks, and rollout.engines=3 x placement.tensor=2 needs 6"),
+        (8, 4, 8, 1, "colocated", "there are 4 ranks"),
         (2, 3, 1, 1, "auto", "3 trainer ranks on a node of 2 GPUs, one for each rank; expected fewer"),
     ],
 )  # fmt: skip
@@ -159,7 +162,7 @@ def test_a_layout_that_does_not_come_out_even_is_refused(count, ranks, engines, 
 
 def test_a_gpu_that_is_left_free_on_purpose_has_no_part():
     visible = placement.devices({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"}, 6)
-    assert place(visible, 4, 1, 2, "auto") == GpuLayout("apart", tuple("0123"), (("4", "5"),))
+    assert place(visible, 4, 1, 2, "auto") == GpuLayout("disaggregated", tuple("0123"), (("4", "5"),))
 
 
 @pytest.mark.parametrize("recipe", ["mimo-7b-rl", "qwen2.5-7b-add-mtp"])
@@ -196,16 +199,16 @@ def need_of(gpu, weights, trainer=0, fixed=0):
 @pytest.mark.parametrize(
     ("mode", "need", "expected"),
     [
-        ("apart", need_of(80, 15, 60), (0.82, 0)),  # 64 GiB of 78
-        ("together", need_of(80, 15, 40), (0.562, 24576)),  # 18 GiB of 32
-        ("together", need_of(80, 15, 60), "and 12.0 of 80.0 GiB are free, of which a trainer rank keeps 60.0"),
-        ("apart", need_of(24, 30), "need 31.0 GiB on each of its 1 GPUs, CUDA graphs, page tables, logits and "
+        ("disaggregated", need_of(80, 15, 60), (0.82, 0)),  # 64 GiB of 78
+        ("colocated", need_of(80, 15, 40), (0.562, 24576)),  # 18 GiB of 32
+        ("colocated", need_of(80, 15, 60), "and 12.0 of 80.0 GiB are free, of which a trainer rank keeps 60.0"),
+        ("disaggregated", need_of(24, 30), "need 31.0 GiB on each of its 1 GPUs, CUDA graphs, page tables, logits and "
          "prefills 14.0, and 22.0 of 24.0"),
-        ("apart", need_of(80, 15, 79), "a trainer rank, by estimate, needs 79.0 GiB"),
+        ("disaggregated", need_of(80, 15, 79), "a trainer rank, by estimate, needs 79.0 GiB"),
     ],
 )  # fmt: skip
 def test_an_engine_gets_what_the_trainer_leaves(mode, need, expected):
-    layout = place(("0", "1") if mode == "apart" else ("0",), 1, 1, 1, mode)
+    layout = place(("0", "1") if mode == "disaggregated" else ("0",), 1, 1, 1, mode)
     if isinstance(expected, tuple):
         placed = with_memory(layout, need)
         assert (placed.mem_fraction, placed.tokens) == expected
@@ -250,13 +253,13 @@ def test_heads_that_gpus_cannot_share_are_refused():
 def test_visible_devices_keep_their_names():
     assert placement.devices({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, 2) == ("GPU-a", "GPU-b")
     assert placement.devices({}, 3) == ("0", "1", "2") and placement.devices({}, 0) == ()
-    assert place((), 1, 4, 2, "together") == GpuLayout()  # a machine without a GPU
+    assert place((), 1, 4, 2, "colocated") == GpuLayout()  # a machine without a GPU
 
 
 def test_options_that_exclude_each_other():
-    together = {"placement.mode": "together"}
+    colocated = {"placement.mode": "colocated"}
     with pytest.raises(ConfigError, match="rollout.staleness=1 draws samples while training"):
-        placement.check_together(load(None, together | {"rollout.staleness": "1"}))
+        placement.check_colocated(load(None, colocated | {"rollout.staleness": "1"}))
     with pytest.raises(ConfigError, match="push.transport"):
         load(None, {"push.transport": "files"})
     with pytest.raises(ConfigError, match="push.transport=handles is for memory of a GPU, and this machine has none"):
@@ -309,7 +312,7 @@ def test_an_8b_model_at_16k_fits_eight_gpus_with_what_the_run_chooses():
     config, lines, layout = settled(SPLIT)
     assert config.optimizer.distributed and config.parallel.recompute
     assert any(line.startswith("parallel.recompute=true: without it a rank needs about") for line in lines)
-    assert layout.together and layout.kv_tokens * config.rollout.engines > 1_000_000
+    assert layout.colocated and layout.kv_tokens * config.rollout.engines > 1_000_000
     assert layout.kv_tokens >= memory_estimate.needed_tokens(config, config.rollout.engines)
     assert "warning" not in memory_estimate.cache_line(config, layout.kv_tokens)
 
@@ -345,6 +348,6 @@ def test_a_rank_that_cannot_fit_is_refused_before_engines_start():
     whole = {"optimizer.distributed": "false"}
     with pytest.raises(ConfigError, match=r"a trainer rank, by estimate, needs \d+.*use a larger parallel.tensor"):
         settled(whole)
-    apart = replace(NODE, ranks=4, world=4)
+    disaggregated = replace(NODE, ranks=4, world=4)
     with pytest.raises(ConfigError, match="a trainer rank, by estimate, needs"):
-        settled(whole, apart)
+        settled(whole, disaggregated)

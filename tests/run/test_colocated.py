@@ -26,7 +26,7 @@ def calls_of(start, run_dir, command, options, **environment):
     return [line.removeprefix("CALL ") for line in output.splitlines() if line.startswith("CALL ")]
 
 
-@pytest.mark.parametrize(("mode", "calls"), [("apart", ["launch"]), ("together", STARTED)])
+@pytest.mark.parametrize(("mode", "calls"), [("disaggregated", ["launch"]), ("colocated", STARTED)])
 def test_engines_share_what_the_trainer_leaves(start, tmp_path, mode, calls):
     """On the same devices they start after it: SGLang sizes its caches by the memory that is free at its start."""
     assert calls_of(start, tmp_path / "run", "train", {}, MODE=mode, LAST="launch") == calls

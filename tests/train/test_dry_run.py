@@ -332,7 +332,7 @@ def engine_lines():
     """Return the last lines for 8 ranks with 8 engines of one GPU, by `placement.mode`; activations are left out."""
     lines = {}
     dry_run.measure_micro_batch = lambda *_: None
-    for mode in ("auto", "together"):
+    for mode in ("auto", "colocated"):
         cfg = config(
             model={"dtype": "bfloat16", "max_length": 16384},
             parallel={"tensor": 2, "sequence": True},
@@ -349,7 +349,7 @@ def test_a_dry_run_says_how_many_samples_an_engine_holds_at_once():
     (lines,) = on_ranks(1, engine_lines)
     own, beside = lines["auto"][1:]
     assert own.startswith("on GPUs of its own: KV cache of ")
-    assert lines["together"][-1] == beside
+    assert lines["colocated"][-1] == beside
     cfg = load(None, {"parallel.tensor": "2", "optimizer.distributed": "true", "model.max_length": "16384"})
     need = placement.needs(cfg, MIMO | {"max_position_embeddings": 32768}, int(79.2 * GIB), sum(counted(MIMO)), 0, 8)
     trainer = need.trainer.between_steps
