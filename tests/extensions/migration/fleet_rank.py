@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
-from megatron_rlspec.extensions.migration.embedded.member import Member
+from megatron_rlspec.extensions.migration.embedded.member import Member, Tick
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.speculation.roofline import Roofline
@@ -44,7 +45,7 @@ def scenario(meeting: str, moves: bool) -> Any:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=100)
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(minutes=10)
     )
     planner = Rebalancer(STEEP, (SpecConfig(3),)) if moves else None
     plans = []
@@ -116,8 +117,14 @@ def lead(fleet: Fleet) -> dict[str, Any]:
     found["early"] = [(s.status, len(s.response)) for s in early]
 
     endless = replace(LONG, max_new_tokens=110)
-    stop = threading.Timer(0.05, fleet.abort)
-    stop.start()
+    tick, ticks = fleet._tick, itertools.count()
+
+    def aborts_the_third() -> Tick:
+        if next(ticks) == 2:  # each of the others has drawn 32 tokens at most
+            fleet.abort()
+        return tick()
+
+    fleet._tick = aborts_the_third
     found["aborted"] = sorted({s.status for s in fleet.generate(requests(), endless)})
     try:
         fleet.generate([replace(requests()[0], id="x"), replace(requests()[0], id="x")], LONG)

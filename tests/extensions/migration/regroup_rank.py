@@ -125,7 +125,7 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, spec
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=100)
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(minutes=10)
     )
     member_module.regroup = checked
     ranks, groups = Ranks(), Groups()

@@ -27,7 +27,7 @@ def meet(meeting: str) -> tuple[int, Groups]:
     """Join the job of this test. Returns the rank, and the groups."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(minutes=10)
     )
     return rank, Groups()
 
