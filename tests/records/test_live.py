@@ -24,10 +24,3 @@ def test_a_step_is_one_line_of_what_changes():
         line(2, 9, {"rollout/accept_length": math.nan, "policy/loss": 1.5, "seconds_train": 0.5})
         == "step 3/9  loss 1.500  train 0.5 s"
     )
-
-
-def test_a_full_line_leaves_out_what_matters_least():
-    full = RECORD | {"rollout/failed_rewards": 3.0, "rollout/truncated": 0.125, "seconds_push": 12.5}
-    full |= {"rollout/response_length": 12345.0, "rollout/tokens_per_second": 123456.0}
-    text = line(999, 1000, full, 12345.0)
-    assert 100 < len(text) <= 120 and "failed rewards 3" in text and text.endswith("  3 h 26 min left")

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from megatron_rlspec.rollout.sglang.scheduler.drafter_push import load_twice
@@ -44,3 +45,21 @@ def test_drafter_loads_what_the_target_received():
     assert target.weights["layer"][0] == 1 and target.weights["head"][0] == 3
     assert drafter.weights["mtp"][0] == 2 and drafter.weights["head"][0] == 3
     assert "load_weights" not in vars(target), "the target's loader must be its own again"
+
+
+def test_a_failed_update_does_not_change_the_drafter():
+    here = manager()
+    result = load_twice(lambda manager, request: SimpleNamespace(success=False), here, PUSH)
+    assert not result.success
+    assert here.draft_worker.draft_worker.draft_runner.model.weights["mtp"][0] == 0
+
+
+def test_loader_is_restored_after_an_error():
+    here = manager()
+
+    def broken(self, request):
+        raise RuntimeError("link lost")
+
+    with pytest.raises(RuntimeError, match="link lost"):
+        load_twice(broken, here, PUSH)
+    assert "load_weights" not in vars(here.tp_worker.model_runner.model)

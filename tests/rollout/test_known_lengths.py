@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from megatron_rlspec.rollout.sglang.scheduler.known_lengths import KnownLengths
@@ -64,3 +65,25 @@ def test_other_requests_are_read_and_so_are_the_same_ones_after_them():
     rounds.run("a")
     rounds.futures.lengths["a"] = 70  # it came back after a prefill
     assert rounds.run("ab") and rounds.run("a") and rounds.run("ba") and rounds.run("ab")
+
+
+def test_where_lengths_stay_on_the_device_they_do():
+    rounds = Rounds(needs_cpu_seq_lens=False)
+    assert [rounds.run("ab") for _ in range(3)] == [False] * 3
+
+
+def test_a_failed_read_leaves_the_map_as_it_was():
+    rounds = Rounds()
+    rounds.run("ab")
+    rounds.futures.lengths.clear()
+    with pytest.raises(KeyError):
+        rounds.known.resolve(Futures.resolve, rounds.futures, SimpleNamespace(reqs=["a", "b"], spec_info="a draft"))
+    assert rounds.futures.needs_cpu_seq_lens
+
+
+def test_a_prefill_keeps_the_lengths_that_it_brings():
+    rounds = Rounds()
+    rounds.run("ab")
+    batch = SimpleNamespace(reqs=["a", "b"], spec_info=None, seq_lens_cpu="of the prompts")
+    rounds.known.resolve(Futures.resolve, rounds.futures, batch)
+    assert batch.seq_lens_cpu == "of the prompts"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from short_run import TESTS, make_start, run, words
 
 from megatron_rlspec.config.run_dir import claimed
-from megatron_rlspec.records.recorder import Recorder, read_records
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.checkpoints import Checkpoints, Drawn, _checksum
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": 2}
@@ -109,18 +109,6 @@ def test_resumed_runs_repeat_no_sample_and_no_record(start, copy):
     assert len(read_records(copy / "samples.jsonl")) == 16
 
 
-def test_samples_of_lost_steps_are_dropped(tmp_path):
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        (tmp_path / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in (0, 1, 1, 2)) + '{"st')
-    (tmp_path / "events.jsonl").write_text('{"kind": "a"}\n{"ki')
-    recorder = Recorder(tmp_path, first_step=2)
-    recorder.event("b", "second")
-    recorder.close()
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        assert [record["step"] for record in read_records(tmp_path / name)] == [0, 1, 1]
-    assert [event["kind"] for event in read_records(tmp_path / "events.jsonl")] == ["a", "b"]
-
-
 # ---- damaged checkpoints --------------------------------------------------------------------------------------------
 
 
@@ -184,12 +172,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 }
 
 
-FAST = (
-    "another version",
-    "bit of the policy",
-    "tensor missing",
-    "state position",
-)
+FAST = ("another version", "bit of the policy", "tensor missing", "state position")
 
 
 @pytest.mark.parametrize(

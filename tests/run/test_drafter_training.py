@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rlspec.config import load
 from megatron_rlspec.run import drafter_training
-from megatron_rlspec.run.drafter_training import Drafting, chosen_samples, fresh_seconds, newest_groups
+from megatron_rlspec.run.drafter_training import Drafting, chosen_samples
 from megatron_rlspec.types import Group, Prompt, Sample
 
 
@@ -35,18 +35,6 @@ def groups_of(count, length, first=0):
         prompt = Prompt(i, tokens[:1])
         groups.append(Group(prompt, [Sample(f"{i}", prompt, tokens, mask, -mask)]))
     return groups
-
-
-def test_the_newest_rollouts_are_kept_up_to_their_tokens():
-    groups = groups_of(5, 100)
-    assert newest_groups(groups, 250) == groups[3:]
-    assert newest_groups(groups, 500) == groups
-    assert newest_groups(groups, 10) == groups[4:]
-
-
-def test_a_fresh_drafter_takes_a_quarter_of_a_step_and_half_of_its_generation():
-    assert fresh_seconds(2.0, 6.2) == 1.0
-    assert fresh_seconds(290.0, 95.0) == 96.25
 
 
 class Updates:

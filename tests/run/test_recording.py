@@ -27,14 +27,6 @@ def test_a_resumed_run_says_where_it_is_and_which_options_changed(config, tmp_pa
     assert read_records(tmp_path / "metrics.jsonl")[-1]["rollout/tokens_so_far"] == 42.0
 
 
-def test_steps_without_rollouts_are_shown_every_tenth_time(config, capsys):
-    records = Records(config, Clock(), 0, True)
-    for step in records.steps(25):
-        records.write(step, {"policy/loss": 1.0})
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines] == ["1/25", "5/25", "15/25", "25/25"]
-
-
 def test_a_step_is_bad_only_if_all_its_updates_were_skipped(config, tmp_path):
     """Of four updates one, then all, and then one of the drafter's."""
     records = Records(config, Clock(), 0, True)

@@ -1,7 +1,5 @@
 """Which steps train the drafter, and the weights of its rows by reward."""
 
-import json
-
 import pytest
 
 from megatron_rlspec.train.drafter_updates import EverySteps, reward_weights
@@ -14,13 +12,9 @@ from megatron_rlspec.train.drafter_updates import EverySteps, reward_weights
         ("reward", [1, 3], [0.5, 1.5]),
         ("reward", [0, 0, 3], [0.25, 0.25, 3]),  # 0 clipped to 1/4
         ("reward", [-1, 1], [0.25, 2]),  # 0 and 2 above the least, over their mean
-        ("reward", [-3, -3], [1, 1]),
-        ("reward", [0, 0, 0], [1, 1, 1]),
         ("reward", [0, 0, 0, 0, 9], [0.25, 0.25, 0.25, 0.25, 4]),
-        ("rank", [5, -2, 100], [1, 0.5, 1.5]),
         ("rank", [7, 7, 9, 1], [1, 1, 1.6, 0.4]),
         ("reward", [], []),
-        ("rank", [2], [1]),
     ],
 )
 def test_weights_of_rewards(kind, rewards, expected):
@@ -46,16 +40,3 @@ def played(rule, steps):
 @pytest.mark.parametrize(("every", "expected"), [(1, "uuuuuu"), (2, "u-u-u-"), (5, "u----u")])
 def test_every(every, expected):
     assert played(EverySteps(every), 6) == expected
-
-
-def test_a_step_that_could_not_update_leaves_the_next_one_due():
-    rule = EverySteps(3)
-    rule.observe(False)  # nothing was stored yet
-    assert played(rule, 4) == "u--u"
-
-
-def test_a_checkpoint_restores_the_count():
-    former, later = EverySteps(3), EverySteps(3)
-    played(former, 2)
-    later.restore(json.loads(json.dumps(former.state())))
-    assert played(later, 4) == played(former, 4) == "-u--"

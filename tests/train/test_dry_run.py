@@ -15,7 +15,7 @@ from megatron_rlspec.commands import training
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.memory_estimate import GIB, engine_share
 from megatron_rlspec.rollout import placement
-from megatron_rlspec.train import activations, dry_run
+from megatron_rlspec.train import dry_run
 from megatron_rlspec.train.step import Trainer
 
 RECIPES = Path(__file__).parents[2] / "examples/torchrun"
@@ -292,17 +292,6 @@ def test_activations_follow_the_configuration():
     assert found.pop("experts")[0].peak > plain.peak
     assert all(one.peak < plain.peak for (one,) in found.values())
     assert found["no drafter"][0].peak < found["depth 1"][0].peak
-
-
-@pytest.mark.parametrize(
-    ("longest", "tokens", "parallel"),
-    [(4096, 6000, {}), (4097, 8194, {"context": 2}), (1200, 1804, {"tensor": 8, "sequence": True})],
-)
-def test_the_micro_batch_is_full_whatever_its_samples_may_have(longest, tokens, parallel):
-    cfg = config(model={"max_length": longest}, train={"tokens_per_micro_batch": tokens}, parallel=parallel)
-    batch = activations._batch(cfg)
-    assert 0.98 * tokens < len(batch.tokens) * cfg.parallel.context <= tokens
-    assert batch.loss_mask.mean() > 0.98 and batch.cu_seqlens.diff().max() <= longest
 
 
 REFUSED = [

@@ -1,21 +1,16 @@
 """Expert parallelism in the trainer: GLM4-MoE whose experts are split over ranks learns as with whole experts."""
 
 import json
-import math
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from test_experts import BALANCED, SMALL, build, data_of, made
 from train_ranks import digest, moments, on_ranks
 
-from megatron_rlspec.config import OptimizerConfig, ParallelConfig
 from megatron_rlspec.models.hf_files import CheckpointError
-from megatron_rlspec.train import checkpoint, experts, runtime
-from megatron_rlspec.train.optimizer import Learner
+from megatron_rlspec.train import experts
 
 # Gradients are float64 and differ by the order of sums only. Megatron sums their squares in float32. The norm, and what
 # it clips, carries that rounding of 6e-8 on.
@@ -112,59 +107,6 @@ def test_four_ranks_learn_as_with_whole_experts(weights, name):
 
 
 # ---- two parameters, by hand ----------------------------------------------------------------------------------------
-
-
-class OneExpert(MegatronModule):
-    """A dense parameter and one expert of this rank, with gradients 1 and 0.01 (rank 0) or 5 (rank 1) an element."""
-
-    def __init__(self, config):
-        super().__init__(config=config)
-        self.dense = torch.nn.Parameter(torch.ones(4, 4))
-        self.expert = torch.nn.Parameter(torch.ones(4, 4))
-        self.expert.allreduce = False  # Megatron's marks of an expert that is split over ranks
-        self.expert.tensor_model_parallel = True
-        self.slope = 5.0 if dist.get_rank() else 0.01
-
-    def forward(self, x):
-        return (self.dense * x).sum() + (self.expert * x * self.slope).sum()
-
-
-def by_hand(folder, tensor):
-    """Return the norms of three clipped steps, the dense weight, and the expert before and after save and load."""
-    runtime.init_distributed(ParallelConfig())
-    ps.destroy_model_parallel()
-    ps.initialize_model_parallel(tensor, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
-    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_moe_experts": 2}
-    exact = {"params_dtype": torch.float32, "calculate_per_token_loss": True, "add_bias_linear": False}
-    module = OneExpert(TransformerConfig(**shape, **exact, use_cpu_initialization=True, expert_model_parallel_size=2))
-    learner = Learner(module, OptimizerConfig(lr=0.1, clip_grad=1.0), pipelined=False)
-    for group in learner.optimizer.param_groups:
-        group["eps"] = 1e-2
-    norms = []
-    for _ in range(3):
-        learner.zero_grad()
-        learner.ddp(torch.ones(4, 4)).backward()
-        learner.finalize()
-        norms.append(learner.step()[0])
-    dense = module.dense.detach().clone()
-    before = module.expert.detach().clone()
-    checkpoint.save(folder / "saved", {"drafter": learner}, {"expert": 2}, generators=False)
-    with torch.no_grad():
-        module.expert.zero_()
-    checkpoint.load(folder / "saved", {"drafter": learner}, {"expert": 2}, generators=False)
-    return norms, dense, before, module.expert.detach().clone()
-
-
-@pytest.mark.parametrize("tensor", [pytest.param(1, id="two replicas", marks=pytest.mark.slow), 2])
-def test_norm_of_two_parameters_equals_the_one_by_hand(tmp_path, tensor):
-    """The dense gradient is 2 if the parameter has two replicas, 1 if both tensor-parallel ranks hold all of it."""
-    first, second = on_ranks(2, by_hand, tmp_path, tensor)
-    whole = math.sqrt(16 * (2 / tensor) ** 2 + 16 * 0.01**2 + 16 * 5**2)
-    assert first[0] == second[0] == pytest.approx([whole] * 3, rel=1e-6)
-    assert torch.equal(first[1], second[1]), "the dense weight has drifted"
-    for _, _, before, after in (first, second):
-        assert torch.equal(before, after), "not the expert that this rank saved"
-    assert not torch.equal(first[3], second[3])
 
 
 # ---- checkpoints, moments, isolation --------------------------------------------------------------------------------
