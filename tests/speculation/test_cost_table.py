@@ -62,12 +62,6 @@ def test_leaving_the_grid_does_not_jump():
     assert edge == pytest.approx(past, rel=1e-5)
 
 
-def test_one_point_still_answers():
-    point = table(batches=(4,), lengths=(100,))
-    assert point.ms(OFF, 4, 400) == pytest.approx(linear_ms(OFF, 4, 400))
-    assert point.ms(OFF, 8, 800) >= point.ms(OFF, 4, 400)
-
-
 def test_grid_equals_single_answers():
     t = table()
     batch, context = np.array([[1], [7], [40]]), np.array([50, 5000])
@@ -129,14 +123,6 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path, path, value, message):
 def test_a_table_without_plain_decoding_is_refused():
     with pytest.raises(CostTableError, match="no plain-decoding row"):
         CostTable(PROVENANCE, [c for c in rounds() if not c.config.off])
-
-
-def test_a_missing_file_and_text_that_is_not_json(tmp_path):
-    with pytest.raises(CostTableError, match="No such file"):
-        CostTable.load(tmp_path / "none.json")
-    (tmp_path / "x.json").write_text("{")
-    with pytest.raises(CostTableError, match="not valid JSON"):
-        CostTable.load(tmp_path / "x.json")
 
 
 def test_a_table_for_something_else_is_refused():

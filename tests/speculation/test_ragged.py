@@ -103,9 +103,3 @@ def test_a_rule_drafts_more_where_it_verifies_what_is_worth_it():
                 ms += float(cost.grid([config], np.array(128), np.array(12800), drafts)[0])
         tokens[ragged] = delivered / ms
     assert tokens[True] > 1.1 * tokens[False]
-
-
-def test_a_ragged_rule_needs_a_roofline():
-    with pytest.raises(ValueError, match="ragged needs a roofline"):
-        SpecRule.from_json({"candidates": [[1, 1, 2]], "schedule": {"batch_edges": [1], "context_edges": [0],
-                            "configs": [[[1, 1, 2]]]}, "ragged": True})  # fmt: skip

@@ -1,9 +1,5 @@
 """What timings of rounds teach, and which of them do not count."""
 
-import json
-import math
-
-import numpy as np
 import pytest
 
 from megatron_rlspec.speculation.graphs import chains
@@ -103,24 +99,3 @@ def test_a_round_with_drafts_never_costs_less_than_a_plain_one():
         run(times, OFF, factor=3.0)  # a busy moment
         run(times, SpecConfig(3))
     assert min(against_off(times)) == 1.0
-
-
-def test_the_state_is_json():
-    times = RoundTimes(SIZES, CANDIDATES)
-    run(times, OFF, 9)
-    state = json.loads(json.dumps(times.to_json()))
-    again = RoundTimes(SIZES, CANDIDATES)
-    again.restore(state)
-    assert again.to_json() == state
-    assert not RoundTimes(SIZES, CANDIDATES[:2]).restore(state)
-    other = RoundTimes(Roofline.of_layers(13), CANDIDATES)
-    assert not other.restore(state) and not other.octaves  # errors of another cost
-
-
-def test_the_noise_follows_the_timings():
-    rng = np.random.default_rng(0)
-    for noise in (0.01, 0.2):
-        times = RoundTimes(SIZES, CANDIDATES)
-        for _ in range(400):
-            run(times, OFF, 1, factor=math.exp(noise * rng.standard_normal()))
-        assert noise / 1.5 < times.noise < 1.5 * noise

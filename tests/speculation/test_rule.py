@@ -9,7 +9,7 @@ from machine import Machine
 from roofline_tables import HARDWARE, of_hardware, roofline_table
 
 from megatron_rlspec.speculation.acceptance import Acceptance
-from megatron_rlspec.speculation.cost_table import CostTableError, Provenance
+from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
@@ -43,8 +43,9 @@ def count(chosen, test):
     return sum(test(config) for config in chosen)
 
 
-@pytest.mark.parametrize("cost", [SIZES, table(), table(drafts=0.5)], ids=["no table", "table", "wrong table"])
-@pytest.mark.parametrize("batch", [1, 8, 256])
+@pytest.mark.parametrize(
+    ("cost", "batch"), [(SIZES, 8), (table(), 1), (table(drafts=0.5), 256)], ids=["no table", "table", "wrong table"]
+)
 def test_useless_drafts_are_off_within_a_few_rounds_and_stay_off(cost, batch):
     machine = Machine(SpecRule(CANDIDATES, cost), H100, rates=(0.0,) * 5)
     assert count(machine.run(80, batch), lambda config: not config.off) <= (60 if batch == 1 else 32)
@@ -54,9 +55,7 @@ def test_useless_drafts_are_off_within_a_few_rounds_and_stay_off(cost, batch):
     assert machine.ms / machine.plain_ms - 1 <= 1.2 * SHARE + FREE / 2000
 
 
-@pytest.mark.parametrize("drafts", [0.5, 1.0, 2.0], ids="drafts cost {} times what the table says".format)
-@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("batch", [4, 64])
+@pytest.mark.parametrize(("drafts", "rate", "batch"), [(0.5, 0.3, 64), (0.5, 0.6, 4), (2.0, 0.6, 64), (2.0, 0.9, 4)])
 def test_a_table_that_is_wrong_costs_little(drafts, rate, batch):
     rates = (rate,) * 5
     machine = Machine(SpecRule(CANDIDATES, table(drafts=drafts)), H100, rates)
@@ -69,7 +68,7 @@ def test_a_table_that_is_wrong_costs_little(drafts, rate, batch):
     assert machine.plain_ms / machine.ms > 0.96 * gain
 
 
-@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("batch", [1, 64])
 def test_a_drafter_that_recovers_is_used_again(batch):
     machine = Machine(SpecRule(CANDIDATES, SIZES), H100, rates=(0.0,) * 5)
     assert machine.run(1000, batch)[-1].off
@@ -221,16 +220,6 @@ def test_a_schedule_decides_every_round():
     assert SpecRule.from_json(rule.to_json()).to_json() == rule.to_json()
 
 
-def test_the_report_adds_up():
-    machine = Machine(SpecRule(CANDIDATES, SIZES), H100, rates=(0.6,) * 5)
-    machine.run(300, 8)
-    report = machine.rule.report()
-    assert sum(report["rounds"].values()) == 300 and 0 <= report["estimated_regret"] < 0.2
-    assert 0 < report["probes"] < 100
-    assert json.loads(json.dumps(report)) == report
-    assert "predicted_ms" not in machine.rule.report()
-
-
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
@@ -244,12 +233,3 @@ def test_bad_data_gets_one_line(data, expected):
     good.pop("learnt")
     with pytest.raises(ValueError, match=expected):
         SpecRule.from_json(good | data)
-
-
-def test_bad_tables_and_batches_are_refused():
-    with pytest.raises(CostTableError):
-        SpecRule.from_json({"candidates": [[0, 0, 0]], "table": "nowhere.json"})
-    with pytest.raises(ValueError, match="no field 'candidates'"):
-        SpecRule.from_json({})
-    with pytest.raises(ValueError, match="at least one running request"):
-        SpecRule(CANDIDATES, SIZES).choose(0, 0)

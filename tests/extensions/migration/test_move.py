@@ -186,14 +186,6 @@ def test_texts_survive_random_moves(model):
     assert sum(counts.values()) >= 100 and min(counts.values()) > 1, counts
 
 
-def test_texts_without_keyed_noise_differ(model):
-    """The control: under target_only the text depends on the rounds, so moves change it."""
-    requests = oracle.requests(PROMPTS, group=4)
-    wanted = undisturbed(model, requests, verifier="target_only")
-    found = random_moves(model, 0, 20, verifier="target_only").finish()
-    assert [s.tokens.tolist() for s in found] != [s.tokens.tolist() for s in wanted]
-
-
 def leaning_model():
     """A model whose drafts depend on the drafter's keys: its attention is loud, and one head copies the embedding."""
     config, tensors = oracle.tiny(drafter="close", sharpness=2.0, seed=3)
@@ -236,7 +228,7 @@ def all_off(fleet):
         engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
 
 
-@pytest.mark.parametrize(("prepare", "target_busy"), [(some_rounds, True), (rounds_after_off, True), (all_off, False)])
+@pytest.mark.parametrize(("prepare", "target_busy"), [(rounds_after_off, True), (all_off, False)])
 def test_rounds_after_a_move_accept_as_after_recomputation(prepare, target_busy):
     spec = SpecConfig(3)
     by_kv = after_a_move(spec, prepare, target_busy=target_busy)
@@ -253,10 +245,6 @@ def test_a_moved_sample_uses_no_noise_key_twice():
     assert {s.request_id: s.draws for s in fleet.finish()} == {s.request_id: s.draws for s in whole}
 
 
-def zeroed(fleet):
-    fleet.engines[0].cache.kv[-1].zero_()
-
-
 def shifted(fleet):
     """Put every key of the drafter one column further, as if the source kept pairs by another convention."""
     cache = fleet.engines[0].cache
@@ -265,13 +253,12 @@ def shifted(fleet):
         cache.kv[-1][slots[1:]] = cache.kv[-1][slots[:-1]].clone()
 
 
-@pytest.mark.parametrize("spoil", [zeroed, shifted], ids=lambda f: f.__name__)
-def test_a_wrong_cache_of_the_drafter_shows_in_the_rounds(spoil):
-    """The controls: texts stay, accepted drafts do not."""
+def test_a_wrong_cache_of_the_drafter_shows_in_the_rounds():
+    """The control: texts stay, accepted drafts do not."""
 
     def prepare(fleet):
         some_rounds(fleet)
-        spoil(fleet)
+        shifted(fleet)
 
     spec = SpecConfig(3)
     assert after_a_move(spec, prepare) != after_a_move(spec, some_rounds)
