@@ -45,6 +45,7 @@ def test_the_site_builds_strictly_and_loads_nothing_from_a_network(tmp_path):
     assert re.search(r"^WARNING.* not included in the \"nav\"[^-]*- in-no-menu.md", broken.stderr, re.MULTILINE)
 
 
-def test_the_metrics_page_is_up_to_date():
-    page = runpy.run_path(str(ROOT / "tools/metrics_page.py"))["page"]
-    assert (ROOT / "docs/metrics.md").read_text() == page(), "run python tools/metrics_page.py"
+@pytest.mark.parametrize("name", ["configuration", "families", "metrics"])
+def test_a_generated_page_is_up_to_date(name):
+    page = runpy.run_path(str(ROOT / f"tools/{name}_page.py"))["page"]
+    assert (ROOT / f"docs/{name}.md").read_text() == page(), f"run python tools/{name}_page.py"

@@ -1,7 +1,5 @@
 """The doctor's decisions: what a run needs, what is refused, and what its report says."""
 
-from pathlib import Path
-
 import pytest
 
 from megatron_rlspec.commands import doctor
@@ -15,14 +13,6 @@ def test_sglang_is_needed_by_a_run_that_starts_its_engines():
     assert set(doctor.needed(Config())) == {"megatron-core", "sglang"}
     assert set(doctor.needed(Config(), engines=False)) == {"megatron-core"}
     assert set(doctor.needed(EMBEDDED)) == set(doctor.needed(ATTACHED)) == {"megatron-core"}
-
-
-def project(folder: Path, name: str) -> Path:
-    """Write an empty package in the place of an upstream project."""
-    package = folder / name
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    return folder
 
 
 def test_what_is_installed_fits_and_another_version_differs(monkeypatch):
@@ -45,11 +35,3 @@ def test_a_run_is_refused_because_of_what_it_needs_only(state, says, monkeypatch
     assert 'rollout.engine="sglang"' in str(refused.value)
     doctor.refuse_if_affected(Config(), engines=False)
     doctor.refuse_if_affected(EMBEDDED, engines=True)
-
-
-def test_the_report_has_a_line_for_each_project(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(doctor.machine, "visible_gpus", lambda: 0)
-    assert doctor.main(["--path", str(project(tmp_path, "slime"))]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["megatron-core", "sglang", "slime"]
-    assert "a checkout" in lines[2]

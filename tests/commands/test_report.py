@@ -6,9 +6,6 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron_rlspec.commands import report
-from megatron_rlspec.commands.report import charts, figures
-from megatron_rlspec.commands.report.records import read_run
-from megatron_rlspec.records.recorder import RecordError
 
 EVALUATION = {"kind": "evaluation", "message": "m", "samples": 4, "reward_std": 0.5}
 # Texts that end a tag, an attribute, a script or a comment, or name a script to run.
@@ -85,21 +82,6 @@ def test_the_page_of_one_run(run_dir):
     assert "http:" not in page and "https:" not in page and page.count("url(") == page.count("url(#")
 
 
-def test_a_chart_whose_values_are_all_equal_is_left_out(tmp_path):
-    constant = {"rollout/reward": 0.5, "policy/loss": 1.0}
-    run = read_run(write(tmp_path, metrics=[{"step": i, "policy/entropy": i, **constant} for i in range(3)]))
-    assert [drawing.title for drawing in figures.of_run(run)] == ["Entropy"]
-    one_step = read_run(write(tmp_path, metrics=[{"step": 0, **constant}]))
-    assert [drawing.title for drawing in figures.of_run(one_step)] == ["Reward", "Loss of the policy"]
-
-
-def test_a_repeated_evaluation_counts_once():
-    events = [EVALUATION | {"step": step, "reward": reward} for step, reward in ((0, 0.1), (40, 0.2), (40, 0.3))]
-    marks = figures.evaluations(events, "reward")
-    assert [(mark.x, mark.value) for mark in marks] == [(0, 0.1), (40, 0.3)]
-    assert marks[0].high - marks[0].low == pytest.approx(2 * 1.96 * 0.5 / 2)
-
-
 def test_several_runs_are_compared(run_dir, tmp_path):
     other = write(tmp_path / "other", metrics=[{"step": 0, "rollout/reward": 0.25}])
     (other / "config.json").write_text(json.dumps({"rollout": {"engine": "embedded"}}))
@@ -143,18 +125,3 @@ def test_a_directory_without_a_step_is_refused(tmp_path, capsys, name, content, 
     with pytest.raises(SystemExit) as ended:
         report.main([str(tmp_path)])
     assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_a_broken_line_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\noops\n{"step": 1}\n')
-    with pytest.raises(RecordError, match=r"metrics.jsonl:2: "):
-        report.main([str(tmp_path)])
-
-
-def test_a_line_over_many_steps_is_thinned_and_smoothed():
-    points = [(float(x), float(x % 2)) for x in range(1000)]
-    assert len(charts.thin(points)) <= charts.MOST_POINTS
-    middle = charts.smooth(points)[500]
-    assert middle.low < 0.5 < middle.high and middle.mean == pytest.approx(0.5, abs=0.02)
-    assert charts.smooth(points[:10]) == []
-    assert charts.short(12_345.0) == "12.3k" and charts.short(0.12345) == "0.123"

@@ -64,15 +64,6 @@ def test_a_small_vocabulary_is_drafted_from_whole(model, tmp_path):
     assert not load_file(tmp_path / "drafter/model.safetensors")["d2t"].any()
 
 
-def test_target_and_drafter_are_one_model_in_memory(model, drafter):
-    config, tensors = read_model(model[0], drafter)
-    table = name_table(config)
-    assert set(table.target_names) | set(table.drafter_names) | {"eagle3.d2t", "eagle3.t2d"} == set(tensors)
-    assert all(name.startswith("eagle3.") for name in table.drafter_names)
-    assert config[DRAFTER]["draft_vocab_size"] == 16 and words(tensors, config).tolist() == [*range(15), 100]
-    assert tensors.shape("eagle3.lm_head.weight") == tuple(tensors["eagle3.lm_head.weight"].shape)
-
-
 def test_drafters_of_slimes_checkpoints_are_compared(model, drafter, tmp_path, capsys):
     """slime's checkpoints are Megatron's, here made by `rlspec convert`; an EAGLE-3 drafter is a directory in them."""
     folder, _, tensors = model

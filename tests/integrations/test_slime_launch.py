@@ -14,7 +14,6 @@ from megatron_rlspec.integrations.slime import launch
 from megatron_rlspec.integrations.slime.flags import read_flags
 from megatron_rlspec.integrations.slime.plan import FUNCTIONS, ONE_DEPTH, plan
 from megatron_rlspec.models.hf_files import write_hf
-from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTableError
 from megatron_rlspec.types import OFF, SpecConfig
 
@@ -57,19 +56,10 @@ def test_the_users_own_hooks_are_kept_and_called():
     ("command", "drafter", "message"),
     [
         ("--sglang-speculative-accept-threshold-single 0.9", {}, "accepts tokens the policy would not draw"),
-        ("--sglang-speculative-num-steps 2", {}, "--num-steps 3, but --sglang-speculative-num-steps 2; give one"),
         ("--prefill-num-servers 2", {}, "never run with a drafter that is trained"),
-        (
-            "--spec slime_plugins.models.qwen3_5_vl get_qwen3_5_vl_model_provider",
-            {},
-            "qwen3_5_vl: the model holds no MTP layer itself",
-        ),
         ("--sglang-speculative-algorithm EAGLE3", {}, "for a drafter of its own give --drafter.kind eagle3"),
-        ("--sglang-speculative-algorithm EAGLE", EAGLE3, "--drafter.kind eagle3; set EAGLE3"),
         ("--pipeline-model-parallel-size 2", EAGLE3, "hidden states of several layers, which must be on one rank"),
         ("--update-weight-mode delta", EAGLE3, "in full updates only"),
-        ("--allgather-cp", EAGLE3 | {"depth": 1}, "--drafter.kind eagle3 is not implemented"),
-        ("--allgather-cp", {"depth": 3}, "only depth 1"),
         ("--multi-latent-attention", {"depth": 2}, "--multi-latent-attention with depth=2: .*set --drafter.depth 1"),
         (
             "--num-experts 8 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 4",
@@ -181,17 +171,6 @@ def test_depth_follows_from_the_attention_unless_it_is_given(flag):
     assert plan([], DRAFTER).settings["drafter"]["depth"] == 3
 
 
-def test_engines_capture_as_few_graphs_as_those_of_rlspec_serve():
-    """Of a model of 36 layers, at batches of up to 256: 522 graphs, and not 663."""
-    count = lambda added: sum(graphs.count(added.adaptive, 256, 1).values())  # noqa: E731
-    added = plan(["--num-layers", "36"], DRAFTER, None, 1)
-    assert (count(added), count(plan([], DRAFTER, None, 1))) == (522, 663)
-    narrow = plan("--num-layers 36 --sglang-max-running-requests 8".split(), DRAFTER, None, 1).adaptive
-    assert all(int(batch) <= 8 for batch in narrow)
-    table = plan(["--num-layers", "36"], DRAFTER, None, 1, str(TABLE)).adaptive
-    assert table != added.adaptive and {0, 1} <= set(table["1"]["candidate_steps"])
-
-
 def test_an_adaptive_configuration_of_the_user_is_kept():
     added = planned("--sglang-speculative-adaptive-config mine.json")
     assert "--sglang-speculative-adaptive" in added.flags and not added.adaptive
@@ -228,15 +207,6 @@ def test_ray_job_gets_the_environment(tmp_path, joined):
     needed = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CUMEM_ENABLE": "0"}
     assert json.loads(given["--runtime-env-json"])["env_vars"] == {"A": "1", **needed, **planned().environment}
     assert whole.index("train.py") > whole.index("--")
-
-
-@pytest.mark.parametrize("inherited", [{}, {"metadata": {"a": "b"}, "runtime_env": {"env_vars": {"X": "1"}}}])
-def test_workers_of_a_running_cluster_get_the_environment(inherited):
-    outer = {launch.RAY_JOB: json.dumps(inherited)} if inherited else {}
-    job = json.loads(launch.job_environment({"RLSPEC_SGLANG": "{}"}, outer)[launch.RAY_JOB])
-    theirs = inherited.get("runtime_env", {}).get("env_vars", {})
-    needed = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CUMEM_ENABLE": "0"}
-    assert job == {**inherited, "runtime_env": {"env_vars": {**theirs, **needed, "RLSPEC_SGLANG": "{}"}}}
 
 
 def test_what_the_user_set_for_nccl_and_python_reaches_the_workers(tmp_path):

@@ -1,7 +1,6 @@
 """Rewards by every name, and what must not stop a run: rewards that raise, hang, die, print or answer nonsense."""
 
 import json
-import math
 import subprocess
 import sys
 import threading
@@ -92,10 +91,10 @@ def test_math():
         ("the pair is $(1, 2)$", "(1, 2)", 1),
         ("\\boxed{4}", '["3", "4"]', 1),
     ]
-    rewards, failures = score("math", [sample(text, label) for text, label, _ in cases], workers=2)
-    assert not failures
-    assert rewards == [reward for *_, reward in cases]
-    assert "is no mathematical expression" in score("math", [sample("1", "")], workers=1)[1][0]
+    samples = [sample(text, label) for text, label, _ in cases]
+    rewards, (failure,) = score("math", [*samples, sample("1", "")], workers=1)
+    assert rewards == [*(reward for *_, reward in cases), 0]
+    assert "is no mathematical expression" in failure
 
 
 def test_function_gets_the_sample_and_may_print(functions):
@@ -159,13 +158,6 @@ def test_what_goes_wrong_is_marked_and_the_others_are_judged(functions):
         "r7: ValueError: reward is nan, expected one finite number",
         "r8: ValueError: reward is None, expected one finite number",
     ]
-
-
-@pytest.mark.parametrize("value", ["0.5", np.zeros(2), math.inf], ids=str)
-def test_only_one_finite_number_is_a_reward(value):
-    with pytest.raises(ValueError, match="expected one finite number|is no number") as error:
-        reward_worker.number(value)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300
 
 
 def test_numbers_of_other_libraries_are_rewards():
@@ -284,19 +276,11 @@ def forks(prompt, response, label, metadata):
         return 111
     time.sleep(0.05)
     return float(response)
-def forked_child_exits(prompt, response, label, metadata):
-    if os.fork() == 0:
-        sys.exit(7)
-    return float(response)
 def writes_everywhere(prompt, response, label, metadata):
     for fd in range(3, 64):
         for text in (b'{"reward": 111}', b'{"id": "started", "reward": 111}\\n', b"junk", b"[1]"):
             try: os.write(fd, text)
             except OSError: pass
-    return float(response)
-def child_writes(prompt, response, label, metadata):
-    code = "import os\\nfor fd in range(3, 64):\\n try: os.write(fd, b'{\\"reward\\": 111}')\\n except OSError: pass"
-    subprocess.run([sys.executable, "-c", code], close_fds=False, pass_fds=())
     return float(response)
 def hangs_with_children(prompt, response, label, metadata):
     if response == "fine": return 1
@@ -305,7 +289,6 @@ def hangs_with_children(prompt, response, label, metadata):
     if os.fork() == 0:
         os.execv(sleep[0], sleep)
     if response == "die": os.kill(os.getpid(), 9)
-    if response == "exit": os._exit(3)
     time.sleep(3600)
 def positional(prompt, response, label, metadata, /): return 1
 def too_many(prompt, response, label, metadata, tokenizer): return 1
@@ -320,7 +303,7 @@ def processes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "function",
-    ["forks", "forked_child_exits", "writes_everywhere", "child_writes"],
+    ["forks", "writes_everywhere"],
 )
 def test_no_reward_becomes_that_of_another_sample(processes, function):
     samples = [sample(f"{n / 4}", number=n) for n in range(12)]
@@ -333,7 +316,7 @@ def marked(mark: str) -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
 
 
-@pytest.mark.parametrize("ending", [pytest.param("hang", marks=pytest.mark.slow), "die", "exit"])
+@pytest.mark.parametrize("ending", [pytest.param("hang", marks=pytest.mark.slow), "die"])
 def test_a_reward_is_ended_with_everything_that_it_started(processes, ending):
     mark = f"mark-{ending}-{time.monotonic_ns()}"
     samples = [sample(text, number=i, mark=mark) for i, text in enumerate([ending, "fine"])]
@@ -348,9 +331,10 @@ def test_nothing_is_left_when_the_trainer_is_killed(processes):
     code = f"""
 from megatron_rlspec.config import RewardConfig
 from megatron_rlspec.tasks.rewards import Scorer
-import sys; sys.path.insert(0, {str(__file__.rpartition("/")[0])!r})
-from test_rewards import sample
-samples = [sample("hang", mark={mark!r}) for _ in range(2)]
+from megatron_rlspec.types import Prompt, Sample
+import numpy as np
+prompt = Prompt(0, np.arange(2), metadata={{"mark": {mark!r}}})
+samples = [Sample(f"r{{i}}", prompt, np.arange(4), np.ones(4), np.zeros(4), text="hang") for i in range(2)]
 Scorer(RewardConfig(kind="busy_rewards:hangs_with_children", workers=2)).score(samples)
 """
     trainer = subprocess.Popen([sys.executable, "-c", code])
