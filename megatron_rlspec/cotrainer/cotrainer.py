@@ -42,7 +42,7 @@ from megatron_rlspec.push.detectors import HealthSettings
 from megatron_rlspec.push.health import Health
 from megatron_rlspec.push.push import Pusher, Source, exporting
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.rollout.start import check_served_drafter
+from megatron_rlspec.rollout.start import check_served_drafter, check_served_speculation
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
@@ -118,7 +118,10 @@ class CoTrainer:
         if dist.get_rank() == 0:
             self.engines = {url: SGLangEngine(url) for url in engines}
             described = {url: engine.describe() for url, engine in self.engines.items()}
-            _check_engines(described, verifier, candidate_steps)
+            for url, engine in described.items():
+                check_served_speculation(url, engine, verifier, candidate_steps)
+                if not engine["configs"]:
+                    raise ConfigError(f"the engine at {url} was started without drafts")
             check_served_drafter(described, hf_path, settings.path)
             tensor_parallel = max(engine["tensor_parallel"] for engine in described.values())
             learning = Learning(
@@ -212,10 +215,8 @@ class CoTrainer:
     def _push(self, version: int, source: Source) -> dict[str, float]:
         metrics = self.rule.learning.expect(self.drafting.predicted)
         report = self.rule.push(self._health, version, source)
-        for url in report.pushes[0].engines:
-            if url not in report.serving:
-                del self.engines[url]
-        answers(self.engines, lambda engine: engine.stats())  # rounds of a canary are no rollout's
+        for url in report.verdict.engines("drop"):
+            del self.engines[url]
         return metrics | report.metrics()
 
     def _export(self, scope: Scope) -> Iterator[tuple[str, Tensor]]:
@@ -245,11 +246,10 @@ class CoTrainer:
 
     def _layout(self) -> dict[str, Any]:
         """Return the settings in which a resumed run must equal the saved one."""
-        return {
+        return self.drafting.layout() | {
             "tensor": ps.get_tensor_model_parallel_world_size(),
             "expert": ps.get_expert_model_parallel_world_size(),
             "dtype": str(self._model.config.params_dtype),
-            "drafter": self.drafting.settings.kind,
         }
 
 
@@ -284,21 +284,4 @@ def _check_policy(model: GPTModel, hf_config: dict[str, Any]) -> None:
             raise ConfigError(
                 f"the model's parameter {name} is none of {hf_config['architectures'][0]}'s; expected the layers of "
                 f"config.json, by Megatron's layer specs"
-            )
-
-
-def _check_engines(
-    described: dict[str, Any], verifier: Verifier, candidate_steps: Sequence[int]
-) -> None:
-    """Raise ConfigError for engines that were started otherwise than the drafter is trained for."""
-    for url, engine in described.items():
-        if engine["verifier"] != verifier:
-            raise ConfigError(
-                f"verifier={verifier}, but the engine at {url} was started with --verifier {engine['verifier']}"
-            )
-        steps = {num_steps for num_steps, *_ in engine["configs"]}
-        if not any(steps) or not steps <= set(candidate_steps):
-            served = ",".join(map(str, sorted(steps))) if any(steps) else "no drafts"
-            raise ConfigError(
-                f"candidate_steps={list(candidate_steps)}, but the engine at {url} was started with {served}"
             )

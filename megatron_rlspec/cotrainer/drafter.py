@@ -42,7 +42,7 @@ from megatron_rlspec.train.drafter_step import (
     training_temperature,
 )
 from megatron_rlspec.train.drafter_updates import EverySteps
-from megatron_rlspec.train.model import Taps, taps_of
+from megatron_rlspec.train.model import Taps, eagle3_identity, taps_of
 from megatron_rlspec.train.objectives import OutputLayer, Sums, means, sum_over_replicas
 from megatron_rlspec.train.optimizer import Learner
 
@@ -107,6 +107,10 @@ class DrafterTraining:
     def learners(self) -> dict[str, Learner]:
         """Return what a checkpoint holds of this drafter; {} for one that is not trained."""
         return {} if self.learner is None else {"drafter": self.learner}
+
+    def layout(self) -> dict[str, Any]:
+        """Return in what a resumed run must equal the saved one, besides the layout of the ranks."""
+        return {}
 
     def build(self) -> Drafter:
         """Return the module that is trained, with its weights."""
@@ -265,6 +269,11 @@ class DrafterBeside(DrafterTraining):
         if self.vocabulary is None:  # as train.model.DecoderConfig has it
             block.config.rotary_percent = self.model.rotary_percent
         return block.to(next(self.model.parameters()).device)
+
+    def layout(self) -> dict[str, Any]:
+        if self.vocabulary is None:
+            return {"drafter": "mtp"}
+        return {"drafter": eagle3_identity(self.hf_config, self.vocabulary)}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the drafter's weights from full tensors under Hugging Face names. Raises CheckpointError."""

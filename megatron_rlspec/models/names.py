@@ -59,6 +59,12 @@ def name_table(hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "loc
     return NameTable(hf_config["architectures"][0], record_of(hf_config), hf_config, spec)
 
 
+def drafter_names(hf_config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the Hugging Face names of the tensors of a model's drafter: an EAGLE-3 drafter, or one MTP layer."""
+    layers = 0 if DRAFTER in hf_config else 1
+    return frozenset(name_table({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)
+
+
 class NameTable:
     """The names of one model: its family's rows for its sizes.
 

@@ -82,8 +82,7 @@ class Canary:
         expected  accept length under `chain`. The floor comes from the lower one of `expected` and the engine's last
                   good canary, because acceptance on the first tokens of answers differs from acceptance on the rest
 
-        Afterwards the engine still runs the schedule of `chain`, and its `stats` hold the canary's rounds. The caller
-        must restore both.
+        Afterwards the engine still runs the schedule of `chain`, which the caller must replace.
         """
         if not engines:
             return {}
@@ -158,7 +157,9 @@ def _generate(
     if chain is not None:
         engine.release()
         engine.set_schedule(SpecSchedule.fixed(chain))
-    return engine.generate(requests, sampling)
+    samples = engine.generate(requests, sampling)
+    engine.stats()  # these rounds are no rollout's
+    return samples
 
 
 def _padded(counts: np.ndarray, length: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@
        └─► no finding ─► speculate                                   ├─► plain: the drafter may be wrong
                                                                      └─► drop: the target may be wrong
 
-`health.py` drives it in our own loop, `integrations/slime/engines.py` after slime's weight updates.
+`health.py` drives it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Health of the engines of our own loop: push, compare fingerprints, run the canary, act.
+"""Health of engines: push, compare fingerprints, run the canary, act.
 
 `canary.py` sends prompts to the engines, `detectors.py` turns observations into findings, and `contract.py`, which has
 the picture, turns findings into actions.
@@ -178,8 +178,7 @@ class Health:
             self._canary.remember(name, canary)
         engine = self.pusher.engines[name]
         if self.speculate is not None:
-            if name in self._held:
-                release(engine)
+            release(engine)
             self.speculate(name, engine)
         self._held.discard(name)
 

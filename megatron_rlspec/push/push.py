@@ -181,7 +181,9 @@ class Pusher:
 
 
 @contextmanager
-def exporting(export: Source) -> Iterator[Source | None]:
+def exporting(
+    export: Source, number: Callable[[int], int] | None = None
+) -> Iterator[Source | None]:
     """Let rank 0 call a collective `export` as often as it likes, while the other ranks follow.
 
         with exporting(trainer.export) as source:
@@ -189,28 +191,30 @@ def exporting(export: Source) -> Iterator[Source | None]:
                 pusher.push(version, source)
 
     On the other ranks the body runs with None, after rank 0's body. If rank 0's body raises, they raise PushError.
+
+    number  returns rank 0's number on every rank; None: over this job's ranks
     """
     scopes: tuple[Scope, ...] = get_args(Scope)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield export
         return
-    ranks = job()
+    number = number or job().number
     done = len(scopes)
     failed = len(scopes) + 1
-    if ranks.rank == 0:
+    if dist.get_rank() == 0:
 
         def source(scope: Scope) -> Iterator[Named]:
-            ranks.number(scopes.index(scope))
+            number(scopes.index(scope))
             return iter(export(scope))
 
         try:
             yield source
         except BaseException:
-            ranks.number(failed)
+            number(failed)
             raise
-        ranks.number(done)
+        number(done)
         return
-    while (order := ranks.number(done)) < done:
+    while (order := number(done)) < done:
         deque(export(scopes[order]), maxlen=0)
     if order == failed:
         raise PushError("the push failed on rank 0")

@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ import torch
 
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import read_model, weights_of, words
-from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.engine import EngineDescription, EngineError, RolloutEngine
 from megatron_rlspec.files import tell
 from megatron_rlspec.memory_estimate import engine_context
 from megatron_rlspec.models.config import DRAFTER, sharpness_of
@@ -35,7 +35,7 @@ from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tasks.data import load_tokenizer
 from megatron_rlspec.tasks.order import DataError
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule, Verifier
 
 # share of a GPU's memory for an engine that no layout of GPUs has, as those of `rlspec answer`
 UNPLACED = 0.7
@@ -171,21 +171,12 @@ class ServedEngines:
                 f"rollout.urls={url}: no engine of `rlspec serve` answers there: {error}"
             ) from None
         spec = self._config.spec
-        if spec.verifier != described["verifier"]:
-            raise ConfigError(
-                f"spec.verifier={spec.verifier}, but the engine at {url} was started with "
-                f"--verifier {described['verifier']}"
-            )
+        adaptive = spec.mode == "adaptive"
+        check_served_speculation(
+            url, described, spec.verifier, spec.candidate_steps if adaptive else None, "spec."
+        )
         if spec.mode == "off":
             return engine
-        steps = {num_steps for num_steps, *_ in described["configs"]}
-        if spec.mode == "adaptive" and not steps <= set(spec.candidate_steps):
-            wanted = ",".join(map(str, sorted(spec.candidate_steps)))
-            chosen = ",".join(map(str, sorted(steps)))
-            raise ConfigError(
-                f"spec.candidate_steps={wanted}, but the engine at {url} chooses among {chosen}; expected it to be "
-                f"started with --num-steps {spec.num_steps} --candidate-steps {wanted}"
-            )
         options = self._config.drafter
         vocabulary = described["draft_vocabulary"]
         if options.vocabulary != vocabulary:
@@ -212,6 +203,33 @@ class ServedEngines:
         started = process.wait(self._startup)
         tell(f"{process.log.stem}: ready after {time.monotonic() - begun:.0f} s", sys.stdout)
         return SGLangEngine.of(started, timeout=self._timeout, transport=self._transport)
+
+
+def check_served_speculation(
+    url: str,
+    described: EngineDescription,
+    verifier: Verifier,
+    candidate_steps: Sequence[int] | None,
+    section: str = "",
+) -> None:
+    """Raise ConfigError for a running engine with another verifier, or with drafts that a rule may not choose.
+
+    candidate_steps  of the rule; None: no rule chooses
+    section          of the options, with a dot, for the message
+    """
+    if verifier != described["verifier"]:
+        raise ConfigError(
+            f"{section}verifier={verifier}, but the engine at {url} was started with --verifier "
+            f"{described['verifier']}"
+        )
+    steps = {num_steps for num_steps, *_ in described["configs"]}
+    if candidate_steps is not None and not steps <= set(candidate_steps):
+        wanted = ",".join(map(str, sorted(candidate_steps)))
+        chosen = ",".join(map(str, sorted(steps)))
+        raise ConfigError(
+            f"{section}candidate_steps={wanted}, but the engine at {url} chooses among {chosen}; expected it to be "
+            f"started with --candidate-steps {wanted}"
+        )
 
 
 def describe_drafter(model: str, drafter: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_rlspec.config import Config
 from megatron_rlspec.cotrainer.speculation import Reports, Rounds
 from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.push import contract
 from megatron_rlspec.push.canary import CANARY_PROMPTS
 from megatron_rlspec.push.contract import HealthError
@@ -22,7 +23,6 @@ from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
 from megatron_rlspec.rollout.start import StartingEngines
 from megatron_rlspec.run.extension import Migration
-from megatron_rlspec.run.loading import drafter_names
 from megatron_rlspec.run.speculating import Speculation
 from megatron_rlspec.types import Prompt, Scope
 
@@ -128,11 +128,8 @@ class Engines:
                 if not engine.alive:
                     self.pool.drop(name, EngineError(f"{engine}: it ended during a push"))
             raise
-        for name in report.pushes[0].engines:
-            if name not in report.serving:
-                self.pool.drop(name, EngineError("its weights stayed wrong"))
-        # Drop the canary's rounds, which are not part of a rollout.
-        self.pool.everywhere(lambda engine: engine.stats())
+        for name in report.verdict.engines("drop"):
+            self.pool.drop(name, EngineError("its weights stayed wrong"))
         self.record_losses()
         return report.metrics()
 

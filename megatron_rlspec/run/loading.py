@@ -20,7 +20,6 @@ from megatron_rlspec.conversion.drafter_files import Tensors, read_model, words
 from megatron_rlspec.memory_estimate import cache_line
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import ends_of_text
-from megatron_rlspec.models.names import name_table
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.run import identity
 from megatron_rlspec.run.replay import Replay
@@ -165,12 +164,6 @@ def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> pla
     hopper = torch.cuda.get_device_capability(0)[0] == 9
     need = placement.needs(config, hf_config, gpu, sum(sizes.values()), experts, world, hopper)
     return placement.with_memory(layout, need)
-
-
-def drafter_names(hf_config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the Hugging Face names of the drafter's tensors."""
-    layers = 0 if DRAFTER in hf_config else 1
-    return frozenset(name_table({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)
 
 
 def draft_vocabulary(

@@ -17,8 +17,9 @@ from megatron_rlspec.host import ranks
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER, STATED
 from megatron_rlspec.models.hf_files import build_hf, publish, write_json
+from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.push.push import Source, exporting
-from megatron_rlspec.run.loading import Loaded, drafter_names
+from megatron_rlspec.run.loading import Loaded
 from megatron_rlspec.run.model_card import card
 from megatron_rlspec.run.recording import Records
 from megatron_rlspec.train import moments

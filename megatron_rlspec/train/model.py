@@ -7,6 +7,7 @@ the model.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -234,6 +235,12 @@ def taps_of(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
         return ()
     drafter = check_drafter_config(hf_config[DRAFTER], "the drafter")
     return drafter.taps(hf_config["num_hidden_layers"])
+
+
+def eagle3_identity(hf_config: Mapping[str, Any], vocabulary: Tensor) -> str:
+    """Return in what a resumed EAGLE-3 drafter must equal the saved one; `vocabulary [S]`: ids that it drafts from."""
+    words = zlib.crc32(vocabulary.numpy().tobytes())
+    return f"EAGLE-3 of the layers {list(taps_of(hf_config))} and the words {words:08x}"
 
 
 def describe(

@@ -10,7 +10,6 @@ the split into micro-batches, packings and ranks changes a gradient by rounding 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,7 +42,7 @@ from megatron_rlspec.train.drafter_step import (
     prediction_of,
     training_temperature,
 )
-from megatron_rlspec.train.model import Policy, describe, taps_of, transformer_config
+from megatron_rlspec.train.model import Policy, describe, eagle3_identity, transformer_config
 from megatron_rlspec.train.objectives import OBJECTIVES, OutputLayer, Sums, means, reduce_sums
 from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.train.reference import Reference
@@ -319,9 +318,7 @@ class Trainer:
         layout: dict[str, Any] = {}
         step = self.drafter_step
         if step is not None and step.head is not None and step.words is not None:
-            layers = list(taps_of(self.hf_config))
-            words = zlib.crc32(step.words.numpy().tobytes())
-            layout["eagle3"] = f"the layers {layers} and the words {words:08x}"
+            layout["eagle3"] = eagle3_identity(self.hf_config, step.words)
         return layout | {
             "tensor": parallel.tensor,
             "pipeline": parallel.pipeline,

@@ -20,6 +20,7 @@ from megatron.core import parallel_state as ps
 from megatron_rlspec import files
 from megatron_rlspec.config import Config
 from megatron_rlspec.push.contract import HealthError
+from megatron_rlspec.push.push import PushError
 from megatron_rlspec.train import runtime
 
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
@@ -436,8 +437,7 @@ def _under_transformer_engine_names(convert):
 def pushed(folder, ranks, way, port, *extra):
     """Run slime's own weight update into a live engine; then with a drafter tensor left out once, and twice.
 
-    way: `tensor` (colocated), `distributed` (NCCL, here gloo), or `delivered`: as `tensor`, but declared as quantised,
-    so that only what loaders were given can be compared. With `extra` options, the drafter is one of EAGLE-3.
+    way: `tensor` (colocated) or `distributed` (NCCL, here gloo). With `extra` options, the drafter is one of EAGLE-3.
     """
     from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 
@@ -496,7 +496,6 @@ def pushed(folder, ranks, way, port, *extra):
     weights = dict(named_params_and_buffers(args, model))
     name = "qwen2" if extra else "mimo"
     updater = updater_class(args, model, lambda: weights, model_name=name, quantization_config=None)
-    updater.quantization_config = {"quant_method": "none"} if way == "delivered" else None
     lock = SimpleNamespace(
         acquire=SimpleNamespace(remote=lambda: Handle.threads.submit(bool, 1)),
         release=SimpleNamespace(remote=lambda: Handle.threads.submit(bool)),
@@ -521,7 +520,7 @@ def pushed(folder, ranks, way, port, *extra):
         try:
             updater.update_weights()
             error = ""
-        except HealthError as failure:
+        except (HealthError, PushError) as failure:
             error = str(failure)
         slime_push._push = original
         found.append((updater.pop_metrics(), error, updater.weight_version))

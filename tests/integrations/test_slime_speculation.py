@@ -69,7 +69,6 @@ def test_canaries_that_no_engine_answered_are_not_reported_as_good_ones(monkeypa
     monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
     speculation = Speculation(Learning([0, 3], "", Roofline.of_layers(2)), [CHAIN])
     monkeypatch.setattr(speculation, "_canary_version", lambda engine: 7)
-    monkeypatch.setattr(speculation, "_after_canary", lambda engine: None)
     monkeypatch.setattr(speculation._canary, "run", lambda *_: {"a": CanaryResult(error="no answer")})
     assert speculation.canary(["a"], [[1, 2, 3]], Sampling()) == {}
 

@@ -284,7 +284,7 @@ def other_words(folder):
     trainer.save(folder)
     trainer.load(folder)
     trainer.set_draft_vocabulary(WORDS - (WORDS == 20))
-    with pytest.raises(CheckpointError, match=r"eagle3=the layers \[0, 1, 3\] and the words .* but this run has"):
+    with pytest.raises(CheckpointError, match=r"=EAGLE-3 of the layers \[0, 1, 3\] and the words .* but this run has"):
         trainer.load(folder)
 
 

@@ -124,10 +124,6 @@ class SlimeMTP(DrafterTraining):
         )
         return [self.gather(out)[:, 0]]
 
-    def layout(self) -> dict[str, Any]:
-        """Return in what a resumed run must equal the saved one, besides the layout of the ranks."""
-        return {}
-
     def copy_weights(self) -> None:
         """Do nothing: slime pushes the weights with its model's."""
 

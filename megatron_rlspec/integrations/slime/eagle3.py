@@ -7,11 +7,9 @@ policy's.
 
 from __future__ import annotations
 
-import zlib
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
@@ -25,7 +23,6 @@ from megatron_rlspec.integrations.slime.options import Options
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import publish
 from megatron_rlspec.train import shards
-from megatron_rlspec.train.model import taps_of
 
 
 class SlimeEagle3(DrafterBeside):
@@ -68,13 +65,6 @@ class SlimeEagle3(DrafterBeside):
         """Yield the full tensors that a push sends, on every rank; collective over tensor-parallel ranks."""
         parts = self._copies or shards.global_names(self.block, self.block.config)
         return shards.whole(self.table, parts, next(self.model.parameters()).device)
-
-    def layout(self) -> dict[str, Any]:
-        """Return in what a resumed run must equal the saved one, besides the layout of the ranks."""
-        assert self.vocabulary is not None
-        ids = zlib.crc32(self.vocabulary.numpy().tobytes())
-        layers = list(taps_of(self.hf_config))
-        return {"drafter": f"EAGLE-3 of the layers {layers} and the words {ids:08x}"}
 
     def write(self, folder: Path, main: bool) -> None:
         """Write `folder/hf_drafter` on the `main` rank, as `drafter.path` was; collective."""

@@ -8,6 +8,7 @@ sets the engines' rules.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +20,15 @@ from typing import Any
 
 import requests
 
-from megatron_rlspec.engine import EngineError
+from megatron_rlspec.engine import EngineError, RolloutEngine, ask_all
 from megatron_rlspec.models.config import DRAFTER
-from megatron_rlspec.models.names import name_table
-from megatron_rlspec.push import contract
-from megatron_rlspec.push.contract import Findings, HealthError, Verdict, enforce
-from megatron_rlspec.push.detectors import Finding, fingerprint_finding
-from megatron_rlspec.push.fingerprint import Difference, as_delivered, compare
+from megatron_rlspec.models.names import drafter_names
+from megatron_rlspec.push.contract import HealthError, Verdict, summary
+from megatron_rlspec.push.health import Health
+from megatron_rlspec.push.push import EngineReport, Pusher, PushReport
 from megatron_rlspec.rollout.sglang.client.connection import RefusedError
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.types import Scope
 
 logger = logging.getLogger(__name__)
 Fingerprints = Mapping[str, int]  # by a tensor's name in the checkpoint
@@ -53,6 +54,33 @@ class SlimeEngine(SGLangEngine):
         return str(answer.json()["weight_version"])
 
 
+class SlimePushes(Pusher):
+    """Pushes that slime itself makes. `push` takes their fingerprints for tensors, and examines every engine."""
+
+    def push(
+        self, version: int, source: Any, scope: Scope = "all", only: Sequence[str] | None = None
+    ) -> PushReport:
+        """Compare every engine with `source(scope)`, which yields (name, fingerprint) of all tensors."""
+        self.expected = dict(source(scope))
+        with ThreadPoolExecutor(max(1, len(self.engines))) as threads:
+            examined = list(threads.map(self.compare_with, self.engines.values()))
+        reports = {}
+        for (name, engine), (error, difference) in zip(self.engines.items(), examined, strict=True):
+            reports[name] = EngineReport(0.0, 0, error or _stamp(engine, version), difference)
+        return PushReport(version, scope, 0.0, 0, len(self.expected), 0.0, 0.0, reports)
+
+
+def _stamp(engine: Any, version: int) -> str:
+    """Return why this engine does not have `version`; "" if it has."""
+    try:
+        found = engine.version()
+    except EngineError as error:
+        return str(error)
+    if found == str(version):
+        return ""
+    return f"names version {found or 'none'}, expected {version}"
+
+
 @dataclass(frozen=True)
 class PushHealth(Verdict):
     """The action for each engine, by URL.
@@ -61,13 +89,13 @@ class PushHealth(Verdict):
     unchecked    engines that report neither
     """
 
-    by_delivery: frozenset[str]
-    unchecked: frozenset[str]
+    by_delivery: int
+    unchecked: int
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | {
-            "health/engines_by_delivery": float(len(self.by_delivery)),
-            "health/unchecked_engines": float(len(self.unchecked)),
+            "health/engines_by_delivery": float(self.by_delivery),
+            "health/unchecked_engines": float(self.unchecked),
         }
 
 
@@ -78,46 +106,42 @@ def after_push(
     is_drafter: Callable[[str], bool],
     push_again: Callable[[], Fingerprints] | None = None,
     api_key: str = "",
-    quantised: bool = False,
 ) -> PushHealth:
     """Check that every engine reports `version` and holds exactly what was `sent`; otherwise push once more.
 
     Some engines cannot report what they hold: drafters of families that `served_weights.py` has no names for, and
-    `quantised` weights, which engines re-pack. Then the loaders of both models must have been given what was sent.
+    quantised weights, which engines re-pack. Then the loaders of both models must have been given what was sent.
+    Engines without the plugin report neither, and are not checked.
 
     `push_again` pushes everything to all engines, under the same version, and returns what it sent; None if the push
     cannot be repeated. `contract.enforce` decides what follows. Raises HealthError, one line with engines and tensors,
     if a target may be wrong: training must not use samples of such an engine.
     """
-    engines = {url: SlimeEngine(url, api_key) for url in urls}
-    examination = _Examination(version, is_drafter, quantised)
+    engines: dict[str, RolloutEngine] = {url: SlimeEngine(url, api_key) for url in urls}
+    described, errors = ask_all(engines, lambda engine: engine.describe())
+    unchecked = [url for url, error in errors.items() if isinstance(error, RefusedError)]
+    for url in unchecked:
+        logger.warning("rlspec: what this engine holds cannot be checked: %s", errors[url])
+        del engines[url]
+    by_delivery = sum(bool(answer["unnamed"]) for answer in described.values())
+    if not engines:
+        return PushHealth({}, (), by_delivery, len(unchecked))
 
-    def examine_again(doubted: Sequence[str]) -> Findings:
-        assert push_again is not None
-        return examination.findings(engines, push_again())
+    def already_sent() -> Fingerprints:
+        return sent
 
-    verdict = enforce(
-        version,
-        examination.findings(engines, sent),
-        None if push_again is None else examine_again,
-        lambda url, findings: contract.hold(engines[url], findings),
+    pushes = itertools.chain([already_sent], itertools.repeat(push_again or already_sent))
+    health = Health(
+        SlimePushes(engines),
+        is_drafter,
+        lambda name, engine: None,  # slime's rollouts set the rule
+        incident=lambda record: logger.error("rlspec: %s", summary(record)),
     )
-    wrong_targets: list[str] = []
-    for record in verdict.records:
-        logger.error("rlspec: %s", contract.summary(record))
-        if record["action"] == "drop":
-            wrong_targets.append(contract.summary(record))
-    if wrong_targets:
-        raise HealthError("; ".join(wrong_targets))
-    for url in verdict.engines("speculate"):
-        if url not in examination.unchecked:
-            contract.release(engines[url])
-    return PushHealth(
-        verdict.actions,
-        verdict.records,
-        frozenset(examination.by_delivery),
-        frozenset(examination.unchecked),
-    )
+    verdict = health.push(version, lambda scope: next(pushes)().items()).verdict
+    wrong = [summary(record) for record in verdict.records if record["action"] == "drop"]
+    if wrong:
+        raise HealthError("; ".join(wrong))
+    return PushHealth(verdict.actions, verdict.records, by_delivery, len(unchecked))
 
 
 def described(hf_checkpoint: str, eagle3: str) -> dict[str, Any]:
@@ -130,65 +154,13 @@ def described(hf_checkpoint: str, eagle3: str) -> dict[str, Any]:
 
 
 @cache
-def drafter_names(hf_checkpoint: str, eagle3: str = "") -> Callable[[str], bool]:
+def drafter_test(hf_checkpoint: str, eagle3: str = "") -> Callable[[str], bool]:
     """Return a function that tells whether a tensor is the drafter's. Without a name table, none is.
 
     eagle3  directory of an EAGLE-3 drafter, which then is the drafter
     """
-    config = described(hf_checkpoint, eagle3)
     try:
-        names = frozenset(name_table(config).drafter_names)
+        names = drafter_names(described(hf_checkpoint, eagle3))
     except ValueError:
         names = frozenset()
     return names.__contains__
-
-
-class _Examination:
-    """Asks engines what they hold after a push, and after a second one."""
-
-    def __init__(self, version: int, is_drafter: Callable[[str], bool], quantised: bool) -> None:
-        self.version = version
-        self.is_drafter = is_drafter
-        self.quantised = quantised
-        self.by_delivery: set[str] = set()
-        self.unchecked: set[str] = set()
-
-    def findings(self, engines: Mapping[str, SlimeEngine], sent: Fingerprints) -> Findings:
-        """Compare every engine with `sent`. Returns the findings by URL."""
-        with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            found = threads.map(lambda engine: self._examine(engine, sent), engines.values())
-            return dict(zip(engines, found, strict=True))
-
-    def _examine(self, engine: SlimeEngine, sent: Fingerprints) -> list[Finding]:
-        try:
-            difference = self._difference(engine, sent)
-            if difference is None:
-                return []
-            version = engine.version()
-        except EngineError as error:
-            return [Finding("session", str(error), target=True)]
-        findings = []
-        if version != str(self.version):
-            message = f"names version {version or 'none'}, expected {self.version}"
-            findings.append(Finding("stamp", message, target=True))
-        if finding := fingerprint_finding(difference, self.is_drafter):
-            findings.append(finding)
-        return findings
-
-    def _difference(self, engine: SlimeEngine, sent: Fingerprints) -> Difference | None:
-        """Compare with `sent`. Returns None if the engine reports neither what it holds nor what it was given."""
-        if not self.quantised and engine.url not in self.by_delivery:
-            try:
-                return compare(sent, engine.held_fingerprints())
-            except RefusedError as error:
-                logger.info("rlspec: by delivery only: %s", error)
-        try:
-            given = engine.delivered()
-        except RefusedError as error:
-            if engine.url not in self.unchecked:
-                logger.warning("rlspec: what this engine holds cannot be checked: %s", error)
-            self.unchecked.add(engine.url)
-            return None
-        self.by_delivery.add(engine.url)
-        loaded = as_delivered(given, self.is_drafter)
-        return compare(sent, {name: loaded[name] for name in sent if name in loaded})

@@ -7,12 +7,10 @@ rollout function, before the first sample is generated.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import requests
@@ -29,7 +27,7 @@ from megatron_rlspec.integrations.slime.engines import (
     SlimeEngine,
     after_push,
     described,
-    drafter_names,
+    drafter_test,
 )
 from megatron_rlspec.integrations.slime.options import Options, rollout_sampling
 from megatron_rlspec.integrations.slime.speculation import Speculation
@@ -114,14 +112,12 @@ def _check_disk_update(args: Namespace, urls: Sequence[str], options: Options) -
     push = slime_state.read_sent(args)
     if push is None or push["version"] == _checked_version:
         return
-    config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
     health = after_push(
         urls,
         push["sent"],
         push["version"],
-        drafter_names(args.hf_checkpoint, options.drafter.path),
+        drafter_test(args.hf_checkpoint, options.drafter.path),
         api_key=_api_key(args),
-        quantised="quantization_config" in config,
     )
     _metrics.update(health.metrics())
     _checked_version = push["version"]

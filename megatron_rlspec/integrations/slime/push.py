@@ -2,7 +2,7 @@
 
 `wrap()` wraps `update_weights` of slime's updaters (CUDA IPC, NCCL, disk deltas). Tensors are fingerprinted where the
 updater has them under the checkpoint's names. Afterwards rank 0 asks every engine what it holds. A second push is
-collective, like the first: rank 0 decides, and the others follow its orders. The full disk update ends in slime's
+collective, like the first: rank 0 decides, and the others follow. The full disk update ends in slime's
 driver, after these ranks have finished: its fingerprints are written beside its files, for `metrics.py`.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -29,10 +30,11 @@ from slime.backends.megatron_utils.update_weight.update_weight_from_tensor impor
 from slime.utils.distributed_utils import get_gloo_group
 
 from megatron_rlspec.integrations.slime import state as slime_state
-from megatron_rlspec.integrations.slime.engines import after_push, drafter_names
+from megatron_rlspec.integrations.slime.engines import after_push, drafter_test
 from megatron_rlspec.integrations.slime.options import Options
-from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.fingerprint import fingerprints
+from megatron_rlspec.push.push import exporting
+from megatron_rlspec.types import Scope
 
 Tensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 _sent: dict[str, int] | None = None  # fingerprints of the push that runs now
@@ -71,7 +73,7 @@ def wrap(args: Namespace, eagle3: Tensors | None = None) -> None:
 
 
 def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
-    """Return slime's `update_weights`, followed by the contract. It raises HealthError on every rank or on none.
+    """Return slime's `update_weights`, followed by the contract: HealthError on rank 0, and PushError on the others.
 
     `repeatable`: a second call sends the same tensors again. A stream of deltas does not.
     """
@@ -83,63 +85,47 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
         # The first call of a delta update takes a snapshot and sends nothing.
         if updater.weight_version == before:
             return
-        if dist.get_rank() == 0:
-            order = _check(update_weights, updater, sent, repeatable)
-        else:
-            order = _follow(update_weights, updater)
-        updater.update_weight_metrics.update(order["metrics"])
-        if order["error"]:
-            raise HealthError(order["error"])
+
+        def export_again(scope: Scope) -> Any:
+            updater.weight_version = before  # the same weights, hence the same version
+            return _push(update_weights, updater).items()
+
+        metrics: list[Any] = [None]
+        with exporting(export_again, _number) as source:
+            if source is not None:
+                again = partial(_collected, source) if repeatable else None
+                metrics[0] = _check(updater, sent, again)
+        dist.broadcast_object_list(metrics, src=0, group=get_gloo_group())
+        updater.update_weight_metrics.update(metrics[0])
 
     return wrapped
 
 
 def _check(
-    update_weights: Callable, updater: Any, sent: dict[str, int], repeatable: bool
-) -> dict[str, Any]:
-    """Check the engines on rank 0, and tell the other ranks the outcome. Returns it."""
-    others_wait = True  # for an order; False during a push
-
-    def push_again() -> dict[str, int]:
-        nonlocal others_wait
-        _broadcast_order({"push": True})
-        others_wait = False
-        updater.weight_version -= 1  # the same weights, hence the same version
-        again = _push(update_weights, updater)
-        others_wait = True
-        return again
-
+    updater: Any, sent: dict[str, int], push_again: Callable[[], dict[str, int]] | None
+) -> dict[str, float]:
+    """Check every engine, on rank 0. Returns metrics."""
     args = updater.args
-    failed = "rank 0 failed while it checked the engines"
-    order: dict[str, Any] = {"push": False, "metrics": {}, "error": failed}
-    try:
-        health = after_push(
-            _urls(updater),
-            sent,
-            updater.weight_version,
-            drafter_names(args.hf_checkpoint, Options.from_args(args).drafter.path),
-            push_again if repeatable else None,
-            getattr(args, "sglang_api_key", None) or "",
-            quantised=bool(updater.quantization_config),
-        )
-        order["metrics"] = health.metrics()
-        order["error"] = ""
-    except HealthError as error:
-        order["error"] = str(error)
-    finally:
-        if others_wait:
-            _broadcast_order(order)
-    return order
+    health = after_push(
+        _urls(updater),
+        sent,
+        updater.weight_version,
+        drafter_test(args.hf_checkpoint, Options.from_args(args).drafter.path),
+        push_again,
+        getattr(args, "sglang_api_key", None) or "",
+    )
+    return health.metrics()
 
 
-def _follow(update_weights: Callable, updater: Any) -> dict[str, Any]:
-    """Push as often as rank 0 orders it. Returns the outcome."""
-    while True:
-        order = _broadcast_order(None)
-        if not order["push"]:
-            return order
-        updater.weight_version -= 1
-        _push(update_weights, updater)
+def _collected(source: Any) -> dict[str, int]:
+    return dict(source("all"))
+
+
+def _number(value: int) -> int:
+    """Return rank 0's number on every rank, over slime's gloo group, which outlives its other groups."""
+    told = torch.tensor([value])
+    dist.broadcast(told, src=0, group=get_gloo_group())
+    return int(told)
 
 
 def _noting_for_driver(update_weights: Callable) -> Callable:
@@ -242,13 +228,6 @@ def _with_chunk_of_first_rank(chunks: Callable, eagle3: Tensors) -> Callable:
             yield tensors
 
     return wrapped
-
-
-def _broadcast_order(order: dict[str, Any] | None) -> dict[str, Any]:
-    """Return rank 0's order on every rank."""
-    box: list[Any] = [order]
-    dist.broadcast_object_list(box, src=0, group=get_gloo_group())
-    return box[0]
 
 
 def _urls(updater: Any) -> list[str]:

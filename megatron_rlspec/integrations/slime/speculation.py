@@ -25,7 +25,7 @@ from megatron_rlspec.cotrainer.speculation import DraftRule, Everywhere, answers
 from megatron_rlspec.integrations.slime.engines import SlimeEngine
 from megatron_rlspec.push import contract
 from megatron_rlspec.push.canary import Canary, canary_metrics
-from megatron_rlspec.push.detectors import Finding, HealthSettings
+from megatron_rlspec.push.detectors import HealthSettings
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.types import Prompt, Sampling, SpecConfig
@@ -74,10 +74,8 @@ class Speculation(DraftRule):
         steps = [c.num_steps for c in self.configs if 0 < c.num_steps <= self.settings.canary_steps]
         if not prompts or not steps or not self._canary.due():
             return {}
-        versions: dict[str, int] = {}
-        for url, version in self._engines(urls)(self._canary_version).items():
-            if version is not None:
-                versions[url] = version
+        answered = self._engines(urls)(self._canary_version)
+        versions = {url: version for url, version in answered.items() if version is not None}
         engines = {url: SlimeEngine(url, self.api_key) for url in versions}
         chain = SpecConfig(max(steps))
         seconds = self._canary.seconds
@@ -89,7 +87,7 @@ class Speculation(DraftRule):
             chain,
             self.learning.accept_length(chain),
         )
-        self._after_canary(engines)
+        answers(engines, self.set)
         if all(result.error for result in results.values()):
             return {}
         failures = 0
@@ -100,7 +98,9 @@ class Speculation(DraftRule):
             self._canary_versions[url] = versions[url]
             if result.findings:
                 failures += 1
-                self._hold(engines[url], result.findings)
+                reasons = "; ".join(contract.lines(result.findings))
+                logger.error("rlspec: %s: no speculation until a later push: %s", url, reasons)
+                contract.hold(engines[url], result.findings)
             else:
                 self._canary.remember(url, result)
         metrics = canary_metrics(results.values(), self._canary.seconds - seconds)
@@ -134,16 +134,6 @@ class Speculation(DraftRule):
         if self._canary_versions.get(engine.url) == int(version) or engine.describe()["held"]:
             return None
         return int(version)
-
-    def _after_canary(self, engines: Mapping[str, SlimeEngine]) -> None:
-        """Drop the canary's rounds, which are not a rollout's, and set the rule again."""
-        answers(engines, lambda engine: engine.stats())
-        answers(engines, self.set)
-
-    def _hold(self, engine: SlimeEngine, findings: Sequence[Finding]) -> None:
-        reasons = "; ".join(contract.lines(findings))
-        logger.error("rlspec: %s: no speculation until a later push: %s", engine.url, reasons)
-        contract.hold(engine, findings)
 
 
 def _slime_names(values: Mapping[str, float]) -> dict[str, float]:
