@@ -87,11 +87,6 @@ class Config(Section):
                 f"reward.kind={self.reward.kind} compares with the label, but data.label_key is empty; expected the "
                 "column of the right answers"
             )
-        if self.drafter.kind == "eagle3" and self.parallel.pipeline > 1:
-            raise ValueError(
-                f"parallel.pipeline={self.parallel.pipeline}: drafter.kind=eagle3 reads hidden states of several "
-                "layers, which must be on one rank; expected 1"
-            )
         if self._unweighted:
             raise ValueError(
                 "algorithm.tis_clip=0 leaves out the weights that tokens of an older policy need, which "

@@ -297,6 +297,7 @@ def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> Tra
         moe_ffn_hidden_size=None,
         moe_layer_freq=1,
         expert_model_parallel_size=1,
+        pipeline_model_parallel_size=1,  # the last stage has all of it
         recompute_granularity=None,
         recompute_method=None,
         use_te_activation_func=True,

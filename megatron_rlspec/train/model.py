@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from megatron_rlspec.config import Config, ConfigError
@@ -157,16 +158,25 @@ def rotary_percent(hf_config: Mapping[str, Any]) -> float:
 class Taps:
     """Keep the inputs of some layers of a model, detached, for an EAGLE-3 drafter: `taps()` after the forward pass.
 
-    layers  counted from 0, all on this pipeline stage
+    layers  counted from 0, over all pipeline stages
+
+    With several stages the inputs travel to the last one beside the hidden states: each stage sends `sent`, and the
+    next one takes it apart by `received`. No gradient comes back to them.
     """
 
     def __init__(self, model: GPTModel, layers: Sequence[int]) -> None:
         self._gathers = model.config.sequence_parallel
-        self._inputs: dict[int, Tensor] = {}
+        self._width = model.config.hidden_size
+        self._inputs: dict[int, Tensor] = {}  # of this stage's layers
+        self._earlier: list[
+            Tensor
+        ] = []  # of all earlier stages', `[t, 1, n · H]`; at most one tensor
+        first = get_transformer_layer_offset(model.config)
         for index in layers:
-            model.decoder.layers[index].register_forward_pre_hook(
-                partial(self._keep, index), with_kwargs=True
-            )
+            if first <= index < first + len(model.decoder.layers):
+                model.decoder.layers[index - first].register_forward_pre_hook(
+                    partial(self._keep, index), with_kwargs=True
+                )
 
     def _keep(self, index: int, layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         hidden = args[0] if args else options["hidden_states"]
@@ -175,17 +185,32 @@ class Taps:
     @torch.no_grad()
     def __call__(self) -> Tensor:
         """Return the kept inputs of n layers side by side, `[T, n · H]`, on every tensor-parallel rank."""
-        inputs = torch.cat([self._inputs[index][:, 0] for index in sorted(self._inputs)], -1)
+        inputs = torch.cat(self._kept(), -1)[:, 0]
         if self._gathers:
             return gather_from_sequence_parallel_region(inputs)
         return inputs
+
+    def sent(self, hidden: Tensor) -> Tensor:
+        """Return what a stage sends to the next one: its output `[t, 1, H]`, and beside it what was kept so far."""
+        kept = self._kept()
+        return torch.cat([hidden, *kept], -1) if kept else hidden
+
+    def received(self, given: Tensor) -> Tensor:
+        """Take what an earlier stage has `sent`. Returns the hidden states, with the gradient's way back."""
+        if given.shape[-1] == self._width:
+            return given
+        self._earlier = [given[..., self._width :].detach()]
+        return given[..., : self._width].contiguous()
+
+    def _kept(self) -> list[Tensor]:
+        return [*self._earlier, *(self._inputs[index] for index in sorted(self._inputs))]
 
 
 class Policy(GPTModel):
     """Return hidden states after the final norm: `forward(input_ids, position_ids, None, packed_seq_params=...)`.
 
     On the last pipeline stage they are `[T, 1, H]`: all T tokens of this context-parallel rank, the same on each of its
-    tensor-parallel ranks. On other stages they are the input of the next stage.
+    tensor-parallel ranks. On other stages they are the input of the next stage (`Taps.sent`).
 
     With an EAGLE-3 drafter in `hf_config`, it also keeps the inputs of the layers that the drafter reads, detached.
     """
@@ -214,8 +239,16 @@ class Policy(GPTModel):
             self.rotary_pos_emb.inv_freq = ours
         self.taps = Taps(self, taps_of(hf_config))
 
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        (given,) = input_tensor
+        if given is not None:
+            given = self.taps.received(given)
+        super().set_input_tensor(given)
+
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        if self.post_process and self.config.sequence_parallel:
+        if not self.post_process:
+            return self.taps.sent(hidden_states)
+        if self.config.sequence_parallel:
             # The loss already sums the head's gradient over tensor-parallel ranks, so the backward only splits it.
             return gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False

@@ -75,6 +75,7 @@ class Trainer:
         self.drafter_learner: Learner | None = None
         self.drafter_step: DrafterStep | None = None
         self._objective = _objective_of(config)
+        self._words: Tensor | None = None  # ids that drafts are chosen from; None: all
         if config.drafter.train and self.last_stage:
             self._build_drafter()
         # After the models are built: layers with experts copy the configuration that they are built from.
@@ -225,8 +226,9 @@ class Trainer:
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
         """Train the drafter on `words`, the ids that engines choose drafts from, in later steps."""
+        self._words = torch.from_numpy(words)
         if self.drafter_step is not None:
-            self.drafter_step.words = torch.from_numpy(words)
+            self.drafter_step.words = self._words
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return log-probabilities of labels at the rollouts' temperature, `[T]` per micro-batch; 0 if not trained."""
@@ -316,9 +318,8 @@ class Trainer:
         parallel = self.config.parallel
         drafter = self.config.drafter
         layout: dict[str, Any] = {}
-        step = self.drafter_step
-        if step is not None and step.head is not None and step.words is not None:
-            layout["eagle3"] = eagle3_identity(self.hf_config, step.words)
+        if drafter.train and DRAFTER in self.hf_config and self._words is not None:
+            layout["eagle3"] = eagle3_identity(self.hf_config, self._words)
         return layout | {
             "tensor": parallel.tensor,
             "pipeline": parallel.pipeline,

@@ -206,6 +206,7 @@ LAYOUTS = {
     "sequence": {"tensor": 2, "sequence": True, "recompute": True},
     "context": {"context": 2},
     "data": {},
+    "pipeline": {"pipeline": 2},
 }
 
 
@@ -257,6 +258,27 @@ def test_the_policy_is_the_same_with_and_without_the_drafter():
         assert with_drafter == without
 
 
+def in_stages():
+    """Return digests of a policy in two stages after two steps, with the drafter, and without hidden states beside."""
+    out = []
+    for hf in (HF, {key: value for key, value in HF.items() if key != "eagle3"}):
+        if ps.model_parallel_is_initialized():
+            ps.destroy_model_parallel()
+        drafter = {"kind": "eagle3", "path": "drafter"} if "eagle3" in hf else {"train": False}
+        options = config(model={"dtype": "float32"}, parallel={"pipeline": 2}, drafter=drafter)
+        trainer = Trainer(options, hf)
+        trainer.set_draft_vocabulary(WORDS)
+        for seed in range(2):
+            trainer.train_step(own_batches(trainer, seed), objective="sft")
+        out.append((digest(trainer.policy.parameters()), digest(moments(trainer.learner.parts[0].optimizer.optimizer))))
+    return out
+
+
+def test_hidden_states_between_stages_leave_the_policy_as_it_is():
+    for with_drafter, without in on_ranks(2, in_stages):
+        assert with_drafter == without
+
+
 def beside_experts():
     """Return digests of a policy with experts on two ranks after five steps, with and without the drafter."""
     own = DRAFTER | {name: SMALL[name] for name in ("vocab_size", "hidden_size")}
@@ -279,8 +301,8 @@ def test_a_policy_with_experts_is_the_same_with_and_without_the_drafter():
         assert with_drafter == without
 
 
-def other_words(folder):
-    trainer = build()
+def other_words(folder, pipeline):
+    trainer = build(pipeline=pipeline)
     trainer.save(folder)
     trainer.load(folder)
     trainer.set_draft_vocabulary(WORDS - (WORDS == 20))
@@ -289,12 +311,15 @@ def other_words(folder):
 
 
 def test_a_checkpoint_of_other_words_is_refused(tmp_path):
-    on_ranks(1, other_words, tmp_path / "step")
+    on_ranks(1, other_words, tmp_path / "step", 1)
 
 
-def test_pipelines_and_heads_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="parallel.pipeline=2: drafter.kind=eagle3"):
-        config(parallel={"pipeline": 2}, drafter={"kind": "eagle3", "path": "x"})
+@pytest.mark.slow
+def test_a_checkpoint_of_two_stages_of_other_words_is_refused(tmp_path):
+    on_ranks(2, other_words, tmp_path / "step", 2)
+
+
+def test_heads_that_do_not_divide_are_refused():
     from megatron_rlspec.train.drafter import _eagle3_config
 
     class Policy:
