@@ -11,10 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 _CHUNK = 1 << 19  # elements hashed at once on a CPU; they fit into its cache
 _CHUNK_ON_DEVICE = 1 << 24  # 128 MiB of float64
+
+
+def seed_of(*parts: int) -> int:
+    """Return a sampling seed below 2³¹, made from non-negative integers."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFF_FFFF
 
 
 def _i32(x: int) -> int:

@@ -25,12 +25,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron_rlspec import files
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.extensions.kinds import KINDS
+from megatron_rlspec.noise import seed_of
 from megatron_rlspec.rollout.placement import GpuLayout, devices
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.http.serve import tensor_parallel
 from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run import identity
-from megatron_rlspec.run.generation import seed_of
 from megatron_rlspec.tasks import data
 from megatron_rlspec.tasks.rows import json_row
 from megatron_rlspec.types import Prompt, Request, Sample, SpecSchedule

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection
-from megatron_rlspec.conversion.drafter_files import read_model
+from megatron_rlspec.conversion.drafter_files import read_model, words
 from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.cotrainer.drafter import DrafterBeside
-from megatron_rlspec.cotrainer.fields import Sequences, drafter_fields
+from megatron_rlspec.cotrainer.fields import Sequences
 from megatron_rlspec.cotrainer.speculation import DraftRule, answers
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.models.config import DRAFTER, sharpness_of
@@ -43,11 +43,13 @@ from megatron_rlspec.push.health import Health
 from megatron_rlspec.push.push import Pusher, Source, exporting
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.start import check_served_drafter, check_served_speculation
-from megatron_rlspec.speculation.acceptance import accept_length, pooled
+from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.train import checkpoint, shards
 from megatron_rlspec.train.drafter_step import objective_of
+from megatron_rlspec.train.model import Taps, eagle3_identity, embedding_for_drafter, taps_of
+from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.types import Prompt, Sample, Sampling, Scope, Verifier
 
 logger = logging.getLogger(__name__)
@@ -60,9 +62,9 @@ class CoTrainer:
     """A drafter, its pushes and its rule, for a policy that your own trainer trains. Every rank holds one.
 
     It changes no bit of the policy: the drafter reads detached hidden states, and has gradient buffers and an optimizer
-    of its own. Tensor, expert and context parallelism are those of the policy.
+    of its own. Tensor, expert, context and pipeline parallelism are those of the policy.
 
-    drafting  the drafter's training on this rank
+    drafting  the drafter's training on this rank; None before the last pipeline stage
     engines   the engines that may generate, by URL, on rank 0; {} on the others
     rule      what the engines are told about drafts, on rank 0
     """
@@ -104,16 +106,28 @@ class CoTrainer:
         if settings.path:
             check_drafter(settings.path, hf_config, hf_path)
         _check_policy(model, hf_config)
-        self.drafting = DrafterBeside(
-            model,
-            settings,
-            objective_of(settings, sampling, candidate_steps, verifier),
-            hf_config,
-            tensors,
-            temperature=sampling.temperature,
-            clip_grad=clip_grad,
-        )
-        self.drafting.thaw()
+        objective = objective_of(settings, sampling, candidate_steps, verifier)
+        self._depth = settings.depth
+        self._table = shards.family(hf_config)
+        self._drafter = {"drafter": "mtp"}  # what a resumed one must equal
+        if DRAFTER in hf_config:
+            self._drafter["drafter"] = eagle3_identity(hf_config, words(tensors, hf_config))
+        self._predicted: Prediction | None = None
+        self._embedding: Tensor | None = None
+        self.drafting: DrafterBeside | None = None
+        if ps.is_pipeline_last_stage():
+            self.drafting = DrafterBeside(
+                model,
+                settings,
+                objective,
+                hf_config,
+                tensors,
+                temperature=sampling.temperature,
+                clip_grad=clip_grad,
+            )
+            self.drafting.thaw()
+        elif DRAFTER in hf_config:
+            Taps(model, taps_of(hf_config))  # which travel to the last stage
         self.engines: dict[str, RolloutEngine] = {}
         if dist.get_rank() == 0:
             self.engines = {url: SGLangEngine(url) for url in engines}
@@ -127,12 +141,12 @@ class CoTrainer:
             learning = Learning(
                 candidate_steps, cost_table, Roofline.of_model(hf_config), tp=tensor_parallel
             )
-            if self.drafting.objective.coupled:
+            if objective.coupled:
                 learning.sharpness = sharpness_of(hf_config)  # until the trainer predicts one
             self.rule = DraftRule(learning)
             self._health = Health(
                 Pusher(self.engines),
-                frozenset(self.drafting.table.drafter_names).__contains__,
+                frozenset(self._table.drafter_names).__contains__,
                 lambda name, engine: answers({name: engine}, self.rule.set),
                 canary[:CANARY_PROMPTS],
                 sampling,
@@ -149,24 +163,19 @@ class CoTrainer:
         Its hidden states are `[t, 1, H]`, packed as `Sequences.starts` says, or `[s, b, H]`, where sequence i of the
         micro-batch begins at position `i * s`.
         """
+        self._embedding = embedding_for_drafter(self._model, self._embedding)
         drafting = self.drafting
-        depth = drafting.settings.depth
-        counts = [0.0] * depth
+        if drafting is None:
+            return
+        drafting.embedding = self._embedding
+        counts = [0.0] * self._depth
         for sequences in micro_batches:
-            for d, count in enumerate(sequences.trained(depth)):
+            for d, count in enumerate(sequences.trained(self._depth)):
                 counts[d] += count
         drafting.begin_step(counts)
-        if not drafting.due:
-            return
-        for sequences in micro_batches:
-            fields = drafter_fields(
-                sequences,
-                depth,
-                drafting.denominators,
-                cp_rank=ps.get_context_parallel_rank(),
-                cp_size=ps.get_context_parallel_world_size(),
-            )
-            drafting.fields.append(fields)
+        if drafting.due:
+            for sequences in micro_batches:
+                drafting.add(sequences)
 
     def end_step(self) -> dict[str, float]:
         """Update the drafter after the step's last backward. Collective.
@@ -177,12 +186,21 @@ class CoTrainer:
 
         Raises RuntimeError if fewer forward passes came than micro-batches.
         """
-        missing = len(self.drafting.fields)
-        if missing:
-            raise RuntimeError(
-                f"{missing} micro-batches of begin_step had no forward pass in training mode; expected one each"
-            )
-        return self.drafting.end_step()
+        metrics: dict[str, float] = {}
+        if self.drafting is not None:
+            missing = len(self.drafting.fields)
+            if missing:
+                raise RuntimeError(
+                    f"{missing} micro-batches of begin_step had no forward pass in training mode; expected one each"
+                )
+            metrics = self.drafting.end_step()
+            self._predicted = self.drafting.predicted
+        if ps.get_pipeline_model_parallel_world_size() > 1:
+            told = [metrics, self._predicted]
+            last = ps.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(told, src=last, group=ps.get_pipeline_model_parallel_group())
+            metrics, self._predicted = told
+        return metrics
 
     # ---- engines ----------------------------------------------------------------------------------------------------
 
@@ -213,17 +231,15 @@ class CoTrainer:
         return {"rollout/accept_length": delivered, **metrics}
 
     def _push(self, version: int, source: Source) -> dict[str, float]:
-        metrics = self.rule.learning.expect(self.drafting.predicted)
+        metrics = self.rule.learning.expect(self._predicted)
         report = self.rule.push(self._health, version, source)
         for url in report.verdict.engines("drop"):
             del self.engines[url]
         return metrics | report.metrics()
 
     def _export(self, scope: Scope) -> Iterator[tuple[str, Tensor]]:
-        drafting = self.drafting
-        return shards.export(
-            drafting.table, self._model, drafting.block, self._model.config, scope, live=True
-        )
+        block = None if self.drafting is None else self.drafting.block
+        return shards.export(self._table, self._model, block, self._model.config, scope, live=True)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -232,22 +248,26 @@ class CoTrainer:
 
         Raises SaveError on every rank if one cannot write.
         """
-        checkpoint.save(directory, self.drafting.learners, self._layout(), generators=False)
+        checkpoint.save(directory, self._learners(), self._layout(), generators=False)
         if dist.get_rank() == 0:
             files.write(directory / RULE, json.dumps(self.rule.learning.state()))
 
     def load(self, directory: Path) -> None:
         """Continue from `save`, by as many ranks in the same layout. Collective. Raises CheckpointError."""
-        checkpoint.load(directory, self.drafting.learners, self._layout(), generators=False)
+        checkpoint.load(directory, self._learners(), self._layout(), generators=False)
         if dist.get_rank() == 0:
             lost = self.rule.learning.restore(json.loads((directory / RULE).read_text()))
             if lost:
                 logger.warning("rlspec: %s", lost)
 
+    def _learners(self) -> dict[str, Learner]:
+        return {} if self.drafting is None else self.drafting.learners
+
     def _layout(self) -> dict[str, Any]:
         """Return the settings in which a resumed run must equal the saved one."""
-        return self.drafting.layout() | {
+        return self._drafter | {
             "tensor": ps.get_tensor_model_parallel_world_size(),
+            "pipeline": ps.get_pipeline_model_parallel_world_size(),
             "expert": ps.get_expert_model_parallel_world_size(),
             "dtype": str(self._model.config.params_dtype),
         }
@@ -267,11 +287,16 @@ def _check_policy(model: GPTModel, hf_config: dict[str, Any]) -> None:
         raise ConfigError(
             "the model has MTP layers, so its optimizer trains them with the policy; expected mtp_num_layers=None"
         )
-    stages = model.config.pipeline_model_parallel_size
-    if stages > 1:
+    config = model.config
+    if config.virtual_pipeline_model_parallel_size:
         raise ConfigError(
-            f"pipeline_model_parallel_size={stages}: the drafter reads the embedding and the last layer on one rank; "
-            "expected 1"
+            f"virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size}: expected None"
+        )
+    stages = config.pipeline_model_parallel_size
+    if stages > 1 and DRAFTER in hf_config and not config.variable_seq_lengths:
+        raise ConfigError(
+            f"pipeline_model_parallel_size={stages}: stages send what an EAGLE-3 drafter reads beside the hidden "
+            "states, so they must tell each other shapes; expected variable_seq_lengths=True"
         )
     if DRAFTER not in hf_config and not hf_config.get("num_nextn_predict_layers"):
         raise ConfigError(

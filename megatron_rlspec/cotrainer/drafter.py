@@ -4,7 +4,7 @@ No graph connects drafter and policy. So the drafter's forward and backward run 
 the detached hidden states of the same micro-batch:
 
     begin_step(counts)         zero the drafter's gradients
-    fields.append(...)         what it learns from in the next forward pass, before each micro-batch
+    add(sequences)             what it learns from in the next forward pass
     on_hidden(hidden, fields)  within that pass: loss and gradients
     end_step()                 sum gradients over ranks, clip, update
 
@@ -29,8 +29,9 @@ from torch import Tensor
 
 from megatron_rlspec.config import ConfigError, DrafterConfig, OptimizerConfig
 from megatron_rlspec.conversion.drafter_files import words
-from megatron_rlspec.cotrainer.fields import DrafterFields
+from megatron_rlspec.cotrainer.fields import DrafterFields, Sequences, drafter_fields
 from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.packing.context_parallel import Layout
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train import shards
 from megatron_rlspec.train.attention import packed_sequences
@@ -42,7 +43,7 @@ from megatron_rlspec.train.drafter_step import (
     training_temperature,
 )
 from megatron_rlspec.train.drafter_updates import EverySteps
-from megatron_rlspec.train.model import Taps, eagle3_identity, taps_of
+from megatron_rlspec.train.model import Taps, head_weight, taps_of
 from megatron_rlspec.train.objectives import OutputLayer, Sums, means, sum_over_replicas
 from megatron_rlspec.train.optimizer import Learner
 
@@ -58,6 +59,7 @@ class DrafterTraining:
     denominators  weights that the step trains at each depth, over all ranks: `[depth]`
     fields        what the drafter learns from in the next forward passes, in their order
     predicted     acceptance by the last step, over the samples of all ranks
+    embedding     that it reads, `[V / tensor, H]`; None: the model's, on this stage
     block         the module that is trained, after `thaw`
     learner       its gradient buffers and optimizer; None for a drafter that is not trained
     """
@@ -78,6 +80,7 @@ class DrafterTraining:
         self.settings = settings
         self.objective = objective
         self.ready = False
+        self.embedding: Tensor | None = None
         self.learner: Learner | None = None
         self.due = True
         self.denominators: list[float] = []
@@ -92,15 +95,10 @@ class DrafterTraining:
     def thaw(self) -> None:
         """Build the drafter, and gradient buffers and optimizer of one that is trained."""
         self.block = self.build()
-        if self.settings.train:
-            adam = OptimizerConfig(
-                lr=self.settings.lr,
-                clip_grad=self._clip_grad,
-                warmup_steps=self.settings.warmup_steps,
-            )
-            with self.trainable():
-                self.learner = Learner(self.block, adam, pipelined=False)
-        self.drafter_step = DrafterStep(self.learner, self.objective)
+        optimizer = OptimizerConfig(clip_grad=self._clip_grad)
+        with self.trainable() if self.settings.train else nullcontext():
+            self.drafter_step = DrafterStep.of(self.block, self.settings, optimizer, self.objective)
+        self.learner = self.drafter_step.learner
         self.ready = True
 
     @property
@@ -142,6 +140,18 @@ class DrafterTraining:
         self.predicted = None
         self.drafter_step.begin()
 
+    def add(self, sequences: Sequences, layout: Layout = "zigzag") -> None:
+        """Take the sequences of a forward pass, after those of all passes before it in the step."""
+        fields = drafter_fields(
+            sequences,
+            self.settings.depth,
+            self.denominators,
+            cp_rank=ps.get_context_parallel_rank(),
+            cp_size=ps.get_context_parallel_world_size(),
+            layout=layout,
+        )
+        self.fields.append(fields)
+
     def on_hidden(
         self, hidden: Tensor, fields: DrafterFields, given: Mapping[str, Any] | None = None
     ) -> None:
@@ -152,17 +162,14 @@ class DrafterTraining:
         """
         hidden = hidden.detach()
         step = self.drafter_step
-        head = OutputLayer(self._head_weight(), self._temperature)
+        head = OutputLayer(head_weight(self.model).detach(), self._temperature)
         trains = self.learner is not None
         with self.trainable() if trains else nullcontext(), torch.set_grad_enabled(trains):
             outputs = self.unroll(hidden, fields, given or {})
             predicts = bool(self.objective.predicted_steps)
             student = step.student(outputs, fields, head, predict=predicts)
             teacher = None if self.settings.loss == "ce" else self.gather(hidden)[:, 0]
-            loss, sums = step.learn(student, fields, teacher)
-            if trains:
-                loss.backward()
-        self._sums.append(sums)
+            self._sums.append(step.learn(student, fields, teacher))
 
     def end_step(self) -> dict[str, float]:
         """Reduce, clip and update; return means over the step's trained predictions, per depth. {} if it is not due."""
@@ -202,7 +209,9 @@ class DrafterTraining:
             ps.get_context_parallel_rank(),
             hidden.device,
         )
-        embedding = self.model.embedding.word_embeddings.weight.detach()
+        embedding = self.embedding
+        if embedding is None:
+            embedding = self.model.embedding.word_embeddings.weight.detach()
         return self.block(
             self.inputs(hidden), fields.tokens, embedding, fields.position_ids, packed
         )
@@ -212,11 +221,6 @@ class DrafterTraining:
         if not self.model.config.sequence_parallel:
             return x
         return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
-
-    def _head_weight(self) -> Tensor:
-        if self.model.share_embeddings_and_output_weights:
-            return self.model.shared_embedding_or_output_weight().detach()
-        return self.model.output_layer.weight.detach()
 
     def _postprocess(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replace `GPTModel._postprocess`: train the drafter, then return the policy's logits as if without MTP."""
@@ -246,7 +250,7 @@ class DrafterBeside(DrafterTraining):
         temperature: float,
         clip_grad: float,
     ) -> None:
-        """`tensors` hold at least those that the drafter begins with. The whole policy is on this pipeline stage."""
+        """`tensors` hold at least those that the drafter begins with. This is the last pipeline stage."""
         self.hf_config = hf_config
         self.table = shards.family(hf_config)
         self.vocabulary: Tensor | None = None
@@ -260,7 +264,6 @@ class DrafterBeside(DrafterTraining):
     def thaw(self) -> None:
         super().thaw()
         self.load(self._begins_with)
-        self.drafter_step.head = getattr(self.block, "head", None)
         self.drafter_step.words = self.vocabulary
 
     def build(self) -> Drafter:
@@ -269,11 +272,6 @@ class DrafterBeside(DrafterTraining):
         if self.vocabulary is None:  # as train.model.DecoderConfig has it
             block.config.rotary_percent = self.model.rotary_percent
         return block.to(next(self.model.parameters()).device)
-
-    def layout(self) -> dict[str, Any]:
-        if self.vocabulary is None:
-            return {"drafter": "mtp"}
-        return {"drafter": eagle3_identity(self.hf_config, self.vocabulary)}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the drafter's weights from full tensors under Hugging Face names. Raises CheckpointError."""

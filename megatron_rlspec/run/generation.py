@@ -20,6 +20,7 @@ from megatron_rlspec import custom
 from megatron_rlspec.config import Config
 from megatron_rlspec.files import tell
 from megatron_rlspec.losses import grpo
+from megatron_rlspec.noise import seed_of
 from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
@@ -355,8 +356,3 @@ def _tokens_of_partials(groups: Sequence[OpenGroup]) -> int:
             if request.partial is not None:
                 tokens += len(request.partial.response)
     return tokens
-
-
-def seed_of(*parts: int) -> int:
-    """Return a sampling seed below 2³¹, made from non-negative integers."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFF_FFFF

@@ -15,9 +15,9 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron_rlspec.config import DrafterConfig
+from megatron_rlspec.config import DrafterConfig, OptimizerConfig
 from megatron_rlspec.custom import DrafterLoss, is_function
 from megatron_rlspec.custom import load as load_function
 from megatron_rlspec.losses.drafter import Kind, Student
@@ -86,14 +86,35 @@ class DrafterStep:
     `learner`: None for a drafter that is only measured, without `update`.
     """
 
-    def __init__(self, learner: Learner | None, objective: DrafterObjective) -> None:
+    def __init__(
+        self, learner: Learner | None, objective: DrafterObjective, head: Tensor | None = None
+    ) -> None:
+        """`head`: the drafter's own output layer, a row for each of `words`; None: the policy's."""
         self.learner = learner
         self.objective = objective
         # ids that drafts are chosen from, on any device; None: all
         self.words: Tensor | None = None
-        # the drafter's own output layer, a row for each of `words`; None: the policy's
-        self.head: Tensor | None = None
+        self.head = head
         self._head_is_finite: bool | None = None
+
+    @classmethod
+    def of(
+        cls,
+        block: nn.Module,
+        options: DrafterConfig,
+        optimizer: OptimizerConfig,
+        objective: DrafterObjective,
+        pace: Learner | None = None,
+    ) -> DrafterStep:
+        """Return the steps of a drafter, trained by `options` and by what they leave to `optimizer`.
+
+        pace  as of `Learner`
+        """
+        learner: Learner | None = None
+        if options.train:
+            own = {"lr": options.lr, "weight_decay": 0.0, "warmup_steps": options.warmup_steps}
+            learner = Learner(block, optimizer.model_copy(update=own), pipelined=False, pace=pace)
+        return cls(learner, objective, getattr(block, "head", None))
 
     @property
     def shares_policy_logits(self) -> bool:
@@ -173,10 +194,8 @@ class DrafterStep:
         keys = torch.cat([targets.positions + d for d in range(1, depth + 1)])
         return targets.seeds.repeat(depth), keys
 
-    def learn(
-        self, student: Student, targets: DrafterTargets, hidden: Tensor | None
-    ) -> tuple[Tensor, Sums]:
-        """Return the loss of the micro-batch, for `backward`, and sums for `means` and `prediction_of`.
+    def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> Sums:
+        """Compute the gradients of a micro-batch, if they are enabled. Returns sums for `means` and `prediction_of`.
 
         hidden  the policy's hidden states after its final norm, `[t, H]` of the same positions, from which the
                 teacher's logits are computed; None if `student.observe` has received every row
@@ -191,7 +210,9 @@ class DrafterStep:
             sums |= self._predict(student, targets)
         sums |= {f"drafter/{name}": value for name, value in metrics.items()}
         sums["drafter/objective"] = loss.detach()
-        return loss, sums
+        if loss.requires_grad:
+            loss.backward()
+        return sums
 
     def update(self) -> tuple[float, bool]:
         """Reduce gradients, clip, update; return (gradient norm before clipping, updated?)."""

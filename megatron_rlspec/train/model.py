@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
+from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -160,8 +161,8 @@ class Taps:
 
     layers  counted from 0, over all pipeline stages
 
-    With several stages the inputs travel to the last one beside the hidden states: each stage sends `sent`, and the
-    next one takes it apart by `received`. No gradient comes back to them.
+    With several stages the inputs travel to the last one beside the hidden states, without a gradient: what a stage
+    passes on is wider than `[t, 1, H]`.
     """
 
     def __init__(self, model: GPTModel, layers: Sequence[int]) -> None:
@@ -177,6 +178,10 @@ class Taps:
                 model.decoder.layers[index - first].register_forward_pre_hook(
                     partial(self._keep, index), with_kwargs=True
                 )
+        if layers and not model.post_process:
+            model._postprocess = partial(self._send, model._postprocess)
+        if layers and not model.pre_process:
+            model.set_input_tensor = partial(self._receive, model.set_input_tensor)
 
     def _keep(self, index: int, layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         hidden = args[0] if args else options["hidden_states"]
@@ -190,17 +195,18 @@ class Taps:
             return gather_from_sequence_parallel_region(inputs)
         return inputs
 
-    def sent(self, hidden: Tensor) -> Tensor:
-        """Return what a stage sends to the next one: its output `[t, 1, H]`, and beside it what was kept so far."""
-        kept = self._kept()
-        return torch.cat([hidden, *kept], -1) if kept else hidden
+    def _send(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Replace `GPTModel._postprocess` of a stage before the last one."""
+        hidden = original(hidden_states, *args, **kwargs)
+        return torch.cat([hidden, *self._kept()], -1)
 
-    def received(self, given: Tensor) -> Tensor:
-        """Take what an earlier stage has `sent`. Returns the hidden states, with the gradient's way back."""
-        if given.shape[-1] == self._width:
-            return given
-        self._earlier = [given[..., self._width :].detach()]
-        return given[..., : self._width].contiguous()
+    def _receive(self, original: Any, input_tensor: list[Tensor | None]) -> None:
+        """Replace `GPTModel.set_input_tensor` of a stage after the first one."""
+        (given,) = input_tensor
+        if given is not None:
+            self._earlier = [given[..., self._width :].detach()]
+            given = given[..., : self._width].contiguous()
+        original(given)
 
     def _kept(self) -> list[Tensor]:
         return [*self._earlier, *(self._inputs[index] for index in sorted(self._inputs))]
@@ -210,7 +216,7 @@ class Policy(GPTModel):
     """Return hidden states after the final norm: `forward(input_ids, position_ids, None, packed_seq_params=...)`.
 
     On the last pipeline stage they are `[T, 1, H]`: all T tokens of this context-parallel rank, the same on each of its
-    tensor-parallel ranks. On other stages they are the input of the next stage (`Taps.sent`).
+    tensor-parallel ranks. On other stages they are the input of the next stage.
 
     With an EAGLE-3 drafter in `hf_config`, it also keeps the inputs of the layers that the drafter reads, detached.
     """
@@ -226,8 +232,8 @@ class Policy(GPTModel):
             transformer_layer_spec=runtime.decoder_spec(config),
             vocab_size=hf_config["vocab_size"],
             max_sequence_length=max_length,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=ps.is_pipeline_first_stage(),
+            post_process=ps.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),
             position_embedding_type="rope" if angles else "none",
             rotary_base=rope.base,
@@ -239,16 +245,8 @@ class Policy(GPTModel):
             self.rotary_pos_emb.inv_freq = ours
         self.taps = Taps(self, taps_of(hf_config))
 
-    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        (given,) = input_tensor
-        if given is not None:
-            given = self.taps.received(given)
-        super().set_input_tensor(given)
-
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        if not self.post_process:
-            return self.taps.sent(hidden_states)
-        if self.config.sequence_parallel:
+        if self.post_process and self.config.sequence_parallel:
             # The loss already sums the head's gradient over tensor-parallel ranks, so the backward only splits it.
             return gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False
@@ -256,10 +254,37 @@ class Policy(GPTModel):
         return hidden_states
 
     def head_weight(self) -> Tensor:
-        """Return the output head `[V / tensor, H]` on the last stage; the embedding if they are tied."""
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        return head_weight(self)
+
+
+def head_weight(model: GPTModel) -> Tensor:
+    """Return the output head `[V / tensor, H]` on the last stage; the embedding if they are tied."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
+def embedding_for_drafter(model: GPTModel, copy: Tensor | None) -> Tensor | None:
+    """Return the embedding `[V / tensor, H]` that the drafter reads, detached: a view, or a copy on a later stage.
+
+    copy  what this returned before; None at first
+
+    Collective over the first and the last pipeline stage; None on the stages between them.
+    """
+    if ps.get_pipeline_model_parallel_world_size() == 1:
+        return model.embedding.word_embeddings.weight.detach()
+    last = ps.is_pipeline_last_stage()
+    if model.share_embeddings_and_output_weights:
+        return head_weight(model).detach() if last else None
+    if not last and not ps.is_pipeline_first_stage():
+        return None
+    if not last:
+        copy = model.embedding.word_embeddings.weight.detach()
+    elif copy is None:
+        copy = torch.empty_like(head_weight(model)).detach()
+    first = ps.get_pipeline_model_parallel_first_rank()
+    dist.broadcast(copy, src=first, group=ps.get_embedding_group())
+    return copy
 
 
 def taps_of(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -280,8 +305,8 @@ def describe(
     batch: PackedBatch, config: TransformerConfig, rope: Rope, device: torch.device
 ) -> PackedSequences:
     """Describe the packed sequences of a micro-batch to attention."""
-    cp_size = parallel_state.get_context_parallel_world_size()
-    cp_rank = parallel_state.get_context_parallel_rank()
+    cp_size = ps.get_context_parallel_world_size()
+    cp_rank = ps.get_context_parallel_rank()
     groups = config.num_query_groups // config.tensor_model_parallel_size
     packed = packed_sequences(batch.cu_seqlens_padded, groups, cp_size, cp_rank, device)
     return at_positions(packed, to_device(batch.position_ids, device), config, rope)

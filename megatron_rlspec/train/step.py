@@ -42,7 +42,13 @@ from megatron_rlspec.train.drafter_step import (
     prediction_of,
     training_temperature,
 )
-from megatron_rlspec.train.model import Policy, describe, eagle3_identity, transformer_config
+from megatron_rlspec.train.model import (
+    Policy,
+    describe,
+    eagle3_identity,
+    embedding_for_drafter,
+    transformer_config,
+)
 from megatron_rlspec.train.objectives import OBJECTIVES, OutputLayer, Sums, means, reduce_sums
 from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.train.reference import Reference
@@ -99,11 +105,10 @@ class Trainer:
         seed = config.train.seed + 1  # a random stream of its own
         drafter = build_drafter(self.model_config, self.hf_config, options, seed).to(self.device)
         self.drafter = drafter
-        changes = {"lr": options.lr, "weight_decay": 0.0, "warmup_steps": options.warmup_steps}
-        adam = config.optimizer.model_copy(update=changes)
-        self.drafter_learner = Learner(drafter, adam, pipelined=False, pace=self.learner)
-        self.drafter_step = DrafterStep(self.drafter_learner, self._objective)
-        self.drafter_step.head = getattr(drafter, "head", None)
+        self.drafter_step = DrafterStep.of(
+            drafter, options, config.optimizer, self._objective, pace=self.learner
+        )
+        self.drafter_learner = self.drafter_step.learner
 
     def load_hf(self, tensors: Mapping[str, Tensor], *, fresh_drafter: bool = False) -> None:
         """Load the weights of a checkpoint; with `fresh_drafter` without its MTP tensors, which may be missing.
@@ -261,12 +266,12 @@ class Trainer:
             sampled=False,
             coupled=self._objective.coupled and seeds_known,
         )
-        replay = DrafterStep(None, objective)
+        head = None if self.drafter_step is None else self.drafter_step.head
+        replay = DrafterStep(None, objective, head)
         if self.drafter is not None and self.drafter_step is not None:
             self.drafter.eval()
             self.drafter.depth = objective.depth
             replay.words = self.drafter_step.words
-            replay.head = self.drafter_step.head
         try:
             sums = self.run(batches, partial(self._replayed, replay), forward_only=True)
         finally:
@@ -290,22 +295,9 @@ class Trainer:
         self.reference = Reference(self.policy, self.run, self.logprobs, layer)
 
     def refresh_embedding(self) -> None:
-        """Update `embedding`, which the drafter reads: a view of the policy's, or a copy on a later pipeline stage."""
-        stages = ps.get_pipeline_model_parallel_world_size()
-        if stages == 1:
-            self.embedding = self.policy.embedding.word_embeddings.weight.detach()
-        elif self.policy.share_embeddings_and_output_weights:
-            self.embedding = self.policy.head_weight().detach() if self.last_stage else None
-        elif self.config.drafter.train and (self.last_stage or ps.is_pipeline_first_stage()):
-            if not self.last_stage:
-                self.embedding = self.policy.embedding.word_embeddings.weight.detach()
-            elif self.embedding is None:
-                self.embedding = torch.empty_like(self.policy.head_weight()).detach()
-            dist.broadcast(
-                self.embedding,
-                src=ps.get_pipeline_model_parallel_first_rank(),
-                group=ps.get_embedding_group(),
-            )
+        """Update `embedding`, which the drafter reads."""
+        if self.config.drafter.train:
+            self.embedding = embedding_for_drafter(self.policy, self.embedding)
 
     def learners(self) -> dict[str, Learner]:
         """Return the learners of policy and drafter on this rank."""
@@ -388,9 +380,7 @@ class Trainer:
             teacher_hidden = None
             if observe is None:
                 teacher_hidden = _drafter_rows_of(batch, hidden)
-            drafter_loss, drafter_sums = step.learn(student, targets, teacher_hidden)
-            sums |= drafter_sums
-            drafter_loss.backward()
+            sums |= step.learn(student, targets, teacher_hidden)
         return loss, torch.zeros((), dtype=torch.int), sums
 
     def _draft(self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> list[Tensor]:
@@ -425,8 +415,11 @@ class Trainer:
         targets = _drafter_targets(batch)
         outputs = self._draft(batch, packed, hidden)
         student = step.student(outputs, targets, self.output_layer(self.temperature), predict=True)
-        _, sums = step.learn(student, targets, None)
-        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), sums
+        return (
+            hidden.new_zeros(()),
+            torch.zeros((), dtype=torch.int),
+            step.learn(student, targets, None),
+        )
 
     def output_layer(self, temperature: float) -> OutputLayer:
         """Return the policy's output layer on this rank of the last stage, at a temperature."""

@@ -7,10 +7,10 @@ import pytest
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.noise import seed_of as seed
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
 from megatron_rlspec.run.extension import Extensions
-from megatron_rlspec.run.generation import seed_of as seed
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import data

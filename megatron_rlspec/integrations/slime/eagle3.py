@@ -10,6 +10,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
@@ -23,6 +24,7 @@ from megatron_rlspec.integrations.slime.options import Options
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import publish
 from megatron_rlspec.train import shards
+from megatron_rlspec.train.model import eagle3_identity
 
 
 class SlimeEagle3(DrafterBeside):
@@ -65,6 +67,10 @@ class SlimeEagle3(DrafterBeside):
         """Yield the full tensors that a push sends, on every rank; collective over tensor-parallel ranks."""
         parts = self._copies or shards.global_names(self.block, self.block.config)
         return shards.whole(self.table, parts, next(self.model.parameters()).device)
+
+    def layout(self) -> dict[str, Any]:
+        assert self.vocabulary is not None
+        return {"drafter": eagle3_identity(self.hf_config, self.vocabulary)}
 
     def write(self, folder: Path, main: bool) -> None:
         """Write `folder/hf_drafter` on the `main` rank, as `drafter.path` was; collective."""

@@ -26,7 +26,6 @@ from slime.backends.megatron_utils import model_provider as slime_provider
 from slime.utils.misc import load_function
 
 from megatron_rlspec.conversion.drafter_files import SLIME_FOLDER as FOLDER
-from megatron_rlspec.cotrainer.fields import drafter_fields
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.batch import micro_batch, sample_weights, trained_tokens
 from megatron_rlspec.integrations.slime.drafter import SlimeMTP
@@ -205,15 +204,10 @@ def _with_fields(get_batch: Callable) -> Callable:
         batch = get_batch(data_iterator, keys, pad_multiplier, allgather_cp)
         weights = _weights(data_iterator.rollout_data)
         seeds = _seeds(data_iterator.rollout_data)
-        fields = drafter_fields(
-            micro_batch(batch, [weights[i] for i in samples], [seeds[i] for i in samples if seeds]),
-            drafter.settings.depth,
-            drafter.denominators,
-            cp_rank=ps.get_context_parallel_rank(),
-            cp_size=ps.get_context_parallel_world_size(),
-            layout="contiguous" if allgather_cp else "zigzag",
+        sequences = micro_batch(
+            batch, [weights[i] for i in samples], [seeds[i] for i in samples if seeds]
         )
-        drafter.fields.append(fields)
+        drafter.add(sequences, "contiguous" if allgather_cp else "zigzag")
         return batch
 
     return wrapped

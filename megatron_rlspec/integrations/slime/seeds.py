@@ -12,17 +12,15 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from megatron_rlspec.integrations.slime.options import Options
+from megatron_rlspec.noise import seed_of
 
 NAME = "sampling_seed"  # in SGLang's sampling parameters
 
 
 def sampling_seed(rollout_seed: int, index: int, evaluation: bool = False) -> int:
     """Return the sampling seed, below 2³¹, of a sample; those of evaluations are others."""
-    sequence = np.random.SeedSequence((rollout_seed, index, int(evaluation)))
-    return int(sequence.generate_state(1)[0]) & 0x7FFF_FFFF
+    return seed_of(rollout_seed, index, int(evaluation))
 
 
 def seeded(generate: Callable) -> Callable:
