@@ -120,14 +120,12 @@ def hold(engine: RolloutEngine, findings: Sequence[Finding]) -> bool:
     return True
 
 
-def release(engine: RolloutEngine) -> bool:
-    """Enable speculation again. Returns False if the engine cannot be reached."""
+def release(engine: RolloutEngine) -> None:
+    """Enable speculation again, if the engine can be reached."""
     try:
         engine.release()
     except EngineError as error:
         logger.warning("speculation could not be turned on again: %s", error)
-        return False
-    return True
 
 
 def _record(

@@ -36,16 +36,6 @@ class HealthReport:
         """Return the names of the engines that may generate."""
         return tuple(name for name, action in self.verdict.actions.items() if action != "drop")
 
-    @property
-    def plain(self) -> tuple[str, ...]:
-        """Return the names of the serving engines that must not speculate."""
-        return self.verdict.engines("plain")
-
-    @property
-    def records(self) -> tuple[dict[str, Any], ...]:
-        """Return one record per incident, for the log."""
-        return self.verdict.records
-
     def metrics(self) -> dict[str, float]:
         """Return `push/*` of the first push and `health/*`."""
         values = self.pushes[0].metrics() | self.verdict.metrics()

@@ -5,6 +5,7 @@ Everything here is arithmetic. A layout that does not fit raises ConfigError, wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -88,6 +89,13 @@ def needs(
     """
     trainer = trainer_memory(config, hf_config, parameters, experts, world)
     return Need(gpu, trainer, engine_memory(config, hf_config, gpu, parameters, hopper))
+
+
+def count_parameters(tensors: Any) -> tuple[int, int]:
+    """Return the number of all parameters, and of those of routed experts; `tensors` as `read_model` returns them."""
+    sizes = {name: math.prod(tensors.shape(name)) for name in tensors}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    return sum(sizes.values()), experts
 
 
 def trainer_memory(

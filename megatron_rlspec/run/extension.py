@@ -52,19 +52,11 @@ class DrafterSchedule(Protocol):
         """Return the state for a checkpoint: a JSON object, and rollouts that are kept."""
 
 
-class DrafterScheduleBuilder(Protocol):
-    def __call__(
-        self,
-        trainer: Trainer,
-        load_policy: Callable[[int], None] | None,
-        state: Mapping[str, Any],
-        groups: Sequence[Group],
-    ) -> DrafterSchedule:
-        """Build the schedule of a run.
-
-        load_policy    loads the policy that a recorded run had before a step; None: the run trains its own policy
-        state, groups  what `DrafterSchedule.state` returned at the checkpoint of a resumed run, else empty
-        """
+# The second argument loads the policy that a recorded run had before a step; None: the run trains its own policy. The
+# others are what `DrafterSchedule.state` returned at the checkpoint of a resumed run, else empty.
+DrafterScheduleBuilder = Callable[
+    ["Trainer", Callable[[int], None] | None, Mapping[str, Any], Sequence[Group]], DrafterSchedule
+]
 
 
 class Migration(Protocol):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -158,11 +157,10 @@ def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> pla
     if layout.colocated:
         placement.check_colocated(config)
     gpu = torch.cuda.get_device_properties(0).total_memory
-    sizes = {name: math.prod(tensors.shape(name)) for name in tensors}
-    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    parameters, experts = placement.count_parameters(tensors)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     hopper = torch.cuda.get_device_capability(0)[0] == 9
-    need = placement.needs(config, hf_config, gpu, sum(sizes.values()), experts, world, hopper)
+    need = placement.needs(config, hf_config, gpu, parameters, experts, world, hopper)
     return placement.with_memory(layout, need)
 
 

@@ -51,15 +51,18 @@ class Replay:
 
 
 class TrajectoryRecording:
-    """Records the policy and the rollouts of every step (`train.record_gib`), on all ranks.
+    """Records the policy and the rollouts of every step (`train.record_gib`). Every rank holds one; rank 0 writes."""
 
-    writer  on rank 0; None on the others
-    """
-
-    def __init__(self, trainer: Trainer, records: Records, writer: TrajectoryWriter | None) -> None:
+    def __init__(self, config: Config, trainer: Trainer, records: Records, done: int) -> None:
+        """Begin or continue to record a run that has `done` steps."""
         self._trainer = trainer
         self._records = records
-        self._writer = writer
+        self._writer: TrajectoryWriter | None = None
+        if records.recorder is not None:
+            limit = int(config.train.record_gib * 2**30)
+            self._writer = TrajectoryWriter(Path(config.train.run_dir), limit, done)
+            if self._writer.ended:
+                records.event("trajectory", self._writer.ended)
 
     def record(self, step: int, groups: Sequence[Group] = ()) -> None:
         """Write the present policy, and the rollouts that `step` trains on; none after the last step. Collective."""
@@ -72,17 +75,3 @@ class TrajectoryRecording:
             line = writer.write(step, source("target"), groups)
             if line:
                 self._records.event("trajectory", line)
-
-
-def open_recording(
-    config: Config, trainer: Trainer, records: Records, done: int
-) -> TrajectoryRecording:
-    """Begin or continue to record a run that has `done` steps."""
-    writer = None
-    if records.recorder is not None:
-        writer = TrajectoryWriter(
-            Path(config.train.run_dir), int(config.train.record_gib * 2**30), done
-        )
-        if writer.ended:
-            records.event("trajectory", writer.ended)
-    return TrajectoryRecording(trainer, records, writer)

@@ -43,7 +43,7 @@ from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.loading import command_of, load
 from megatron_rlspec.run.rank0 import Rank0
 from megatron_rlspec.run.recording import Records
-from megatron_rlspec.run.replay import TrajectoryRecording, open_recording
+from megatron_rlspec.run.replay import TrajectoryRecording
 from megatron_rlspec.run.result import Results, take_drafter_moments
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.run.saving import Saver
@@ -162,7 +162,7 @@ class Session:
             self.records.event("data", self.loaded.data.summary)
         self.recording: TrajectoryRecording | None = None
         if config.train.record_gib and not self.supervised:
-            self.recording = open_recording(config, self.trainer, self.records, self.done)
+            self.recording = TrajectoryRecording(config, self.trainer, self.records, self.done)
 
         self.rollouts: Rollouts | None = None
         if starting is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 import torch
@@ -25,9 +24,7 @@ def settle(config: Config, command: Command, engines_open: bool) -> Config:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     config = memory_estimate.with_distributed(config, world)
     hf_config, tensors = read_model(config.model.path, config.drafter.path)
-    sizes = {name: math.prod(tensors.shape(name)) for name in tensors}
-    experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    parameters = sum(sizes.values())
+    parameters, experts = placement.count_parameters(tensors)
     properties = torch.cuda.get_device_properties(0)
     machine = Hardware(
         gpus=gpus,

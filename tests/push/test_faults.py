@@ -69,11 +69,11 @@ class Room:
             settings=HealthSettings(canary_tokens=24, canary_share=1.0),
         )
         self.first = self.health.push(0, lambda scope: self.old.items())
-        assert not self.first.records and self.first.canaries["a"].accept_length > 2.0
+        assert not self.first.verdict.records and self.first.canaries["a"].accept_length > 2.0
 
     def push(self):
         report = self.health.push(1, lambda scope: ((n, self.damage(n, t)) for n, t in self.new.items()))
-        self.found += [line.split(":")[0] for record in report.records for line in record["found"]]
+        self.found += [line.split(":")[0] for record in report.verdict.records for line in record["found"]]
         return report
 
     def rollout(self, engine="b"):
@@ -250,7 +250,7 @@ def test_without_a_fault_no_detector_fires():
     for engine in room.engines:
         for _ in range(4):
             room.rollout(engine)
-    assert room.found == [] and report.serving == ("a", "b") and not report.plain
+    assert room.found == [] and report.serving == ("a", "b") and not report.verdict.engines("plain")
 
 
 def test_a_drafter_that_stays_wrong_decodes_plainly_with_the_right_text():
@@ -259,7 +259,7 @@ def test_a_drafter_that_stays_wrong_decodes_plainly_with_the_right_text():
     name = MTP + "input_proj.weight"
     room.damage = lambda n, t: swap(t, 1) if n == name else t
     report = room.push()
-    assert report.plain == ("a", "b") and report.serving == ("a", "b")
+    assert report.verdict.engines("plain") == ("a", "b") and report.serving == ("a", "b")
     assert all(engine.choice.present == SpecSchedule.fixed(OFF) for engine in room.engines.values())
     room.found.clear()
     room.rollout()
@@ -273,4 +273,4 @@ def test_no_false_alarm_in_two_hundred_healthy_pushes():
     for version in range(1, 201):
         room.new = echo_checkpoint(version % 40)[1]
         report = room.health.push(version, lambda scope: room.new.items())
-        assert not report.records, (version, report.records)
+        assert not report.verdict.records, (version, report.verdict.records)

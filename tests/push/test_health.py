@@ -93,8 +93,8 @@ def test_a_lost_tensor_is_pushed_again_and_recorded_once():
     lost = iter([True])
     engines["b"].wire = lambda n, t: None if is_drafter(n) and next(lost, False) else (n, t)
     report = push(health, 0)
-    assert report.serving == ("a", "b") and not report.plain
-    (record,) = report.records
+    assert report.serving == ("a", "b") and not report.verdict.engines("plain")
+    (record,) = report.verdict.records
     assert record["engine"] == "b" and record["action"] == "speculate" and record["after_second_push"] == []
     assert record["found"] == ["fingerprint: lacks model.mtp_layers.0.input_proj.weight"]
     assert [len(e.sessions) for e in engines.values()] == [1, 2]
@@ -123,11 +123,11 @@ def test_canaries_stay_within_their_share_of_the_time(monkeypatch):
     for version in range(12, 18):
         clock[0] += 1.0
         report = push(health, version, source=exporter(version, lambda name, t: t * 2 if is_drafter(name) else t))
-        if report.plain:
+        if report.verdict.engines("plain"):
             break
-    assert report.plain == ("a",)
+    assert report.verdict.engines("plain") == ("a",)
     report = push(health, version + 1)  # without a pause, but with a canary, since the engine had a finding
-    assert "health/canary_accept_length" in report.metrics() and not report.plain
+    assert "health/canary_accept_length" in report.metrics() and not report.verdict.engines("plain")
 
 
 def test_an_engine_whose_target_stays_wrong_leaves_the_rotation():
@@ -135,7 +135,7 @@ def test_an_engine_whose_target_stays_wrong_leaves_the_rotation():
     health = healthy(engines)
     engines["b"].wire = lambda n, t: (n, torch.zeros_like(t) if n == "lm_head.weight" else t)
     report = push(health, 0)
-    assert report.serving == ("a",) and report.records[0]["action"] == "drop"
+    assert report.serving == ("a",) and report.verdict.records[0]["action"] == "drop"
     engines["a"].fail_at = 0
     with pytest.raises(HealthError, match="no engine is left to serve: a: session: a: connection lost"):
         push(health, 1)
@@ -153,7 +153,7 @@ def test_an_engine_that_has_left_asks_for_no_canary():
 def test_a_run_without_speculation_checks_stamps_only():
     engines = {"a": MemoryEngine(acceptance=0.0)}
     health = Health(Pusher(engines), is_drafter, None, PROMPTS, settings=HealthSettings(canary_share=1.0))
-    assert not health.push(0, exporter(0), predicted=3.0).records and engines["a"].schedules == []
+    assert not health.push(0, exporter(0), predicted=3.0).verdict.records and engines["a"].schedules == []
     engines["a"].after_update = lambda engine: setattr(engine, "version", 0)
     with pytest.raises(HealthError, match="no engine is left to serve: a: stamp"):
         health.push(1, exporter(1))

@@ -95,13 +95,13 @@ class Room:
             settings=HealthSettings(canary_tokens=24, canary_share=1.0),
         )
         report = self.health.push(0, lambda scope: self.old.items())
-        assert not report.records and report.canaries["a"].accept_length > 2.0
+        assert not report.verdict.records and report.canaries["a"].accept_length > 2.0
         self.found: list[str] = []
         self.damage = lambda name, tensor: tensor
 
     def push(self, version=1):
         report = self.health.push(version, lambda scope: ((n, self.damage(n, t)) for n, t in self.new.items()))
-        self.found += [line.split(":")[0] for record in report.records for line in record["found"]]
+        self.found += [line.split(":")[0] for record in report.verdict.records for line in record["found"]]
         return report
 
     def rollout(self, engine="b", version=1):
@@ -175,7 +175,7 @@ def test_twenty_healthy_pushes_raise_no_alarm(urls):
         room.new = echo_checkpoint(version)[1]
         report = room.push(version)
         room.rollout("ab"[version % 2], version)
-        assert room.found == [] and report.serving == ("a", "b") and not report.plain
+        assert room.found == [] and report.serving == ("a", "b") and not report.verdict.engines("plain")
 
 
 def pusher_process(url, version, tensors, slowly):
@@ -218,7 +218,7 @@ def test_a_pusher_killed_at_random_moments_leaves_nothing_mixed(urls):
             assert {span[0] for span in sample.policy_versions} == set(whole)
             outcomes["new" if whole == [1] else "old"] += 1
         report = room.health.push(0, lambda scope: room.old.items())  # and it comes back
-        assert not report.records, report.records
+        assert not report.verdict.records, report.verdict.records
     assert outcomes["mixed"] > 0, f"no trial met an engine in between: {outcomes}"
     print(f"\n{KILLS} pushers killed: {outcomes}")
 
@@ -235,7 +235,7 @@ def test_an_engine_killed_during_a_push_leaves_the_rotation_and_comes_back(urls,
 
     room.engines["c"].wire = dies
     report = room.push()
-    assert report.serving == ("a", "b") and report.records[0]["engine"] == "c" and "session" in room.found
+    assert report.serving == ("a", "b") and report.verdict.records[0]["engine"] == "c" and "session" in room.found
     room.rollout("a")
     again = start(served, "again")
     try:

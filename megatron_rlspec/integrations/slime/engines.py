@@ -18,8 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from megatron_rlspec.engine import EngineError, RolloutEngine, ask_all
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import drafter_names
@@ -43,15 +41,7 @@ class SlimeEngine(SGLangEngine):
 
     def version(self) -> str:
         """Return the weight version that SGLang reports. Raises EngineError."""
-        url = f"{self.url}/model_info"
-        with requests.Session() as session:
-            session.trust_env = False  # no proxy lies between the machines of a job
-            try:
-                answer = session.get(url, headers=self._headers, timeout=TIMEOUT)
-                answer.raise_for_status()
-            except requests.RequestException as error:
-                raise EngineError(f"{self.url}: model_info failed: {error}") from None
-        return str(answer.json()["weight_version"])
+        return str(self.get_from_sglang("model_info")["weight_version"])
 
 
 class SlimePushes(Pusher):

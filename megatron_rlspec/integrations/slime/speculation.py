@@ -34,10 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Speculation(DraftRule):
-    """The rule of slime's engines. A run has one such object.
-
-    configs  the configurations that the engines report they can run; a canary uses one of them
-    """
+    """The rule of slime's engines. A run has one such object."""
 
     def __init__(
         self,
@@ -46,11 +43,13 @@ class Speculation(DraftRule):
         settings: HealthSettings | None = None,
         api_key: str = "",
     ) -> None:
+        """`configs`: the configurations that the engines report they can run; a canary uses one of them."""
         super().__init__(learning)
-        self.configs = frozenset(configs)
         self.api_key = api_key
-        self.settings = settings or HealthSettings()
-        self._canary = Canary(self.settings)
+        settings = settings or HealthSettings()
+        steps = [c.num_steps for c in configs if c.num_steps <= settings.canary_steps]
+        self._chain = SpecConfig(max(steps, default=0))  # of canaries
+        self._canary = Canary(settings)
         self._canary_versions: dict[str, int] = {}  # of the latest canary, by URL
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
@@ -71,21 +70,19 @@ class Speculation(DraftRule):
         push. An engine runs one canary per version, and none while its speculation is disabled. Returns
         `health/canary_*`; {} if no canary was due or none was answered.
         """
-        steps = [c.num_steps for c in self.configs if 0 < c.num_steps <= self.settings.canary_steps]
-        if not prompts or not steps or not self._canary.due():
+        if not prompts or not self._chain.num_steps or not self._canary.due():
             return {}
         answered = self._engines(urls)(self._canary_version)
         versions = {url: version for url, version in answered.items() if version is not None}
         engines = {url: SlimeEngine(url, self.api_key) for url in versions}
-        chain = SpecConfig(max(steps))
         seconds = self._canary.seconds
         results = self._canary.run(
             engines,
             versions,
             [Prompt(i, np.asarray(prompt)) for i, prompt in enumerate(prompts)],
             sampling,
-            chain,
-            self.learning.accept_length(chain),
+            self._chain,
+            self.learning.accept_length(self._chain),
         )
         answers(engines, self.set)
         if all(result.error for result in results.values()):

@@ -88,12 +88,20 @@ class Connection:
             raise self.not_an_engine(path, value)
         return value
 
-    def _send(self, path: str, under: str = "/rlspec/", **arguments: Any) -> requests.Response:
-        """Post to a route. Raises EngineError, with the server's sentence if it gave one."""
+    def get_from_sglang(self, route: str) -> dict[str, Any]:
+        """Return the answer of one of SGLang's own routes."""
+        with self._send(route, under="/", method="GET") as answer:
+            return self._object(route, answer.content)
+
+    def _send(
+        self, path: str, under: str = "/rlspec/", method: str = "POST", **arguments: Any
+    ) -> requests.Response:
+        """Send a request. Raises EngineError, with the server's sentence if it gave one."""
         session = requests.Session()
         session.trust_env = False
         try:
-            answer = session.post(
+            answer = session.request(
+                method,
                 f"{self.url}{under}{path}",
                 headers=self._headers,
                 timeout=(_CONNECT_SECONDS, self._timeout),
