@@ -107,7 +107,6 @@ class CoTrainer:
             check_drafter(settings.path, hf_config, hf_path)
         _check_policy(model, hf_config)
         objective = objective_of(settings, sampling, candidate_steps, verifier)
-        self._depth = settings.depth
         self._table = shards.family(hf_config)
         self._drafter = {"drafter": "mtp"}  # what a resumed one must equal
         if DRAFTER in hf_config:
@@ -168,9 +167,10 @@ class CoTrainer:
         if drafting is None:
             return
         drafting.embedding = self._embedding
-        counts = [0.0] * self._depth
+        depth = drafting.settings.depth
+        counts = [0.0] * depth
         for sequences in micro_batches:
-            for d, count in enumerate(sequences.trained(self._depth)):
+            for d, count in enumerate(sequences.trained(depth)):
                 counts[d] += count
         drafting.begin_step(counts)
         if drafting.due:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import ray
@@ -93,32 +92,25 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
         metrics: list[Any] = [None]
         with exporting(export_again, _number) as source:
             if source is not None:
-                again = partial(_collected, source) if repeatable else None
-                metrics[0] = _check(updater, sent, again)
+                metrics[0] = _check(updater, sent, source if repeatable else None)
         dist.broadcast_object_list(metrics, src=0, group=get_gloo_group())
         updater.update_weight_metrics.update(metrics[0])
 
     return wrapped
 
 
-def _check(
-    updater: Any, sent: dict[str, int], push_again: Callable[[], dict[str, int]] | None
-) -> dict[str, float]:
-    """Check every engine, on rank 0. Returns metrics."""
+def _check(updater: Any, sent: dict[str, int], source: Any) -> dict[str, float]:
+    """Check every engine, on rank 0; `source` pushes again, if it is not None. Returns metrics."""
     args = updater.args
     health = after_push(
         _urls(updater),
         sent,
         updater.weight_version,
         drafter_test(args.hf_checkpoint, Options.from_args(args).drafter.path),
-        push_again,
+        source and (lambda: dict(source("all"))),
         getattr(args, "sglang_api_key", None) or "",
     )
     return health.metrics()
-
-
-def _collected(source: Any) -> dict[str, int]:
-    return dict(source("all"))
 
 
 def _number(value: int) -> int:
