@@ -266,12 +266,12 @@ class Trainer:
             sampled=False,
             coupled=self._objective.coupled and seeds_known,
         )
-        head = None if self.drafter_step is None else self.drafter_step.head
-        replay = DrafterStep(None, objective, head)
+        replay = DrafterStep(None, objective)
         if self.drafter is not None and self.drafter_step is not None:
             self.drafter.eval()
             self.drafter.depth = objective.depth
             replay.words = self.drafter_step.words
+            replay.head = self.drafter_step.head
         try:
             sums = self.run(batches, partial(self._replayed, replay), forward_only=True)
         finally:
