@@ -18,11 +18,6 @@ _CHUNK = 1 << 19  # elements hashed at once on a CPU; they fit into its cache
 _CHUNK_ON_DEVICE = 1 << 24  # 128 MiB of float64
 
 
-def seed_of(*parts: int) -> int:
-    """Return a sampling seed below 2³¹, made from non-negative integers."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFF_FFFF
-
-
 def _i32(x: int) -> int:
     return x - (1 << 32) if x >= 1 << 31 else x
 
@@ -160,3 +155,8 @@ def _likeliest(logprobs: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     best = score.new_full((len(logprobs),), float("-inf")).scatter_reduce_(0, row, score, "amax")
     won = score == best[row]
     return first[:, 0].scatter_reduce(0, row[won], column[won], "amin", include_self=False)
+
+
+def seed_of(*parts: int) -> int:
+    """Return a sampling seed below 2³¹, made from non-negative integers."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFF_FFFF
