@@ -108,9 +108,9 @@ class CoTrainer:
         _check_policy(model, hf_config)
         objective = objective_of(settings, sampling, candidate_steps, verifier)
         self._table = shards.family(hf_config)
-        self._drafter = {"drafter": "mtp"}  # what a resumed one must equal
+        self._drafter = "mtp"  # in what a resumed drafter must equal the saved one
         if DRAFTER in hf_config:
-            self._drafter["drafter"] = eagle3_identity(hf_config, words(tensors, hf_config))
+            self._drafter = eagle3_identity(hf_config, words(tensors, hf_config))
         self._predicted: Prediction | None = None
         self._embedding: Tensor | None = None
         self.drafting: DrafterBeside | None = None
@@ -265,7 +265,8 @@ class CoTrainer:
 
     def _layout(self) -> dict[str, Any]:
         """Return the settings in which a resumed run must equal the saved one."""
-        return self._drafter | {
+        return {
+            "drafter": self._drafter,
             "tensor": ps.get_tensor_model_parallel_world_size(),
             "pipeline": ps.get_pipeline_model_parallel_world_size(),
             "expert": ps.get_expert_model_parallel_world_size(),
