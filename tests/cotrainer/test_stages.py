@@ -82,6 +82,7 @@ def steps(model, drafter, stages, learns):
         served = {"model.path": model, "model.dtype": "float32", "spec.candidate_steps": "0,1,3"}
         served |= {"rollout.engine": "embedded"} | {f"drafter.{key}": value for key, value in options.items()}
         module.SGLangEngine = lambda url: embedded(load(None, served))
+        module.check_served_drafter = lambda *given: None  # an embedded engine does not describe its drafter
         cotrainer = module.CoTrainer(
             policy,
             model,
