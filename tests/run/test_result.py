@@ -6,7 +6,7 @@ from megatron_rlspec.config import load
 from megatron_rlspec.conversion.drafter_files import read_model
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.hf_files import publish, read_hf
-from megatron_rlspec.run.loading import drafter_names
+from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.run.result import build_result
 
 
