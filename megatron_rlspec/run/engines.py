@@ -23,7 +23,7 @@ from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
 from megatron_rlspec.rollout.start import StartingEngines
 from megatron_rlspec.run.extension import Migration
-from megatron_rlspec.run.speculating import Speculation
+from megatron_rlspec.run.speculating import RunDraftRule
 from megatron_rlspec.types import Prompt, Scope
 
 Named = Mapping[str, RolloutEngine]
@@ -43,7 +43,7 @@ class Engines:
         pool: EnginePool,
         health: Health,
         starting: StartingEngines,
-        speculation: Speculation,
+        speculation: RunDraftRule,
         recorder: Recorder,
         restarts: int,
         migration: Migration | None = None,
@@ -206,7 +206,7 @@ def open_health(
     config: Config,
     pool: EnginePool,
     hf_config: Mapping[str, Any],
-    speculation: Speculation,
+    speculation: RunDraftRule,
     speculate: Callable[[str, RolloutEngine], None],
     canary: Sequence[Prompt],
     recorder: Recorder,

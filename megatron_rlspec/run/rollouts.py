@@ -29,7 +29,7 @@ from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.engines import Engines, open_health, open_pool, report_slow_sampling
 from megatron_rlspec.run.extension import Extensions, Migration
 from megatron_rlspec.run.generation import Generation
-from megatron_rlspec.run.speculating import Speculation
+from megatron_rlspec.run.speculating import RunDraftRule
 from megatron_rlspec.run.summaries import rollout_metrics
 from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.tasks import data, rewards
@@ -132,7 +132,7 @@ class Rollouts:
         self._thread = ThreadPoolExecutor(1, "rollout")
         for line in started.summaries:
             recorder.event("data", line)
-        self.speculation = Speculation(
+        self.speculation = RunDraftRule(
             config.spec, started.learning, started.run_dir / "spec_rule.json"
         )
         canary = started.held_out.get("") or (prompts.rows if prompts else [])

@@ -14,7 +14,7 @@ from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.types import RoundStats, SpecSchedule
 
 
-class Speculation(DraftRule):
+class RunDraftRule(DraftRule):
     """The rule or schedule of a run's engines.
 
     drafts  whether engines speculate

@@ -17,7 +17,7 @@ from test_slime import HERE, PYTHON, environment, pytestmark, run  # noqa: F401
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.integrations.slime.engines import SlimeEngine, after_push, drafter_test
-from megatron_rlspec.integrations.slime.speculation import Speculation
+from megatron_rlspec.integrations.slime.speculation import SlimeDraftRule
 from megatron_rlspec.push.detectors import HealthSettings
 from megatron_rlspec.push.fingerprint import fingerprints
 from megatron_rlspec.speculation.learning import Learning
@@ -115,7 +115,7 @@ def test_the_canary_sees_an_eagle3_drafter_that_was_exported_wrongly(tmp_path):
     ]
     learning = Learning([0, 1, 2], "", Roofline.of_layers(8))
     learning.observe([RoundStats(SpecConfig(2), 8, 800, 600, 900.0, (100, 100, 200))], [])
-    speculation = Speculation(learning, [SpecConfig(1), SpecConfig(2)], HealthSettings(canary_share=1.0))
+    speculation = SlimeDraftRule(learning, [SpecConfig(1), SpecConfig(2)], HealthSettings(canary_share=1.0))
     prompts = [[3 + (i * 7 + j) % 150 for j in range(6)] for i in range(16)]
     with served(tmp_path, *places) as engine:
         found = []

@@ -1,11 +1,11 @@
-"""`Speculation` learns from rollouts, but not from evaluations, and not from engines before their first push."""
+"""`SlimeDraftRule` learns from rollouts, but not from evaluations, and not from engines before their first push."""
 
 import json
 
 import pytest
 
 from megatron_rlspec.integrations.slime import speculation as slime_speculation
-from megatron_rlspec.integrations.slime.speculation import Speculation
+from megatron_rlspec.integrations.slime.speculation import SlimeDraftRule
 from megatron_rlspec.push.canary import CanaryResult
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
@@ -50,7 +50,7 @@ def rounds(*accepted):
 
 def test_an_evaluation_is_not_learnt_from(monkeypatch):
     monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
-    speculation = Speculation(Learning([0, 3], "", Roofline.of_layers(2)), [CHAIN])
+    speculation = SlimeDraftRule(Learning([0, 3], "", Roofline.of_layers(2)), [CHAIN])
     Engine.rounds.append(rounds(5000, 0, 0, 0))
     speculation.forget(["a"])
     Engine.rounds.append(rounds(0, 0, 0, 50))
@@ -61,13 +61,13 @@ def test_an_evaluation_is_not_learnt_from(monkeypatch):
 def test_no_canary_before_the_first_push(monkeypatch):
     """SGLang names "default" as the version of weights that it loaded by itself (slime's --debug-rollout-only)."""
     monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
-    speculation = Speculation(Learning([0, 3], "", Roofline.of_layers(2)), [CHAIN])
+    speculation = SlimeDraftRule(Learning([0, 3], "", Roofline.of_layers(2)), [CHAIN])
     assert speculation.canary(["a"], [[1, 2, 3]], Sampling()) == {}
 
 
 def test_canaries_that_no_engine_answered_are_not_reported_as_good_ones(monkeypatch):
     monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
-    speculation = Speculation(Learning([0, 3], "", Roofline.of_layers(2)), [CHAIN])
+    speculation = SlimeDraftRule(Learning([0, 3], "", Roofline.of_layers(2)), [CHAIN])
     monkeypatch.setattr(speculation, "_canary_version", lambda engine: 7)
     monkeypatch.setattr(speculation._canary, "run", lambda *_: {"a": CanaryResult(error="no answer")})
     assert speculation.canary(["a"], [[1, 2, 3]], Sampling()) == {}

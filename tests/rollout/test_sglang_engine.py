@@ -23,7 +23,7 @@ import torch
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime.engines import PushHealth, after_push
-from megatron_rlspec.integrations.slime.speculation import Speculation
+from megatron_rlspec.integrations.slime.speculation import SlimeDraftRule
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.detectors import HealthSettings
 from megatron_rlspec.push.fingerprint import fingerprint
@@ -592,7 +592,7 @@ def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict
     configs = [SpecConfig(*config) for config in engine.describe()["configs"]]
     settings = HealthSettings(canary_share=1.0, canary_tokens=24)
     learning = Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0))
-    speculation = Speculation(learning, configs, settings)
+    speculation = SlimeDraftRule(learning, configs, settings)
     prompts = [r.prompt.tokens.tolist() for r in requests(6)]
     greedy = Sampling(temperature=0, ignore_eos=True)
 

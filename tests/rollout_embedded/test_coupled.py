@@ -11,7 +11,7 @@ from megatron_rlspec.config import load
 from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.noise import draw, uniform
 from megatron_rlspec.rollout.embedded import draft, verify
-from megatron_rlspec.run.speculating import Speculation
+from megatron_rlspec.run.speculating import RunDraftRule
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
@@ -160,7 +160,7 @@ def test_an_engine_drafts_with_the_sharpness_that_config_json_states_until_a_rul
 @pytest.mark.parametrize("mode", ["fixed", "adaptive"])
 def test_a_run_tells_its_engines_the_sharpness_that_the_trainer_predicts(model, tmp_path, mode):
     learning = Learning((0, 1, 5), "", Roofline.of_layers(2), adaptive=mode == "adaptive")
-    told = Speculation(load(None, {"spec.mode": mode}).spec, learning, tmp_path / "spec_rule.json")
+    told = RunDraftRule(load(None, {"spec.mode": mode}).spec, learning, tmp_path / "spec_rule.json")
     engine = oracle.engine_of(*model, CHAIN)
     accepted = [1.0, 2.0, 3.0]  # of ten drafts, by sharpness
     for best in (SHARPNESS[2], SHARPNESS[0]):

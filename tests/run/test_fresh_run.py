@@ -12,7 +12,7 @@ from megatron_rlspec.commands.convert import main
 from megatron_rlspec.config import load
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
-from megatron_rlspec.run.speculating import Speculation
+from megatron_rlspec.run.speculating import RunDraftRule
 from megatron_rlspec.speculation.learning import Learning, Saved
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
@@ -103,7 +103,7 @@ def test_a_model_with_a_drafter_is_refused(start, tmp_path):
 @pytest.mark.parametrize(("plain_ms", "told"), [(600.0, False), (1600.0, True)])
 def test_the_engines_are_said_to_draft_unless_their_rounds_lost_time(plain_ms, told, tmp_path, monkeypatch):
     learning = Learning([0, 3], "", Roofline.of_layers(8))
-    speculation = Speculation(load(None, {"spec.candidate_steps": "0,3"}).spec, learning, tmp_path / "rule.json")
+    speculation = RunDraftRule(load(None, {"spec.candidate_steps": "0,3"}).spec, learning, tmp_path / "rule.json")
     rounds = [RoundStats(SpecConfig(3), 1, 40, 20, 800.0, (0, 0, 0, 20)), RoundStats(OFF, 1, 40, 12, 200.0)]
     monkeypatch.setattr(learning, "saved", lambda *_: Saved(1000.0, plain_ms, 800.0))
     line = speculation.began(rounds, 4.0)

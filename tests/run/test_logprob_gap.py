@@ -4,7 +4,7 @@ import pytest
 
 from megatron_rlspec.config import load
 from megatron_rlspec.run.logprob_gap import GAP, LogprobGap
-from megatron_rlspec.run.speculating import Speculation
+from megatron_rlspec.run.speculating import RunDraftRule
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import RoundStats, SpecConfig
@@ -32,7 +32,7 @@ def test_the_limit_follows_the_type_and_what_the_run_has_seen(options, seen, lim
 
 def test_first_drafts_that_are_accepted_half_as_often_make_a_canary_due(tmp_path):
     learning = Learning([0, 3], "", Roofline.of_layers(8))
-    speculation = Speculation(load(None, {"spec.candidate_steps": "0,3"}).spec, learning, tmp_path / "rule.json")
+    speculation = RunDraftRule(load(None, {"spec.candidate_steps": "0,3"}).spec, learning, tmp_path / "rule.json")
 
     def fell(refused, accepted):
         rounds = [RoundStats(SpecConfig(3), 1, 40, 200, 200.0, (refused, accepted, 0, 0))]

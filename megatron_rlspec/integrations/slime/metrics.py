@@ -30,7 +30,7 @@ from megatron_rlspec.integrations.slime.engines import (
     drafter_test,
 )
 from megatron_rlspec.integrations.slime.options import Options, rollout_sampling
-from megatron_rlspec.integrations.slime.speculation import Speculation
+from megatron_rlspec.integrations.slime.speculation import SlimeDraftRule
 from megatron_rlspec.push.canary import CANARY_PROMPTS
 from megatron_rlspec.rollout.sglang.settings import DRAFTED
 from megatron_rlspec.rollout.start import check_served_drafter
@@ -42,7 +42,7 @@ from megatron_rlspec.types import SpecConfig
 logger = logging.getLogger(__name__)
 SLIME_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 _slime_add = Sample.SpecInfo.add
-_speculation: Speculation | None = None
+_speculation: SlimeDraftRule | None = None
 _checked_version = 0  # of the full updates through the disk, which are checked here only
 _metrics: dict[str, float] = {}  # since the last log
 _prompts: list[list[int]] = []  # of the last rollout, for canaries
@@ -134,8 +134,10 @@ def after(args: Namespace, urls: Sequence[str], samples: Iterable[Sample]) -> No
     slime_state.write_rollouts(folder, _speculation.learning.state())
 
 
-def make_speculation(args: Namespace, urls: Sequence[str], options: Options) -> Speculation | None:
-    """Make the run's `Speculation` from its checkpoint. None if an engine cannot switch or be reached."""
+def make_speculation(
+    args: Namespace, urls: Sequence[str], options: Options
+) -> SlimeDraftRule | None:
+    """Make the run's `SlimeDraftRule` from its checkpoint. None if an engine cannot switch or be reached."""
     api_key = _api_key(args)
     try:
         engines = {url: SlimeEngine(url, api_key).describe() for url in urls}
@@ -163,7 +165,7 @@ def make_speculation(args: Namespace, urls: Sequence[str], options: Options) -> 
     if state := slime_state.read_rollouts(options.folder):
         if lost := learning.restore(state):
             logger.warning("rlspec: %s", lost)
-    return Speculation(learning, configs, api_key=api_key)
+    return SlimeDraftRule(learning, configs, api_key=api_key)
 
 
 def engine_urls(args: Namespace) -> list[str]:

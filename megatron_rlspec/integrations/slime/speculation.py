@@ -1,6 +1,6 @@
 """Learn about speculation from slime's rollouts and set the engines' rules, in the process that runs rollouts.
 
-    speculation = Speculation(learning, configs)
+    speculation = SlimeDraftRule(learning, configs)
     speculation.expect(prediction)                    training's prediction of the next rollout
     speculation.canary(urls, prompts, sampling)       if weights are new
     speculation.before_rollout(urls)                  set every engine's rule
@@ -33,7 +33,7 @@ from megatron_rlspec.types import Prompt, Sampling, SpecConfig
 logger = logging.getLogger(__name__)
 
 
-class Speculation(DraftRule):
+class SlimeDraftRule(DraftRule):
     """The rule of slime's engines. A run has one such object."""
 
     def __init__(
