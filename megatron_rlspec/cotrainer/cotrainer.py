@@ -196,7 +196,7 @@ class CoTrainer:
             metrics = self.drafting.end_step()
             self._predicted = self.drafting.predicted
         if ps.get_pipeline_model_parallel_world_size() > 1:
-            told = [metrics, self._predicted]
+            told: list[Any] = [metrics, self._predicted]
             last = ps.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(told, src=last, group=ps.get_pipeline_model_parallel_group())
             metrics, self._predicted = told

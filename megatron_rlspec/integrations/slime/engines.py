@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -120,7 +120,9 @@ def after_push(
     def already_sent() -> Fingerprints:
         return sent
 
-    pushes = itertools.chain([already_sent], itertools.repeat(push_again or already_sent))
+    pushes: Iterator[Any] = itertools.chain(
+        [already_sent], itertools.repeat(push_again or already_sent)
+    )
     health = Health(
         SlimePushes(engines),
         is_drafter,
