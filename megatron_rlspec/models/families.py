@@ -255,7 +255,6 @@ class Family:
     rotary_share          share of a head's channels that is rotated, unless config.json says
     zero_first_embedding  the drafter reads 0 for the embedding at position 0
     zero_centered_norms   norms multiply by 1 + w, so that a norm without effect holds 0
-    transformers          the model's name in Transformers, by which `rlspec convert --check` compares logits; "": none
     embedded              the embedded engine runs the target
     embedded_drafter      the embedded engine runs the drafter
     added_drafter         architecture of the same model with a drafter by `--add-mtp`; "": no engine runs one
@@ -275,7 +274,6 @@ class Family:
     rotary_share: float = 1.0
     zero_first_embedding: bool = False
     zero_centered_norms: bool = False
-    transformers: str = ""
     embedded: bool = False
     embedded_drafter: bool = False
     added_drafter: str = ""
@@ -315,7 +313,6 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         dense,
         qkv_bias="never",
-        transformers="Llama",
         embedded=True,
         added_drafter="MiMoForCausalLM",
         sglang_files=("llama",),
@@ -326,7 +323,6 @@ FAMILIES: dict[str, Family] = {
         dense,
         qkv_bias="or_zero",
         zero_first_embedding=True,
-        transformers="Qwen2",
         embedded=True,
         embedded_drafter=True,
         added_drafter="MiMoForCausalLM",
@@ -343,7 +339,6 @@ FAMILIES: dict[str, Family] = {
         dense,
         qkv_bias="always",
         zero_first_embedding=True,
-        transformers="Qwen2",
         embedded=True,
         added_drafter="MiMoForCausalLM",
         sglang_files=("qwen2",),
@@ -354,7 +349,6 @@ FAMILIES: dict[str, Family] = {
         dense,
         qk_norm="always",
         zero_first_embedding=True,
-        transformers="Qwen3",
         embedded=True,
         sglang_files=("qwen3",),
         pushed=True,

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import shutil
 
 import pytest
@@ -12,16 +11,14 @@ import torch
 from moe_oracles import DEEPSEEK_V3, GLM4_MOE, checkpoint
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from weight_oracles import mimo_checkpoint, one_rank
+from weight_oracles import mimo_checkpoint
 
 from megatron_rlspec import files
 from megatron_rlspec.commands.convert import main
-from megatron_rlspec.conversion import convert as module
 from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.hf_files import read_hf, write_hf
 from megatron_rlspec.models.names import name_table
-from megatron_rlspec.models.rows import Row
 from megatron_rlspec.run import identity
 
 
@@ -203,10 +200,9 @@ def test_a_fresh_drafter_reads_the_embedding_through_the_first_layer(tmp_path):
     deviation = (head * norm).square().sum(1).mean().sqrt()
     assert deviation > 1
     torch.testing.assert_close(mtp["final_layernorm.weight"], norm / deviation)
-    # The same by way of Megatron, and the check compares logits with Transformers'.
+    # The same by way of Megatron.
     assert main([str(tmp_path / "hf"), str(tmp_path / "megatron"), "--add-mtp", "--quiet"]) == 0
-    code, report = one_rank(run, str(tmp_path / "megatron"), str(tmp_path / "back"), "--quiet", "--check")
-    assert code == 0, report
+    assert main([str(tmp_path / "megatron"), str(tmp_path / "back"), "--quiet"]) == 0
     assert same(dict(lazy), tmp_path / "back")
 
 
@@ -231,35 +227,6 @@ def run(*arguments):
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         code = main(arguments)
     return code, text.getvalue()
-
-
-def without_swap(*arguments):
-    """Run with a table that does not swap the halves of `eh_proj`. It is patched here: ranks inherit no patch."""
-    real = module.name_table
-
-    def wrong(*args, **kwargs):
-        family = real(*args, **kwargs)
-        name = "mtp.layers.0.eh_proj.weight"
-        family.rows[name] = Row(name, family.rows[name].hf)
-        return family
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "name_table", wrong)
-        return run(*arguments)
-
-
-def test_check_detects_a_wrong_table(tmp_path):
-    """The same mistake in both directions: the round trip is exact, and only the logits differ."""
-    config, tensors = hf_directory(tmp_path)
-    kinds = {"layer_types": ["full_attention"] * config["num_hidden_layers"]}  # as Transformers 5 writes it
-    (tmp_path / "hf/config.json").write_text(json.dumps(config | kinds))
-    code, report = one_rank(run, str(tmp_path / "hf"), str(tmp_path / "good"), "--quiet", "--check")
-    assert code == 0 and max(map(float, re.findall(r"\d\.\de-\d+", report))) < 1e-4, report
-    assert without_swap(str(tmp_path / "hf"), str(tmp_path / "bad"), "--quiet")[0] == 0
-    assert without_swap(str(tmp_path / "bad"), str(tmp_path / "back"), "--quiet")[0] == 0
-    assert same(tensors, tmp_path / "back")
-    code, report = one_rank(without_swap, str(tmp_path / "hf"), str(tmp_path / "bad2"), "--quiet", "--check")
-    assert code == 1 and "the drafter's logits differ from Transformers'" in report
 
 
 def test_a_megatron_checkpoint_without_config_json_is_read_with_another_one(tmp_path, capsys):

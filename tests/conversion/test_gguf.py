@@ -9,7 +9,6 @@ from test_pushed_families import checkpoint, config_of
 
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.models.config import check_config
-from megatron_rlspec.models.families import record_of
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.tasks.data import load_tokenizer
 
@@ -93,7 +92,7 @@ def write(path, config, tensors, arch="llama", kind=Kind.F32, extra=None, lost="
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 def test_a_file_becomes_a_checkpoint(architecture, tmp_path):
     config, tensors = model(architecture, tmp_path / "names")
-    arch = record_of(config).transformers.lower()
+    arch = architecture.removesuffix("ForCausalLM").lower()
     write(tmp_path / "m.gguf", config, tensors, arch)
     assert main([str(tmp_path / "m.gguf"), str(tmp_path / "hf"), "--dtype", "float32", "--quiet"]) == 0
     found, lazy = read_hf(tmp_path / "hf")
@@ -149,7 +148,6 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
         error = capsys.readouterr().err
         assert expected[name] in error and name in error and error.count("\n") == 1, error
         assert not (tmp_path / "out").exists()
-    assert main([str(tmp_path / "whole.gguf"), str(tmp_path / "out"), "--check", "--to", "megatron"]) == 2
     assert main([str(tmp_path / "names"), str(tmp_path / "out"), "--dtype", "float32"]) == 2
     assert "is no GGUF file" in capsys.readouterr().err
 
@@ -172,9 +170,8 @@ def refused(path, capsys) -> str:
 @pytest.mark.parametrize(
     ("options", "expects"),
     [
-        ({"rope": 0.0}, "llama.rope.freq_base is 0.0; expected one number above 0"),
         ({"words": [*WORDS, "more"]}, "model.embed_tokens.weight has shape [30, 64], expected [31, 64]"),
-        ({"keys": [("add_float32", "llama.swing", 1.0)]}, "llama.swing is 1.0; this key is not read from GGUF"),
+        ({"keys": [("add_float32", "llama.swing", 0.5)]}, "llama.swing is 0.5; this key is not read from GGUF"),
     ],
     ids=lambda value: str(value)[:40],
 )
