@@ -63,7 +63,7 @@ class PolicyLoss(Protocol):
     """Return the loss of each token, `[T]`, differentiable in `tokens.logprobs`; a lower loss is better.
 
     It is averaged as `algorithm.aggregation` says, over all ranks. `kl_coef` and `entropy_coef` are added to it;
-    `ratio`, `clip_*`, `dual_clip` and `tis_clip` are not applied.
+    `ratio`, `clip_*` and `tis_clip` are not applied.
     """
 
     def __call__(self, tokens: PolicyTokens, /) -> Tensor: ...

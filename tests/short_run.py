@@ -9,7 +9,6 @@ from unittest import mock
 
 import forked
 
-from megatron_rlspec.config import effects, load
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
 from megatron_rlspec.types import OFF, SpecConfig
 
@@ -77,9 +76,6 @@ def words(start: Path, run_dir: Path, command: str, options: dict[str, object]) 
     if chosen.get("data.eval_path") == "":
         del values["train.eval_prompts"]
     values |= chosen
-    if command != "train":  # which reads them all
-        config = load(None, {name: str(value) for name, value in values.items()})
-        values = {n: value for n, value in values.items() if n in chosen or not effects.unread(config, command, n)}
     given = [command, "--config", str(file)] if file else [command]
     return [*given, *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 from megatron_rlspec import arguments
 from megatron_rlspec.commands import doctor
 from megatron_rlspec.config import Command, Config, ConfigError, load, load_replay, options
-from megatron_rlspec.config.effects import option, unread
 from megatron_rlspec.config.load import unknown_option
 from megatron_rlspec.config.run_dir import claimed
 from megatron_rlspec.host import environment
@@ -265,7 +264,6 @@ def parse(command: Name, argv: list[str], ranks: int | None = None) -> Config:
         config = load_replay(recorded, file, overrides)
     else:
         config = load(file, overrides)
-        _check_effects(config, command, overrides)
     config = _with_local_models(config)
     if command == "answer":
         config.check_answer()
@@ -300,16 +298,6 @@ def _unknown_word(word: str) -> str:
         return unknown_option(name.removeprefix("--"))
     wanted = f"--{name} {value}" if equals else f"--config {name}"
     return printable(f"unexpected word {word[:80]}; expected {wanted[:80]}")
-
-
-def _check_effects(config: Config, command: Name, overrides: dict[str, str]) -> None:
-    """Refuse options of the command line that the command does not read; a file may serve several commands."""
-    for name in overrides:
-        value, field = option(config, name)
-        if field is not None and value != field.default:
-            where = unread(config, command, name)
-            if where:
-                raise ConfigError(f"{name} has no effect on {where}")
 
 
 def parser_of(command: Name) -> arguments.Parser:

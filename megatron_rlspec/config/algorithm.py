@@ -26,10 +26,10 @@ class AlgorithmConfig(Section):
         description="group: reward minus the mean reward of the prompt's samples (GRPO); or module:function, "
         "see examples/custom_loss",
     )
-    ratio: Annotated[Literal["token", "sequence", "cispo"], RATIO] = Field(
+    ratio: Annotated[Literal["token", "sequence"], RATIO] = Field(
         "token",
-        description="importance ratio: of a token (GRPO), of a sequence (GSPO), clipped and detached (cispo); with "
-        "old_logprobs=recompute it is 1 in the first of train.updates_per_rollout",
+        description="importance ratio: of a token (GRPO), or of a sequence (GSPO); with old_logprobs=recompute "
+        "it is 1 in the first of train.updates_per_rollout",
     )
     normalise_std: bool = Field(
         True, description="divide a group's advantages by the deviation of its rewards"
@@ -40,15 +40,7 @@ class AlgorithmConfig(Section):
     clip_high: Annotated[Weight, RATIO] = Field(
         0.28, description="the ratio is clipped above at 1 + clip_high"
     )
-    dual_clip: Annotated[Weight, RATIO] = Field(
-        0.0,
-        description="bound on the loss of a negative advantage A: at most dual_clip * |A|; above 1, or 0 for none",
-    )
     kl_coef: Weight = Field(0.0, description="weight of the KL divergence from model.path; 0: none")
-    kl_kind: Annotated[Literal["k1", "k2", "k3"], Needs("algorithm.kl_coef")] = Field(
-        "k3",
-        description="estimator of that KL from r = log p - log p_ref: r (k1), r^2/2 (k2), exp(-r) - 1 + r (k3)",
-    )
     entropy_coef: float = Field(0.0, ge=-1e6, le=1e6, description="weight of the entropy bonus")
     aggregation: Literal["token", "sample", "constant"] = Field(
         "token",
@@ -80,10 +72,4 @@ class AlgorithmConfig(Section):
             value = getattr(self, name)
             if value != known and not FUNCTION.fullmatch(value):
                 raise ValueError(f"{name}={value}: expected {known} or module:function")
-        if 0 < self.dual_clip <= 1:
-            raise ValueError(f"dual_clip={self.dual_clip} must be above 1, or 0 for none")
-        if self.dual_clip and self.ratio == "cispo":
-            raise ValueError(
-                f"dual_clip={self.dual_clip} bounds a clipped loss, but ratio=cispo does not clip it"
-            )
         return self

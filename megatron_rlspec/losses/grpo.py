@@ -8,7 +8,7 @@ only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -87,43 +87,14 @@ class TokenLoss(NamedTuple):
     log_ratio: Tensor
 
 
-def ppo_loss(log_ratio: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> TokenLoss:
-    """PPO with a clip range of two widths: max(-r A, -clip(r) A), with r = exp(log_ratio).
-
-    `dual_clip` bounds the loss of tokens with A < 0 by -dual_clip · A (arXiv 1912.09729); 0: no bound.
-    """
+def ppo_loss(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
+    """PPO with a clip range of two widths: max(-r A, -clip(r) A), with r = exp(log_ratio)."""
     ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     unclipped_loss = -ratio * advantage
     clipped_loss = -clipped_ratio * advantage
     loss = torch.maximum(unclipped_loss, clipped_loss)
-    if algorithm.dual_clip:
-        bounded = torch.minimum(loss, -algorithm.dual_clip * advantage)
-        loss = torch.where(advantage < 0, bounded, loss)
     return TokenLoss(loss, clipped_loss > unclipped_loss, log_ratio)
-
-
-def gspo_loss(
-    log_ratio: Tensor,
-    advantage: Tensor,
-    algorithm: AlgorithmConfig,
-    mask: Tensor,
-    batch: PackedBatch,
-    sequence_sum: Callable[[Tensor], Tensor] | None,
-) -> TokenLoss:
-    """GSPO (arXiv 2507.18071, eq. 13): PPO's loss with one ratio per sequence, the mean of its tokens' log-ratios."""
-    of_sequence = _sequence_log_ratio(log_ratio, mask, batch, sequence_sum)
-    return ppo_loss(of_sequence, advantage, algorithm)
-
-
-def cispo_loss(
-    log_ratio: Tensor, advantage: Tensor, algorithm: AlgorithmConfig, logprobs: Tensor
-) -> TokenLoss:
-    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): REINFORCE, weighted by the clipped ratio without gradient."""
-    ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    loss = -clipped_ratio.detach() * advantage * logprobs
-    return TokenLoss(loss, clipped_ratio != ratio, log_ratio)
 
 
 def policy_loss(
@@ -147,7 +118,7 @@ def policy_loss(
 
         w · pg + kl_coef · KL(policy, reference) - entropy_coef · entropy
 
-    `ratio` selects pg: `ppo_loss` (token), `gspo_loss` (sequence) or `cispo_loss`. w is
+    pg is `ppo_loss` of the ratio of each token, or with ratio="sequence" of its sequence (GSPO). w is
     min(exp(old - behaviour), tis_clip), and 1 if `tis_clip` is 0. Where an older policy sampled the token, and `old` is
     of the step's start, this is AReaL's decoupled objective (arXiv 2505.24298, §5.2), truncated.
 
@@ -170,12 +141,9 @@ def policy_loss(
         old = logprobs.detach()
     advantage = trained(batch.advantages)
     log_ratio = logprobs - old
-    if algorithm.ratio == "token":
-        token_loss = ppo_loss(log_ratio, advantage, algorithm)
-    elif algorithm.ratio == "sequence":
-        token_loss = gspo_loss(log_ratio, advantage, algorithm, mask, batch, sequence_sum)
-    else:
-        token_loss = cispo_loss(log_ratio, advantage, algorithm, logprobs)
+    if algorithm.ratio == "sequence":
+        log_ratio = _sequence_log_ratio(log_ratio, mask, batch, sequence_sum)
+    token_loss = ppo_loss(log_ratio, advantage, algorithm.clip_low, algorithm.clip_high)
     pg_loss = token_loss.loss
     sums = {
         "pg_clipfrac": token_loss.clipped,
@@ -193,7 +161,7 @@ def policy_loss(
     # With old_logprobs=engine the gap shows in the current policy's log-probs.
     train = logprobs if algorithm.old_logprobs == "engine" else old
     sums["train_rollout_logprob_abs_diff"] = (train - behaviour).abs()
-    sums["train_rollout_kl"] = kl_estimate(behaviour, train, "k3")
+    sums["train_rollout_kl"] = kl_estimate(behaviour, train)
     if own is not None:
         pg_loss = _own_loss(own, logprobs, old, entropy, mask, batch, algorithm, trained)
     sums["pg_loss"] = pg_loss
@@ -202,7 +170,7 @@ def policy_loss(
     if algorithm.kl_coef:
         assert batch.reference_logprobs is not None
         reference = trained(batch.reference_logprobs)
-        sums["kl_loss"] = kl_estimate(logprobs, reference, algorithm.kl_kind)
+        sums["kl_loss"] = kl_estimate(logprobs, reference)
         loss = loss + algorithm.kl_coef * sums["kl_loss"]
     sums["entropy"] = trained(entropy)
     if algorithm.entropy_coef:
@@ -254,16 +222,12 @@ def own_advantages(
     return numbers(named(f"algorithm.advantage={options.advantage}", own), own(group), len(samples))
 
 
-def kl_estimate(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimate KL(policy ‖ reference) per token on the policy's samples; k3 is never negative.
+def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Estimate KL(policy ‖ reference) per token on the policy's samples, by exp(-r) - 1 + r, which is never negative.
 
-    The three kinds are slime's. Source: joschu.net/blog/kl-approx.html.
+    That is slime's k3, with r = log p - log p_ref. Source: joschu.net/blog/kl-approx.html.
     """
     log_ratio = logprobs - reference
-    if kind == "k1":
-        return log_ratio
-    if kind == "k2":
-        return log_ratio**2 / 2
     return torch.expm1(-log_ratio) + log_ratio
 
 
@@ -275,8 +239,8 @@ def _sequence_log_ratio(
 ) -> Tensor:
     """Return per token the mean log-ratio of its sequence, with the gradient of the token's own log-probability.
 
-    That is GSPO-token (arXiv 2507.18071, §4.3). With one advantage per sequence its gradient equals GSPO's: in GSPO
-    each of the n tokens' losses gives 1/n of its gradient to every token, and the n shares add up to one whole gradient
+    That is the ratio of GSPO (arXiv 2507.18071, eq. 13) in the form of GSPO-token (§4.3). With one advantage per
+    sequence its gradient equals GSPO's: in GSPO each of the n tokens' losses gives 1/n of its gradient to every token, and the n shares add up to one whole gradient
     per token. This form needs no gradient from other ranks.
     """
     sequence = to_device(batch.sequence_ids, log_ratio.device).clamp(min=0)

@@ -48,7 +48,6 @@ CONTRADICTIONS = [
     option("--optimizer.decay_steps 5 --optimizer.warmup_steps 9", "optimizer.decay_steps=5", "warmup_steps=9"),
     Case("greedy groups", NAMED + "--rollout.temperature 0", ("rollout.temperature=0", "no advantage")),
     Case("uneven mini-batches", NAMED + "--train.updates_per_rollout 7", ("updates_per_rollout=7 does not divide",)),
-    option("--algorithm.dual_clip 3 --algorithm.ratio cispo", "ratio=cispo does not clip it"),
     option("--algorithm.tis_clip 0 --rollout.staleness 1", "algorithm.tis_clip=0 leaves out the weights"),
     option(
         "--model.path m --sft.path s.jsonl --drafter.train false",
