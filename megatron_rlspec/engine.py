@@ -26,6 +26,7 @@ from megatron_rlspec.types import (
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from torch import Tensor
 
 Answer = TypeVar("Answer")
 
@@ -98,10 +99,10 @@ class BucketMemory(Protocol):
     def headed(self) -> bool:
         """Return whether a bucket in them begins with a safetensors header."""
 
-    def take(self, needed: int) -> torch.Tensor:
+    def take(self, needed: int) -> Tensor:
         """Return a piece of at least `needed` bytes, uint8. Waits until one is free."""
 
-    def give(self, piece: torch.Tensor) -> None:
+    def give(self, piece: Tensor) -> None:
         """Take back a piece."""
 
     def close(self) -> None:
@@ -135,7 +136,7 @@ class RolloutEngine(Protocol):
         """
 
     def update_weights(
-        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all"
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], scope: Scope = "all"
     ) -> None:
         """Replace weights by full, unsharded tensors under Hugging Face checkpoint names, as one versioned session.
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
 _CHUNK = 1 << 19  # elements hashed at once on a CPU; they fit into its cache
 _CHUNK_ON_DEVICE = 1 << 24  # 128 MiB of float64
@@ -22,32 +23,30 @@ def _i32(x: int) -> int:
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
-def _rotate(x: torch.Tensor, by: int) -> torch.Tensor:
+def _rotate(x: Tensor, by: int) -> Tensor:
     high = x << by
     return high.bitwise_or_(_shift(x, 32 - by))
 
 
-def _shift(x: torch.Tensor, by: int) -> torch.Tensor:
+def _shift(x: Tensor, by: int) -> Tensor:
     # int32 shifts repeat the sign bit: mask it off
     return (x >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 
-def _scramble(k: torch.Tensor) -> torch.Tensor:
+def _scramble(k: Tensor) -> Tensor:
     return _rotate(k * _i32(0xCC9E2D51), 15).mul_(0x1B873593)
 
 
-def _absorb(h: torch.Tensor, scrambled: torch.Tensor) -> torch.Tensor:
+def _absorb(h: Tensor, scrambled: Tensor) -> Tensor:
     return _rotate(h ^ scrambled, 13).mul_(5).add_(_i32(0xE6546B64))
 
 
 @lru_cache(maxsize=4)
-def _columns(width: int, device: torch.device) -> torch.Tensor:
+def _columns(width: int, device: torch.device) -> Tensor:
     return _scramble(torch.arange(width, dtype=torch.int32, device=device))
 
 
-def murmur3(
-    seeds: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor
-) -> torch.Tensor:
+def murmur3(seeds: Tensor, positions: Tensor, tokens: int | Tensor) -> Tensor:
     """Return hashes [N, V] of (seeds [N] int64, positions [N], token), as int32 bit patterns; arithmetic wraps.
 
     tokens  the ids of the columns, [V] or [N, V]; or V, if column i is token i
@@ -66,17 +65,17 @@ def murmur3(
     return h.bitwise_xor_(_shift(h, 16))
 
 
-def uniform(seeds: torch.Tensor, keys: torch.Tensor, width: int) -> torch.Tensor:
+def uniform(seeds: Tensor, keys: Tensor, width: int) -> Tensor:
     """Return float64 [N, width] in [0, 1]: the hash over 2³² - 1."""
     return _uniform(murmur3(seeds, keys, width))
 
 
-def _uniform(hashes: torch.Tensor) -> torch.Tensor:
+def _uniform(hashes: Tensor) -> Tensor:
     x = hashes.to(torch.float64)
     return x.add_((hashes < 0).to(torch.float64), alpha=float(1 << 32)).div_(float((1 << 32) - 1))
 
 
-def _noisy(logprobs: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
+def _noisy(logprobs: Tensor, hashes: Tensor) -> Tensor:
     """Return log p + Gumbel noise, in float64."""
     x = _uniform(hashes)
     # At x = 1 the noise would be infinite; the clamp gives x = 1 the noise of the value below it. At x = 0 the
@@ -86,22 +85,22 @@ def _noisy(logprobs: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
 
 
 def noisy(
-    logprobs: torch.Tensor,
-    seeds: torch.Tensor,
-    keys: torch.Tensor,
-    vocabulary: torch.Tensor | None = None,
-) -> torch.Tensor:
+    logprobs: Tensor,
+    seeds: Tensor,
+    keys: Tensor,
+    vocabulary: Tensor | None = None,
+) -> Tensor:
     """Return log p + Gumbel noise, float64 [N, V]; arguments as for `draw`."""
     tokens = logprobs.shape[1] if vocabulary is None else vocabulary
     return _noisy(logprobs, murmur3(seeds, keys, tokens))
 
 
 def draw(
-    logprobs: torch.Tensor,
-    seeds: torch.Tensor,
-    keys: torch.Tensor,
-    vocabulary: torch.Tensor | None = None,
-) -> torch.Tensor:
+    logprobs: Tensor,
+    seeds: Tensor,
+    keys: Tensor,
+    vocabulary: Tensor | None = None,
+) -> Tensor:
     """Sample one column [N] per row of `logprobs [N, V]` (up to a constant per row), by the Gumbel-max trick.
 
     seeds       int64 [N], one per request
@@ -112,12 +111,12 @@ def draw(
 
 
 def draw_each(
-    logprobs: torch.Tensor,
-    seeds: torch.Tensor,
-    keys: torch.Tensor,
+    logprobs: Tensor,
+    seeds: Tensor,
+    keys: Tensor,
     factors: Sequence[float],
-    vocabulary: torch.Tensor | None = None,
-) -> torch.Tensor:
+    vocabulary: Tensor | None = None,
+) -> Tensor:
     """Sample columns [N, F] of `factor * logprobs` for each of F factors, with the same noise; see `draw`."""
     on_cpu = logprobs.device.type == "cpu"
     likeliest = _likeliest if on_cpu else _likeliest_without_waiting
@@ -133,12 +132,12 @@ def draw_each(
     return torch.cat(picks)
 
 
-def _likeliest_without_waiting(logprobs: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
+def _likeliest_without_waiting(logprobs: Tensor, hashes: Tensor) -> Tensor:
     """Return the same columns as `_likeliest`, by the noise of all of them: the host does not wait for a device."""
     return _noisy(logprobs, hashes).argmax(1)
 
 
-def _likeliest(logprobs: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
+def _likeliest(logprobs: Tensor, hashes: Tensor) -> Tensor:
     """Return the column [N] of the largest log p + noise of each row.
 
     The noise is computed for few columns. For x in [0, 1], exp(-(log p + noise)) = -log(x) / p, which is at least

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 Status = Literal["finished", "truncated", "aborted"]
 Scope = Literal["all", "target", "drafter"]
@@ -398,27 +398,27 @@ class PackedBatch:
     drafter_rows       int64 `[t]`, the row in this batch of each of its positions; of padding: 0
     """
 
-    tokens: torch.Tensor
-    position_ids: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    advantages: torch.Tensor
-    behaviour_logprobs: torch.Tensor
-    sequence_ids: torch.Tensor
-    policy_weight: torch.Tensor
-    drafter_weight: torch.Tensor
-    drafter_tokens: list[torch.Tensor]
-    drafter_labels: list[torch.Tensor]
-    drafter_mask: list[torch.Tensor]
-    cu_seqlens: torch.Tensor
-    cu_seqlens_padded: torch.Tensor
+    tokens: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    advantages: Tensor
+    behaviour_logprobs: Tensor
+    sequence_ids: Tensor
+    policy_weight: Tensor
+    drafter_weight: Tensor
+    drafter_tokens: list[Tensor]
+    drafter_labels: list[Tensor]
+    drafter_mask: list[Tensor]
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor
     counts: dict[str, Any]
-    old_logprobs: torch.Tensor | None = None
-    reference_logprobs: torch.Tensor | None = None
-    staleness: torch.Tensor | None = None
-    noise_seeds: torch.Tensor | None = None
+    old_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    staleness: Tensor | None = None
+    noise_seeds: Tensor | None = None
     drafter_part: PackedBatch | None = None
-    drafter_rows: torch.Tensor | None = None
+    drafter_rows: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_rlspec.custom import DrafterLoss, DrafterRows, FunctionError, checked, named
@@ -24,7 +25,7 @@ from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import SHARPNESS
 
 Kind = Literal["ce", "forward_kl", "reverse_kl", "tv"]
-Metrics = dict[str, torch.Tensor]
+Metrics = dict[str, Tensor]
 
 
 class Student:
@@ -63,24 +64,24 @@ class Student:
 
     def __init__(
         self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        token_weight: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        token_weight: Tensor,
         kind: Kind | DrafterLoss = "ce",
         *,
-        teacher_index: torch.Tensor | None = None,
-        groups: torch.Tensor | None = None,
+        teacher_index: Tensor | None = None,
+        groups: Tensor | None = None,
         num_groups: int = 1,
         temperature: float = 1.0,
         chunk: int | None = None,
         tp_group: dist.ProcessGroup | None = None,
         keep_rows: bool = False,
         finite: bool | None = None,
-        words: torch.Tensor | None = None,
-        own: torch.Tensor | None = None,
+        words: Tensor | None = None,
+        own: Tensor | None = None,
         own_finite: bool | None = None,
-        noise: tuple[torch.Tensor, torch.Tensor] | None = None,
+        noise: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self._kind = kind
         self._head = VocabParallelHead.of(weight, temperature, tp_group, finite)
@@ -107,17 +108,17 @@ class Student:
         if groups is not None:
             group_of_row = groups.index_select(0, rows)
         self._groups = to_device(group_of_row, device)
-        self._noise: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._noise: tuple[Tensor, Tensor] | None = None
         if noise is not None:
             seeds, keys = noise
             self._noise = seeds.index_select(0, rows), keys.index_select(0, rows)
         self._scalar_metrics = groups is None
         learns = torch.is_grad_enabled()
-        self._grad: torch.Tensor | None = None
+        self._grad: Tensor | None = None
         if hidden.requires_grad and learns:
             self._grad = torch.zeros_like(self._hidden)
         self._own = own
-        self._own_grad: torch.Tensor | None = None
+        self._own_grad: Tensor | None = None
         if own is not None and learns:
             self._own_grad = torch.zeros_like(own, dtype=exact)
         self._total = self._weight.new_zeros(())
@@ -129,7 +130,7 @@ class Student:
         self._metrics = {name: self._weight.new_zeros(num_groups) for name in names}
         self._learned = 0
         # Results of single rows `[N]` for `losses/predict.py`; rows without a weight stay 0.
-        self.rows: dict[str, torch.Tensor] | None = {} if keep_rows else None
+        self.rows: dict[str, Tensor] | None = {} if keep_rows else None
 
     def learn_labels(self) -> None:
         """Learn all rows by cross-entropy, without a teacher."""
@@ -137,7 +138,7 @@ class Student:
             self._learn(slice(first, first + self._chunk))
 
     @torch.no_grad()
-    def learn_from(self, teacher_hidden: torch.Tensor, first: int = 0) -> None:
+    def learn_from(self, teacher_hidden: Tensor, first: int = 0) -> None:
         """Learn from the teacher rows `teacher_hidden [M, H]`, which have the numbers first, first + 1, ..."""
         self._taught = True
         last = first + len(teacher_hidden)
@@ -156,7 +157,7 @@ class Student:
             self.observe(rows, scores, lse)
 
     @torch.no_grad()
-    def observe(self, rows: torch.Tensor, scores: torch.Tensor, lse: torch.Tensor) -> None:
+    def observe(self, rows: Tensor, scores: Tensor, lse: Tensor) -> None:
         """Learn from the teacher's ascending `rows [C]`, their scores `[C, V/tp]`, which are overwritten, and `lse
         [C]`, as `policy_logprobs` gives them.
 
@@ -184,7 +185,7 @@ class Student:
             else:
                 self._learn(part, logp=scores.index_select(0, index))
 
-    def finish(self) -> tuple[torch.Tensor, Metrics]:
+    def finish(self) -> tuple[Tensor, Metrics]:
         """Return (Σ token_weight · loss, metrics). Raises ValueError if some row had no teacher."""
         if self._learned != len(self._rows):
             raise ValueError(
@@ -205,7 +206,7 @@ class Student:
             metrics = {name: x[0] for name, x in metrics.items()}
         return total, metrics
 
-    def kept_rows(self) -> dict[str, torch.Tensor]:
+    def kept_rows(self) -> dict[str, Tensor]:
         """Return the results of single rows, `[N]` or `[N, F]` by name; zeros for rows without a weight."""
         if self.rows:
             return self.rows
@@ -216,9 +217,7 @@ class Student:
         return rows
 
     @torch.no_grad()
-    def _learn(
-        self, part: slice, logp: torch.Tensor | None = None, taught: Taught | None = None
-    ) -> None:
+    def _learn(self, part: slice, logp: Tensor | None = None, taught: Taught | None = None) -> None:
         """Add loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
         head = self._draft_head or self._head
         weight = self._weight[part]
@@ -245,9 +244,7 @@ class Student:
             self._metrics[name].index_add_(0, self._groups[part], x)
         self._learned += len(weight)
 
-    def _learn_with_torch(
-        self, part: slice, logp: torch.Tensor | None
-    ) -> tuple[Metrics, torch.Tensor, torch.Tensor]:
+    def _learn_with_torch(self, part: slice, logp: Tensor | None) -> tuple[Metrics, Tensor, Tensor]:
         """Return metrics and loss `[C]`, and the loss's gradient in the scores, `[C, width]`; keep results of rows."""
         full = self._head
         head = self._draft_head or full
@@ -285,8 +282,8 @@ class Student:
         return sums, loss, grad
 
     def _learn_with_kernels(
-        self, part: slice, taught: Taught | None, scale: torch.Tensor
-    ) -> tuple[Metrics, torch.Tensor, torch.Tensor]:
+        self, part: slice, taught: Taught | None, scale: Tensor
+    ) -> tuple[Metrics, Tensor, Tensor]:
         """Return the same as `_learn_with_torch`; the gradient is times `scale [C]`, and in the type of the logits."""
         head = self._draft_head or self._head
         labels = self._labels[part]
@@ -329,8 +326,8 @@ class Student:
         return sums, loss, logits
 
     def _coupled(
-        self, part: slice, logq: torch.Tensor, labels: torch.Tensor, head: VocabParallelHead
-    ) -> torch.Tensor:
+        self, part: slice, logq: Tensor, labels: Tensor, head: VocabParallelHead
+    ) -> Tensor:
         """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
         assert self._noise is not None
         seeds, keys = self._noise
@@ -346,8 +343,8 @@ class Student:
         return coupled
 
     def _against(
-        self, logq: torch.Tensor, logp: torch.Tensor, labels: torch.Tensor, depths: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, logq: Tensor, logp: Tensor, labels: Tensor, depths: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return Σ min(p, q), the loss and its gradient in the student's scores; `logp` is over the full vocabulary."""
         if callable(self._kind):
             return _own_divergence(self._kind, logq, logp, labels, depths, self._head)
@@ -356,7 +353,7 @@ class Student:
         logp = self._draft_head.of_full(logp)
         return _divergence(self._kind, logq, logp, self._head.sum, whole=False)
 
-    def _store_rows(self, part: slice, **values: torch.Tensor) -> None:
+    def _store_rows(self, part: slice, **values: Tensor) -> None:
         assert self.rows is not None
         for name, x in values.items():
             whole = self.rows.setdefault(name, x.new_zeros(len(self._source), *x.shape[1:]))
@@ -387,12 +384,12 @@ class _Precomputed(torch.autograd.Function):
 
 def _divergence(
     kind: Kind,
-    logq: torch.Tensor,
-    logp: torch.Tensor,
-    total: Callable[[torch.Tensor], torch.Tensor],
+    logq: Tensor,
+    logp: Tensor,
+    total: Callable[[Tensor], Tensor],
     *,
     whole: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return Σ min(p, q), the loss and its gradient in the student's scores, for each row.
 
     For a loss f(q) with g = ∂f/∂q the gradient is q · (g - Σ q g). Not `whole`: the columns are a part S of the
@@ -422,12 +419,12 @@ def _divergence(
 
 def _own_divergence(
     own: DrafterLoss,
-    logq: torch.Tensor,
-    logp: torch.Tensor,
-    labels: torch.Tensor,
-    depths: torch.Tensor,
+    logq: Tensor,
+    logp: Tensor,
+    labels: Tensor,
+    depths: Tensor,
     head: VocabParallelHead,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same as `_divergence`, for the user's loss."""
     overlap, _, _ = _divergence("tv", logq, logp, head.sum)
     with torch.enable_grad():

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rlspec.host import memory
 from megatron_rlspec.kernels import chosen
@@ -33,7 +34,7 @@ class VocabParallelHead:
     Methods take one chunk of C rows. Results are the same on every rank of `group`, unless a docstring says otherwise.
     """
 
-    weight: torch.Tensor
+    weight: Tensor
     temperature: float
     start: int
     total: int
@@ -43,7 +44,7 @@ class VocabParallelHead:
     @classmethod
     def of(
         cls,
-        weight: torch.Tensor,
+        weight: Tensor,
         temperature: float,
         group: dist.ProcessGroup | None,
         finite: bool | None = None,
@@ -84,7 +85,7 @@ class VocabParallelHead:
         """Return `kernels.head` where it computes the losses, None for plain torch."""
         return chosen.head(self.weight, self.group)
 
-    def rows_of(self, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, mask: Tensor, labels: Tensor) -> Tensor:
         """Return the indices of rows with a non-zero `mask [N]`. Raises ValueError if a label of one is no token id.
 
         It reads both, so on a GPU it waits; training passes tensors of the CPU.
@@ -100,13 +101,13 @@ class VocabParallelHead:
         return rows
 
     @cached_property
-    def finite_weight(self) -> torch.Tensor:
+    def finite_weight(self) -> Tensor:
         """Return `weight` with NaN and infinities replaced by 0, because 0 · infinity in a gradient would be NaN."""
         if self.finite or self.finite is None and all_finite(self.weight):
             return self.weight
         return self.weight.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
-    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+    def scores(self, hidden: Tensor) -> Tensor:
         """Return logits / temperature minus the row's largest over all ranks, `[C, width]`, in float32 or float64.
 
         The largest score is then 0, so differences of log-probabilities are exact for logits of any size. A logit of
@@ -115,37 +116,37 @@ class VocabParallelHead:
         scores = self._logits(hidden).clamp_(min=lowest(accumulate_in(hidden)))
         return scores.sub_(self.max(scores.amax(-1))[:, None])
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
         return self.logits(hidden).to(accumulate_in(hidden)).div_(self.temperature)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[C, width]` as the product gives them, in the type of `hidden`."""
         return hidden @ self.weight.t()
 
-    def normalised(self, logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    def normalised(self, logits: Tensor, lse: Tensor) -> Tensor:
         """Return log-probabilities `[C, width]` from `logits` and `lse [C]`, log Σ exp(logits / temperature)."""
         exact = accumulate_in(logits)
         z = logits.to(exact).div_(self.temperature).clamp_(min=lowest(exact))
         return z.sub_(lse[:, None])
 
-    def back(self, grad: torch.Tensor) -> torch.Tensor:
+    def back(self, grad: Tensor) -> Tensor:
         """Return the hidden states' gradient `[C, H]` from the scores' `[C, width]`; the caller sums it over ranks."""
         return grad.to(self.weight.dtype) @ self.finite_weight
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def max(self, x: torch.Tensor) -> torch.Tensor:
+    def max(self, x: Tensor) -> Tensor:
         """Return the largest over the ranks."""
         if self.group is not None:
             x = x.clone()
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
-    def log_sum_exp(self, scores: torch.Tensor) -> torch.Tensor:
+    def log_sum_exp(self, scores: Tensor) -> Tensor:
         """Return log Σ exp over the whole vocabulary, `[C]`."""
         lse = scores.logsumexp(-1)
         if self.group is None:
@@ -153,22 +154,22 @@ class VocabParallelHead:
         top = self.max(lse)
         return top + self.sum((lse - top).exp_()).log_()
 
-    def ids_of(self, columns: torch.Tensor) -> torch.Tensor:
+    def ids_of(self, columns: Tensor) -> Tensor:
         """Return the token ids of this rank's columns."""
         return columns + self.start
 
-    def argmax(self, scores: torch.Tensor) -> torch.Tensor:
+    def argmax(self, scores: Tensor) -> Tensor:
         """Return the ids `[C]` of the largest scores; of equal scores the lowest id over all ranks."""
         value, column = scores.max(-1)
         return self.best(value, self.ids_of(column))
 
     def sample(
         self,
-        logprobs: torch.Tensor,
-        seeds: torch.Tensor,
-        keys: torch.Tensor,
+        logprobs: Tensor,
+        seeds: Tensor,
+        keys: Tensor,
         factors: Sequence[float],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the ids `[C, F]` of the largest factor · log-probability + noise, for each of F factors (`noise.py`).
 
         seeds, keys  `[C]` int64
@@ -181,36 +182,34 @@ class VocabParallelHead:
         value = noisy(logprobs.gather(1, columns) * logprobs.new_tensor(factors), seeds, keys, best)
         return self.best(value, best)
 
-    def best(self, value: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    def best(self, value: Tensor, best: Tensor) -> Tensor:
         """Return the ids of the largest values over all ranks, elementwise; of equal values the lowest id."""
         if self.group is not None:
             best.masked_fill_(value < self.max(value), self.total)
             dist.all_reduce(best, dist.ReduceOp.MIN, group=self.group)
         return best
 
-    def pick(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def pick(self, x: Tensor, ids: Tensor) -> Tensor:
         """Return `x [C, width]` at `ids [C]` or `[C, k]`, and 0 where another rank holds the id. Apply `sum` to it."""
         local, mine = self._local(ids)
         return x.gather(1, local).masked_fill_(~mine, 0).view(ids.shape)
 
-    def places(self, ids: torch.Tensor) -> torch.Tensor:
+    def places(self, ids: Tensor) -> Tensor:
         """Return the columns of `ids [C]`, -1 where another rank holds the id."""
         local, mine = self._local(ids)
         return local.masked_fill_(~mine, -1)[:, 0]
 
-    def add_at(
-        self, x: torch.Tensor, ids: torch.Tensor, value: torch.Tensor | float
-    ) -> torch.Tensor:
+    def add_at(self, x: Tensor, ids: Tensor, value: Tensor | float) -> Tensor:
         """Add `value` to `x [C, width]`, in place, at the `ids` that this rank holds."""
         local, mine = self._local(ids)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             value = value.to(x.dtype)
         else:
             value = x.new_full((), value)
         value = value.expand(ids.shape).reshape(mine.shape)
         return x.scatter_add_(1, local, value.masked_fill(~mine, 0))
 
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
+    def whole(self, x: Tensor) -> Tensor:
         """Gather the columns of `x [C, width]` of all ranks: `[C, V]`."""
         if self.group is None:
             return x
@@ -219,11 +218,11 @@ class VocabParallelHead:
         dist.all_gather(parts, x, group=self.group)
         return torch.cat(parts, 1)
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
+    def share(self, x: Tensor) -> Tensor:
         """Return this rank's columns of `x [C, V]`."""
         return x[:, self.start : self.start + self.width]
 
-    def _local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         if ids.ndim == 1:
             ids = ids[:, None]
         local = ids - self.start
@@ -231,7 +230,7 @@ class VocabParallelHead:
         return local.masked_fill_(~mine, 0), mine
 
 
-def all_finite(weight: torch.Tensor) -> bool:
+def all_finite(weight: Tensor) -> bool:
     """Return whether no element is NaN or infinite. On a GPU it waits for the answer."""
     return bool(torch.stack(weight.aminmax()).isfinite().all())
 
@@ -248,8 +247,8 @@ class DraftHead(VocabParallelHead):
     Methods take and return ids of the full vocabulary. A word outside counts as one that another rank holds.
     """
 
-    ids: torch.Tensor
-    columns: torch.Tensor
+    ids: Tensor
+    columns: Tensor
     some: bool
     own: slice | None = None
 
@@ -257,8 +256,8 @@ class DraftHead(VocabParallelHead):
     def of_words(
         cls,
         full: VocabParallelHead,
-        words: torch.Tensor,
-        own: torch.Tensor | None = None,
+        words: Tensor,
+        own: Tensor | None = None,
         own_finite: bool | None = None,
     ) -> DraftHead:
         """Make the head over `words [S]`, different ids. Raises ValueError for ids outside the vocabulary.
@@ -301,34 +300,34 @@ class DraftHead(VocabParallelHead):
             some=some,
         )
 
-    def holds(self, labels: torch.Tensor) -> torch.Tensor:
+    def holds(self, labels: Tensor) -> Tensor:
         """Return for `labels [C]` 1.0 where a label is one of the words of any rank, else 0.0."""
         return self.sum(self._local(labels)[1][:, 0].to(accumulate_in(self.weight)))
 
-    def ids_of(self, columns: torch.Tensor) -> torch.Tensor:
+    def ids_of(self, columns: Tensor) -> Tensor:
         return self.ids[columns]
 
-    def of_full(self, x: torch.Tensor) -> torch.Tensor:
+    def of_full(self, x: Tensor) -> Tensor:
         """Return the columns of the words of log-probabilities `x [C, V/tp]`."""
         logprobs = x.index_select(1, self.columns)
         if not self.some:
             logprobs.fill_(lowest(logprobs.dtype))
         return logprobs
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
         logits = super()._logits(hidden)
         if not self.some:
             logits.fill_(lowest(logits.dtype))
         return logits
 
-    def _local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         if ids.ndim == 1:
             ids = ids[:, None]
         local = torch.searchsorted(self.ids, ids).clamp_(max=self.width - 1)
         return local, self.ids[local] == ids
 
 
-def accumulate_in(x: torch.Tensor) -> torch.dtype:
+def accumulate_in(x: Tensor) -> torch.dtype:
     """Return the type for arithmetic on the logits of `x`: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 

@@ -10,28 +10,29 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_rlspec.losses.fused import FusedRows
 from megatron_rlspec.losses.head import VocabParallelHead, accumulate_in
 from megatron_rlspec.packing.transfer import to_device
 
-Observer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+Observer = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def policy_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
     *,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     chunk: int | None = None,
     observe: Observer | None = None,
     finite: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of `labels [N]` and the entropy `[N]`; differentiable in hidden and weight.
 
     The entropy is 0 if it is not asked for.

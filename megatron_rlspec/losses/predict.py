@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from scipy.linalg.lapack import dtbtrs
+from torch import Tensor
 
 from megatron_rlspec.types import Verifier
 
 
 def of_rows(
-    rows: Mapping[str, torch.Tensor], depth: int, verifier: Verifier, *, sampled: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rows: Mapping[str, Tensor], depth: int, verifier: Verifier, *, sampled: bool
+) -> tuple[Tensor, Tensor]:
     """Return (accept, reach), `[T, depth, F]`, from `Student.kept_rows` of a training step, `[depth * T]`, by depth.
 
     sampled  the rollout draws from the policy's softmax at the training temperature, unfiltered. Otherwise (greedy,
@@ -49,7 +50,7 @@ def of_rows(
     return accept.reshape(shape).transpose(0, 1), reach.reshape(shape).transpose(0, 1)
 
 
-def deepen(table: torch.Tensor, depth: int) -> torch.Tensor:
+def deepen(table: Tensor, depth: int) -> Tensor:
     """Extend `[T, D]` to `[T, depth]`: a depth beyond D takes the values of depth D at later positions.
 
     Row t at depth D + j and row t + j at depth D predict the same token. The rule holds for accept, reach and mask: row
@@ -63,8 +64,8 @@ def deepen(table: torch.Tensor, depth: int) -> torch.Tensor:
 
 
 def walk(
-    accept: torch.Tensor, reach: torch.Tensor, mask: torch.Tensor, steps: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    accept: Tensor, reach: Tensor, mask: Tensor, steps: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Follow the rounds of each sequence at every step count; accept, reach and mask are `[T, D]`.
 
     Return (reached, accepted) of `acceptance.Prediction`, `[K, D]` float64 each, on the device of `accept`: nothing
@@ -89,7 +90,7 @@ def walk(
     return reached, accepted
 
 
-def _round_starts(inside: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
+def _round_starts(inside: Tensor, carried: Tensor) -> Tensor:
     """Return the probability that a round of k steps starts at each position, `[T]`; `carried [T, k + 1]`."""
     index = torch.arange(len(inside), device=carried.device)
     if not len(index):
@@ -104,7 +105,7 @@ def _round_starts(inside: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
     return starts.masked_fill(~inside, 0)
 
 
-def _scanned(offset: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
+def _scanned(offset: Tensor, carried: Tensor) -> Tensor:
     """Return the starts `[T]` without waiting for a device; `offset [T]`: positions since a response began.
 
     Let v_t[j] be the probability of a start at t + j, 0 <= j <= k. At the first position of a response it is (1, 0,
@@ -125,7 +126,7 @@ def _scanned(offset: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
     return product[:, 0, 0]
 
 
-def _solved(offset: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
+def _solved(offset: Tensor, carried: Tensor) -> Tensor:
     """Return the same by LAPACK's solver for banded triangular matrices: on a CPU a tenth of the scan's time.
 
     The probability s_t of a start is 1 at `offset` 0, and else the sum over j of s_{t-1-j} times the probability that

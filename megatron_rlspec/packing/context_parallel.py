@@ -13,15 +13,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from megatron_rlspec.packing.transfer import to_device
 
 Layout = Literal["zigzag", "contiguous"]
 
 
-def cp_index(
-    cu_seqlens_padded: torch.Tensor, rank: int, size: int, layout: Layout = "zigzag"
-) -> torch.Tensor:
+def cp_index(cu_seqlens_padded: Tensor, rank: int, size: int, layout: Layout = "zigzag") -> Tensor:
     """Return the global position of each token that `rank` holds: `[T / size] int64`, in the rank's own order.
 
     Raises ValueError if the tokens do not divide: for zigzag every padded length must be a multiple of 2·size, for
@@ -56,13 +55,13 @@ def cp_index(
 
 
 def slice_for_cp(
-    x: torch.Tensor,
-    cu_seqlens_padded: torch.Tensor,
+    x: Tensor,
+    cu_seqlens_padded: Tensor,
     rank: int,
     size: int,
     layout: Layout = "zigzag",
     dim: int = -1,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the share of `rank` in `x`. Dimension `dim` of `x` is the T packed tokens. Raises ValueError."""
     index = cp_index(cu_seqlens_padded, rank, size, layout).to(x.device)
     if x.shape[dim] != size * len(index):
@@ -73,11 +72,11 @@ def slice_for_cp(
 
 
 def join_from_cp(
-    shards: Sequence[torch.Tensor],
-    cu_seqlens_padded: torch.Tensor,
+    shards: Sequence[Tensor],
+    cu_seqlens_padded: Tensor,
     layout: Layout = "zigzag",
     dim: int = -1,
-) -> torch.Tensor:
+) -> Tensor:
     """Join all ranks' shares, given in rank order, to the whole batch. Inverse of `slice_for_cp`."""
     size = len(shards)
     order = torch.cat([cp_index(cu_seqlens_padded, rank, size, layout) for rank in range(size)])

@@ -14,13 +14,14 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_rlspec.packing.context_parallel import slice_for_cp
 from megatron_rlspec.packing.shift import drafter_targets, shift_packed
 from megatron_rlspec.types import PackedBatch, Sample
 
 Aggregation = Literal["token", "sample", "constant"]
-PerToken = Sequence[np.ndarray | torch.Tensor]
+PerToken = Sequence[np.ndarray | Tensor]
 # Acceptance of coupled drafts costs a hash a word of the vocabulary. With so many tokens its standard error is 0.6 %.
 PREDICTED_TOKENS = 8192  # of a step, on all ranks
 WINDOW = 1024  # positions of a batch; the first ones of each are predicted
@@ -109,7 +110,7 @@ def pack(
     return batches
 
 
-def predicted(total: int, tokens: float) -> torch.Tensor:
+def predicted(total: int, tokens: float) -> Tensor:
     """Return at which of a micro-batch's `total` positions acceptance is predicted, `[total]` bool, on the CPU.
 
     tokens  that the drafter learns from in the step, on all ranks
@@ -154,7 +155,7 @@ def _columns(
     old_logprobs: PerToken | None,
     reference_logprobs: PerToken | None,
     drafter_weights: Sequence[float] | PerToken | None,
-) -> dict[str, list[torch.Tensor]]:
+) -> dict[str, list[Tensor]]:
     """Return token-aligned `[L]` tensors of every sample, by field."""
     behaviour = [sample.behaviour_logprobs for sample in samples]
     if advantages is None:
@@ -183,9 +184,7 @@ def _columns(
     return columns
 
 
-def _floats(
-    name: str, values: Sequence[float] | PerToken, lengths: list[int]
-) -> list[torch.Tensor]:
+def _floats(name: str, values: Sequence[float] | PerToken, lengths: list[int]) -> list[Tensor]:
     if len(values) != len(lengths):
         raise ValueError(f"{name} has {len(values)} entries for {len(lengths)} samples")
     columns = []
@@ -201,7 +200,7 @@ def _floats(
     return columns
 
 
-def _staleness(sample: Sample, version: int) -> torch.Tensor:
+def _staleness(sample: Sample, version: int) -> Tensor:
     """Return the versions between each response token and `version`, `[L]`.
 
     Raises ValueError if the spans do not cover the response, or hold a version above `version`.
@@ -221,7 +220,7 @@ def _staleness(sample: Sample, version: int) -> torch.Tensor:
     return staleness
 
 
-def _policy_weight(samples: Sequence[Sample], aggregation: Aggregation) -> list[torch.Tensor]:
+def _policy_weight(samples: Sequence[Sample], aggregation: Aggregation) -> list[Tensor]:
     """Return the weight of each token's loss, `[L]` per sample. Token 0 is never predicted and enters no mean."""
     weights = []
     for sample in samples:
@@ -234,7 +233,7 @@ def _policy_weight(samples: Sequence[Sample], aggregation: Aggregation) -> list[
 
 
 def _counts(
-    columns: dict[str, list[torch.Tensor]],
+    columns: dict[str, list[Tensor]],
     lengths: list[int],
     depth: int,
     aggregation: Aggregation,
@@ -267,7 +266,7 @@ def _counts(
     }
 
 
-def _rows_in(batch: PackedBatch, part: PackedBatch) -> torch.Tensor:
+def _rows_in(batch: PackedBatch, part: PackedBatch) -> Tensor:
     """Return the row in `batch` of each position of `part`, which holds some of its samples; 0 for padding."""
     rows = torch.zeros(len(part.tokens), dtype=torch.int64)
     real = part.sequence_ids >= 0
@@ -277,7 +276,7 @@ def _rows_in(batch: PackedBatch, part: PackedBatch) -> torch.Tensor:
 
 def _micro_batch(
     chosen: list[int],
-    columns: dict[str, list[torch.Tensor]],
+    columns: dict[str, list[Tensor]],
     padded_lengths: list[int],
     batch_unit: int,
     depth: int,
@@ -298,7 +297,7 @@ def _micro_batch(
     cu = torch.tensor([0, *real]).cumsum(0).int()
     cu_padded = torch.tensor([0, *padded]).cumsum(0).int()
 
-    def lay_out(field: str, empty: int = 0) -> torch.Tensor:
+    def lay_out(field: str, empty: int = 0) -> Tensor:
         dtype = torch.int64 if field in ("tokens", "seeds") else torch.float32
         flat = torch.full((total,), empty, dtype=dtype)
         # no sequence starts at the last boundary
@@ -314,17 +313,17 @@ def _micro_batch(
     loss_mask = shift_packed(mask, cu_padded)
     drafter_tokens, drafter_labels, drafter_mask = drafter_targets(tokens, mask, cu_padded, depth)
 
-    def share(x: torch.Tensor) -> torch.Tensor:
+    def share(x: Tensor) -> Tensor:
         return slice_for_cp(x, cu_padded, cp_rank, cp_size)
 
-    def trained(field: str) -> torch.Tensor:
+    def trained(field: str) -> Tensor:
         """Return the shifted values, with 0 where nothing is trained; the values there may be NaN."""
         return share(shift_packed(lay_out(field), cu_padded).masked_fill(loss_mask == 0, 0))
 
-    def trained_if_any(field: str) -> torch.Tensor | None:
+    def trained_if_any(field: str) -> Tensor | None:
         return trained(field) if field in columns else None
 
-    noise_seeds: torch.Tensor | None = None
+    noise_seeds: Tensor | None = None
     if "seeds" in columns:
         # of positions where acceptance is predicted; -1 elsewhere
         seeds = lay_out("seeds", -1)

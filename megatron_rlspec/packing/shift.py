@@ -10,9 +10,10 @@ A whole batch is shifted before it is split for context parallelism, so nothing 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def shift_packed(x: torch.Tensor, cu_seqlens: torch.Tensor, steps: int = 1) -> torch.Tensor:
+def shift_packed(x: Tensor, cu_seqlens: Tensor, steps: int = 1) -> Tensor:
     """Return `out[..., t] = x[..., t + steps]` where t + steps is in t's sequence, else 0; x `[..., T]`.
 
     `cu_seqlens [n + 1]` holds the boundaries, with padding if sequences are padded. Positions past its last entry
@@ -23,8 +24,8 @@ def shift_packed(x: torch.Tensor, cu_seqlens: torch.Tensor, steps: int = 1) -> t
 
 
 def drafter_targets(
-    tokens: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor, depth: int
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    tokens: Tensor, mask: Tensor, cu_seqlens: Tensor, depth: int
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return inputs, labels and loss masks of depths 1..depth, from token-aligned `tokens [T]` and `mask [T]`.
 
     Entry d - 1 of the three lists, all `[T]`: token t + d (the input), token t + 1 + d (the label), and 1 in the mask's
@@ -44,7 +45,7 @@ def drafter_targets(
     return inputs, labels, masks
 
 
-def _ends(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
+def _ends(cu_seqlens: Tensor, total: int) -> Tensor:
     """Return `[total]`, the end of each position's sequence; 0 for positions in no sequence."""
     ends = cu_seqlens[1:].long()
     # skips empty sequences

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return `x` on `device`. A copy to a GPU starts from pinned memory, so it does not wait for earlier kernels."""
     if device.type != "cuda" or x.is_cuda:
         return x.to(device)

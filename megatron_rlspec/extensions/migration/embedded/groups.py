@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 
-Piece = tuple[int, torch.Tensor]  # a rank of the group, and what it is sent or sends
+Piece = tuple[int, Tensor]  # a rank of the group, and what it is sent or sends
 
 
 def trade(

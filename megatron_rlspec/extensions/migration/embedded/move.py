@@ -23,6 +23,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_rlspec import wire
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
@@ -68,9 +69,9 @@ class KVMessage(NamedTuple):
     """One message: a header, and one contiguous buffer."""
 
     header: MoveHeader
-    data: torch.Tensor  # [elements] of the model's dtype
+    data: Tensor  # [elements] of the model's dtype
 
-    def pack(self) -> torch.Tensor:
+    def pack(self) -> Tensor:
         """Return the message as bytes: the header's length, the header, the buffer."""
         header = wire.encode(self.header)
         front = bytearray(len(header).to_bytes(FRONT, "little"))
@@ -81,7 +82,7 @@ class KVMessage(NamedTuple):
         return torch.cat(parts)
 
     @classmethod
-    def unpack(cls, packed: torch.Tensor) -> KVMessage:
+    def unpack(cls, packed: Tensor) -> KVMessage:
         """Return the message of `pack`."""
         size = int.from_bytes(bytes(packed[:FRONT].tolist()), "little")
         body = packed[FRONT:]
@@ -295,7 +296,7 @@ class TransferEndpoint:
         drafter = max(size, 1) if drafted else 1
         return RowReservation(id, target, drafter)
 
-    def _pools(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _pools(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every pool in the order of the buffer."""
         layers = self.cache.model.arch.layers
         for pool in self.cache.kv[layers:]:
@@ -361,7 +362,7 @@ class TransferEndpoint:
             pool.index_copy_(0, index, source.to(pool.device))
 
 
-def _joined(pieces: Sequence[np.ndarray]) -> torch.Tensor:
+def _joined(pieces: Sequence[np.ndarray]) -> Tensor:
     """Return all pieces as one tensor, [n] int64, also if there are none."""
     nothing = np.zeros(0, np.int64)
     return torch.from_numpy(np.concatenate([nothing, *pieces]))

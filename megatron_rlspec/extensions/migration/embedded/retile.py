@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_rlspec.extensions.migration.embedded.groups import Groups, trade
 from megatron_rlspec.rollout.embedded.cache import Cache
@@ -168,9 +169,7 @@ def exchange(switch: Switch, changes: Sequence[tuple[Parameter, Parameter]]) -> 
         coming.copy_(landed)
 
 
-def _pieces(
-    switch: Switch, old: Parameter, new: Parameter
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _pieces(switch: Switch, old: Parameter, new: Parameter) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each rank of the old group, which holds the whole, with the views that it gets from here and sends here."""
     me = switch.wide.rank
     old_units = switch.wide.size // switch.old
@@ -186,12 +185,12 @@ def _pieces(
 
 
 def _units(
-    shard: torch.Tensor,
+    shard: Tensor,
     split: int | None,
     count: int,
     first: int,
     units: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Return `count` of the `units` units of a shard, from the unit `first` on."""
     assert split is not None
     unit = shard.shape[split] // units
@@ -384,7 +383,7 @@ def _stretches(
 
 
 def _move(
-    pools: list[torch.Tensor],
+    pools: list[Tensor],
     index: int,
     slots: int,
     stretches: Sequence[Stretch],
@@ -418,7 +417,7 @@ def _move(
         moving = [s for s in stretches if (s.source, s.target) == groups]
         return [s for s in moving if s.last > s.first]
 
-    buffers: dict[tuple[int, int, int], torch.Tensor] = {}  # several ranks may get the same
+    buffers: dict[tuple[int, int, int], Tensor] = {}  # several ranks may get the same
     send = []
     coming: list[list[Stretch]] = []
     sizes = []
@@ -462,7 +461,7 @@ def _move(
                 pools[index][s.new, :, first : first + count] = columns
 
 
-def _flat(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def _flat(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """Return the elements of all parts, one after the other; of the dtype and device of `like` if there are none."""
     if not parts:
         return like.new_empty(0)
