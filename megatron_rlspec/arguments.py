@@ -12,6 +12,7 @@ WIDTH = 80  # columns of the first help text
 FIRST_TEXT = 60  # characters of an option's text in it, if a sentence or clause ends before
 SHORT = {"INTEGER": "N", "NUMBER": "X"}  # metavars in it
 HELP = {"-h", "--help", "--help-all"}
+MOST = 64  # values of one option
 
 
 class Parser(argparse.ArgumentParser):
@@ -186,22 +187,23 @@ def number(low: float, high: float) -> Callable[[str], float]:
     return _bounded(float, low, high, f"numbers from {low:g} to {high:g}")
 
 
-def integers(
-    low: int, high: int, *, count: int | None = None, most: int = 64
-) -> Callable[[str], list[int]]:
-    """Return a type: integers from `low` to `high` with commas; exactly `count` of them, or 1 to `most`."""
-    return _list(integer(low, high), count, most, f"integers from {low} to {high}")
+def distinct_integers(low: int, high: int) -> Callable[[str], list[int]]:
+    """Return a type for `add_argument`: 1 to `MOST` integers with commas, in ascending order, repeated ones once."""
+    parse_one = integer(low, high)
+    wanted = f"integers from {low} to {high}"
 
+    def parse(text: str) -> list[int]:
+        parts = text.split(",")
+        if len(parts) > MOST:
+            raise argparse.ArgumentTypeError(
+                f"{text[:80]!r}: expected 1 to {MOST} {wanted}, with commas"
+            )
+        try:
+            return sorted({parse_one(part) for part in parts})
+        except argparse.ArgumentTypeError:
+            raise argparse.ArgumentTypeError(f"{text[:80]!r}: expected {wanted}") from None
 
-def numbers(low: float, high: float, *, most: int = 64) -> Callable[[str], list[float]]:
-    """Return a type: 1 to `most` finite numbers from `low` to `high` with commas."""
-    return _list(number(low, high), None, most, f"numbers from {low:g} to {high:g}")
-
-
-def distinct_integers(low: int, high: int, *, most: int = 64) -> Callable[[str], list[int]]:
-    """Return a type: as `integers`, in ascending order, repeated ones once."""
-    parse = integers(low, high, most=most)
-    return lambda text: sorted(set(parse(text)))
+    return parse
 
 
 Value = TypeVar("Value", int, float)
@@ -220,23 +222,3 @@ def _bounded(
         return value
 
     return parse
-
-
-def _list(
-    parse: Callable[[str], Value], count: int | None, most: int, wanted: str
-) -> Callable[[str], list[Value]]:
-    def parse_all(text: str) -> list[Value]:
-        parts = text.split(",")
-        if (
-            len(parts) > most
-            or not all(part.strip() for part in parts)
-            or (count and len(parts) != count)
-        ):
-            expected = f"{count or f'1 to {most}'} {wanted}, with commas"
-            raise argparse.ArgumentTypeError(f"{text[:80]!r}: expected {expected}")
-        try:
-            return [parse(part) for part in parts]
-        except argparse.ArgumentTypeError:
-            raise argparse.ArgumentTypeError(f"{text[:80]!r}: expected {wanted}") from None
-
-    return parse_all

@@ -78,7 +78,6 @@ COMMANDS = {
         "whether what is installed fits; what a GPU machine lacks",
         "rlspec doctor",
     ),
-    "plan": Command("commands.plan:main", "how many drafts at which batch and context"),
     "replay": Command(
         "commands.training:replay",
         "train a drafter again along a recorded run",

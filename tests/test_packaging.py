@@ -128,11 +128,10 @@ def test_sdist_and_wheel_install_in_a_clean_environment_and_run(tmp_path):
     subprocess.run([*pip, "setuptools>=77"], check=True)
     subprocess.run([*pip, "--no-build-isolation", packed], check=True)
     share = tmp_path / "venv/share/megatron_rlspec/examples"
-    table = share / "cost_tables/h100-simulated.json"
+    assert (share / "cost_tables/h100-simulated.json").is_file()
     commands = (
         "--version",
         "--help",
-        f"plan {table} --acceptance 0.8,0.7",
         "doctor",
     )
     for words in commands:

@@ -240,8 +240,8 @@ def _sequence_log_ratio(
     """Return per token the mean log-ratio of its sequence, with the gradient of the token's own log-probability.
 
     That is the ratio of GSPO (arXiv 2507.18071, eq. 13) in the form of GSPO-token (§4.3). With one advantage per
-    sequence its gradient equals GSPO's: in GSPO each of the n tokens' losses gives 1/n of its gradient to every token, and the n shares add up to one whole gradient
-    per token. This form needs no gradient from other ranks.
+    sequence its gradient equals GSPO's: in GSPO each of the n tokens' losses gives 1/n of its gradient to every token,
+    and the n shares add up to one whole gradient per token. This form needs no gradient from other ranks.
     """
     sequence = to_device(batch.sequence_ids, log_ratio.device).clamp(min=0)
     rows = torch.stack([log_ratio.detach(), mask.to(log_ratio)]).masked_fill(~mask, 0)

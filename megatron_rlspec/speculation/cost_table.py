@@ -1,6 +1,6 @@
 """The cost table: the measured duration of a decode round by batch, context, configuration and tensor-parallel size.
 
-`rlspec profile` writes the table; the rule and `rlspec plan` read it. Sources of the axes: ReSpec, section 5.2 (batch,
+`rlspec profile` writes the table; the rule reads it. Sources of the axes: ReSpec, section 5.2 (batch,
 steps, branches, draft tokens); RLHFSpec, section 5.2 (context and verified tokens); PAT, section 4 (tensor-parallel
 size, context tokens).
 """
