@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_rlspec.config.base import Section, Text, Weight
+from megatron_rlspec.config.base import Section, Text
 
 LONGEST = 2**24  # tokens of one sample
 
@@ -21,13 +21,4 @@ class ModelConfig(Section):
     )
     max_length: Annotated[int, Field(gt=0, le=LONGEST)] = Field(
         4096, description="longest sample in tokens: prompt and response together"
-    )
-    moe_router_bias_update_rate: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="step by which a router's expert biases move towards equal load; 0: fixed biases",
-    )
-    moe_aux_loss_coeff: Weight = Field(
-        0.0, description="weight of the load-balancing loss of experts; 0: none"
     )

@@ -146,8 +146,6 @@ class MTPDrafter(Drafter):
             mtp_num_layers=1,
             recompute_granularity=None,
             recompute_method=None,
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
         )
         super().__init__(config=own)
         self.depth = depth

@@ -1,26 +1,18 @@
 """Mixtures of experts of GLM4-MoE and Qwen3-MoE: Megatron's options for a config.json, and the routers' biases.
 
 A router of GLM4-MoE chooses its experts by sigmoid(logits) + bias and weighs them by the sigmoids alone (DeepSeek-V3,
-arXiv 2412.19437, section 2.1.2). The bias is a buffer. No gradient changes it; the number of tokens that each
-expert got does (`model.moe_router_bias_update_rate`). Only the policy's biases change. The drafter's router keeps its
-bias and has no balancing loss, so neither model affects the other. A router of Qwen3-MoE chooses by softmax, and has no
-bias; the balancing loss (`model.moe_aux_loss_coeff`) is the same.
+arXiv 2412.19437, section 2.1.2). The bias is a buffer, which RL leaves as it is; nor is there a balancing loss, as in
+slime's recipes. A router of Qwen3-MoE chooses by softmax, and has no bias.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state as ps
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from megatron_rlspec.config import Config
-from megatron_rlspec.train import runtime
+from megatron_rlspec.config import ParallelConfig
 
 
 def count(hf_config: Mapping[str, Any]) -> int:
@@ -28,38 +20,39 @@ def count(hf_config: Mapping[str, Any]) -> int:
     return hf_config.get("n_routed_experts") or hf_config.get("num_experts") or 0
 
 
-def options(hf_config: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return the fields of `TransformerConfig` about experts; none for a dense model."""
+def options(hf_config: Mapping[str, Any], parallel_size: int, dtype: str) -> dict[str, Any]:
+    """Return the fields of `TransformerConfig` about experts; none for a dense model.
+
+    dtype  of the model
+    """
     if not count(hf_config):
         return {}
     layers = hf_config["num_hidden_layers"]
     dense = hf_config.get("first_k_dense_replace", 0)
     width = hf_config["moe_intermediate_size"]
     shared = hf_config.get("n_shared_experts") or 0
-    coefficient = config.model.moe_aux_loss_coeff
-    router = _sigmoid(hf_config, config) if _has_bias(hf_config) else _softmax(hf_config)
+    router = _sigmoid(hf_config) if _has_bias(hf_config) else _softmax(hf_config)
     return {
         "num_moe_experts": count(hf_config),
-        "expert_model_parallel_size": config.parallel.expert,
+        "expert_model_parallel_size": parallel_size,
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": width * shared or None,
         "moe_layer_freq": [int(layer >= dense) for layer in range(layers)],
         "moe_router_topk": hf_config["num_experts_per_tok"],
-        "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
-        "moe_aux_loss_coeff": coefficient,
-        "moe_router_dtype": "fp64" if config.model.dtype == "float64" else "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp64" if dtype == "float64" else "fp32",
         **router,
     }
 
 
-def _sigmoid(hf_config: Mapping[str, Any], config: Config) -> dict[str, Any]:
+def _sigmoid(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     groups = _groups(hf_config)
     return {
         "moe_router_num_groups": groups,
         "moe_router_group_topk": hf_config["topk_group"] if groups else None,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": config.model.moe_router_bias_update_rate,
+        "moe_router_bias_update_rate": 0.0,
         "moe_router_topk_scaling_factor": hf_config.get("routed_scaling_factor", 1.0),
     }
 
@@ -72,24 +65,15 @@ def _softmax(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def problems(hf_config: Mapping[str, Any], config: Config) -> Iterator[tuple[bool, str]]:
+def problems(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> Iterator[tuple[bool, str]]:
     """Yield (is it wrong?, error text) for every setting of experts that would otherwise be ignored."""
     experts = count(hf_config)
-    parallel = config.parallel
-    model = config.model
-    balanced = model.moe_aux_loss_coeff or model.moe_router_bias_update_rate
-    yield not experts and bool(balanced), "model.moe_* balances experts, but this model is dense"
     yield (
         not experts and parallel.expert > 1,
         f"parallel.expert={parallel.expert}, but this model is dense",
     )
     if not experts:
         return
-    rate = model.moe_router_bias_update_rate and not _has_bias(hf_config)
-    yield (
-        bool(rate),
-        f"model.moe_router_bias_update_rate={model.moe_router_bias_update_rate}: its routers have no bias",
-    )
     yield (
         bool(experts % parallel.expert),
         f"{experts} experts are no multiple of parallel.expert={parallel.expert}",
@@ -122,32 +106,6 @@ def biases(module: nn.Module) -> dict[str, Tensor]:
     return {
         name: buffer for name, buffer in module.named_buffers() if name.endswith(".expert_bias")
     }
-
-
-def coefficient_of_a_token(coefficient: float, tokens: int, *, sequence: bool) -> float:
-    """Return the coefficient of Megatron's balancing loss for a step over `tokens` tokens of this rank.
-
-    Under `calculate_per_token_loss` Megatron multiplies a micro-batch's loss by the tokens that a rank's routers see,
-    from 0.19 on also by the number of ranks that split the micro-batch, and expects a later division by all tokens of
-    the step. Our losses are already divided, so this coefficient is too. Collective over the policy's replicas.
-    """
-    total = torch.tensor(float(tokens), dtype=torch.float64, device=runtime.device())
-    dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
-    split = 1
-    if not _counts_all_ranks_tokens():
-        split = ps.get_context_parallel_world_size()
-        if sequence:
-            split *= ps.get_tensor_model_parallel_world_size()
-    return coefficient * split / float(total)
-
-
-def _counts_all_ranks_tokens() -> bool:
-    """Return whether the router multiplies its loss by the number of ranks that split a micro-batch (from 0.19 on).
-
-    No signature shows it, so this looks for a name in the compiled function.
-    """
-    attach = inspect.unwrap(TopKRouter.attach_and_log_load_balancing_loss)
-    return "tp_cp_group" in attach.__code__.co_names
 
 
 def _has_bias(hf_config: Mapping[str, Any]) -> bool:

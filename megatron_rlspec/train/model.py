@@ -105,7 +105,7 @@ def transformer_config(
         # Losses are divided by the step's global count already, so neither DDP nor the schedule may scale them.
         calculate_per_token_loss=True,
         **recompute,
-        **experts.options(hf_config, config),
+        **experts.options(hf_config, parallel.expert, config.model.dtype),
         **devices,
     )
     if "kv_lora_rank" in hf_config:
@@ -129,7 +129,7 @@ def check(hf_config: Mapping[str, Any], config: Config) -> None:
     tensor = config.parallel.tensor
     pipeline = config.parallel.pipeline
     problems = [
-        *experts.problems(hf_config, config),
+        *experts.problems(hf_config, config.parallel),
         (
             typed.vocab_size % tensor,
             f"vocab_size={typed.vocab_size} is no multiple of parallel.tensor={tensor}",

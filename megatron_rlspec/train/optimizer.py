@@ -36,7 +36,6 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_rlspec.config import OptimizerConfig
-from megatron_rlspec.train import experts
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,6 @@ class Learner:
         self.updates_before = 0  # updates of the run whose moments this one continues with
         self._pace = pace or self
         self._offloaded = False
-        self._biases_before: list[tuple[Tensor, Tensor]] = []
         self.ddp = DistributedDataParallel(
             module.config,
             DistributedDataParallelConfig(
@@ -254,9 +252,7 @@ class Learner:
     def finalize(self, *_: Any, **__: Any) -> None:
         """Sum gradients over replicas, then over ranks that share norms (sequence parallel) or tied embeddings."""
         if self.pipelined:
-            biases = experts.biases(self.ddp).values()
-            self._biases_before = [(bias, bias.clone()) for bias in biases]
-            finalize_model_grads([self.ddp])  # also updates the routers' biases
+            finalize_model_grads([self.ddp])
         else:
             self.ddp.finish_grad_sync()
             _allreduce_non_tensor_model_parallel_grads([self.ddp], self.ddp.config)
@@ -266,8 +262,6 @@ class Learner:
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not (allowed and math.isfinite(norm)):
-            for bias, before in self._biases_before:
-                bias.copy_(before)
             return norm, False
         if self.adam.clip_grad > 0:
             for part in self.parts:

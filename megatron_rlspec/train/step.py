@@ -31,7 +31,7 @@ from megatron_rlspec.models.hf_files import read_json
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.acceptance import Prediction
-from megatron_rlspec.train import checkpoint, experts, moments, runtime, shards
+from megatron_rlspec.train import checkpoint, moments, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.drafter import Drafter, build_drafter
 from megatron_rlspec.train.drafter_step import (
@@ -193,7 +193,6 @@ class Trainer:
             return {}
         self.policy.train()
         self.learner.zero_grad()
-        self._scale_balancing_loss(batches)
         if self.drafter is not None and self.drafter_step is not None and train_drafter:
             self.drafter.train()
             self.drafter_step.begin()
@@ -218,16 +217,6 @@ class Trainer:
             self.learner.finish_parameters()  # gathered while the drafter was updated
             self.refresh_embedding()
         return metrics
-
-    def _scale_balancing_loss(self, batches: Sequence[PackedBatch]) -> None:
-        """Set Megatron's coefficient of the balancing loss, which it multiplies by a micro-batch's tokens."""
-        coefficient = self.config.model.moe_aux_loss_coeff
-        if not coefficient:
-            return
-        tokens = sum(len(batch.tokens) for batch in batches)
-        sequence = self.config.parallel.sequence
-        per_token = experts.coefficient_of_a_token(coefficient, tokens, sequence=sequence)
-        self.model_config.moe_aux_loss_coeff = per_token
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
         """Train the drafter on `words`, the ids that engines choose drafts from, in later steps."""

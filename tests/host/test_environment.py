@@ -99,6 +99,6 @@ def test_transformer_engine_gets_the_cudnn_that_torch_brings(tmp_path, monkeypat
 
 
 def test_a_command_without_a_standard_output_ends_as_with_one(monkeypatch):
-    """`rlspec plan TABLE >&-`"""
+    """`rlspec doctor >&-`"""
     monkeypatch.setattr(sys, "stdout", None)
     assert cli.run(lambda: None) == 0

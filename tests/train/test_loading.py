@@ -70,11 +70,6 @@ REFUSED = {
 }
 
 
-def test_balancing_a_dense_model_is_refused():
-    with pytest.raises(ValueError, match="this model is dense"):
-        model.transformer_config(HF_CONFIG, config(model={"moe_aux_loss_coeff": 0.1}))
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_settings_that_would_be_ignored_are_refused(case):
     changes, parallel, message = REFUSED[case]
