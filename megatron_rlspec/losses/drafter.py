@@ -103,7 +103,8 @@ class Student:
         self._hidden = hidden.detach().index_select(0, self._rows)
         exact = accumulate_in(hidden)
         self._labels = to_device(labels.index_select(0, rows), device)
-        self._weight = to_device(token_weight.detach().index_select(0, rows).to(exact), device)
+        weight_of_row = token_weight.detach().index_select(0, rows)
+        self._weight = to_device(weight_of_row.to(exact), device)
         group_of_row = torch.zeros_like(rows)
         if groups is not None:
             group_of_row = groups.index_select(0, rows)
@@ -111,7 +112,9 @@ class Student:
         self._noise: tuple[Tensor, Tensor] | None = None
         if noise is not None:
             seeds, keys = noise
-            self._noise = seeds.index_select(0, rows), keys.index_select(0, rows)
+            seeds = seeds.index_select(0, rows)
+            keys = keys.index_select(0, rows)
+            self._noise = seeds, keys
         self._scalar_metrics = groups is None
         learns = torch.is_grad_enabled()
         self._grad: Tensor | None = None
@@ -142,11 +145,13 @@ class Student:
         """Learn from the teacher rows `teacher_hidden [M, H]`, which have the numbers first, first + 1, ..."""
         self._taught = True
         last = first + len(teacher_hidden)
-        needed = self._teacher[(self._teacher >= first) & (self._teacher < last)].unique()
+        given = (self._teacher >= first) & (self._teacher < last)
+        needed = self._teacher[given].unique()
         for rows in needed.split(self._chunk):
             if not len(rows):
                 continue
-            hidden = teacher_hidden.index_select(0, to_device(rows - first, self._rows.device))
+            index = to_device(rows - first, self._rows.device)
+            hidden = teacher_hidden.index_select(0, index)
             if self._head.kernel is None:
                 scores = self._head.scores(hidden)
                 lse = self._head.log_sum_exp(scores)
@@ -181,23 +186,29 @@ class Student:
                 )
             index = to_device(index, scores.device)
             if self._fused:
-                self._learn(part, taught=Taught(self._head, scores, lse, index))
+                taught = Taught(self._head, scores, lse, index)
+                self._learn(part, taught=taught)
             else:
-                self._learn(part, logp=scores.index_select(0, index))
+                logp = scores.index_select(0, index)
+                self._learn(part, logp=logp)
 
     def finish(self) -> tuple[Tensor, Metrics]:
         """Return (Σ token_weight · loss, metrics). Raises ValueError if some row had no teacher."""
-        if self._learned != len(self._rows):
-            raise ValueError(
-                f"{len(self._rows) - self._learned} of {len(self._rows)} drafter rows had no teacher"
-            )
+        rows = len(self._rows)
+        if self._learned != rows:
+            raise ValueError(f"{rows - self._learned} of {rows} drafter rows had no teacher")
         total = self._total
         if self._grad is not None:
             self._head.sum(self._grad)
             if self._own_grad is not None:
                 self._head.sum(self._own_grad)
             total = _Precomputed.apply(
-                self._source, total, self._rows, self._grad, self._own, self._own_grad
+                self._source,
+                total,
+                self._rows,
+                self._grad,
+                self._own,
+                self._own_grad,
             )
         metrics = dict(self._metrics)
         if not self._taught:
@@ -211,13 +222,20 @@ class Student:
         if self.rows:
             return self.rows
         zeros = self._weight.new_zeros(len(self._source))
-        rows = dict.fromkeys(("match", "overlap", "label_ratio", "argmax_prob"), zeros)
+        names = ("match", "overlap", "label_ratio", "argmax_prob")
+        rows = dict.fromkeys(names, zeros)
         if self._noise is not None:
-            rows["coupled"] = zeros[:, None].expand(-1, len(SHARPNESS))
+            column = zeros[:, None]
+            rows["coupled"] = column.expand(-1, len(SHARPNESS))
         return rows
 
     @torch.no_grad()
-    def _learn(self, part: slice, logp: Tensor | None = None, taught: Taught | None = None) -> None:
+    def _learn(
+        self,
+        part: slice,
+        logp: Tensor | None = None,
+        taught: Taught | None = None,
+    ) -> None:
         """Add loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
         head = self._draft_head or self._head
         weight = self._weight[part]
@@ -235,16 +253,21 @@ class Student:
             self._grad[part] = back
         if self._own_grad is not None and self._draft_head is not None:
             hidden = self._hidden[part]
-            if self._fused:
-                product = grad.t() @ hidden
-            else:
-                product = (grad * scale[:, None]).t() @ hidden.to(scale.dtype)
+            if not self._fused:
+                grad = grad * scale[:, None]
+                hidden = hidden.to(scale.dtype)
+            product = grad.t() @ hidden
             self._own_grad[self._draft_head.own] += product
-        for name, x in (sums | {"loss": loss}).items():
+        sums["loss"] = loss
+        for name, x in sums.items():
             self._metrics[name].index_add_(0, self._groups[part], x)
         self._learned += len(weight)
 
-    def _learn_with_torch(self, part: slice, logp: Tensor | None) -> tuple[Metrics, Tensor, Tensor]:
+    def _learn_with_torch(
+        self,
+        part: slice,
+        logp: Tensor | None,
+    ) -> tuple[Metrics, Tensor, Tensor]:
         """Return metrics and loss `[C]`, and the loss's gradient in the scores, `[C, width]`; keep results of rows."""
         full = self._head
         head = self._draft_head or full
@@ -254,35 +277,49 @@ class Student:
         ce = lse - head.sum(head.pick(scores, labels))
         best = head.argmax(scores)
         logq = scores.sub_(lse[:, None])
-        sums = {"tokens": torch.ones_like(ce), "ce": ce, "match": (best == labels).to(ce.dtype)}
+        match = best == labels
+        sums = {
+            "tokens": torch.ones_like(ce),
+            "ce": ce,
+            "match": match.to(ce.dtype),
+        }
+        covered: Tensor | float = 1.0
         if self._draft_head is not None:
-            sums["covered"] = self._draft_head.holds(labels)
-            sums["ce"] = ce = ce * sums["covered"]
+            covered = self._draft_head.holds(labels)
+            ce = ce * covered
+            sums["covered"] = covered
+            sums["ce"] = ce
         loss = ce
         if self.rows is not None:
             self._store_rows(part, match=sums["match"])
             if self._noise is not None:
-                self._store_rows(part, coupled=self._coupled(part, logq, labels, head))
+                coupled = self._coupled(part, logq, labels, head)
+                self._store_rows(part, coupled=coupled)
             if logp is not None:
                 label_logp = full.sum(full.pick(logp, labels))
-                ratio = (-ce - label_logp).exp() * sums.get("covered", 1.0)
-                self._store_rows(part, label_ratio=ratio)
+                ratio = (-ce - label_logp).exp()
+                self._store_rows(part, label_ratio=ratio * covered)
         if logp is not None:
             depths = self._groups[part] + 1
-            sums["overlap"], divergence, grad = self._against(logq, logp, labels, depths)
-            sums["argmax_prob"] = full.sum(full.pick(logp, best)).exp()
+            overlap, divergence, grad = self._against(logq, logp, labels, depths)
+            best_logp = full.sum(full.pick(logp, best))
+            of_teacher = {"overlap": overlap, "argmax_prob": best_logp.exp()}
+            sums |= of_teacher
+            if self.rows is not None:
+                self._store_rows(part, **of_teacher)
         if self._kind == "ce":
             grad = head.add_at(logq.exp_(), labels, -1)
             if self._draft_head is not None:
                 grad *= sums["covered"][:, None]
         else:
             loss = divergence
-        if self.rows is not None and logp is not None:
-            self._store_rows(part, overlap=sums["overlap"], argmax_prob=sums["argmax_prob"])
         return sums, loss, grad
 
     def _learn_with_kernels(
-        self, part: slice, taught: Taught | None, scale: Tensor
+        self,
+        part: slice,
+        taught: Taught | None,
+        scale: Tensor,
     ) -> tuple[Metrics, Tensor, Tensor]:
         """Return the same as `_learn_with_torch`; the gradient is times `scale [C]`, and in the type of the logits."""
         head = self._draft_head or self._head
@@ -292,31 +329,39 @@ class Student:
         noise = None
         if self._noise is not None and self.rows is not None:
             seeds, keys = self._noise
-            noise = to_device(seeds[part], logits.device), to_device(keys[part], logits.device)
-        moment = kind if kind in ("forward_kl", "reverse_kl") else "none"
+            seeds = to_device(seeds[part], logits.device)
+            keys = to_device(keys[part], logits.device)
+            noise = seeds, keys
+        moment = "none"
+        if kind in ("forward_kl", "reverse_kl"):
+            moment = kind
         rows = FusedRows(head, logits, labels, moment, taught, noise)
         best = rows.best()
+        match = best == labels
+        covered = torch.ones_like(scale)
         sums = {
             "tokens": torch.ones_like(scale),
             "ce": -rows.logprob,
-            "match": (best == labels).to(scale.dtype),
+            "match": match.to(scale.dtype),
         }
         if self._draft_head is not None:
-            sums["covered"] = self._draft_head.holds(labels)
-            sums["ce"] = sums["ce"] * sums["covered"]
-        covered = sums.get("covered", torch.ones_like(scale))
+            covered = self._draft_head.holds(labels)
+            sums["covered"] = covered
+            sums["ce"] = sums["ce"] * covered
         loss = sums["ce"]
         of_rows = {"match": sums["match"]}
         if noise is not None:
             of_rows["coupled"] = rows.coupled() * covered[:, None]
         learns = self._grad is not None or self._own_grad is not None
         if taught is not None:
-            sums["argmax_prob"] = taught.logprob(best).exp()
             scales = scale if learns and kind != "ce" else None
-            sums["overlap"], divergence = rows.against(kind, scales)
-            of_rows["argmax_prob"] = sums["argmax_prob"]
-            of_rows["overlap"] = sums["overlap"]
-            of_rows["label_ratio"] = (-loss - taught.logprob(labels)).exp() * covered
+            argmax_prob = taught.logprob(best).exp()
+            overlap, divergence = rows.against(kind, scales)
+            of_teacher = {"overlap": overlap, "argmax_prob": argmax_prob}
+            sums |= of_teacher
+            of_rows |= of_teacher
+            ratio = (-loss - taught.logprob(labels)).exp()
+            of_rows["label_ratio"] = ratio * covered
             if kind != "ce":
                 loss = divergence
         if kind == "ce" and learns:
@@ -326,7 +371,11 @@ class Student:
         return sums, loss, logits
 
     def _coupled(
-        self, part: slice, logq: Tensor, labels: Tensor, head: VocabParallelHead
+        self,
+        part: slice,
+        logq: Tensor,
+        labels: Tensor,
+        head: VocabParallelHead,
     ) -> Tensor:
         """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
         assert self._noise is not None
@@ -338,12 +387,19 @@ class Student:
         rows = to_device(with_seed, logq.device)
         row_seeds = to_device(seeds[part][with_seed], logq.device)
         row_keys = to_device(keys[part][with_seed], logq.device)
-        drafts = head.sample(logq.index_select(0, rows), row_seeds, row_keys, SHARPNESS)
-        coupled[rows] = (drafts == labels[rows][:, None]).to(coupled.dtype)
+        row_logq = logq.index_select(0, rows)
+        drafts = head.sample(row_logq, row_seeds, row_keys, SHARPNESS)
+        row_labels = labels[rows]
+        are_labels = drafts == row_labels[:, None]
+        coupled[rows] = are_labels.to(coupled.dtype)
         return coupled
 
     def _against(
-        self, logq: Tensor, logp: Tensor, labels: Tensor, depths: Tensor
+        self,
+        logq: Tensor,
+        logp: Tensor,
+        labels: Tensor,
+        depths: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return Σ min(p, q), the loss and its gradient in the student's scores; `logp` is over the full vocabulary."""
         if callable(self._kind):
@@ -356,7 +412,10 @@ class Student:
     def _store_rows(self, part: slice, **values: Tensor) -> None:
         assert self.rows is not None
         for name, x in values.items():
-            whole = self.rows.setdefault(name, x.new_zeros(len(self._source), *x.shape[1:]))
+            if name not in self.rows:
+                shape = (len(self._source), *x.shape[1:])
+                self.rows[name] = x.new_zeros(shape)
+            whole = self.rows[name]
             whole.index_copy_(0, self._rows[part], x)
 
 
@@ -375,10 +434,12 @@ class _Precomputed(torch.autograd.Function):
     def backward(ctx, upstream):
         rows, grad, own_grad = ctx.saved_tensors
         grad_source = grad.new_zeros(ctx.rows, grad.shape[1])
-        grad_source.index_copy_(0, rows, (grad * upstream).to(grad.dtype))
+        grad_of_rows = grad * upstream
+        grad_source.index_copy_(0, rows, grad_of_rows.to(grad.dtype))
         grad_own = None
         if own_grad is not None:
-            grad_own = (own_grad * upstream).to(ctx.own_type)
+            grad_own = own_grad * upstream
+            grad_own = grad_own.to(ctx.own_type)
         return grad_source, None, None, None, grad_own, None
 
 
@@ -406,7 +467,8 @@ def _divergence(
         second = (q * g).sum(-1)
     else:
         second = (logp - logq).mul_(p).sum(-1)
-    overlap, second = total(torch.stack([torch.minimum(p, q).sum(-1), second]))
+    least = torch.minimum(p, q).sum(-1)
+    overlap, second = total(torch.stack([least, second]))
     if kind == "reverse_kl":
         return overlap, second, q * (g - second[:, None])
     if kind == "tv":
@@ -414,7 +476,9 @@ def _divergence(
     if whole:
         return overlap, second, q.sub_(p)
     mass = total(p.sum(-1))
-    return overlap, second - torch.xlogy(mass, mass), q.mul_(mass[:, None]).sub_(p)
+    loss = second - torch.xlogy(mass, mass)
+    grad = q.mul_(mass[:, None]).sub_(p)
+    return overlap, loss, grad
 
 
 def _own_divergence(
@@ -426,15 +490,27 @@ def _own_divergence(
     head: VocabParallelHead,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same as `_divergence`, for the user's loss."""
+    option = named("drafter.loss", own)
     overlap, _, _ = _divergence("tv", logq, logp, head.sum)
     with torch.enable_grad():
-        draft = head.whole(logq).detach().clone().requires_grad_()
-        rows = DrafterRows(draft, head.whole(logp).detach().clone(), labels.clone(), depths.clone())
-        loss = checked(named("drafter.loss", own), own(rows), draft[:, 0]).to(draft.dtype)
+        draft = head.whole(logq).detach().clone()
+        draft.requires_grad_()
+        # The function may change its arguments in place.
+        rows = DrafterRows(
+            draft_logprobs=draft,
+            policy_logprobs=head.whole(logp).detach().clone(),
+            tokens=labels.clone(),
+            depths=depths.clone(),
+        )
+        result = own(rows)
+        loss = checked(option, result, draft[:, 0])
+        loss = loss.to(draft.dtype)
         (grad,) = torch.autograd.grad(loss.sum(), draft, allow_unused=True)
     if grad is None:
-        what = "the result does not depend on draft_logprobs; expected one that does"
-        raise FunctionError(f"{named('drafter.loss', own)}: {what}")
+        raise FunctionError(
+            f"{option}: the result does not depend on draft_logprobs; expected one that does"
+        )
     # Convert the gradient with respect to log-probabilities into that with respect to logits.
-    grad = grad - draft.detach().exp() * grad.sum(-1, keepdim=True)
+    sum_of_row = grad.sum(-1, keepdim=True)
+    grad = grad - draft.detach().exp() * sum_of_row
     return overlap, loss.detach(), head.share(grad)

@@ -30,9 +30,12 @@ class Taught:
     def logprob(self, ids: Tensor) -> Tensor:
         """Return log p `[C]` of `ids [C]`."""
         columns = self.head.places(ids)
-        scaled = _scaled(self.logits[self.rows, columns.clamp(min=0)], self.head)
-        scaled.masked_fill_(columns < 0, 0)  # another rank has them
-        return (self.head.sum(scaled).double() - self.lse[self.rows]).float()
+        # of ids that another rank has, any column, whose logit does not count
+        logits = self.logits[self.rows, columns.clamp(min=0)]
+        scaled = _scaled(logits, self.head)
+        scaled.masked_fill_(columns < 0, 0)
+        logprob = self.head.sum(scaled).double() - self.lse[self.rows]
+        return logprob.float()
 
 
 class FusedRows:
@@ -68,49 +71,64 @@ class FusedRows:
         self._teacher = teacher and kernel.Teacher(
             teacher.logits, teacher.lse, teacher.rows, columns
         )
-        label = head.sum(_scaled(head.pick(logits, labels), head))
+        label_logit = head.pick(logits, labels)
+        label = head.sum(_scaled(label_logit, head))
         draws = None
         if noise is not None:
             factors = to_device(torch.tensor(SHARPNESS), logits.device)
             ids = None if words is None else words.ids.to(torch.int32)
             draws = kernel.Noise(*noise, labels, label, factors, head.start, ids)
-        here = self._here = kernel.read(*self._chunk, moment, self._teacher, draws)  # of this rank
+        # what this rank's columns give
+        here = kernel.read(*self._chunk, moment, self._teacher, draws)
+        self._here = here
         peak = head.max(here.peak)
         behind = here.peak - peak
         scale = behind.exp()
         parts = [here.total * scale]
         if moment == "forward_kl":
-            parts += [here.second - behind * here.mass, here.mass]
+            parts.append(here.second - behind * here.mass)
+            parts.append(here.mass)
         elif moment != "none":
-            parts.append(scale * (here.second + behind * here.total))
+            second_here = here.second + behind * here.total
+            parts.append(scale * second_here)
         total, *second = head.sum(torch.stack(parts)).double()
         self.lse = peak.double() + total.log()
-        self.logprob = (label.double() - self.lse).float()
+        logprob = label.double() - self.lse
+        self.logprob = logprob.float()
         self.value = torch.zeros_like(label)
         if moment == "forward_kl":
             # Over a part of the vocabulary: p(S) · KL(p / p(S) ‖ q), as in `losses/drafter.py`.
-            self._mass = torch.ones_like(label) if words is None else second[1].float()
-            value = (second[0] + second[1] * total.log()).float()
-            self.value = value - torch.xlogy(self._mass, self._mass)
+            self._mass = torch.ones_like(label)
+            if words is not None:
+                self._mass = second[1].float()
+            value = second[0] + second[1] * total.log()
+            self.value = value.float() - torch.xlogy(self._mass, self._mass)
         elif moment != "none":
-            self.value = (second[0] / total - total.log()).float()
+            value = second[0] / total - total.log()
+            self.value = value.float()
             if moment == "entropy":
                 self.value = self.value * -1
 
     def best(self) -> Tensor:
         """Return the ids `[C]` of the largest logits; of equal ones the lowest id."""
-        return self._head.best(self._here.peak, self._head.ids_of(self._here.best))
+        ids = self._head.ids_of(self._here.best)
+        return self._head.best(self._here.peak, ids)
 
     def coupled(self) -> Tensor:
         """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
-        return 1 - self._head.max(self._here.beaten.float())
+        beaten = self._here.beaten.float()
+        return 1 - self._head.max(beaten)
 
     def write_label(self, on_logprob: Tensor) -> None:
         """Replace the logits by `on_logprob [C]` times the gradient of log q(label) in q's scores."""
         columns = self._head.places(self._labels)
         self._kernel.write_label(*self._chunk, self.lse, columns, on_logprob)
 
-    def against(self, kind: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    def against(
+        self,
+        kind: str,
+        scales: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         """Return Σ min(p, q) and the loss of `kind`, `[C]`, and replace the logits by `scales [C]` times its gradient.
 
         Without `scales` the logits stay.
@@ -120,12 +138,13 @@ class FusedRows:
             second = self._mass if kind == "forward_kl" else self.value
             overlap, _ = run(*self._chunk, self.lse, kind, self._teacher, scales, second)
             return self._head.sum(overlap), self.value
-        sums = torch.stack(run(*self._chunk, self.lse, "tv", self._teacher))
-        overlap, losers = self._head.sum(sums)
+        here = run(*self._chunk, self.lse, "tv", self._teacher)
+        overlap, losers = self._head.sum(torch.stack(here))
         if scales is not None:
             run(*self._chunk, self.lse, "tv", self._teacher, scales, losers)
         return overlap, 1 - overlap
 
 
 def _scaled(x: Tensor, head: VocabParallelHead) -> Tensor:
-    return x.float().div_(head.temperature).clamp_(min=lowest(torch.float32))
+    scaled = x.float().div_(head.temperature)
+    return scaled.clamp_(min=lowest(torch.float32))

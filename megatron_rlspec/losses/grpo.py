@@ -176,7 +176,10 @@ def policy_loss(
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * sums["entropy"]
 
-    metrics = {name: (values.detach().to(logprobs) * mask).sum() for name, values in sums.items()}
+    metrics = {}
+    for name, values in sums.items():
+        counted = values.detach().to(logprobs) * mask
+        metrics[name] = counted.sum()
     metrics["tokens"] = mask.sum().to(logprobs)
     return (loss * trained(batch.policy_weight)).sum(), metrics
 
@@ -244,9 +247,12 @@ def _sequence_log_ratio(
     and the n shares add up to one whole gradient per token. This form needs no gradient from other ranks.
     """
     sequence = to_device(batch.sequence_ids, log_ratio.device).clamp(min=0)
-    rows = torch.stack([log_ratio.detach(), mask.to(log_ratio)]).masked_fill(~mask, 0)
-    sums = rows.new_zeros(2, batch.counts["samples"]).index_add(1, sequence, rows)
+    rows = torch.stack([log_ratio.detach(), mask.to(log_ratio)])
+    rows = rows.masked_fill(~mask, 0)
+    sums = rows.new_zeros(2, batch.counts["samples"])
+    sums = sums.index_add(1, sequence, rows)
     if sequence_sum is not None:
         sums = sequence_sum(sums)
-    mean = (sums[0] / sums[1].clamp(min=1))[sequence]
+    means = sums[0] / sums[1].clamp(min=1)
+    mean = means[sequence]
     return (mean + log_ratio - log_ratio.detach()).masked_fill(~mask, 0)

@@ -92,7 +92,8 @@ class VocabParallelHead:
         """
         rows = mask.nonzero().squeeze(1)
         used = labels.index_select(0, rows)
-        if bool(((used < 0) | (used >= self.total)).any()):
+        outside = (used < 0) | (used >= self.total)
+        if bool(outside.any()):
             first = int(used.min())
             last = int(used.max())
             raise ValueError(
@@ -113,8 +114,10 @@ class VocabParallelHead:
         The largest score is then 0, so differences of log-probabilities are exact for logits of any size. A logit of
         minus infinity becomes a very low finite one with probability 0.
         """
-        scores = self._logits(hidden).clamp_(min=lowest(accumulate_in(hidden)))
-        return scores.sub_(self.max(scores.amax(-1))[:, None])
+        scores = self._logits(hidden)
+        scores.clamp_(min=lowest(scores.dtype))
+        largest = self.max(scores.amax(-1))
+        return scores.sub_(largest[:, None])
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.logits(hidden).to(accumulate_in(hidden)).div_(self.temperature)
@@ -126,8 +129,9 @@ class VocabParallelHead:
     def normalised(self, logits: Tensor, lse: Tensor) -> Tensor:
         """Return log-probabilities `[C, width]` from `logits` and `lse [C]`, log Σ exp(logits / temperature)."""
         exact = accumulate_in(logits)
-        z = logits.to(exact).div_(self.temperature).clamp_(min=lowest(exact))
-        return z.sub_(lse[:, None])
+        scaled = logits.to(exact).div_(self.temperature)
+        scaled.clamp_(min=lowest(exact))
+        return scaled.sub_(lse[:, None])
 
     def back(self, grad: Tensor) -> Tensor:
         """Return the hidden states' gradient `[C, H]` from the scores' `[C, width]`; the caller sums it over ranks."""
@@ -152,7 +156,8 @@ class VocabParallelHead:
         if self.group is None:
             return lse
         top = self.max(lse)
-        return top + self.sum((lse - top).exp_()).log_()
+        relative = (lse - top).exp_()
+        return top + self.sum(relative).log_()
 
     def ids_of(self, columns: Tensor) -> Tensor:
         """Return the token ids of this rank's columns."""
@@ -174,12 +179,14 @@ class VocabParallelHead:
 
         seeds, keys  `[C]` int64
         """
-        ids = self.ids_of(torch.arange(self.width, device=logprobs.device))
+        all_columns = torch.arange(self.width, device=logprobs.device)
+        ids = self.ids_of(all_columns)
         columns = draw_each(logprobs, seeds, keys, factors, ids)
         best = ids[columns]
         if self.group is None:
             return best
-        value = noisy(logprobs.gather(1, columns) * logprobs.new_tensor(factors), seeds, keys, best)
+        scaled = logprobs.gather(1, columns) * logprobs.new_tensor(factors)
+        value = noisy(scaled, seeds, keys, best)
         return self.best(value, best)
 
     def best(self, value: Tensor, best: Tensor) -> Tensor:
@@ -192,14 +199,21 @@ class VocabParallelHead:
     def pick(self, x: Tensor, ids: Tensor) -> Tensor:
         """Return `x [C, width]` at `ids [C]` or `[C, k]`, and 0 where another rank holds the id. Apply `sum` to it."""
         local, mine = self._local(ids)
-        return x.gather(1, local).masked_fill_(~mine, 0).view(ids.shape)
+        values = x.gather(1, local)
+        values.masked_fill_(~mine, 0)
+        return values.view(ids.shape)
 
     def places(self, ids: Tensor) -> Tensor:
         """Return the columns of `ids [C]`, -1 where another rank holds the id."""
         local, mine = self._local(ids)
         return local.masked_fill_(~mine, -1)[:, 0]
 
-    def add_at(self, x: Tensor, ids: Tensor, value: Tensor | float) -> Tensor:
+    def add_at(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        value: Tensor | float,
+    ) -> Tensor:
         """Add `value` to `x [C, width]`, in place, at the `ids` that this rank holds."""
         local, mine = self._local(ids)
         if isinstance(value, Tensor):
@@ -214,7 +228,8 @@ class VocabParallelHead:
         if self.group is None:
             return x
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
+        size = dist.get_world_size(self.group)
+        parts = [torch.empty_like(x) for _ in range(size)]
         dist.all_gather(parts, x, group=self.group)
         return torch.cat(parts, 1)
 
@@ -232,7 +247,8 @@ class VocabParallelHead:
 
 def all_finite(weight: Tensor) -> bool:
     """Return whether no element is NaN or infinite. On a GPU it waits for the answer."""
-    return bool(torch.stack(weight.aminmax()).isfinite().all())
+    bounds = torch.stack(weight.aminmax())
+    return bool(bounds.isfinite().all())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,11 +284,13 @@ class DraftHead(VocabParallelHead):
         With `words` on the CPU, nothing is read from the device.
         """
         words = words.cpu().sort().values
-        if not len(words) or int(words[0]) < 0 or int(words[-1]) >= full.total:
+        inside = len(words) and int(words[0]) >= 0 and int(words[-1]) < full.total
+        if not inside:
             raise ValueError(
                 f"draft vocabulary: expected ids from 0 to {full.total - 1}, at least one"
             )
-        ids = words[(words >= full.start) & (words < full.start + full.width)]
+        here = (words >= full.start) & (words < full.start + full.width)
+        ids = words[here]
         some = bool(len(ids))
         first = 0
         if some:
@@ -302,7 +320,9 @@ class DraftHead(VocabParallelHead):
 
     def holds(self, labels: Tensor) -> Tensor:
         """Return for `labels [C]` 1.0 where a label is one of the words of any rank, else 0.0."""
-        return self.sum(self._local(labels)[1][:, 0].to(accumulate_in(self.weight)))
+        _, mine = self._local(labels)
+        held = mine[:, 0].to(accumulate_in(self.weight))
+        return self.sum(held)
 
     def ids_of(self, columns: Tensor) -> Tensor:
         return self.ids[columns]

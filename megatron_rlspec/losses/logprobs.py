@@ -46,7 +46,9 @@ def policy_logprobs(
     no token id.
     """
     head = VocabParallelHead.of(weight, temperature, tp_group, finite)
-    chosen = head.rows_of(torch.ones_like(labels) if mask is None else mask, labels)
+    if mask is None:
+        mask = torch.ones_like(labels)
+    chosen = head.rows_of(mask, labels)
     rows = to_device(chosen, hidden.device)
     picked, entropy = _LogProbs.apply(
         hidden.index_select(0, rows),
@@ -55,7 +57,8 @@ def policy_logprobs(
         (head, chunk or head.chunk, with_entropy, observe, chosen),
     )
     zeros = picked.new_zeros(len(labels))
-    return zeros.index_copy(0, rows, picked), zeros.index_copy(0, rows, entropy)
+    logprobs = zeros.index_copy(0, rows, picked)
+    return logprobs, zeros.index_copy(0, rows, entropy)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -81,11 +84,14 @@ class _LogProbs(torch.autograd.Function):
                     observe(rows[part], logits, read.lse)
                 continue
             scores = head.scores(hidden[part])
-            lse = lses[part] = head.log_sum_exp(scores)
-            picked[part] = head.sum(head.pick(scores, labels[part])) - lse
+            lse = head.log_sum_exp(scores)
+            lses[part] = lse
+            label_scores = head.sum(head.pick(scores, labels[part]))
+            picked[part] = label_scores - lse
             if with_entropy:
                 logp = scores - lse[:, None]
-                entropy[part] = -head.sum((logp.exp() * logp).sum(-1))
+                negative = (logp.exp() * logp).sum(-1)
+                entropy[part] = -head.sum(negative)
             if observe is not None:
                 observe(rows[part], scores, lse)
         ctx.save_for_backward(hidden, weight, labels, lses, entropy)
@@ -111,13 +117,22 @@ class _LogProbs(torch.autograd.Function):
                 spread = None
                 if with_entropy:
                     spread = grad_entropy[part] / head.temperature, entropy[part]
-                row = head.width, head.temperature, lses[part], head.places(labels[part])
-                head.kernel.write_label(grad, *row, above, spread)
+                head.kernel.write_label(
+                    grad,
+                    head.width,
+                    head.temperature,
+                    lses[part],
+                    head.places(labels[part]),
+                    above,
+                    spread,
+                )
             else:
-                logp = head.scores(hidden[part]).sub_(lses[part, None])
+                logp = head.scores(hidden[part])
+                logp.sub_(lses[part, None])
                 p = logp.exp()
                 if with_entropy:
-                    spread = logp.add_(entropy[part, None]).mul_(-grad_entropy[part, None])
+                    spread = logp.add_(entropy[part, None])
+                    spread.mul_(-grad_entropy[part, None])
                     grad = p.mul_(spread - grad_picked[part, None])
                 else:
                     grad = p.mul_(-grad_picked[part, None])

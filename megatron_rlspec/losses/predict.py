@@ -17,12 +17,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from scipy.linalg.lapack import dtbtrs
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_rlspec.types import Verifier
 
 
 def of_rows(
-    rows: Mapping[str, Tensor], depth: int, verifier: Verifier, *, sampled: bool
+    rows: Mapping[str, Tensor],
+    depth: int,
+    verifier: Verifier,
+    *,
+    sampled: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return (accept, reach), `[T, depth, F]`, from `Student.kept_rows` of a training step, `[depth * T]`, by depth.
 
@@ -41,13 +46,20 @@ def of_rows(
         accept = rows["overlap"]
         reach = rows["label_ratio"].clamp(max=1.0)
     elif "coupled" in rows:
-        accept = reach = rows["coupled"]
+        accept = rows["coupled"]
+        reach = accept
     else:
         reach = rows["match"]
-        accept = rows["argmax_prob"] if sampled and "argmax_prob" in rows else reach
-    factors = accept.shape[1] if accept.dim() == 2 else 1
+        accept = reach
+        if sampled and "argmax_prob" in rows:
+            accept = rows["argmax_prob"]
+    factors = 1
+    if accept.dim() == 2:
+        factors = accept.shape[1]
     shape = (depth, len(accept) // depth, factors)
-    return accept.reshape(shape).transpose(0, 1), reach.reshape(shape).transpose(0, 1)
+    accept = accept.reshape(shape)
+    reach = reach.reshape(shape)
+    return accept.transpose(0, 1), reach.transpose(0, 1)
 
 
 def deepen(table: Tensor, depth: int) -> Tensor:
@@ -59,7 +71,8 @@ def deepen(table: Tensor, depth: int) -> Tensor:
     columns = list(table.unbind(1))
     while len(columns) < depth:
         last = columns[-1]
-        columns.append(torch.cat([last[1:], torch.zeros_like(last[:1])]))
+        beyond_end = torch.zeros_like(last[:1])
+        columns.append(torch.cat([last[1:], beyond_end]))
     return torch.stack(columns[:depth], 1)
 
 
@@ -76,17 +89,21 @@ def walk(
     """
     depth = accept.shape[1]
     valid = mask != 0
-    alpha = accept.detach().double().masked_fill(~valid, 0)
-    carried = reach.detach().double().masked_fill(~valid, 0).cumprod(1)
+    alpha = accept.detach().double()
+    alpha = alpha.masked_fill(~valid, 0)
+    of_depths = reach.detach().double()
+    of_depths = of_depths.masked_fill(~valid, 0)
     # [T, D + 1]: depth d reached from t
-    carried = torch.nn.functional.pad(carried, (1, 0), value=1.0)
+    carried = pad(of_depths.cumprod(1), (1, 0), value=1.0)
     reached = alpha.new_zeros(len(steps), depth)
     accepted = torch.zeros_like(reached)
     for row, k in enumerate(steps):
-        starts = _round_starts(valid[:, 0], carried[:, : k + 1])
+        inside = valid[:, 0]
+        starts = _round_starts(inside, carried[:, : k + 1])
         weight = starts[:, None] * carried[:, :k] * valid[:, :k]
+        accepted_here = weight * alpha[:, :k]
         reached[row, :k] = weight.sum(0)
-        accepted[row, :k] = (weight * alpha[:, :k]).sum(0)
+        accepted[row, :k] = accepted_here.sum(0)
     return reached, accepted
 
 
@@ -95,8 +112,9 @@ def _round_starts(inside: Tensor, carried: Tensor) -> Tensor:
     index = torch.arange(len(inside), device=carried.device)
     if not len(index):
         return carried.new_zeros(0)
-    inside_before = torch.nn.functional.pad(inside, (1, 0))[:-1]
-    first = torch.where(inside & ~inside_before, index, 0).cummax(0).values
+    inside_before = pad(inside, (1, 0))[:-1]
+    begins = inside & ~inside_before
+    first = torch.where(begins, index, 0).cummax(0).values
     offset = index - first
     if carried.device.type == "cpu":
         starts = _solved(offset, carried)
@@ -114,13 +132,19 @@ def _scanned(offset: Tensor, carried: Tensor) -> Tensor:
     """
     positions, size = carried.shape
     identity = torch.eye(size, dtype=carried.dtype, device=carried.device)
-    step = identity.roll(-1, 1).expand(positions, size, size).clone()
-    step[:, 0] = torch.cat([carried[:, :-1] - carried[:, 1:], carried[:, -1:]], 1)
-    product = torch.where((offset > 0)[:, None, None], step.roll(1, 0), identity)
+    shifted = identity.roll(-1, 1)
+    step = shifted.expand(positions, size, size).clone()
+    all_accepted = carried[:, -1:]
+    ended_before = carried[:, :-1] - carried[:, 1:]
+    step[:, 0] = torch.cat([ended_before, all_accepted], 1)
+    has_step = offset > 0
+    product = torch.where(has_step[:, None, None], step.roll(1, 0), identity)
     stride = 1
     while stride < positions:
-        longer = torch.bmm(product[:-stride], product[stride:])
-        rest = torch.where((offset[stride:] >= stride)[:, None, None], longer, product[stride:])
+        later = product[stride:]
+        longer = torch.bmm(product[:-stride], later)
+        is_longer = offset[stride:] >= stride
+        rest = torch.where(is_longer[:, None, None], longer, later)
         product = torch.cat([product[:stride], rest])
         stride *= 2
     return product[:, 0, 0]
@@ -135,10 +159,13 @@ def _solved(offset: Tensor, carried: Tensor) -> Tensor:
     positions, size = carried.shape
     # row i, column u: entry (u + i, u) of the matrix
     band = torch.ones(size + 1, positions, dtype=carried.dtype)
-    band[1:-1] = (carried[:, 1:] - carried[:, :-1]).t()
+    changes = carried[:, 1:] - carried[:, :-1]
+    band[1:-1] = changes.t()
     band[-1] = -carried[:, -1]
-    for ahead in range(1, min(size, positions - 1) + 1):
+    farthest = min(size, positions - 1)
+    for ahead in range(1, farthest + 1):
         within = offset[ahead:] >= ahead  # a round ends with its response
         band[ahead, : len(within)].masked_fill_(~within, 0)
-    starts, _ = dtbtrs(band.numpy(), (offset == 0).double().numpy(), uplo="L")
+    begins = (offset == 0).double()
+    starts, _ = dtbtrs(band.numpy(), begins.numpy(), uplo="L")
     return torch.from_numpy(starts)
