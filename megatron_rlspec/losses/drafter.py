@@ -91,7 +91,8 @@ class Student:
         if words is not None:
             self._draft_head = DraftHead.of_words(self._head, words, own, own_finite)
         # a function sees whole distributions
-        self._fused = self._head.kernel is not None and not callable(kind)
+        has_kernel = self._head.kernel is not None
+        self._fused = has_kernel and not callable(kind)
         rows = self._head.rows_of(token_weight, labels)
         # Sorting by teacher row makes the students of consecutive teacher rows one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
@@ -130,10 +131,14 @@ class Student:
         names = ["tokens", "loss", "ce", "match", "overlap", "argmax_prob"]
         if words is not None:
             names.append("covered")
-        self._metrics = {name: self._weight.new_zeros(num_groups) for name in names}
+        self._metrics: Metrics = {}
+        for name in names:
+            self._metrics[name] = self._weight.new_zeros(num_groups)
         self._learned = 0
         # Results of single rows `[N]` for `losses/predict.py`; rows without a weight stay 0.
-        self.rows: dict[str, Tensor] | None = {} if keep_rows else None
+        self.rows: Metrics | None = None
+        if keep_rows:
+            self.rows = {}
 
     def learn_labels(self) -> None:
         """Learn all rows by cross-entropy, without a teacher."""
@@ -162,7 +167,12 @@ class Student:
             self.observe(rows, scores, lse)
 
     @torch.no_grad()
-    def observe(self, rows: Tensor, scores: Tensor, lse: Tensor) -> None:
+    def observe(
+        self,
+        rows: Tensor,
+        scores: Tensor,
+        lse: Tensor,
+    ) -> None:
         """Learn from the teacher's ascending `rows [C]`, their scores `[C, V/tp]`, which are overwritten, and `lse
         [C]`, as `policy_logprobs` gives them.
 
@@ -180,7 +190,8 @@ class Student:
         for start in range(first, last, self._chunk):
             part = slice(start, min(start + self._chunk, last))
             index = torch.searchsorted(rows, self._teacher[part])
-            if not torch.equal(rows[index], self._teacher[part]):
+            of_chunk = rows[index]
+            if not torch.equal(of_chunk, self._teacher[part]):
                 raise ValueError(
                     "the teacher of a drafter row is not among the rows with computed logits"
                 )
@@ -403,7 +414,14 @@ class Student:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return Σ min(p, q), the loss and its gradient in the student's scores; `logp` is over the full vocabulary."""
         if callable(self._kind):
-            return _own_divergence(self._kind, logq, logp, labels, depths, self._head)
+            return _own_divergence(
+                self._kind,
+                logq,
+                logp,
+                labels,
+                depths,
+                self._head,
+            )
         if self._draft_head is None:
             return _divergence(self._kind, logq, logp, self._head.sum)
         logp = self._draft_head.of_full(logp)
@@ -472,7 +490,8 @@ def _divergence(
     if kind == "reverse_kl":
         return overlap, second, q * (g - second[:, None])
     if kind == "tv":
-        return overlap, 1 - overlap, q * (g - second[:, None])
+        grad = q * (g - second[:, None])
+        return overlap, 1 - overlap, grad
     if whole:
         return overlap, second, q.sub_(p)
     mass = total(p.sum(-1))

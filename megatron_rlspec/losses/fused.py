@@ -31,7 +31,8 @@ class Taught:
         """Return log p `[C]` of `ids [C]`."""
         columns = self.head.places(ids)
         # of ids that another rank has, any column, whose logit does not count
-        logits = self.logits[self.rows, columns.clamp(min=0)]
+        index = columns.clamp(min=0)
+        logits = self.logits[self.rows, index]
         scaled = _scaled(logits, self.head)
         scaled.masked_fill_(columns < 0, 0)
         logprob = self.head.sum(scaled).double() - self.lse[self.rows]
@@ -67,7 +68,11 @@ class FusedRows:
             width = 0
             logits.zero_()  # of a word that this rank does not have: its gradient is 0
         self._chunk = logits, width, head.temperature
-        columns = None if words is None else words.columns.to(torch.int32)
+        columns = None
+        ids = None
+        if words is not None:
+            columns = words.columns.to(torch.int32)
+            ids = words.ids.to(torch.int32)
         self._teacher = teacher and kernel.Teacher(
             teacher.logits, teacher.lse, teacher.rows, columns
         )
@@ -76,7 +81,6 @@ class FusedRows:
         draws = None
         if noise is not None:
             factors = to_device(torch.tensor(SHARPNESS), logits.device)
-            ids = None if words is None else words.ids.to(torch.int32)
             draws = kernel.Noise(*noise, labels, label, factors, head.start, ids)
         # what this rank's columns give
         here = kernel.read(*self._chunk, moment, self._teacher, draws)
@@ -91,7 +95,8 @@ class FusedRows:
         elif moment != "none":
             second_here = here.second + behind * here.total
             parts.append(scale * second_here)
-        total, *second = head.sum(torch.stack(parts)).double()
+        sums = head.sum(torch.stack(parts))
+        total, *second = sums.double()
         self.lse = peak.double() + total.log()
         logprob = label.double() - self.lse
         self.logprob = logprob.float()
@@ -102,7 +107,8 @@ class FusedRows:
             if words is not None:
                 self._mass = second[1].float()
             value = second[0] + second[1] * total.log()
-            self.value = value.float() - torch.xlogy(self._mass, self._mass)
+            of_mass = torch.xlogy(self._mass, self._mass)
+            self.value = value.float() - of_mass
         elif moment != "none":
             value = second[0] / total - total.log()
             self.value = value.float()
@@ -136,12 +142,26 @@ class FusedRows:
         run = self._kernel.write_against
         if kind in ("forward_kl", "reverse_kl"):
             second = self._mass if kind == "forward_kl" else self.value
-            overlap, _ = run(*self._chunk, self.lse, kind, self._teacher, scales, second)
+            overlap, _ = run(
+                *self._chunk,
+                self.lse,
+                kind,
+                self._teacher,
+                scales,
+                second,
+            )
             return self._head.sum(overlap), self.value
         here = run(*self._chunk, self.lse, "tv", self._teacher)
         overlap, losers = self._head.sum(torch.stack(here))
         if scales is not None:
-            run(*self._chunk, self.lse, "tv", self._teacher, scales, losers)
+            run(
+                *self._chunk,
+                self.lse,
+                "tv",
+                self._teacher,
+                scales,
+                losers,
+            )
         return overlap, 1 - overlap
 
 

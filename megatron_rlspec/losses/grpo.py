@@ -33,7 +33,10 @@ STD_FLOOR = 1e-6
 
 
 def advantages(
-    rewards: Sequence[float], *, normalise_std: bool = True, known: Sequence[bool] | None = None
+    rewards: Sequence[float],
+    *,
+    normalise_std: bool = True,
+    known: Sequence[bool] | None = None,
 ) -> np.ndarray:
     """Return one advantage per sample of a group, `[n]` float64: (reward - mean) / standard deviation.
 
@@ -42,7 +45,9 @@ def advantages(
     reward failed) gets 0 and does not enter the mean. GRPO: arXiv 2402.03300, eq. 4; Dr. GRPO (no division): arXiv
     2503.20783.
     """
-    rated = np.ones(len(rewards), bool) if known is None else np.asarray(known, bool)
+    rated = np.ones(len(rewards), bool)
+    if known is not None:
+        rated = np.asarray(known, bool)
     result = np.zeros(len(rewards))
     known_rewards = np.asarray(rewards, np.float64)[rated]
     if len(known_rewards) < 2 or known_rewards.min() == known_rewards.max():
@@ -59,7 +64,9 @@ def has_signal(rewards: Sequence[float], *, known: Sequence[bool] | None = None)
     known_rewards = np.asarray(rewards, np.float64)
     if known is not None:
         known_rewards = known_rewards[np.asarray(known, bool)]
-    return len(known_rewards) > 1 and float(known_rewards.std(ddof=1)) > STD_FLOOR
+    if len(known_rewards) < 2:
+        return False
+    return float(known_rewards.std(ddof=1)) > STD_FLOOR
 
 
 def overlong_penalty(length: int, *, max_length: int, zone: int) -> float:
@@ -87,7 +94,12 @@ class TokenLoss(NamedTuple):
     log_ratio: Tensor
 
 
-def ppo_loss(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
+def ppo_loss(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
     """PPO with a clip range of two widths: max(-r A, -clip(r) A), with r = exp(log_ratio)."""
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -129,7 +141,8 @@ def policy_loss(
 
     def trained(values: Tensor) -> Tensor:
         """Move to the device of `logprobs`, with 0 where nothing is trained: 0 · infinity would be NaN."""
-        return to_device(values, logprobs.device).to(logprobs.dtype).masked_fill(~mask, 0)
+        values = to_device(values, logprobs.device).to(logprobs.dtype)
+        return values.masked_fill(~mask, 0)
 
     logprobs = trained(logprobs)
     behaviour = trained(batch.behaviour_logprobs)
@@ -220,9 +233,13 @@ def own_advantages(
 ) -> np.ndarray:
     """Compute the user's advantage of each sample, `[n]`. Raises FunctionError if they are not n finite numbers."""
     group = RewardedGroup(
-        locked(samples), np.array(rewards, np.float64), np.array(known, bool), options
+        samples=locked(samples),
+        rewards=np.array(rewards, np.float64),
+        known=np.array(known, bool),
+        options=options,
     )
-    return numbers(named(f"algorithm.advantage={options.advantage}", own), own(group), len(samples))
+    option = named(f"algorithm.advantage={options.advantage}", own)
+    return numbers(option, own(group), len(samples))
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:

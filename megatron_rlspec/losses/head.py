@@ -120,7 +120,8 @@ class VocabParallelHead:
         return scores.sub_(largest[:, None])
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self.logits(hidden).to(accumulate_in(hidden)).div_(self.temperature)
+        logits = self.logits(hidden).to(accumulate_in(hidden))
+        return logits.div_(self.temperature)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[C, width]` as the product gives them, in the type of `hidden`."""
@@ -284,8 +285,8 @@ class DraftHead(VocabParallelHead):
         With `words` on the CPU, nothing is read from the device.
         """
         words = words.cpu().sort().values
-        inside = len(words) and int(words[0]) >= 0 and int(words[-1]) < full.total
-        if not inside:
+        first_word = int(words[0]) if len(words) else -1
+        if first_word < 0 or int(words[-1]) >= full.total:
             raise ValueError(
                 f"draft vocabulary: expected ids from 0 to {full.total - 1}, at least one"
             )
@@ -343,7 +344,8 @@ class DraftHead(VocabParallelHead):
     def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         if ids.ndim == 1:
             ids = ids[:, None]
-        local = torch.searchsorted(self.ids, ids).clamp_(max=self.width - 1)
+        local = torch.searchsorted(self.ids, ids)
+        local.clamp_(max=self.width - 1)
         return local, self.ids[local] == ids
 
 

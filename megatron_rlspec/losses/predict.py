@@ -77,7 +77,10 @@ def deepen(table: Tensor, depth: int) -> Tensor:
 
 
 def walk(
-    accept: Tensor, reach: Tensor, mask: Tensor, steps: Sequence[int]
+    accept: Tensor,
+    reach: Tensor,
+    mask: Tensor,
+    steps: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Follow the rounds of each sequence at every step count; accept, reach and mask are `[T, D]`.
 
@@ -94,13 +97,15 @@ def walk(
     of_depths = reach.detach().double()
     of_depths = of_depths.masked_fill(~valid, 0)
     # [T, D + 1]: depth d reached from t
-    carried = pad(of_depths.cumprod(1), (1, 0), value=1.0)
+    of_depths = of_depths.cumprod(1)
+    carried = pad(of_depths, (1, 0), value=1.0)
     reached = alpha.new_zeros(len(steps), depth)
     accepted = torch.zeros_like(reached)
     for row, k in enumerate(steps):
         inside = valid[:, 0]
         starts = _round_starts(inside, carried[:, : k + 1])
-        weight = starts[:, None] * carried[:, :k] * valid[:, :k]
+        weight = starts[:, None] * carried[:, :k]
+        weight = weight * valid[:, :k]
         accepted_here = weight * alpha[:, :k]
         reached[row, :k] = weight.sum(0)
         accepted[row, :k] = accepted_here.sum(0)
@@ -131,14 +136,19 @@ def _scanned(offset: Tensor, carried: Tensor) -> Tensor:
     shift v by one. All products of A from a response's first position on come from one scan over doubling strides.
     """
     positions, size = carried.shape
-    identity = torch.eye(size, dtype=carried.dtype, device=carried.device)
+    identity = torch.eye(
+        size,
+        dtype=carried.dtype,
+        device=carried.device,
+    )
     shifted = identity.roll(-1, 1)
     step = shifted.expand(positions, size, size).clone()
     all_accepted = carried[:, -1:]
     ended_before = carried[:, :-1] - carried[:, 1:]
     step[:, 0] = torch.cat([ended_before, all_accepted], 1)
     has_step = offset > 0
-    product = torch.where(has_step[:, None, None], step.roll(1, 0), identity)
+    step_before = step.roll(1, 0)
+    product = torch.where(has_step[:, None, None], step_before, identity)
     stride = 1
     while stride < positions:
         later = product[stride:]
@@ -165,7 +175,8 @@ def _solved(offset: Tensor, carried: Tensor) -> Tensor:
     farthest = min(size, positions - 1)
     for ahead in range(1, farthest + 1):
         within = offset[ahead:] >= ahead  # a round ends with its response
-        band[ahead, : len(within)].masked_fill_(~within, 0)
+        diagonal = band[ahead, : len(within)]
+        diagonal.masked_fill_(~within, 0)
     begins = (offset == 0).double()
     starts, _ = dtbtrs(band.numpy(), begins.numpy(), uplo="L")
     return torch.from_numpy(starts)
