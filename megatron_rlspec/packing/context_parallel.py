@@ -20,7 +20,12 @@ from megatron_rlspec.packing.transfer import to_device
 Layout = Literal["zigzag", "contiguous"]
 
 
-def cp_index(cu_seqlens_padded: Tensor, rank: int, size: int, layout: Layout = "zigzag") -> Tensor:
+def cp_index(
+    cu_seqlens_padded: Tensor,
+    rank: int,
+    size: int,
+    layout: Layout = "zigzag",
+) -> Tensor:
     """Return the global position of each token that `rank` holds: `[T / size] int64`, in the rank's own order.
 
     Raises ValueError if the tokens do not divide: for zigzag every padded length must be a multiple of 2·size, for
@@ -44,9 +49,9 @@ def cp_index(cu_seqlens_padded: Tensor, rank: int, size: int, layout: Layout = "
         )
     chunk = lengths // (2 * size)
     # Front and back chunk of sequence 0, then of sequence 1, ...
-    starts = torch.stack(
-        [cu[:-1] + rank * chunk, cu[:-1] + (2 * size - 1 - rank) * chunk], dim=1
-    ).flatten()
+    front = cu[:-1] + rank * chunk
+    back = cu[:-1] + (2 * size - 1 - rank) * chunk
+    starts = torch.stack([front, back], dim=1).flatten()
     widths = chunk.repeat_interleave(2)
     local_starts = widths.cumsum(0) - widths
     return torch.arange(total // size, device=cu.device) + (

@@ -60,10 +60,11 @@ def pack(
                             constant: Σ / (samples · constant_length)
 
     `counts["drafter"][d - 1]` is Σ drafter_weight · drafter_mask[d - 1]. A count of 0 becomes 1; the sum that it
-    divides is 0. Raises ValueError for arguments that do not fit the samples.
+    divides is 0.
     """
     lengths = [len(sample.tokens) for sample in samples]
-    batch_unit = math.lcm(1 if cp_size == 1 else 2 * cp_size, cp_size * multiple)
+    chunks = 1 if cp_size == 1 else 2 * cp_size
+    batch_unit = math.lcm(chunks, cp_size * multiple)
     # Where a sample is cut follows from its padded length, which must not depend on the samples beside it.
     unit = 1 if cp_size == 1 else batch_unit
     padded_lengths = [-(-length // unit) * unit for length in lengths]
@@ -72,11 +73,11 @@ def pack(
         samples, lengths, advantages, old_logprobs, reference_logprobs, drafter_weights
     )
     columns["policy_weight"] = _policy_weight(samples, aggregation)
-    seeds = [sample.seed for sample in samples if sample.seed is not None]
-    if len(seeds) == len(samples):
-        columns["seeds"] = [
-            torch.full((length,), seed) for length, seed in zip(lengths, seeds, strict=True)
-        ]
+    if all(sample.seed is not None for sample in samples):
+        columns["seeds"] = []
+        for sample in samples:
+            seeds = torch.full((len(sample.tokens),), sample.seed)
+            columns["seeds"].append(seeds)
     if version is not None:
         columns["staleness"] = [_staleness(sample, version) for sample in samples]
     counts = _counts(columns, lengths, depth, aggregation, constant_length)
@@ -85,7 +86,8 @@ def pack(
     for i, weight in enumerate(columns["drafter_weight"]):
         if bool(weight.any()):
             learnt.add(i)
-            learnt_tokens += float(columns["mask"][i][1:].sum())
+            trained = columns["mask"][i][1:]
+            learnt_tokens += float(trained.sum())
 
     def batch_of(chosen: list[int]) -> PackedBatch:
         return _micro_batch(
@@ -105,7 +107,8 @@ def pack(
         batch = batch_of(chosen)
         if len(learnt) < len(samples):
             part = batch_of([i for i in chosen if i in learnt])
-            batch = replace(batch, drafter_part=part, drafter_rows=_rows_in(batch, part))
+            rows = _rows_in(batch, part)
+            batch = replace(batch, drafter_part=part, drafter_rows=rows)
         batches.append(batch)
     return batches
 
@@ -115,11 +118,16 @@ def predicted(total: int, tokens: float) -> Tensor:
 
     tokens  that the drafter learns from in the step, on all ranks
     """
-    first = max(32, math.ceil(WINDOW * PREDICTED_TOKENS / max(1.0, tokens)))
+    wanted = WINDOW * PREDICTED_TOKENS / max(1.0, tokens)
+    first = max(32, math.ceil(wanted))
     return torch.arange(total) % WINDOW < first
 
 
-def partition(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:
+def partition(
+    lengths: Sequence[int],
+    budget: int,
+    multiple_of: int = 1,
+) -> list[list[int]]:
     """Put the indices of `lengths` into balanced bins of at most `budget`; return a multiple of `multiple_of` bins.
 
     Items are placed in order of falling length, each into the emptiest bin. `multiple_of` consecutive bins have similar
@@ -132,7 +140,8 @@ def partition(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list
             f"sample {order[0]} takes {lengths[order[0]]} tokens, but a micro-batch holds {budget}: "
             "raise tokens_per_micro_batch or lower the maximum length"
         )
-    bins_needed = -(-max(1, -(-sum(lengths) // max(budget, 1))) // multiple_of) * multiple_of
+    least = max(1, math.ceil(sum(lengths) / max(budget, 1)))
+    bins_needed = math.ceil(least / multiple_of) * multiple_of
     while True:
         heap = [(0, i) for i in range(bins_needed)]
         bins: list[list[int]] = [[] for _ in heap]
@@ -143,8 +152,9 @@ def partition(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list
             bins[i].append(item)
             heapq.heapreplace(heap, (load + lengths[item], i))
         else:
-            loads = {i: load for load, i in heap}
-            return [sorted(bins[i]) for i in sorted(loads, key=lambda i: (-loads[i], i))]
+            # the fullest first; of equal loads the lower index
+            heap.sort(key=lambda load_and_index: (-load_and_index[0], load_and_index[1]))
+            return [sorted(bins[i]) for _, i in heap]
         bins_needed += multiple_of
 
 
@@ -162,40 +172,32 @@ def _columns(
         advantages = [0.0] * len(samples)
     if drafter_weights is None:
         drafter_weights = [1.0] * len(samples)
+    tokens = []
+    masks = []
+    for sample in samples:
+        tokens.append(torch.as_tensor(np.asarray(sample.tokens), dtype=torch.int64))
+        masks.append(torch.as_tensor(np.asarray(sample.loss_mask), dtype=torch.float32))
     columns = {
-        "tokens": [
-            torch.as_tensor(np.asarray(sample.tokens), dtype=torch.int64) for sample in samples
-        ],
-        "mask": [
-            torch.as_tensor(np.asarray(sample.loss_mask), dtype=torch.float32) for sample in samples
-        ],
-        "advantages": _floats("advantages", advantages, lengths),
-        "behaviour_logprobs": _floats("behaviour_logprobs", behaviour, lengths),
-        "drafter_weight": _floats("drafter_weights", drafter_weights, lengths),
+        "tokens": tokens,
+        "mask": masks,
+        "advantages": _floats(advantages, lengths),
+        "behaviour_logprobs": _floats(behaviour, lengths),
+        "drafter_weight": _floats(drafter_weights, lengths),
     }
     if old_logprobs is not None:
-        columns["old_logprobs"] = _floats("old_logprobs", old_logprobs, lengths)
+        columns["old_logprobs"] = _floats(old_logprobs, lengths)
     if reference_logprobs is not None:
-        columns["reference_logprobs"] = _floats("reference_logprobs", reference_logprobs, lengths)
-    if any(bool((weight < 0).any()) for weight in columns["drafter_weight"]):
-        raise ValueError(
-            "drafter_weights must not be negative: they scale a loss and its denominator"
-        )
+        columns["reference_logprobs"] = _floats(reference_logprobs, lengths)
     return columns
 
 
-def _floats(name: str, values: Sequence[float] | PerToken, lengths: list[int]) -> list[Tensor]:
-    if len(values) != len(lengths):
-        raise ValueError(f"{name} has {len(values)} entries for {len(lengths)} samples")
+def _floats(values: Sequence[float] | PerToken, lengths: list[int]) -> list[Tensor]:
+    """Return a value per token of each sample, from one per sample or per token."""
     columns = []
-    for i, (value, length) in enumerate(zip(values, lengths, strict=True)):
+    for value, length in zip(values, lengths, strict=True):
         column = torch.as_tensor(value, dtype=torch.float32)
         if column.ndim == 0:
             column = column.expand(length)
-        if len(column) != length:
-            raise ValueError(
-                f"{name}[{i}] has {len(column)} values, but sample {i} has {length} tokens"
-            )
         columns.append(column)
     return columns
 
@@ -220,7 +222,10 @@ def _staleness(sample: Sample, version: int) -> Tensor:
     return staleness
 
 
-def _policy_weight(samples: Sequence[Sample], aggregation: Aggregation) -> list[Tensor]:
+def _policy_weight(
+    samples: Sequence[Sample],
+    aggregation: Aggregation,
+) -> list[Tensor]:
     """Return the weight of each token's loss, `[L]` per sample. Token 0 is never predicted and enters no mean."""
     weights = []
     for sample in samples:
@@ -228,7 +233,8 @@ def _policy_weight(samples: Sequence[Sample], aggregation: Aggregation) -> list[
         if aggregation == "sample":
             trained_tokens = float(np.sum(sample.loss_mask[1:]))
             weight = 1 / (trained_tokens or 1.0)
-        weights.append(torch.full((len(sample.tokens),), weight))
+        shape = (len(sample.tokens),)
+        weights.append(torch.full(shape, weight))
     return weights
 
 
@@ -240,27 +246,26 @@ def _counts(
     constant_length: int | None,
 ) -> dict[str, float | int | list[float]]:
     cu = torch.tensor([0, *lengths]).cumsum(0)
-    mask = torch.cat([torch.zeros(0), *columns["mask"]])
-    weight = torch.cat([torch.zeros(0), *columns["drafter_weight"]]).double()
-    masks = drafter_targets(torch.zeros(len(mask), dtype=torch.int64), mask, cu, depth)[2]
-    tokens = float(shift_packed(mask, cu).sum(dtype=torch.float64))
-    if aggregation == "token":
-        policy = tokens
-    elif aggregation == "sample":
+    nothing = torch.zeros(0)  # without samples there is nothing to join
+    mask = torch.cat([nothing, *columns["mask"]])
+    weight = torch.cat([nothing, *columns["drafter_weight"]])
+    no_tokens = torch.zeros(len(mask), dtype=torch.int64)
+    _, _, masks = drafter_targets(no_tokens, mask, cu, depth)
+    drafter = []
+    for trained in masks:
+        total = (weight.double() * trained).sum()
+        drafter.append(float(total) or 1.0)
+    trained_tokens = shift_packed(mask, cu)
+    tokens = float(trained_tokens.sum(dtype=torch.float64))
+    policy = tokens
+    if aggregation == "sample":
         policy = float(len(lengths))
     elif aggregation == "constant":
-        if not constant_length:
-            raise ValueError(
-                "aggregation='constant' needs constant_length, the number of tokens to divide by"
-            )
+        assert constant_length
         policy = float(len(lengths) * constant_length)
-    else:
-        raise ValueError(
-            f"aggregation={aggregation!r}, but losses are averaged by 'token', 'sample' or 'constant'"
-        )
     return {
         "policy": policy or 1.0,
-        "drafter": [float((weight * trained).sum()) or 1.0 for trained in masks],
+        "drafter": drafter,
         "tokens": tokens,
         "samples": len(lengths),
     }
@@ -270,7 +275,8 @@ def _rows_in(batch: PackedBatch, part: PackedBatch) -> Tensor:
     """Return the row in `batch` of each position of `part`, which holds some of its samples; 0 for padding."""
     rows = torch.zeros(len(part.tokens), dtype=torch.int64)
     real = part.sequence_ids >= 0
-    rows[real] = torch.isin(batch.sequence_ids, part.sequence_ids[real]).nonzero()[:, 0]
+    in_part = torch.isin(batch.sequence_ids, part.sequence_ids[real])
+    rows[real] = in_part.nonzero()[:, 0]
     return rows
 
 
@@ -292,7 +298,8 @@ def _micro_batch(
     """
     real = [len(columns["tokens"][i]) for i in chosen] or [0]
     padded = [padded_lengths[i] for i in chosen] or [0]
-    total = max(-(-sum(padded) // batch_unit) * batch_unit, batch_unit)
+    units = max(1, math.ceil(sum(padded) / batch_unit))
+    total = units * batch_unit
     padded[-1] += total - sum(padded)
     cu = torch.tensor([0, *real]).cumsum(0).int()
     cu_padded = torch.tensor([0, *padded]).cumsum(0).int()
@@ -302,7 +309,8 @@ def _micro_batch(
         flat = torch.full((total,), empty, dtype=dtype)
         # no sequence starts at the last boundary
         for i, start in zip(chosen, cu_padded.tolist(), strict=False):
-            flat[start : start + len(columns[field][i])] = columns[field][i]
+            column = columns[field][i]
+            flat[start : start + len(column)] = column
         return flat
 
     tokens = lay_out("tokens")
@@ -318,7 +326,8 @@ def _micro_batch(
 
     def trained(field: str) -> Tensor:
         """Return the shifted values, with 0 where nothing is trained; the values there may be NaN."""
-        return share(shift_packed(lay_out(field), cu_padded).masked_fill(loss_mask == 0, 0))
+        shifted = shift_packed(lay_out(field), cu_padded)
+        return share(shifted.masked_fill(loss_mask == 0, 0))
 
     def trained_if_any(field: str) -> Tensor | None:
         return trained(field) if field in columns else None
@@ -327,7 +336,8 @@ def _micro_batch(
     if "seeds" in columns:
         # of positions where acceptance is predicted; -1 elsewhere
         seeds = lay_out("seeds", -1)
-        noise_seeds = share(seeds.masked_fill(~predicted(total, learnt_tokens), -1))
+        here = predicted(total, learnt_tokens)
+        noise_seeds = share(seeds.masked_fill(~here, -1))
     starts = cu_padded[:-1].repeat_interleave(torch.tensor(padded))
     return PackedBatch(
         tokens=share(tokens),

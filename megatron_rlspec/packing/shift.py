@@ -19,8 +19,11 @@ def shift_packed(x: Tensor, cu_seqlens: Tensor, steps: int = 1) -> Tensor:
     `cu_seqlens [n + 1]` holds the boundaries, with padding if sequences are padded. Positions past its last entry
     belong to no sequence. Differentiable in `x`. Does not synchronise with the device.
     """
-    t = torch.arange(x.shape[-1], device=cu_seqlens.device)
-    return x.roll(-steps, -1).masked_fill(t + steps >= _ends(cu_seqlens, x.shape[-1]), 0)
+    total = x.shape[-1]
+    t = torch.arange(total, device=cu_seqlens.device)
+    is_beyond = t + steps >= _ends(cu_seqlens, total)
+    shifted = x.roll(-steps, -1)
+    return shifted.masked_fill(is_beyond, 0)
 
 
 def drafter_targets(
@@ -31,17 +34,17 @@ def drafter_targets(
     Entry d - 1 of the three lists, all `[T]`: token t + d (the input), token t + 1 + d (the label), and 1 in the mask's
     type where that label is trained. Beyond a sequence's end all three are 0.
     """
-    shifted = [
-        [shift_packed(x, cu_seqlens, steps) for x in (tokens, mask)]
-        for steps in range(1, depth + 2)
-    ]
-    trained = shifted[0][1] != 0
+    inputs = []
+    labels = []
     masks = []
-    for _, ahead in shifted[1:]:
-        trained = trained & (ahead != 0)
+    token = shift_packed(tokens, cu_seqlens)
+    trained = shift_packed(mask, cu_seqlens) != 0
+    for steps in range(2, depth + 2):
+        inputs.append(token)
+        token = shift_packed(tokens, cu_seqlens, steps)
+        labels.append(token)
+        trained = trained & (shift_packed(mask, cu_seqlens, steps) != 0)
         masks.append(trained.to(mask.dtype))
-    inputs = [shifted_tokens for shifted_tokens, _ in shifted[:-1]]
-    labels = [shifted_tokens for shifted_tokens, _ in shifted[1:]]
     return inputs, labels, masks
 
 
@@ -49,5 +52,7 @@ def _ends(cu_seqlens: Tensor, total: int) -> Tensor:
     """Return `[total]`, the end of each position's sequence; 0 for positions in no sequence."""
     ends = cu_seqlens[1:].long()
     # skips empty sequences
-    sequence = torch.searchsorted(ends, torch.arange(total, device=ends.device), right=True)
-    return torch.cat([ends, ends.new_zeros(1)])[sequence]
+    positions = torch.arange(total, device=ends.device)
+    sequence = torch.searchsorted(ends, positions, right=True)
+    none = ends.new_zeros(1)
+    return torch.cat([ends, none])[sequence]

@@ -273,18 +273,3 @@ def test_partition_is_complete_within_budget_and_balanced(lengths, budget, multi
 def test_partition_names_the_sample_that_does_not_fit():
     with pytest.raises(ValueError, match="sample 1 takes 70 tokens, but a micro-batch holds 64"):
         partition([3, 70], 64)
-
-
-def test_bad_input_is_named():
-    samples = make_samples([(3, 9, 0), (1, 1, 0)])
-    options = {"depth": 1, "tokens_per_micro_batch": 64}
-    with pytest.raises(ValueError, match="advantages has 1 entries for 2 samples"):
-        pack(samples, **options, advantages=[1.0])
-    with pytest.raises(ValueError, match=r"old_logprobs\[1\] has 3 values, but sample 1 has 2 tokens"):
-        pack(samples, **options, old_logprobs=[np.zeros(12), np.zeros(3)])
-    with pytest.raises(ValueError, match="must not be negative"):
-        pack(samples, **options, drafter_weights=[1.0, -1.0])
-    with pytest.raises(ValueError, match="needs constant_length"):
-        pack(samples, **options, aggregation="constant")
-    with pytest.raises(ValueError, match="'token', 'sample' or 'constant'"):
-        pack(samples, **options, aggregation="mean")
