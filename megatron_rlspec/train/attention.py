@@ -95,9 +95,13 @@ def rotary_factors(
 
     The first `dims` channels of a head are rotated.
     """
-    angles = positions.float()[:, None] * rope.frequencies(dims, positions.device)
-    cos, sin = angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
-    return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
+    frequencies = rope.frequencies(dims, positions.device)
+    angles = positions.float()[:, None] * frequencies
+    cos = angles.cos() * rope.magnitude
+    sin = angles.sin() * rope.magnitude
+    cos = cos.to(dtype)
+    sin = sin.to(dtype)
+    return cos[:, None], sin[:, None]
 
 
 def rotated(x: Tensor, packed: PackedSequences) -> Tensor:
@@ -152,25 +156,32 @@ class PackedAttention(MegatronModule):
             query = rotated(query, packed)
             key = rotated(key, packed)
         width = value.shape[-1]
-        if width < key.shape[-1]:  # of latent attention; the kernels take one width
-            value = F.pad(value, (0, key.shape[-1] - width))
+        key_width = key.shape[-1]
+        if width < key_width:  # of latent attention; the kernels take one width
+            value = F.pad(value, (0, key_width - width))
         chain = packed.chain
+        links: list[Tensor] = []
         if chain.base is None:
             if packed.plan.order is not None:
-                both = _AllGather.apply(torch.cat([key, value], -1), self.cp_group)
-                key, value = both.index_select(0, packed.plan.order).split(key.shape[-1], -1)
+                both = torch.cat([key, value], -1)
+                both = _AllGather.apply(both, self.cp_group)
+                both = both.index_select(0, packed.plan.order)
+                key, value = both.split(key_width, -1)
             chain.made = (key, value)
-            out = _Attend.apply(query, key, value, packed.plan, self.scale)
         else:
             chain.made = (key, value)
-            links: list[Tensor] = []
             for pair in (*chain.links, chain.made):
                 links += pair
-            out = _Attend.apply(query, *chain.base, packed.plan, self.scale, *links)
-        return out[..., :width].flatten(1)
+            key, value = chain.base
+        out = _Attend.apply(query, key, value, packed.plan, self.scale, *links)
+        out = out[..., :width]
+        return out.flatten(1)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: Any = None,
     ) -> dict:
         return {}
 
@@ -181,13 +192,15 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        rows, *shape = x.shape
+        out = x.new_empty(group.size() * rows, *shape)
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        out = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
+        rows, *shape = grad.shape
+        out = grad.new_empty(rows // ctx.group.size(), *shape)
         dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
         return out, None
 
@@ -208,13 +221,15 @@ class _Rotate(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
-    first = x[..., :half]
-    second = x[..., half : 2 * half]
-    rest = slice(2 * half, None)
+    sizes = [half, half, x.shape[-1] - 2 * half]
+    first, second, rest = x.split(sizes, -1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
-    out[..., rest] = x[..., rest]
+    out_first, out_second, out_rest = out.split(sizes, -1)
+    torch.mul(first, cos, out=out_first)
+    out_first.addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second)
+    out_second.addcmul_(first, sin)
+    out_rest.copy_(rest)
     return out
 
 
@@ -226,7 +241,13 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, *links: Tensor
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        *links: Tensor,
     ) -> Tensor:
         ctx.plan = plan
         ctx.scale = scale
@@ -256,7 +277,15 @@ class _Attend(torch.autograd.Function):
         if isinstance(keys, Batched):
             q_slots, k_slots, v_slots, *saved = saved
             dq, dk, dv = _causal_backward(
-                grad, q_slots, k_slots, v_slots, out, lse, keys, ctx.heads, scale
+                grad,
+                q_slots,
+                k_slots,
+                v_slots,
+                out,
+                lse,
+                keys,
+                ctx.heads,
+                scale,
             )
             if not saved:
                 return dq, dk, dv, None, None
@@ -264,7 +293,13 @@ class _Attend(torch.autograd.Function):
             for span in keys.spans:
                 rows, seen = span.slices
                 dq_span, dk_span, dv_span = _span_backward(
-                    grad[rows], q[rows], k[seen], v[seen], out[rows], lse[rows], scale
+                    grad[rows],
+                    q[rows],
+                    k[seen],
+                    v[seen],
+                    out[rows],
+                    lse[rows],
+                    scale,
                 )
                 dq[rows].add_(dq_span)
                 dk[seen].add_(dk_span)
@@ -277,12 +312,19 @@ class _Attend(torch.autograd.Function):
 
 
 def _join_links(
-    out: Tensor, lse: Tensor, q: Tensor, links: Sequence[Tensor], scale: float
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    links: Sequence[Tensor],
+    scale: float,
 ) -> Tensor:
     """Add attention of row i of `q [t, n, d]` to row i of each link to `out` and `lse`, in place."""
-    for key, value in zip(links[::2], links[1::2], strict=True):
+    keys = links[::2]
+    values = links[1::2]
+    for key, value in zip(keys, values, strict=True):
         score = _row_dot(q, key, lse.dtype) * scale
-        _join(out, lse, _per_query_head(value, q.shape[1]), score)
+        value_of_heads = _per_query_head(value, q.shape[1])
+        _join(out, lse, value_of_heads, score)
     return out
 
 
@@ -300,14 +342,24 @@ def _links_backward(
     if not links:
         return gradients
     heads = q.shape[1]
-    delta = (grad.to(lse.dtype) * out).sum(-1)
-    for key, value in zip(links[::2], links[1::2], strict=True):
+    exact = lse.dtype
+    delta = (grad.to(exact) * out).sum(-1)
+    keys = links[::2]
+    values = links[1::2]
+    for key, value in zip(keys, values, strict=True):
         groups = key.shape[1]
-        p = torch.exp(_row_dot(q, key, lse.dtype) * scale - lse)
-        ds = (p * (_row_dot(grad, value, lse.dtype) - delta) * scale)[..., None]
-        dq += (ds * _per_query_head(key, heads)).to(dq.dtype)
-        gradients.append(_per_group(ds * q, groups).to(key.dtype))
-        gradients.append(_per_group(p[..., None] * grad, groups).to(value.dtype))
+        score = _row_dot(q, key, exact) * scale
+        p = torch.exp(score - lse)
+        dp = _row_dot(grad, value, exact) - delta
+        ds = p * dp * scale
+        ds = ds[..., None]
+        p = p[..., None]
+        dq_link = ds * _per_query_head(key, heads)
+        dq += dq_link.to(dq.dtype)
+        dk = _per_group(ds * q, groups)
+        dv = _per_group(p * grad, groups)
+        gradients.append(dk.to(key.dtype))
+        gradients.append(dv.to(value.dtype))
     return gradients
 
 
@@ -327,7 +379,8 @@ def _joined_spans(
         out = out.to(lse.dtype)
     for span in plan.spans:
         rows, seen = span.slices
-        part, part_lse = _attend(*_grouped(q[rows], k[seen], v[seen]), False, scale)
+        grouped = _grouped(q[rows], k[seen], v[seen])
+        part, part_lse = _attend(*grouped, False, scale)
         part = part.permute(2, 0, 1, 3).flatten(1, 2)
         part_lse = part_lse.permute(2, 0, 1).flatten(1)
         _join(out[rows], lse[rows], part, part_lse)
@@ -335,12 +388,21 @@ def _joined_spans(
 
 
 def _gather(
-    q: Tensor, q_rows: Tensor, k: Tensor, v: Tensor, k_rows: Tensor
+    q: Tensor,
+    q_rows: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_rows: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gather rows into the plan's slots: q `[slots, n / g, d]`, k and v `[slots, d]`."""
     groups, d = k.shape[1:]
-    q = q.reshape(q.shape[0] * groups, -1, d).index_select(0, q_rows)
-    return q, k.reshape(-1, d).index_select(0, k_rows), v.reshape(-1, d).index_select(0, k_rows)
+    q = q.reshape(len(q) * groups, -1, d)
+    k = k.reshape(-1, d)
+    v = v.reshape(-1, d)
+    q = q.index_select(0, q_rows)
+    k = k.index_select(0, k_rows)
+    v = v.index_select(0, k_rows)
+    return q, k, v
 
 
 def _batches(plan: Batched, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -351,22 +413,34 @@ def _batches(plan: Batched, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     for x in tensors:
         if x.dim() == 2:
             x = x[:, None].expand(-1, heads, -1)
-        parts = zip(x.split(sizes), plan.shapes, strict=True)
-        columns.append([part.unflatten(0, shape).transpose(1, 2) for part, shape in parts])
+        parts = []
+        for part, shape in zip(x.split(sizes), plan.shapes, strict=True):
+            part = part.unflatten(0, shape)
+            parts.append(part.transpose(1, 2))
+        columns.append(parts)
     return list(zip(*columns, strict=True))
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, plan: Batched, scale: float) -> tuple[Tensor, Tensor]:
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Batched,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Return output `[t · g, n / g, d]` and log-sum-exp `[t · g, n / g]` of the causal part."""
+    exact = torch.promote_types(q.dtype, torch.float32)
     outs = [q[:0]]
-    lses = [q.new_zeros(0, q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))]
+    lses = [q.new_zeros(0, q.shape[1], dtype=exact)]
     for q_b, k_b, v_b in _batches(plan, q, k, v):
         out, lse = _attend(q_b, k_b, v_b, True, scale)
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-        lses.append(lse.transpose(1, 2).flatten(0, 1))
-    out = torch.cat(outs).index_select(0, plan.slot_of)
-    lse = torch.cat(lses).index_select(0, plan.slot_of)
-    return out, lse
+        out = out.transpose(1, 2)
+        lse = lse.transpose(1, 2)
+        outs.append(out.flatten(0, 1))
+        lses.append(lse.flatten(0, 1))
+    out = torch.cat(outs)
+    lse = torch.cat(lses)
+    return out.index_select(0, plan.slot_of), lse.index_select(0, plan.slot_of)
 
 
 def _causal_backward(
@@ -382,60 +456,87 @@ def _causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the causal part's dq `[t, n, d]`, dk and dv `[T, g, d]`; q, k, v are in slots, the rest in rows."""
     d = k.shape[-1]
-    rows = (heads[1] * grad.shape[0], -1, d)
-    grad_slots = grad.view(rows).index_select(0, plan.query_rows).index_fill_(0, plan.padding, 0)
-    out_slots = out.view(rows).index_select(0, plan.query_rows)
-    lse_slots = lse.view(rows[:2]).index_select(0, plan.query_rows)
+    rows = heads[1] * len(grad)
+    grad_rows = grad.view(rows, -1, d)
+    out_rows = out.view(rows, -1, d)
+    lse_rows = lse.view(rows, -1)
+    grad_slots = grad_rows.index_select(0, plan.query_rows)
+    grad_slots.index_fill_(0, plan.padding, 0)
+    out_slots = out_rows.index_select(0, plan.query_rows)
+    lse_slots = lse_rows.index_select(0, plan.query_rows)
     dq = [q[:0]]
     dk = [k[:0]]
     dv = [v[:0]]
     batches = _batches(plan, grad_slots, q, k, v, out_slots, lse_slots[..., None])
     for grad_b, q_b, k_b, v_b, out_b, lse_b in batches:
         dq_b, dk_b, dv_b = _attend_backward(
-            grad_b, q_b, k_b, v_b, out_b, lse_b[..., 0], True, scale
+            grad_b,
+            q_b,
+            k_b,
+            v_b,
+            out_b,
+            lse_b[..., 0],
+            True,
+            scale,
         )
-        dq.append(dq_b.transpose(1, 2).flatten(0, 1))
-        dk.append(dk_b.sum(1).flatten(0, 1))
-        dv.append(dv_b.sum(1).flatten(0, 1))
+        dq_b = dq_b.transpose(1, 2)
+        dk_b = dk_b.sum(1)
+        dv_b = dv_b.sum(1)
+        dq.append(dq_b.flatten(0, 1))
+        dk.append(dk_b.flatten(0, 1))
+        dv.append(dv_b.flatten(0, 1))
 
     def by_row(slots: list[Tensor]) -> Tensor:
         # Padding slots read row 0 and add 0 to its gradient.
         total = k.new_zeros(heads[0] * heads[1], d)
-        return total.index_add_(0, plan.key_rows, torch.cat(slots)).view(*heads, d)
+        total.index_add_(0, plan.key_rows, torch.cat(slots))
+        return total.view(*heads, d)
 
-    return torch.cat(dq).index_select(0, plan.slot_of).view(grad.shape), by_row(dk), by_row(dv)
+    dq_rows = torch.cat(dq).index_select(0, plan.slot_of)
+    return dq_rows.view(grad.shape), by_row(dk), by_row(dv)
 
 
 def _span_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups = k.shape[1]
-    grad = grad.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
-    out = out.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
-    lse = lse.unflatten(1, (groups, -1)).permute(1, 2, 0)
-    dq, dk, dv = _attend_backward(grad, *_grouped(q, k, v), out, lse, False, scale)
-    return (
-        dq.permute(2, 0, 1, 3).flatten(1, 2),
-        dk.sum(1).transpose(0, 1),
-        dv.sum(1).transpose(0, 1),
-    )
+    heads = (k.shape[1], -1)
+    grad = grad.unflatten(1, heads).permute(1, 2, 0, 3)
+    out = out.unflatten(1, heads).permute(1, 2, 0, 3)
+    lse = lse.unflatten(1, heads).permute(1, 2, 0)
+    grouped = _grouped(q, k, v)
+    dq, dk, dv = _attend_backward(grad, *grouped, out, lse, False, scale)
+    dq = dq.permute(2, 0, 1, 3).flatten(1, 2)
+    dk = dk.sum(1)
+    dv = dv.sum(1)
+    return dq, dk.transpose(0, 1), dv.transpose(0, 1)
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Reshape the tensors of one span to `[g, n / g, rows, d]` without a copy."""
     groups = k.shape[1]
-    per_group = q.shape[1] // k.shape[1]
-    q = q.unflatten(1, (groups, per_group)).permute(1, 2, 0, 3)
-    k = k.transpose(0, 1)[:, None].expand(groups, per_group, -1, -1)
-    v = v.transpose(0, 1)[:, None].expand(groups, per_group, -1, -1)
+    per_group = q.shape[1] // groups
+    q = q.unflatten(1, (groups, per_group))
+    q = q.permute(1, 2, 0, 3)
+    k = k.transpose(0, 1)[:, None]
+    v = v.transpose(0, 1)[:, None]
+    k = k.expand(groups, per_group, -1, -1)
+    v = v.expand(groups, per_group, -1, -1)
     return q, k, v
 
 
 def _join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Add attention to further keys to `out [t, n, d]` and `lse [t, n]`, in place."""
     both = torch.logaddexp(lse, other_lse)
-    out.mul_(torch.exp(lse - both)[..., None])
-    out.addcmul_(other, torch.exp(other_lse - both)[..., None])
+    share = torch.exp(lse - both)
+    other_share = torch.exp(other_lse - both)
+    out.mul_(share[..., None])
+    out.addcmul_(other, other_share[..., None])
     lse.copy_(both)
 
 
@@ -453,11 +554,19 @@ def _per_group(x: Tensor, groups: int) -> Tensor:
 
 def _row_dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply row by row: `[t, n, d] · [t, g, d] -> [t, n]`."""
-    grouped = a.to(dtype).unflatten(1, (b.shape[1], -1))
-    return (grouped * b.to(dtype)[:, :, None]).sum(-1).flatten(1)
+    a = a.to(dtype).unflatten(1, (b.shape[1], -1))
+    b = b.to(dtype)
+    products = a * b[:, :, None]
+    return products.sum(-1).flatten(1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of queries `[batch, heads, rows, d]` to keys `[batch, heads, keys, d]`."""
     return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
@@ -479,6 +588,10 @@ def _attend_backward(
     exact = torch.promote_types(q.dtype, torch.float32)
     inputs = [x.to(exact) for x in (grad, q, k, v, out)]
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *inputs, lse, 0.0, causal, scale=scale
+        *inputs,
+        lse,
+        0.0,
+        causal,
+        scale=scale,
     )
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)

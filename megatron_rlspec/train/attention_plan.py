@@ -5,6 +5,7 @@ Shapes as in `attention.py`: t tokens of this rank, T of all context-parallel ra
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +31,8 @@ class QuerySpan(NamedTuple):
     @property
     def slices(self) -> tuple[slice, slice]:
         """Return the query rows and the key rows."""
-        return slice(self.q, self.q + self.rows), slice(self.k, self.k + self.keys)
+        rows = slice(self.q, self.q + self.rows)
+        return rows, slice(self.k, self.k + self.keys)
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,16 @@ def plan_attention(
     chunks: list[QuerySpan] = []
     before: list[QuerySpan] = []
     q = 0
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
-        pieces = 1 if cp_size == 1 else 2 * cp_size
+    pieces = 1
+    own_chunks = [0]
+    if cp_size > 1:
+        pieces = 2 * cp_size
+        own_chunks = [cp_rank, pieces - 1 - cp_rank]
+    for start, end in itertools.pairwise(bounds):
         rows = (end - start) // pieces
         if not rows:
             continue
-        for chunk in (0,) if cp_size == 1 else (cp_rank, pieces - 1 - cp_rank):
+        for chunk in own_chunks:
             chunks.append(QuerySpan(q, rows, start + chunk * rows, rows))
             before.append(QuerySpan(q, rows, start, chunk * rows))
             q += rows
@@ -95,12 +101,13 @@ def plan_attention(
     if cp_size > 1:
         shares = [cp_index(cu_seqlens_padded, rank, cp_size) for rank in range(cp_size)]
         order = to_device(torch.cat(shares).argsort(), device)
-    if device.type == "cpu" if batched is None else batched:
+    if batched is None:
+        batched = device.type == "cpu"
+    if batched:
         spans = tuple(span for span in before if span.keys)
         return AttentionPlan(_batched(chunks, q, groups, device, spans), order)
-    return AttentionPlan(
-        Varlen.of([(span.rows, span.k, span.keys + span.rows) for span in before], device), order
-    )
+    attended = [(span.rows, span.k, span.keys + span.rows) for span in before]
+    return AttentionPlan(Varlen.of(attended, device), order)
 
 
 def _batched(
@@ -126,9 +133,12 @@ def _batched(
         position = torch.arange(longest)[None, None]
         starts = torch.tensor(batch)[:, :, None, None]
         shapes.append((len(batch) * groups, longest))
-        inside = (position < starts[:, 1]).expand(-1, groups, -1)
-        query_rows.append((((starts[:, 0] + position) * groups + head) * inside).flatten())
-        key_rows.append((((starts[:, 2] + position) * groups + head) * inside).flatten())
+        inside = position < starts[:, 1]
+        inside = inside.expand(-1, groups, -1)
+        query_row = (starts[:, 0] + position) * groups + head
+        key_row = (starts[:, 2] + position) * groups + head
+        query_rows.append((query_row * inside).flatten())
+        key_rows.append((key_row * inside).flatten())
         filled.append(inside.flatten())
     if not batches:
         empty = torch.zeros(0, dtype=torch.int64, device=device)

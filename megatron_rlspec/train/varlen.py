@@ -41,20 +41,30 @@ class Varlen:
     key_rows: Tensor | None
 
     @classmethod
-    def of(cls, pieces: list[tuple[int, int, int]], device: torch.device) -> Varlen:
+    def of(
+        cls,
+        pieces: list[tuple[int, int, int]],
+        device: torch.device,
+    ) -> Varlen:
         """Make it from pieces (query rows, first key row, keys)."""
-        q = tuple(rows for rows, _, _ in pieces)
-        k = tuple(keys for _, _, keys in pieces)
-        ends = list(accumulate(k))
-        in_order = all(
-            first == end - keys for (_, first, keys), end in zip(pieces, ends, strict=True)
+        q = []
+        k = []
+        key_rows = []
+        in_order = True
+        end = 0
+        for rows, first, keys in pieces:
+            in_order = in_order and first == end
+            end += keys
+            q.append(rows)
+            k.append(keys)
+            key_rows.append(torch.arange(first, first + keys))
+        return cls(
+            q=tuple(q),
+            k=tuple(k),
+            cu_q=_cumulative(q, device),
+            cu_k=_cumulative(k, device),
+            key_rows=None if in_order else to_device(torch.cat(key_rows), device),
         )
-        rows = None
-        if not in_order:
-            rows = to_device(
-                torch.cat([torch.arange(first, first + keys) for _, first, keys in pieces]), device
-            )
-        return cls(q, k, _cumulative(q, device), _cumulative(k, device), rows)
 
     @cached_property
     def longest(self) -> tuple[int, int]:
@@ -62,13 +72,28 @@ class Varlen:
         return max(self.q), max(self.k)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Varlen, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pieces: Varlen,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Return output `[t, n, d]` and log-sum-exp `[t, n]` of queries `[t, n, d]` to keys `[T, g, d]`."""
     k, v = _gathered(pieces, k, v)
     if not _has_flash(q):
         return _blocked(q, k, v, pieces, scale)
     out, lse, *_ = _aten._flash_attention_forward(
-        q, k, v, pieces.cu_q, pieces.cu_k, *pieces.longest, 0.0, True, False, scale=scale
+        q,
+        k,
+        v,
+        pieces.cu_q,
+        pieces.cu_k,
+        *pieces.longest,
+        0.0,
+        True,
+        False,
+        scale=scale,
     )
     return out, lse.t().contiguous()
 
@@ -108,8 +133,9 @@ def attend_backward(
         dq, dk, dv = _blocked_backward(grad, q, k, v, out, lse, pieces, scale)
     if pieces.key_rows is not None:
         # A key row belongs to two pieces at most, so the order of a GPU's additions does not matter.
-        dk = dk.new_zeros(keys, *dk.shape[1:]).index_add_(0, pieces.key_rows, dk)
-        dv = dv.new_zeros(keys, *dv.shape[1:]).index_add_(0, pieces.key_rows, dv)
+        shape = (keys, *dk.shape[1:])
+        dk = dk.new_zeros(shape).index_add_(0, pieces.key_rows, dk)
+        dv = dv.new_zeros(shape).index_add_(0, pieces.key_rows, dv)
     return dq, dk, dv
 
 
@@ -118,30 +144,42 @@ def _has_flash(q: Tensor) -> bool:
     if q.device.type not in ("cuda", "meta") or not len(q):
         return False
     d = q.shape[-1]
-    return q.dtype in (torch.float16, torch.bfloat16) and d % 8 == 0 and d <= 256
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return d % 8 == 0 and d <= 256
 
 
-def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
+    sums = [0, *accumulate(lengths)]
+    return to_device(torch.tensor(sums, dtype=torch.int32), device)
 
 
 def _gathered(pieces: Varlen, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if pieces.key_rows is None:
         return k, v
-    return k.index_select(0, pieces.key_rows), v.index_select(0, pieces.key_rows)
+    k = k.index_select(0, pieces.key_rows)
+    v = v.index_select(0, pieces.key_rows)
+    return k, v
 
 
 def _blocked(
-    q: Tensor, k: Tensor, v: Tensor, pieces: Varlen, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pieces: Varlen,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
+    exact = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = q.new_empty(q.shape[:2], dtype=exact)
     for rows, keys in _blocks(pieces, q.shape[1]):
         scores = _scores(q[rows], k[keys], scale)
         lse_b = scores.logsumexp(-1, keepdim=True)
-        p = scores.sub_(lse_b).exp_().to(v.dtype)
-        out[rows] = _by_row(p @ _by_group(v[keys]))
-        lse[rows] = _by_row(lse_b)[..., 0]
+        p = scores.sub_(lse_b).exp_()
+        out_b = p.to(v.dtype) @ _by_group(v[keys])
+        out[rows] = _by_row(out_b)
+        lse_rows = _by_row(lse_b)
+        lse[rows] = lse_rows[..., 0]
     return out, lse
 
 
@@ -162,11 +200,18 @@ def _blocked_backward(
     delta = (grad.to(lse.dtype) * out).sum(-1)
     for rows, keys in _blocks(pieces, q.shape[1]):
         grad_b = _by_group(grad[rows], groups)
-        p = _scores(q[rows], k[keys], scale).sub_(_by_group(lse[rows, :, None], groups)).exp_()
+        lse_b = _by_group(lse[rows, :, None], groups)
+        delta_b = _by_group(delta[rows, :, None], groups)
+        scores = _scores(q[rows], k[keys], scale)
+        p = scores.sub_(lse_b).exp_()
         dv[keys] += _keys_of(p.to(grad.dtype), grad_b)
-        ds = (grad_b @ _by_group(v[keys]).transpose(-1, -2)).to(p.dtype)
-        ds = ds.sub_(_by_group(delta[rows, :, None], groups)).mul_(p).mul_(scale).to(q.dtype)
-        dq[rows] = _by_row(ds @ _by_group(k[keys]))
+        values = _by_group(v[keys])
+        dp = grad_b @ values.transpose(-1, -2)
+        ds = dp.to(p.dtype).sub_(delta_b)
+        ds.mul_(p).mul_(scale)
+        ds = ds.to(q.dtype)
+        dq_b = ds @ _by_group(k[keys])
+        dq[rows] = _by_row(dq_b)
         dk[keys] += _keys_of(ds, _by_group(q[rows], groups))
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
@@ -190,14 +235,19 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     rows = len(q)
     keys = len(k)
     exact = torch.promote_types(q.dtype, torch.float32)
-    scores = (_by_group(q, k.shape[1]) @ _by_group(k).transpose(-1, -2)).to(exact).mul_(scale)
-    hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu_(1 + keys - rows)
+    q = _by_group(q, k.shape[1])
+    k = _by_group(k)
+    scores = q @ k.transpose(-1, -2)
+    scores = scores.to(exact).mul_(scale)
+    hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+    hidden.triu_(1 + keys - rows)
     return scores.masked_fill_(hidden, -math.inf)
 
 
 def _by_group(x: Tensor, groups: int | None = None) -> Tensor:
     """View `[rows, heads, d]` as `[groups, heads / groups, rows, d]`; as many groups as heads if omitted."""
-    return x.unflatten(1, (groups or x.shape[1], -1)).permute(1, 2, 0, 3)
+    heads = (groups or x.shape[1], -1)
+    return x.unflatten(1, heads).permute(1, 2, 0, 3)
 
 
 def _by_row(x: Tensor) -> Tensor:
@@ -207,4 +257,5 @@ def _by_row(x: Tensor) -> Tensor:
 
 def _keys_of(weights: Tensor, x: Tensor) -> Tensor:
     """Sum x `[g, n / g, rows, d]` with weights `[g, n / g, rows, keys]` over query heads and rows: `[keys, g, d]`."""
-    return (weights.transpose(-1, -2) @ x).sum(1).transpose(0, 1)
+    of_heads = weights.transpose(-1, -2) @ x
+    return of_heads.sum(1).transpose(0, 1)
