@@ -17,8 +17,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rlspec.config import AlgorithmConfig, Config, ConfigError
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from megatron_rlspec.types import Prompt, Sample
+    from megatron_rlspec.types import Sample
 
 
 @dataclass(frozen=True)
@@ -172,19 +171,12 @@ def load(option: str, name: str) -> Callable[..., Any]:
 
 def _check_signature(option: str, function: Any) -> None:
     """Raise ConfigError unless `function` can be called with one argument."""
-    expected = "expected a function of one argument"
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{option}: {expected}, found an async function")
-    if not callable(function):
-        raise ConfigError(f"{option}: {expected}, found {type(function).__name__}")
     try:
-        signature = inspect.signature(function)
+        inspect.signature(function).bind(None)
     except ValueError:  # some built-in callables have none
         return
-    try:
-        signature.bind(None)
     except TypeError as error:
-        raise ConfigError(f"{option}: {signature}: {error}; {expected}") from None
+        raise ConfigError(f"{option}: {error}; expected a function of one argument") from None
 
 
 def named(option: str, own: Callable[..., Any]) -> str:
@@ -212,32 +204,6 @@ def described(error: BaseException) -> str:
     return one_line(error)
 
 
-def locked(samples: Sequence[Sample]) -> list[Sample]:
-    """Return copies of samples for the user's code: it can change neither them nor their arrays."""
-    return [
-        replace(
-            sample,
-            prompt=locked_prompt(sample.prompt),
-            tokens=_read_only(sample.tokens),
-            loss_mask=_read_only(sample.loss_mask),
-            behaviour_logprobs=_read_only(sample.behaviour_logprobs),
-            metadata=deepcopy(sample.metadata),
-        )
-        for sample in samples
-    ]
-
-
-def locked_prompt(prompt: Prompt) -> Prompt:
-    """Return a copy of a prompt for the user's code."""
-    return replace(prompt, tokens=_read_only(prompt.tokens), metadata=deepcopy(prompt.metadata))
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    copy = array.copy()  # the flag of a view could be set again, and the view written through
-    copy.flags.writeable = False
-    return copy
-
-
 def check(config: Config) -> None:
     """Import every function that the configuration names. Raises ConfigError."""
     for option, name in (
@@ -253,22 +219,20 @@ def check(config: Config) -> None:
 def checked(option: str, result: Any, like: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the result of a loss, 0 where `mask` is false. Raises FunctionError unless it is a tensor `[rows]`.
 
-    It must be dense, of floating point, of the shape and device of `like`, and differentiable and finite where `like`
-    is.
+    It must be of floating point, of the shape and device of `like`, and differentiable and finite where `like` is.
     """
     import torch
 
-    found = f"{shown(result)}, a {type(result).__name__}"
-    right = False
+    returned = f"{shown(result)}, a {type(result).__name__}"
+    fits = False
     if isinstance(result, torch.Tensor):
-        kind = "sparse tensor" if result.layout != torch.strided else "tensor"
         dtype = str(result.dtype).removeprefix("torch.")
-        found = f"a {kind} {list(result.shape)} of {dtype} on {result.device}"
-        right = kind == "tensor" and result.is_floating_point()
-        right = right and (result.shape, result.device) == (like.shape, like.device)
-    if not right:
+        returned = f"a tensor {list(result.shape)} of {dtype} on {result.device}"
+        same_place = (result.shape, result.device) == (like.shape, like.device)
+        fits = same_place and result.is_floating_point()
+    if not fits:
         raise FunctionError(
-            f"{option}: the function returned {found}; expected a tensor {list(like.shape)} of floating point on "
+            f"{option}: the function returned {returned}; expected a tensor {list(like.shape)} of floating point on "
             f"{like.device}"
         )
     if like.requires_grad and not result.requires_grad:
@@ -291,13 +255,11 @@ def numbers(option: str, result: Any, count: int) -> np.ndarray:
     import numpy as np
 
     try:
-        found = np.asarray(result)
-    except BaseException:  # a tensor with a gradient, or an object with __array__ of its own
-        found = np.asarray(None)
-    # NaN
-    plain = found.astype(np.float64) if found.dtype.kind in "fiub" else np.asarray(None, np.float64)
-    if plain.shape != (count,) or not (np.abs(plain) <= MOST).all():
+        values = np.asarray(result, np.float64)
+    except Exception:  # a tensor with a gradient, or no numbers
+        values = np.zeros(())
+    if values.shape != (count,) or not (np.abs(values) <= MOST).all():  # nor is NaN
         raise FunctionError(
             f"{option}: the function returned {shown(result)}; expected {count} finite numbers"
         )
-    return plain
+    return values

@@ -21,7 +21,6 @@ from megatron_rlspec.custom import (
     PolicyTokens,
     RewardedGroup,
     checked,
-    locked,
     named,
     numbers,
 )
@@ -233,7 +232,7 @@ def own_advantages(
 ) -> np.ndarray:
     """Compute the user's advantage of each sample, `[n]`. Raises FunctionError if they are not n finite numbers."""
     group = RewardedGroup(
-        samples=locked(samples),
+        samples=samples,
         rewards=np.array(rewards, np.float64),
         known=np.array(known, bool),
         options=options,

@@ -15,20 +15,19 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_rlspec.custom import FunctionError, Unwound, locked_prompt, named
+from megatron_rlspec.custom import FunctionError, Unwound, named
 from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.acceptance import pooled
 from megatron_rlspec.tasks.reward_worker import number
 from megatron_rlspec.texts import following, shown
-from megatron_rlspec.types import Prompt, Request, Sample, Sampling, Status
+from megatron_rlspec.types import Request, Sample, Sampling, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,10 +42,10 @@ class _Ended(Unwound):
 
 
 class Conversation:
-    """One sample while it is drawn. `reply` and `append` raise RuntimeError beside a reply in another thread.
+    """One sample while it is drawn, by one thread.
 
-    prompt     the task, with `label` and `metadata`; read-only
-    sampling   as the run samples; `max_new_tokens` bounds all tokens after the prompt; read-only
+    prompt     the task, with `label` and `metadata`
+    sampling   as the run samples; `max_new_tokens` bounds all tokens after the prompt
     tokenizer  of the model
     text       everything after the prompt
     finished   whether the last reply ended with the model's end-of-sequence token, a stop token or a stop string
@@ -61,8 +60,8 @@ class Conversation:
         draw: Callable[[Request, Sampling], Sample],
         keyed: bool,
     ) -> None:
-        self._prompt = locked_prompt(request.prompt)
-        self._sampling = sampling
+        self.prompt = request.prompt
+        self.sampling = sampling
         self.tokenizer = tokenizer
         self.finished = False
         self._request = request
@@ -76,22 +75,8 @@ class Conversation:
         self._spans: list[tuple[int, int, int]] = []
         self._accepted: list[int] = []
         self._drafted: list[tuple[int, int]] = []
-        self._turn = threading.Lock()  # a reply goes on, or text is appended
         # when the function went on; None while an engine replies
         self.since: float | None = time.monotonic()
-
-    @property
-    def prompt(self) -> Prompt:
-        return self._prompt
-
-    @property
-    def sampling(self) -> Sampling:
-        return self._sampling
-
-    @property
-    def replying(self) -> bool:
-        """Whether a thread waits for a reply."""
-        return self._turn.locked()
 
     @property
     def remaining(self) -> int:
@@ -122,22 +107,21 @@ class Conversation:
             stop_token_ids=tuple(operator.index(token) for token in stop_token_ids),
             stop=self.sampling.stop + own_strings,
         )
-        with self._alone():
-            if most < 1:
-                self.finished = False
-                self._status = "truncated"
-                return ""
-            so_far = np.array([*self.prompt.tokens, *self._tokens], np.int64)
-            name = f"{self._request.id}-t{self._turns:04d}"
-            prompt = replace(self._request.prompt, tokens=so_far)
-            turn = Request(name, prompt, self._seed())
-            self.since = None
-            drawn = self._draw(turn, sampling)
-            self.since = time.monotonic()
-            self._turns += 1
-            self._add(drawn)
-            self._status = drawn.status
-            self.finished = drawn.status == "finished"
+        if most < 1:
+            self.finished = False
+            self._status = "truncated"
+            return ""
+        so_far = np.array([*self.prompt.tokens, *self._tokens], np.int64)
+        name = f"{self._request.id}-t{self._turns:04d}"
+        prompt = replace(self.prompt, tokens=so_far)
+        turn = Request(name, prompt, self._seed())
+        self.since = None
+        drawn = self._draw(turn, sampling)
+        self.since = time.monotonic()
+        self._turns += 1
+        self._add(drawn)
+        self._status = drawn.status
+        self.finished = drawn.status == "finished"
         if drawn.status == "aborted":
             raise _Ended
         return str(self.tokenizer.decode(drawn.response, skip_special_tokens=True))
@@ -157,23 +141,11 @@ class Conversation:
         """
         if not isinstance(text, str):  # a tokenizer takes a list for several texts
             raise TypeError(f"append: expected text, found {type(text).__name__}")
-        with self._alone():
-            text = text[: self.remaining * LONGEST_TOKEN]  # a tokenizer takes minutes for megabytes
-            ids = following(self.tokenizer, [text])[0][: self.remaining]
-            self._tokens += ids
-            self._trained += [False] * len(ids)
-            self._logprobs += [0.0] * len(ids)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if not self._turn.acquire(blocking=False):
-            raise RuntimeError(
-                "a reply to this conversation goes on in another thread; expected one turn at a time"
-            )
-        try:
-            yield
-        finally:
-            self._turn.release()
+        text = text[: self.remaining * LONGEST_TOKEN]  # a tokenizer takes minutes for megabytes
+        ids = following(self.tokenizer, [text])[0][: self.remaining]
+        self._tokens += ids
+        self._trained += [False] * len(ids)
+        self._logprobs += [0.0] * len(ids)
 
     def _add(self, drawn: Sample) -> None:
         start = len(self._tokens)
@@ -311,10 +283,6 @@ class Conversations:
             if self._failure is not None:
                 raise _Ended
             reward = self._function(conversation)
-            if conversation.replying:
-                raise FunctionError(
-                    f"{self._named}: the function returned while a thread of it waits for a reply"
-                )
             sample = conversation.sample()
             if reward is not None:
                 sample.reward = self._number(reward)

@@ -57,8 +57,7 @@ def test_advantages_by_rank(example):
     [
         ("no_such_module:f", "algorithm.loss=no_such_module:f: cannot be imported: ModuleNotFoundError"),
         ("math:no_such_function", "cannot be imported: AttributeError"),
-        ("math:pi", "expected a function of one argument, found float"),
-        ("asyncio:sleep", "expected a function of one argument, found an async function"),
+        ("math:pi", "is not a callable object; expected a function of one argument"),
         ("shutil:copyfile", "missing a required argument: 'dst'; expected a function of one argument"),
     ],
 )
@@ -75,7 +74,6 @@ def test_a_function_that_cannot_be_used_is_refused_in_one_line(text, expected):
         (torch.zeros(3), "returned a tensor [3] of float32 on cpu; expected a tensor [4]"),
         (torch.zeros(4, dtype=torch.int64), "returned a tensor [4] of int64 on cpu"),
         (torch.zeros(4, device="meta"), "on meta; expected a tensor [4] of floating point on cpu"),
-        (torch.zeros(4).to_sparse(), "returned a sparse tensor [4]"),
         (torch.zeros(4), "returned a tensor without gradient"),
         (torch.tensor([0, 1, math.nan, 0], requires_grad=True), "returned nan at [2]; expected finite numbers"),
     ],
@@ -124,26 +122,6 @@ def test_a_wrong_result_names_option_function_file_and_line(tmp_path, monkeypatc
         ConfigError, match=r"algorithm.advantage=returning:own \(.*returning.py:3\): the function returned \{\}"
     ):
         grpo.own_advantages(own, [], [], [], AlgorithmConfig(advantage="returning:own"))
-
-
-def test_a_function_cannot_change_what_it_is_given():
-    samples = [Sample(f"s{i}", Prompt(0, np.array([1])), np.array([1, 2]), np.ones(2), np.ones(2)) for i in range(2)]
-
-    def own(group):
-        group.samples[0].reward = 777.0
-        group.samples[0].metadata["seen"] = True
-        group.rewards[0] = 5.0
-        for array in (group.samples[1].tokens, group.samples[1].prompt.tokens):
-            with pytest.raises(ValueError, match="read-only"):
-                array[:] = 9
-            array.setflags(write=True)
-            array[:] = 9  # its own copy
-        return [1.0, 2.0]
-
-    rewards = [0.0, 1.0]
-    assert grpo.own_advantages(own, samples, rewards, [True, True], AlgorithmConfig()).tolist() == [1.0, 2.0]
-    assert samples[0].reward == 0.0 and not samples[0].metadata and rewards == [0.0, 1.0]
-    assert samples[1].tokens.tolist() == [1, 2] and samples[1].prompt.tokens.tolist() == [1]
 
 
 @pytest.mark.parametrize("when", ["import", "call"])
