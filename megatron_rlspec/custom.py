@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_rlspec.config import AlgorithmConfig, Config, ConfigError
+from megatron_rlspec.config import AlgorithmConfig, ConfigError
 from megatron_rlspec.functions import imported
 from megatron_rlspec.host.interruption import Interrupted
 from megatron_rlspec.texts import one_line, shown
@@ -202,18 +202,6 @@ def described(error: BaseException) -> str:
             f"it would end the process with exit code {shown(error.args[0] if error.args else 0)}"
         )
     return one_line(error)
-
-
-def check(config: Config) -> None:
-    """Import every function that the configuration names. Raises ConfigError."""
-    for option, name in (
-        ("algorithm.loss", config.algorithm.loss),
-        ("algorithm.advantage", config.algorithm.advantage),
-        ("drafter.loss", config.drafter.loss),
-        ("rollout.function", config.rollout.function),
-    ):
-        if is_function(name):
-            load(option, name)
 
 
 def checked(option: str, result: Any, like: Tensor, mask: Tensor | None = None) -> Tensor:

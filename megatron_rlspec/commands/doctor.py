@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_rlspec import arguments
 from megatron_rlspec.compat import machine, patches
 from megatron_rlspec.compat.installed import locate, version
-from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.config import ConfigError
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,11 @@ def _is_among(found: str, versions: Sequence[str]) -> bool:
     return any(SpecifierSet(text).contains(found, prereleases=True) for text in versions)
 
 
-def needed(config: Config, engines: bool = True) -> dict[str, str]:
-    """Return the projects that a run of our own loop needs -> because of what. `engines`: whether it starts any."""
+def refuse_if_affected(*, starts_sglang: bool) -> None:
+    """Raise ConfigError if a project that a run needs is missing or does not fit."""
     reasons = {"megatron-core": "training"}
-    if engines and config.rollout.engine == "sglang" and not config.rollout.urls:
+    if starts_sglang:
         reasons["sglang"] = 'rollout.engine="sglang"'
-    return reasons
-
-
-def refuse_if_affected(config: Config, *, engines: bool) -> None:
-    """Raise ConfigError if a project that the run needs is missing or does not fit. `engines`: as in `needed`."""
-    reasons = needed(config, engines)
     for finding in examine(reasons):
         reason = reasons[finding.name]
         if finding.state == "missing":

@@ -124,7 +124,9 @@ def _run(command: Command, argv: list[str]) -> None:
             config = with_fresh_drafter(config)
         interruption = Interruption().install()
         with interruption.translating():
-            doctor.refuse_if_affected(config, engines=config.generates(command))
+            rollout = config.rollout
+            starts_sglang = rollout.engine == "sglang" and not rollout.urls
+            doctor.refuse_if_affected(starts_sglang=starts_sglang and config.generates(command))
             from megatron_rlspec import loop
             from megatron_rlspec.run.settling import settle
             from megatron_rlspec.train import runtime
@@ -169,9 +171,9 @@ def extensions(config: Config) -> Extensions:
 
     migration = None
     if migrates(config):
-        from megatron_rlspec.extensions.migration.wiring import RunMigration
+        from megatron_rlspec.extensions.migration import builders
 
-        migration = partial(RunMigration, config)
+        migration = partial(builders.migration, config)
 
     kinds = None
     embedded = config.rollout.engine == "embedded"
@@ -277,10 +279,6 @@ def parse(command: Name, argv: list[str], ranks: int | None = None) -> Config:
     else:
         because = "this is one process; --ranks N starts several"
     config.check_run(command, started or 1, because)
-    if migrates(config) or config.tail.cost_table:
-        from megatron_rlspec.extensions.migration import checks
-
-        checks.check(config, started or 1, because)
     return config
 
 

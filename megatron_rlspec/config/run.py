@@ -177,6 +177,7 @@ class Config(Section):
                     "drafter.train=true"
                 )
         yield from self._problems_of_layout(world_size, because)
+        yield from self._problems_of_tail(world_size, because)
 
     def _problems_of_groups(self) -> Iterator[str]:
         """Find options with which all samples of a group have the same reward, so that nothing can be learnt."""
@@ -206,6 +207,28 @@ class Config(Section):
             )
             yield f"train.tokens_per_micro_batch={room}{rounded} cannot hold one sample of model.max_length={longest}"
         yield from self._small_cache()
+
+    def _problems_of_tail(self, world_size: int, because: str) -> Iterator[str]:
+        tail = self.tail
+        sizes = ",".join(map(str, tail.tp))
+        option = ""
+        if tail.rebalance:
+            option = "tail.rebalance=true"
+        elif tail.tp != (1,):
+            option = f"tail.tp={sizes}"
+        if option and self.spec.mode != "off" and self.spec.verifier != "position_keyed":
+            yield f"{option} continues samples, which needs spec.verifier=position_keyed"
+        if tail.rebalance and self.rollout.function:
+            yield f"{option} does not move the conversations of rollout.function; expected false"
+        if tail.rebalance and self.rollout.engine == "embedded" and world_size == 1:
+            yield (
+                f"{option} moves samples between engines, and rollout.engine=embedded runs one on each rank; "
+                "expected several ranks, or false"
+            )
+        if tail.tp != (1,) and not tail.cost_table:
+            yield f"tail.tp={sizes} needs tail.cost_table; rlspec profile --engine embedded --tp {sizes} writes it"
+        if world_size % tail.tp[-1]:
+            yield f"tail.tp={sizes} needs a multiple of {tail.tp[-1]} ranks, but {because or world_size}"
 
     def _small_cache(self) -> Iterator[str]:
         longest = self.model.max_length

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rlspec import files
-from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.config import ConfigError, LogConfig
 from megatron_rlspec.texts import one_line
 
 
@@ -27,7 +27,7 @@ class Sink(Protocol):
 class TensorBoard:
     """Event files in `run_dir/tensorboard`. After a resume at `first_step`, TensorBoard hides later steps."""
 
-    def __init__(self, config: Config, run_dir: Path, first_step: int) -> None:
+    def __init__(self, run_dir: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step or None)
@@ -44,9 +44,17 @@ class WeightsAndBiases:
     """One run of Weights & Biases for a run directory. A resumed run goes on there, under the id in `wandb_id`.
 
     Weights & Biases keeps the first value of a step, so steps that a resume repeats keep their old values there.
+
+    options  of the run, by section, which Weights & Biases shows
     """
 
-    def __init__(self, config: Config, run_dir: Path, first_step: int) -> None:
+    def __init__(
+        self,
+        log: LogConfig,
+        options: Mapping[str, Any],
+        run_dir: Path,
+        first_step: int,
+    ) -> None:
         try:
             import wandb
         except Exception as error:  # its many dependencies often disagree
@@ -59,12 +67,12 @@ class WeightsAndBiases:
             files.write(id_file, uuid.uuid4().hex)
         try:
             self._run = wandb.init(
-                project=config.log.project or os.environ.get("WANDB_PROJECT", "megatron_rlspec"),
-                name=config.log.name or os.environ.get("WANDB_NAME") or run_dir.resolve().name,
+                project=log.project or os.environ.get("WANDB_PROJECT", "megatron_rlspec"),
+                name=log.name or os.environ.get("WANDB_NAME") or run_dir.resolve().name,
                 id=id_file.read_text(),
                 resume="allow",
                 dir=str(run_dir),
-                config=config.model_dump(mode="json"),
+                config=dict(options),
             )
         except wandb.Error as error:
             reason = " ".join(str(error).split())
@@ -79,20 +87,27 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-SINKS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-
-
-def check(config: Config) -> None:
+def check(log: LogConfig) -> None:
     """Raise ConfigError if the package of a sink, which has its name, is not installed."""
-    for name in config.log.sinks:
+    for name in log.sinks:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"log.sinks={','.join(config.log.sinks)}: {name} needs the package {name}, which is not installed "
+                f"log.sinks={','.join(log.sinks)}: {name} needs the package {name}, which is not installed "
                 f"here: pip install {name}"
             )
 
 
-def open_sinks(config: Config, run_dir: Path, first_step: int) -> Sequence[Sink]:
+def open_sinks(
+    log: LogConfig,
+    options: Mapping[str, Any],
+    run_dir: Path,
+    first_step: int,
+) -> Sequence[Sink]:
     """Open the sinks of `log.sinks`. Raises ConfigError."""
-    check(config)
-    return [SINKS[name](config, run_dir, first_step) for name in config.log.sinks]
+    check(log)
+    sinks: list[Sink] = []
+    if "tensorboard" in log.sinks:
+        sinks.append(TensorBoard(run_dir, first_step))
+    if "wandb" in log.sinks:
+        sinks.append(WeightsAndBiases(log, options, run_dir, first_step))
+    return sinks

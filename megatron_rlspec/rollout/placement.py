@@ -213,13 +213,13 @@ def with_memory(layout: GpuLayout, need: Need) -> GpuLayout:
     )
 
 
-def check_colocated(config: Config) -> None:
+def check_colocated(staleness: int, overlap: bool) -> None:
     """Raise ConfigError for options that need engines while training, or two processes of NCCL on one GPU."""
-    if config.rollout.staleness:
+    if staleness:
         raise ConfigError(
             "rollout.staleness=1 draws samples while training, but engines on the ranks' GPUs sleep then"
         )
-    if config.drafter.overlap:
+    if overlap:
         raise ConfigError(
             "drafter.overlap=true trains while engines generate, but engines on the ranks' GPUs need the memory"
         )

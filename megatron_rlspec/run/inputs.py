@@ -48,7 +48,7 @@ def naming_paths(config: Config) -> Iterator[None]:
 
 
 def _check(config: Config, command: Command) -> None:
-    sinks.check(config)
+    sinks.check(config.log)
     generates = config.generates(command)
     reads_prompts = generates and command != "sft"
     drafter = config.drafter

@@ -76,9 +76,16 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
     Raises ConfigError, DataError or CheckpointError. Writes nothing.
     """
     check_machine(config)
-    custom.check(config)
+    for option, name in (
+        ("algorithm.loss", config.algorithm.loss),
+        ("algorithm.advantage", config.algorithm.advantage),
+        ("drafter.loss", config.drafter.loss),
+        ("rollout.function", config.rollout.function),
+    ):
+        if custom.is_function(name):
+            custom.load(option, name)
     hf_config, tensors = read_model(config.model.path, config.drafter.path)
-    model.check(hf_config, config)
+    model.check(hf_config, config.model, config.parallel)
     layout = place(config, hf_config, tensors) if generates else placement.GpuLayout()
     if os.environ.get("RANK", "0") == "0":
         command = command_of(config, supervised)
@@ -155,7 +162,7 @@ def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> pla
         return layout
     placement.check_heads(hf_config, options.tensor)
     if layout.colocated:
-        placement.check_colocated(config)
+        placement.check_colocated(config.rollout.staleness, config.drafter.overlap)
     gpu = torch.cuda.get_device_properties(0).total_memory
     parameters, experts = placement.count_parameters(tensors)
     world = int(os.environ.get("WORLD_SIZE", "1"))

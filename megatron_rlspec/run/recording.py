@@ -66,7 +66,9 @@ class Records:
         dropped = []
         if config.train.resume and done == 0:
             dropped = read_records(run_dir / "metrics.jsonl")
-        self.recorder = Recorder(run_dir, done, partial(open_sinks, config, run_dir, done))
+        options = config.model_dump(mode="json")
+        sinks = partial(open_sinks, config.log, options, run_dir, done)
+        self.recorder = Recorder(run_dir, done, sinks)
         self.recorder.started(done)
         past = read_records(run_dir / "metrics.jsonl")
         if past:

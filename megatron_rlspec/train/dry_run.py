@@ -300,7 +300,8 @@ def _build(
             "use_cpu_initialization": False,
             "perform_initialization": False,
         }
-        described = replace(transformer_config(hf_config, config), **shapes_only)
+        described = transformer_config(hf_config, config.model, parallel)
+        described = replace(described, **shapes_only)
         table = shards.family(hf_config)
         policy = Policy(described, hf_config, config.model.max_length)
         each = described.num_layers // parallel.pipeline

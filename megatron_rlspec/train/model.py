@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_rlspec.models.config import DRAFTER, check_config
 from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.families import record_of
@@ -50,18 +50,19 @@ class DecoderConfig(TransformerConfig):
 
 
 def transformer_config(
-    hf_config: Mapping[str, Any], config: Config
+    hf_config: Mapping[str, Any],
+    model: ModelConfig,
+    parallel: ParallelConfig,
 ) -> DecoderConfig | MLATransformerConfig:
     """Describe the decoder of a family that is trained to Megatron. Call after `init_distributed`.
 
     Raises ConfigError for a setting that is not implemented, such as a sliding window, and for a size that the
     parallel layout does not divide.
     """
-    check(hf_config, config)
-    dtype = DTYPES[config.model.dtype]
+    check(hf_config, model, parallel)
+    dtype = DTYPES[model.dtype]
     facts = record_of(hf_config)
     heads = hf_config["num_attention_heads"]
-    parallel = config.parallel
     rope = Rope.of(hf_config)
     # Transformer Engine's kernel of the rotary embedding knows no factor on cosine and sine.
     devices = runtime.device_options()
@@ -105,7 +106,7 @@ def transformer_config(
         # Losses are divided by the step's global count already, so neither DDP nor the schedule may scale them.
         calculate_per_token_loss=True,
         **recompute,
-        **experts.options(hf_config, parallel.expert, config.model.dtype),
+        **experts.options(hf_config, parallel.expert, model.dtype),
         **devices,
     )
     if "kv_lora_rank" in hf_config:
@@ -116,20 +117,20 @@ def transformer_config(
     )
 
 
-def check(hf_config: Mapping[str, Any], config: Config) -> None:
-    """Raise ConfigError, naming the key, if this model cannot be trained here under this configuration."""
+def check(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError, naming the key, if this model cannot be trained here in this layout."""
     if (
-        config.model.dtype == "float64"
+        model.dtype == "float64"
         and runtime.device().type == "cuda"
         and runtime.has_transformer_engine()
     ):
         raise ConfigError("model.dtype=float64: Transformer Engine has no float64; use bfloat16")
-    where = config.model.path or "the model"
+    where = model.path or "the model"
     typed = check_config(hf_config, where)
-    tensor = config.parallel.tensor
-    pipeline = config.parallel.pipeline
+    tensor = parallel.tensor
+    pipeline = parallel.pipeline
     problems = [
-        *experts.problems(hf_config, config.parallel),
+        *experts.problems(hf_config, parallel),
         (
             typed.vocab_size % tensor,
             f"vocab_size={typed.vocab_size} is no multiple of parallel.tensor={tensor}",

@@ -71,7 +71,7 @@ class Trainer:
         self.hf_config = dict(hf_config)
         self.device = runtime.device()
         self.last_stage = ps.is_pipeline_last_stage()
-        self.model_config = transformer_config(hf_config, config)
+        self.model_config = transformer_config(hf_config, config.model, config.parallel)
         self.rope = Rope.of(hf_config)
         self.policy = Policy(self.model_config, hf_config, config.model.max_length).to(self.device)
         self.table = shards.family(hf_config)

@@ -3,16 +3,7 @@
 import pytest
 
 from megatron_rlspec.commands import doctor
-from megatron_rlspec.config import Config, ConfigError, load
-
-EMBEDDED = load(None, {"rollout.engine": "embedded", "spec.mode": "fixed"})
-ATTACHED = load(None, {"rollout.urls": "http://127.0.0.1:30000"})
-
-
-def test_sglang_is_needed_by_a_run_that_starts_its_engines():
-    assert set(doctor.needed(Config())) == {"megatron-core", "sglang"}
-    assert set(doctor.needed(Config(), engines=False)) == {"megatron-core"}
-    assert set(doctor.needed(EMBEDDED)) == set(doctor.needed(ATTACHED)) == {"megatron-core"}
+from megatron_rlspec.config import ConfigError
 
 
 def test_what_is_installed_fits_and_another_version_differs(monkeypatch):
@@ -31,7 +22,6 @@ def test_a_run_is_refused_because_of_what_it_needs_only(state, says, monkeypatch
         lambda names: [doctor.ProjectLine(n, state if n == "sglang" else "fits", "x is gone") for n in names],
     )
     with pytest.raises(ConfigError, match=says) as refused:
-        doctor.refuse_if_affected(Config(), engines=True)
+        doctor.refuse_if_affected(starts_sglang=True)
     assert 'rollout.engine="sglang"' in str(refused.value)
-    doctor.refuse_if_affected(Config(), engines=False)
-    doctor.refuse_if_affected(EMBEDDED, engines=True)
+    doctor.refuse_if_affected(starts_sglang=False)

@@ -10,16 +10,16 @@ from megatron_rlspec.records import sinks
 from megatron_rlspec.records.recorder import Recorder
 
 
-def config(tmp_path, names):
-    return load(None, {"model.path": "m", "data.path": "d", "train.run_dir": str(tmp_path), "log.sinks": names})
+def log(names):
+    return load(None, {"log.sinks": names}).log
 
 
 def test_tensorboard_holds_the_records(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    chosen = config(tmp_path, "tensorboard")
+    chosen = log("tensorboard")
     for first, steps in ((0, 3), (2, 2)):  # the second one resumes at step 2
-        recorder = Recorder(tmp_path, first, lambda first=first: sinks.open_sinks(chosen, tmp_path, first))
+        recorder = Recorder(tmp_path, first, lambda first=first: sinks.open_sinks(chosen, {}, tmp_path, first))
         for step in range(first, first + steps):
             recorder.write(step, {"rollout/reward": 10.0 * first + step, "policy/loss": math.nan, "note": "text"})
         recorder.close()
@@ -34,11 +34,11 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match="log.sinks=tensorboard,wandb: .* not installed here: pip install tensorboard"
     ):
-        sinks.check(config(tmp_path, "tensorboard,wandb"))
+        sinks.check(log("tensorboard,wandb"))
 
 
 def test_a_package_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "wandb.py").write_text("raise TypeError('no descriptors.\\nDowngrade protobuf')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="^log.sinks=wandb: it cannot be imported: TypeError: no descr.* protobuf$"):
-        sinks.open_sinks(config(tmp_path, "wandb"), tmp_path, 0)
+        sinks.open_sinks(log("wandb"), {}, tmp_path, 0)

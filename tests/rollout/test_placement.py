@@ -257,9 +257,8 @@ def test_visible_devices_keep_their_names():
 
 
 def test_options_that_exclude_each_other():
-    colocated = {"placement.mode": "colocated"}
     with pytest.raises(ConfigError, match="rollout.staleness=1 draws samples while training"):
-        placement.check_colocated(load(None, colocated | {"rollout.staleness": "1"}))
+        placement.check_colocated(staleness=1, overlap=False)
     with pytest.raises(ConfigError, match="push.transport"):
         load(None, {"push.transport": "files"})
     with pytest.raises(ConfigError, match="push.transport=handles is for memory of a GPU, and this machine has none"):

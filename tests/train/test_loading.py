@@ -74,17 +74,18 @@ REFUSED = {
 def test_settings_that_would_be_ignored_are_refused(case):
     changes, parallel, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        model.transformer_config(HF_CONFIG | changes, config(parallel=parallel))
+        made = config(parallel=parallel)
+        model.transformer_config(HF_CONFIG | changes, made.model, made.parallel)
 
 
 def test_float64_is_refused_under_transformer_engine(monkeypatch):
     exact = config(model={"dtype": "float64"})
     monkeypatch.setattr(runtime, "has_transformer_engine", lambda: True)
-    model.check(HF_CONFIG, exact)
+    model.check(HF_CONFIG, exact.model, exact.parallel)
     monkeypatch.setattr(runtime, "device", lambda: torch.device("cuda", 0))
-    model.check(HF_CONFIG, config(model={"dtype": "float32"}))
+    model.check(HF_CONFIG, config(model={"dtype": "float32"}).model, exact.parallel)
     with pytest.raises(ConfigError, match=r"^model.dtype=float64: Transformer Engine has no float64; use bfloat16$"):
-        model.check(HF_CONFIG, exact)
+        model.check(HF_CONFIG, exact.model, exact.parallel)
 
 
 def test_ranks_must_fit_the_layout():

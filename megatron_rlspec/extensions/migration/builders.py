@@ -17,6 +17,7 @@ from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.extensions.migration.embedded.member import Member
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.plans.tp_planner import WIRE, SwitchCosts, TPPlanner
+from megatron_rlspec.extensions.migration.wiring import RunMigration
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.memory_estimate import token_bytes
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
@@ -59,6 +60,11 @@ class FleetEngines(EmbeddedEngines):
     def close(self) -> None:
         if self._fleet is not None:
             self._fleet.close()
+
+
+def migration(config: Config, hf_config: Mapping[str, Any]) -> RunMigration:
+    """Build what moves samples in a run. Raises CostTableError."""
+    return RunMigration(rebalancer(config, hf_config), config.tail.every)
 
 
 def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> Rebalancer | None:

@@ -6,24 +6,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_rlspec.config import Config
 from megatron_rlspec.cotrainer.speculation import Rounds
 from megatron_rlspec.extensions.migration.balancer import Balancer
-from megatron_rlspec.extensions.migration.builders import rebalancer
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.rollout.dispatch import Dispatch
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 
 
 class RunMigration:
-    """A `run.extension.Migration`, by the options of [tail]."""
+    """A `run.extension.Migration`.
 
-    def __init__(self, config: Config, hf_config: Mapping[str, Any]) -> None:
-        """Raises CostTableError."""
-        # Decides on moves between SGLang engines; None: none moves. Ranks with embedded engines plan themselves.
-        self._planner = rebalancer(config, hf_config)
-        self._every = config.tail.every
+    planner  decides on moves between SGLang engines; None: none moves. Ranks with embedded engines plan themselves
+    every    decode rounds between two decisions
+    """
+
+    def __init__(self, planner: Rebalancer | None, every: int) -> None:
+        self._planner = planner
+        self._every = every
 
     def attach(self, pool: EnginePool, record: Callable[[Mapping[str, Any]], None]) -> None:
         self._pool = pool

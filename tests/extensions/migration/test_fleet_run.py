@@ -15,7 +15,6 @@ from short_run import costs_of_tokens, run, train
 from test_interrupted import told
 
 from megatron_rlspec.config import ConfigError, load
-from megatron_rlspec.extensions.migration import checks
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.trajectory import FOLDER
@@ -129,4 +128,6 @@ def test_a_rank_killed_in_a_change_of_the_size_ends_the_run_which_resumes(start,
 )
 def test_options_that_cannot_be_are_refused(given, ranks, message):
     with pytest.raises(ConfigError, match=message):
-        checks.check(load(None, {"rollout.engine": "embedded", "model.path": "m", "data.path": "d"} | given), ranks)
+        load(None, {"rollout.engine": "embedded", "model.path": "m", "data.path": "d"} | given).check_run(
+            "train", ranks
+        )
