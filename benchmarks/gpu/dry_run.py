@@ -8,7 +8,7 @@ from pathlib import Path
 from gpu.figures import GIB, Figures
 from gpu.plan import Plan
 from gpu.train import config_of, contestants, shape_of
-from megatron_rlspec.train import dry_run
+from megatron_rlspec.train import stages
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
@@ -17,7 +17,7 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     for name, share in contestants(plan).items():
         for recompute in (False, True):
             config = config_of(plan, share, recompute)
-            built = dry_run.stages(config, shape, 1, activations=True)
+            built = stages.build(config, shape, 1, activations=True)
             label = f"{name}, recomputing" if recompute else name
-            static[label] = dry_run.memory(config, shape, built, 0, 1).total / GIB
+            static[label] = stages.memory(config, shape, built, 0, 1).total / GIB
     (folder / "static.json").write_text(json.dumps(static))

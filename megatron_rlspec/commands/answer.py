@@ -1,17 +1,10 @@
-"""`rlspec answer`: let a model write answers to prompts, for a drafter to be warmed up on.
-
-A row of the JSONL file is one answer: token ids of prompt and response, both as text, why the response ended, and the
-row of the prompt. A drafter learns these ids as they are: without tokenising the text again, and with an end token
-only where the model generated one. Every row is written when its answer is complete, so an interrupted command goes on
-where it ended. `FILE.settings.json` holds what all rows share.
-"""
+"""`rlspec answer`: let a model write answers to prompts, for a drafter to be warmed up on. `journal.py` keeps them."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -23,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rlspec import files
+from megatron_rlspec.commands.journal import Journal
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.extensions.kinds import KINDS
 from megatron_rlspec.noise import seed_of
@@ -32,10 +26,8 @@ from megatron_rlspec.rollout.sglang.http.serve import tensor_parallel
 from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run import identity
 from megatron_rlspec.tasks import data
-from megatron_rlspec.tasks.rows import json_row
 from megatron_rlspec.types import Prompt, Request, Sample, SpecSchedule
 
-COMPLETE = ("finished", "truncated")  # status of an answer that is whole
 # Requests given to the engines together, as a multiple of those that they decode together.
 AT_ONCE = 16
 
@@ -132,70 +124,6 @@ def _served(config: Config) -> dict[str, int]:
     starting = KINDS[config.rollout.engine].start(config, Path(), GpuLayout())
     fingerprints = EnginePool(starting.wait()).fingerprints()
     return dict(sorted(fingerprints.items()))
-
-
-class Journal:
-    """The answers in a file: `done` maps the id of each to its status; `add` appends one, in one write.
-
-    Raises ConfigError if the file was written under other settings, DataError for rows that are no answers. Half a row,
-    which a killed command may have left at the end, is cut off.
-    """
-
-    def __init__(self, path: Path, settings: dict[str, Any], prompts: Sequence[Prompt]) -> None:
-        self.done: dict[str, str] = {}
-        self._lock = threading.Lock()
-        settings_file = path.with_name(f"{path.name}.settings.json")
-        if path.exists() and path.stat().st_size:
-            written = files.read_json(settings_file) if settings_file.exists() else {}
-            other = identity.difference(written, settings)
-            if other:
-                raise ConfigError(
-                    f"answer.path={path}: its answers have another `{other}` ({settings_file.name}); "
-                    "expected another file"
-                )
-            self._read(path, {prompt.id for prompt in prompts})
-        else:
-            files.write(settings_file, json.dumps(settings, indent=1) + "\n")
-        self._file = path.open("ab")
-
-    def _read(self, path: Path, prompts: set[int]) -> None:
-        with path.open("rb+") as file:
-            content = file.read()
-            whole = content.rfind(b"\n") + 1
-            file.truncate(whole)
-        for number, line in enumerate(content[:whole].splitlines(), 1):
-            row = json_row(f"{path}:{number}", line)
-            try:
-                name = f"p{row['row']:09d}-n{row['sample']:07d}"
-                if row["status"] not in COMPLETE or not row["response_tokens"]:
-                    raise ValueError
-            except (KeyError, TypeError, ValueError):
-                raise data.DataError(f"{path}:{number}: not a row of `rlspec answer`") from None
-            if row["row"] in prompts:
-                self.done[name] = row["status"]
-
-    def add(self, sample: Sample, text: str) -> None:
-        """Append one answer; threads may call it."""
-        row, number = (int(part[1:]) for part in sample.request_id.split("-"))
-        prompt = sample.prompt
-        entry: dict[str, Any] = {
-            "row": row,
-            "sample": number,
-            "status": sample.status,
-            "prompt": prompt.text,
-            "response": text,
-            "label": prompt.label,
-            "metadata": dict(prompt.metadata),
-        }
-        if sample.seed is not None:
-            entry["seed"] = sample.seed
-        entry["prompt_tokens"] = prompt.tokens.tolist()
-        entry["response_tokens"] = sample.response.tolist()
-        line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
-        with self._lock:
-            self._file.write(line)
-            self._file.flush()
-            self.done[sample.request_id] = sample.status
 
 
 def _generate(

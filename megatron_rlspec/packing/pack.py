@@ -76,7 +76,7 @@ def pack(
     if all(sample.seed is not None for sample in samples):
         columns["seeds"] = []
         for sample in samples:
-            seeds = torch.full((len(sample.tokens),), sample.seed)
+            seeds = torch.tensor(sample.seed).repeat(len(sample.tokens))
             columns["seeds"].append(seeds)
     if version is not None:
         columns["staleness"] = [_staleness(sample, version) for sample in samples]

@@ -1,4 +1,4 @@
-"""Write a run's records, events and sample texts to JSONL and TensorBoard, and time its parts. Rank 0 only."""
+"""Write a run's records, events and sample texts to JSONL, and read them. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,27 +34,6 @@ class RecordError(ValueError):
     """Records of a run cannot be read. The message is one line, with file and line number."""
 
     exit_code = 2
-
-
-class Clock:
-    """Measures seconds per named part since the last `drain`. Parts do not nest."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
-
-    def drain(self) -> dict[str, float]:
-        """Return `seconds_<part>` of every part, and start again at 0."""
-        seconds = self._seconds
-        self._seconds = {}
-        return {f"seconds_{part}": value for part, value in seconds.items()}
 
 
 class Recorder:

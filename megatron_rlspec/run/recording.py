@@ -13,8 +13,9 @@ from typing import Any
 from megatron_rlspec import files
 from megatron_rlspec.config import Config
 from megatron_rlspec.config.base import shown
+from megatron_rlspec.records.clock import Clock
 from megatron_rlspec.records.live import line, saved_line
-from megatron_rlspec.records.recorder import Clock, Decode, Recorder, read_records
+from megatron_rlspec.records.recorder import Decode, Recorder, read_records
 from megatron_rlspec.records.sinks import open_sinks
 from megatron_rlspec.run.logprob_gap import GAP, LogprobGap
 from megatron_rlspec.run.summaries import groups_without_advantage, without_advantage

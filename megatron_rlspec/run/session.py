@@ -33,7 +33,7 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.host import ranks
 from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.push.push import exporting
-from megatron_rlspec.records.recorder import Clock
+from megatron_rlspec.records.clock import Clock
 from megatron_rlspec.run import opening
 from megatron_rlspec.run.batches import advantages, micro_batches, mini_batches
 from megatron_rlspec.run.checkpoints import Drawn

@@ -44,7 +44,7 @@ class Activations:
 def measure_micro_batch(
     config: Config, hf_config: Mapping[str, Any], policy: Policy, drafter: Drafter | None
 ) -> Activations:
-    """Run a micro-batch of GRPO on this rank of a fake job (`dry_run`), and count the bytes of its tensors.
+    """Run a micro-batch of GRPO on this rank of a fake job (`stages.py`), and count the bytes of its tensors.
 
     Every token but the first of a sequence is trained, and experts draw equally many tokens.
     """

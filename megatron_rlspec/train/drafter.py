@@ -39,7 +39,7 @@ from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.families import record_of
 from megatron_rlspec.models.rope import Rope
-from megatron_rlspec.train import runtime
+from megatron_rlspec.train import layer_specs, runtime
 from megatron_rlspec.train.attention import Chain, PackedSequences
 from megatron_rlspec.train.layers import RMSNorm
 from megatron_rlspec.train.model import at_positions, taps_of
@@ -156,7 +156,7 @@ class MTPDrafter(Drafter):
             # By default megatron-core 0.19 hands on two groups only, and its experts need all of them.
             groups = ProcessGroupCollection.use_mpu_process_groups()
             self.mtp = MultiTokenPredictionBlock(
-                own, runtime.drafter_spec(own), pg_collection=groups
+                own, layer_specs.drafter_spec(own), pg_collection=groups
             )
 
     def run(
@@ -211,7 +211,7 @@ class Eagle3Drafter(Drafter):
             block.decoder = nn.Module()
             block.decoder.layers = nn.ModuleList()
             for number in range(1, own.num_layers + 1):
-                spec = runtime.eagle3_spec(own, first=number == 1)
+                spec = layer_specs.eagle3_spec(own, first=number == 1)
                 layer = build_module(spec, config=own, layer_number=number)
                 block.decoder.layers.append(layer)
             block.decoder.final_layernorm = RMSNorm(own, width, own.layernorm_epsilon)

@@ -29,7 +29,7 @@ from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.families import record_of
 from megatron_rlspec.models.rope import Rope, settings
 from megatron_rlspec.packing.transfer import to_device
-from megatron_rlspec.train import experts, latent, runtime
+from megatron_rlspec.train import experts, latent, layer_specs, runtime
 from megatron_rlspec.train.attention import PackedSequences, packed_sequences, rotary_factors
 from megatron_rlspec.types import PackedBatch
 
@@ -230,7 +230,7 @@ class Policy(GPTModel):
         rope = Rope.of(hf_config)
         super().__init__(
             config=config,
-            transformer_layer_spec=runtime.decoder_spec(config),
+            transformer_layer_spec=layer_specs.decoder_spec(config),
             vocab_size=hf_config["vocab_size"],
             max_sequence_length=max_length,
             pre_process=ps.is_pipeline_first_stage(),

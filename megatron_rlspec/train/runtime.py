@@ -1,63 +1,31 @@
-"""Differences between CPU and GPU and between versions of megatron-core: start-up, layer specs, CPU substitutes.
-
-megatron-core 0.16.1 asks for CUDA by name in a few dozen places. On a machine without CUDA, `install()` replaces those
-functions. Importing this module patches nothing. On a machine with a GPU, `install()` does nothing, and the same calls
-build Transformer Engine layers over NCCL.
-"""
+"""The process of a rank: its device, Megatron's groups, random streams, and what its machine decides."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import inspect
-import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.tensor_parallel import layers, mappings
-from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer import multi_token_prediction
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlockSubmodules,
-    get_mtp_layer_spec,
-)
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import Tensor
-from torch.utils._device import _device_constructors
+from megatron.core.tensor_parallel import layers
 
 from megatron_rlspec.config import ParallelConfig
 from megatron_rlspec.host import loopback, ranks
 from megatron_rlspec.host.ports import JOBS, free_port
-from megatron_rlspec.train.attention import PackedAttention
-from megatron_rlspec.train.latent import LatentAttention
-from megatron_rlspec.train.layers import DoubleInput, NormBesideEmbedding, RMSNorm, SwiGLU
+from megatron_rlspec.train import without_cuda
 
-_CPU = torch.device("cpu")
 LEAVING_SECONDS = 10.0  # for `leave`
-_installed = False
 
 
 def device() -> torch.device:
     """Return the device of this rank."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def be_deterministic() -> None:
@@ -98,7 +66,7 @@ def launch_env() -> None:
 
 def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
     """Join the job, make Megatron's groups if there are none yet, and seed its random streams."""
-    install()
+    without_cuda.install()
     if not parallel_state.model_parallel_is_initialized():
         _create_groups(parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -178,96 +146,6 @@ def device_options() -> dict[str, Any]:
     }
 
 
-def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Return specs of the policy's layers and final norm on this pipeline stage."""
-    first = get_transformer_layer_offset(config)
-    count = get_num_layers_to_build(config)
-    with_experts = [0] * config.num_layers
-    if config.num_moe_experts:
-        with_experts = config.moe_layer_freq
-    specs = {}
-    for experts in set(with_experts):
-        specs[experts], norm = _layer_spec(config, experts=bool(experts))
-        if not has_transformer_engine():
-            specs[experts].submodules.self_attention.submodules.core_attention = PackedAttention
-    layers = [specs[experts] for experts in with_experts[first : first + count]]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
-
-
-def drafter_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules:
-    """Return specs of the drafter's MTP layers, with experts if the model has any, like its last layer.
-
-    Their core attention is ours on every device: no other one is chain-exact.
-    """
-    layer, norm = _layer_spec(config, experts=bool(config.num_moe_experts))
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    mtp = get_mtp_layer_spec(layer, use_transformer_engine=has_transformer_engine())
-    mtp.submodules.enorm = mtp.submodules.hnorm = mtp.submodules.layer_norm = norm
-    return MultiTokenPredictionBlockSubmodules(layer_specs=[mtp] * config.mtp_num_layers)
-
-
-def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec, type]:
-    """Return the spec of one transformer layer, with experts or a plain MLP, and the class of its norm."""
-    shared: dict[str, Any] = {
-        "qk_layernorm": config.qk_layernorm,
-        "multi_latent_attention": config.multi_latent_attention,
-        "num_experts": config.num_moe_experts if experts else None,
-    }
-    norm: type = RMSNorm
-    if has_transformer_engine():
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        norm = TENorm
-        layer = copy.deepcopy(
-            get_gpt_layer_with_transformer_engine_spec(**shared, moe_grouped_gemm=experts)
-        )
-    else:
-        layer = _local_layer_spec(config, shared)
-    if config.multi_latent_attention:
-        layer.submodules.self_attention.module = LatentAttention
-    return layer, norm
-
-
-def eagle3_spec(config: TransformerConfig, *, first: bool) -> ModuleSpec:
-    """Return the spec of an EAGLE-3 drafter's layer. The first one's attention reads embedding and state side by side.
-
-    It is the local one on every device: Transformer Engine's joined norm and projection read one vector.
-    """
-    layer = _local_layer_spec(config, {"qk_layernorm": False, "num_experts": None})
-    if first:
-        layer.submodules.input_layernorm = NormBesideEmbedding
-        layer.submodules.self_attention.submodules.linear_qkv = DoubleInput
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    return layer
-
-
-def _local_layer_spec(config: TransformerConfig, shared: Mapping[str, Any]) -> ModuleSpec:
-    experts = shared["num_experts"] is not None
-    layer = copy.deepcopy(
-        get_gpt_layer_local_spec(**shared, moe_grouped_gemm=False, normalization="RMSNorm")
-    )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    mlp = _submodules(layer.submodules.mlp)
-    if experts:
-        _submodules(mlp.experts).activation_func = SwiGLU
-        _submodules(mlp.shared_experts).activation_func = SwiGLU
-    else:
-        mlp.activation_func = SwiGLU
-    if shared["qk_layernorm"]:
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = RMSNorm
-        if shared.get("multi_latent_attention"):
-            attention.kv_layernorm = RMSNorm
-        else:
-            attention.k_layernorm = RMSNorm
-    return layer
-
-
-def _submodules(spec: ModuleSpec | functools.partial) -> Any:
-    """Return the submodules of a layer spec; some specs of main (0.20) are partial calls."""
-    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
-
-
 @contextlib.contextmanager
 def own_random_stream(seed: int) -> Iterator[None]:
     """Seed every generator inside the `with` block, and restore all of them after it."""
@@ -285,151 +163,3 @@ def own_random_stream(seed: int) -> Iterator[None]:
         finally:
             tracker.set_states(states)
             tracker.seeds_ = seeds
-
-
-def install() -> None:
-    """Let megatron-core 0.16.1 run on CPU and gloo. Idempotent; does nothing if there is a CUDA device."""
-    global _installed
-    if _installed or torch.cuda.is_available():
-        return
-    _installed = True
-    torch.cuda.current_device = lambda: _CPU  # `device=torch.cuda.current_device()`, everywhere
-    torch.cuda.synchronize = lambda *_, **__: None  # point-to-point communication of pipelines
-    torch.cuda.Stream = _NoStream
-    torch.cuda.current_stream = _NoStream  # experts' token counts, copied aside
-    torch.cuda.stream = lambda _: contextlib.nullcontext()
-    # 0.16.1 does not define it without Transformer Engine
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    # Sizes of expert-parallel exchanges become numbers when they leave the GPU.
-    token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
-    # gloo gathers and scatters shares of one size only; tensor-parallel ranks have different shares of experts' tokens.
-    mappings._gather_along_first_dim = _also_uneven(
-        mappings._gather_along_first_dim, _gather_uneven
-    )
-    mappings._reduce_scatter_along_first_dim = _also_uneven(
-        mappings._reduce_scatter_along_first_dim, _scatter_uneven
-    )
-    # torch.compile would need a C++ compiler and half a minute on a CPU.
-    TopKRouter._apply_expert_bias = inspect.unwrap(TopKRouter._apply_expert_bias)
-    # Main calls isinstance() with Transformer Engine's classes, which do not exist without it.
-    multi_token_prediction.is_inference_column_parallel_linear = lambda _: False
-    # Initialisation and recomputation use the CUDA generator's state; on a CPU there is one generator.
-    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
-    # Forking the CUDA generator warns that the CPU's changed; here they are the same one.
-    logging.getLogger(megatron_random.__name__).addFilter(
-        lambda r: "CPU RNG state changed" not in r.getMessage()
-    )
-    _let_cuda_mean_cpu()
-
-
-def _as_numbers(x: Any, as_numpy: bool = False, **_: Any) -> Any:
-    return x.numpy() if as_numpy and isinstance(x, torch.Tensor) else x
-
-
-def _also_uneven(
-    even: Callable[..., Tensor], uneven: Callable[..., Tensor]
-) -> Callable[..., Tensor]:
-    """Return a function that calls `uneven` if the ranks' sizes of dimension 0 are given, else Megatron's `even`."""
-
-    def either(
-        x: Tensor, group: dist.ProcessGroup, shares: Any = None, *rest: Any, **named: Any
-    ) -> Tensor:
-        if shares is None or group.size() == 1:
-            return even(x, group, shares, *rest, **named)
-        return uneven(x, group, [int(share) for share in shares])
-
-    return either
-
-
-def _gather_uneven(x: Tensor, group: dist.ProcessGroup, shares: list[int]) -> Tensor:
-    padded = x.new_zeros(max(shares), *x.shape[1:])
-    padded[: len(x)] = x
-    parts = [torch.empty_like(padded) for _ in shares]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[:share] for part, share in zip(parts, shares, strict=True)])
-
-
-def _scatter_uneven(x: Tensor, group: dist.ProcessGroup, shares: list[int]) -> Tensor:
-    total = x.clone()
-    dist.all_reduce(total, group=group)
-    return total.split(shares)[group.rank()]
-
-
-class _NoStream:
-    """A CUDA stream on a CPU: calls have finished when they return, and all streams are equal."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _NoStream)
-
-    __hash__ = None
-
-    def record_event(self) -> _NoStream:
-        return self
-
-    def wait_stream(self, _: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-def _let_cuda_mean_cpu() -> None:
-    """Make torch's functions take `device="cuda"`, `.cuda()` and `pin_memory=True` as the CPU's memory.
-
-    `Tensor.type()` names a CUDA float type, which Megatron's optimizers assert. A torch function mode could do the
-    same. It would take a quarter of a small training step, because every call of torch would pass through it.
-    """
-    # `with torch.device(...)` compares with the functions that it finds at its first use
-    _device_constructors()
-    for name in _CONSTRUCTORS:
-        setattr(torch, name, _without_cuda(getattr(torch, name)))
-    to: Any = torch.Tensor.to
-    kind: Any = torch.Tensor.type
-
-    @functools.wraps(to)
-    def moved(x: Tensor, *args: Any, **named: Any) -> Tensor:
-        if _is_cuda(named.get("device")):
-            named["device"] = torch.cuda.current_device()
-        places = [torch.cuda.current_device() if _is_cuda(arg) else arg for arg in args]
-        return to(x, *places, **named)
-
-    @functools.wraps(kind)
-    def cuda_type(x: Tensor, *args: Any, **named: Any) -> Any:
-        name = kind(x, *args, **named)
-        if args or named or name.startswith("torch.cuda."):
-            return name
-        return name.replace("torch.", "torch.cuda.", 1).replace("DoubleTensor", "FloatTensor")
-
-    # A dry run stays on meta.
-    torch.Tensor.cuda = lambda x, *_, **__: x if x.is_meta else x.to(torch.cuda.current_device())
-    torch.Tensor.to = moved
-    torch.Tensor.type = cuda_type
-
-
-_CONSTRUCTORS = (
-    "arange", "as_tensor", "empty", "empty_like", "full", "full_like", "linspace", "ones", "ones_like", "rand",
-    "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like",
-)  # fmt: skip
-
-
-def _without_cuda(construct: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(construct)
-    def constructed(*args: Any, **named: Any) -> Tensor:
-        if _is_cuda(named.get("device")):
-            named["device"] = torch.cuda.current_device()
-        if named.get("pin_memory"):
-            named["pin_memory"] = False
-        return construct(*args, **named)
-
-    return constructed
-
-
-def _is_cuda(x: Any) -> bool:
-    if isinstance(x, str):
-        return x.startswith("cuda")
-    return isinstance(x, torch.device) and x.type == "cuda"

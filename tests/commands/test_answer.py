@@ -15,6 +15,7 @@ from train_ranks import on_ranks
 
 from megatron_rlspec import files
 from megatron_rlspec.commands import answer
+from megatron_rlspec.commands.journal import Journal
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.hf_files import read_hf
@@ -89,12 +90,12 @@ def test_a_changed_row_is_no_answer(tmp_path):
     held, prompts = {"seed": 1}, [Prompt(3, np.array([1, 2]))]
     path = tmp_path / "a.jsonl"
     row = {"row": 3, "sample": 0, "status": "finished", "response_tokens": [4]}
-    answer.Journal(path, held, prompts)
+    Journal(path, held, prompts)
     path.write_text(json.dumps(row) + "\n")
-    assert answer.Journal(path, held, prompts).done == {"p000000003-n0000000": "finished"}
+    assert Journal(path, held, prompts).done == {"p000000003-n0000000": "finished"}
     path.write_text(json.dumps(row | {"row": 4}) + "\n" + json.dumps(row | {"status": "aborted"}) + "\n")
     with pytest.raises(data.DataError, match=r"a\.jsonl:2: not a row of `rlspec answer`"):
-        answer.Journal(path, held, prompts)
+        Journal(path, held, prompts)
 
 
 # What an answer's text, or its row, follows from: the change, and the part of the identity that tells it.
@@ -127,15 +128,15 @@ def test_answers_of_another_kind_are_not_mixed(start, tmp_path, change):
         return answer.settings(config, prompts)
 
     before = held()
-    answer.Journal(tmp_path / "a.jsonl", before, [])
+    Journal(tmp_path / "a.jsonl", before, [])
     (tmp_path / "a.jsonl").write_text("{}\n")
     os.utime(tmp_path / "model/config.json", (0, 0))
-    answer.Journal(tmp_path / "b.jsonl", held(), [])  # the same contents, of another date
+    Journal(tmp_path / "b.jsonl", held(), [])  # the same contents, of another date
     assert (tmp_path / "b.jsonl.settings.json").read_text() == (tmp_path / "a.jsonl.settings.json").read_text()
     what, part = CHANGES[change]
     what(tmp_path) if callable(what) else None
     with pytest.raises(ConfigError, match=f"another `{part}` .*expected another file"):
-        answer.Journal(tmp_path / "a.jsonl", held(**({} if callable(what) else what)), [])
+        Journal(tmp_path / "a.jsonl", held(**({} if callable(what) else what)), [])
 
 
 def test_answers_of_a_server_with_other_weights_are_not_mixed(start, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rlspec.config import ParallelConfig
 from megatron_rlspec.rollout.sglang.cpu import stand_ins
-from megatron_rlspec.train import runtime
+from megatron_rlspec.train import runtime, without_cuda
 
 if not torch.cuda.is_available():
     stand_ins.install()
@@ -44,7 +44,7 @@ def megatron(weight, embedding, hidden):
     return MultiTokenPredictionLayer._concat_embeddings(layer, hidden[None, None], embedding[None, None])[0, 0]
 
 
-runtime.install()
+without_cuda.install()
 runtime.init_distributed(ParallelConfig())
 generator = torch.Generator().manual_seed(0)
 weight, e, h = (torch.randn(*shape, generator=generator) for shape in ((HIDDEN, 2 * HIDDEN), (HIDDEN,), (HIDDEN,)))

@@ -1,6 +1,6 @@
 """Run slime's train ranks on a machine without a GPU: an accelerator backend that slime does not have.
 
-With it and `train.runtime.install`, slime's `get_batch`, loss and `train_one_step` run unchanged over gloo.
+With it and `train.without_cuda.install`, slime's `get_batch`, loss and `train_one_step` run unchanged over gloo.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from slime.utils import accelerator
 from slime.utils.accelerator.base import Accelerator
 
-from megatron_rlspec.train import runtime
+from megatron_rlspec.train import without_cuda
 
 
 class CpuAccelerator(Accelerator):
@@ -61,7 +61,7 @@ class CpuAccelerator(Accelerator):
 
 def install() -> None:
     """Install the CPU accelerator. Idempotent; does nothing if there is a CUDA device."""
-    runtime.install()
+    without_cuda.install()
     if torch.cuda.is_available():
         return
     accelerator.set_accelerator(CpuAccelerator())

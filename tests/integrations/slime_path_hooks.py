@@ -16,9 +16,9 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 def layer_spec(args, config, vp_stage=None):
     """`--spec`: the decoder of slime's provider with our packed attention, which runs on a CPU."""
-    from megatron_rlspec.train import runtime
+    from megatron_rlspec.train import layer_specs
 
-    return runtime.decoder_spec(config)
+    return layer_specs.decoder_spec(config)
 
 
 def init(args):

@@ -21,7 +21,7 @@ from megatron_rlspec import files
 from megatron_rlspec.config import Config
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.push import PushError
-from megatron_rlspec.train import runtime
+from megatron_rlspec.train import layer_specs
 
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
 OURS = ("--custom-megatron-init-path", f"{HOOKS}.init", "--custom-model-provider-path", f"{HOOKS}.model_provider")
@@ -102,7 +102,7 @@ def start(args):
 
 def layer_spec(args, config, vp_stage=None):
     """`--spec`: the decoder of slime's provider with our packed attention, which runs on a CPU."""
-    return runtime.decoder_spec(config)
+    return layer_specs.decoder_spec(config)
 
 
 def build(args):

@@ -58,7 +58,7 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
     from megatron_rlspec.integrations.slime.eagle3 import SlimeEagle3
     from megatron_rlspec.integrations.slime.options import Options
     from megatron_rlspec.packing.pack import pack
-    from megatron_rlspec.train import runtime
+    from megatron_rlspec.train import layer_specs
     from megatron_rlspec.train.model import describe
     from megatron_rlspec.train.step import Trainer
 
@@ -86,8 +86,8 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
     mtp = replace(trainer.model_config, mtp_num_layers=None if folder else 1, finalize_model_grads_func=None)
     model = GPTModel(
         config=mtp,
-        transformer_layer_spec=runtime.decoder_spec(mtp),
-        mtp_block_spec=None if folder else runtime.drafter_spec(mtp),
+        transformer_layer_spec=layer_specs.decoder_spec(mtp),
+        mtp_block_spec=None if folder else layer_specs.drafter_spec(mtp),
         vocab_size=HF_CONFIG["vocab_size"],
         max_sequence_length=64,
         share_embeddings_and_output_weights=False,

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rlspec.config import load
 from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors
-from megatron_rlspec.train import dry_run, shards
+from megatron_rlspec.train import shards, stages
 
 RECIPE = Path(__file__).parents[2] / "examples/torchrun/glm-4.5-air.toml"
 # config.json of zai-org/GLM-4.5-Air, without what says nothing of sizes.
@@ -51,7 +51,7 @@ GLM = {
 def trainers_tensors(monkeypatch) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors that all pipeline stages export, as `shards.export_stage` does."""
     found: dict[str, tuple[int, ...]] = {}
-    count = dry_run._count
+    count = stages._count
 
     def noted(table, module, config):
         for name, tensor in shards.global_names(module, config).items():
@@ -61,10 +61,10 @@ def trainers_tensors(monkeypatch) -> dict[str, tuple[int, ...]]:
                 found[hf] = tuple(part.shape)
         return count(table, module, config)
 
-    monkeypatch.setattr(dry_run, "_count", noted)
+    monkeypatch.setattr(stages, "_count", noted)
     config = load(RECIPE)
     assert (config.parallel.tensor, config.parallel.pipeline) == (8, 2)
-    dry_run.stages(config, GLM, 64)
+    stages.build(config, GLM, 64)
     return found
 
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from megatron_rlspec.config import load
-from megatron_rlspec.records.recorder import Clock, read_records
+from megatron_rlspec.records.clock import Clock
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.recording import Records
 
 

@@ -11,7 +11,8 @@ import pytest
 from megatron_rlspec import files
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.config.run_dir import claimed
-from megatron_rlspec.records.recorder import Clock, read_records
+from megatron_rlspec.records.clock import Clock
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.recording import Records
 
 HOLDER = """

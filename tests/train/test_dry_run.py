@@ -15,7 +15,7 @@ from megatron_rlspec.commands import training
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.memory_estimate import GIB, engine_share
 from megatron_rlspec.rollout import placement
-from megatron_rlspec.train import dry_run
+from megatron_rlspec.train import dry_run, stages
 from megatron_rlspec.train.step import Trainer
 
 RECIPES = Path(__file__).parents[2] / "examples/torchrun"
@@ -161,8 +161,8 @@ def sums():
         counts[name] = []
         for layout in layouts:
             cfg = config(parallel=layout)
-            built = dry_run.stages(cfg, hf, 16)
-            counts[name].append(dry_run.parameters(built, cfg.parallel.tensor, cfg.parallel.expert))
+            built = stages.build(cfg, hf, 16)
+            counts[name].append(stages.parameters(built, cfg.parallel.tensor, cfg.parallel.expert))
     return counts
 
 
@@ -178,7 +178,7 @@ def places(layout):
     cfg = config(parallel=layout)
     found = []
     for rank in range(16):
-        with dry_run._alone(cfg, 16, rank):
+        with stages._alone(cfg, 16, rank):
             found.append(
                 {
                     "tensor": ps.get_tensor_model_parallel_rank(),
@@ -189,7 +189,7 @@ def places(layout):
                 }
             )
     assert not dist.is_initialized()
-    return found, [dry_run.place(rank, cfg, 16) for rank in range(16)]
+    return found, [stages.place(rank, cfg, 16) for rank in range(16)]
 
 
 def test_ranks_have_the_coordinates_that_megatron_gives_them():
@@ -237,8 +237,8 @@ def held(index):
 
 def promised(index):
     cfg, hf = cell(index)
-    built = dry_run.stages(cfg, hf, 2)
-    found = [dry_run.memory(cfg, hf, built, stage, 2) for stage in range(cfg.parallel.pipeline)]
+    built = stages.build(cfg, hf, 2)
+    found = [stages.memory(cfg, hf, built, stage, 2) for stage in range(cfg.parallel.pipeline)]
     return [(b.weights, b.gradients, b.optimizer) for b in found]
 
 
@@ -272,9 +272,9 @@ def peaks():
     for name, sections in VARIANTS.items():
         plain = {"model": {"dtype": "bfloat16", "max_length": 4096}, "train": {"tokens_per_micro_batch": 4096}}
         cfg = config(**{key: plain.get(key, {}) | sections.get(key, {}) for key in plain | sections})
-        found[name] = [stage.activations for stage in dry_run.stages(cfg, HF_CONFIG, 2, activations=True)]
+        found[name] = [stage.activations for stage in stages.build(cfg, HF_CONFIG, 2, activations=True)]
     cfg = config(parallel={"expert": 2}, train={"tokens_per_micro_batch": 4096})
-    found["experts"] = [stage.activations for stage in dry_run.stages(cfg, SMALL["glm"], 2, activations=True)]
+    found["experts"] = [stage.activations for stage in stages.build(cfg, SMALL["glm"], 2, activations=True)]
     return found
 
 
@@ -320,7 +320,7 @@ def test_bad_layouts_are_refused_in_one_line(tmp_path):
 def engine_lines():
     """Return the last lines for 8 ranks with 8 engines of one GPU, by `placement.mode`; activations are left out."""
     lines = {}
-    dry_run.measure_micro_batch = lambda *_: None
+    stages.measure_micro_batch = lambda *_: None
     for mode in ("auto", "colocated"):
         cfg = config(
             model={"dtype": "bfloat16", "max_length": 16384},

@@ -1,0 +1,119 @@
+"""Megatron's specs of the layers of policy and drafters: Transformer Engine's on a GPU, the local ones elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_rlspec.train import runtime
+from megatron_rlspec.train.attention import PackedAttention
+from megatron_rlspec.train.latent import LatentAttention
+from megatron_rlspec.train.layers import DoubleInput, NormBesideEmbedding, RMSNorm, SwiGLU
+
+
+def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Return specs of the policy's layers and final norm on this pipeline stage."""
+    first = get_transformer_layer_offset(config)
+    count = get_num_layers_to_build(config)
+    with_experts = [0] * config.num_layers
+    if config.num_moe_experts:
+        with_experts = config.moe_layer_freq
+    specs = {}
+    for experts in set(with_experts):
+        specs[experts], norm = _layer_spec(config, experts=bool(experts))
+        if not runtime.has_transformer_engine():
+            specs[experts].submodules.self_attention.submodules.core_attention = PackedAttention
+    layers = [specs[experts] for experts in with_experts[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def drafter_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules:
+    """Return specs of the drafter's MTP layers, with experts if the model has any, like its last layer.
+
+    Their core attention is ours on every device: no other one is chain-exact.
+    """
+    layer, norm = _layer_spec(config, experts=bool(config.num_moe_experts))
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    mtp = get_mtp_layer_spec(layer, use_transformer_engine=runtime.has_transformer_engine())
+    mtp.submodules.enorm = mtp.submodules.hnorm = mtp.submodules.layer_norm = norm
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[mtp] * config.mtp_num_layers)
+
+
+def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec, type]:
+    """Return the spec of one transformer layer, with experts or a plain MLP, and the class of its norm."""
+    shared: dict[str, Any] = {
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+        "num_experts": config.num_moe_experts if experts else None,
+    }
+    norm: type = RMSNorm
+    if runtime.has_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
+        layer = copy.deepcopy(
+            get_gpt_layer_with_transformer_engine_spec(**shared, moe_grouped_gemm=experts)
+        )
+    else:
+        layer = _local_layer_spec(config, shared)
+    if config.multi_latent_attention:
+        layer.submodules.self_attention.module = LatentAttention
+    return layer, norm
+
+
+def eagle3_spec(config: TransformerConfig, *, first: bool) -> ModuleSpec:
+    """Return the spec of an EAGLE-3 drafter's layer. The first one's attention reads embedding and state side by side.
+
+    It is the local one on every device: Transformer Engine's joined norm and projection read one vector.
+    """
+    layer = _local_layer_spec(config, {"qk_layernorm": False, "num_experts": None})
+    if first:
+        layer.submodules.input_layernorm = NormBesideEmbedding
+        layer.submodules.self_attention.submodules.linear_qkv = DoubleInput
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    return layer
+
+
+def _local_layer_spec(config: TransformerConfig, shared: Mapping[str, Any]) -> ModuleSpec:
+    experts = shared["num_experts"] is not None
+    layer = copy.deepcopy(
+        get_gpt_layer_local_spec(**shared, moe_grouped_gemm=False, normalization="RMSNorm")
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    mlp = _submodules(layer.submodules.mlp)
+    if experts:
+        _submodules(mlp.experts).activation_func = SwiGLU
+        _submodules(mlp.shared_experts).activation_func = SwiGLU
+    else:
+        mlp.activation_func = SwiGLU
+    if shared["qk_layernorm"]:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = RMSNorm
+        if shared.get("multi_latent_attention"):
+            attention.kv_layernorm = RMSNorm
+        else:
+            attention.k_layernorm = RMSNorm
+    return layer
+
+
+def _submodules(spec: ModuleSpec | functools.partial) -> Any:
+    """Return the submodules of a layer spec; some specs of main (0.20) are partial calls."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
