@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +25,10 @@ class Copies:
     """Copies of tensors on the CPU, made at construction, which take the tensors' place for a while."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._pairs = [(tensor, tensor.detach().cpu().clone()) for tensor in tensors]
+        self._pairs = []
+        for tensor in tensors:
+            copy = tensor.detach().cpu().clone()
+            self._pairs.append((tensor, copy))
 
     def exchange(self) -> None:
         """Exchange the tensors' values and the copies' values, bit for bit."""
@@ -46,7 +50,7 @@ class Copies:
 class Reference:
     """A copy of the policy on the CPU, made at construction. Every method is collective.
 
-    run       `Trainer.run`
+    read      `Trainer.read`
     logprobs  `Trainer.logprobs`
     layer     returns the policy's output layer at the rollouts' temperature
     """
@@ -54,12 +58,12 @@ class Reference:
     def __init__(
         self,
         policy: nn.Module,
-        run: Callable[..., list[Any]],
+        read: Callable[..., list[Any]],
         logprobs: Callable[[Sequence[PackedBatch]], list[Tensor]],
         layer: Callable[[], OutputLayer],
     ) -> None:
         self._policy = policy
-        self._run = run
+        self._read = read
         self._logprobs = logprobs
         self._layer = layer
         self._weights = Copies([*policy.parameters(), *experts.biases(policy).values()])
@@ -85,16 +89,16 @@ class Reference:
         """
         self._policy.eval()
         with self._weights.exchanged():
-            rows = self._run(batches, self._report_distribution, forward_only=True)
-        reference = iter(rows)
-        sums = self._run(batches, partial(self._report_drift, reference), forward_only=True)
+            rows = self._read(batches, self._report_distribution)
+        report = partial(self._report_drift, iter(rows))
+        sums = self._read(batches, report)
         return drift_of(reduce_sums(sums))
 
     def _report_distribution(
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor:
         _, logp = self._distribution(batch, hidden)
-        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), logp
+        return logp
 
     def _report_drift(
         self,
@@ -102,31 +106,36 @@ class Reference:
         batch: PackedBatch,
         packed: PackedSequences,
         hidden: Tensor,
-    ) -> tuple[Tensor, Tensor, Sums]:
+    ) -> Sums:
         head, logp = self._distribution(batch, hidden)
-        sums = drift_sums(head, logp, next(reference))
-        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), sums
+        return drift_sums(head, logp, next(reference))
 
     def _distribution(self, batch: PackedBatch, hidden: Tensor) -> tuple[VocabParallelHead, Tensor]:
         """Return the head and log-probabilities `[n, V / tensor]` of at most `ROWS` of the trained tokens."""
         layer = self._layer()
         head = VocabParallelHead.of(layer.weight, layer.temperature, layer.tensor_group)
-        rows = batch.loss_mask.nonzero()[:, 0]
-        rows = to_device(rows[:: max(1, -(-len(rows) // ROWS))], hidden.device)
+        trained = batch.loss_mask.nonzero()[:, 0]
+        every = max(1, math.ceil(len(trained) / ROWS))
+        rows = to_device(trained[::every], hidden.device)
         scores = head.scores(hidden[:, 0].index_select(0, rows))
         return head, scores - head.log_sum_exp(scores)[:, None]
 
 
 def drift_sums(head: VocabParallelHead, logp: Tensor, logq: Tensor) -> Sums:
     """Return the sums for `drift_of`, from rows of log-probabilities `[n, V / tensor]` of policy and reference."""
+    divergence = (logp.exp() * (logp - logq)).sum(-1)
+    changed = head.argmax(logp) != head.argmax(logq)
     return {
         "drift/tokens": torch.tensor(len(logp), device=logp.device),
-        "drift/kl": head.sum((logp.exp() * (logp - logq)).sum(-1)).sum(),
-        "drift/changed": (head.argmax(logp) != head.argmax(logq)).sum(),
+        "drift/kl": head.sum(divergence).sum(),
+        "drift/changed": changed.sum(),
     }
 
 
 def drift_of(totals: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return `Reference.drift` from the sums over all ranks."""
     (tokens,) = totals["drift/tokens"]
-    return {name: totals[name][0] / max(tokens, 1.0) for name in ("drift/kl", "drift/changed")}
+    means = {}
+    for name in ("drift/kl", "drift/changed"):
+        means[name] = totals[name][0] / max(tokens, 1.0)
+    return means

@@ -10,7 +10,7 @@ the split into micro-batches, packings and ranks changes a gradient by rounding 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -73,7 +73,8 @@ class Trainer:
         self.last_stage = ps.is_pipeline_last_stage()
         self.model_config = transformer_config(hf_config, config.model, config.parallel)
         self.rope = Rope.of(hf_config)
-        self.policy = Policy(self.model_config, hf_config, config.model.max_length).to(self.device)
+        policy = Policy(self.model_config, hf_config, config.model.max_length)
+        self.policy = policy.to(self.device)
         self.table = shards.family(hf_config)
         overlap = runtime.has_transformer_engine()
         self.learner = Learner(self.policy, config.optimizer, pipelined=True, overlap=overlap)
@@ -103,10 +104,10 @@ class Trainer:
         config = self.config
         options = config.drafter
         seed = config.train.seed + 1  # a random stream of its own
-        drafter = build_drafter(self.model_config, self.hf_config, options, seed).to(self.device)
-        self.drafter = drafter
+        drafter = build_drafter(self.model_config, self.hf_config, options, seed)
+        self.drafter = drafter.to(self.device)
         self.drafter_step = DrafterStep.of(
-            drafter, options, config.optimizer, self._objective, pace=self.learner
+            self.drafter, options, config.optimizer, self._objective, pace=self.learner
         )
         self.drafter_learner = self.drafter_step.learner
 
@@ -161,7 +162,8 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         """Write all that a later `load` needs to continue bit for bit; the directory appears whole or not at all."""
-        checkpoint.save(directory, self.learners(), self._layout() | {"sharpness": self.sharpness})
+        state = self._layout() | {"sharpness": self.sharpness}
+        checkpoint.save(directory, self.learners(), state)
 
     def load(self, directory: Path) -> None:
         """Continue from `save`, by as many ranks in the same layout. Raises ValueError if anything differs."""
@@ -227,7 +229,7 @@ class Trainer:
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return log-probabilities of labels at the rollouts' temperature, `[T]` per micro-batch; 0 if not trained."""
         self.policy.eval()
-        rows = self.run(batches, self._report_logprobs, forward_only=True)
+        rows = self.read(batches, self._report_logprobs)
         if self.last_stage:
             rows = [row.cpu() for row in rows]
         else:
@@ -262,7 +264,7 @@ class Trainer:
             replay.words = self.drafter_step.words
             replay.head = self.drafter_step.head
         try:
-            sums = self.run(batches, partial(self._replayed, replay), forward_only=True)
+            sums = self.read(batches, partial(self._replayed, replay))
         finally:
             if self.drafter is not None:
                 self.drafter.depth = self.config.drafter.depth
@@ -281,7 +283,7 @@ class Trainer:
     def keep_reference(self) -> None:
         """Copy the current policy, for `reference`."""
         layer = partial(self.output_layer, self.temperature)
-        self.reference = Reference(self.policy, self.run, self.logprobs, layer)
+        self.reference = Reference(self.policy, self.read, self.logprobs, layer)
 
     def refresh_embedding(self) -> None:
         """Update `embedding`, which the drafter reads."""
@@ -333,6 +335,16 @@ class Trainer:
             forward_only=forward_only,
         )
 
+    def read(self, batches: Sequence[PackedBatch], report: Callable[..., Any]) -> list[Any]:
+        """Run the policy without gradients; return `report(batch, packed, hidden)` of each, on the last stage."""
+
+        def loss(batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> tuple:
+            with torch.no_grad():
+                reported = report(batch, packed, hidden)
+            return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), reported
+
+        return self.run(batches, loss, forward_only=True)
+
     def _losses(
         self,
         objective: str,
@@ -360,7 +372,8 @@ class Trainer:
             if step.shares_policy_logits:
                 observe = student.observe
         if train_policy:
-            loss, sums = OBJECTIVES[objective](layer, batch, hidden, self.config.algorithm, observe)
+            compute = OBJECTIVES[objective]
+            loss, sums = compute(layer, batch, hidden, self.config.algorithm, observe)
         elif observe is not None:
             # the same chunks of logits as with the policy's loss, so the same bits
             with torch.no_grad():
@@ -387,28 +400,26 @@ class Trainer:
             packed = describe(batch, self.drafter.config, self.rope, self.device)
         tokens = [to_device(tokens, self.device) for tokens in batch.drafter_tokens]
         positions = to_device(batch.position_ids, self.device)
-        return self.drafter_learner.ddp(hidden.detach(), tokens, self.embedding, positions, packed)
+        module = self.drafter_learner.ddp
+        return module(hidden.detach(), tokens, self.embedding, positions, packed)
 
     def _report_logprobs(
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.no_grad():
-            rows, _ = self.output_layer(self.temperature).logprobs(batch, hidden[:, 0])
-        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), rows
+    ) -> Tensor:
+        layer = self.output_layer(self.temperature)
+        rows, _ = layer.logprobs(batch, hidden[:, 0])
+        return rows
 
     def _replayed(
         self, step: DrafterStep, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, Sums]:
+    ) -> Sums:
         """Report what the texts of a micro-batch accept, for `accept_lengths`."""
         hidden = hidden[:, 0]
         targets = _drafter_targets(batch)
         outputs = self._draft(batch, packed, hidden)
-        student = step.student(outputs, targets, self.output_layer(self.temperature), predict=True)
-        return (
-            hidden.new_zeros(()),
-            torch.zeros((), dtype=torch.int),
-            step.learn(student, targets, None),
-        )
+        layer = self.output_layer(self.temperature)
+        student = step.student(outputs, targets, layer, predict=True)
+        return step.learn(student, targets, None)
 
     def output_layer(self, temperature: float) -> OutputLayer:
         """Return the policy's output layer on this rank of the last stage, at a temperature."""
@@ -430,8 +441,8 @@ class Trainer:
         if self.drafter_step is not None and self.drafter_learner is not None:
             norm, updated = self.drafter_step.update()
             result = [norm, float(not updated), self.drafter_learner.rate()]
-        values = self._from_last_stage(torch.tensor(result, dtype=torch.float64)).tolist()
-        return dict(zip(DRAFTER_METRICS, values, strict=True))
+        values = self._from_last_stage(torch.tensor(result, dtype=torch.float64))
+        return dict(zip(DRAFTER_METRICS, values.tolist(), strict=True))
 
 
 def _drafter_rows_of(batch: PackedBatch, hidden: Tensor) -> Tensor:
