@@ -1,4 +1,4 @@
-"""`rlspec convert`: convert a checkpoint, or show what would be converted."""
+"""`rlspec convert`: convert a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import errno
 import sys
 import time
 from collections.abc import Sequence
-
-from rich.console import Console
-from rich.table import Table
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.conversion.convert import Conversion, convert, plan
@@ -32,7 +29,7 @@ def parser() -> arguments.Parser:
         "checkpoint -> Hugging Face. Any "
         "TP/PP/EP may have written a Megatron checkpoint, and any may read it. An interrupted conversion continues.",
         example="rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
-        first=("--to", "--add-mtp", "--drop-mtp", "--add-eagle3", "--dry-run"),
+        first=("--to", "--add-mtp", "--drop-mtp", "--add-eagle3"),
         epilog="examples: rlspec convert MiMo-7B-RL mimo-megatron | rlspec convert mimo-megatron mimo-hf | "
         "rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf | rlspec convert model.gguf model --add-mtp",
     )
@@ -83,12 +80,10 @@ def parser() -> arguments.Parser:
         default="te",
         help="layer specs that will read it (default te)",
     )
-    p.add_argument("--dry-run", action="store_true", help="show what would be written, and stop")
     p.add_argument("--quiet", action="store_true", help="no lines about progress")
     p.needs("--add-eagle3", "--draft-vocabulary")
-    p.excludes("--add-eagle3", "--to --dtype --hf --add-mtp --drop-mtp --spec --dry-run")
+    p.excludes("--add-eagle3", "--to --dtype --hf --add-mtp --drop-mtp --spec")
     p.excludes("--add-mtp", "--drop-mtp")
-    p.excludes("--dry-run", "--quiet")
     return p
 
 
@@ -111,9 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if is_run_checkpoint(work.source):
             _check_model(work)
-        if options.dry_run:
-            _show(work)
-            return 0
         _convert_visibly(work, options.quiet)
         if not options.quiet:
             form = "Hugging Face" if work.to == "hf" else "Megatron torch_dist"
@@ -174,16 +166,3 @@ def _convert_visibly(work: Conversion, quiet: bool) -> None:
     if not quiet:
         files.tell(f"converting {work.source}: {len(work.groups)} parts", sys.stderr)
     convert(work, advance)
-
-
-def _show(work: Conversion) -> None:
-    table = Table(
-        "group",
-        "tensors",
-        "first",
-        title=f"{work.family.name}: {work.source} -> {work.target} ({work.to})",
-    )
-    for label, names in work.groups:
-        fresh = " (fresh)" if work.fresh_drafter and work.family.is_drafter(names[0]) else ""
-        table.add_row(label + fresh, str(len(names)), names[0])
-    Console().print(table)
