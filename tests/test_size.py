@@ -25,11 +25,11 @@ LAYOUT = {
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # What stands, rounded up. The aims are 265,000, 235,000, 42,000 and 8.5: a change that deletes lowers the number here.
 MOST_TOKENS = {
-    "": 301_800,  # the whole package
-    "core": 281_700,  # all of it but extensions/
+    "": 297_400,  # the whole package
+    "core": 277_000,  # all of it but extensions/
     "rollout/sglang": 42_600,
 }
-MOST_TOKENS_A_LINE = 8.6
+MOST_TOKENS_A_LINE = 8.5
 
 
 def docstring_lines(tree: ast.AST) -> set[int]:
