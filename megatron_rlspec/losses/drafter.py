@@ -304,7 +304,8 @@ class Student:
         if self.rows is not None:
             self._store_rows(part, match=sums["match"])
             if self._noise is not None:
-                coupled = self._coupled(part, logq, labels, head)
+                seeds, keys = self._noise
+                coupled = _coupled(head, logq, labels, seeds[part], keys[part])
                 self._store_rows(part, coupled=coupled)
             if logp is not None:
                 label_logp = full.sum(full.pick(logp, labels))
@@ -381,30 +382,6 @@ class Student:
             self._store_rows(part, **of_rows)
         return sums, loss, logits
 
-    def _coupled(
-        self,
-        part: slice,
-        logq: Tensor,
-        labels: Tensor,
-        head: VocabParallelHead,
-    ) -> Tensor:
-        """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
-        assert self._noise is not None
-        seeds, keys = self._noise
-        with_seed = (seeds[part] >= 0).nonzero()[:, 0]
-        coupled = logq.new_zeros(len(logq), len(SHARPNESS))
-        if not len(with_seed):
-            return coupled
-        rows = to_device(with_seed, logq.device)
-        row_seeds = to_device(seeds[part][with_seed], logq.device)
-        row_keys = to_device(keys[part][with_seed], logq.device)
-        row_logq = logq.index_select(0, rows)
-        drafts = head.sample(row_logq, row_seeds, row_keys, SHARPNESS)
-        row_labels = labels[rows]
-        are_labels = drafts == row_labels[:, None]
-        coupled[rows] = are_labels.to(coupled.dtype)
-        return coupled
-
     def _against(
         self,
         logq: Tensor,
@@ -435,6 +412,29 @@ class Student:
                 self.rows[name] = x.new_zeros(shape)
             whole = self.rows[name]
             whole.index_copy_(0, self._rows[part], x)
+
+
+def _coupled(
+    head: VocabParallelHead,
+    logq: Tensor,
+    labels: Tensor,
+    seeds: Tensor,
+    keys: Tensor,
+) -> Tensor:
+    """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
+    with_seed = (seeds >= 0).nonzero()[:, 0]
+    coupled = logq.new_zeros(len(logq), len(SHARPNESS))
+    if not len(with_seed):
+        return coupled
+    rows = to_device(with_seed, logq.device)
+    row_seeds = to_device(seeds[with_seed], logq.device)
+    row_keys = to_device(keys[with_seed], logq.device)
+    row_logq = logq.index_select(0, rows)
+    drafts = head.sample(row_logq, row_seeds, row_keys, SHARPNESS)
+    row_labels = labels[rows]
+    are_labels = drafts == row_labels[:, None]
+    coupled[rows] = are_labels.to(coupled.dtype)
+    return coupled
 
 
 class _Precomputed(torch.autograd.Function):

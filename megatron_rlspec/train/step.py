@@ -142,7 +142,7 @@ class Trainer:
         count = 0
         if learner is not None:
             count = learner.steps + learner.updates_before
-        updates = self._from_last_stage(torch.tensor(count))
+        updates = _from_last_stage(torch.tensor(count), self.device)
         if not int(updates):
             return
         last = ps.get_pipeline_model_parallel_world_size() - 1
@@ -235,7 +235,7 @@ class Trainer:
         else:
             exact = torch.promote_types(self.model_config.params_dtype, torch.float32)
             rows = [torch.empty(len(batch.tokens), dtype=exact) for batch in batches]
-        return [self._from_last_stage(row) for row in rows]
+        return [_from_last_stage(row, self.device) for row in rows]
 
     @torch.no_grad()
     def accept_lengths(
@@ -425,23 +425,12 @@ class Trainer:
         """Return the policy's output layer on this rank of the last stage, at a temperature."""
         return OutputLayer(self.policy.head_weight(), temperature, self._head_is_finite)
 
-    def _from_last_stage(self, x: Tensor) -> Tensor:
-        if ps.get_pipeline_model_parallel_world_size() == 1:
-            return x
-        x = x.to(self.device)
-        dist.broadcast(
-            x,
-            ps.get_pipeline_model_parallel_last_rank(),
-            group=ps.get_pipeline_model_parallel_group(),
-        )
-        return x.cpu()
-
     def _update_drafter(self) -> dict[str, float]:
         result = [0.0, 0.0, 0.0]
         if self.drafter_step is not None and self.drafter_learner is not None:
             norm, updated = self.drafter_step.update()
             result = [norm, float(not updated), self.drafter_learner.rate()]
-        values = self._from_last_stage(torch.tensor(result, dtype=torch.float64))
+        values = _from_last_stage(torch.tensor(result, dtype=torch.float64), self.device)
         return dict(zip(DRAFTER_METRICS, values.tolist(), strict=True))
 
 
@@ -474,3 +463,16 @@ def _objective_of(config: Config) -> DrafterObjective:
         config.spec.verifier,
         coupled=config.spec.drafts == "coupled",
     )
+
+
+def _from_last_stage(x: Tensor, device: torch.device) -> Tensor:
+    """Return the `x` of the last pipeline stage, on every stage."""
+    if ps.get_pipeline_model_parallel_world_size() == 1:
+        return x
+    x = x.to(device)
+    dist.broadcast(
+        x,
+        ps.get_pipeline_model_parallel_last_rank(),
+        group=ps.get_pipeline_model_parallel_group(),
+    )
+    return x.cpu()

@@ -108,7 +108,7 @@ def reference_loss(samples, advantage, columns, a, aggregation="token", constant
 
 CASES = [
     *({"ratio": r, **PLAIN} for r in ("token", "sequence")),
-    *({"ratio": r, "tis_clip": 1.2} for r in ("token", "sequence")),
+    {"ratio": "token", "tis_clip": 1.2},
     {"kl_coef": 0.3, **PLAIN},
     {"entropy_coef": 0.05, **PLAIN},
     {"clip_low": 0.0, "clip_high": 0.0, **PLAIN},
