@@ -8,10 +8,9 @@ sets the engines' rules.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -45,13 +44,17 @@ class SlimeEngine(SGLangEngine):
 
 
 class SlimePushes(Pusher):
-    """Pushes that slime itself makes. `push` takes their fingerprints for tensors, and examines every engine."""
+    """Pushes that slime itself makes. `push` only examines the engines.
+
+    expected  fingerprints of what was pushed, to be set before
+    """
 
     def push(
         self, version: int, source: Any, scope: Scope = "all", only: Sequence[str] | None = None
     ) -> PushReport:
-        """Compare every engine with `source(scope)`, which yields (name, fingerprint) of all tensors."""
-        self.expected = dict(source(scope))
+        """Compare every engine. The second time `source` pushes again before, unless it is None."""
+        if only is not None and source is not None:
+            self.expected = source()
         with ThreadPoolExecutor(max(1, len(self.engines))) as threads:
             examined = list(threads.map(self.compare_with, self.engines.values()))
         reports = {}
@@ -117,19 +120,16 @@ def after_push(
     if not engines:
         return PushHealth({}, (), by_delivery, len(unchecked))
 
-    def already_sent() -> Fingerprints:
-        return sent
-
-    pushes: Iterator[Any] = itertools.chain(
-        [already_sent], itertools.repeat(push_again or already_sent)
-    )
+    pushes = SlimePushes(engines)
+    pushes.expected = dict(sent)
     health = Health(
-        SlimePushes(engines),
+        pushes,
         is_drafter,
         lambda name, engine: None,  # slime's rollouts set the rule
         incident=lambda record: logger.error("rlspec: %s", summary(record)),
     )
-    verdict = health.push(version, lambda scope: next(pushes)().items()).verdict
+    again: Any = push_again
+    verdict = health.push(version, again).verdict
     wrong = [summary(record) for record in verdict.records if record["action"] == "drop"]
     if wrong:
         raise HealthError("; ".join(wrong))
