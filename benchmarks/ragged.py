@@ -1,18 +1,21 @@
 """Simulate rounds that verify the drafts worth it, on the chains of a model and with an H100's costs.
 
-    python benchmarks/ragged.py NAME=MODEL:PROMPTS ... [--drafter DIR] [--temperature 1] [--batches 1,64,256]
+    python benchmarks/ragged.py NAME=MODEL:PROMPTS ... [--drafter DIR] [--temperature 1] [--batches 1,64,256] [--engine]
 
 MODEL is a run's `hf`, PROMPTS its held-out prompts. The embedded engine generates texts, drafts DEPTH tokens at every
 position, and verifies none, so the texts are those of plain decoding. Then rounds are simulated: each of B requests
 walks along texts, and accepts the leading drafts that agree with the text, at most those that it verifies. The best
 fixed number of drafts is compared with `speculation/ragged.py`, which learns as in an engine, and with a choice that
 knows the acceptance. Rounds begin at a text's second token, and at least DEPTH tokens before its end.
+
+With --engine the embedded engine runs the rounds, too, by the costs of `CHECKED`. Printed are the drafts that both
+verify and accept, of texts that all have --new-tokens tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +29,7 @@ from megatron_rlspec.rollout.embedded import draft
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import is_drafter
 from megatron_rlspec.speculation.ragged import Selection
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Sampling, SpecConfig, SpecSchedule
 
@@ -45,6 +49,17 @@ def round_ms(batch: int, passes: int, drafts: np.ndarray | float) -> np.ndarray:
     last = (TARGET_MS[-1] - TARGET_MS[-2]) / (TOKENS[-1] - TOKENS[-2])
     target = np.interp(tokens, TOKENS, TARGET_MS) + np.maximum(tokens - TOKENS[-1], 0) * last
     return target + 1.3 + 0.0078 * batch + passes * (0.7 + 0.0012 * batch)
+
+
+RoundCost = Callable[[int, int, Any], Any]
+# of the rounds of --engine: at 64 requests most tokens are computed for longer than the weights are read
+CHECKED = Roofline(1.0, 1 / 64, 0.0, 0.02)
+
+
+def checked_ms(batch: int, passes: int, drafts: np.ndarray | float) -> np.ndarray:
+    """As `round_ms`, by `CHECKED`."""
+    each = np.atleast_1d(np.asarray(drafts, float))
+    return CHECKED.grid([SpecConfig(passes)], np.array(batch), np.array(batch), each)
 
 
 class World(NamedTuple):
@@ -67,8 +82,8 @@ class Nothing:
         return np.zeros(len(logq), np.int64)
 
 
-def record(options: argparse.Namespace, model: str, prompts: str) -> World:
-    """Generate texts, and draft at every position."""
+def opened(options: argparse.Namespace, model: str, prompts: str, rows: int) -> tuple[EmbeddedEngine, list[Any]]:
+    """Return an engine of so many requests at once, and the prompts."""
     hf_config, tensors = read_model(model, "")
     weights = {name: tensor.float() for name, tensor in weights_of(tensors)}
     if options.drafter:
@@ -79,13 +94,21 @@ def record(options: argparse.Namespace, model: str, prompts: str) -> World:
     form = config.data.model_copy(update={"apply_chat_template": options.chat})
     room = longest - options.new_tokens - DEPTH
     asked, _ = data.read_prompts(Path(prompts), form, data.load_tokenizer(model), room)
-    asked = asked[: options.count] * options.repeats
-    slots = 64 * longest
     engine = EmbeddedEngine(
-        hf_config, weights.items(), max_length=longest, max_running_requests=64, max_total_tokens=slots
+        hf_config, weights.items(), max_length=longest, max_running_requests=rows, max_total_tokens=rows * longest
     )
-    engine.set_schedule(SpecSchedule.fixed(SpecConfig(DEPTH)))
     engine.rounds.sharpness = 1.0
+    return engine, asked[: options.count] * options.repeats
+
+
+def sampling_of(options: argparse.Namespace) -> Sampling:
+    return Sampling(options.temperature, max_new_tokens=options.new_tokens, ignore_eos=options.engine)
+
+
+def record(options: argparse.Namespace, model: str, prompts: str) -> World:
+    """Generate texts, and draft at every position."""
+    engine, asked = opened(options, model, prompts, 64)
+    engine.set_schedule(SpecSchedule.fixed(SpecConfig(DEPTH)))
     engine.rounds.selection = Nothing()
     drafted: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
     drafting, grow = engine.rounds._draft, draft.grow
@@ -106,7 +129,7 @@ def record(options: argparse.Namespace, model: str, prompts: str) -> World:
 
     engine.rounds._draft = recorded_draft  # type: ignore[method-assign]
     draft.grow = recorded_grow
-    samples = draw(engine, asked, Sampling(options.temperature, max_new_tokens=options.new_tokens), "sample")
+    samples = draw(engine, asked, sampling_of(options), "sample")
     logq, right, starts, positions = [], [], [], []
     for sample in samples:
         places = range(sample.prompt_len + 1, len(sample.tokens) - DEPTH)
@@ -135,7 +158,9 @@ class Result(NamedTuple):
     verified: float
 
 
-def walk(world: World, batch: int, rounds: int, steps: int, choice: Selection | str) -> Result:
+def walk(
+    world: World, batch: int, rounds: int, steps: int, choice: Selection | str, cost: RoundCost = round_ms
+) -> Result:
     """Run rounds of `batch` requests. choice: a `Selection`; fixed: all drafts; known: those that will be accepted."""
     rng = np.random.default_rng(0)
     at = rng.integers(0, len(world.right), batch)
@@ -146,15 +171,16 @@ def walk(world: World, batch: int, rounds: int, steps: int, choice: Selection | 
         verified = most if choice == "known" else np.full(batch, steps)
         if isinstance(choice, Selection):
             if number % 8 == 0:
-                threshold = choice.plan(steps, lambda drafts: round_ms(batch, steps, drafts)).threshold
-            verified = choice.lengths(world.logq[at][:, :steps], threshold)
+                threshold = choice.plan(steps, lambda drafts: cost(batch, steps, drafts)).threshold
+            logq = world.logq[at][:, :steps]
+            verified = choice.lengths(logq, threshold)
         accepted = np.minimum(most, verified)
         if isinstance(choice, Selection):
-            choice.observe(steps, verified, accepted)
+            choice.observe(logq, verified, accepted)
         at = world.after[at, accepted + 1]
         if number >= warm_up:
             tokens += batch + accepted.sum()
-            ms += float(round_ms(batch, steps, verified.mean()))
+            ms += float(cost(batch, steps, verified.mean()))
             accepted_drafts += accepted.mean()
             verified_drafts += verified.mean()
     return Result(tokens / ms, accepted_drafts / rounds, verified_drafts / rounds)
@@ -170,12 +196,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="samples of each")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batches", default="1,16,64,256,512")
+    parser.add_argument("--engine", action="store_true", help="compare the simulated rounds with those of an engine")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for named in options.models:
         name, place = named.split("=", 1)
-        world = record(options, *place.rsplit(":", 1))
+        model, prompts = place.rsplit(":", 1)
+        world = record(options, model, prompts)
         print(f"{name}, T = {options.temperature}: {len(world.right)} positions, {world.right.mean():.2f} right")
+        if options.engine:
+            for batch in map(int, options.batches.split(",")):
+                check(options, model, prompts, world, batch)
+            continue
         print("requests | drafts, accepted, over plain | passes, verified, accepted, over fixed | over fixed, known")
         for batch in map(int, options.batches.split(",")):
             compare(world, batch)
@@ -197,6 +229,28 @@ def compare(world: World, batch: int) -> None:
         f"{chosen[d].accepted:.2f}, {gain:+.1f} % | {100 * (known / best - 1):+.1f} %",
         flush=True,
     )
+
+
+def check(options: argparse.Namespace, model: str, prompts: str, world: World, batch: int) -> None:
+    """Print the drafts of a request and round that the engine and the simulation verify and accept."""
+    engine, asked = opened(options, model, prompts, batch)
+    for steps in (2, 4, 6):
+        rule = {"candidates": [SpecConfig(steps).numbers], "roofline": CHECKED.to_json(), "ragged": True}
+        engine.set_spec_rule(rule | {"learn": False})
+        draw(engine, asked[:batch], sampling_of(options), "first")  # from which the rule learns
+        engine.stats()
+        draw(engine, asked, sampling_of(options), "second")
+        rounds = [stats for stats in engine.stats() if stats.batch == batch]
+        requests = sum(sum(stats.accepted) for stats in rounds)
+        verified = sum(stats.verified for stats in rounds) / requests
+        accepted = sum(drafts * count for stats in rounds for drafts, count in enumerate(stats.accepted)) / requests
+        simulated = walk(world, batch, 200, steps, Selection(DEPTH), checked_ms)
+        print(
+            f"{batch} requests, {steps} passes: verified {verified:.2f} ({simulated.verified:.2f} simulated), "
+            f"accepted {accepted:.2f} ({simulated.accepted:.2f}), accepted over verified "
+            f"{accepted / verified:.3f} ({simulated.accepted / simulated.verified:.3f})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

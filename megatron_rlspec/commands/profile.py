@@ -133,6 +133,7 @@ def _joined(earlier: CostTable | None, table: CostTable) -> CostTable:
         (*earlier.prefill, *table.prefill),
         max(table.switch_ms, earlier.switch_ms),
         max(table.catch_up_ms, earlier.catch_up_ms),
+        (*earlier.unverified, *table.unverified),
     )
 
 

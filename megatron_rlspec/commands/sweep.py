@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from scipy import stats
@@ -15,6 +15,7 @@ from scipy import stats
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.engine import EngineDescription
 from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 SEGMENT = 12  # tokens that each request emits under one configuration before the next one is used
@@ -22,6 +23,8 @@ CYCLES = 3  # segments of each configuration in one generation
 TRIES = 4  # generations at a point, at most, until every configuration has enough rounds
 ROUNDS = 12  # of each configuration that one visit of a point measures, at least
 PREFILLS = 5  # measurements of a prefill
+# by which no draft is worth its verification
+DEAR = Roofline(1e-3, 1e3, 0.0, 0.0)
 MARGIN = 16  # tokens of KV cache for each request beyond prompt and response
 Point = tuple[int, int]  # running requests, prompt tokens of each
 Round = tuple[SpecConfig, int, int, float | None]  # configuration, requests, context tokens, ms
@@ -33,6 +36,8 @@ class MeasuredEngine(Protocol):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]: ...
 
     def set_schedule(self, schedule: SpecSchedule) -> None: ...
+
+    def set_spec_rule(self, rule: Mapping[str, Any]) -> None: ...
 
     def recent_rounds(self) -> list[Round]: ...
 
@@ -75,6 +80,7 @@ class Bench:
     ) -> None:
         self.engine = engine
         self.configs = list(configs)
+        self.deepest = max(configs)
         self.new_tokens = tokens_of_a_point(len(configs))
         self._vocabulary = vocabulary
         self._rng = np.random.default_rng(seed)
@@ -111,6 +117,22 @@ class Bench:
                 f"batch {batch}, prompt {length}: the engine ran no round of {', '.join(missing)}"
             )
         return durations
+
+    def unverified(self, point: Point) -> list[float]:
+        """Measure rounds that draft as much as any and verify no draft, by a rule of tokens that cost too much.
+
+        At first it verifies all, and later those of one request in 64. [] if the engine cannot run such rounds.
+        """
+        if self.deepest.num_steps == 0 or self._description.get("even"):
+            return []
+        rule = {"candidates": [self.deepest.numbers], "roofline": DEAR.to_json(), "ragged": True}
+        self.engine.set_spec_rule(rule | {"learn": False})
+        self.engine.recent_rounds()
+        batch, length = point
+        self._generate(batch, length, self.new_tokens)
+        durations = Durations()
+        durations.add(self.engine.recent_rounds(), batch)
+        return durations.steady.get(self.deepest, [])[-ROUNDS:]
 
     def prefill(self, tokens: int) -> list[float]:
         """Measure the ms from request to first token, HTTP included."""
@@ -165,6 +187,7 @@ class Sweep:
         self.provenance = provenance
         self.tp = tp
         self.steady: dict[Point, dict[SpecConfig, list[float]]] = {}  # ms of each round
+        self.unverified: dict[Point, list[float]] = {}
         self.prefill: list[PrefillCost] = []
         # Extra ms of changes between configurations that both draft.
         self._switches: list[float] = []
@@ -175,6 +198,7 @@ class Sweep:
         """Measure a point."""
         durations = self.bench.measure(point)
         self.steady[point] = durations.steady
+        self.unverified[point] = self.bench.unverified(point)
         for before, after, first_ms in durations.switched:
             usual_ms = durations.steady.get(after)
             if usual_ms is None:
@@ -193,18 +217,22 @@ class Sweep:
 
     def cells(self, point: Point) -> list[RoundCost]:
         """Return the costs at a point. The recorded context is that in the middle of the generation."""
+        steady = self.steady[point]
+        return [self._cell(point, config, steady[config]) for config in self.bench.configs]
+
+    def _cell(self, point: Point, config: SpecConfig, ms: Sequence[float]) -> RoundCost:
         batch, length = point
         context = batch * (length + self.bench.new_tokens // 2)
-        costs = []
-        for config in self.bench.configs:
-            ms = self.steady[point][config]
-            middle, spread = _median_and_spread(ms)
-            costs.append(RoundCost(self.tp, batch, context, config, middle, spread, len(ms)))
-        return costs
+        middle, spread = _median_and_spread(ms)
+        return RoundCost(self.tp, batch, context, config, middle, spread, len(ms))
 
     def table(self) -> CostTable:
         """Return the cost table of all points measured so far."""
         rounds = [cell for point in self.steady for cell in self.cells(point)]
+        unverified = []
+        for point, ms in self.unverified.items():
+            if ms:
+                unverified.append(self._cell(point, self.bench.deepest, ms))
         switch_ms = max(statistics.median(self._switches or [0.0]), 0.0)
         return CostTable(
             self.provenance,
@@ -212,6 +240,7 @@ class Sweep:
             self.prefill,
             switch_ms=switch_ms,
             catch_up_ms=_catch_up_ms(self._catch_ups, switch_ms),
+            unverified=unverified,
         )
 
 

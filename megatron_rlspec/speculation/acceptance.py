@@ -98,13 +98,14 @@ def pooled(histograms: Iterable[Sequence[float] | np.ndarray]) -> np.ndarray:
     return total
 
 
-def histogram_of(num_steps: int, accepted: Sequence[int]) -> list[int]:
+def histogram_of(num_steps: int, accepted: Sequence[int] | np.ndarray) -> list[int]:
     """Return how many requests accepted 0, 1, … drafts in a round that drafted `num_steps`. Raises ValueError."""
-    histogram = [accepted.count(i) for i in range(num_steps + 1)]
-    if sum(histogram) != len(accepted):
+    counts = np.asarray(accepted, np.int64)
+    if len(counts) and not 0 <= counts.min() <= counts.max() <= num_steps:
         raise ValueError(
-            f"accepted {min(accepted)}..{max(accepted)} drafts, but the round drafted {num_steps}"
+            f"accepted {counts.min()}..{counts.max()} drafts, but the round drafted {num_steps}"
         )
+    histogram: list[int] = np.bincount(counts, minlength=num_steps + 1).tolist()
     return histogram
 
 

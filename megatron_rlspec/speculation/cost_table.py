@@ -37,8 +37,13 @@ SCHEMA = "rlspec.cost_table"
 VERSION = 1
 UNITS = {"time": "ms", "bandwidth": "GB/s", "context": "tokens of the whole batch"}
 LEAST_MS = 1e-9  # a smaller value is a mistake, and would overflow the fit of relative errors
+# of a table by which a rule can be ragged
+UNVERIFIED = (
+    "with `unverified` rounds, which `rlspec profile` measures on engines that can be ragged"
+)
 _REQUIRED = ("provenance", "rounds")
-_KEYS = {"schema", "version", "units", "switch_ms", "catch_up_ms", "prefill", *_REQUIRED}
+_OPTIONAL = ("switch_ms", "catch_up_ms", "prefill", "unverified")
+_KEYS = {"schema", "version", "units", *_OPTIONAL, *_REQUIRED}
 
 Point = tuple[int, int]  # batch, context tokens of the whole batch
 
@@ -46,6 +51,8 @@ Point = tuple[int, int]  # batch, context tokens of the whole batch
 class CostTable:
     """Costs of decode rounds; immutable. Raises CostTableError for NaN, a hole, or without rows of plain decoding.
 
+    unverified   rounds of a configuration that verified none of their drafts. They tell drafting from verifying: with
+                 them a rule can verify of each request the drafts worth it
     switch_ms    measured ms of a change of the configuration between two rounds
     catch_up_ms  measured ms per token to run the drafter on tokens that were decoded while it was off
     """
@@ -57,15 +64,17 @@ class CostTable:
         prefill: Iterable[PrefillCost] = (),
         switch_ms: float = 0.0,
         catch_up_ms: float = 0.0,
+        unverified: Iterable[RoundCost] = (),
     ) -> None:
         self.provenance = provenance
-        self.rounds = tuple(sorted(rounds, key=lambda row: (row.tp, row.config, *_point(row))))
+        self.rounds = _in_order(rounds)
+        self.unverified = _in_order(unverified)
         self.prefill = tuple(sorted(prefill, key=lambda row: (row.tp, row.batch, row.tokens)))
         self.switch_ms = switch_ms
         self.catch_up_ms = catch_up_ms
         if not self.rounds:
             raise CostTableError("cost table holds no round")
-        _check_rounds(self.rounds)
+        _check_rounds((*self.rounds, *self.unverified))
         _check_prefill(self.prefill)
         _check_holes(self.rounds)
 
@@ -90,7 +99,10 @@ class CostTable:
             self.check(tp)
         rounds = [row for row in self.rounds if row.tp in wanted]
         prefill = [row for row in self.prefill if row.tp in wanted]
-        return CostTable(self.provenance, rounds, prefill, self.switch_ms, self.catch_up_ms)
+        unverified = [row for row in self.unverified if row.tp in wanted]
+        return CostTable(
+            self.provenance, rounds, prefill, self.switch_ms, self.catch_up_ms, unverified
+        )
 
     def check(self, tp: int) -> None:
         """Raise CostTableError if the table holds no round of this tensor-parallel size."""
@@ -117,10 +129,27 @@ class CostTable:
         configs: Sequence[SpecConfig],
         batch: np.ndarray,
         context: np.ndarray,
+        drafts: np.ndarray | None = None,
+        *,
         tp: int | None = None,
     ) -> np.ndarray:
-        """Compute ms of a round, `[configs, *broadcast(batch, context)]`; `context`: tokens of the whole batch."""
-        return np.stack([self._surface(config, tp).ms(batch, context) for config in configs])
+        """Compute ms of a round, `[configs, *broadcast(batch, context)]`, as `Roofline.grid` does.
+
+        context  tokens of the whole batch
+        """
+        surfaces = [self._surface(config, tp) for config in configs]
+        if drafts is None:
+            return np.stack([surface.ms(batch, context) for surface in surfaces])
+        undrafted = self._undrafted[self._tp(tp)]
+        if len(surfaces) == 1:
+            return surfaces[0].uneven(batch, context, drafts, undrafted)
+        rows = []
+        for surface, count in zip(surfaces, drafts[:, None], strict=True):
+            if surface.config.off:
+                rows.append(surface.ms(batch, context)[None])
+            else:
+                rows.append(surface.uneven(batch, context, count, undrafted))
+        return np.concatenate(rows)
 
     def ms(self, config: SpecConfig, batch: float, context: float, tp: int | None = None) -> float:
         return float(self._surface(config, tp).ms(np.array(batch), np.array(context)))
@@ -162,6 +191,7 @@ class CostTable:
             "catch_up_ms": self.catch_up_ms,
             "rounds": [round_json(row) for row in self.rounds],
             "prefill": [asdict(row) for row in self.prefill],
+            "unverified": [round_json(row) for row in self.unverified],
         }
 
     @classmethod
@@ -184,12 +214,15 @@ class CostTable:
             if name not in data:
                 raise CostTableError(f"{source}: no field {name!r}")
         provenance = read(Provenance, data["provenance"], f"{source}: provenance")
-        rounds = [read_round(row, place) for row, place in _listed(data, "rounds", source)]
+        rounds, unverified = (
+            [read_round(row, place) for row, place in _listed(data, name, source)]
+            for name in ("rounds", "unverified")
+        )
         prefill = [read(PrefillCost, row, place) for row, place in _listed(data, "prefill", source)]
         switch_ms = read_number("switch_ms", data.get("switch_ms", 0.0), source)
         catch_up_ms = read_number("catch_up_ms", data.get("catch_up_ms", 0.0), source)
         try:
-            return cls(provenance, rounds, prefill, switch_ms, catch_up_ms)
+            return cls(provenance, rounds, prefill, switch_ms, catch_up_ms, unverified)
         except CostTableError as error:
             raise CostTableError(f"{source}: {error}") from None
 
@@ -229,12 +262,23 @@ class CostTable:
 
     @cached_property
     def _surfaces(self) -> dict[tuple[int, SpecConfig], _Surface]:
+        return self._surfaces_of(self.rounds)
+
+    @cached_property
+    def _undrafted(self) -> dict[int, _Surface]:
+        """Return the surface of rounds that verify no draft, by tensor-parallel size."""
+        surfaces = self._surfaces_of(self.unverified, verified=0.0)
+        return {tp: surface for (tp, _), surface in surfaces.items()}
+
+    def _surfaces_of(
+        self, rounds: Iterable[RoundCost], verified: float | None = None
+    ) -> dict[tuple[int, SpecConfig], _Surface]:
         points: dict[tuple[int, SpecConfig], dict[Point, float]] = {}
-        for row in self.rounds:
+        for row in rounds:
             points.setdefault((row.tp, row.config), {})[_point(row)] = row.ms
         surfaces = {}
         for (tp, config), measured in points.items():
-            surfaces[tp, config] = _Surface(config, measured, self._fits[tp][0])
+            surfaces[tp, config] = _Surface(config, measured, self._fits[tp][0], verified)
         return surfaces
 
     def _surface(self, config: SpecConfig, tp: int | None) -> _Surface:
@@ -253,12 +297,19 @@ class _Surface:
     nearest point outside the measured ones.
     """
 
-    def __init__(self, config: SpecConfig, points: Mapping[Point, float], model: Roofline) -> None:
+    def __init__(
+        self,
+        config: SpecConfig,
+        points: Mapping[Point, float],
+        model: Roofline,
+        verified: float | None = None,
+    ) -> None:
         self.config = config
         self.model = model
         batch, context = np.array(sorted(points), float).T
         ms = np.array([points[point] for point in sorted(points)])
-        ratio = np.log(ms / model.grid([config], batch, context)[0])
+        drafts = None if verified is None else np.array([verified])
+        ratio = np.log(ms / model.grid([config], batch, context, drafts)[0])
         self.batches = np.unique(batch)
         # of each batch: mean contexts, logarithms of ratios
         self.rows = []
@@ -268,6 +319,23 @@ class _Surface:
 
     def ms(self, batch: np.ndarray, context: np.ndarray) -> np.ndarray:
         batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
+        ms: np.ndarray = self.model.grid([self.config], batch, context)[0]
+        return ms * np.exp(self._log_ratio(batch, context))
+
+    def uneven(
+        self, batch: np.ndarray, context: np.ndarray, drafts: np.ndarray, undrafted: _Surface
+    ) -> np.ndarray:
+        """Return ms `[n]` of rounds of one batch that verify `drafts [n]` of a request on average.
+
+        undrafted  of rounds that verify none. Between them and rounds that verify all, the ratio is linear
+        """
+        share = drafts / max(self.config.num_draft_tokens - 1, 1)
+        none = undrafted._log_ratio(batch, context)
+        ratio = none + share * (self._log_ratio(batch, context) - none)
+        ms: np.ndarray = self.model.grid([self.config], batch, context, drafts)
+        return ms * np.exp(ratio)
+
+    def _log_ratio(self, batch: np.ndarray, context: np.ndarray) -> np.ndarray:
         at_batches = np.stack([np.interp(context / batch, *row) for row in self.rows])
         last = len(self.batches) - 1
         place = np.interp(np.log(batch), np.log(self.batches), np.arange(last + 1))
@@ -275,13 +343,16 @@ class _Surface:
         upper = np.minimum(lower + 1, last)
         low = np.take_along_axis(at_batches, lower[None], 0)[0]
         high = np.take_along_axis(at_batches, upper[None], 0)[0]
-        ratio = low + (place - lower) * (high - low)
-        ms: np.ndarray = self.model.grid([self.config], batch, context)[0] * np.exp(ratio)
-        return ms
+        ratio: np.ndarray = low + (place - lower) * (high - low)
+        return ratio
 
 
 def _point(row: RoundCost) -> Point:
     return row.batch, row.context_tokens
+
+
+def _in_order(rounds: Iterable[RoundCost]) -> tuple[RoundCost, ...]:
+    return tuple(sorted(rounds, key=lambda row: (row.tp, row.config, *_point(row))))
 
 
 def _check_rounds(rounds: Sequence[RoundCost]) -> None:

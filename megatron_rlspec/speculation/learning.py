@@ -28,7 +28,7 @@ from megatron_rlspec.speculation.acceptance import (
     accept_length,
     pooled,
 )
-from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.cost_table import UNVERIFIED, CostTable, CostTableError
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.round_times import RoundTimes
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
@@ -90,6 +90,8 @@ class Learning:
         if cost_table:
             self.cost = CostTable.load(Path(cost_table)).of_engine(tp)
             self._rule = {"table": cost_table, "tp": self.cost.tps[0]}
+            if ragged and not self.cost.unverified:
+                raise CostTableError(f"{cost_table}: spec.ragged needs a table {UNVERIFIED}")
         if ragged:
             self._rule["ragged"] = True
         self.adaptive = adaptive

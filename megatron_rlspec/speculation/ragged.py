@@ -19,7 +19,7 @@ Numpy and scipy only. Ranks that see the same drafts choose the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +50,10 @@ class Plan(NamedTuple):
 
 
 class Selection:
-    """See the head of this file. An engine calls `lengths` between drafting and verifying, and `observe` afterwards.
+    """See the head of this file. An engine calls `observe` after a round, which may be some rounds late.
+
+    Between drafting and verifying it calls `lengths`. Or it chooses on its device: the likeliest drafts by `table`, as
+    many of the batch as the plan says.
 
     counts  [2, BINS] drafts that were verified after accepted ones, and those of them that were accepted
     """
@@ -63,8 +66,16 @@ class Selection:
         # log q of the latest chains; NaN behind their last draft
         self._chains = np.full((LATEST, depth), np.nan)
         self._seen = 0
-        self._logq = np.zeros((0, 0))
         self._refit()
+
+    @property
+    def table(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return log q [BINS], ascending, and the chance at each; `chances` interpolates between them."""
+        return self._centres, self._rates
+
+    def exploring(self) -> int:
+        """Return the first request that verifies all its drafts in the next round; every `EXPLORE`-th after it does."""
+        return self._seen % EXPLORE
 
     def chances(self, logq: np.ndarray) -> np.ndarray:
         """Return the probability that each draft is accepted if those before it are, of log q of any shape."""
@@ -72,20 +83,20 @@ class Selection:
 
     def lengths(self, logq: np.ndarray, threshold: float) -> np.ndarray:
         """Return how many drafts [B] of each request to verify, by log q [B, k]."""
-        self._logq = logq
         products = np.cumprod(self.chances(logq), 1)
         lengths: np.ndarray = (products >= threshold).sum(1)
-        lengths[self._seen % EXPLORE :: EXPLORE] = logq.shape[1]
+        lengths[self.exploring() :: EXPLORE] = logq.shape[1]
         return lengths
 
-    def observe(self, steps: int, verified: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """Learn from a round of `steps` drafts. Requests behind those that `lengths` saw verified all their drafts.
+    def observe(self, logq: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+        """Learn from a round. Requests behind those of `logq` verified all their drafts.
+
+        logq                [C, steps] of the requests among whose drafts was chosen
+        verified, accepted  [B] drafts of each request, B >= C
 
         Returns how many requests accept 0, 1, ... drafts if all are verified, [steps + 1].
         """
-        logq = self._logq if len(self._logq) else np.zeros((0, steps))
-        chosen = len(logq)
-        self._logq = logq[:0]
+        chosen, steps = logq.shape
         depth = np.arange(steps)
         right = depth < accepted[:, None]
         seen = (depth < np.minimum(verified, accepted + 1)[:, None])[:chosen]
@@ -130,6 +141,18 @@ class Selection:
         self.counts = former.counts * INHERITED
         self._chains = former._chains
         self._seen = former._seen
+        self._refit()
+
+    def restore(self, counts: Sequence[Sequence[float]]) -> None:
+        """Begin with `counts` that another engine learnt under earlier weights. Raises ValueError."""
+        values = np.array(counts, float)
+        if values.shape != self.counts.shape or not (values[0] >= values[1]).all():
+            raise ValueError(
+                "speculation rule: chances: expected accepted drafts among the verified"
+            )
+        if not np.isfinite(values).all() or values.min() < 0:
+            raise ValueError("speculation rule: chances: expected finite counts from 0 on")
+        self.counts = values * INHERITED
         self._refit()
 
     def _latest(self, steps: int) -> np.ndarray:

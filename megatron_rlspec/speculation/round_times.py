@@ -99,7 +99,6 @@ class RoundTimes:
     def _uneven(
         self, config: SpecConfig, batch: int, context_tokens: int, drafts: np.ndarray
     ) -> np.ndarray:
-        assert isinstance(self.cost, Roofline)  # a table does not tell drafting from verifying
         return self.cost.grid([config], np.array(batch), np.array(context_tokens), drafts)
 
     def enter(self, batch: int) -> None:
@@ -276,10 +275,7 @@ class RoundTimes:
         if row is None:
             context = batch * 2 ** (quarter / 4)
             place = np.array(batch), np.array(context)
-            if self._verified is None or isinstance(self.cost, CostTable):
-                row = self.cost.grid(self.candidates, *place).tolist()
-            else:
-                row = self.cost.grid(self.candidates, *place, self._verified).tolist()
+            row = self.cost.grid(self.candidates, *place, self._verified).tolist()
             self._rows[batch, quarter] = row
         return row
 

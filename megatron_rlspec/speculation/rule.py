@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.speculation.acceptance import Acceptance, histogram_of
-from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.ragged import Plan, Selection
+from megatron_rlspec.speculation.cost_table import UNVERIFIED, CostTable
+from megatron_rlspec.speculation.ragged import EXPLORE, Plan, Selection
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.round_times import Cost, RoundTimes
 from megatron_rlspec.speculation.trials import CHANGE, Situation, Trials
@@ -60,7 +60,7 @@ class SpecRule:
                 is tried at once, and only once
     learn       whether `timed` corrects the cost. Then candidates are also tried to time them
     ragged      whether rounds verify of each request the drafts worth it (`ragged.py`). The engine then calls `lengths`
-                between drafting and verifying. It needs a `Roofline`: a table does not tell drafting from verifying
+                or `drafts` between drafting and verifying. The cost must tell drafting from verifying
     catch_up    after `choose`: the requests whose drafter must read what it missed before the round; those that missed
                 least
     """
@@ -87,11 +87,11 @@ class SpecRule:
             raise ValueError(
                 f"acceptance holds {self.acceptance.depth} depths, but a candidate drafts {deepest}"
             )
-        if ragged and not isinstance(cost, Roofline):
-            raise ValueError("speculation rule: ragged needs a roofline")
+        if ragged and not (isinstance(cost, Roofline) or cost is not None and cost.unverified):
+            raise ValueError(f"speculation rule: ragged needs a roofline, or a table {UNVERIFIED}")
         self.selection = Selection(max(deepest, 1)) if ragged else None
         self._plans: list[Plan] = []  # of each candidate
-        self._threshold = 0.0  # of the round just chosen
+        self._chosen = 0  # the candidate of the round just chosen
         self._planned = (-1, -1)  # batch and context that the plans are for, as octaves
         self._since_plan = 0
         self.cost = cost
@@ -159,8 +159,7 @@ class SpecRule:
         drafting = min(self.trials.requests, batch) if tries else batch
         chosen = chosen if tries else self._incumbent
         config = self.candidates[chosen]
-        if self._plans:
-            self._threshold = self._plans[chosen].threshold
+        self._chosen = chosen
         self._catching_up = not config.off and missed_tokens(drafting) > 0
         self._missed_rounds = self._missed_rounds + 1 if config.off else 0
         self.catch_up = 0 if config.off else drafting
@@ -170,29 +169,43 @@ class SpecRule:
     def lengths(self, logq: np.ndarray) -> np.ndarray:
         """Return how many drafts [B] of each request to verify, by the drafter's log-probabilities [B, k] of them."""
         assert self.selection is not None
-        return self.selection.lengths(logq, self._threshold)
+        return self.selection.lengths(logq, self._plans[self._chosen].threshold)
+
+    def drafts(self, batch: int) -> int:
+        """Return how many drafts of the batch to verify in the round just chosen, for an engine that chooses them."""
+        assert self.selection is not None
+        steps = self.candidates[self._chosen].num_steps
+        exploring = len(range(self.selection.exploring(), batch, EXPLORE))
+        usual = round(self._plans[self._chosen].verified * (batch - exploring))
+        return usual + exploring * steps
 
     def observe(
         self,
         config: SpecConfig,
-        accepted: Sequence[int],
+        accepted: Sequence[int] | np.ndarray,
         others: int = 0,
-        verified: Sequence[int] | None = None,
+        verified: Sequence[int] | np.ndarray | None = None,
+        logq: np.ndarray | None = None,
     ) -> Sequence[float]:
         """Learn how many drafts each request accepted in a round of `config`; it may come some rounds late.
 
         others    requests of the round for which the drafter had not caught up
-        verified  drafts of each request that were verified, by `lengths`; None: all
+        verified  drafts of each request that were verified
+        logq      log-probabilities of the drafts among which the round chose [C, k]; None: it verified all. Requests
+                  behind the first C verified all
 
         Returns how many requests accept 0, 1, ... drafts if all are verified.
         """
-        if config.num_steps == 0 or not accepted:
+        if config.num_steps == 0 or len(accepted) == 0:
             return []
         histogram: Sequence[float]
-        if self.selection is None or verified is None:
+        # A round can have been launched under the rule before.
+        chose = logq is not None and config in self.candidates
+        if self.selection is None or verified is None or not chose:
             histogram = histogram_of(config.num_steps, accepted)
         else:
-            seen = self.selection.observe(config.num_steps, np.array(verified), np.array(accepted))
+            assert logq is not None
+            seen = self.selection.observe(logq, np.array(verified), np.array(accepted))
             histogram = seen.tolist()
         changed = self.trials.changed
         if changed > CHANGE:
@@ -358,8 +371,14 @@ class SpecRule:
         tally.trial_rounds += tries
 
     def _learnt(self) -> dict[str, Any]:
-        """Return what outlives an engine: the times of rounds, and what trials may lose."""
-        return {"times": self.times.to_json(), "trials": self.trials.to_json()}
+        """Return what outlives an engine: the times of rounds, what trials may lose, and how likely drafts are."""
+        learnt: dict[str, Any] = {
+            "times": self.times.to_json(),
+            "trials": self.trials.to_json(),
+        }
+        if self.selection is not None:
+            learnt["chances"] = self.selection.counts.tolist()
+        return learnt
 
     def to_json(self) -> dict[str, Any]:
         """Return settings and learnt state, for `from_json`."""
@@ -408,8 +427,11 @@ class SpecRule:
 
     def _restore(self, learnt: Mapping[str, Any]) -> None:
         try:
-            if self.times.restore(learnt["times"]):
-                self.trials.restore(learnt["trials"])
+            if not self.times.restore(learnt["times"]):
+                return
+            self.trials.restore(learnt["trials"])
+            if self.selection is not None and "chances" in learnt:
+                self.selection.restore(learnt["chances"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"speculation rule: learnt state without {error}") from None
 

@@ -23,6 +23,7 @@ class Known:
         self.description = {"speculative": True, "max_total_tokens": most_tokens, "max_running_requests": 256}
         self.description["configs"] = configs
         self.schedule = SpecSchedule.fixed(OFF)
+        self.ragged = False  # then no draft is verified
         self.rng = np.random.default_rng(0)
         self.rounds = []
         self.points = []
@@ -32,6 +33,12 @@ class Known:
 
     def set_schedule(self, schedule):
         self.schedule = schedule
+        self.ragged = False
+
+    def set_spec_rule(self, rule):
+        [triple] = rule["candidates"]
+        self.schedule = SpecSchedule.fixed(SpecConfig(*triple))
+        self.ragged = rule["ragged"]
 
     def generate(self, requests, sampling):
         batch = len(requests)
@@ -43,7 +50,9 @@ class Known:
         while done < sampling.max_new_tokens:
             context = batch * (length + done)
             config = self.schedule.choose(batch, context)
-            ms = true_ms(config, batch, context) * (1 + self.noise * self.rng.standard_normal())
+            ms = true_ms(config, batch, context, 0 if self.ragged else None) * (
+                1 + self.noise * self.rng.standard_normal()
+            )
             if previous not in (None, config):
                 ms += 0.5 + (0.01 * 12 * batch if previous.off else 0)
             self.rounds.append((config, batch, context, None if previous is None else ms))
@@ -57,8 +66,9 @@ class Known:
         return rounds
 
 
-def true_ms(config, batch, context):
-    return float(COST.grid([config], np.array(batch), np.array(context))[0])
+def true_ms(config, batch, context, drafts=None):
+    verified = None if drafts is None else np.array([drafts])
+    return float(COST.grid([config], np.array(batch), np.array(context), verified)[0])
 
 
 def sweep_of(**settings):
@@ -74,6 +84,10 @@ def test_the_table_holds_the_costs_of_the_engine():
     for cell in table.rounds:
         assert cell.ms == pytest.approx(true_ms(cell.config, cell.batch, cell.context_tokens), rel=0.03)
         assert 0 < cell.spread_ms / cell.ms < 0.05 and cell.samples >= 12
+    assert {(cell.config, cell.batch) for cell in table.unverified} == {(SpecConfig(3), batch) for batch in (1, 4, 16)}
+    for cell in table.unverified:
+        expected = true_ms(cell.config, cell.batch, cell.context_tokens, drafts=0)
+        assert cell.ms == pytest.approx(expected, rel=0.03) and expected < true_ms(SpecConfig(3), 16, 16 * 600)
     assert table.switch_ms == pytest.approx(0.5, abs=0.15)
     assert table.catch_up_ms == pytest.approx(0.01, rel=0.3)
     assert [prefill.tokens for prefill in table.prefill] == [64, 512]

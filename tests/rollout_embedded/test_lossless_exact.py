@@ -40,7 +40,8 @@ def first_blocks(engine, enumeration, sampling, prompt=PROMPT) -> dict[tuple[int
     engine.rounds.round = lambda *args: committed.append(round_(*args)) or committed[-1]
     blocks = defaultdict(float)
     for weight, _ in enumeration.paths(lambda: engine.generate(oracle.requests([prompt]), sampling)):
-        blocks[tuple(committed[-1][0].tokens.tolist())] += weight
+        count = int(committed[-1].accepted[0]) + 1
+        blocks[tuple(committed[-1].tokens[0, :count].tolist())] += weight
     return blocks
 
 

@@ -56,6 +56,31 @@ def test_elsewhere_the_fitted_roofline_leads(batch, context):
         assert table().ms(config, batch, context) == pytest.approx(linear_ms(config, batch, context), rel=0.1)
 
 
+def test_rounds_that_verify_no_draft_tell_drafting_from_verifying():
+    """Over the batches at which tokens are read, and those at which they are computed."""
+    cost = of_hardware(*HARDWARE["H100"])
+
+    def ms(config, batch, context, drafts=None):
+        return float(cost.grid([config], np.array(batch), np.array(context), drafts and np.array(drafts))[0])
+
+    points = {"batches": (1, 16, 64, 128, 256), "lengths": (100, 400)}
+    deepest = SpecConfig(3)
+    unverified = [
+        RoundCost(1, batch, batch * length, deepest, ms(deepest, batch, batch * length, [0.0]))
+        for batch in points["batches"]
+        for length in points["lengths"]
+    ]
+    made = CostTable(PROVENANCE, rounds(cost=ms, **points), unverified=unverified)
+    again = CostTable.from_json(json.loads(json.dumps(made.to_json())))
+    assert again.unverified == made.unverified and len(made.at(1).unverified) == 10
+    for batch in (1, 64, 200):
+        drafts = np.array([0.0, 1.0, 2.5])
+        expected = cost.grid([deepest], np.array(batch), np.array(batch * 300), drafts)
+        assert made.grid([deepest], np.array(batch), np.array(batch * 300), drafts) == pytest.approx(expected, rel=0.04)
+        each = made.grid(CONFIGS, np.array(batch), np.array(batch * 300), np.array([0.0, 1.0, 2.5]))
+        assert each[2] == pytest.approx(expected[2], rel=0.04) and each.shape == (3,)
+
+
 def test_leaving_the_grid_does_not_jump():
     bent = table(cost=lambda c, b, n: linear_ms(c, b, n) * (1 + 0.1 * math.sin(b)))
     edge, past = (bent.ms(SpecConfig(3), 16 + e, (16 + e) * 1600) for e in (0, 1e-6))

@@ -218,3 +218,8 @@ def test_a_prediction_wakes_a_probe_and_does_not_replace_what_was_seen():
     assert start["draws"][0] == 50.0 and start["ratio_hits"] == made.acceptance.ratio_hits
     assert Acceptance.from_json(start).rates == pytest.approx(made.acceptance.rates, abs=0.02)
     assert made.expect(None) == {} and "forecast" not in made.rule()
+
+
+def test_a_table_that_cannot_tell_drafting_from_verifying_is_refused_for_a_ragged_rule():
+    with pytest.raises(CostTableError, match="h100-simulated.json: spec.ragged needs a table with `unverified` rounds"):
+        Learning((0, 1), TABLE, Roofline.of_layers(2), ragged=True)

@@ -31,7 +31,7 @@ def learnt(rounds=100, batch=64, threshold=0.0):
             selection.plan(4, steep)
         logq, run = chains(rng, batch)
         verified = selection.lengths(logq, threshold)
-        histogram += selection.observe(4, verified, np.minimum(run, verified))
+        histogram += selection.observe(logq, verified, np.minimum(run, verified))
         truth += np.bincount(run, minlength=5)
     return selection, histogram, truth
 
@@ -64,12 +64,13 @@ def test_what_was_not_verified_counts_by_its_chance():
 
 def test_a_request_that_accepts_all_it_verified_says_nothing_of_the_next_depth():
     selection = Selection(3)
-    selection.lengths(np.array([[SURE, SURE, UNSURE]]), 0.0)
-    counts = selection.observe(3, np.array([2]), np.array([2]))
+    logq = np.array([[SURE, SURE, UNSURE]])
+    counts = selection.observe(logq, np.array([2]), np.array([2]))
     third = float(selection.chances(np.array(UNSURE)))
     assert counts == pytest.approx([0, 0, 1 - third, third])
     assert selection.counts.sum() == 4
-    newcomers = selection.observe(2, np.array([2, 2]), np.array([2, 1]))  # that drafted in another engine's step
+    # that drafted in another engine's step
+    newcomers = selection.observe(np.zeros((0, 2)), np.array([2, 2]), np.array([2, 1]))
     assert newcomers.tolist() == [0, 1, 1] and selection.counts.sum() == 4
 
 
@@ -78,6 +79,20 @@ def test_a_new_selection_verifies_everything_and_one_after_a_push_goes_on():
     later = Selection(4)
     later.inherit(learnt()[0])
     assert later.plan(4, steep).verified < 2 and later.counts[0].sum() < learnt()[0].counts[0].sum()
+
+
+def test_what_was_learnt_of_drafts_outlives_an_engine():
+    """By its report, which a run keeps. No plan is made of the chains of other engines."""
+    cost = Roofline(1.0, 1 / 64, 0.0, 0.02)
+    rule = SpecRule([SpecConfig(4)], cost, ragged=True)
+    rule.selection.counts = learnt()[0].counts
+    data = {"candidates": [[4, 1, 5]], "roofline": cost.to_json(), "ragged": True, "learnt": rule.report()["learnt"]}
+    later = SpecRule.from_json(data).selection
+    assert later.chances(np.array([SURE, UNSURE])) == pytest.approx([0.99, 0.3], abs=0.03)
+    assert later.plan(4, steep).verified == 4
+    data["learnt"]["chances"][1][3] = 1e9
+    with pytest.raises(ValueError, match="chances: expected accepted drafts among the verified"):
+        SpecRule.from_json(data)
 
 
 def test_a_rule_drafts_more_where_it_verifies_what_is_worth_it():
@@ -96,7 +111,7 @@ def test_a_rule_drafts_more_where_it_verifies_what_is_worth_it():
             if ragged:
                 verified = rule.lengths(logq)
             accepted = np.minimum(run, verified)
-            rule.observe(config, accepted.tolist(), verified=verified.tolist())
+            rule.observe(config, accepted.tolist(), verified=verified, logq=logq if ragged else None)
             if number >= 100:
                 delivered += 128 + accepted.sum()
                 drafts = np.array([verified.mean()])

@@ -135,20 +135,34 @@ class Cache:
         self.held[row] += len(slots)
         return True
 
-    def commit(self, row: int, tokens: np.ndarray, path: np.ndarray, nodes: int) -> None:
-        """Append the tokens `[accepted + 1]` that a round drew after the nodes `path [accepted + 1]` of its tree.
+    def commit(self, rows: np.ndarray, tokens: np.ndarray, accepted: np.ndarray) -> None:
+        """Append to each row the first `accepted [B]` + 1 of the tokens [B, P] that a round drew.
 
-        The tree had `nodes` nodes; node 0 was the pending token. No key or value is copied: the slots of the accepted
-        nodes move to the row's next columns, the other slots become scratch space again.
+        The slots behind the pending token hold what the target computed of them.
         """
-        length = int(self.length[row])
-        count = len(path)
-        if path[-1] != count - 1:
-            slots = self.slots[row, length - 1 : length - 1 + nodes]
-            slots[:] = np.concatenate([slots[path], np.delete(slots, path)])
-        self.tokens[row, length : length + count] = tokens
-        self.computed[row] = length + count - 1
-        self.length[row] = length + count
+        length = self.length[rows]
+        column = np.arange(tokens.shape[1])
+        drawn = column <= accepted[:, None]
+        place = (length[:, None] + column)[drawn]
+        self.tokens[np.repeat(rows, accepted + 1), place] = tokens[drawn]
+        self.computed[rows] = length + accepted
+        self.length[rows] = length + accepted + 1
+
+    def keep_path(
+        self, rows: np.ndarray, path: np.ndarray, accepted: np.ndarray, nodes: int
+    ) -> None:
+        """Move the slots of the accepted nodes of trees to the next columns, before `commit`.
+
+        The trees had `nodes` nodes; node 0 was the pending token. No key or value is copied: the other slots become
+        scratch space again.
+
+        path  [B, P] nodes, of which a row took the first `accepted [B]` + 1
+        """
+        for row, nodes_of_row, count in zip(rows.tolist(), path, accepted.tolist(), strict=True):
+            first = int(self.length[row]) - 1
+            slots = self.slots[row, first : first + nodes]
+            taken = nodes_of_row[: count + 1]
+            slots[:] = np.concatenate([slots[taken], np.delete(slots, taken)])
 
     def close(self, row: int) -> None:
         """Return a row, and the slots that no other row shares, to the free ones."""

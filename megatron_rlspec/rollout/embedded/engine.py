@@ -29,6 +29,7 @@ from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.rollout.embedded.rounds import RoundRunner
 from megatron_rlspec.rollout.embedded.scheduler import Scheduler
+from megatron_rlspec.rollout.embedded.verify import Committed
 from megatron_rlspec.speculation.acceptance import histogram_of
 from megatron_rlspec.speculation.round_log import RoundLog
 from megatron_rlspec.speculation.rule import SpecRule
@@ -362,28 +363,35 @@ class EmbeddedEngine:
             self.rounds.selection = rule if rule.selection is not None else None
         committed = self.rounds.round(rows, config, ahead)
         took = (time.perf_counter() - began) * 1e3
-        drafted = [new for new, drafts in zip(committed, drafting, strict=True) if drafts]
-        accepted = [new.accepted for new in drafted]
-        verified = [new.verified for new in drafted]
-        lone = len(runs) - len(drafted)
+        accepted = committed.accepted[drafting]
+        verified = committed.verified[drafting]
+        lone = len(runs) - len(accepted)
         if_all: Sequence[float] = ()
         if rule is not None:
-            histogram = rule.observe(config, accepted, lone, verified)
+            histogram = rule.observe(config, accepted, lone, verified, self.rounds.logq)
             if self.rounds.selection is not None:
                 if_all = histogram
             if rule.learns and not lone and timed:
                 ms = self.model.comm.mean(took, self.model.device)
-                drafts = sum(verified) / len(verified) if self.rounds.selection else None
+                drafts = float(verified.mean()) if self.rounds.selection else None
                 rule.timed(config, len(rows), context, ms, drafts=drafts)
-        for run, new in zip(runs, committed, strict=True):
-            status = run.commit(new, self.version, self.scheduler.limit(run))
-            if status is not None:
-                self.scheduler.end(run, status)
+        self._append(runs, committed)
         ms = (time.perf_counter() - began) * 1e3
         if lone:
             self._log.count(OFF, lone, [lone])
         counts = histogram_of(config.num_steps, accepted)
-        self._log.add(config, len(runs), context, ms, counts, sum(verified), if_all)
+        self._log.add(config, len(runs), context, ms, counts, int(verified.sum()), if_all)
+
+    def _append(self, runs: Sequence[ActiveRequest], committed: Committed) -> None:
+        """Append what a round committed to its samples, and end those that it ends."""
+        tokens = committed.tokens.tolist()
+        logprobs = committed.logprobs.tolist()
+        counts = (committed.accepted + 1).tolist()
+        for i, run in enumerate(runs):
+            count = counts[i]
+            status = run.commit(tokens[i][:count], logprobs[i][:count], self.version)
+            if status is not None:
+                self.scheduler.end(run, status)
 
     def _agree(self) -> None:
         """Have all tensor-parallel ranks abort the same requests at the same round; one rank's wish is enough."""

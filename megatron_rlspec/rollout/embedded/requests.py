@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_rlspec.rollout.embedded.verify import Committed
 from megatron_rlspec.speculation.acceptance import delivered
 from megatron_rlspec.texts import StopStrings
 from megatron_rlspec.types import Request, Sample, Sampling, Status
@@ -17,6 +16,7 @@ class ActiveRequest:
     request: Request
     sampling: Sampling
     stops: frozenset[int]
+    limit: int  # tokens that the response may have
     strings: StopStrings | None = None
     row: int = -1  # in the cache; -1 while waiting
     seats: int = 0  # rows that it has had
@@ -39,28 +39,40 @@ class ActiveRequest:
             self.rounds = sum(begun.accepted)
             self.spans = list(begun.accepted_spans)
 
-    def commit(self, new: Committed, version: int, limit: int) -> Status | None:
-        """Append a round's tokens, up to a stop or the limit. Returns the status if the sample ends."""
-        status: Status | None = None
+    def commit(self, tokens: list[int], logprobs: list[float], version: int) -> Status | None:
+        """Append a round's tokens, up to a stop or the limit. Returns the status if the sample ends.
+
+        All tokens but the last one were drafts.
+        """
         first = len(self.response)
-        for token, logprob in zip(new.tokens.tolist(), new.logprobs.tolist(), strict=True):
-            self.response.append(token)
-            self.logprobs.append(logprob)
-            if self.stopped():
-                status = "finished"
-                break
-            if len(self.response) >= limit:
-                status = "truncated"
-                break
-        last = len(self.response)
-        if new.accepted:
-            self.spans.append((first, min(first + new.accepted, last)))
+        last = first + len(tokens)
+        status: Status | None = None
+        ends = last >= self.limit or not self.stops.isdisjoint(tokens)
+        if ends or self.strings is not None:
+            status = self._commit_up_to_the_end(tokens, logprobs)
+            last = len(self.response)
+        else:
+            self.response += tokens
+            self.logprobs += logprobs
+        if len(tokens) > 1:
+            self.spans.append((first, min(first + len(tokens) - 1, last)))
         if self.versions and self.versions[-1][0] == version:
             self.versions[-1][2] = last
         else:
             self.versions.append([version, first, last])
-        self.rounds += first > 0
+        if first:
+            self.rounds += 1
         return status
+
+    def _commit_up_to_the_end(self, tokens: list[int], logprobs: list[float]) -> Status | None:
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self.response.append(token)
+            self.logprobs.append(logprob)
+            if self.stopped():
+                return "finished"
+            if len(self.response) >= self.limit:
+                return "truncated"
+        return None
 
     def stopped(self) -> bool:
         """Return whether the last token ends the response."""

@@ -54,6 +54,8 @@ class RoundRunner:
         self.coupled = drafts == "coupled" and verifier == "position_keyed"
         self.sharpness = sharpness
         self.selection: Selection | None = None
+        # [B, k] of the drafts that it chose among in the last round
+        self.logq: np.ndarray | None = None
         self.prefill_chunk = prefill_chunk
         rows = len(cache.length)
         self.temperature = np.zeros(rows)
@@ -154,25 +156,25 @@ class RoundRunner:
         tree, q = self._draft(rows, read, config, None)
         return Ahead(rows, tree, q)
 
-    def round(
-        self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None = None
-    ) -> list[Committed]:
+    def round(self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None = None) -> Committed:
         """Commit at least one token for every row. Rows that cannot draft run in a pass of their own without drafts.
 
         ahead  drafts of the last ones of `rows`
         """
+        self.logq = None
         drafting = self.can_draft(rows) | config.off
         if drafting.all():
             return self._round(rows, config, ahead)
-        committed: dict[int, Committed] = {}
-        if drafting.any():
-            part = rows[drafting]
-            committed |= zip(part.tolist(), self._round(part, config, ahead), strict=True)
-        part = rows[~drafting]
-        committed |= zip(part.tolist(), self._round(part, OFF, None), strict=True)
-        return [committed[row] for row in rows.tolist()]
+        lone = self._round(rows[~drafting], OFF, None)
+        if not drafting.any():
+            return lone
+        others = self._round(rows[drafting], config, ahead)
+        back = np.argsort(np.concatenate([np.flatnonzero(drafting), np.flatnonzero(~drafting)]))
+        width = others.tokens.shape[1]
+        fields = zip(others, lone, strict=True)
+        return Committed(*(np.concatenate([x, _wide(y, width)])[back] for x, y in fields))
 
-    def _round(self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None) -> list[Committed]:
+    def _round(self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None) -> Committed:
         """Draft, verify and commit at least one token for every row."""
         cache = self.cache
         self.before[rows] = cache.length[rows]
@@ -180,15 +182,12 @@ class RoundRunner:
         tree, q = self._drafts(rows, read, config, ahead)
         targets, logprobs = self._verify(rows, read, tree, q, chain=config.topk <= 1)
         path, accepted = verify.walk(tree.tokens, tree.parents, tree.valid, targets)
+        tokens = np.take_along_axis(targets, path, 1)
+        if config.topk > 1:
+            cache.keep_path(rows, path, accepted, tree.tokens.shape[1])
+        cache.commit(rows, tokens, accepted)
         verified = tree.valid.sum(1) - 1
-        committed = []
-        for i, row in enumerate(rows.tolist()):
-            count = int(accepted[i])
-            nodes = path[i, : count + 1]
-            cache.commit(row, targets[i, nodes], nodes, tree.tokens.shape[1])
-            new = Committed(targets[i, nodes], logprobs[i, nodes], count, int(verified[i]))
-            committed.append(new)
-        return committed
+        return Committed(tokens, np.take_along_axis(logprobs, path, 1), accepted, verified)
 
     def _drafts(
         self, rows: np.ndarray, read: torch.Tensor, config: SpecConfig, ahead: Ahead | None
@@ -238,6 +237,7 @@ class RoundRunner:
             if selection is not None:
                 logq = np.diff(scores, axis=1, prepend=0.0)
                 keep = candidates.depth <= selection.lengths(logq)[:, None]
+                self.logq = logq
         return draft.cut(pending, candidates, keep), torch.stack(q, 1) if q else None
 
     def _expand(self, rows: np.ndarray, read: torch.Tensor, chain: bool) -> draft.Expand:
@@ -414,6 +414,13 @@ def _columns(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarra
     """Return columns [first, last) of each row as a padded [B, T], and a mask [B, T] of those that are not padding."""
     columns = first[:, None] + np.arange(int((last - first).max()))
     return np.minimum(columns, last[:, None] - 1), columns < last[:, None]
+
+
+def _wide(values: np.ndarray, width: int) -> np.ndarray:
+    """Return values [B] as they are, and [B, P] as [B, width]."""
+    if values.ndim == 1:
+        return values
+    return np.pad(values, ((0, 0), (0, width - values.shape[1])))
 
 
 def top(scores: np.ndarray, count: int) -> np.ndarray:

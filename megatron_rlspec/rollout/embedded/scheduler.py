@@ -55,7 +55,8 @@ class Scheduler:
             if not sampling.ignore_eos:
                 stops |= self.ends
             strings = StopStrings(sampling.stop, self._decode) if sampling.stop else None
-            runs.append(ActiveRequest(request, sampling, stops, strings))
+            limit = min(sampling.max_new_tokens, self.max_length - len(request.prompt.tokens))
+            runs.append(ActiveRequest(request, sampling, stops, limit, strings))
         return runs
 
     @cached_property
@@ -82,7 +83,7 @@ class Scheduler:
         known.add(request.id)
         if request.partial is not None:
             try:
-                status = ended(run.response, run.stops, self.limit(run))
+                status = ended(run.response, run.stops, run.limit)
             except ValueError as error:
                 raise RequestError(f"request {request.id}: {error}") from None
             if status is not None or run.stopped():
@@ -96,10 +97,6 @@ class Scheduler:
             self.check(run, known)
         self.waiting += [run for run in runs if run.sample is None]
         return runs
-
-    def limit(self, run: ActiveRequest) -> int:
-        """Return the longest response that a run may have."""
-        return min(run.sampling.max_new_tokens, self.max_length - len(run.request.prompt.tokens))
 
     # ---- rows of the cache ------------------------------------------------------------------------------------------
 

@@ -39,12 +39,12 @@ class Settings(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """The tokens that one round appended to one row."""
+    """The tokens that one round appended to B rows: the first `accepted + 1` of each."""
 
-    tokens: np.ndarray  # [N]
-    logprobs: np.ndarray  # [N]
-    accepted: int  # drafts
-    verified: int  # drafts
+    tokens: np.ndarray  # [B, P]
+    logprobs: np.ndarray  # [B, P]
+    accepted: np.ndarray  # [B] drafts
+    verified: np.ndarray  # [B] drafts
 
 
 def streams(seed: int) -> np.ndarray:
