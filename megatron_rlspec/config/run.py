@@ -58,11 +58,16 @@ class Config(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         if self.rollout.engine != "embedded":
-            needs = f"needs rollout.engine=embedded, but rollout.engine={self.rollout.engine}"
+            engine = f"rollout.engine={self.rollout.engine}"
             if self.spec.topk > 1:
-                raise ValueError(f"spec.topk={self.spec.topk} {needs}")
-            if self.spec.ragged:
-                raise ValueError(f"spec.ragged=true {needs}")
+                raise ValueError(
+                    f"spec.topk={self.spec.topk} needs rollout.engine=embedded, but {engine}"
+                )
+            coupled = self.spec.verifier == "position_keyed" and self.spec.drafts == "coupled"
+            if self.spec.ragged and not coupled:
+                raise ValueError(
+                    f"spec.ragged=true with {engine} needs spec.verifier=position_keyed and spec.drafts=coupled"
+                )
         if self.rollout.max_new_tokens >= self.model.max_length:
             raise ValueError(
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt "

@@ -56,7 +56,7 @@ class SpecSection(Section):
     ragged: Annotated[bool, Needs("spec.mode=adaptive")] = Field(
         False,
         description="verify of each request the drafts that are worth it, by the drafter's probabilities, and not the "
-        "same number of all; the text is the same. Needs the embedded engine, and no cost table",
+        "same number of all; the text is the same. SGLang needs drafts=coupled and FlashAttention 3 for it",
     )
 
     @model_validator(mode="after")
@@ -75,10 +75,6 @@ class SpecSection(Section):
             )
         if self.mode == "fixed":
             self.config()  # raises ValueError for numbers that do not fit together
-        if self.ragged and self.cost_table:
-            raise ValueError(
-                f"ragged=true with cost_table={self.cost_table}: a table does not tell drafting from verifying"
-            )
         if self.mode == "adaptive" and self.num_steps not in steps:
             raise ValueError(
                 f"num_steps={self.num_steps} is not among candidate_steps={list(steps)}"

@@ -397,6 +397,8 @@ def engine_arguments(config: Config, layout: GpuLayout) -> list[str]:
         arguments.append("--enable-memory-saver")
         if config.spec.mode != "off":
             arguments.append("--enable-draft-weights-cpu-backup")
+    if spec.ragged:
+        arguments.append("--ragged")
     if config.model.trust_remote_code:
         arguments.append("--trust-remote-code")
     return [*arguments, *shlex.split(config.rollout.engine_options)]

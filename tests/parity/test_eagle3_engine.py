@@ -27,6 +27,7 @@ from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.start import ServedEngines
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 pytestmark = pytest.mark.slow
@@ -43,7 +44,7 @@ OWN = tiny_eagle3.drafter_weights(DRAFTER)
 IDS = OWN["d2t"] + torch.arange(tiny_eagle3.WORDS)
 SERVE = (
     "--device cpu --dtype float32 --max-total-tokens 16384 --max-running-requests 32 --spec adaptive --num-steps 3 "
-    "--candidate-steps 0,1,2,3 --sharpness 2"
+    "--candidate-steps 0,1,2,3 --sharpness 2 --ragged"
 ).split()
 TOLERANCE = 2e-4
 THREE = SpecSchedule.fixed(SpecConfig(3))
@@ -226,6 +227,13 @@ def test_text_does_not_depend_on_speculation(served, engine, temperature):
             np.testing.assert_allclose(a.behaviour_logprobs, b.behaviour_logprobs, atol=2e-4)
         assert {s.config for s in engine.stats()} == {config for row in schedule.configs for config in row}
         assert sum(sum(sample.accepted[1:]) for sample in speculated) > 20
+    cost = Roofline(1.0, token_ms=1.0, context_ms=0.0, drafter=0.02)
+    engine.set_spec_rule({"candidates": [[3, 1, 4]], "roofline": cost.to_json(), "ragged": True, "learn": False})
+    for _ in range(2):
+        engine.stats()
+        assert texts(engine.generate(asked(16), sampling)) == texts(plain)
+    rounds = engine.stats()
+    assert sum(s.verified for s in rounds) < 2.5 * sum(sum(s.accepted) for s in rounds)
 
 
 def test_log_probs_are_those_of_transformers(served, engine):

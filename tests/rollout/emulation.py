@@ -6,7 +6,7 @@ The environment variable `RLSPEC_CPU_EMULATES` of `emulating_serve.py` names the
   was launched. SGLang turns it off for speculation on CPUs (`arg_groups/speculative_hook.py`). Lengths that the host
   knows (`known_lengths.py`) are compared with the device's, and the log counts them.
 - `graph_buffers`: the outputs of a decode pass are views of buffers that the next pass of the same model overwrites, as
-  the replay of a CUDA graph does. They hold NaN meanwhile, so that a late reader is seen.
+  the replay of a CUDA graph does. They hold NaN meanwhile, so that a late reader is seen. Ragged rounds have padding.
 - `device_lengths`: sequence lengths stay on the device (`seq_lens_cpu` is None), as FlashAttention 3 has it.
 """
 
@@ -123,7 +123,13 @@ def _reuse_buffers() -> None:
 
 
 class _Captured:
-    """The graph runner that SGLang finds: it runs no batch itself, so the pass stays eager."""
+    """The graph runner that SGLang finds: it runs no batch itself, so the pass stays eager.
+
+    Ragged rounds are padded to one of its numbers of tokens.
+    """
+
+    ragged_verify_mode = True
+    capture_num_tokens = (4, 8, 16, 24, 32, 48, 64, 96, 128)
 
     def can_run_graph(self, forward_batch: Any) -> bool:
         return False

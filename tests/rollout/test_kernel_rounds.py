@@ -12,7 +12,7 @@ import torch
 from interpreted import Interpreter, interpreter
 
 from megatron_rlspec.kernels import chosen
-from megatron_rlspec.rollout.sglang.scheduler import coupled, verifier
+from megatron_rlspec.rollout.sglang.scheduler import coupled, ragged, verifier
 
 pytest.importorskip("triton", reason="Triton is not installed; the kernels were not run")
 ALL = 1 << 30  # SGLang's top_k of a request without one
@@ -80,26 +80,24 @@ def test_a_plain_round(sampler: ModuleType, kernel: Interpreter, limited: bool) 
 
 
 @pytest.mark.parametrize("limited", [False, True])
-def test_a_verify_round(sampler: ModuleType, kernel: Interpreter, limited: bool) -> None:
-    from sglang.srt.layers.logprob_processor import compute_spec_logprobs
-
-    info, rows = batch(limited), REQUESTS * NODES
+@pytest.mark.parametrize("lengths", [None, [0, 1, 0]], ids=["even", "ragged"])
+def test_a_verify_round(sampler: ModuleType, kernel: Interpreter, limited: bool, lengths: list[int] | None) -> None:
+    info = batch(limited)
+    requests = torch.arange(REQUESTS).repeat_interleave(torch.tensor(lengths or [NODES - 1] * REQUESTS) + 1)
+    rows = len(requests)
+    picked = None
+    if lengths:
+        picked = ragged.Chosen(torch.zeros(REQUESTS, NODES - 1), torch.tensor(lengths), requests, torch.arange(rows))
+    verified = verifier.VerifyPass(info, logits(rows), torch.arange(rows), NODES, chosen=picked)
     found = []
     for used in (None, kernel.sampling):
-        output = SimpleNamespace(next_token_logits=logits(rows))
-        verified = verifier.VerifyPass(info, output.next_token_logits, torch.arange(rows), NODES)
         with mock.patch.object(chosen, "sampling", lambda logits, used=used: used):
-            tokens = verifier.sample_targets(verified)
-        output.rlspec_logprobs = verified.logprobs
-        asked = SimpleNamespace(
-            seq_lens=info.sampling_seed, sampling_info=info, top_logprobs_nums=None, token_ids_logprobs=None
-        )
-        accepted = torch.arange(rows, dtype=torch.int32).view(REQUESTS, NODES)
-        verifier.known_logprobs(compute_spec_logprobs, asked, output, tokens, accept_index=accepted)
-        found.append((tokens, output.next_token_logprobs))
+            found.append(verifier.sample_targets(verified))
     (tokens, logprobs), (ours, known) = found
     assert torch.equal(ours, tokens) and ours.dtype == tokens.dtype
-    assert torch.allclose(known, logprobs, atol=2e-6) and known.shape == logprobs.shape
+    expected = torch.log_softmax(verified.logits / info.temperatures[requests], -1).gather(1, tokens[:, None])[:, 0]
+    for given in (known, logprobs):
+        assert torch.allclose(given, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -114,4 +112,6 @@ def test_coupled_drafts(sampler: ModuleType, kernel: Interpreter, mapped: bool) 
     for used in (None, kernel.sampling):
         with mock.patch.object(chosen, "sampling", lambda logits, used=used: used):
             found.append(coupled.CoupledDrafts._choose(drafter, logits(REQUESTS), torch.tensor([7, 8, 9]), rows))
-    assert torch.equal(*found) and len({*found[0].view(-1).tolist()}) == REQUESTS
+    (drafts, logq), (ours, known) = found
+    assert torch.equal(ours, drafts) and len({*drafts.view(-1).tolist()}) == REQUESTS
+    assert torch.allclose(known, logq, atol=2e-6)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pieces
@@ -39,7 +40,7 @@ from megatron_rlspec.types import OFF, Partial, Prompt, Request, Sample, Samplin
 CONFIG = tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160)
 WEIGHTS = tiny_mimo.weights(CONFIG)
 LAUNCHES = {
-    "adaptive": ["--spec", "adaptive", "--candidate-steps", "0,1,2,3", "--sharpness", "2"],
+    "adaptive": ["--spec", "adaptive", "--candidate-steps", "0,1,2,3", "--sharpness", "2", "--ragged"],
     "plain": ["--spec", "off"],
     "unkeyed": ["--spec", "fixed", "--num-steps", "3", "--verifier", "target_only"],
 }
@@ -138,6 +139,49 @@ def test_text_does_not_depend_on_speculation(engines: dict[str, SGLangEngine], n
             assert a.status == b.status
         used = {s.config for s in engines["adaptive"].stats()}
         assert used == {config for row in schedule.configs for config in row}
+
+
+# Drafts that are worth it by the costs: none, some, and all. A request in 64 verifies all its drafts in any case.
+WORTH_IT = {
+    "none": Roofline(0.01, token_ms=10.0, context_ms=0.0, drafter=0.0),
+    "some": Roofline(1.0, token_ms=1 / 32, context_ms=0.0, drafter=0.02),
+    "all": Roofline(1.0, token_ms=0.0, context_ms=0.0, drafter=0.02),
+}
+
+
+def choosing(cost: Roofline) -> dict[str, Any]:
+    """Return a rule that verifies the drafts worth it by these costs."""
+    return {"candidates": [[3, 1, 4]], "roofline": cost.to_json(), "ragged": True, "learn": False}
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_text_does_not_depend_on_which_drafts_are_verified(engines: dict[str, SGLangEngine], name: str) -> None:
+    engine = engines["adaptive"]
+    asked = requests(16)
+    sampling = SAMPLINGS[name]
+    verified = {}
+    try:
+        engine.update_weights(1, half_wrong_drafter().items())
+        engine.set_schedule(SpecSchedule.fixed(OFF))
+        plain = engine.generate(asked, sampling)
+        for worth, cost in WORTH_IT.items():
+            engine.set_spec_rule(choosing(cost))
+            for _ in range(2):  # while all drafts are verified at first, and by what was learnt
+                engine.stats()
+                speculated = engine.generate(asked, sampling)
+                assert texts(speculated) == texts(plain), worth
+                for a, b in zip(speculated, plain, strict=True):
+                    np.testing.assert_allclose(a.behaviour_logprobs, b.behaviour_logprobs, atol=2e-4)
+            rounds = engine.stats()
+            accepted = pooled(stats.accepted for stats in rounds)
+            verified[worth] = sum(stats.verified for stats in rounds) / accepted.sum()
+            assert accepted @ np.arange(len(accepted)) <= sum(stats.verified for stats in rounds)
+    finally:
+        engine.set_schedule(k(3))
+        engine.update_weights(0, WEIGHTS.items())
+    print(f"verified drafts of a request and round: {verified}")
+    assert verified["none"] + 0.05 < verified["some"] < 2.7 < verified["all"] == 3
 
 
 @pytest.mark.slow
@@ -311,9 +355,14 @@ def test_a_stop_string_ends_the_text_whatever_is_drafted(engines: dict[str, SGLa
                 sample.response[:cut], sample.behaviour_logprobs[sample.prompt_len :][:cut], ((0, 0, cut),)
             )
             begun.append(replace(request, id=f"{request.id[:-1]}-{cut:03d}.", partial=partial))
-    gone_on = engines["adaptive"].generate(begun, sampling)
     wanted = {request.id[:-1]: text for request, text in zip(asked, expected, strict=True)}
-    assert all(sample.response.tolist() == wanted[sample.request_id[:-5]] for sample in gone_on)
+    for rule in (None, choosing(WORTH_IT["some"])):
+        if rule is not None:
+            engines["adaptive"].set_spec_rule(rule)
+            assert texts(engines["adaptive"].generate(asked, sampling)) == expected
+        gone_on = engines["adaptive"].generate(begun, sampling)
+        assert all(sample.response.tolist() == wanted[sample.request_id[:-5]] for sample in gone_on)
+    engines["adaptive"].set_schedule(k(3))
 
 
 def delivered_tokens(sample: Sample) -> int:

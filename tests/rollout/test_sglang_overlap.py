@@ -70,6 +70,12 @@ def test_text_is_the_targets(engines: Engines, sampling: str) -> None:
     same.test_text_does_not_depend_on_speculation(engines, sampling)
 
 
+@pytest.mark.lossless
+@pytest.mark.parametrize("sampling", ["T=1", "filtered"])
+def test_text_does_not_depend_on_which_drafts_are_verified(engines: Engines, sampling: str) -> None:
+    same.test_text_does_not_depend_on_which_drafts_are_verified(engines, sampling)
+
+
 SAME = [
     same.test_drafting_after_off_equals_drafting_after_step_0,
     same.test_accept_length_follows_the_pushed_drafter,

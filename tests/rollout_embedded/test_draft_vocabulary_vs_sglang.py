@@ -12,6 +12,7 @@ import torch
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
@@ -44,7 +45,10 @@ def test_drafts_are_those_of_the_embedded_engine_before_and_after_pushes(
     process = launch(
         model,
         tmp_path / "engine.log",
-        arguments=[*SERVE, "--candidate-steps", "0,1,3", "--draft-vocabulary", str(SIZE), "--tp", str(ranks)],
+        arguments=[
+            *(*SERVE, "--candidate-steps", "0,1,3", "--ragged"),
+            *("--draft-vocabulary", str(SIZE), "--tp", str(ranks)),
+        ],
         environment={"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores},
     )
     torch.set_num_threads(1)
@@ -87,3 +91,12 @@ def test_drafts_are_those_of_the_embedded_engine_before_and_after_pushes(
         with pytest.raises(EngineError, match="expected different ids from 0 to 159"):
             theirs.set_draft_vocabulary(np.zeros(60, np.int64))
         compare("refused")
+        cost = Roofline(1.0, token_ms=1.0, context_ms=0.0, drafter=0.02)
+        rule = {"candidates": [[3, 1, 4]], "roofline": cost.to_json(), "ragged": True, "learn": False}
+        theirs.set_spec_rule(rule)
+        for name in ("ragged", "learnt"):  # the ranks choose the same drafts, otherwise their passes would not fit
+            theirs.stats()
+            got, expected = theirs.generate(requests(name), FREE), ours.generate(requests(name), FREE)
+            assert [s.response.tolist() for s in got] == [s.response.tolist() for s in expected], name
+        rounds = theirs.stats()
+        assert sum(s.verified for s in rounds) < 2.5 * sum(sum(s.accepted) for s in rounds)

@@ -33,6 +33,7 @@ class Settings:
     # remember the fingerprints of what each push gave to the models' loaders
     deliveries: bool = False
     drafts: Drafts = "coupled"  # with the verifier position_keyed
+    ragged: bool = False  # whether rounds may verify another number of drafts of each request
     sharpness: float = SHARPNESS[0]  # of coupled drafts, until a rule names one
     architectures: tuple[str, ...] = ()  # import SGLang's files of these alone; (): all its files
     loopback: bool = False  # torch's stores listen on the loopback address only

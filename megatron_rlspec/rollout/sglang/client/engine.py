@@ -227,13 +227,13 @@ class SGLangEngine(Connection):
             raise self.not_an_engine("control/progress", answer) from None
 
     def stats(self) -> list[RoundStats]:
-        rounds = self.field("control/stats", "rounds", list)
-        return [
-            RoundStats(
-                **{**r, "config": SpecConfig(**r["config"]), "accepted": tuple(r["accepted"])}
-            )
-            for r in rounds
-        ]
+        stats = []
+        for fields in self.field("control/stats", "rounds", list):
+            fields["config"] = SpecConfig(**fields["config"])
+            for histogram in ("accepted", "if_all"):
+                fields[histogram] = tuple(fields[histogram])
+            stats.append(RoundStats(**fields))
+        return stats
 
     def recent_rounds(self) -> list[tuple[SpecConfig, int, int, float | None]]:
         """Drain the latest decode rounds, in order: (config, batch, context tokens, ms or None after a break)."""

@@ -68,6 +68,7 @@ def _check_effects(options: argparse.Namespace) -> None:
     spec = SpecSection()
     defaults: dict[str, object] = {
         "draft_vocabulary": 0,
+        "ragged": False,
         "drafts": spec.drafts,
         "num_steps": spec.num_steps,
     }
@@ -81,16 +82,16 @@ def _check_effects(options: argparse.Namespace) -> None:
         "draft_vocabulary",
         "draft_model",
     ]
-    of_drafts.append("sharpness")
+    of_drafts += ["sharpness", "ragged"]
     for useless, because, names in (
         (options.spec == "off", "--spec off", of_drafts),
-        (options.spec == "fixed", "--spec fixed", ("candidate_steps",)),
+        (options.spec == "fixed", "--spec fixed", ("candidate_steps", "ragged")),
         (
             options.verifier != "position_keyed",
             f"--verifier {options.verifier}",
-            ("drafts", "sharpness"),
+            ("drafts", "sharpness", "ragged"),
         ),
-        (options.drafts == "argmax", "--drafts argmax", ("sharpness",)),
+        (options.drafts == "argmax", "--drafts argmax", ("sharpness", "ragged")),
     ):
         for name in names if useless else ():
             if getattr(options, name) != defaults.get(name, ""):

@@ -47,11 +47,16 @@ def _register(settings: Settings) -> None:
         control,
         coupled,
         decisions,
+        ragged,
         verifier,
         versions,
     )
 
     sglang = versions.installed()
+    if settings.ragged and not (sglang.ragged and coupled.active(settings)):
+        raise ValueError(
+            "ragged=true needs SGLang 0.5.23, verifier=position_keyed and drafts=coupled"
+        )
     if settings.architectures:
         _register_models(settings.architectures)
     decisions.decider = decisions.Decider(settings)
@@ -62,7 +67,8 @@ def _register(settings: Settings) -> None:
         ScheduleController,
         HookType.REPLACE,
     )
-    own = (*control.hooks(settings), *verifier.hooks(settings), *coupled.hooks(settings))
+    own = [*control.hooks(settings), *verifier.hooks(settings), *coupled.hooks(settings)]
+    own += ragged.hooks(settings)
     for target, hook, kind in (*own, *sglang.hooks()):
         HookRegistry.register(target, hook, HookType[kind])
     if settings.loopback:

@@ -51,7 +51,7 @@ from megatron_rlspec.rollout.sglang.settings import (
     known_key,
 )
 from megatron_rlspec.speculation import graphs
-from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
+from megatron_rlspec.speculation.cost_table import UNVERIFIED, CostTable, CostTableError
 from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
@@ -155,6 +155,11 @@ def parser() -> Parser:
         type=number(0, 100),
         default=0.0,
         help="of coupled drafts; 0: as the drafter's training chose, else 2",
+    )
+    p.add_argument(
+        "--ragged",
+        action="store_true",
+        help="verify of each request the drafts worth it, and not the same number of all",
     )
     p.add_argument(
         "--max-running-requests",
@@ -300,7 +305,11 @@ def arguments_for(
     rule = _rule(options, tp)
     arguments += _drafter_arguments(options, rule.start)
     settings = Settings(
-        options.verifier, rule.spec_rule, off=0 in rule.candidates, drafts=options.drafts
+        options.verifier,
+        rule.spec_rule,
+        off=0 in rule.candidates,
+        drafts=options.drafts,
+        ragged=options.ragged,
     )
     return arguments, settings, rule.slots
 
@@ -389,9 +398,12 @@ def _cost_table(options: argparse.Namespace, tp: str) -> CostTable | None:
     if not Path(options.cost_table).is_file():
         raise ServeError(f"--cost-table {options.cost_table}: no such file")
     try:
-        return CostTable.load(options.cost_table).of_engine(int(tp) if tp.isdigit() else 1)
+        table = CostTable.load(options.cost_table).of_engine(int(tp) if tp.isdigit() else 1)
     except CostTableError as error:
         raise ServeError(f"--cost-table {error}") from None
+    if options.ragged and not table.unverified:
+        raise ServeError(f"--cost-table {options.cost_table}: --ragged needs a table {UNVERIFIED}")
+    return table
 
 
 def _candidates(options: argparse.Namespace) -> list[int]:
@@ -424,6 +436,8 @@ def _slots(
         most = graphs.needed(chains(steps), most_batch, layers, table, options.max_total_tokens)
     except CostTableError as error:
         raise ServeError(f"--cost-table {options.cost_table}: {error}") from None
+    if options.ragged:  # many drafts can pay at any batch if few of them are verified
+        most = dict.fromkeys(chains(steps), most_batch)
     if options.spec == "fixed":
         fixed = SpecConfig(options.num_steps) if options.num_steps else OFF
         most[fixed] = most_batch

@@ -143,6 +143,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "draft_vocabulary": draft_vocabulary.size(worker),
         "eagle3": eagle3.describe(scheduler),
         "held": decisions.decider.held,
+        "even": decisions.decider.even,
         "unnamed": scheduler.rlspec_unnamed,
         "nccl_cumem_enable": os.environ.get(SHARED, ""),
         "rule": decisions.decider.name,
@@ -351,11 +352,11 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
         return returned
     accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
     drafting = range(len(accepted)) if ran.drafting is None else ran.drafting
-    counted = [accepted[i] for i in drafting if i in running]
-    decisions.decider.observe(ran, counted, len(running) - len(counted))
+    requests = [i for i in drafting if i in running]
+    counted = [accepted[i] for i in requests]
+    if_all = decisions.decider.observe(ran, counted, requests, len(running) - len(counted))
     last = all(request.finished() for request in batch.reqs)
-    others = len(accepted) - len(counted)
-    ms = rounds.observe(ran.config, ran.context_tokens, counted, last, others, ran.caught_up)
+    ms = rounds.observe(ran, counted, requests, len(accepted), last, if_all)
     if ms is not None:
         decisions.decider.timed(ran, len(accepted), ms)
     return returned

@@ -18,6 +18,7 @@ before. So request lengths (`Req.seqlen`) lag by one round, and the rule observe
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
 from typing import Any
@@ -25,13 +26,14 @@ from typing import Any
 import torch
 from sglang.srt.speculative import adaptive_runtime_state
 
-from megatron_rlspec.rollout.sglang.scheduler import decisions, plain_round, versions
+from megatron_rlspec.rollout.sglang.scheduler import decisions, plain_round, ragged, versions
 from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
 from megatron_rlspec.rollout.sglang.scheduler.known_lengths import known_lengths
 from megatron_rlspec.rollout.sglang.scheduler.rounds import rounds
 from megatron_rlspec.types import SpecConfig
 
+logger = logging.getLogger(__name__)
 # SGLang passes these between rounds; unused while off
 _STUBBED = ("topk_p", "topk_index", "hidden_states")
 
@@ -45,6 +47,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
 
     def __init__(self, worker: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(worker, *args, **kwargs)  # `args`: SGLang's rule or its file, by version
+        ragged.present.runner = worker.target_worker.model_runner
         decisions.decider.start(
             self.candidate_steps,
             worker.speculative_num_steps,
@@ -68,6 +71,10 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
 
     def init_states(self, *args: Any, **kwargs: Any) -> None:
         super().init_states(*args, **kwargs)
+        if not decisions.decider.even:
+            decisions.decider.even = ragged.unsupported(ragged.present.runner)
+            if decisions.decider.even:
+                logger.warning("rlspec: rounds are even: %s", decisions.decider.even)
         sglang = versions.installed()
         captured = {steps: sglang.captured(self, steps) for steps in self.candidate_steps}
         decisions.decider.limit(captured, self.worker.speculative_num_steps)
@@ -91,6 +98,20 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             self._drafting = self._catch_up(n) if closing else None
         if self._config.num_steps != self.worker.speculative_num_steps:
             self._activate(self._config.num_steps)
+        self._begin_ragged(batch_size)
+
+    def _begin_ragged(self, batch_size: int) -> None:
+        """Say how many drafts the round verifies. Those of drafters that have not caught up have no q."""
+        decider = decisions.decider
+        drafts = decider.drafts(batch_size)
+        drafting = self._config.num_steps > 0 and self._drafting is None
+        if drafts is None or not (drafting and self._plain and ragged.asks_no_more(self._batch)):
+            ragged.present.even()
+            return
+        assert decider.rule is not None
+        assert decider.rule.selection is not None
+        most = batch_size * self._config.num_steps
+        ragged.present.begin(drafts, most, decider.rule.selection, self._batch)
 
     def _catch_up(self, n: int) -> list[int] | None:
         """Let n drafters read what they missed. Returns `_drafting`.
@@ -131,9 +152,17 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             self._decided = True
             result = self._forward(batch, on_publish, *args, **kwargs)
         result.rlspec_round = DecodeRound(
-            self._config, self._context, self._drafting, self._caught_up
+            self._config, self._context, self._drafting, self._caught_up, *self._chosen()
         )
         return result
+
+    def _chosen(self) -> tuple[Any, Any]:
+        """Return log q of the drafts, and how many were verified of each request, on the host when results are."""
+        chosen = ragged.present.chosen
+        if chosen is None:
+            return None, None
+        to_host = versions.installed().to_host
+        return to_host(chosen.logq), to_host(chosen.lengths)
 
     def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:
         if self._config.off or self._drafting is not None:

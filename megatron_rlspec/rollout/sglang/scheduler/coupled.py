@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.kernels import chosen
 from megatron_rlspec.noise import draw, noisy
-from megatron_rlspec.rollout.sglang.scheduler import decisions
+from megatron_rlspec.rollout.sglang.scheduler import decisions, ragged
 from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
 from megatron_rlspec.rollout.sglang.settings import Settings
 
@@ -87,6 +88,9 @@ class CoupledDrafts:
         self.drafter = drafter
         self._buffers: _Rows | None = None  # of fixed address
         self._loop: _Rows | None = None  # of the loop over drafts that runs
+        # log q [rows, most steps - 1] of the drafts behind the first one, of fixed address
+        self._logq = torch.empty(0)
+        self._step = 0  # of that loop
         self._logits: Any = None  # LogitsProcessorOutput of the drafter's last pass
         runner = drafter.draft_runner
         self._forward = runner.forward
@@ -105,13 +109,17 @@ class CoupledDrafts:
         self._logits = result.logits_output
         if self._loop is not None:
             logits = self._logits.next_token_logits
-            drafts = self._choose(logits, forward_batch.positions[: len(logits)] + 1, self._loop)
+            keys = forward_batch.positions[: len(logits)] + 1
+            drafts, logq = self._choose(logits, keys, self._loop)
+            if not decisions.decider.even:
+                self._logq[: len(logq), self._step] = logq
+                self._step += 1
             self._logits.next_token_logits = torch.zeros_like(logits).scatter_(1, drafts, 1.0)
         return result
 
     def _after_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         drafted = self._prefill(batch, *args, **kwargs)
-        drafted.topk_index = self._first(batch, batch.seq_lens, drafted.topk_index)
+        self._first(batch, batch.seq_lens, drafted)
         return drafted
 
     def _after_extend(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,8 +128,7 @@ class CoupledDrafts:
             graphs.rlspec_execute = graphs.execute
             graphs.execute = self._remembering(graphs.execute)
         returned = self._extend(batch, result, *args, **kwargs)
-        drafted = result.next_draft_input
-        drafted.topk_index = self._first(batch, result.new_seq_lens, drafted.topk_index)
+        self._first(batch, result.new_seq_lens, result.next_draft_input)
         return returned
 
     def _remembering(self, execute: Callable) -> Callable:
@@ -131,11 +138,14 @@ class CoupledDrafts:
 
         return run
 
-    def _first(self, batch: Any, keys: torch.Tensor, replaced: torch.Tensor) -> torch.Tensor:
+    def _first(self, batch: Any, keys: torch.Tensor, drafted: Any) -> None:
+        """Choose the first drafts of the next round. SGLang hands their q on as `topk_p`."""
         logits = self._logits.next_token_logits
-        return self._choose(logits, keys[: len(logits)], _Rows.of(batch.sampling_info)).to(
-            replaced.dtype
-        )
+        rows = _Rows.of(batch.sampling_info)
+        drafts, logq = self._choose(logits, keys[: len(logits)], rows)
+        drafted.topk_index = drafts.to(drafted.topk_index.dtype)
+        if not decisions.decider.even:
+            drafted.topk_p = logq.exp()[:, None].to(drafted.topk_p.dtype)
 
     def _fill_and_draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         rows = _Rows.of(batch.sampling_info)
@@ -143,7 +153,12 @@ class CoupledDrafts:
         for name in BUFFERED:
             values = getattr(rows, name)
             getattr(buffers, name)[: len(values)].copy_(values)
-        return self._draft(batch, *args, **kwargs)
+        first = batch.spec_info.topk_p
+        drafted = self._draft(batch, *args, **kwargs)
+        if ragged.present.drafts is not None:
+            further = self._logq[: len(first), : self.drafter.speculative_num_steps - 1]
+            ragged.present.choose(torch.cat([first.log(), further], 1))
+        return drafted
 
     def _further_drafts(self, forward_batch: Any) -> Any:
         rows = forward_batch.batch_size
@@ -151,6 +166,7 @@ class CoupledDrafts:
         in_graph = forward_batch.positions.is_cuda and torch.cuda.is_current_stream_capturing()
         info = None if in_graph else forward_batch.sampling_info
         self._loop = buffers.first(rows, info)
+        self._step = 0
         try:
             return self._further(forward_batch)
         finally:
@@ -160,6 +176,7 @@ class CoupledDrafts:
         if self._buffers is None:
             rows = max(rows, self.drafter.draft_runner.max_running_requests)
             device = like.temperatures.device
+            self._logq = torch.zeros(rows, MOST_DRAFTS - 1, device=device)
             self._buffers = _Rows(
                 torch.zeros(rows, dtype=torch.int64, device=device),
                 torch.ones(rows, 1, dtype=like.temperatures.dtype, device=device),
@@ -170,8 +187,13 @@ class CoupledDrafts:
             )
         return self._buffers
 
-    def _choose(self, logits: torch.Tensor, keys: torch.Tensor, rows: _Rows) -> torch.Tensor:
-        """Return the drafts [B, 1], columns of `logits [B, S]`; `keys [B]`: the positions that predict them."""
+    def _choose(
+        self, logits: torch.Tensor, keys: torch.Tensor, rows: _Rows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the drafts [B, 1], columns of `logits [B, S]`, and their log q [B] of all columns.
+
+        keys  [B], the positions that predict them
+        """
         words = self.drafter.hot_token_id
         kernel = chosen.sampling(logits)
         if kernel is not None:
@@ -179,8 +201,9 @@ class CoupledDrafts:
             draws = kernel.Draws(
                 rows.seeds, keys, rows.temperatures, *limits, rows.sharpness, words
             )
-            return kernel.sample(logits, draws)[0][:, None]
-        logq = torch.log_softmax(logits.float() / rows.temperatures, -1)
+            sampled, logprobs = kernel.sample(logits, draws)
+            return sampled[:, None], logprobs
+        of_all = logq = torch.log_softmax(logits.float() / rows.temperatures, -1)
         info = rows.info
         if info is not None and (
             info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
@@ -196,4 +219,5 @@ class CoupledDrafts:
             drafts = multinomial_with_seed(logq, rows.seeds, keys)
         else:  # `draw` waits for the device, which a CUDA graph cannot
             drafts = noisy(logq, rows.seeds, keys, words).argmax(-1, keepdim=True)
-        return torch.where(rows.top_ks[:, None] == 1, logits.argmax(-1, keepdim=True), drafts)
+        drafts = torch.where(rows.top_ks[:, None] == 1, logits.argmax(-1, keepdim=True), drafts)
+        return drafts, of_all.gather(1, drafts)[:, 0]

@@ -23,12 +23,16 @@ class DecodeRound:
 
     drafting  indices of the requests whose drafter had caught up; None: all of them
     caught_up seconds in which drafters caught up when it was launched
+    logq      [B, k] of the drafts, if it verified some of them; None: it verified all
+    verified  [B] drafts of each request; None: all
     """
 
     config: SpecConfig
     context_tokens: int
     drafting: list[int] | None
     caught_up: float = 0.0
+    logq: Any = None
+    verified: Any = None
 
     def behind(self, batch: int) -> set[int]:
         """Return the indices of the requests, of `batch` many, whose drafter has not read this round's tokens."""
@@ -49,6 +53,8 @@ class Decider:
         self._can_hold = False  # whether the engine has step 0, in which `OFF` runs
         self.candidates: list[SpecConfig] = []
         self.held = ""  # why speculation is held off; the rule below then waits
+        # why all requests verify the same number of drafts; "" if they need not
+        self.even = "" if settings.ragged else "the engine was launched without --ragged"
         self.rule: SpecRule | None = None
         self._adaptive: SpecRule | None = None  # the last rule with a cost; its timings stay
         self.stock: Any = None  # SGLang's own rule, while it decides
@@ -124,11 +130,14 @@ class Decider:
             return
         # `OFF` emits the same tokens as step 0 for less.
         candidates = [c for c in self.candidates if c != SpecConfig(0)] or self.candidates
+        tells_drafting = "roofline" in data
         if (table := data.get("table")) is not None:
             load = CostTable.load if isinstance(table, str) else CostTable.from_json
             costs = load(table)
+            tells_drafting = bool(costs.unverified)
             if data.get("tp") is None:
                 data["tp"] = costs.of_engine(max(self.ranks, 1)).tps[0]
+        data["ragged"] = tells_drafting and not self.even
         if self.ranks > 1:
             data["learn"] = False  # clocks of several ranks differ
         offered = [list(c.numbers) for c in candidates]
@@ -169,15 +178,43 @@ class Decider:
         config = self.rule.choose(batch, context_tokens, missed)
         return config, self.rule.catch_up
 
+    def drafts(self, batch: int) -> int | None:
+        """Return how many drafts of the batch the round just chosen verifies; None: all, and nothing is learnt of q."""
+        if self.even or self.rule is None or self.rule.selection is None or self.held or self.stock:
+            return None
+        return self.rule.drafts(batch)
+
     def timed(self, ran: DecodeRound, batch: int, ms: float) -> None:
         """Let the rule learn the duration of a round."""
-        if self.rule is not None and not self.stock and not self.held:
-            self.rule.timed(ran.config, batch, ran.context_tokens, ms, 1000 * ran.caught_up)
+        if self.rule is None or self.stock or self.held:
+            return
+        drafts = None
+        if ran.verified is not None and self.rule.selection is not None:
+            drafts = float(ran.verified.float().mean())
+        caught_up = 1000 * ran.caught_up
+        self.rule.timed(ran.config, batch, ran.context_tokens, ms, caught_up, drafts)
 
-    def observe(self, ran: DecodeRound, accepted: Sequence[int], others: int) -> None:
-        """Take what requests accepted in a round. The last arguments are those of `SpecRule.observe`."""
-        if self.rule is not None and not self.held:
-            self.rule.observe(ran.config, accepted, others)
+    def observe(
+        self,
+        ran: DecodeRound,
+        accepted: Sequence[int],
+        requests: Sequence[int],
+        others: int,
+    ) -> Sequence[float]:
+        """Take what some requests of a round accepted. Returns `RoundStats.if_all`.
+
+        requests  their indices in the batch
+        others    requests for which the drafter had not caught up
+        """
+        rule = self.rule
+        if rule is None or self.held:
+            return ()
+        verified = logq = None
+        if ran.verified is not None:
+            verified = ran.verified.numpy()[list(requests)]
+            logq = ran.logq.numpy()[list(requests)]
+        histogram = rule.observe(ran.config, accepted, others, verified, logq)
+        return () if rule.selection is None else histogram
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         """Decide by `schedule` until the next rule. Raises ValueError."""

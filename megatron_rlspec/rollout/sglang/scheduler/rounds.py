@@ -1,12 +1,12 @@
-"""Time the decode rounds of SGLang's scheduler. Standard library only."""
+"""Time the decode rounds of SGLang's scheduler."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
+from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
 from megatron_rlspec.speculation.round_log import RoundLog
-from megatron_rlspec.types import SpecConfig
 
 WARM_UP = 8  # first rounds of an engine, in which kernels are compiled and memory is allocated
 
@@ -35,28 +35,33 @@ class TimedRounds(RoundLog):
 
     def observe(
         self,
-        config: SpecConfig,
-        context_tokens: int,
+        ran: DecodeRound,
         accepted: Sequence[int],
+        requests: Sequence[int],
+        batch: int,
         last: bool,
-        others: int = 0,
-        caught_up: float = 0.0,
+        if_all: Sequence[float] = (),
     ) -> float | None:
-        """Record a round in which the i-th request accepted accepted[i] drafts; `last` if no request continues.
+        """Record a round of `batch` requests; `last` if no request continues.
 
-        `others`: requests of the same round whose drafts do not count, because their drafter had not caught up or they
-        had ended before. `caught_up`: what `catching_up` was told at its launch. Returns the round's duration in ms, or
-        None if it has no start time.
+        accepted  drafts of those requests that count: whose drafter had caught up, and that had not ended before
+        requests  their indices in the batch
+        if_all    as in `RoundStats`
+
+        Returns the round's duration in ms, or None if it has no start time.
         """
         now = time.perf_counter()
         ms = None
         if self._last_end is not None and not self._warm_up:
-            ms = 1000 * (now - self._last_end - self._caught_up + caught_up)
+            ms = 1000 * (now - self._last_end - self._caught_up + ran.caught_up)
         self._caught_up = 0.0
         self._warm_up = max(self._warm_up - 1, 0)
         self._last_end = None if last else now
+        verified = ran.config.num_steps * len(accepted)
+        if ran.verified is not None:
+            verified = int(ran.verified[list(requests)].sum())
         histogram = [accepted.count(n) for n in range(max(accepted, default=-1) + 1)]
-        self.add(config, len(accepted) + others, context_tokens, ms, histogram)
+        self.add(ran.config, batch, ran.context_tokens, ms, histogram, verified, if_all)
         return ms
 
 

@@ -15,6 +15,7 @@ functions. Both draw the same tokens, but where two scores differ by less than f
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron_rlspec.kernels import chosen
-from megatron_rlspec.rollout.sglang.scheduler import versions
+from megatron_rlspec.rollout.sglang.scheduler import ragged, versions
 from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
 from megatron_rlspec.rollout.sglang.settings import Settings
 
@@ -45,9 +46,9 @@ def hooks(settings: Settings) -> Iterator[Hook]:
             _sample_filtered,
             "AROUND",
         )
+        yield versions.installed().spec_logprobs, known_logprobs, "AROUND"
         if not is_cpu():
             yield "sglang.srt.layers.sampler.Sampler.forward", sample_plain, "AROUND"
-            yield versions.installed().spec_logprobs, known_logprobs, "AROUND"
     elif not is_cpu():
         return  # SGLang's own kernels do target-only and rejection sampling where they exist.
     sampled = _SampledVerification()
@@ -85,14 +86,20 @@ def _sample_filtered(original: Callable, probs: torch.Tensor, *args: Any, **kwar
     return tokens.view(-1).to(torch.int32)
 
 
-def _draws(kernel: Any, info: Any, positions: torch.Tensor) -> Any:
-    """Return the kernel's `Draws` for a `SamplingBatchInfo`, with the limits that some request of the batch has."""
+def _draws(
+    kernel: Any, info: Any, positions: torch.Tensor, requests: torch.Tensor | slice = slice(None)
+) -> Any:
+    """Return the kernel's `Draws` for a `SamplingBatchInfo`, with the limits that some request of the batch has.
+
+    requests  of the rows [N], where not all requests have the same number of rows
+    """
     limits = {}
     if _limited(info):
-        limits = {"top_ks": info.top_ks, "top_ps": info.top_ps}
+        limits = {"top_ks": info.top_ks[requests], "top_ps": info.top_ps[requests]}
     if info.need_min_p_sampling:
-        limits["min_ps"] = info.min_ps
-    return kernel.Draws(info.sampling_seed, positions, info.temperatures, **limits)
+        limits["min_ps"] = info.min_ps[requests]
+    seeds = info.sampling_seed[requests]
+    return kernel.Draws(seeds, positions, info.temperatures[requests], **limits)
 
 
 def _limited(info: Any) -> bool:
@@ -147,7 +154,7 @@ def known_logprobs(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Take the log-probs [B, width] of accepted tokens from the kernel, which gave one for every node's token."""
+    """Take the log-probs [B, width] of accepted tokens from the sampling, which gave one for every node's token."""
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
     sampled_logprobs = getattr(logits_output, "rlspec_logprobs", None)
@@ -169,16 +176,26 @@ def known_logprobs(
 class VerifyPass:
     """A verification in progress: what sampling the target's tokens needs.
 
-    logits [B * width, V] and positions [B * width] of all nodes; `width` nodes per request. logprobs [B * width] of
-    the sampled tokens, if they are known.
+    logits     [N, V] of the nodes that are verified
+    positions  [N]
+    width      nodes of each request, if nothing is chosen
+    output     SGLang's LogitsProcessorOutput
+    chosen     which of the drafts are verified; None: all
     """
 
     info: Any
     logits: torch.Tensor
     positions: torch.Tensor
     width: int
-    output: Any = None  # SGLang's LogitsProcessorOutput
-    logprobs: torch.Tensor | None = None
+    output: Any = None
+    chosen: ragged.Chosen | None = None
+
+    @property
+    def requests(self) -> torch.Tensor:
+        """Return the requests [N] of the nodes."""
+        if self.chosen is not None:
+            return self.chosen.requests
+        return torch.arange(len(self.logits), device=self.logits.device) // self.width
 
 
 class _SampledVerification:
@@ -197,65 +214,91 @@ class _SampledVerification:
         **kwargs: Any,
     ) -> Any:
         info = batch.sampling_info
-        if not info.is_all_greedy:
-            logits, positions = logits_output.next_token_logits, verify_input.positions
-            self._pass = VerifyPass(
-                info, logits, positions, verify_input.draft_token_num, logits_output
-            )
+        chosen = ragged.present.chosen
+        greedy = info.is_all_greedy
+        output = logits_output
+        nodes = len(verify_input.draft_token if chosen is None else chosen.nodes)
+        logits = logits_output.next_token_logits
+        if len(logits) > nodes:  # those of a CUDA graph
+            logits = logits_output.next_token_logits = logits[:nodes]
+            logits_output.hidden_states = logits_output.hidden_states[:nodes]
+        if chosen is not None or not greedy:
+            positions, width = verify_input.positions[:nodes], verify_input.draft_token_num
+            self._pass = VerifyPass(info, logits, positions, width, logits_output, chosen)
             info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
+        if chosen is not None:
+            # SGLang takes the argmax of even rows before `walk` replaces it.
+            logits_output.hidden_states = chosen.even(logits_output.hidden_states)
+            even = logits.new_zeros(len(verify_input.draft_token), 1)
+            output = dataclasses.replace(logits_output, next_token_logits=even)
         try:
-            return original(verify_input, batch, logits_output, *args, **kwargs)
+            return original(verify_input, batch, output, *args, **kwargs)
         finally:
-            if self._pass is not None:
-                info.is_all_greedy = False
-                self._pass = None
+            info.is_all_greedy = greedy
+            self._pass = None
 
     def walk(self, original: Callable, **walk: Any) -> Any:
-        if self._pass is not None:
-            walk["target_predict"] = sample_targets(self._pass).view(walk["candidates"].shape)
-            self._pass.output.rlspec_logprobs = self._pass.logprobs
+        verified = self._pass
+        if verified is not None:
+            tokens, logprobs = sample_targets(verified)
+            if verified.chosen is not None:
+                tokens, logprobs = verified.chosen.even(tokens), verified.chosen.even(logprobs)
+                walk["candidates"] = verified.chosen.without_others(walk["candidates"])
+            walk["target_predict"] = tokens.view(walk["candidates"].shape)
+            verified.output.rlspec_logprobs = logprobs
         return original(**walk)
 
 
-def sample_targets(verified: VerifyPass) -> torch.Tensor:
-    """Draw the target's token after every node, [B * width], by the functions that plain decoding uses.
+def sample_targets(verified: VerifyPass) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw the target's token after every node, by the functions that plain decoding uses. Returns it and its log-prob.
 
     Without the kernel, a few rows are sampled at a time: SGLang's functions copy the logits, some of them in float64.
     """
     group = versions.installed().tensor_group()
     kernel = chosen.sampling(verified.logits) if verified.info.sampling_seed is not None else None
     if kernel is None:
+        requests = verified.requests
         rows = max(1, ELEMENTS // verified.logits.shape[-1])
-        starts = range(0, len(verified.logits), rows)
-        tokens = torch.cat([_sample_rows(verified, slice(start, start + rows)) for start in starts])
+        parts = []
+        for first in range(0, len(verified.logits), rows):
+            parts.append(_sample_rows(verified, requests, slice(first, first + rows)))
+        tokens, logprobs = (torch.cat(part) for part in zip(*parts, strict=True))
     else:
-        draws = _draws(kernel, verified.info, verified.positions)
-        tokens, verified.logprobs = kernel.sample(verified.logits, draws)
+        rows_of = slice(None) if verified.chosen is None else verified.chosen.requests
+        draws = _draws(kernel, verified.info, verified.positions, rows_of)
+        tokens, logprobs = kernel.sample(verified.logits, draws)
     if group.world_size > 1:
         group.broadcast(tokens, src=0)
-    return tokens.long()
+    return tokens.long(), logprobs
 
 
-def _sample_rows(verified: VerifyPass, rows: slice) -> torch.Tensor:
+def _sample_rows(
+    verified: VerifyPass, requests: torch.Tensor, rows: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sampled tokens of some rows, and their log-probs."""
     from sglang.srt.layers import sampler
 
     info = verified.info
 
     def per_node(values: torch.Tensor) -> torch.Tensor:
-        return values.repeat_interleave(verified.width, dim=0)[rows]
+        return values[requests[rows]]
 
     seeds = None if info.sampling_seed is None else per_node(info.sampling_seed)
     positions = verified.positions[rows]
-    probs = versions.installed().softmax(verified.logits[rows] / per_node(info.temperatures))
-    if not _limited(info):
-        return sampler.sampling_from_probs_torch(probs, sampling_seed=seeds, positions=positions)
-    return sampler.top_k_top_p_min_p_sampling_from_probs_torch(
-        probs,
-        per_node(info.top_ks),
-        per_node(info.top_ps),
-        per_node(info.min_ps),
-        info.need_min_p_sampling,
-        seeds,
-        positions,
-        **versions.installed().known_top_k(info),
-    )
+    logits = verified.logits[rows] / per_node(info.temperatures)
+    probs = versions.installed().softmax(logits)
+    if _limited(info):
+        tokens = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+            probs,
+            per_node(info.top_ks),
+            per_node(info.top_ps),
+            per_node(info.min_ps),
+            info.need_min_p_sampling,
+            seeds,
+            positions,
+            **versions.installed().known_top_k(info),
+        )
+    else:
+        tokens = sampler.sampling_from_probs_torch(probs, sampling_seed=seeds, positions=positions)
+    logprobs = torch.log_softmax(logits.float(), -1).gather(1, tokens.long()[:, None])[:, 0]
+    return tokens, logprobs

@@ -27,6 +27,7 @@ class Sglang0523:
     cpu_arguments: tuple[str, ...] = ("--attention-backend=intel_amx",)
     # Huge pages: otherwise receiving a bucket of weights takes four times as long as copying it.
     cpu_environment: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
+    ragged = True  # a round can verify another number of drafts of each request
     opens_handles = True  # schedulers open a bucket in the trainer's GPU memory
     # computes the log-probs of a round's accepted tokens
     spec_logprobs = "sglang.srt.speculative.eagle_worker_common.compute_spec_logprobs"
@@ -34,6 +35,20 @@ class Sglang0523:
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:
         """Send a scheduler's answer to a control request."""
         scheduler.send_control_output(output, request)
+
+    def ragged_layout(self, lengths: Any, nodes: int) -> Any:
+        """Return the layout of a verification of `lengths [B]` nodes of the requests, `nodes` together."""
+        from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+
+        return RaggedVerifyLayout.from_verify_lens_device(
+            verify_lens=lengths, graph_num_tokens=nodes
+        )
+
+    def to_host(self, tensor: Any) -> Any:
+        """Copy a tensor to the host. It is there when the results of the round are."""
+        from sglang.srt.utils.common import async_d2h
+
+        return async_d2h(tensor)
 
     def softmax(self, logits: Any) -> Any:
         """Compute probabilities as SGLang's plain decoding does."""
@@ -186,6 +201,7 @@ class Sglang0515(Sglang0523):
         "--disable-overlap-schedule",
     )
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
+    ragged = False
     opens_handles = False
     spec_logprobs = "sglang.srt.speculative.eagle_worker_v2.compute_spec_v2_logprobs"
 
