@@ -1,6 +1,7 @@
 """The learning object that both loops hold: what a checkpoint keeps, and what is read of older ones."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -221,5 +222,6 @@ def test_a_prediction_wakes_a_probe_and_does_not_replace_what_was_seen():
 
 
 def test_a_table_that_cannot_tell_drafting_from_verifying_is_refused_for_a_ragged_rule():
+    table = str(Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json")
     with pytest.raises(CostTableError, match="h100-simulated.json: spec.ragged needs a table with `unverified` rounds"):
-        Learning((0, 1), TABLE, Roofline.of_layers(2), ragged=True)
+        Learning((0, 1), table, Roofline.of_layers(2), ragged=True)
