@@ -84,7 +84,7 @@ def engines(process: subprocess.Popen) -> list[psutil.Process]:
 
 def during_rollout(run_dir: Path, step: int, process: subprocess.Popen) -> None:
     """Wait until that step's samples are being drawn."""
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 600
     while len(read_records(run_dir / "metrics.jsonl")) < step:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-3000:]
         time.sleep(0.02)
