@@ -30,6 +30,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 SCALED_ROTARY = "rope_freqs.weight"
 # Values at which a key that Transformers does not read leaves llama.cpp's function as it is. 0 stands for "not set".
 NEUTRAL = (0, 1, "none")
+# The same of keys of which 0 and 1 are not both neutral. A truth value equals 0 or 1.
+NEUTRAL_OF = {"attention.causal": 1, "attention.scale": 0, "use_parallel_residual": 0}
 
 
 def is_gguf(path: Path) -> bool:
@@ -125,7 +127,11 @@ def _refuse_other_functions(path: Path, header: Gguf) -> None:
     context = metadata.get(f"{kind}.context_length")
     neutral = (*NEUTRAL, _head_dim(metadata), context)
     for key, value in metadata.items():
-        if key.startswith(f"{kind}.") and key not in read and value not in neutral:
+        if not key.startswith(f"{kind}.") or key in read:
+            continue
+        name = key.removeprefix(f"{kind}.")
+        expected = (NEUTRAL_OF[name],) if name in NEUTRAL_OF else neutral
+        if value not in expected:
             raise CheckpointError(
                 f"{path}: {key[:80]} is {str(value)[:60]}; this key is not read from GGUF"
             )

@@ -184,15 +184,34 @@ def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
     """Map every tensor's name to its file, shape and type. Raises ModelConfigError if a file is missing or damaged.
 
     tied  head and embedding are one tensor, which has the embedding's name here, whatever the files call it. Where they
-          hold both, the embedding counts, as in Transformers
+          hold both, the bits must be equal
     """
     headers: dict[str, Header] = {}
     for name, header in _stored_headers(directory).items():
         headers |= _single_experts(name, header)
     if not tied or HEAD not in headers:
         return headers
-    headers.setdefault(EMBEDDING, headers.pop(HEAD))
+    head = headers.pop(HEAD)
+    embedding = headers.setdefault(EMBEDDING, head)
+    if embedding is not head and not _equal(directory, embedding, head):
+        raise ModelConfigError(
+            f"{directory}: {HEAD} differs from {EMBEDDING}; expected tie_word_embeddings=false in config.json, for a "
+            "model with a head of its own"
+        )
     return headers
+
+
+def _equal(directory: Path, one: Header, other: Header) -> bool:
+    """Return whether two tensors have the same bits."""
+    import torch
+
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    bits = []
+    for header in (one, other):
+        with safe_open(directory / header.file, "pt") as tensors:
+            bits.append(tensors.get_tensor(header.name).view(torch.uint8))
+    return torch.equal(*bits)
 
 
 def _single_experts(name: str, header: Header) -> dict[str, Header]:

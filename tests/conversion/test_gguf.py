@@ -172,6 +172,10 @@ def refused(path, capsys) -> str:
     [
         ({"words": [*WORDS, "more"]}, "model.embed_tokens.weight has shape [30, 64], expected [31, 64]"),
         ({"keys": [("add_float32", "llama.swing", 0.5)]}, "llama.swing is 0.5; this key is not read from GGUF"),
+        (
+            {"keys": [("add_causal_attention", False)]},
+            "llama.attention.causal is False; this key is not read from GGUF",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
