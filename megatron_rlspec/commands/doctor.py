@@ -45,7 +45,7 @@ UPSTREAM = {
     ),
     "sglang": Upstream(
         "sglang",
-        ("==0.5.15.*", ">=0.5.23"),
+        (">=0.5.15,<0.5.20", ">=0.5.23"),
         'install sglang 0.5.23 or 0.5.15.post1, or set rollout.engine="embedded" with spec.mode="fixed"',
         "pip install 'megatron_rlspec[engine]', or set rollout.engine=\"embedded\" or rollout.urls",
     ),

@@ -44,7 +44,7 @@ OWN = tiny_eagle3.drafter_weights(DRAFTER)
 IDS = OWN["d2t"] + torch.arange(tiny_eagle3.WORDS)
 SERVE = (
     "--device cpu --dtype float32 --max-total-tokens 16384 --max-running-requests 32 --spec adaptive --num-steps 3 "
-    "--candidate-steps 0,1,2,3 --sharpness 2 --ragged"
+    "--candidate-steps 0,1,2,3 --ragged"
 ).split()
 TOLERANCE = 2e-4
 THREE = SpecSchedule.fixed(SpecConfig(3))

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
+from megatron_rlspec.rollout.sglang.scheduler.metrics import RoundCounters
 from megatron_rlspec.rollout.sglang.settings import Settings
+from megatron_rlspec.types import OFF, SpecConfig
 
 LOAD = "from sglang.srt.plugins import load_plugins; load_plugins(); print('SGLang goes on')"
 OTHER = "from megatron_rlspec.rollout.sglang.scheduler import versions; versions.version = lambda name: '0.5.20'"
@@ -19,7 +21,7 @@ OTHER = "from megatron_rlspec.rollout.sglang.scheduler import versions; versions
     ("value", "before", "told"),
     [
         ('{"verifer": "target_only"}', "", "verifer: "),
-        ("1", OTHER, "this SGLang is 0.5.20; expected 0.5.15.post1, or 0.5.23 or later"),
+        ("1", OTHER, "this SGLang is 0.5.20; expected 0.5.15.post1 to 0.5.19, or 0.5.23 or later"),
     ],
 )
 def test_a_plugin_that_cannot_register_ends_the_process(value: str, before: str, told: str) -> None:
@@ -40,3 +42,15 @@ def test_settings_that_do_not_exist_are_refused(value: str, told: str, monkeypat
     monkeypatch.setenv("RLSPEC_SGLANG", value)
     with pytest.raises(ValueError, match=told):
         Settings.from_environment()
+
+
+def test_rounds_are_counted_by_their_drafts() -> None:
+    client = pytest.importorskip("prometheus_client")  # SGLang needs it for /metrics only
+    counters = RoundCounters()
+    counters.add(SpecConfig(2), [0, 2])
+    counters.add(SpecConfig(2), [1])
+    counters.add(OFF, [0, 0, 0])
+    value = client.REGISTRY.get_sample_value
+    assert value("sglang:rlspec_rounds_total", {"drafts": "2"}) == 2
+    assert value("sglang:rlspec_rounds_total", {"drafts": "off"}) == 1
+    assert value("sglang:rlspec_drafts_total") == 6 and value("sglang:rlspec_accepted_drafts_total") == 3

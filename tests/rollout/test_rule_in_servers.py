@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import plain_server
 import pytest
 import tiny_mimo
 
-from megatron_rlspec.engine import EngineError
-from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.types import Prompt, Request, Sampling
@@ -37,28 +31,8 @@ def served(model: Path, folder: Path) -> Iterator[SGLangEngine]:
 @contextmanager
 def plain(model: Path, folder: Path) -> Iterator[SGLangEngine]:
     """Start SGLang's own `launch_server` with the plugin."""
-    here = Path(__file__).parent
-    port = free_port(ENGINES)
-    environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "RLSPEC_SGLANG": json.dumps({"drafts": "argmax"})}
-    environment["PYTHONPATH"] = str(here.parent.parent)
-    command = [sys.executable, "-W", "ignore", str(here / "plain_server.py"), str(model), str(port), "2"]
-    with open(folder / "log", "w+") as log:
-        process = subprocess.Popen(
-            command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        engine = SGLangEngine(f"http://127.0.0.1:{port}", timeout=300)
-        try:
-            while True:
-                try:
-                    engine.describe()
-                    break
-                except EngineError:
-                    log.seek(0)
-                    assert process.poll() is None, log.read()[-3000:]
-                    time.sleep(0.5)
-            yield engine
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
+    with plain_server.started(model, folder, json.dumps({"drafts": "argmax"})) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("start", [served, plain], ids=["rlspec serve", "plain server"])

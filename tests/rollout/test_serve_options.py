@@ -74,6 +74,38 @@ def test_print_shows_the_commands_of_sglangs_own_server(folder: Path, tmp_path: 
         serve.main(["--model", str(folder / "mimo"), "--print", "--device", "cpu"])
 
 
+@pytest.mark.parametrize("project", ["verl", "areal", "miles"])
+def test_for_a_project_its_own_settings_are_printed(folder: Path, project: str, tmp_path: Path, capsys) -> None:
+    """The project's shell reads them: nothing is lost between quotes."""
+    serve.main(["--model", str(folder / "mimo"), "--for", project])
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line.startswith(START_OF[project])]
+    command = ["bash", "-c", f'for word in {" ".join(lines)}; do echo "$word"; done']
+    echoed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    words = echoed.stdout.splitlines()
+    file = f"{tmp_path}/rlspec-adaptive.json"
+    expected = {
+        "verl": {
+            "+ray_kwargs.ray_init.runtime_env.env_vars.RLSPEC_SGLANG='1'",
+            "actor_rollout_ref.model.mtp.enable_rollout=True",
+            "actor_rollout_ref.model.mtp.speculative_algorithm=EAGLE",
+            "actor_rollout_ref.model.mtp.speculative_num_draft_tokens=2",
+            "+actor_rollout_ref.rollout.engine_kwargs.sglang.speculative_adaptive=True",
+            f"+actor_rollout_ref.rollout.engine_kwargs.sglang.speculative_adaptive_config={file}",
+            "+actor_rollout_ref.rollout.engine_kwargs.sglang.sampling_backend=pytorch",
+        },
+        "areal": {"AREAL_LLM_SERVER_ADDRS=127.0.0.1:30000"},
+        "miles": {"--sglang-speculative-adaptive", f"--sglang-speculative-adaptive-config={file}"},
+    }
+    assert expected[project] <= set(words)
+    assert ("python -m sglang.launch_server" in printed) == (project == "areal")
+    with pytest.raises(SystemExit):
+        serve.main(["--model", str(folder / "mimo"), "--for", "verl", "--mem-fraction-static", "0.8"])
+
+
+START_OF = {"verl": ("+", "actor_"), "areal": ("AREAL_",), "miles": ("--sglang-",)}
+
+
 @pytest.mark.parametrize(
     ("given", "useless"),
     [

@@ -40,7 +40,7 @@ from megatron_rlspec.types import OFF, Partial, Prompt, Request, Sample, Samplin
 CONFIG = tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160)
 WEIGHTS = tiny_mimo.weights(CONFIG)
 LAUNCHES = {
-    "adaptive": ["--spec", "adaptive", "--candidate-steps", "0,1,2,3", "--sharpness", "2", "--ragged"],
+    "adaptive": ["--spec", "adaptive", "--candidate-steps", "0,1,2,3", "--ragged"],
     "plain": ["--spec", "off"],
     "unkeyed": ["--spec", "fixed", "--num-steps", "3", "--verifier", "target_only"],
 }

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import plain_server
 import pytest
 import tiny_mimo
 import torch
 import torch.distributed as dist
 
-from megatron_rlspec.engine import EngineError
-from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
@@ -176,47 +171,25 @@ def group() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     """Start SGLang's own `launch_server` with the plugin active, as in slime's engines."""
     room = tmp_path_factory.mktemp("plain")
     model = tiny_mimo.write(room / "mimo", CONFIG, WEIGHTS)
-    port = free_port(ENGINES)
     settings = {"verifier": "target_only", "spec_rule": {"schedule": k(2).to_json()}, "deliveries": True}
-    environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(room), "RLSPEC_SGLANG": json.dumps(settings)}
-    here = Path(__file__).parent
-    environment["PYTHONPATH"] = os.pathsep.join([FOLDERS, str(here.parent.parent)])
-    command = [sys.executable, "-W", "ignore", str(here / "plain_server.py"), str(model), str(port), "2"]
-    with open(room / "log", "w+") as log:
-        process = subprocess.Popen(
-            command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        found = SGLangEngine(f"http://127.0.0.1:{port}", timeout=600)
-        deadline = time.monotonic() + 300
-        try:
-            while True:
-                try:
-                    found.describe()
-                    break
-                except EngineError as error:
-                    log.seek(0)
-                    assert process.poll() is None, log.read()[-3000:]
-                    assert time.monotonic() < deadline, error
-                    time.sleep(0.5)
-            yield found
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
+    with plain_server.started(model, room, json.dumps(settings), path=FOLDERS.split(os.pathsep)) as engine:
+        yield engine
 
 
-def test_the_plugin_alone_in_sglangs_own_server(plain_server, group):
+def test_the_plugin_alone_in_sglangs_own_server(server, group):
     """Test our controller, our routes, and both models' loaders in an update that SGLang applies to the target only."""
-    said = plain_server.describe()
+    said = server.describe()
     assert said["sglang"] == "0.5.15.post1" and said["controller"] == "ScheduleController"
-    generate(plain_server, "first", temperature=0.0)
-    assert {round.config for round in plain_server.stats()} == {SpecConfig(2)}
+    generate(server, "first", temperature=0.0)
+    assert {round.config for round in server.stats()} == {SpecConfig(2)}
     agreeing = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
-    SGLangEngine(plain_server.url, timeout=300, transport=GroupBroadcast()).update_weights(1, agreeing.items())
+    SGLangEngine(server.url, timeout=300, transport=GroupBroadcast()).update_weights(1, agreeing.items())
     marks = {name: fingerprint(tensor) for name, tensor in agreeing.items()}
-    assert plain_server.fingerprints() == marks
-    assert plain_server.post("control/delivered") == {"target": marks, "drafter": marks}
-    after = generate(plain_server, "after", tokens=13, temperature=0.0)  # no end cuts a round
+    assert server.fingerprints() == marks
+    assert server.post("control/delivered") == {"target": marks, "drafter": marks}
+    after = generate(server, "after", tokens=13, temperature=0.0)  # no end cuts a round
     assert sum(sum(s.accepted[:2]) for s in after) == 0, "every draft is accepted"

@@ -90,8 +90,6 @@ def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[
         end = first + math.prod(shape) * dtype.itemsize
         entries.append(Entry(name, dtype, tuple(shape), first, end))
         first = end
-    if not entries:
-        raise Refusal(400, f"not a safetensors file of {len(data)} bytes: it holds no tensor")
     return entries
 
 

@@ -39,13 +39,12 @@ class Settings:
     loopback: bool = False  # torch's stores listen on the loopback address only
 
     @classmethod
-    def from_environment(cls) -> Settings | None:
-        """Return the settings in RLSPEC_SGLANG: JSON, or 1 for the defaults. None: the plugin was not asked for.
+    def from_environment(cls) -> Settings:
+        """Return the settings in RLSPEC_SGLANG: JSON, or 1 for the defaults.
 
         Raises ValueError, one line, for settings that do not exist.
         """
-        text = os.environ.get(VARIABLE)
-        return None if text is None else _parsed(text)
+        return _parsed(os.environ.get(VARIABLE, ""))
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}

@@ -67,35 +67,26 @@ def _check_effects(options: argparse.Namespace) -> None:
     """Refuse options that the others leave without effect."""
     spec = SpecSection()
     defaults: dict[str, object] = {
-        "draft_vocabulary": 0,
-        "ragged": False,
-        "drafts": spec.drafts,
         "num_steps": spec.num_steps,
+        "candidate_steps": ",".join(map(str, spec.candidate_steps)),
+        "cost_table": "",
+        "drafts": spec.drafts,
+        "draft_vocabulary": 0,
+        "draft_model": "",
+        "ragged": False,
     }
-    defaults |= {"candidate_steps": ",".join(map(str, spec.candidate_steps))}
-    defaults["sharpness"] = 0.0
-    of_drafts = [
-        "num_steps",
-        "candidate_steps",
-        "cost_table",
-        "drafts",
-        "draft_vocabulary",
-        "draft_model",
-    ]
-    of_drafts += ["sharpness", "ragged"]
-    for useless, because, names in (
-        (options.spec == "off", "--spec off", of_drafts),
-        (options.spec == "fixed", "--spec fixed", ("candidate_steps", "ragged")),
-        (
-            options.verifier != "position_keyed",
-            f"--verifier {options.verifier}",
-            ("drafts", "sharpness", "ragged"),
-        ),
-        (options.drafts == "argmax", "--drafts argmax", ("sharpness", "ragged")),
-    ):
-        for name in names if useless else ():
-            if getattr(options, name) != defaults.get(name, ""):
-                raise ServeError(f"--{name.replace('_', '-')} has no effect with {because}")
+    useless = {}
+    if options.drafts == "argmax":
+        useless["ragged"] = "--drafts argmax"
+    if options.verifier != "position_keyed":
+        useless |= dict.fromkeys(("drafts", "ragged"), f"--verifier {options.verifier}")
+    if options.spec == "fixed":
+        useless |= dict.fromkeys(("candidate_steps", "ragged"), "--spec fixed")
+    if options.spec == "off":
+        useless = dict.fromkeys(defaults, "--spec off")
+    for name, because in useless.items():
+        if getattr(options, name) != defaults[name]:
+            raise ServeError(f"--{name.replace('_', '-')} has no effect with {because}")
 
 
 def _check_model(options: argparse.Namespace) -> None:
@@ -126,12 +117,6 @@ def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> No
         raise ServeError(
             f"{given} drafts from {drafter.draft_vocab_size} of {target['vocab_size']} words, and SGLang's rejection "
             "sampling needs all; expected another --verifier"
-        )
-    own = drafter.dtype or drafter.torch_dtype
-    wanted = target.get("dtype") or target.get("torch_dtype")
-    if options.dtype == "auto" and own and wanted and own != wanted:
-        raise ServeError(
-            f"{given}: its type is {own}, the target's {wanted}; expected a --dtype for both"
         )
     for name, value in environment_of(drafter, target).items():
         os.environ.setdefault(name, value)

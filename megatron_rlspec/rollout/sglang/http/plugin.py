@@ -30,9 +30,7 @@ def register() -> None:
     try:
         from megatron_rlspec.rollout.sglang.settings import Settings
 
-        settings = Settings.from_environment()
-        assert settings is not None
-        _register(settings)
+        _register(Settings.from_environment())
     except Exception as error:
         raise SystemExit(
             f"rlspec: RLSPEC_SGLANG is set, but the plugin cannot register: {error}"

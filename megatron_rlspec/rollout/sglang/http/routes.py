@@ -67,8 +67,7 @@ async def generate(request: Request) -> StreamingResponse:
 
 
 def _position_keyed() -> bool:
-    settings = Settings.from_environment()
-    return settings is not None and settings.verifier == "position_keyed"
+    return Settings.from_environment().verifier == "position_keyed"
 
 
 def _finish(asked: schemas.RequestBody) -> dict[str, Any] | None:

@@ -16,23 +16,24 @@ import signal
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rlspec.arguments import Parser, integer, number
+from megatron_rlspec.arguments import Parser, integer
 from megatron_rlspec.config import RolloutConfig, SpecSection
 from megatron_rlspec.config.base import MOST_TOKENS
 from megatron_rlspec.config.rollout import MOST_SAMPLES
 from megatron_rlspec.config.spec import MOST_DRAFTS
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models.config import ModelConfigError, sharpness_of
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.rollout.sglang import scratch
+from megatron_rlspec.rollout.sglang.client.connection import RefusedError
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.description import in_force
 from megatron_rlspec.rollout.sglang.http import parents
 from megatron_rlspec.rollout.sglang.http.checks import (
@@ -41,7 +42,11 @@ from megatron_rlspec.rollout.sglang.http.checks import (
     dtype_of,
     installed_sglang,
 )
-from megatron_rlspec.rollout.sglang.http.launch_command import shell_commands
+from megatron_rlspec.rollout.sglang.http.launch_command import (
+    PROJECTS,
+    for_project,
+    shell_commands,
+)
 from megatron_rlspec.rollout.sglang.settings import (
     APART,
     ATTENTION_RANKS,
@@ -151,12 +156,6 @@ def parser() -> Parser:
         help="coupled: draft with the noise of --verifier position_keyed; argmax: draft the drafter's likeliest token",
     )
     p.add_argument(
-        "--sharpness",
-        type=number(0, 100),
-        default=0.0,
-        help="of coupled drafts; 0: as the drafter's training chose, else 2",
-    )
-    p.add_argument(
         "--ragged",
         action="store_true",
         help="verify of each request the drafts worth it, and not the same number of all",
@@ -177,6 +176,12 @@ def parser() -> Parser:
         "--print",
         action="store_true",
         help="print the shell commands that start SGLang's own server with the plugin on a GPU, and end",
+    )
+    p.add_argument(
+        "--for",
+        dest="project",
+        choices=PROJECTS,
+        help="print what this project needs to draft with the plugin in its engines, and end",
     )
     tokens = integer(0, MOST_TOKENS)
     p.add_argument(
@@ -218,7 +223,8 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         parents.end_with(options.stop_with_parent)
     name = Path(options.model).name or options.model
     check(options)
-    device = _device_of_printed(options) if options.print else _device(options.device)
+    printed = options.print or options.project
+    device = _device_of_printed(options, rest) if printed else _device(options.device)
     if device == "cpu" and options.verifier == "rejection":
         raise ServeError(
             "--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only"
@@ -230,10 +236,9 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if options.dtype == "auto":
         options.dtype = _dtype(options.model)
     arguments, settings, slots = arguments_for(options, device, tensor_parallel(rest))
-    if options.print:
+    if printed:
         settings = dataclasses.replace(settings, sharpness=_sharpness(options))
-        has_key = bool(options.api_key)
-        print(shell_commands([*arguments, *rest], settings, slots, has_key=has_key))
+        print(_printed(options, [*arguments, *rest], settings, slots))
         return
     print(f"rlspec serve: loading {name} in {options.dtype}", flush=True)
     if options.draft_vocabulary and options.spec != "off":
@@ -263,12 +268,28 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     _launch(options, device, [*arguments, *rest])
 
 
-def _device_of_printed(options: argparse.Namespace) -> str:
+def _printed(
+    options: argparse.Namespace, arguments: list[str], settings: Settings, slots: dict[str, Any]
+) -> str:
+    if options.project in ("verl", "miles"):
+        return for_project(options.project, arguments, settings, slots)
+    commands = shell_commands(arguments, settings, slots, has_key=bool(options.api_key))
+    if options.project == "areal":
+        address = f"{options.host}:{options.port}"
+        commands += f"\n# in the environment of AReaL's trainer\nAREAL_LLM_SERVER_ADDRS={address}"
+    return commands
+
+
+def _device_of_printed(options: argparse.Namespace, rest: list[str]) -> str:
     """Return the device of a printed command, whose machine may be another one. Raises ServeError."""
     if options.device == "cpu":
         raise ServeError("--print --device cpu: SGLang's own server needs a GPU for drafts")
     if options.draft_vocabulary:
         raise ServeError("--print: SGLang's own server has no file for --draft-vocabulary")
+    if rest and options.project in ("verl", "miles"):
+        raise ServeError(
+            f"--for {options.project} prints the options of drafts only; give {rest[0]} to {options.project} itself"
+        )
     return "cuda"
 
 
@@ -324,7 +345,6 @@ def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
         f"--dtype={options.dtype}",
         f"--max-running-requests={options.max_running_requests}",
         "--weight-version=0",
-        "--log-level=warning",
     ]
     total = options.max_total_tokens
     if device == "cpu":
@@ -395,8 +415,6 @@ def _cost_table(options: argparse.Namespace, tp: str) -> CostTable | None:
         return None
     if options.spec == "fixed":
         raise ServeError("--cost-table is for --spec adaptive")
-    if not Path(options.cost_table).is_file():
-        raise ServeError(f"--cost-table {options.cost_table}: no such file")
     try:
         table = CostTable.load(options.cost_table).of_engine(int(tp) if tp.isdigit() else 1)
     except CostTableError as error:
@@ -473,8 +491,6 @@ def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
         )
     config = _hf_config(options.model)
     config = config.get("text_config", config)
-    if "vocab_size" not in config:
-        raise ServeError(f"{given}: config.json of --model {options.model} has no vocab_size")
     try:
         words = DraftVocabulary(
             options.draft_vocabulary, config["vocab_size"], ends_of_text(options.model)
@@ -533,14 +549,15 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
         _fork_children()
     load_plugins()
     _name_shared_memory(_scratch())
-    started: list[Callable[[], None]] = [lambda: _confirm(options)]
+    client = SGLangEngine(_url(options), api_key=options.api_key, timeout=60)
+    started: list[Callable[[], None]] = [lambda: _confirm(options, client)]
     if options.api_key:
         from megatron_rlspec.rollout.sglang.http.guard import require_key
 
         started.insert(0, require_key(http_server.app, options.api_key))
     http_server.launch_server(
-        prepare_server_args(arguments),
-        execute_warmup_func=lambda _: _listening(options),
+        prepare_server_args(["--log-level=warning", *arguments]),
+        execute_warmup_func=lambda _: _listening(client),
         launch_callback=lambda: [act() for act in started],
     )
 
@@ -584,21 +601,21 @@ def _architectures(*paths: str) -> tuple[str, ...]:
 
 
 def _sharpness(options: argparse.Namespace) -> float:
-    """Return the sharpness of drafts to begin with: as given, else as the drafter's config.json states."""
-    return options.sharpness or sharpness_of(_hf_config(options.draft_model or options.model))
+    """Return the sharpness of drafts to begin with, as the drafter's config.json states it."""
+    return sharpness_of(_hf_config(options.draft_model or options.model))
 
 
-def _listening(options: argparse.Namespace) -> bool:
+def _listening(client: SGLangEngine) -> bool:
     """Wait until the server listens. This replaces SGLang's warm-up, whose generation a CPU engine does not need."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
     while True:
         try:
-            _ask(options, "nothing")
-        except urllib.error.HTTPError:
+            client.post("nothing")
+        except RefusedError:
             break  # the route does not exist, but the server answered
-        except OSError:
+        except EngineError:
             time.sleep(0.05)
     http_server._global_state.tokenizer_manager.server_status = ServerStatus.Up
     return True
@@ -609,36 +626,20 @@ def _url(options: argparse.Namespace) -> str:
     return f"http://{host}:{options.port}"
 
 
-def _ask(options: argparse.Namespace, path: str) -> Any:
-    request = urllib.request.Request(f"{_url(options)}/{path}", b"{}")
-    request.add_header("Authorization", f"Bearer {options.api_key}")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=60) as response:
-        return json.load(response)
-
-
-def _confirm(options: argparse.Namespace) -> None:
+def _confirm(options: argparse.Namespace, client: SGLangEngine) -> None:
     """End the engine if the plugin is not active. SGLang only logs the failure of a plugin and continues without it."""
-    problem = ""
     try:
-        answer = _ask(options, "rlspec/control/describe")
-        if options.spec != "off" and answer["controller"] != "ScheduleController":
-            problem = (
-                f"SGLang runs {answer['controller'] or 'no adaptive controller'}; see its log above"
-            )
-    except (OSError, ValueError, KeyError) as error:
-        problem = (
-            f"the scheduler does not answer our commands ({error}); "
-            "is the package installed with its entry point?"
-        )
-    if problem:
-        print(f"rlspec serve: plugin not in force: {problem}", flush=True)
+        answer = client.describe()
+        if options.spec != "off" and not answer.get("rule"):
+            raise EngineError("SGLang runs without the plugin's controller; see its log above")
+    except EngineError as error:
+        print(f"rlspec serve: plugin not in force: {error}", flush=True)
         from sglang.srt.utils import kill_process_tree
 
         kill_process_tree(os.getpid())
     _treat_interrupt_as_terminate()
     print(f"rlspec serve: {in_force(answer)}", flush=True)
-    print(f"rlspec serve: ready on {_url(options)}", flush=True)
+    print(f"rlspec serve: ready on {client.url}", flush=True)
 
 
 def _treat_interrupt_as_terminate() -> None:

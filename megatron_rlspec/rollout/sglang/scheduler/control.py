@@ -27,6 +27,7 @@ from megatron_rlspec.rollout.sglang.scheduler import (
     decisions,
     draft_vocabulary,
     eagle3,
+    metrics,
     prefix_tree,
     stop_strings,
     versions,
@@ -55,6 +56,7 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
 
     def watch(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         _watch_loaders(settings, scheduler)
+        metrics.start(scheduler)
         logger.info("rlspec: %s", in_force(_describe(settings, scheduler)))
 
     yield "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", handle, "AROUND"
@@ -355,6 +357,8 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     requests = [i for i in drafting if i in running]
     counted = [accepted[i] for i in requests]
     if_all = decisions.decider.observe(ran, counted, requests, len(running) - len(counted))
+    if metrics.counters is not None:
+        metrics.counters.add(ran.config, counted)
     last = all(request.finished() for request in batch.reqs)
     ms = rounds.observe(ran, counted, requests, len(accepted), last, if_all)
     if ms is not None:

@@ -31,7 +31,7 @@ from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
 from megatron_rlspec.rollout.sglang.scheduler.known_lengths import known_lengths
 from megatron_rlspec.rollout.sglang.scheduler.rounds import rounds
-from megatron_rlspec.types import SpecConfig
+from megatron_rlspec.types import OFF, SpecConfig
 
 logger = logging.getLogger(__name__)
 # SGLang passes these between rounds; unused while off
@@ -93,7 +93,10 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             self._context = sum(r.seqlen for r in reqs)
             self._plain = plain_round.asks_no_more(self._batch)
             missed = partial(gap.missed, reqs) if gap.open else _nothing
-            self._config, n = decisions.decider.choose(batch_size, self._context, missed)
+            if decisions.decider.can_hold and plain_round.penalised(self._batch):
+                self._config, n = OFF, 0
+            else:
+                self._config, n = decisions.decider.choose(batch_size, self._context, missed)
             closing = gap.open and not self._config.off
             self._drafting = self._catch_up(n) if closing else None
         if self._config.num_steps != self.worker.speculative_num_steps:

@@ -50,7 +50,7 @@ class Decider:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings.spec_rule
         self._off = settings.off
-        self._can_hold = False  # whether the engine has step 0, in which `OFF` runs
+        self.can_hold = False  # whether the engine has step 0, in which `OFF` runs
         self.candidates: list[SpecConfig] = []
         self.held = ""  # why speculation is held off; the rule below then waits
         # why all requests verify the same number of drafts; "" if they need not
@@ -88,7 +88,7 @@ class Decider:
         ranks  tensor-parallel size
         """
         self.ranks = ranks
-        self._can_hold = 0 in candidate_steps
+        self.can_hold = 0 in candidate_steps
         steps = [n for n in candidate_steps if n or self._off]
         self.candidates = [OFF] * (0 in steps) + [SpecConfig(n) for n in steps]
         if self._settings:
@@ -160,7 +160,7 @@ class Decider:
             raise ValueError(
                 "speculation cannot be switched here: the engine runs no adaptive speculation"
             )
-        if not self._can_hold:
+        if not self.can_hold:
             raise ValueError(
                 "speculation cannot be held off here: the engine was launched without step count 0"
             )

@@ -35,6 +35,14 @@ def asks_no_more(batch: Any) -> bool:
     )
 
 
+def penalised(batch: Any) -> bool:
+    """Return whether a request's penalties depend on its earlier tokens.
+
+    SGLang counts one token a round for them, so a round with drafts would give another text.
+    """
+    return batch.sampling_info.acc_additive_penalties is not None
+
+
 def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Run the round. Returns the verify path's result, and hidden [B, H] and token [B] of the position computed.
 

@@ -1,12 +1,13 @@
-"""Adapters to the SGLang versions that are supported: 0.5.15.post1, which slime pins, and 0.5.23.
+"""Adapters to the SGLang versions that are supported: 0.5.23, 0.5.15.post1, which slime pins, and 0.5.16 to 0.5.19.
 
 Everything in which they differ stands here. A version later than 0.5.23 is treated like it, with a warning. The
-tests compare every call of this package, and the names that it replaces or reads, with both versions.
+tests compare every call of this package, and the names that it replaces or reads, with each version.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -203,12 +204,13 @@ class Sglang0515(Sglang0523):
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
     ragged = False
     opens_handles = False
+    cache_locs = "sglang.srt.speculative.triton_ops.cache_locs"
     spec_logprobs = "sglang.srt.speculative.eagle_worker_v2.compute_spec_v2_logprobs"
 
     def weight_version(self, manager: Any = None) -> str:
         if manager is None:
             raise NotImplementedError(
-                "SGLang 0.5.15.post1 does not tell its schedulers the version of the weights"
+                "SGLang before 0.5.23 does not tell its schedulers the version of the weights"
             )
         return manager.server_args.weight_version
 
@@ -233,7 +235,7 @@ class Sglang0515(Sglang0523):
         return worker.server_args.speculative_use_rejection_sampling
 
     def without_eagle3(self, config: Mapping[str, Any]) -> str:
-        return "EAGLE-3 was not run with SGLang 0.5.15.post1; expected 0.5.23"
+        return "EAGLE-3 was not run with SGLang before 0.5.23"
 
     def forward(self, worker: Any, batch: Any, capture_hidden_mode: Any) -> Any:
         batch.capture_hidden_mode = capture_hidden_mode
@@ -258,9 +260,8 @@ class Sglang0515(Sglang0523):
         """Select the Triton form of two kernels that also exist in CUDA, and skip the drafter's waits for a GPU."""
         import torch
         from sglang.srt.speculative import eagle_utils
-        from sglang.srt.speculative.triton_ops import cache_locs
 
-        eagle_utils._is_xpu = cache_locs._is_xpu = True
+        eagle_utils._is_xpu = importlib.import_module(self.cache_locs)._is_xpu = True
         torch.cuda.synchronize = lambda device=None: None
         torch.Tensor.record_stream = lambda tensor, stream: None
 
@@ -274,6 +275,20 @@ class Sglang0515(Sglang0523):
         yield f"{MANAGER}.update_weights_from_distributed", drafter_push.load_twice, "AROUND"
         yield "sglang.srt.managers.scheduler.Scheduler.flush_cache", _flush_while_paused, "AROUND"
         yield "sglang.srt.layers.sampler.multinomial_with_seed", _draw_finite, "REPLACE"
+
+
+class Sglang0516(Sglang0515):
+    """Adapts to 0.5.16 and 0.5.17."""
+
+    cache_locs = "sglang.kernels.ops.speculative.cache_locs"
+    spec_logprobs = "sglang.srt.speculative.eagle_worker_common.compute_spec_v2_logprobs"
+    forward = Sglang0523.forward
+
+
+class Sglang0518(Sglang0516):
+    """Adapts to 0.5.18 and 0.5.19."""
+
+    spec_logprobs = Sglang0523.spec_logprobs
 
 
 # Targets that were shown to hand hidden states of their layers to an EAGLE-3 drafter. MiMo's class hands out none.
@@ -313,7 +328,14 @@ def _flush_while_paused(original: Callable, scheduler: Any, *args: Any, **kwargs
         scheduler.waiting_queue = waiting
 
 
-KNOWN: dict[str, type[Sglang0523]] = {"0.5.23": Sglang0523, "0.5.15.post1": Sglang0515}
+KNOWN: dict[str, type[Sglang0523]] = {
+    "0.5.15.post1": Sglang0515,
+    "0.5.16": Sglang0516,
+    "0.5.17": Sglang0516,
+    "0.5.18": Sglang0518,
+    "0.5.19": Sglang0518,
+    "0.5.23": Sglang0523,
+}
 
 
 @cache
@@ -334,8 +356,10 @@ def adapter(found: str) -> Sglang0523:
             "rlspec: SGLang %s is later than 0.5.23, the latest version with which this was tested",
             found,
         )
-    if release >= (0, 5, 23):
         return Sglang0523()
-    if release == (0, 5, 15):
-        return Sglang0515()
-    raise ImportError(f"this SGLang is {found}; expected 0.5.15.post1, or 0.5.23 or later")
+    for tested, known in KNOWN.items():
+        if Version(tested).release == release:
+            return known()
+    raise ImportError(
+        f"this SGLang is {found}; expected 0.5.15.post1 to 0.5.19, or 0.5.23 or later"
+    )
