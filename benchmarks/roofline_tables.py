@@ -1,14 +1,21 @@
-"""Cost tables of machines that are rooflines, with errors as profiles have them: for benchmarks and tests."""
+"""Cost tables of machines that are rooflines, with errors as profiles have them: for benchmarks and tests.
+
+    python benchmarks/roofline_tables.py [--hardware H100] [--acceptance 0.8,0.75,0.7]
+
+prints what drafts gain over plain decoding of a 7B model, by context and running requests: an estimate by data sheets.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import SpecConfig
+from megatron_rlspec.types import OFF, SpecConfig
 
 # Dense bf16 by the vendors' data sheets: memory bandwidth in TB/s, TFLOPS.
 HARDWARE = {
@@ -86,3 +93,36 @@ def roofline_table(
         tokens = np.array(float(n))
         prefill.append(PrefillCost(1, 1, n, cost.host_ms + float(cost.target_ms(tokens, tokens))))
     return CostTable(provenance, rounds, prefill, switch_ms=cost.switch_ms, catch_up_ms=cost.catch_up_ms)
+
+
+def best_gain(cost: Roofline, rates: Sequence[float], batch: int, length: int) -> str:
+    """Format how many times as fast as plain decoding the best number of drafts is, and that number.
+
+    rates   acceptance by depth
+    length  tokens of context of each request
+    """
+    configs = [OFF, *(SpecConfig(k) for k in range(1, len(rates) + 1))]
+    ms = cost.grid(configs, np.array(batch), np.array(batch * length)).tolist()
+    tokens = [expected_tokens(config, rates) for config in configs]
+    gains = [ms[0] * tokens[k] / ms[k] for k in range(len(configs))]
+    best = max(range(len(configs)), key=lambda k: gains[k])
+    return f"{gains[best]:.2f} ({best})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--hardware", choices=HARDWARE, default="H100")
+    parser.add_argument("--acceptance", default="0.8,0.75,0.7", help="of the first draft, of the second, ...")
+    args = parser.parse_args()
+    rates = [float(rate) for rate in args.acceptance.split(",")]
+    cost = of_hardware(*HARDWARE[args.hardware])
+    lengths = (130, 250, 500, 1000, 2000, 4000, 16000)
+    print(f"{args.hardware}, 7B, by its data sheet: times plain decoding (drafts)")
+    print("requests  context " + "".join(f"{length:>11}" for length in lengths))
+    for batch in (1, 16, 64, 256, 512):
+        cells = [best_gain(cost, rates, batch, length) for length in lengths]
+        print(f"{batch:8}          " + "".join(f"{cell:>11}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
