@@ -23,6 +23,17 @@ from megatron_rlspec.speculation.cost_table import CostTable
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPT = BENCHMARKS / "gpu_session.py"
+
+
+LOG = """\
+[2026-01-01 00:00:00] Capture target verify CUDA graph begin. backend=full, num_tokens_per_req=4, avail mem=40.00 GB
+[2026-01-01 00:00:09] Capture target verify CUDA graph end. bs=[1, 2, 4], elapsed=9.50 s, mem usage=0.75 GB.
+[2026-01-01 00:00:09] Capture draft decode CUDA graph begin. backend=full, num_tokens_per_req=1, bs=[1, 2]
+[2026-01-01 00:00:12] Capture draft decode CUDA graph end. elapsed=2.25 s, mem usage=0.25 GB, avail mem=38.75 GB.
+[2026-01-01 00:00:13] Capture target prefill CUDA graph begin. backend=full, num_tokens=[64, 128], avail mem=38.75 GB
+[2026-01-01 00:00:13] Capture target prefill CUDA graph end. elapsed=1.00 s, mem usage=0.00 GB, avail mem=38.75 GB.
+"""
+
 CPU = ["--cpu", "--minutes", "1000"]
 KINDS = ("plain", "frozen", "co-trained")
 
@@ -71,6 +82,11 @@ def test_the_widened_policies_have_heads_that_sglang_takes(gpu):
     for narrow, plan in ((smollm2, gpu.plan.planned()), (quickstart, gpu.plan.planned(cpu=True))):
         wide = widened_shape(narrow, **dataclasses.asdict(plan.wide))
         assert wide.heads * wide.head_size == wide.hidden
+
+
+def test_the_log_of_captures_is_read(gpu):
+    assert gpu.serving.captures(LOG) == (5, 12.75, 1.0)
+    assert gpu.serving.captures("no graphs on a CPU") == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +152,12 @@ def test_the_others_go_on_after_a_part_that_failed(gpu, ran):
         parts_of(gpu, "a"), "done"
     ) | ran.ends
     assert ran.sets == ["wide", "wide", "", "variants"], "engines that a killed part asked start anew"
+
+
+def test_parts_without_their_models_do_not_begin(gpu, ran):
+    ran.ends = {"model": "failed"}
+    record = ran.session(["model", "profile", "train"])
+    assert record.ends["profile"]["why"] == "needs the part model" and list(ran.limits) == ["model", "train"]
 
 
 def test_a_second_call_goes_on_with_what_is_missing(gpu, ran):

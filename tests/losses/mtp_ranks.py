@@ -15,7 +15,7 @@ import forked
 import torch
 import torch.distributed as dist
 
-SECONDS = 30
+SECONDS = 600
 
 
 class Ranks:

@@ -20,7 +20,7 @@ def answers(meeting: str) -> dict[str, Any]:
     """Texts, fingerprints and shard sizes of an engine over all ranks, which meet in the file `meeting`."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(minutes=10)
     )
     config, tensors = oracle.tiny(vocab=48, drafter="close", sharpness=2.0, seed=9)
     _, other = oracle.tiny(vocab=48, drafter="close", sharpness=2.0, seed=10)

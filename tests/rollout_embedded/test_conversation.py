@@ -135,6 +135,17 @@ def test_no_token_past_the_limit(model):
     assert {len(s.response) for s in samples} == {5} and {s.status for s in samples} == {"truncated"}
 
 
+def test_a_failure_where_a_sample_is_taken_ends_the_rollout(model):
+    """It must not leave a thread dead and the rollout waiting."""
+
+    def taken(sample):
+        raise EngineError("full disk")
+
+    engine = oracle.engine_of(*model, K3)
+    with pytest.raises(EngineError, match="full disk"):
+        Conversations(three_turns, EnginePool({"a": engine}), Letters()).draw(oracle.requests(PROMPTS), LONG, taken)
+
+
 @pytest.mark.parametrize("patient", [True, False], ids=["waits", "asks for replies for ever"])
 def test_a_function_that_does_not_go_on_ends_the_rollout(model, patient):
     """Its thread stays behind as a daemon."""
@@ -149,12 +160,45 @@ def test_a_function_that_does_not_go_on_ends_the_rollout(model, patient):
             conversation.reply(max_new_tokens=24)
 
     engine = oracle.engine_of(*model, K3)
-    conversations = Conversations(stuck, EnginePool({"a": engine}), Letters(), seconds=0.5)
+    conversations = Conversations(stuck, EnginePool({"a": engine}), Letters(), seconds=0.2)
     try:
-        with pytest.raises(ConfigError, match=r"did not go on for 0.5 s \(rollout.timeout_seconds\)"):
+        with pytest.raises(ConfigError, match=r"did not go on for 0.2 s \(rollout.timeout_seconds\)"):
             conversations.draw(oracle.requests(PROMPTS), LONG)
     finally:
         release.set()
+
+
+def test_a_conversation_takes_one_turn_at_a_time(model):
+    """A reply beside another one would be of a text that its sample does not have."""
+    said, begun, seen = [], threading.Event(), threading.Event()
+
+    class Waiting:
+        def __init__(self, engine):
+            self.engine = engine
+
+        def generate(self, requests, sampling):
+            begun.set()
+            seen.wait()
+            return self.engine.generate(requests, sampling)
+
+        def abort(self, request_ids):
+            pass
+
+    def two_threads(conversation):
+        threading.Thread(target=conversation.reply, kwargs={"max_new_tokens": 3}, daemon=True).start()
+        begun.wait()
+        for turn in (conversation.reply, lambda: conversation.append("AB")):
+            with pytest.raises(RuntimeError, match="goes on in another thread"):
+                turn()
+            said.append(turn)
+
+    engine = Waiting(oracle.engine_of(*model, K3))
+    try:
+        with pytest.raises(ConfigError, match="returned while a thread of it waits for a reply"):
+            Conversations(two_threads, EnginePool({"a": engine}), Letters()).draw(oracle.requests(PROMPTS[:1]), LONG)
+    finally:
+        seen.set()
+    assert len(said) == 2
 
 
 class Lost:

@@ -409,7 +409,6 @@ def test_what_the_engine_refuses(model):
 @pytest.mark.parametrize(
     ("verifier", "spec"),
     [
-        ("position_keyed", SpecConfig(3)),
         ("position_keyed", SpecConfig(2, 3, 5)),
         ("rejection", SpecConfig(3)),
     ],
