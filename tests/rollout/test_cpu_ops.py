@@ -1,4 +1,4 @@
-"""Each plain torch operator equals a slow one that loops over requests and tokens."""
+"""Attention over requests of very different lengths equals a slow one that loops over requests and tokens."""
 
 from __future__ import annotations
 
@@ -39,25 +39,6 @@ class Cache:
         return out
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["float32", "bfloat16"]
-)
-@pytest.mark.parametrize("lengths", [[7], [5, 1, 19, 8]], ids=["one", "many"])
-def test_decode_attention(lengths: list[int], dtype: torch.dtype, tolerance: float) -> None:
-    cache = Cache(lengths, dtype)
-    query = torch.randn(len(lengths), HEADS, SIZE, dtype=dtype)
-    key, value = torch.randn(2, len(lengths), KV_HEADS, SIZE, dtype=dtype)
-    loc = cache.req_to_token[cache.slots, cache.lengths - 1].long()
-    output = torch.full_like(query, float("nan"))
-    cpu_attention.decode_attention_cpu(
-        query, cache.keys, cache.values, 1.0, 1.0, output, key.flatten(1), value, loc, torch.empty(0),
-        cache.req_to_token, cache.slots, cache.lengths, SCALE, *NONE_OF_THESE,
-    )  # fmt: skip
-    assert torch.equal(cache.keys[loc], key) and torch.equal(cache.values[loc], value)
-    slow = torch.stack([cache.slow_attention(query[i], i, n - 1) for i, n in enumerate(lengths)])
-    torch.testing.assert_close(output.double(), slow, atol=tolerance, rtol=tolerance)
-
-
 def extend(cache: Cache, new: list[int], query: torch.Tensor) -> torch.Tensor:
     output = torch.full_like(query, float("nan"))
     new_lens = torch.tensor(new, dtype=torch.int32)
@@ -77,13 +58,6 @@ def slow_extend(cache: Cache, new: list[int], query: torch.Tensor) -> torch.Tens
             out.append(cache.slow_attention(query[at], request, position))
             at += 1
     return torch.stack(out)
-
-
-@pytest.mark.parametrize("new", [[4, 4, 4], [9, 2, 11], [1, 1, 1]], ids=["verify", "ragged", "single"])
-def test_extend_attention(new: list[int]) -> None:
-    cache = Cache([9, 14, 30])
-    query = torch.randn(sum(new), HEADS, SIZE)
-    torch.testing.assert_close(extend(cache, new, query).double(), slow_extend(cache, new, query), atol=1e-5, rtol=1e-5)
 
 
 def test_extend_attention_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:

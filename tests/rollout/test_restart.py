@@ -1,30 +1,11 @@
 """Restarts of lost engines: a limited number, each after a longer pause; a run does not wait for a failed restart."""
 
-import threading
 import time
+
+import pytest
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.restart import Restarts
-
-
-def waited(restarts, name):
-    """Poll for the restart of this engine without blocking, as pushes do while other engines serve."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if name in (found := restarts.back(block=False)):
-            return found[name]
-        time.sleep(0.005)
-    raise AssertionError(f"{name} never came")
-
-
-def test_a_restarted_engine_returns_once_it_answers():
-    answers = threading.Event()
-    restarts = Restarts(lambda name, number: answers.wait(120) and (name, number), 3, (0.0,))
-    assert restarts.lost("a") == 1 and restarts.pending
-    assert restarts.back(block=False) == {}
-    answers.set()
-    assert waited(restarts, "a") == ("a", 1)
-    assert not restarts.pending and restarts.back(block=True) == {}
 
 
 def test_a_start_that_fails_is_repeated_after_a_longer_pause():
@@ -63,6 +44,16 @@ def test_an_engine_that_cannot_start_is_reported_and_others_are_awaited():
     found = restarts.back(block=True)
     assert found["good"] == "good" and str(found["bad"]) == "bad: no memory"
     assert not restarts.pending
+
+
+def test_another_error_is_raised():
+    def start(name, number):
+        raise TypeError("a programmer's mistake")
+
+    restarts = Restarts(start, 1)
+    restarts.lost("a")
+    with pytest.raises(TypeError, match="a programmer's mistake"):
+        restarts.back(block=True)
 
 
 def test_the_end_of_a_run_ends_the_pauses():

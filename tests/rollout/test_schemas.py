@@ -9,7 +9,6 @@ from safetensors.torch import save
 
 from megatron_rlspec.rollout.sglang import schemas
 from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors, read_entries
-from megatron_rlspec.rollout.sglang.scheduler import control
 from megatron_rlspec.rollout.sglang.schemas import Refusal, check_batch, parse, parse_query
 
 
@@ -27,11 +26,8 @@ def request(**changes):
 
 
 BODIES = [
-    ([], "the body is []; expected an object"),
     ({}, "requests is missing"),
-    ({"requests": [request(id=5)]}, "requests[0].id is 5; expected a valid string"),
     ({"requests": [request(input_ids=[True])]}, "requests[0].input_ids[0] is true; expected a valid integer"),
-    ({"requests": [request(sampling={"top_q": 1})]}, "requests[0].sampling.top_q is not known"),
     ({"requests": [request(sampling={"top_k": 0})]}, "top_k is 0; expected -1, which keeps every token, or at least 1"),
 ]
 
@@ -39,10 +35,6 @@ BODIES = [
 @pytest.mark.parametrize(("body", "told"), BODIES, ids=lambda value: str(value)[:60])
 def test_a_malformed_body_is_refused_in_one_sentence(body, told):
     assert told in refused(lambda: parse(schemas.GenerateBody, json.dumps(body).encode()))
-
-
-def test_a_body_that_is_not_json_is_refused():
-    assert "the body is not JSON" in refused(lambda: parse(schemas.GenerateBody, b"\xff"))
 
 
 def test_a_malformed_query_is_refused_in_one_sentence():
@@ -62,10 +54,6 @@ def test_what_no_schema_can_know_is_refused():
     check_batch(batch(request(input_ids=[1] * 118)), 64, 128, 6)
     told = refused(lambda: check_batch(batch(request(input_ids=[1] * 119)), 64, 128, 6))
     assert "make 123; expected at most the model's context of 128 less 6 for drafts" in told
-
-
-def test_every_command_has_a_schema():
-    assert set(schemas.COMMANDS) == set(control._COMMANDS) - {"stamp"}  # which only `weights/end` gives
 
 
 # ---- buckets --------------------------------------------------------------------------------------------------------

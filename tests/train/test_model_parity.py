@@ -219,11 +219,8 @@ def test_engine_comparison_can_fail():
     assert unzeroed[0] > 1e-2
 
 
-def directional(hf, depth, kind, recompute):
+def directional(trainer, data):
     """Return the derivative of the drafter's loss in a random direction: by its gradient, and by central difference."""
-    options = config(drafter={"depth": depth, "loss": kind}, parallel={"recompute": recompute})
-    trainer = Trainer(options, hf)
-    data = batches(samples(9), options, dp=(0, 1), cp=(0, 1))
     learner = trainer.drafter_learner
     kept = {}
     learner.step = lambda: kept.update({p: p.main_grad.clone() for p in trainer.drafter.parameters()}) or (0.0, True)
@@ -248,7 +245,12 @@ GRADIENTS = [(3, "ce", False), (2, "forward_kl", True), (3, "tv", True), (4, "ce
 
 
 def slopes():
-    return [directional(HF_CONFIG, *case) for case in GRADIENTS]
+    found = []
+    for depth, kind, recompute in GRADIENTS:
+        options = config(drafter={"depth": depth, "loss": kind}, parallel={"recompute": recompute})
+        data = batches(samples(9), options, dp=(0, 1), cp=(0, 1))
+        found.append(directional(Trainer(options, HF_CONFIG), data))
+    return found
 
 
 def test_gradient_equals_the_central_difference_of_the_loss():
