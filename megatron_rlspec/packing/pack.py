@@ -68,7 +68,8 @@ def pack(
     # Where a sample is cut follows from its padded length, which must not depend on the samples beside it.
     unit = 1 if cp_size == 1 else batch_unit
     padded_lengths = [-(-length // unit) * unit for length in lengths]
-    bins = partition(padded_lengths, tokens_per_micro_batch // batch_unit * batch_unit, dp_size)
+    budget = tokens_per_micro_batch // batch_unit * batch_unit
+    bins = partition(padded_lengths, budget, dp_size)
     columns = _columns(
         samples, lengths, advantages, old_logprobs, reference_logprobs, drafter_weights
     )
@@ -106,7 +107,8 @@ def pack(
     for chosen in bins[dp_rank::dp_size]:
         batch = batch_of(chosen)
         if len(learnt) < len(samples):
-            part = batch_of([i for i in chosen if i in learnt])
+            chosen_learnt = [i for i in chosen if i in learnt]
+            part = batch_of(chosen_learnt)
             rows = _rows_in(batch, part)
             batch = replace(batch, drafter_part=part, drafter_rows=rows)
         batches.append(batch)
