@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
+TESTS = Path(__file__).parent
 ROOTS = ("megatron_rlspec", "megatron", "sglang")  # packages whose functions are named; else the nearest function is
 READERS = {
     "_local_scalar_dense": "item",
@@ -228,7 +229,8 @@ def _caller() -> str:
         passed = path.name == Path(__file__).name or "torch" in path.parts
         if passed or "__torch_function__" in function or "_without_cuda" in function:
             continue
-        root = next((i for i, part in enumerate(path.parts) if part in ROOTS and path.parts[i - 1] != "tests"), None)
+        roots = (i for i, part in enumerate(path.parts) if part in ROOTS)
+        root = None if path.is_relative_to(TESTS) else next(roots, None)
         if root is not None:
             return f"{'/'.join(path.parts[root:])}:{function}"
         nearest = nearest or f"{path.name}:{function}"

@@ -1,5 +1,7 @@
 """Linear layers: plain, behind a norm, and one for each of several experts."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 
@@ -7,39 +9,67 @@ from transformer_engine.pytorch.distributed import into_column, out_of_row, set_
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.norms import apply_norm
 
+KEYWORDS = {
+    "sequence_parallel": False,
+    "fuse_wgrad_accumulation": False,
+    "tp_group": None,
+    "tp_size": 1,
+    "get_rng_state_tracker": None,
+    "init_method": None,
+    "bias": True,
+    "return_bias": False,
+    "params_dtype": None,
+    "parallel_mode": None,
+    "device": "cuda",
+    "ub_name": None,
+    "delay_wgrad_compute": False,
+}
+DENSE = {"parameters_split": None, "symmetric_ar_type": None}
+
+
+def chosen(given, **own):
+    """Return all keywords of a layer. Raises TypeError for one that Transformer Engine's does not have."""
+    known = KEYWORDS | own
+    if unknown := given.keys() - known.keys():
+        raise TypeError(f"unexpected keywords {sorted(unknown)}")
+    how = SimpleNamespace(**known | given)
+    assert not how.delay_wgrad_compute
+    return how
+
 
 class _Linear(TransformerEngineBaseModule):
     """`num_gemms` weights of the same shape; None stands for one, called `weight`."""
 
-    def _build(self, num_gemms, in_features, out_features, tp_group, tp_size, parallel_mode, bias, return_bias, **how):
-        assert parallel_mode in (None, "column", "row")
-        self._join(tp_group, tp_size)
-        self.parallel_mode = parallel_mode
-        self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
-        self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
-        self.sequence_parallel = self.tp_size > 1 and how["sequence_parallel"]
-        self.fuse_wgrad_accumulation = how["fuse_wgrad_accumulation"]
+    def _build(self, num_gemms, in_features, out_features, how):
+        assert how.parallel_mode in (None, "column", "row")
+        self._join(how.tp_group, how.tp_size)
+        self.parallel_mode = how.parallel_mode
+        self.in_features = in_features // (self.tp_size if how.parallel_mode == "row" else 1)
+        self.out_features = out_features // (self.tp_size if how.parallel_mode == "column" else 1)
+        self.sequence_parallel = self.tp_size > 1 and how.sequence_parallel
+        self.fuse_wgrad_accumulation = how.fuse_wgrad_accumulation
         assert not self.fuse_wgrad_accumulation, "gradient_accumulation_fusion"
-        self.use_bias = bias
-        self.return_bias = return_bias
-        self.apply_bias = bias and not return_bias
-        dtype = how["params_dtype"] or torch.get_default_dtype()
-        init = how["init_method"] or (lambda weight: torch.nn.init.normal_(weight, std=0.023))
+        self.ub_name = how.ub_name
+        self.use_bias = how.bias
+        self.return_bias = how.return_bias
+        self.apply_bias = how.bias and not how.return_bias
+        dtype = how.params_dtype or torch.get_default_dtype()
+        init = how.init_method or (lambda weight: torch.nn.init.normal_(weight, std=0.023))
+        stream = getattr(how, "rng_tracker_name", None)
         for index in range(num_gemms or 1):
             suffix = "" if num_gemms is None else str(index)
             shape = (self.out_features, self.in_features)
-            tracker = how["get_rng_state_tracker"]
-            self._make(f"weight{suffix}", shape, dtype, how["device"], init, tracker, how.get("rng_tracker_name"))
+            self._make(f"weight{suffix}", shape, dtype, how.device, init, how.get_rng_state_tracker, stream)
             weight = getattr(self, f"weight{suffix}")
-            set_tensor_model_parallel_attributes(weight, True, int(parallel_mode == "row"), 1)
-            if not bias:
-                setattr(self, f"bias{suffix}", torch.empty(0, dtype=dtype, device=how["device"]))
+            set_tensor_model_parallel_attributes(weight, True, int(how.parallel_mode == "row"), 1)
+            if not how.bias:
+                setattr(self, f"bias{suffix}", torch.empty(0, dtype=dtype, device=how.device))
                 continue
-            self._make(f"bias{suffix}", (self.out_features,), dtype, how["device"], torch.nn.init.zeros_)
+            self._make(f"bias{suffix}", (self.out_features,), dtype, how.device, torch.nn.init.zeros_)
             added = getattr(self, f"bias{suffix}")
-            if parallel_mode == "row":
+            if how.parallel_mode == "row":
                 added.sequence_parallel = self.sequence_parallel
-            elif parallel_mode == "column":
+            elif how.parallel_mode == "column":
                 set_tensor_model_parallel_attributes(added, True, 0, 1)
 
     def _multiply(self, x):
@@ -55,112 +85,38 @@ class _Linear(TransformerEngineBaseModule):
 
 
 class Linear(_Linear):
-    def __init__(
-        self,
-        in_features,
-        out_features,
-        sequence_parallel=False,
-        fuse_wgrad_accumulation=False,
-        tp_group=None,
-        tp_size=1,
-        get_rng_state_tracker=None,
-        rng_tracker_name=None,
-        init_method=None,
-        bias=True,
-        return_bias=False,
-        params_dtype=None,
-        parallel_mode=None,
-        parameters_split=None,
-        device="cuda",
-        ub_name=None,
-        delay_wgrad_compute=False,
-        symmetric_ar_type=None,
-        save_original_input=False,
-    ):
+    def __init__(self, in_features, out_features, **given):
         super().__init__()
-        assert parameters_split is None and not delay_wgrad_compute and symmetric_ar_type is None
-        self.ub_name = ub_name
-        self.save_original_input = save_original_input
-        self.rng_tracker_name = rng_tracker_name
-        self._build(
-            None,
-            in_features,
-            out_features,
-            tp_group,
-            tp_size,
-            parallel_mode,
-            bias,
-            return_bias,
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            init_method=init_method,
-            params_dtype=params_dtype,
-            device=device,
-        )
+        how = chosen(given, **DENSE, rng_tracker_name=None, save_original_input=False)
+        assert how.parameters_split is None and how.symmetric_ar_type is None
+        self.save_original_input = how.save_original_input
+        self.rng_tracker_name = how.rng_tracker_name
+        self._build(None, in_features, out_features, how)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         return self._multiply(inp)
 
 
 class LayerNormLinear(_Linear):
-    def __init__(
-        self,
-        in_features,
-        out_features,
-        eps=1e-5,
-        sequence_parallel=False,
-        fuse_wgrad_accumulation=False,
-        tp_group=None,
-        tp_size=1,
-        get_rng_state_tracker=None,
-        init_method=None,
-        bias=True,
-        normalization="LayerNorm",
-        return_bias=False,
-        params_dtype=None,
-        parallel_mode=None,
-        return_layernorm_output=False,
-        return_layernorm_output_gathered=False,
-        parameters_split=None,
-        zero_centered_gamma=False,
-        device="cuda",
-        ub_name=None,
-        delay_wgrad_compute=False,
-        symmetric_ar_type=None,
-    ):
+    def __init__(self, in_features, out_features, eps=1e-5, **given):
         super().__init__()
-        assert normalization in ("LayerNorm", "RMSNorm")
-        assert parameters_split is None and not delay_wgrad_compute and symmetric_ar_type is None
-        assert not return_layernorm_output and not return_layernorm_output_gathered
+        own = {"normalization": "LayerNorm", "zero_centered_gamma": False}
+        own |= {"return_layernorm_output": False, "return_layernorm_output_gathered": False}
+        how = chosen(given, **DENSE, **own)
+        assert how.normalization in ("LayerNorm", "RMSNorm")
+        assert how.parameters_split is None and how.symmetric_ar_type is None
+        assert not how.return_layernorm_output and not how.return_layernorm_output_gathered
         self.eps = eps
-        self.normalization = normalization
-        self.zero_centered_gamma = zero_centered_gamma
-        self.ub_name = ub_name
-        dtype = params_dtype or torch.get_default_dtype()
-        start = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
-        self._make("layer_norm_weight", (in_features,), dtype, device, start)
-        if normalization == "LayerNorm":
-            self._make("layer_norm_bias", (in_features,), dtype, device, torch.nn.init.zeros_)
+        self.normalization = how.normalization
+        self.zero_centered_gamma = how.zero_centered_gamma
+        dtype = how.params_dtype or torch.get_default_dtype()
+        start = torch.nn.init.zeros_ if how.zero_centered_gamma else torch.nn.init.ones_
+        self._make("layer_norm_weight", (in_features,), dtype, how.device, start)
+        if how.normalization == "LayerNorm":
+            self._make("layer_norm_bias", (in_features,), dtype, how.device, torch.nn.init.zeros_)
         else:
             self.layer_norm_bias = None
-        self._build(
-            None,
-            in_features,
-            out_features,
-            tp_group,
-            tp_size,
-            parallel_mode,
-            bias,
-            return_bias,
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            get_rng_state_tracker=get_rng_state_tracker,
-            init_method=init_method,
-            params_dtype=params_dtype,
-            device=device,
-        )
+        self._build(None, in_features, out_features, how)
         for parameter in filter(lambda p: p is not None, (self.layer_norm_weight, self.layer_norm_bias)):
             parameter.sequence_parallel = self.sequence_parallel
 
@@ -173,48 +129,12 @@ class LayerNormLinear(_Linear):
 class GroupedLinear(_Linear):
     """The caller has dispatched the tokens, so no rank communicates here."""
 
-    def __init__(
-        self,
-        num_gemms,
-        in_features,
-        out_features,
-        sequence_parallel=False,
-        fuse_wgrad_accumulation=False,
-        tp_group=None,
-        tp_size=1,
-        get_rng_state_tracker=None,
-        rng_tracker_name=None,
-        init_method=None,
-        bias=True,
-        return_bias=False,
-        params_dtype=None,
-        parallel_mode=None,
-        device="cuda",
-        ub_name=None,
-        delay_wgrad_compute=False,
-    ):
+    def __init__(self, num_gemms, in_features, out_features, **given):
         super().__init__()
-        assert not delay_wgrad_compute
+        how = chosen(given, rng_tracker_name=None)
         self.num_gemms = num_gemms
-        self.ub_name = ub_name
-        self.rng_tracker_name = rng_tracker_name
-        self._build(
-            num_gemms,
-            in_features,
-            out_features,
-            tp_group,
-            tp_size,
-            parallel_mode,
-            bias,
-            return_bias,
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            init_method=init_method,
-            params_dtype=params_dtype,
-            device=device,
-        )
+        self.rng_tracker_name = how.rng_tracker_name
+        self._build(num_gemms, in_features, out_features, how)
 
     def forward(self, inp, m_splits, is_first_microbatch=None):
         self._check(inp)
