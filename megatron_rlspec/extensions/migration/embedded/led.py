@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -61,6 +61,10 @@ class LedEngine:
         self._tell("set_schedule", msgspec.msgpack.encode(schedule.to_json()))
         self.engine.set_schedule(schedule)
 
+    def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
+        self._tell("set_spec_rule", msgspec.msgpack.encode(rule))
+        self.engine.set_spec_rule(rule)
+
     def _tell(self, *call: Any) -> None:
         message = msgspec.msgpack.encode(call)
         for rank, pipe in enumerate(self._followers, 1):
@@ -115,6 +119,8 @@ def _follow(
                 wire.decode(parts[0], list[Request]),
                 msgspec.msgpack.decode(parts[1], type=Sampling),
             )
+        elif name == "set_spec_rule":
+            engine.set_spec_rule(msgspec.msgpack.decode(parts[0]))
         else:
             engine.set_schedule(SpecSchedule.from_json(msgspec.msgpack.decode(parts[0])))
     dist.destroy_process_group()
