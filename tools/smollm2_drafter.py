@@ -149,8 +149,8 @@ def learn(args: argparse.Namespace, folder: Path, model: Path, prompts: Path, nu
     rlspec(
         "sft", *common, "--sft.path", texts, "--sft.drafter_only", "true", "--sft.steps", args.steps,
         "--sft.samples_per_step", 2, "--sft.held_out", max(1, count // 8), "--sft.eval_every", max(1, args.steps // 2),
-        "--drafter.depth", 3, "--drafter.vocabulary", args.vocabulary, "--train.run_dir", folder,
-        "--train.resume", "true", "--train.save_every", 16,
+        "--drafter.depth", 3, "--drafter.vocabulary", args.vocabulary, "--drafter.warmup_steps", 5,
+        "--train.run_dir", folder, "--train.resume", "true", "--train.save_every", 16,
         "--train.tokens_per_micro_batch", max(4096, args.tokens + 64),
     )  # fmt: skip
     for event in read_records(folder / "events.jsonl"):

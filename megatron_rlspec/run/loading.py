@@ -198,8 +198,13 @@ def _announcement(
     ranks = os.environ.get("WORLD_SIZE", "1")
     place = "GPUs" if torch.cuda.is_available() else "the CPU"
     engine = f", engine {config.rollout.engine}" if generates else ""
+    dtype: str = config.model.dtype
+    # torch has fast products in bfloat16 from AVX512 on.
+    slow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    if place == "the CPU" and dtype == "bfloat16" and slow:
+        dtype += " (this CPU is several times as fast with model.dtype=float32)"
     return (
         f"rlspec {command}: loading {config.model.path} "
-        f"({hf_config['architectures'][0]}, {weights / 1e9:.2g} GB) in {config.model.dtype}, "
+        f"({hf_config['architectures'][0]}, {weights / 1e9:.2g} GB) in {dtype}, "
         f"ranks: {ranks} on {place}{engine}; run directory {Path(config.train.run_dir)}"
     )
