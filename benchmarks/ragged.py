@@ -130,6 +130,7 @@ def record(options: argparse.Namespace, model: str, prompts: str) -> World:
     engine.rounds._draft = recorded_draft  # type: ignore[method-assign]
     draft.grow = recorded_grow
     samples = draw(engine, asked, sampling_of(options), "sample")
+    draft.grow = grow
     logq, right, starts, positions = [], [], [], []
     for sample in samples:
         places = range(sample.prompt_len + 1, len(sample.tokens) - DEPTH)

@@ -319,8 +319,9 @@ class _Surface:
 
     def ms(self, batch: np.ndarray, context: np.ndarray) -> np.ndarray:
         batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
-        ms: np.ndarray = self.model.grid([self.config], batch, context)[0]
-        return ms * np.exp(self._log_ratio(batch, context))
+        ratio = self._log_ratio(batch, context)
+        ms: np.ndarray = self.model.grid([self.config], batch, context)[0] * np.exp(ratio)
+        return ms
 
     def uneven(
         self, batch: np.ndarray, context: np.ndarray, drafts: np.ndarray, undrafted: _Surface
@@ -332,8 +333,8 @@ class _Surface:
         share = drafts / max(self.config.num_draft_tokens - 1, 1)
         none = undrafted._log_ratio(batch, context)
         ratio = none + share * (self._log_ratio(batch, context) - none)
-        ms: np.ndarray = self.model.grid([self.config], batch, context, drafts)
-        return ms * np.exp(ratio)
+        ms: np.ndarray = self.model.grid([self.config], batch, context, drafts) * np.exp(ratio)
+        return ms
 
     def _log_ratio(self, batch: np.ndarray, context: np.ndarray) -> np.ndarray:
         at_batches = np.stack([np.interp(context / batch, *row) for row in self.rows])

@@ -118,8 +118,24 @@ def _reuse_buffers() -> None:
         return buffers.run(forward_batch, lambda: forward(runner, forward_batch, *args, **kwargs))
 
     ModelRunner.forward = into_buffers
+    _zero_padding()
     # Code that asks whether decode passes are captured must find that they are.
     ModelRunner.decode_cuda_graph_runner = property(lambda runner: _CAPTURED, lambda runner, value: None)
+
+
+def _zero_padding() -> None:
+    """Let attention give zeros to padding, as a graph gives numbers: CPU attention leaves out what is no request's."""
+    from sglang.srt.layers.attention.intel_amx_backend import IntelAMXAttnBackend
+
+    attend = IntelAMXAttnBackend.forward_extend
+
+    def with_padding(backend: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output = attend(backend, *args, **kwargs)
+        _, lengths, _, _ = backend.extend_metadata
+        output[int(lengths.sum()) :] = 0
+        return output
+
+    IntelAMXAttnBackend.forward_extend = with_padding
 
 
 class _Captured:
