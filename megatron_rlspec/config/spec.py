@@ -56,7 +56,7 @@ class SpecSection(Section):
     ragged: Annotated[bool, Needs("spec.mode=adaptive")] = Field(
         False,
         description="verify of each request the drafts that are worth it, by the drafter's probabilities, and not the "
-        "same number of all; the text is the same. SGLang needs drafts=coupled and FlashAttention 3 for it",
+        "same number of all; the text is the same. SGLang needs drafts=coupled, and does it on CPUs only",
     )
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ The environment variable `RLSPEC_CPU_EMULATES` of `emulating_serve.py` names the
   was launched. SGLang turns it off for speculation on CPUs (`arg_groups/speculative_hook.py`). Lengths that the host
   knows (`known_lengths.py`) are compared with the device's, and the log counts them.
 - `graph_buffers`: the outputs of a decode pass are views of buffers that the next pass of the same model overwrites, as
-  the replay of a CUDA graph does. They hold NaN meanwhile, so that a late reader is seen. Ragged rounds have padding.
+  the replay of a CUDA graph does. They hold NaN meanwhile, so that a late reader is seen.
 - `device_lengths`: sequence lengths stay on the device (`seq_lens_cpu` is None), as FlashAttention 3 has it.
 """
 
@@ -118,34 +118,12 @@ def _reuse_buffers() -> None:
         return buffers.run(forward_batch, lambda: forward(runner, forward_batch, *args, **kwargs))
 
     ModelRunner.forward = into_buffers
-    _zero_padding()
     # Code that asks whether decode passes are captured must find that they are.
     ModelRunner.decode_cuda_graph_runner = property(lambda runner: _CAPTURED, lambda runner, value: None)
 
 
-def _zero_padding() -> None:
-    """Let attention give zeros to padding, as a graph gives numbers: CPU attention leaves out what is no request's."""
-    from sglang.srt.layers.attention.intel_amx_backend import IntelAMXAttnBackend
-
-    attend = IntelAMXAttnBackend.forward_extend
-
-    def with_padding(backend: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        output = attend(backend, *args, **kwargs)
-        _, lengths, _, _ = backend.extend_metadata
-        output[int(lengths.sum()) :] = 0
-        return output
-
-    IntelAMXAttnBackend.forward_extend = with_padding
-
-
 class _Captured:
-    """The graph runner that SGLang finds: it runs no batch itself, so the pass stays eager.
-
-    Ragged rounds are padded to one of its numbers of tokens.
-    """
-
-    ragged_verify_mode = True
-    capture_num_tokens = (4, 8, 16, 24, 32, 48, 64, 96, 128)
+    """The graph runner that SGLang finds: it runs no batch itself, so the pass stays eager."""
 
     def can_run_graph(self, forward_batch: Any) -> bool:
         return False

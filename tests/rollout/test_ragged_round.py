@@ -28,15 +28,6 @@ def selection() -> Selection:
     return selection
 
 
-def begun(selection: Selection, drafts: int, graphs: tuple[int, ...] = ()) -> ragged.RaggedRound:
-    round_ = ragged.RaggedRound()
-    runner = SimpleNamespace(ragged_verify_mode=bool(graphs), capture_num_tokens=graphs)
-    round_.runner = SimpleNamespace(decode_cuda_graph_runner=runner)
-    batch = SimpleNamespace(reqs=[None] * BATCH, seq_lens=torch.zeros(BATCH))
-    round_.begin(drafts, BATCH * STEPS, selection, batch)
-    return round_
-
-
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(world_size=1)
@@ -46,7 +37,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("drafts", [10, 60, BATCH * STEPS])
 def test_the_device_chooses_the_likeliest_drafts(selection: Selection, drafts: int) -> None:
     logq = -np.random.default_rng(1).exponential(1.0, (BATCH, STEPS))
-    round_ = begun(selection, drafts)
+    round_ = ragged.RaggedRound()
+    round_.begin(drafts, selection, torch.device("cpu"))
     round_.choose(torch.tensor(logq, dtype=torch.float32))
     chosen = round_.chosen
     assert chosen is not None
@@ -62,13 +54,6 @@ def test_the_device_chooses_the_likeliest_drafts(selection: Selection, drafts: i
     usual[first::EXPLORE] = False
     least = products[usual][verified[usual]].min(initial=2)
     assert products[usual][~verified[usual]].max(initial=0) <= least + 1e-5
-
-
-def test_a_round_verifies_as_many_drafts_as_its_graph_has_room_for(selection: Selection) -> None:
-    graphs = (64, 128, 256, 384)
-    assert begun(selection, 10, graphs).drafts == 128 - BATCH
-    assert begun(selection, BATCH * STEPS, graphs).drafts == BATCH * STEPS  # and 34 tokens of padding
-    assert begun(selection, 10).drafts == 10
 
 
 def test_a_request_accepts_no_draft_that_was_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,14 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.ragged import EXPLORE, Selection
 
 PREPARE = "sglang.srt.speculative.eagle_utils.eagle_prepare_for_verify"
-GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 EXTEND = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend._build_extend_metadata"
 
 
@@ -35,8 +33,6 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     if settings.ragged:
         yield PREPARE, present.prepare, "AROUND"
         yield EXTEND, extend_lengths, "AROUND"
-        yield f"{GRAPHS}.ragged_verify_compact_graphs_enabled", present.captures, "AROUND"
-        yield f"{GRAPHS}.DecodeCudaGraphRunner.get_spec_info", with_layout, "AFTER"
 
 
 def unsupported(runner: Any) -> str:
@@ -44,10 +40,8 @@ def unsupported(runner: Any) -> str:
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
     attention = type(runner.attn_backend).__name__
-    if attention not in ("IntelAMXAttnBackend", "FlashAttentionBackend"):
-        return f"{attention} takes even rounds only"
-    if runner.lora_manager is not None:
-        return "SGLang's graphs of ragged rounds do not support LoRA"
+    if attention != "IntelAMXAttnBackend":
+        return f"{attention} was never run with ragged rounds"
     if SGLANG_RETURN_ORIGINAL_LOGPROB:
         return "SGLang computes original log-probs of even rows only"
     return ""
@@ -95,8 +89,6 @@ class RaggedRound:
     """
 
     def __init__(self) -> None:
-        # the target's `ModelRunner`; None in an engine that cannot switch
-        self.runner: Any = None
         self.drafts: int | None = None
         self.chosen: Chosen | None = None
         self._exploring = 0
@@ -109,31 +101,16 @@ class RaggedRound:
         self.drafts = None
         self.chosen = None
 
-    def begin(self, drafts: int, most: int, selection: Selection, batch: Any) -> None:
-        """Begin a round that verifies so many of the batch's `most` drafts, or more if its graph has room for them."""
-        requests = len(batch.reqs)
-        self.drafts = min(self._tokens(requests + drafts) - requests, most)
+    def begin(self, drafts: int, selection: Selection, device: torch.device) -> None:
+        """Begin a round that verifies so many drafts of the batch."""
+        self.drafts = drafts
         self.chosen = None
         self._exploring = selection.exploring()
         centres, rates = selection.table
         if rates is not self._rates:
             self._rates = rates
             table = torch.tensor(np.stack([centres, rates]), dtype=torch.float32)
-            self._log_q, self._chances = table.to(batch.seq_lens.device, non_blocking=True)
-
-    @property
-    def _graphs(self) -> Any:
-        """Return the runner of graphs that are captured by tokens; None without."""
-        graphs = getattr(self.runner, "decode_cuda_graph_runner", None)
-        return graphs if getattr(graphs, "ragged_verify_mode", False) else None
-
-    def _tokens(self, nodes: int) -> int:
-        """Return the tokens of the pass over so many nodes: those of the smallest graph that holds them."""
-        if self._graphs is not None:
-            for tokens in self._graphs.capture_num_tokens:
-                if tokens >= nodes:
-                    return tokens
-        return nodes
+            self._log_q, self._chances = table.to(device, non_blocking=True)
 
     def choose(self, logq: torch.Tensor) -> None:
         """Choose the likeliest drafts, by log q [B, k]."""
@@ -161,11 +138,6 @@ class RaggedRound:
         share = ((logq - low) / (high - low)).clamp(0, 1)
         return torch.lerp(self._chances[above - 1], self._chances[above], share)
 
-    def captures(self, original: Callable, algorithm: Any) -> bool:
-        """Wrap SGLang's question whether the target's graphs are captured by tokens, and not by requests."""
-        ragged = self.runner is not None and not unsupported(self.runner)
-        return ragged or original(algorithm)
-
     def prepare(self, original: Callable, round_: Any, pool: Any, batch: Any, worker: Any) -> Any:
         """Wrap SGLang's preparation of the target's pass, which then runs on the chosen nodes.
 
@@ -173,12 +145,8 @@ class RaggedRound:
         """
         chosen = self.chosen
         if chosen is None:
-            if self._graphs is None:
-                return original(round_, pool, batch, worker)
-            chosen = _all_nodes(len(batch.reqs), round_.draft_token_num, batch.seq_lens.device)
+            return original(round_, pool, batch, worker)
         nodes = chosen.nodes
-        tokens = self._tokens(len(nodes))
-        padding = (0, tokens - len(nodes))
         even = round_.draft_token, round_.prepared_out_cache_loc, round_.kv_loc_plan
         slots = round_.prepared_out_cache_loc
         if slots is None:
@@ -186,12 +154,12 @@ class RaggedRound:
                 round_.draft_token_num, device=batch.seq_lens.device
             )
             slots = pool.req_to_token[batch.req_pool_indices[:, None], places].flatten().long()
-        round_.draft_token = pad(round_.draft_token[nodes], padding)
-        round_.positions = pad(round_.positions[nodes], padding)
-        round_.prepared_out_cache_loc = pad(slots[nodes], padding)
+        round_.draft_token = round_.draft_token[nodes]
+        round_.positions = round_.positions[nodes]
+        round_.prepared_out_cache_loc = slots[nodes]
         round_.kv_loc_plan = None  # SGLang makes one for these slots
         lengths = chosen.lengths + 1
-        round_.ragged_verify_layout = versions.installed().ragged_layout(lengths, tokens)
+        round_.ragged_verify_layout = versions.installed().ragged_layout(lengths, len(nodes))
         try:
             return original(round_, pool, batch, worker)
         finally:
@@ -200,20 +168,6 @@ class RaggedRound:
 
 
 present = RaggedRound()
-
-
-def _all_nodes(batch: int, width: int, device: torch.device) -> Chosen:
-    """Return the choice of all `width` nodes of each request."""
-    nodes = torch.arange(batch * width, device=device)
-    lengths = torch.full((batch,), width - 1, device=device)
-    return Chosen(torch.empty(batch, width - 1), lengths, nodes // width, nodes)
-
-
-def with_layout(verify_input: Any, graphs: Any, num_tokens: int) -> Any:
-    """Add to what a graph of the target is captured with the layout that its replays change."""
-    if graphs.ragged_verify_mode:
-        verify_input.ragged_verify_layout = graphs._capture_ragged_verify_layout(num_tokens)
-    return verify_input
 
 
 def extend_lengths(original: Callable, backend: Any, forward_batch: Any) -> Any:

@@ -217,13 +217,9 @@ class _SampledVerification:
         chosen = ragged.present.chosen
         greedy = info.is_all_greedy
         output = logits_output
-        nodes = len(verify_input.draft_token if chosen is None else chosen.nodes)
         logits = logits_output.next_token_logits
-        if len(logits) > nodes:  # those of a CUDA graph
-            logits = logits_output.next_token_logits = logits[:nodes]
-            logits_output.hidden_states = logits_output.hidden_states[:nodes]
         if chosen is not None or not greedy:
-            positions, width = verify_input.positions[:nodes], verify_input.draft_token_num
+            positions, width = verify_input.positions, verify_input.draft_token_num
             self._pass = VerifyPass(info, logits, positions, width, logits_output, chosen)
             info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
         if chosen is not None:
