@@ -59,7 +59,8 @@ CHECKED = Roofline(1.0, 1 / 64, 0.0, 0.02)
 def checked_ms(batch: int, passes: int, drafts: np.ndarray | float) -> np.ndarray:
     """As `round_ms`, by `CHECKED`."""
     each = np.atleast_1d(np.asarray(drafts, float))
-    return CHECKED.grid([SpecConfig(passes)], np.array(batch), np.array(batch), each)
+    ms = CHECKED.grid([SpecConfig(passes)], np.array(batch), np.array(batch), each)
+    return ms if np.ndim(drafts) else ms[0]
 
 
 class World(NamedTuple):
