@@ -20,7 +20,7 @@ class RoundCounters:
         from prometheus_client import Counter
 
         self._rounds = Counter("sglang:rlspec_rounds", "Decode rounds", ["drafts"])
-        self._drafts = Counter("sglang:rlspec_drafts", "Drafts that were verified")
+        self._drafts = Counter("sglang:rlspec_drafts", "Drafts that were made")
         self._accepted = Counter("sglang:rlspec_accepted_drafts", "Drafts that were accepted")
 
     def add(self, config: SpecConfig, accepted: Sequence[int]) -> None:
