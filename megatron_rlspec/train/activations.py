@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.packing.pack import pack
-from megatron_rlspec.train import runtime, step
+from megatron_rlspec.train import drafter_step, runtime, step
 from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.model import Policy, describe
 from megatron_rlspec.types import PackedBatch, Prompt, Sample
@@ -51,6 +51,7 @@ def measure_micro_batch(
     replaced = [
         (runtime, "device", lambda: _META),
         (step, "Learner", _Untrained),
+        (drafter_step, "Learner", _Untrained),
         (step, "Policy", lambda *_, **__: policy),
         (step, "build_drafter", lambda *_, **__: drafter),
         (MoELayer, "forward", _balanced),
