@@ -14,7 +14,7 @@ import torch
 from roofline_tables import HARDWARE, of_hardware, roofline_table
 
 from megatron_rlspec.config import ConfigError, load
-from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.rollout.sglang.http import checks, serve
 from megatron_rlspec.run import loading
 from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.graphs import chains
@@ -57,6 +57,12 @@ def test_weights_have_the_type_of_config_json(folder: Path, capsys) -> None:
     assert "--dtype=float32" in arguments
     assert "rlspec serve: loading mimo in float32\n" in capsys.readouterr().out
     assert "--dtype=bfloat16" in started(folder, "--dtype", "bfloat16")[0]
+
+
+def test_the_type_of_the_tensors_counts_where_config_json_has_none(folder: Path, tmp_path: Path) -> None:
+    config = {key: value for key, value in CONFIG.items() if key not in ("dtype", "torch_dtype")}
+    tiny_mimo.write(tmp_path / "model", config, tiny_mimo.weights(config))
+    assert checks.dtype_of(tmp_path / "model") == "float32"
 
 
 def test_print_shows_the_commands_of_sglangs_own_server(folder: Path, tmp_path: Path, capsys) -> None:
