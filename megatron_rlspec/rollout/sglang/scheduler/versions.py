@@ -259,9 +259,9 @@ class Sglang0515(Sglang0523):
     def prepare_cpu(self) -> None:
         """Select the Triton form of two kernels that also exist in CUDA, and skip the drafter's waits for a GPU."""
         import torch
-        from sglang.srt.speculative import eagle_utils
 
-        eagle_utils._is_xpu = importlib.import_module(self.cache_locs)._is_xpu = True
+        for name in ("sglang.srt.speculative.eagle_utils", self.cache_locs):
+            importlib.import_module(name)._is_xpu = True
         torch.cuda.synchronize = lambda device=None: None
         torch.Tensor.record_stream = lambda tensor, stream: None
 
