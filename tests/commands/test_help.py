@@ -1,6 +1,7 @@
 """`rlspec --help`, and the help texts of every command."""
 
 import logging
+import os
 import subprocess
 import sys
 
@@ -26,6 +27,17 @@ def test_the_first_help_fits_on_a_screen_and_shows_an_example(words, capsys, mon
         assert any(line.startswith(f"  rlspec {words[0]} ") for line in lines), "\n".join(lines)
     else:
         assert all(name in "\n".join(lines) for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_of_torch_wait_without_using_a_core(own, expected, monkeypatch):
+    monkeypatch.setattr(cli, "GPU_DEVICE", "/nowhere")
+    monkeypatch.setenv("OMP_WAIT_POLICY", own or "")
+    if own is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    with pytest.raises(SystemExit):
+        cli.main(["report", "--help"])
+    assert os.environ["OMP_WAIT_POLICY"] == expected
 
 
 def test_help_imports_no_torch_and_no_pydantic():
