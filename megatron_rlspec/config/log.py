@@ -10,18 +10,19 @@ from megatron_rlspec.config.base import Needs, Section, Text
 
 
 class LogConfig(Section):
-    sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         ("tensorboard",),
-        description="tensorboard, wandb: where records go beside metrics.jsonl; event files in "
-        "run_dir/tensorboard, and Weights & Biases, set by the environment (WANDB_API_KEY, WANDB_TAGS, "
-        "WANDB_MODE=offline); empty: nowhere",
+        description="tensorboard, wandb, trackio: where records and samples go beside metrics.jsonl; event files "
+        "in run_dir/tensorboard, Weights & Biases, set by the environment (WANDB_API_KEY, WANDB_TAGS, "
+        "WANDB_MODE=offline), and trackio's local dashboard; empty: nowhere",
     )
     project: Annotated[Text, Needs("log.sinks")] = Field(
-        "", description="project in Weights & Biases; empty: WANDB_PROJECT, or megatron_rlspec"
+        "",
+        description="project in Weights & Biases and trackio; empty: WANDB_PROJECT, or megatron_rlspec",
     )
     name: Annotated[Text, Needs("log.sinks")] = Field(
         "",
-        description="name of the run in Weights & Biases; empty: WANDB_NAME, or that of train.run_dir",
+        description="name of the run there; empty: WANDB_NAME, or that of train.run_dir",
     )
 
     @model_validator(mode="after")

@@ -103,6 +103,8 @@ class Recorder:
                 row |= {"reward": None, "reward_error": error}
             rows.append(row)
         self._append("samples", rows)
+        for sink in self._sinks:
+            sink.samples(step, rows)
 
     def started(self, step: int) -> None:
         """Add to `process.jsonl` how the run was started: command line, ranks, versions, and its first step."""

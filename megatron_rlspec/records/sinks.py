@@ -1,7 +1,8 @@
-"""Other places that get the records of a run: TensorBoard and Weights & Biases, through their own packages."""
+"""Other places that get the records of a run: TensorBoard, Weights & Biases and trackio, by their own packages."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import uuid
@@ -13,12 +14,18 @@ from megatron_rlspec import files
 from megatron_rlspec.config import ConfigError, LogConfig
 from megatron_rlspec.texts import one_line
 
+# of the table of samples
+COLUMNS = ("step", "prompt", "response", "label", "reward", "status")
+
 
 class Sink(Protocol):
-    """Takes the numbers of each step."""
+    """Takes the numbers and some texts of each step."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the record of a step."""
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add samples, as rows of samples.jsonl."""
 
     def close(self) -> None:
         """Write what is left."""
@@ -36,45 +43,55 @@ class TensorBoard:
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
 
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        for number, row in enumerate(rows):
+            text = f"reward {row['reward']}\n\n{row['prompt']}{row['response']}"
+            self._board.add_text(f"sample/{number}", text, step)
+
     def close(self) -> None:
         self._board.close()
 
 
-class WeightsAndBiases:
-    """One run of Weights & Biases for a run directory. A resumed run goes on there, under the id in `wandb_id`.
+class Tracker:
+    """A run of Weights & Biases, or of trackio, which has its functions. A resumed run goes on there.
 
-    Weights & Biases keeps the first value of a step, so steps that a resume repeats keep their old values there.
+    Weights & Biases finds it by the id in `run_dir/wandb_id`, and keeps the first value of a step, so steps that a
+    resume repeats keep their old values there. trackio finds it by its name.
 
-    options  of the run, by section, which Weights & Biases shows
+    package  wandb or trackio
+    options  of the run, by section, which both show
     """
 
     def __init__(
         self,
+        package: str,
         log: LogConfig,
         options: Mapping[str, Any],
         run_dir: Path,
         first_step: int,
     ) -> None:
         try:
-            import wandb
+            self._package = importlib.import_module(package)
         except Exception as error:  # its many dependencies often disagree
             raise ConfigError(
-                f"log.sinks=wandb: it cannot be imported: {one_line(error)}"
+                f"log.sinks={package}: it cannot be imported: {one_line(error)}"
             ) from None
+        settings: dict[str, Any] = {
+            "project": log.project or os.environ.get("WANDB_PROJECT", "megatron_rlspec"),
+            "name": log.name or os.environ.get("WANDB_NAME") or run_dir.resolve().name,
+            "config": dict(options),
+        }
+        if package == "trackio":
+            resume = "allow" if first_step > 0 else "never"
+            self._run = self._package.init(**settings, resume=resume, embed=False)
+            return
         id_file = run_dir / "wandb_id"
-        is_resumed = first_step > 0 and id_file.exists()
-        if not is_resumed:
+        if first_step == 0 or not id_file.exists():
             files.write(id_file, uuid.uuid4().hex)
+        settings |= {"id": id_file.read_text(), "dir": str(run_dir)}
         try:
-            self._run = wandb.init(
-                project=log.project or os.environ.get("WANDB_PROJECT", "megatron_rlspec"),
-                name=log.name or os.environ.get("WANDB_NAME") or run_dir.resolve().name,
-                id=id_file.read_text(),
-                resume="allow",
-                dir=str(run_dir),
-                config=dict(options),
-            )
-        except wandb.Error as error:
+            self._run = self._package.init(**settings, resume="allow")
+        except self._package.Error as error:
             reason = " ".join(str(error).split())
             raise ConfigError(
                 f"log.sinks=wandb: {reason}; WANDB_MODE=offline writes to {run_dir}/wandb"
@@ -82,6 +99,11 @@ class WeightsAndBiases:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        data = [[str(row[column]) for column in COLUMNS] for row in rows]
+        table = self._package.Table(columns=list(COLUMNS), data=data)
+        self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -108,6 +130,7 @@ def open_sinks(
     sinks: list[Sink] = []
     if "tensorboard" in log.sinks:
         sinks.append(TensorBoard(run_dir, first_step))
-    if "wandb" in log.sinks:
-        sinks.append(WeightsAndBiases(log, options, run_dir, first_step))
+    for package in ("wandb", "trackio"):
+        if package in log.sinks:
+            sinks.append(Tracker(package, log, options, run_dir, first_step))
     return sinks

@@ -1,13 +1,19 @@
-"""`log.sinks`: what TensorBoard and Weights & Biases hold after a run, and what is refused."""
+"""`log.sinks`: what TensorBoard, Weights & Biases and trackio hold after a run, and what is refused."""
 
 import importlib.util
 import math
 
+import numpy as np
 import pytest
 
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.records import sinks
 from megatron_rlspec.records.recorder import Recorder
+from megatron_rlspec.types import Prompt, Sample
+
+TOKENS = np.arange(4)
+SAMPLE = Sample("r0", Prompt(0, TOKENS[:2], text="1+1="), TOKENS, np.ones(4, np.float32), np.zeros(4, np.float32))
+ROW = {"step": 0, "prompt": "1+1=", "response": "2", "label": "2", "reward": 1.0, "status": "finished"}
 
 
 def log(names):
@@ -21,12 +27,37 @@ def test_tensorboard_holds_the_records(tmp_path):
     for first, steps in ((0, 3), (2, 2)):  # the second one resumes at step 2
         recorder = Recorder(tmp_path, first, lambda first=first: sinks.open_sinks(chosen, {}, tmp_path, first))
         for step in range(first, first + steps):
+            recorder.samples(step, [SAMPLE], str)
             recorder.write(step, {"rollout/reward": 10.0 * first + step, "policy/loss": math.nan, "note": "text"})
         recorder.close()
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert board.Tags()["scalars"] == ["rollout/reward", "policy/loss"]
+    assert {e.step for e in board.Tensors("sample/0/text_summary")} == {0, 1, 2, 3}
     assert [(e.step, e.value) for e in board.Scalars("rollout/reward")] == [(0, 0.0), (1, 1.0), (2, 22.0), (3, 23.0)]
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_trackers_hold_records_and_samples_and_go_on_after_a_resume(package, tmp_path, monkeypatch):
+    """It needs the package, which the tests' environment does not have."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    module = pytest.importorskip(package)
+    names = []
+    for first in (0, 2):
+        [sink] = sinks.open_sinks(log(package), {"train": {"steps": 4}}, tmp_path, first)
+        names.append((sink._run.id, sink._run.name) if package == "wandb" else sink._run.name)
+        sink.samples(first, [ROW])
+        sink.write(first, {"rollout/reward": 0.5 + first})
+        sink.close()
+    assert names[0] == names[1]
+    if package == "trackio":
+        from trackio.sqlite_storage import SQLiteStorage
+
+        [run] = module.Api().runs("megatron_rlspec")
+        rows = SQLiteStorage.get_logs("megatron_rlspec", run.name, run_id=run.id)
+        assert [row["rollout/reward"] for row in rows if "rollout/reward" in row] == [0.5, 2.5]
+        assert sum("samples" in row for row in rows) == 2
 
 
 def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
