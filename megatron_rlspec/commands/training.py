@@ -167,7 +167,7 @@ def extensions(config: Config) -> Extensions:
     ):
         from megatron_rlspec.extensions.drafter_schedules.online import OnlineLearner
 
-        schedule = partial(OnlineLearner, config)
+        schedule = OnlineLearner
 
     migration = None
     if migrates(config):

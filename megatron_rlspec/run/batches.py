@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_rlspec import custom
-from megatron_rlspec.config import Config
+from megatron_rlspec.config import AlgorithmConfig, Config
 from megatron_rlspec.losses import grpo
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.tasks import rewards
@@ -15,17 +15,18 @@ from megatron_rlspec.train import runtime
 from megatron_rlspec.types import Group, PackedBatch, Sample
 
 
-def advantages(config: Config, groups: Sequence[Group]) -> list[float]:
-    """Return the advantage of every sample, in the order of groups. It is computed within each group."""
+def advantages(algorithm: AlgorithmConfig, longest: int, groups: Sequence[Group]) -> list[float]:
+    """Return the advantage of every sample, in the order of groups. It is computed within each group.
+
+    longest  tokens that a response may have (rollout.max_new_tokens)
+    """
     values: list[float] = []
     for group in groups:
-        values += _group_advantages(config, group)
+        values += _group_advantages(algorithm, longest, group)
     return values
 
 
-def _group_advantages(config: Config, group: Group) -> list[float]:
-    algorithm = config.algorithm
-    longest = config.rollout.max_new_tokens
+def _group_advantages(algorithm: AlgorithmConfig, longest: int, group: Group) -> list[float]:
     shaped = []
     for sample in group.samples:
         length = len(sample.response)
@@ -53,7 +54,7 @@ def mini_batches(groups: Sequence[Group], updates: int) -> list[slice]:
 def micro_batches(
     config: Config,
     samples: Sequence[Sample],
-    advantages: Sequence[float],
+    advantages: Sequence[float] | None = None,
     *,
     version: int,
     drafter_weights: list[np.ndarray] | None = None,
@@ -62,6 +63,7 @@ def micro_batches(
 ) -> list[PackedBatch]:
     """Return this rank's micro-batches.
 
+    advantages       of each sample; None: 0
     version          of the policy that trains on them; of use where samples of older versions are trained on
     drafter_weights  of every position, `[L]` for each sample; None: 1
     depth            drafts of each position; 0: drafter.depth

@@ -67,33 +67,31 @@ def fresh_seconds(generate: float, train: float) -> float:
 class Drafting:
     """The drafter's side of every step. Every rank holds one, and all see the same rollouts.
 
-    schedule     an extension that decides on updates; None: the drafter learns in every step
-    records      whether steps record if the drafter was updated: not in a warm start, nor without a trained drafter
-    tokens       that trained the drafter at depth 1 so far
-    last_update  the step that trained it last; -1: none in this process
+    schedule  decides on updates
+    records   whether steps record if the drafter was updated: not in a warm start, nor without a trained drafter
+    tokens    that trained the drafter at depth 1 so far
     """
 
     def __init__(
         self,
         trainer: Trainer,
         vocabulary: DraftVocabulary | None,
-        schedule: DrafterSchedule | None,
+        schedule: DrafterSchedule,
         records: bool,
         fresh: bool = False,
     ) -> None:
-        """`fresh`: the drafter has not learnt yet; see `teach`."""
+        """`fresh`: the drafter has not learnt yet, and no extension decides on its updates; see `teach`."""
         self.schedule = schedule
         self.tokens = 0
-        self.last_update = -1
         self._trainer = trainer
         self._vocabulary = vocabulary
         self._records = records
-        self._teaches = fresh and schedule is None
+        self._teaches = fresh
         self._rollouts: list[Group] = []  # that `teach` learns from
 
     def weights(self, step: int, samples: Sequence[Sample]) -> list[np.ndarray] | None:
         """Return the drafter's weight of every position, `[L]` for each sample of a step; None if all are 1."""
-        weights = None if self.schedule is None else self.schedule.weights(samples)
+        weights = self.schedule.weights(samples)
         config = self._trainer.config
         if not config.drafter.learns_part or not self._records:
             return weights
@@ -107,17 +105,11 @@ class Drafting:
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Take the rollouts, or demonstrations, of the next step."""
-        if self.schedule is not None:
-            self.schedule.observe(groups)
+        self.schedule.observe(groups)
         if self._vocabulary is not None:
             samples = [sample for group in groups for sample in group.samples]
             self._vocabulary.observe(sample.response for sample in samples)
             self._trainer.set_draft_vocabulary(self._vocabulary.ids())
-
-    def during_rollout(self, step: int, begin: Callable[[], object]) -> None:
-        """Let a schedule update the drafter while engines generate; see `DrafterSchedule.during_rollout`."""
-        if self.schedule is not None:
-            self.schedule.during_rollout(step, begin)
 
     def train_step(
         self,
@@ -133,15 +125,9 @@ class Drafting:
                 self._trainer, mini_batches, train_drafter=train_drafter, **options
             )
 
-        if self.schedule is not None:
-            metrics = self.schedule.train_step(step, train, rollout_seconds)
-        else:
-            # One pass trains both: the drafter learns from the hidden states that the policy's loss computes.
-            metrics = train(True)
-            if self._records:
-                metrics["drafter/updated"] = 1.0
-        if metrics.get("drafter/updated"):
-            self.last_update = step
+        metrics = self.schedule.train_step(step, train, rollout_seconds)
+        if self._records:
+            metrics.setdefault("drafter/updated", 1.0)
         self.tokens += int(metrics.get("drafter/tokens_1", 0))
         return metrics
 
@@ -196,10 +182,8 @@ class Drafting:
         state: dict[str, Any] = {"tokens": self.tokens}
         if self._vocabulary is not None:
             state["words"] = self._vocabulary.state()
-        if self.schedule is None:
-            return state, self._rollouts
         state["online"], groups = self.schedule.state()
-        return state, groups
+        return state, groups or self._rollouts
 
     def restore(self, state: Mapping[str, Any], rollouts: Sequence[Group]) -> None:
         """Set what `state` returned, without the schedule's part."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 
-from megatron_rlspec.config import Config
+from megatron_rlspec.config import RolloutConfig
 from megatron_rlspec.cotrainer.speculation import Reports, Rounds
 from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.push import contract
 from megatron_rlspec.push.canary import CANARY_PROMPTS
 from megatron_rlspec.push.contract import HealthError
@@ -32,28 +30,50 @@ Named = Mapping[str, RolloutEngine]
 class Engines:
     """Keeps the engines of a run at work: weights, speculation, restarts.
 
-    pool        generates; it has the engines that serve, by name
-    health      pushes to these engines, and checks them
-    starting    starts lost engines again, at most `restarts` times
-    migration   an extension that moves running samples; None: samples stay where they began
+    pool    generates; it has the engines that serve, by name
+    health  pushes to these engines, and checks them
     """
 
     def __init__(
         self,
-        pool: EnginePool,
-        health: Health,
+        named: Named,
         starting: StartingEngines,
         speculation: RunDraftRule,
         recorder: Recorder,
-        restarts: int,
+        rollout: RolloutConfig,
+        *,
+        keyed: bool,
+        drafter: frozenset[str] = frozenset(),
+        trains_drafter: bool = True,
+        canary: Sequence[Prompt] = (),
         migration: Migration | None = None,
     ) -> None:
-        self.pool = pool
-        self.health = health
+        """Take over engines that have started.
+
+        starting   starts lost engines again, at most `rollout.restarts` times
+        keyed      whether the verifier is position-keyed
+        drafter    names of the drafter's tensors
+        canary     prompts, of which every engine answers the first ones after a push
+        migration  an extension that moves running samples; None: samples stay where they began
+        """
+        # A single engine in this process has a queue of its own. The round in which a sample begins then does not
+        # depend on threads, nor does what unfinished samples have when a batch is full.
+        alone = rollout.engine == "embedded"
+        in_flight = 0 if alone else rollout.max_running_requests
+        self.pool = EnginePool(named, in_flight, self.restart, continues=alone or keyed)
+        self.health = Health(
+            Pusher(self.pool.engines, frozen=() if trains_drafter else drafter),
+            drafter.__contains__,
+            self.speculate if speculation.drafts else None,
+            canary[:CANARY_PROMPTS],
+            rollout.sampling,
+            HealthSettings(speculation.chain),
+            lambda record: recorder.event("health", contract.summary(record), **record),
+        )
         self._starting = starting
         self._speculation = speculation
         self._recorder = recorder
-        self._restarts = Restarts(starting.again, restarts)
+        self._restarts = Restarts(starting.again, rollout.restarts)
         self._migration = migration
         # engine that has no event yet -> number of its restart
         self._restarting: dict[str, int] = {}
@@ -189,40 +209,3 @@ def report_slow_sampling(recorder: Recorder, named: Named) -> None:
                     "the engine's log says why"
                 )
                 recorder.event("kernels", message, engine=name)
-
-
-def open_pool(config: Config, named: Named, lost: Callable[[str], None]) -> EnginePool:
-    """Return the pool of a run. lost: as `EnginePool` has it."""
-    rollout = config.rollout
-    # A single engine in this process has a queue of its own. The round in which a sample begins then does not
-    # depend on threads, nor does what unfinished samples have when a batch is full.
-    alone = rollout.engine == "embedded"
-    in_flight = 0 if alone else rollout.max_running_requests
-    continues = alone or config.spec.verifier == "position_keyed"
-    return EnginePool(named, in_flight, lost, continues)
-
-
-def open_health(
-    config: Config,
-    pool: EnginePool,
-    hf_config: Mapping[str, Any],
-    speculation: RunDraftRule,
-    speculate: Callable[[str, RolloutEngine], None],
-    canary: Sequence[Prompt],
-    recorder: Recorder,
-) -> Health:
-    """Return what pushes to a run's engines and checks them.
-
-    speculate  sets the run's speculation on an engine: (name, engine)
-    canary     prompts, of which every engine answers the first ones after a push
-    """
-    drafter = drafter_names(hf_config)
-    return Health(
-        Pusher(pool.engines, frozen=() if config.drafter.train else drafter),
-        drafter.__contains__,
-        speculate if speculation.drafts else None,
-        canary[:CANARY_PROMPTS],
-        config.rollout.sampling,
-        HealthSettings(speculation.chain),
-        lambda record: recorder.event("health", contract.summary(record), **record),
-    )

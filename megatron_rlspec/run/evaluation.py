@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron_rlspec.config import Config
 from megatron_rlspec.host import ranks
 from megatron_rlspec.run import batches
 from megatron_rlspec.run.rank0 import Rank0
@@ -23,29 +22,25 @@ class Evaluation:
     """Every rank holds one; engines are asked on rank 0.
 
     generates       whether the run has engines
-    rollouts        those of rank 0; None on other ranks, and without engines
     push            sends the engines the present weights; collective
     accept_lengths  means on held-out answers, of every measurement so far
     """
 
     def __init__(
         self,
-        config: Config,
         trainer: Trainer,
         rank0: Rank0,
         records: Records,
         generates: bool,
-        rollouts: Rollouts | None,
         push: Callable[[], None],
         accept_lengths: list[float],
     ) -> None:
         self.accept_lengths = accept_lengths
-        self._config = config
+        self._config = trainer.config
         self._trainer = trainer
         self._rank0 = rank0
         self._records = records
         self._generates = generates
-        self._rollouts = rollouts
         self._push = push
         self._last_accept_length = 0.0  # of the newest evaluation of a warm start
 
@@ -57,12 +52,11 @@ class Evaluation:
         Returns the results on rank 0 by the name of the set, {} on the others. Collective.
         """
         results: dict[str, dict[str, float]] = {}
-        while True:
-            with self._rank0.calls() as calls:
-                if self._rollouts is not None:
-                    results = self._rollouts.generation.evaluate(name, done)
-            if calls.succeeded:
-                break
+
+        def answer(rollouts: Rollouts) -> None:
+            results.update(rollouts.generation.evaluate(name, done))
+
+        while not self._rank0.ask(answer):
             # All engines were lost. One has started again, and needs the weights.
             self._push()
         for which, result in results.items():
@@ -89,7 +83,6 @@ class Evaluation:
             packed = batches.micro_batches(
                 self._config,
                 answers,
-                [0.0] * len(answers),
                 version=done + 1,
                 depth=max(HELD_OUT_DRAFTS),
                 supervised=True,

@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from megatron_rlspec.train.step import Trainer
 
 
-class DrafterSchedule(Protocol):
+class DrafterSchedule:
     """Decides from which rollouts the drafter learns, with which weights, and in which steps.
 
-    Every rank holds one. All of them see the same rollouts, so all of them pack the same updates. Without a schedule
-    the drafter learns in every step, as a part of the policy's step, from the step's rollouts (`Drafting.train_step`).
+    This one, without an extension: in every step, as a part of the policy's step, from the step's rollouts. Every rank
+    holds one. All of them see the same rollouts, so all of them pack the same updates.
     """
 
     def weights(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
         """Return the drafter's weight of every position, `[L]` for each sample; None if all are 1."""
+        return None
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Take the rollouts that the next `train_step` trains the policy on."""
@@ -47,9 +48,12 @@ class DrafterSchedule(Protocol):
 
         rollout_seconds  duration of the step's rollout; None on ranks above 0, and for recorded rollouts
         """
+        # One pass trains both: the drafter learns from the hidden states that the policy's loss computes.
+        return train(True)
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
         """Return the state for a checkpoint: a JSON object, and rollouts that are kept."""
+        return {}, []
 
 
 # The second argument loads the policy that a recorded run had before a step; None: the run trains its own policy. The

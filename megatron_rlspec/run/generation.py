@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec import custom
-from megatron_rlspec.config import Config
+from megatron_rlspec.config import RolloutConfig, TrainConfig
 from megatron_rlspec.files import tell
 from megatron_rlspec.losses import grpo
 from megatron_rlspec.noise import seed_of
@@ -49,40 +49,47 @@ class Generation:
 
     def __init__(
         self,
-        config: Config,
+        rollout: RolloutConfig,
+        train: TrainConfig,
         tokenizer: Any,
         engines: Engines,
         scorer: rewards.Scorer,
         recorder: Recorder,
         held_out: Mapping[str, Sequence[Prompt]],
         cancelled: threading.Event,
+        *,
+        dynamic_sampling: bool,
+        keyed: bool,
     ) -> None:
-        self.sampling = config.rollout.sampling
+        """`keyed`: whether the verifier is position-keyed."""
+        self.sampling = rollout.sampling
         self._eval_sampling = self.sampling
-        if config.train.eval_temperature >= 0:
-            self._eval_sampling = replace(self.sampling, temperature=config.train.eval_temperature)
+        if train.eval_temperature >= 0:
+            self._eval_sampling = replace(self.sampling, temperature=train.eval_temperature)
         self.begun: list[OpenGroup] = []
         self.held_out = held_out
-        self._config = config
+        self._rollout = rollout
+        self._train = train
+        self._dynamic = dynamic_sampling
         self._tokenizer = tokenizer
         self._engines = engines
         self._scorer = scorer
         self._recorder = recorder
         self._cancelled = cancelled
-        self._failed_steps = rewards.FailedSteps(config.train.max_bad_steps)
+        self._failed_steps = rewards.FailedSteps(train.max_bad_steps)
         self._shown = False  # whether the run has shown a scored sample
         # tokens and number of the responses to a prompt: they decide which requests engines get first
         self._lengths: dict[int, tuple[int, int]] = {}
         self._running: Collection[str] = ()  # ids of the requests that engines may hold
         self._closed = threading.Event()
         self._conversations: Conversations | None = None
-        if config.rollout.function:
+        if rollout.function:
             self._conversations = Conversations(
-                custom.load("rollout.function", config.rollout.function),
+                custom.load("rollout.function", rollout.function),
                 engines.pool,
                 tokenizer,
-                config.rollout.timeout_seconds,
-                config.spec.verifier == "position_keyed",
+                rollout.timeout_seconds,
+                keyed,
             )
 
     def start(self) -> None:
@@ -102,7 +109,7 @@ class Generation:
         """Set what `state` returned, and `begun`."""
         self._lengths = {row: (tokens, number) for row, tokens, number in lengths}
         self.begun = list(begun)
-        if self.begun and not self._config.rollout.partial:
+        if self.begun and not self._rollout.partial:
             message = f"rollout.partial=0: {len(self.begun)} begun groups are not continued"
             self._recorder.event("resume", message)
             self.begun = []
@@ -115,10 +122,10 @@ class Generation:
         With `rollout.partial` more groups are begun, and those that are not kept go on in the next rollout. Adds to
         `counts`. Raises EngineError if no engine is left, and RewardsFailedError.
         """
-        options = self._config.rollout
+        options = self._rollout
 
         def usable(group: Group) -> bool:
-            return not self._config.algorithm.dynamic_sampling or _has_signal(group)
+            return not self._dynamic or _has_signal(group)
 
         drawing = Drawing(self.begun, options.prompts_per_step, step + 2 - options.oldest, usable)
         counts["continued_tokens"] = float(_tokens_of_partials(self.begun))
@@ -186,9 +193,9 @@ class Generation:
         return results
 
     def _evaluate(self, name: str, done: int, which: str) -> dict[str, float]:
-        chosen = self.held_out[which][: self._config.train.eval_prompts]
+        chosen = self.held_out[which][: self._train.eval_prompts]
         tell(f"evaluating {len(chosen)} prompts", sys.stdout)
-        requests = self._requests(f"e-{name}", chosen, self._config.train.eval_samples, EVALUATION)
+        requests = self._requests(f"e-{name}", chosen, self._train.eval_samples, EVALUATION)
         drawing = Drawing(requests, len(chosen), math.inf)
         _, failures = self._generate(drawing)
         groups = drawing.batch()[0]
@@ -227,7 +234,7 @@ class Generation:
         for place, prompt in enumerate(prompts, places):
             requests = []
             for i in range(samples):
-                seed = seed_of(self._config.train.seed, salt, place, i)
+                seed = seed_of(self._train.seed, salt, place, i)
                 requests.append(Request(f"{name}-p{place:07d}-n{i:07d}", prompt, seed))
             groups.append(OpenGroup(requests))
         return groups
@@ -281,7 +288,7 @@ class Generation:
             self._add(sample, drawing)
             return
         future = scoring.add(sample)
-        if not self._config.algorithm.dynamic_sampling:
+        if not self._dynamic:
             self._add(sample, drawing)
             return
 

@@ -108,7 +108,7 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
         digests["sft.path" if supervised else "data.path"] = identity.of_rows(rows.rows)
     replay = None
     if config.replay.run:
-        replay = Replay(config, tensors)
+        replay = Replay(config.replay, config.model.path, config.train.steps, tensors)
         digests["replay.run"] = replay.recorded.run
     return Loaded(
         hf_config=hf_config,

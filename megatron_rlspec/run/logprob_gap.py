@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from megatron_rlspec.config import Config
-
 GAP = "policy/train_rollout_logprob_abs_diff"
 # nats a token. Kernels of engine and trainer differ by up to 0.02 in bfloat16 and 1e-6 in float32.
 LIMIT = {"bfloat16": 0.5, "float32": 0.01, "float64": 0.01}
@@ -23,12 +21,15 @@ class LogprobGap:
     seen  gaps of the newest steps that were not skipped; part of a checkpoint
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, given: float | None, dtype: str, older: bool) -> None:
+        """`given`: by the user; None: chosen by `dtype`, and by what the run has seen.
+
+        older  whether samples are of an older policy: log-probs differ by what the policy has learnt since
+        """
         self.seen: list[float] = []
-        self._given = config.health.logprob_gap
-        self._dtype = config.model.dtype
-        # An older policy's log-probs differ by what the policy has learnt since.
-        self._older = bool(config.rollout.oldest)
+        self._given = given
+        self._dtype = dtype
+        self._older = older
 
     @property
     def limit(self) -> float:

@@ -31,7 +31,6 @@ def build_trainer(config: Config, loaded: Loaded, supervised: bool) -> Trainer:
 
 
 def make_drafting(
-    config: Config,
     loaded: Loaded,
     trainer: Trainer,
     extensions: Extensions,
@@ -40,9 +39,10 @@ def make_drafting(
     supervised: bool,
 ) -> Drafting:
     """Return what decides on the drafter's updates; `state` and `drawn` of a checkpoint, or empty."""
+    config = trainer.config
     # A warm start learns from every batch alike.
     learns_from_rollouts = config.drafter.train and not supervised
-    schedule: DrafterSchedule | None = None
+    schedule = DrafterSchedule()
     if learns_from_rollouts and extensions.drafter is not None:
         load_policy = None
         if loaded.followed is not None:
@@ -53,7 +53,10 @@ def make_drafting(
         loaded.vocabulary,
         schedule,
         records=learns_from_rollouts,
-        fresh=config.drafter.fresh and learns_from_rollouts and not config.replay.run,
+        fresh=config.drafter.fresh
+        and learns_from_rollouts
+        and extensions.drafter is None
+        and not config.replay.run,
     )
     drafting.restore(state, drawn.replay)
     return drafting

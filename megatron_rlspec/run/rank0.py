@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -16,51 +14,52 @@ from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.push import PushError
 from megatron_rlspec.run.generation import RolloutCancelledError
+from megatron_rlspec.run.rollouts import Rollouts
 from megatron_rlspec.tasks import rewards
 from megatron_rlspec.types import Group
 
 DONE, AGAIN, OVER = range(3)
 
 
-@dataclass
-class Calls:
-    """succeeded  whether the calls of a `with` block did. If not, the caller must push, and make them again."""
-
-    succeeded: bool = False
-
-
 class Rank0:
-    """Guards the calls to engines and rewards. Every rank holds one, and all enter the same `with` blocks.
+    """Guards the calls to engines and rewards. Every rank holds one, and all make the same calls.
 
     main           whether this is rank 0
+    rollouts       engines and rewards; None on ranks above 0, and in runs without engines
     interruption   a signal that ends rollouts
-    engine_starts  returns whether no engine is left, but one is starting again; asked on rank 0
     stop           ends the run on every rank: saves a checkpoint and raises RunStopped
     """
 
     def __init__(
         self,
         main: bool,
+        rollouts: Rollouts | None,
         interruption: Interruption,
-        engine_starts: Callable[[], bool],
         stop: Callable[[str], NoReturn],
     ) -> None:
         self.main = main
+        self.rollouts = rollouts
         self._interruption = interruption
-        self._engine_starts = engine_starts
         self._stop = stop
 
-    @contextmanager
-    def calls(self) -> Iterator[Calls]:
-        """Let rank 0 call engines or rewards in the `with` block; the other ranks wait at its end. Collective.
+    def ask(self, call: Callable[[Rollouts], object]) -> bool:
+        """Let rank 0 call engines or rewards; the other ranks wait. Collective. Returns as `attempt`."""
 
-        `succeeded` is False on every rank if no engine is left, but one is starting again. Any other failure of
-        engines or rewards raises RunStopped on every rank, after a checkpoint.
+        def act() -> None:
+            if self.rollouts is not None:
+                call(self.rollouts)
+
+        return self.attempt(act)
+
+    def attempt(self, act: Callable[[], object]) -> bool:
+        """Call `act` on every rank, which may call engines or rewards on rank 0. Collective.
+
+        Returns False on every rank if no engine is left, but one is starting again: the caller must push, and call
+        again. Any other failure of engines or rewards raises RunStopped on every rank, after a checkpoint.
         """
-        result = Calls()
         reason = ""
         try:
-            yield result
+            act()
         except (EngineError, HealthError, rewards.RewardsFailedError) as error:
             reason = str(error)
         except RolloutCancelledError:
@@ -72,11 +71,12 @@ class Rank0:
             reason = str(error)
         outcome = DONE
         if self.main and reason:
-            outcome = AGAIN if self._engine_starts() else OVER
+            starts_again = self.rollouts is not None and self.rollouts.engines.awaited
+            outcome = AGAIN if starts_again else OVER
         outcome = ranks.job().number(outcome)
         if outcome == OVER:
             self._stop(reason)
-        result.succeeded = outcome == DONE
+        return outcome == DONE
 
     def share(self, groups: list[Group]) -> list[Group]:
         """Return rank 0's groups on every rank. Collective."""

@@ -53,7 +53,8 @@ class Records:
         self.bad_steps = 0
         self.why_bad = ""
         self.about: dict[str, float] = {"steps": float(done)}
-        self.logprob_gap = LogprobGap(config)
+        older = config.rollout.oldest > 0
+        self.logprob_gap = LogprobGap(config.health.logprob_gap, config.model.dtype, older)
         self._config = config
         self._first = done
         self._without_advantage: float | None = None  # share of the newest step's groups

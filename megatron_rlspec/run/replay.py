@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.config import ConfigError, ReplayConfig
 from megatron_rlspec.conversion.drafter_files import Tensors
 from megatron_rlspec.host import ranks
 from megatron_rlspec.models.hf_files import CheckpointError
@@ -27,18 +27,23 @@ class Replay:
     recorded  what was recorded, with the rollouts of each step
     """
 
-    def __init__(self, config: Config, tensors: Tensors) -> None:
-        """Open `replay.run`. Raises CheckpointError if model.path is not what it began with, or it is too short."""
-        options = config.replay
+    def __init__(
+        self, options: ReplayConfig, model_path: str, steps: int, tensors: Tensors
+    ) -> None:
+        """Open `replay.run`. Raises CheckpointError if model.path is not what it began with, or it is too short.
+
+        steps    of the replay
+        tensors  of model.path
+        """
         self.follows = options.policy_step < 0
         self.first = max(0, options.policy_step)
         self.recorded = Trajectory(Path(options.run))
         for name, tensor in self.recorded.policy(0).items():
             if not torch.equal(tensors[name].to(tensor.dtype), tensor):
                 raise CheckpointError(
-                    f"model.path={config.model.path}: {name} differs from what {options.run} began with"
+                    f"model.path={model_path}: {name} differs from what {options.run} began with"
                 )
-        asked = config.train.steps if self.follows else options.policy_step
+        asked = steps if self.follows else options.policy_step
         if asked > self.recorded.steps:
             name = "train.steps" if self.follows else "replay.policy_step"
             raise ConfigError(
@@ -53,14 +58,15 @@ class Replay:
 class TrajectoryRecording:
     """Records the policy and the rollouts of every step (`train.record_gib`). Every rank holds one; rank 0 writes."""
 
-    def __init__(self, config: Config, trainer: Trainer, records: Records, done: int) -> None:
+    def __init__(self, trainer: Trainer, records: Records, done: int) -> None:
         """Begin or continue to record a run that has `done` steps."""
         self._trainer = trainer
         self._records = records
         self._writer: TrajectoryWriter | None = None
         if records.recorder is not None:
-            limit = int(config.train.record_gib * 2**30)
-            self._writer = TrajectoryWriter(Path(config.train.run_dir), limit, done)
+            options = trainer.config.train
+            limit = int(options.record_gib * 2**30)
+            self._writer = TrajectoryWriter(Path(options.run_dir), limit, done)
             if self._writer.ended:
                 records.event("trajectory", self._writer.ended)
 

@@ -10,7 +10,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from megatron_rlspec.config import Config, DrafterConfig
+from megatron_rlspec.config import DrafterConfig
 from megatron_rlspec.conversion.drafter_files import Tensors, build_drafter
 from megatron_rlspec.files import read_json, tell
 from megatron_rlspec.host import ranks
@@ -35,20 +35,10 @@ class Results:
     best  the reward of the model in hf-best/, which `train.save_best` keeps; -inf: there is none
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        model_path: str,
-        drafter: DrafterConfig,
-        loaded: Loaded,
-        trainer: Trainer,
-        records: Records,
-    ) -> None:
-        """`model_path`: directory of the tokenizer. `records` know what the model card says."""
-        self.best = _reward_of(run_dir / "hf-best" / REWARD)
-        self._run_dir = run_dir
-        self._model_path = model_path
-        self._drafter = drafter
+    def __init__(self, loaded: Loaded, trainer: Trainer, records: Records) -> None:
+        """`records` know what the model card says."""
+        self._run_dir = Path(trainer.config.train.run_dir)
+        self.best = _reward_of(self._run_dir / "hf-best" / REWARD)
         self._loaded = loaded
         self._trainer = trainer
         self._records = records
@@ -61,13 +51,15 @@ class Results:
         Older directories of other names than hf/ are replaced.
         """
         result = self._run_dir / name
+        config = self._trainer.config
+        model_path = config.model.path
         # directories by the names that they get at the end; the policy's is the last
         built: dict[Path, Path] = {}
         with exporting(self._trainer.export) as source:
             if source is not None:
                 sharpness = self._trainer.sharpness
                 built = build_result(
-                    self._model_path, self._drafter, self._loaded, source, result, sharpness
+                    model_path, config.drafter, self._loaded, source, result, sharpness
                 )
         drafter_moments = dict(self._trainer.export_drafter_moments())
         if not built:
@@ -79,9 +71,7 @@ class Results:
         drafter = next(iter(built))
         about = self._records.about
         has_mtp = drafter == result and bool(self._loaded.hf_config.get("num_nextn_predict_layers"))
-        text = card(
-            self._model_path, about, result, drafter if drafter != result else None, has_mtp
-        )
+        text = card(model_path, about, result, drafter if drafter != result else None, has_mtp)
         (built[result] / CARD).write_text(text)
         if reward is not None:
             write_json(built[result] / REWARD, {"reward": reward})
@@ -149,11 +139,12 @@ def build_result(
     return built | {target: build_hf(target, policy_config, source("target"), model_path)}
 
 
-def take_drafter_moments(config: Config, trainer: Trainer, tensors: Tensors) -> str:
+def take_drafter_moments(trainer: Trainer, tensors: Tensors) -> str:
     """Load the drafter's optimizer state of the run that wrote `model.path` or `drafter.path`. Collective.
 
     Returns the event's text; "" without such a state, and for a drafter that is new or not trained.
     """
+    config = trainer.config
     if not config.drafter.train or config.replay.fresh_drafter:
         return ""
     shapes = {name: tensors.shape(name) for name in moments.trained_names(trainer.table)}

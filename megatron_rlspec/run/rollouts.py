@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import RolloutEngine
+from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.detectors import stamp_finding
 from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run.checkpoints import Drawn
-from megatron_rlspec.run.engines import Engines, open_health, open_pool, report_slow_sampling
+from megatron_rlspec.run.engines import Engines, report_slow_sampling
 from megatron_rlspec.run.extension import Extensions, Migration
 from megatron_rlspec.run.generation import Generation
 from megatron_rlspec.run.speculating import RunDraftRule
@@ -135,30 +136,32 @@ class Rollouts:
         self.speculation = RunDraftRule(
             config.spec, started.learning, started.run_dir / "spec_rule.json"
         )
+        keyed = config.spec.verifier == "position_keyed"
         canary = started.held_out.get("") or (prompts.rows if prompts else [])
         report_slow_sampling(recorder, named)
-        pool = open_pool(config, named, lambda name: self.engines.restart(name))
-        health = open_health(
-            config,
-            pool,
-            started.hf_config,
-            self.speculation,
-            lambda name, engine: self.engines.speculate(name, engine),
-            canary,
-            recorder,
-        )
-        restarts = config.rollout.restarts
         self.engines = Engines(
-            pool, health, started.engines, self.speculation, recorder, restarts, started.migration
+            named,
+            started.engines,
+            self.speculation,
+            recorder,
+            config.rollout,
+            keyed=keyed,
+            drafter=drafter_names(started.hf_config),
+            trains_drafter=config.drafter.train,
+            canary=canary,
+            migration=started.migration,
         )
         self.generation = Generation(
-            config,
+            config.rollout,
+            config.train,
             started.tokenizer,
             self.engines,
             started.scorer,
             recorder,
             started.held_out,
             cancelled or threading.Event(),
+            dynamic_sampling=config.algorithm.dynamic_sampling,
+            keyed=keyed,
         )
 
     def start(self, resumed: Mapping[str, Any], drawn: Drawn) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_rlspec import __version__
-from megatron_rlspec.config import RolloutConfig
 from megatron_rlspec.models.hf_files import CheckpointError
 from megatron_rlspec.run import identity
 from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
@@ -23,20 +24,12 @@ class Saver:
     saved  steps of the newest checkpoint that this process wrote or loaded
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        rollout: RolloutConfig,
-        trainer: Trainer,
-        main: bool,
-        digests: Mapping[str, str],
-    ) -> None:
+    def __init__(self, trainer: Trainer, digests: Mapping[str, str]) -> None:
         """`digests`: of model and data, by names of options; a checkpoint with others is not resumed from."""
         self.saved = 0
-        self._rollout = rollout
-        self._checkpoints = Checkpoints(run_dir)
+        self._checkpoints = Checkpoints(Path(trainer.config.train.run_dir))
         self._trainer = trainer
-        self._main = main
+        self._main = dist.get_rank() == 0
         self._identity = dict(digests)
 
     def load_newest(self, steps: int) -> State:
@@ -65,7 +58,7 @@ class Saver:
                 f"{path} is of a run with another content of {other}; expected the same, or "
                 f"another train.run_dir, with the model.path that `rlspec convert {path} MODEL` writes"
             )
-        rollout = self._rollout
+        rollout = self._trainer.config.rollout
         age = drawn.age(state["step"], rollout.partial > 0)
         if age > rollout.oldest:
             raise CheckpointError(

@@ -124,8 +124,7 @@ class Session:
                 starting.engines.launch()  # they start while the trainer is built
 
         self.trainer = opening.build_trainer(config, self.loaded, self.supervised)
-        run_dir = Path(config.train.run_dir)
-        self.saver = Saver(run_dir, config.rollout, self.trainer, self.main, self.loaded.identity)
+        self.saver = Saver(self.trainer, self.loaded.identity)
         state: dict[str, Any] = {}
         drawn = Drawn()
         if config.train.resume:
@@ -135,11 +134,11 @@ class Session:
         if state and self.loaded.data is not None:
             self.loaded.data.restore(state["data"])
         self.drafting = opening.make_drafting(
-            config, self.loaded, self.trainer, extensions, state, drawn, self.supervised
+            self.loaded, self.trainer, extensions, state, drawn, self.supervised
         )
         moments = ""
         if not state:
-            moments = take_drafter_moments(config, self.trainer, self.loaded.tensors)
+            moments = take_drafter_moments(self.trainer, self.loaded.tensors)
 
         if colocated:
             _free_memory(self.trainer)
@@ -153,8 +152,7 @@ class Session:
         # The first writes of the run.
         self.records = Records(config, self.clock, self.done, self.main)
         closing.callback(lambda: self.records.close(self.done))
-        given = (run_dir, config.model.path, config.drafter, self.loaded, self.trainer)
-        self.results = Results(*given, self.records)
+        self.results = Results(self.loaded, self.trainer, self.records)
         self.records.logprob_gap.restore(state.get("logprob_gaps", []))
         if moments:
             self.records.event("drafter", moments)
@@ -162,7 +160,7 @@ class Session:
             self.records.event("data", self.loaded.data.summary)
         self.recording: TrajectoryRecording | None = None
         if config.train.record_gib and not self.supervised:
-            self.recording = TrajectoryRecording(config, self.trainer, self.records, self.done)
+            self.recording = TrajectoryRecording(self.trainer, self.records, self.done)
 
         self.rollouts: Rollouts | None = None
         if starting is not None:
@@ -176,14 +174,12 @@ class Session:
             )
             closing.callback(self.rollouts.close)
             self.rollouts.start(state, drawn)
-        self.rank0 = Rank0(self.main, self.interruption, self._engine_starts, self._stop)
+        self.rank0 = Rank0(self.main, self.rollouts, self.interruption, self._stop)
         self.evaluation = Evaluation(
-            config,
             self.trainer,
             self.rank0,
             self.records,
             self.generates,
-            self.rollouts,
             self.push,
             state.get("accept_lengths", []),
         )
@@ -201,32 +197,22 @@ class Session:
 
         A drafter's schedule may update the drafter from earlier rollouts while engines generate.
         """
-        self.drafting.during_rollout(self.done, partial(self._begin_rollout, step))
-        groups: list[Group] = []
-        while True:
-            with self.rank0.calls() as calls:
-                if self.rollouts is not None:
-                    groups = self.rollouts.collect(step)
-            if calls.succeeded:
-                break
+        # `begin` starts the rollout in the background.
+        begin = partial(self.rank0.ask, lambda rollouts: rollouts.begin(step))
+        self.drafting.schedule.during_rollout(self.done, begin)
+        while not self.rank0.ask(lambda rollouts: rollouts.collect(step)):
             # All engines were lost. One has started again, and needs the weights.
             self.push()
-        groups = self.rank0.share(groups)
+        groups = self.rank0.share(self.rollouts.newest.groups if self.rollouts else [])
         self._newest = ({}, groups)
         return groups
-
-    def _begin_rollout(self, step: int) -> None:
-        """Start a rollout in the background, which `collect` waits for."""
-        with self.rank0.calls():
-            if self.rollouts is not None:
-                self.rollouts.begin(step)
 
     def recorded(self, step: int) -> list[Group]:
         """Load the policy that a recorded run had before `step`, and return the rollouts that it trained on."""
         replay = self.loaded.replay
         assert replay is not None
         replay.load(self.trainer, step)
-        self.drafting.during_rollout(self.done, lambda: None)
+        self.drafting.schedule.during_rollout(self.done, lambda: None)
         return replay.recorded.groups(step)
 
     def demonstrations(self) -> list[Group]:
@@ -242,20 +228,15 @@ class Session:
 
     def settle(self) -> None:
         """Wait for the rollout that runs ahead, if there is one. If its engines are lost, `collect` repeats it."""
-        with self.rank0.calls():
-            if self.rollouts is not None:
-                self.rollouts.settle()
-
-    def _engine_starts(self) -> bool:
-        """Return whether no engine is left, but one is starting again."""
-        return self.rollouts is not None and self.rollouts.engines.awaited
+        self.rank0.ask(Rollouts.settle)
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def pack(self, groups: Sequence[Group]) -> list[list[PackedBatch]]:
         """Return this rank's micro-batches of each optimizer step. Advantages are computed within each group."""
         samples = [sample for group in groups for sample in group.samples]
-        values = advantages(self.config, groups)
+        longest = self.config.rollout.max_new_tokens
+        values = advantages(self.config.algorithm, longest, groups)
         if self.loaded.prompts is not None and self.loaded.replay is None:
             self.records.advantages(self.done, groups, values)
         self.drafting.observe(groups)
@@ -273,15 +254,11 @@ class Session:
         values: list[float] | None = None,
         drafter_weights: list[np.ndarray] | None = None,
     ) -> list[PackedBatch]:
-        """Return this rank's micro-batches.
-
-        values           advantage of each sample; None: 0
-        drafter_weights  of every position, `[L]` for each sample; None: 1
-        """
+        """Return this rank's micro-batches; arguments as for `micro_batches`."""
         return micro_batches(
             self.config,
             samples,
-            [0.0] * len(samples) if values is None else values,
+            values,
             version=self.done + 1,
             drafter_weights=drafter_weights,
             supervised=self.supervised,
@@ -293,9 +270,7 @@ class Session:
         Engines on the ranks' GPUs sleep from here until the next push.
         """
         if self.loaded.layout.colocated:
-            with self.rank0.calls():
-                if self.rollouts is not None:
-                    self.rollouts.engines.sleep()
+            self.rank0.ask(lambda rollouts: rollouts.engines.sleep())
         trains_policy = options.get("train_policy", True)
         learns = options["objective"] == "grpo" and trains_policy
         if self.config.algorithm.kl_coef and learns:
@@ -334,14 +309,9 @@ class Session:
         """
         if self.loaded.layout.colocated:
             _free_memory(self.trainer)
-            with self.rank0.calls():
-                if self.rollouts is not None:
-                    self.rollouts.engines.wake()
-        while True:
-            with self.rank0.calls() as calls:
-                self._push_once()
-            if calls.succeeded:
-                return
+            self.rank0.ask(lambda rollouts: rollouts.engines.wake())
+        while not self.rank0.attempt(self._push_once):
+            pass
 
     def _push_once(self) -> None:
         """Gather full tensors from all ranks while rank 0 sends them."""
@@ -359,9 +329,11 @@ class Session:
 
     def adapt(self) -> None:
         """Read the engines' acceptance and round times, and update the speculation rule."""
-        with self.rank0.calls():
-            if self.rollouts is not None:
-                self._engine_metrics |= self.rollouts.adapt(self.trainer.prediction)
+
+        def learn(rollouts: Rollouts) -> None:
+            self._engine_metrics |= rollouts.adapt(self.trainer.prediction)
+
+        self.rank0.ask(learn)
 
     # ---- evaluation, records and checkpoints ------------------------------------------------------------------------
 

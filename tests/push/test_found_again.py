@@ -14,7 +14,7 @@ ROUNDS = 20
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(engines, "CANARY", 0)
+    monkeypatch.setattr(engines, "CANARY_PROMPTS", 0)
     options = {"spec__mode": "adaptive", "spec__candidate_steps": "0,1,3"}
     options["spec__learn_costs"] = "false"  # costs are those below
     made = Run(tmp_path, rollout__max_new_tokens=str(ROUNDS), **options)

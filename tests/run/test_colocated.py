@@ -8,8 +8,8 @@ import forked
 import pytest
 from short_run import TESTS, words
 
+from megatron_rlspec.config import RolloutConfig
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.run.engines import Engines
 
 STARTED = ["load_hf", "_free_memory", "launch"]
@@ -58,12 +58,12 @@ def test_an_engine_that_is_restarted_sleeps_during_the_step_too():
         time.sleep(0.2)
         return new
 
-    pool = EnginePool({"a": old, "b": lost}, lost=lambda name: engines.restart(name))
-    starting = SimpleNamespace(again=again, own={"a", "b"}, spare=())
-    engines = Engines(pool, MagicMock(), starting, MagicMock(), MagicMock(), 1)
-    pool.drop("b", EngineError("gone"))
+    starting = SimpleNamespace(again=again, own={"a", "b"})
+    speculation = SimpleNamespace(drafts=False, chain=0)
+    engines = Engines({"a": old, "b": lost}, starting, speculation, MagicMock(), RolloutConfig(restarts=1), keyed=True)
+    engines.pool.drop("b", EngineError("gone"))
     engines.sleep()
-    assert pool.engines == {"a": old, "b": new}
+    assert engines.pool.engines == {"a": old, "b": new}
     old.sleep.assert_called_once_with()
     new.sleep.assert_called_once_with()
     engines.wake()

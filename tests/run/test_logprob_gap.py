@@ -13,19 +13,19 @@ from megatron_rlspec.types import RoundStats, SpecConfig
 @pytest.mark.parametrize(
     ("options", "seen", "limit"),
     [
-        ({"model.dtype": "float32"}, [], 0.01),  # a wrong matrix moves it by 0.02 to 0.05
-        ({"model.dtype": "float32"}, [1e-7] * 3, 1e-4),
-        ({"model.dtype": "bfloat16"}, [0.001, 0.004, 0.04, 0.008], 0.03),
-        ({"model.dtype": "float32", "rollout.staleness": "1"}, [1e-7] * 3, 0.5),
-        ({"model.dtype": "float32", "health.logprob_gap": "2"}, [1e-7] * 3, 2.0),
+        ((None, "float32", False), [], 0.01),  # a wrong matrix moves it by 0.02 to 0.05
+        ((None, "float32", False), [1e-7] * 3, 1e-4),
+        ((None, "bfloat16", False), [0.001, 0.004, 0.04, 0.008], 0.03),
+        ((None, "float32", True), [1e-7] * 3, 0.5),
+        ((2.0, "float32", False), [1e-7] * 3, 2.0),
     ],
 )
 def test_the_limit_follows_the_type_and_what_the_run_has_seen(options, seen, limit):
-    gap = LogprobGap(load(None, options))
+    gap = LogprobGap(*options)
     for value in seen:
         gap.observe({GAP: value})
     assert gap.limit == pytest.approx(limit)
-    resumed = LogprobGap(load(None, options))
+    resumed = LogprobGap(*options)
     resumed.restore(gap.seen)
     assert resumed.limit == gap.limit and len(gap.seen) <= 20
 

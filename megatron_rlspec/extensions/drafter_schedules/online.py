@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rlspec.config import Config
 from megatron_rlspec.extensions.drafter_schedules.replay import ReplayBuffer
 from megatron_rlspec.packing.pack import pack
+from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.tasks.rewards import failed
 from megatron_rlspec.train import runtime
 from megatron_rlspec.train.drafter_updates import EverySteps, reward_weights
@@ -24,23 +24,22 @@ from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample
 
 
-class OnlineLearner:
-    """A `run.extension.DrafterSchedule`, by the options of `drafter`.
+class OnlineLearner(DrafterSchedule):
+    """Chooses rollouts, weights and steps by the options of `drafter`.
 
     last_update  the step that updated the drafter last; -1: none
     """
 
     def __init__(
         self,
-        config: Config,
         trainer: Trainer,
         load_policy: Callable[[int], None] | None,
         state: Mapping[str, Any],
         groups: Sequence[Group],
     ) -> None:
         """Take up `state` and `groups`, which a checkpoint has of `state()`; see `DrafterScheduleBuilder`."""
-        options = config.drafter
-        self.config = config
+        self.config = trainer.config
+        options = self.config.drafter
         self.trainer = trainer
         self.load_policy = load_policy
         self.rule = EverySteps(options.update_every)
