@@ -53,9 +53,6 @@ class Estimate:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
     @property
     def shown(self) -> str:
         """Say what a difference shows."""
@@ -64,57 +61,34 @@ class Estimate:
         return "below 0" if self.high < 0 else "not shown"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Accept lengths of several drafters on one policy.
+Rounds = Mapping[int, Mapping[str, np.ndarray]]
 
-    rounds       (drafter, drafts a round) -> `[prompts, 2]`: verify rounds and accepted drafts of every prompt
-    samples      of the first drafter at the first number of drafts
-    equal_texts  prompts whose text is the same in all generations
+
+def table_of(rounds: Rounds) -> dict[str, Any]:
+    """Return every accept length and every paired difference.
+
+    rounds  by drafts a round and drafter `[prompts, 2]`: verify rounds and accepted drafts of every prompt
     """
-
-    rounds: Mapping[tuple[str, int], np.ndarray]
-    samples: Sequence[Sample]
-    equal_texts: int
-
-    def length(self, drafter: str, steps: int) -> Estimate:
-        """Estimate a drafter's tokens per round at `steps` drafts a round: 1 + accepted drafts / rounds."""
-        return estimate(self.rounds[drafter, steps])
-
-    def difference(self, drafter: str, other: str, steps: int) -> Estimate:
-        """Estimate by how much a drafter's accept length exceeds another's on the same prompts."""
-        return estimate(self.rounds[drafter, steps], self.rounds[other, steps])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return every accept length and every paired difference."""
-        names = list(dict.fromkeys(name for name, _ in self.rounds))
-        all_steps = list(dict.fromkeys(steps for _, steps in self.rounds))
-        lengths = []
-        differences = []
-        for steps in all_steps:
-            for name in names:
-                length = self.length(name, steps)
-                lengths.append({"steps": steps, "drafter": name, **vars(length)})
-            for name, other in itertools.combinations(names, 2):
-                difference = self.difference(name, other, steps)
-                row = {"steps": steps, "drafter": name, "minus": other, **vars(difference)}
-                differences.append(row | {"shown": difference.shown})
-        return {
-            "prompts": len(self.samples),
-            "equal_texts": self.equal_texts,
-            "accept_lengths": lengths,
-            "differences": differences,
-        }
+    lengths = []
+    differences = []
+    for steps, of_drafters in rounds.items():
+        for name, counts in of_drafters.items():
+            lengths.append({"steps": steps, "drafter": name, **vars(estimate(counts))})
+        for name, other in itertools.combinations(of_drafters, 2):
+            difference = estimate(of_drafters[name], of_drafters[other])
+            row = {"steps": steps, "drafter": name, "minus": other, **vars(difference)}
+            differences.append(row | {"shown": difference.shown})
+    return {"accept_lengths": lengths, "differences": differences}
 
 
-def estimate(rounds: np.ndarray, other: np.ndarray | None = None, seed: int = 1) -> Estimate:
+def estimate(rounds: np.ndarray, other: np.ndarray | None = None) -> Estimate:
     """Estimate an accept length from `rounds [prompts, 2]`, or its difference to that of `other` on the same prompts.
 
     Both are resampled together. So what is hard about a prompt for every drafter does not widen the interval of a
     difference.
     """
     n = len(rounds)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)
     # [1 + RESAMPLES, prompts]: how often each prompt counts. The first row counts each once.
     resamples = rng.multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
     counts = np.concatenate([np.ones((1, n), np.int64), resamples])
@@ -137,46 +111,39 @@ def measure(
     drafters: Mapping[str, Mapping[str, Tensor]],
     prompts: Sequence[Prompt],
     sampling: Sampling,
-    steps: Sequence[int] = STEPS,
-    seed: int = 0,
-    version: int = 1,
-) -> Comparison:
+    steps: Sequence[int],
+) -> tuple[Rounds, int]:
     """Generate one sample per prompt with every drafter, at each number of drafts a round.
 
-    engine    holds the policy. Its drafter is replaced, and the last one measured stays
+    engine    holds the policy, as version 1. Its drafter is replaced, and the last one measured stays
     drafters  name -> tensors under Hugging Face names, of which the drafter's are used
-    version   of the first drafter's push; the others follow
 
-    Raises EngineError.
+    Returns what `table_of` takes, and the number of prompts whose text is the same in all generations. Raises
+    EngineError.
     """
-    rounds = {}
-    texts: list[set[tuple[int, ...]]] = [
-        set() for _ in prompts
-    ]  # the different ones of each prompt
-    first: list[Sample] = []
-    for number, (name, tensors) in enumerate(drafters.items(), start=version):
+    rounds: dict[int, dict[str, np.ndarray]] = {k: {} for k in steps}
+    # the different ones of each prompt
+    texts: list[set[tuple[int, ...]]] = [set() for _ in prompts]
+    for number, (name, tensors) in enumerate(drafters.items(), start=2):
         files.tell(f"measuring the drafter {name}", sys.stderr)
         drafter = {key: tensors[key] for key in tensors if is_drafter(key)}
         engine.update_weights(number, weights_of(drafter), "drafter")
         for k in steps:
             engine.set_schedule(SpecSchedule.fixed(SpecConfig(k)))
-            samples = draw(engine, prompts, sampling, f"d{number:04d}-k{k:02d}", seed)
-            rounds[name, k] = np.array([rounds_of(sample) for sample in samples])
+            samples = draw(engine, prompts, sampling, f"d{number:04d}-k{k:02d}")
+            rounds[k][name] = np.array([rounds_of(sample) for sample in samples])
             for different, sample in zip(texts, samples, strict=True):
                 different.add(tuple(sample.response))
-            first = first or samples
-    equal_texts = sum(len(different) == 1 for different in texts)
-    return Comparison(rounds, first, equal_texts)
+    return rounds, sum(len(different) == 1 for different in texts)
 
 
 def draw(
-    engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sampling, name: str, seed: int = 0
+    engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sampling, name: str
 ) -> list[Sample]:
-    """Generate one sample per prompt. The ids of requests begin with `name`; equal seeds give equal texts."""
+    """Generate one sample per prompt, each with a seed of its own. The ids of requests begin with `name`."""
     requests = []
     for i, prompt in enumerate(prompts):
-        own_seed = (seed * 1_000_003 + i) & 0x7FFF_FFFF
-        requests.append(Request(f"{name}-s{seed:06d}-p{i:06d}", prompt, own_seed))
+        requests.append(Request(f"{name}-p{i:06d}", prompt, seed=i))
     return engine.generate(requests, sampling)
 
 
@@ -258,13 +225,14 @@ def main(argv: list[str] | None = None) -> int:
     policy = next(iter(drafters.values())) if DRAFTER in hf_config else read_hf(options.policy)[1]
     ends = ends_of_text(options.policy, tokenizer)
     with closing(_engine(hf_config, policy, ends)) as engine:
-        comparison = measure(engine, drafters, prompts, sampling, options.steps, version=2)
-    if not all(rounds[:, 0].any() for rounds in comparison.rounds.values()):
+        rounds, equal_texts = measure(engine, drafters, prompts, sampling, options.steps)
+    counts = [of_drafter for part in rounds.values() for of_drafter in part.values()]
+    if not all(of_drafter[:, 0].any() for of_drafter in counts):
         raise ConfigError(
             f"every answer to {options.prompts} ended with its first token, which no drafter can shorten; expected "
             f"longer answers (--max-new-tokens is {new_tokens})"
         )
-    result = comparison.to_json()
+    result = {"prompts": len(prompts), "equal_texts": equal_texts, **table_of(rounds)}
     show(result)
     if options.out is not None:
         files.write_output(options.out, json.dumps(result, indent=1) + "\n")
@@ -311,4 +279,4 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def _interval(row: Mapping[str, Any]) -> str:
-    return str(Estimate(row["value"], row["low"], row["high"]))
+    return f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"

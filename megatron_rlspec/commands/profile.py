@@ -207,15 +207,7 @@ def _engine(
 
 def _embedded(args: argparse.Namespace, tp: int, stack: ExitStack) -> MeasuredEngine:
     """Build the embedded engine, in this process and `tp` - 1 others. Raises ConfigError."""
-    build = partial(
-        _embedded_rank,
-        args.model,
-        args.draft_model,
-        args.dtype,
-        args.steps,
-        max(args.batches),
-        max(args.lengths),
-    )
+    build = partial(_embedded_rank, args)
     print(
         f"rlspec profile: loading {args.model} in {args.dtype} into the embedded engine", flush=True
     )
@@ -232,27 +224,21 @@ def _embedded(args: argparse.Namespace, tp: int, stack: ExitStack) -> MeasuredEn
 
 
 def _embedded_rank(
-    model: str,
-    drafter: str,
-    dtype: str,
-    steps: Sequence[int],
-    most_requests: int,
-    longest_prompt: int,
-    rank: int,
-    group: torch.distributed.ProcessGroup | None,
+    args: argparse.Namespace, rank: int, group: torch.distributed.ProcessGroup | None
 ) -> EmbeddedEngine:
     """Build one rank's engine, with a KV cache for the grid. Raises ValueError."""
-    hf_config, tensors = read_model(model, drafter)
+    hf_config, tensors = read_model(args.model, args.draft_model)
     is_eagle3 = DRAFTER in hf_config
     configs = [OFF]
     if is_eagle3 or hf_config.get("num_nextn_predict_layers"):
-        configs += chains([k for k in steps if k])
-    longest = longest_prompt + tokens_of_a_point(len(configs)) + MARGIN
+        configs += chains([k for k in args.steps if k])
+    most_requests = max(args.batches)
+    longest = max(args.lengths) + tokens_of_a_point(len(configs)) + MARGIN
     return EmbeddedEngine(
         hf_config,
         weights_of(tensors),
         draft_words=words(tensors, hf_config) if is_eagle3 else None,
-        dtype=getattr(torch, dtype),
+        dtype=getattr(torch, args.dtype),
         device=f"cuda:{rank}" if torch.cuda.is_available() else "cpu",
         candidates=configs,
         max_running_requests=most_requests,

@@ -88,16 +88,6 @@ def train(argv: list[str]) -> None:
     _run("train", argv)
 
 
-def sft(argv: list[str]) -> None:
-    """Run `rlspec sft`."""
-    _run("sft", argv)
-
-
-def replay(argv: list[str]) -> None:
-    """Run `rlspec replay`."""
-    _run("replay", argv)
-
-
 def _run(command: Command, argv: list[str]) -> None:
     """Check what is asked, lock the run directory for this process, and run the command's loop.
 
@@ -137,6 +127,10 @@ def _run(command: Command, argv: list[str]) -> None:
                 act(config, interruption, extensions(config))
             finally:
                 runtime.leave()
+
+
+sft = partial(_run, "sft")
+replay = partial(_run, "replay")
 
 
 def ranks_of(argv: list[str]) -> tuple[int, list[str]]:

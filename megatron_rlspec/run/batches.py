@@ -15,18 +15,11 @@ from megatron_rlspec.train import runtime
 from megatron_rlspec.types import Group, PackedBatch, Sample
 
 
-def advantages(algorithm: AlgorithmConfig, longest: int, groups: Sequence[Group]) -> list[float]:
-    """Return the advantage of every sample, in the order of groups. It is computed within each group.
+def advantages(algorithm: AlgorithmConfig, longest: int, group: Group) -> list[float]:
+    """Return the advantage of every sample of a group.
 
     longest  tokens that a response may have (rollout.max_new_tokens)
     """
-    values: list[float] = []
-    for group in groups:
-        values += _group_advantages(algorithm, longest, group)
-    return values
-
-
-def _group_advantages(algorithm: AlgorithmConfig, longest: int, group: Group) -> list[float]:
     shaped = []
     for sample in group.samples:
         length = len(sample.response)

@@ -16,7 +16,7 @@ import torch
 from megatron_rlspec import custom
 from megatron_rlspec.config import Command, Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import Tensors, read_model, words
-from megatron_rlspec.memory_estimate import cache_line
+from megatron_rlspec.memory_estimate import Hardware, cache_line
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.rollout import placement
@@ -152,10 +152,10 @@ def check_machine(config: Config) -> None:
 
 def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> placement.GpuLayout:
     """Return which GPUs the ranks of this node and the engines have. Raises ConfigError if that does not fit."""
-    gpus = placement.devices(os.environ, torch.cuda.device_count())
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if config.rollout.engine != "sglang" or config.rollout.urls:
         return placement.GpuLayout()
+    gpus = placement.devices(os.environ, torch.cuda.device_count())
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     options = config.placement
     layout = placement.place(gpus, ranks, config.rollout.engines, options.tensor, options.mode)
     if not layout.engines:
@@ -163,12 +163,23 @@ def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> pla
     placement.check_heads(hf_config, options.tensor)
     if layout.colocated:
         placement.check_colocated(config.rollout.staleness, config.drafter.overlap)
-    gpu = torch.cuda.get_device_properties(0).total_memory
+    machine = hardware()
     parameters, experts = placement.count_parameters(tensors)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    hopper = torch.cuda.get_device_capability(0)[0] == 9
-    need = placement.needs(config, hf_config, gpu, parameters, experts, world, hopper)
+    need = placement.needs(
+        config, hf_config, machine.gpu, parameters, experts, machine.world, machine.hopper
+    )
     return placement.with_memory(layout, need)
+
+
+def hardware() -> Hardware:
+    """Return the GPUs of this node, of which there is at least one, and the ranks of the job."""
+    return Hardware(
+        gpus=len(placement.devices(os.environ, torch.cuda.device_count())),
+        gpu=torch.cuda.get_device_properties(0).total_memory,
+        ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        world=int(os.environ.get("WORLD_SIZE", "1")),
+        hopper=torch.cuda.get_device_capability(0)[0] == 9,
+    )
 
 
 def draft_vocabulary(

@@ -18,9 +18,9 @@ from megatron_rlspec.records.live import line, saved_line
 from megatron_rlspec.records.recorder import Decode, Recorder, read_records
 from megatron_rlspec.records.sinks import open_sinks
 from megatron_rlspec.run.logprob_gap import GAP, LogprobGap
-from megatron_rlspec.run.summaries import groups_without_advantage, without_advantage
+from megatron_rlspec.run.summaries import without_advantage
 from megatron_rlspec.tasks import rewards
-from megatron_rlspec.types import Group, Sample
+from megatron_rlspec.types import Sample
 
 SHOWN_TEXTS = 4  # of a step, in samples.jsonl
 SHOWN_EVERY = 10  # steps without a rollout, of which a line is printed
@@ -103,16 +103,18 @@ class Records:
             self.about |= values
             self.recorder.to_sinks(done, values)
 
-    def advantages(self, done: int, groups: Sequence[Group], values: Sequence[float]) -> None:
-        """Take the advantages of the samples of a rollout, after `done` steps. Write an event if all are 0."""
-        self._without_advantage = groups_without_advantage(groups, values)
-        if any(values):
+    def advantages(
+        self, done: int, samples: Sequence[Sample], values: Sequence[Sequence[float]]
+    ) -> None:
+        """Take the advantages of a rollout, by group, after `done` steps. Write an event if all are 0."""
+        without = [not any(of_group) for of_group in values]
+        self._without_advantage = sum(without) / max(len(without), 1)
+        if not all(without):
             self._useless_steps = 0
             return
         self._useless_steps += 1
         if done and self._useless_steps != USELESS_STEPS:
             return
-        samples = [sample for group in groups for sample in group.samples]
         if rewards.known(samples):  # otherwise another event says that all failed
             self.event("reward", f"step {done + 1}: {without_advantage(samples)}")
 

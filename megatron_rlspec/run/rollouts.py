@@ -69,17 +69,11 @@ class StartingRollouts:
             self.held_out[name] = prompts.rows
             self.summaries.append(prompts.summary)
         self.learning = learning(config, hf_config)
-        self.scorer = rewards.Scorer(config.reward)
-        try:
-            self.engines = extensions.kind(config.rollout.engine).start(
-                config, self.run_dir, layout
-            )
-            self.migration: Migration | None = None
-            if extensions.migration is not None:
-                self.migration = extensions.migration(hf_config)
-        except BaseException:
-            self.scorer.close()
-            raise
+        self.engines = extensions.kind(config.rollout.engine).start(config, self.run_dir, layout)
+        self.migration: Migration | None = None
+        if extensions.migration is not None:
+            self.migration = extensions.migration(hf_config)
+        self.scorer = rewards.Scorer(config.reward)  # last: nothing else has to be ended
 
     def close(self) -> None:
         """End engines and reward workers."""
@@ -245,21 +239,17 @@ class Rollouts:
         assert prompts is not None, "without prompts only evaluations are generated"
         order = prompts.state()
         began = time.perf_counter()
-        before = self._moved()
+        pool = self.engines.pool
+        stolen, continued = pool.stolen, pool.continued
         counts = {"reward_seconds_hidden": 0.0, "reward_seconds_waited": 0.0}
         try:
             groups = self.generation.rollout(step, prompts, counts)
         except BaseException:
             prompts.restore(order)
             raise
-        for name, count in self._moved().items():
-            counts[name] = counts.get(name, 0.0) + count - before[name]
+        counts["stolen"] = float(pool.stolen - stolen)
+        counts["continued_tokens"] += pool.continued - continued
         return Rollout(groups, time.perf_counter() - began, counts)
-
-    def _moved(self) -> dict[str, float]:
-        """Return numbers that grow with every rollout, by the names of their metrics."""
-        pool = self.engines.pool
-        return {"stolen": float(pool.stolen), "continued_tokens": float(pool.continued)}
 
     def _record_moves(self, record: Mapping[str, Any]) -> None:
         self._recorder.moves(self._rolling, record)

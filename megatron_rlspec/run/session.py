@@ -236,9 +236,10 @@ class Session:
         """Return this rank's micro-batches of each optimizer step. Advantages are computed within each group."""
         samples = [sample for group in groups for sample in group.samples]
         longest = self.config.rollout.max_new_tokens
-        values = advantages(self.config.algorithm, longest, groups)
+        of_groups = [advantages(self.config.algorithm, longest, group) for group in groups]
+        values = [value for of_group in of_groups for value in of_group]
         if self.loaded.prompts is not None and self.loaded.replay is None:
-            self.records.advantages(self.done, groups, values)
+            self.records.advantages(self.done, samples, of_groups)
         self.drafting.observe(groups)
         weights = self.drafting.weights(self.done, samples)
         updates = 1 if self.supervised else self.config.train.updates_per_rollout

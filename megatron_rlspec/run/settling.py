@@ -9,8 +9,8 @@ import torch
 from megatron_rlspec import memory_estimate
 from megatron_rlspec.config import Command, Config
 from megatron_rlspec.conversion.drafter_files import read_model
-from megatron_rlspec.memory_estimate import Hardware
 from megatron_rlspec.rollout import placement
+from megatron_rlspec.run.loading import hardware
 
 
 def settle(config: Config, command: Command, engines_open: bool) -> Config:
@@ -18,21 +18,13 @@ def settle(config: Config, command: Command, engines_open: bool) -> Config:
 
     Raises ConfigError if a trainer rank does not fit its GPU.
     """
-    gpus = len(placement.devices(os.environ, torch.cuda.device_count()))
-    if not gpus:
+    if not placement.devices(os.environ, torch.cuda.device_count()):
         return config
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    machine = hardware()
+    world = machine.world
     config = memory_estimate.with_distributed(config, world)
     hf_config, tensors = read_model(config.model.path, config.drafter.path)
     parameters, experts = placement.count_parameters(tensors)
-    properties = torch.cuda.get_device_properties(0)
-    machine = Hardware(
-        gpus=gpus,
-        gpu=properties.total_memory,
-        ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        world=world,
-        hopper=torch.cuda.get_device_capability(0)[0] == 9,
-    )
     rollout = config.rollout
     launches = config.generates(command) and rollout.engine == "sglang" and not rollout.urls
     engines = memory_estimate.engines_of(launches, engines_open)

@@ -55,11 +55,7 @@ def best_of(groups: Sequence[Group]) -> dict[int, float]:
     reward counts 0.
     """
     smallest = min(len(group.samples) for group in groups)
-    sizes = []
-    k = 2
-    while k < smallest:
-        sizes.append(k)
-        k *= 2
+    sizes = [2**i for i in range(1, 32) if 2**i < smallest]
     if smallest > 1:
         sizes.append(smallest)
     best = {}
@@ -76,20 +72,6 @@ def _best_of(group: Group, k: int) -> float:
         # The sample of this rank, from 0, is the best of k with C(rank, k - 1) of the C(n, k) choices.
         total += math.comb(rank, k - 1) * reward
     return total / math.comb(len(values), k)
-
-
-def groups_without_advantage(groups: Sequence[Group], advantages: Sequence[float]) -> float:
-    """Return the share of groups whose samples all have advantage 0: the policy learns nothing from them.
-
-    advantages  of all samples, in the order of groups
-    """
-    without = 0
-    first = 0
-    for group in groups:
-        last = first + len(group.samples)
-        without += not any(advantages[first:last])
-        first = last
-    return without / max(len(groups), 1)
 
 
 def without_advantage(samples: Sequence[Sample]) -> str:
@@ -118,11 +100,10 @@ def reward_by_length(samples: Sequence[Sample]) -> dict[str, float]:
     if len(samples) < 4:
         return {}
     by_length = sorted(samples, key=lambda sample: len(sample.response))
+    edges = [quarter * len(samples) // 4 for quarter in range(5)]
     means = {}
     for quarter in range(4):
-        first = quarter * len(samples) // 4
-        last = (quarter + 1) * len(samples) // 4
-        known = rewards.known(by_length[first:last])
+        known = rewards.known(by_length[edges[quarter] : edges[quarter + 1]])
         if known:
             means[f"reward_quarter_{quarter + 1}"] = float(np.mean(known))
     return means

@@ -13,6 +13,7 @@ from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.cotrainer import cotrainer as module
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
+from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.rollout.start import embedded
 from megatron_rlspec.train.step import Trainer
 
@@ -45,9 +46,9 @@ def engine(model, monkeypatch):
     monkeypatch.setattr(module, "SGLangEngine", lambda url: embedded(config))
 
 
-def beside(policy, model, **options):
+def beside(policy, model, engines=("here",), **options):
     given = {"sampling": train.SAMPLING, "candidate_steps": (0, 1, 3), **options}
-    return module.CoTrainer(policy, model, ["here"], **given)
+    return module.CoTrainer(policy, model, engines, **given)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,46 @@ def test_a_resumed_drafter_takes_the_same_step(trained, model, tmp_path):
     policy.train()
     for name, parameter in cotrainer.drafting.block.named_parameters():
         assert torch.equal(resumed.drafting.block.get_parameter(name), parameter)
+
+
+TARGET = "model.layers.0.mlp.up_proj.weight"
+DRAFTER = "model.mtp_layers.0.input_proj.weight"
+
+
+def damage(engine, name, times):
+    """Let an engine get a wrong tensor in so many pushes."""
+    update = engine.update_weights
+    left = iter(range(times))
+
+    def wrong(version, tensors, scope="all"):
+        damaged = next(left, None) is not None
+        update(version, ((n, x + 1 if damaged and n == name else x) for n, x in tensors), scope)
+
+    engine.update_weights = wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "serving", "plain"),
+    [(DRAFTER, 1, "ab", 0), (DRAFTER, 2, "ab", 1), (TARGET, 1, "ab", 0), (TARGET, 2, "a", 0)],
+)
+def test_a_wrong_push_is_repeated_and_a_lasting_fault_costs_drafts_or_the_engine(model, name, times, serving, plain):
+    cotrainer = beside(train.load_policy(model), model, engines="ab")
+    faulty = cotrainer.engines["b"]
+    damage(faulty, name, times)
+    metrics = cotrainer.push(1)
+    assert (metrics["health/incidents"], metrics["health/plain_engines"]) == (1, plain)
+    assert "".join(cotrainer.engines) == serving and bool(faulty.describe()["held"]) == (times == 2)
+    metrics = cotrainer.push(2)
+    assert (metrics["health/incidents"], metrics["health/serving_engines"]) == (0, len(serving))
+    for engine in cotrainer.engines.values():
+        assert not engine.describe()["held"] and cotrainer._health.pusher.compare_with(engine)[1].empty
+
+
+def test_without_a_sound_engine_the_push_raises(model):
+    cotrainer = beside(train.load_policy(model), model)
+    damage(cotrainer.engines["here"], TARGET, 2)
+    with pytest.raises(HealthError, match=f"here.*{TARGET}"):
+        cotrainer.push(1)
 
 
 def test_a_step_whose_passes_do_not_fit_is_refused(model):

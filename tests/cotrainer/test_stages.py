@@ -1,4 +1,4 @@
-"""`CoTrainer` on two pipeline stages of a plain `GPTModel`, under Megatron's own schedule, against one stage."""
+"""`CoTrainer` on two ranks beside a plain `GPTModel`: pipeline stages under Megatron's own schedule, and replicas."""
 
 import sys
 from functools import partial
@@ -71,6 +71,23 @@ def whole(sample):
     return Sequences([tokens], [torch.as_tensor(sample.loss_mask)], torch.tensor([0, len(tokens)]), seeds=[sample.seed])
 
 
+def beside(policy, model, drafter=""):
+    """Make the class, with an embedded engine."""
+    options = {"kind": "eagle3", "path": drafter} if drafter else {}
+    served = {"model.path": model, "model.dtype": "float32", "spec.candidate_steps": "0,1,3"}
+    served |= {"rollout.engine": "embedded"} | {f"drafter.{key}": value for key, value in options.items()}
+    module.SGLangEngine = lambda url: embedded(load(None, served))
+    module.check_served_drafter = lambda *given: None  # an embedded engine does not describe its drafter
+    return module.CoTrainer(
+        policy,
+        model,
+        ["here"],
+        sampling=train.SAMPLING,
+        drafter=DrafterConfig(lr=1e-2, **options),
+        candidate_steps=(0, 1, 3),
+    )
+
+
 def steps(model, drafter, stages, learns):
     """Train two steps. Return the policy's digest on this rank, the metrics, and the drafter's tensors on rank 0."""
     runtime.init_distributed(ParallelConfig(pipeline=stages))
@@ -78,19 +95,7 @@ def steps(model, drafter, stages, learns):
     optimizer = torch.optim.SGD(policy.parameters(), 0.1)
     cotrainer = None
     if learns:
-        options = {"kind": "eagle3", "path": drafter} if drafter else {}
-        served = {"model.path": model, "model.dtype": "float32", "spec.candidate_steps": "0,1,3"}
-        served |= {"rollout.engine": "embedded"} | {f"drafter.{key}": value for key, value in options.items()}
-        module.SGLangEngine = lambda url: embedded(load(None, served))
-        module.check_served_drafter = lambda *given: None  # an embedded engine does not describe its drafter
-        cotrainer = module.CoTrainer(
-            policy,
-            model,
-            ["here"],
-            sampling=train.SAMPLING,
-            drafter=DrafterConfig(lr=1e-2, **options),
-            candidate_steps=(0, 1, 3),
-        )
+        cotrainer = beside(policy, model, drafter)
     metrics = []
     for seed in range(2):
         rows = samples(6, seed)
@@ -136,6 +141,30 @@ def test_two_stages_train_the_drafter_as_one_does(models, kind):
     assert first[2].keys() == alone.keys() and not last[2]
     for name, tensor in alone.items():
         assert np.allclose(first[2][name], tensor, rtol=1e-4, atol=1e-5), name
+
+
+def share(model, ranks):
+    """Train one step of the drafter on this rank's share of the samples. Return the metrics and its tensors."""
+    runtime.init_distributed(ParallelConfig())
+    policy = build_policy(model)
+    cotrainer = beside(policy, model)
+    rows = samples(6, 0)[dist.get_rank() :: ranks]
+    cotrainer.begin_step([whole(sample) for sample in rows])
+    pass_over(policy, rows)
+    return cotrainer.end_step(), dict(cotrainer._export("drafter"))
+
+
+@pytest.mark.slow
+def test_two_replicas_with_unequal_shares_train_the_drafter_as_one_does(models):
+    """Losses are divided by the tokens of both, so a replica with more of them counts for more."""
+    model, _ = models["mtp"]
+    ((expected, alone),) = on_ranks(1, share, model, 1)
+    first, other = on_ranks(2, share, model, 2)
+    assert first[0] == other[0]
+    for name, value in expected.items():
+        assert first[0][name] == pytest.approx(value, rel=1e-4, nan_ok=True), name
+    for name, tensor in alone.items():
+        assert np.allclose(first[1][name], tensor, rtol=1e-4, atol=1e-5), name
 
 
 def fixed_shapes(model, drafter):

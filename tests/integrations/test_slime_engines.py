@@ -124,7 +124,7 @@ def test_the_canary_sees_an_eagle3_drafter_that_was_exported_wrongly(tmp_path):
             engine.update_weights(version, sent.items())
             marks = dict(zip(sent, fingerprints(sent.values()), strict=True))
             health = after_push([engine.url], marks, version, drafter_test(*map(str, places)))
-            assert health.metrics()["health/incidents"] == health.metrics()["health/unchecked_engines"] == 0
+            assert health["health/incidents"] == health["health/unchecked_engines"] == 0
             found.append(speculation.canary([engine.url], prompts, Sampling(temperature=0)))
             assert bool(engine.describe()["held"]) == (model is swapped)
     assert [canary["health/canary_failures"] for canary in found] == [0, 1, 0]

@@ -8,6 +8,7 @@ import pytest
 from megatron_rlspec.config import load
 from megatron_rlspec.run import drafter_training
 from megatron_rlspec.run.drafter_training import Drafting, chosen_samples
+from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.types import Group, Prompt, Sample
 
 
@@ -53,7 +54,7 @@ def taught(monkeypatch, deterministic, seconds):
     """Return the samples of each update after three steps of 16 samples."""
     monkeypatch.setattr(drafter_training.ranks, "job", lambda: SimpleNamespace(number=int))
     trainer = Updates(deterministic)
-    drafting = Drafting(trainer, None, None, records=True, fresh=True)
+    drafting = Drafting(trainer, None, DrafterSchedule(), records=True, fresh=True)
     steps = []
     for step in range(3):
         trainer.taken = []

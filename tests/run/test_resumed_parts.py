@@ -10,6 +10,7 @@ from megatron_rlspec import loop
 from megatron_rlspec.config import load
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.drafter_training import Drafting
+from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample
 
@@ -23,7 +24,7 @@ def group(version):
 def test_the_drafter_learns_the_words_of_the_checkpoint_before_the_next_rollout():
     given = []
     trainer = SimpleNamespace(set_draft_vocabulary=lambda words: given.append(words.tolist()))
-    drafting = Drafting(trainer, DraftVocabulary(2, 9), None, records=True)
+    drafting = Drafting(trainer, DraftVocabulary(2, 9), DrafterSchedule(), records=True)
     drafting.restore({"words": {"ids": [3, 7], "counts": [1.0, 2.0]}}, [])
     assert given == [[3, 7]]
 

@@ -121,9 +121,9 @@ def bars(series: Sequence[Series]) -> str:
         return _svg(figure, legend=True)
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """Return the points, or means of neighbours if there are more than `most`."""
-    size = math.ceil(len(points) / most)
+def thin(points: Points) -> Points:
+    """Return the points, or means of neighbours if there are more than `MOST_POINTS`."""
+    size = math.ceil(len(points) / MOST_POINTS)
     if size <= 1:
         return points
     means = []

@@ -12,7 +12,6 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,24 +73,6 @@ def _stamp(engine: Any, version: int) -> str:
     return f"names version {found or 'none'}, expected {version}"
 
 
-@dataclass(frozen=True)
-class PushHealth(Verdict):
-    """The action for each engine, by URL.
-
-    by_delivery  engines that report what their loaders were given, but not what they hold
-    unchecked    engines that report neither
-    """
-
-    by_delivery: int
-    unchecked: int
-
-    def metrics(self) -> dict[str, float]:
-        return super().metrics() | {
-            "health/engines_by_delivery": float(self.by_delivery),
-            "health/unchecked_engines": float(self.unchecked),
-        }
-
-
 def after_push(
     urls: Sequence[str],
     sent: Fingerprints,
@@ -99,7 +80,7 @@ def after_push(
     is_drafter: Callable[[str], bool],
     push_again: Callable[[], Fingerprints] | None = None,
     api_key: str = "",
-) -> PushHealth:
+) -> dict[str, float]:
     """Check that every engine reports `version` and holds exactly what was `sent`; otherwise push once more.
 
     Some engines cannot report what they hold: drafters of families that `served_weights.py` has no names for, and
@@ -107,8 +88,8 @@ def after_push(
     Engines without the plugin report neither, and are not checked.
 
     `push_again` pushes everything to all engines, under the same version, and returns what it sent; None if the push
-    cannot be repeated. `contract.enforce` decides what follows. Raises HealthError, one line with engines and tensors,
-    if a target may be wrong: training must not use samples of such an engine.
+    cannot be repeated. `contract.enforce` decides what follows. Returns `health/*`. Raises HealthError, one line with
+    engines and tensors, if a target may be wrong: training must not use samples of such an engine.
     """
     engines: dict[str, RolloutEngine] = {url: SlimeEngine(url, api_key) for url in urls}
     described, errors = ask_all(engines, lambda engine: engine.describe())
@@ -116,9 +97,14 @@ def after_push(
     for url in unchecked:
         logger.warning("rlspec: what this engine holds cannot be checked: %s", errors[url])
         del engines[url]
-    by_delivery = sum(bool(answer["unnamed"]) for answer in described.values())
+    metrics = {
+        # report what their loaders were given, but not what they hold
+        "health/engines_by_delivery": float(sum(bool(d["unnamed"]) for d in described.values())),
+        # report neither
+        "health/unchecked_engines": float(len(unchecked)),
+    }
     if not engines:
-        return PushHealth({}, (), by_delivery, len(unchecked))
+        return Verdict({}, ()).metrics() | metrics
 
     pushes = SlimePushes(engines)
     pushes.expected = dict(sent)
@@ -128,12 +114,12 @@ def after_push(
         lambda name, engine: None,  # slime's rollouts set the rule
         incident=lambda record: logger.error("rlspec: %s", summary(record)),
     )
-    again: Any = push_again
-    verdict = health.push(version, again).verdict
+    source: Any = push_again
+    verdict = health.push(version, source).verdict
     wrong = [summary(record) for record in verdict.records if record["action"] == "drop"]
     if wrong:
         raise HealthError("; ".join(wrong))
-    return PushHealth(verdict.actions, verdict.records, by_delivery, len(unchecked))
+    return verdict.metrics() | metrics
 
 
 def described(hf_checkpoint: str, eagle3: str) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def _check_disk_update(args: Namespace, urls: Sequence[str], options: Options) -
         drafter_test(args.hf_checkpoint, options.drafter.path),
         api_key=_api_key(args),
     )
-    _metrics.update(health.metrics())
+    _metrics.update(health)
     _checked_version = push["version"]
 
 

@@ -5,17 +5,16 @@ The command writes a mapping `rlspec` into the file of `--custom-config-path`. s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from megatron_rlspec.config import DrafterConfig, SpecSection
 from megatron_rlspec.types import Sampling, Verifier
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(BaseModel, frozen=True):
     """The options of one slime run.
 
     drafter          section `[drafter]`
@@ -25,26 +24,17 @@ class Options:
     user_functions   slime's flag -> the user's own function, which ours calls
     """
 
-    drafter: DrafterConfig
-    candidate_steps: tuple[int, ...]
-    cost_table: str
-    verifier: Verifier
-    folder: Path | None
-    user_functions: Mapping[str, str]
+    drafter: DrafterConfig = DrafterConfig()
+    candidate_steps: tuple[int, ...] = SpecSection().candidate_steps
+    cost_table: str = ""
+    verifier: Verifier = "target_only"
+    folder: Path | None = None
+    user_functions: dict[str, str] = {}
 
     @classmethod
     def from_args(cls, args: Any) -> Options:
         """Read `args.rlspec`."""
-        given = getattr(args, "rlspec", {})
-        folder = given.get("folder")
-        return cls(
-            drafter=DrafterConfig.model_validate(given.get("drafter", {})),
-            candidate_steps=tuple(given.get("candidate_steps", SpecSection().candidate_steps)),
-            cost_table=given.get("cost_table", ""),
-            verifier=given.get("verifier", "target_only"),
-            folder=Path(folder) if folder else None,
-            user_functions=given.get("user_functions", {}),
-        )
+        return cls.model_validate(getattr(args, "rlspec", {}))
 
 
 def rollout_sampling(args: Any) -> Sampling:

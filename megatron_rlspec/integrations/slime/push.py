@@ -102,7 +102,7 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
 def _check(updater: Any, sent: dict[str, int], source: Any) -> dict[str, float]:
     """Check every engine, on rank 0; `source` pushes again, if it is not None. Returns metrics."""
     args = updater.args
-    health = after_push(
+    return after_push(
         _urls(updater),
         sent,
         updater.weight_version,
@@ -110,7 +110,6 @@ def _check(updater: Any, sent: dict[str, int], source: Any) -> dict[str, float]:
         source and (lambda: dict(source("all"))),
         getattr(args, "sglang_api_key", None) or "",
     )
-    return health.metrics()
 
 
 def _number(value: int) -> int:
