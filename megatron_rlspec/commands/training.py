@@ -19,10 +19,10 @@ from megatron_rlspec.host import environment
 from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import DRAFTER
-from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.run.inputs import (
     check_inputs,
     leaves_engines_open,
+    model_config,
     naming_paths,
     with_drafter,
 )
@@ -118,7 +118,7 @@ def _run(command: Command, argv: list[str]) -> None:
             starts_sglang = rollout.engine == "sglang" and not rollout.urls
             doctor.refuse_if_affected(starts_sglang=starts_sglang and config.generates(command))
             from megatron_rlspec import loop
-            from megatron_rlspec.run.settling import settle
+            from megatron_rlspec.run.loading import settle
             from megatron_rlspec.train import runtime
 
             config = settle(config, command, engines_open)
@@ -183,14 +183,7 @@ def answer(argv: list[str]) -> None:
     """Run `rlspec answer`. Prints at its end what the file holds."""
     config = parse("answer", argv)
     with naming_paths(config):
-        hf_config = check_model(
-            config.model.path,
-            "serve",
-            drafter=False,
-            trust_remote_code=config.model.trust_remote_code,
-            longest=config.model.max_length,
-            spare=config.spare,
-        )
+        hf_config = model_config(config, "serve")
         data.check_prompts(config.data.path, config.data)
     hf_config = with_drafter(config, hf_config)
     has_drafter = DRAFTER in hf_config or bool(hf_config.get("num_nextn_predict_layers"))
@@ -215,15 +208,7 @@ def dry_run(argv: list[str]) -> None:
         raise ConfigError(f"--gpu-gib {options.gpu_gib:g}: expected a number above 0")
     config = parse("train", rest, ranks)
     with naming_paths(config):
-        hf_config = check_model(
-            config.model.path,
-            "train",
-            drafter=False,
-            weights=False,
-            tokenizer=False,
-            longest=config.model.max_length,
-            spare=config.spare,
-        )
+        hf_config = model_config(config, "train", weights=False, tokenizer=False)
     engines_open = leaves_engines_open(config)
     if config.drafter.fresh:
         from megatron_rlspec.run.fresh import described

@@ -51,9 +51,9 @@ def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = N
 
     Raises ConfigError: one line with the file, the option, its value and what was expected.
     """
-    tree = _read(Path(path)) if path is not None else {}
+    tree = _read(path)
     given = _given(tree, overrides or {})
-    return _effective(_validated(path, tree, overrides or {}), given, path)
+    return _validated(path, tree, overrides or {}, given)
 
 
 def _given(tree: Mapping[str, Any], overrides: Mapping[str, str]) -> dict[str, int]:
@@ -63,16 +63,13 @@ def _given(tree: Mapping[str, Any], overrides: Mapping[str, str]) -> dict[str, i
     return in_file | dict.fromkeys(overrides, 2)
 
 
-def _effective(config: Config, given: Mapping[str, int], path: str | Path | None) -> Config:
-    """Return `config`. Raises ConfigError for an option that a user gave and that has no effect."""
-    for line in useless(config, given):
-        raise ConfigError(f"{path}: {line}" if path else line)
-    return config
-
-
 def _validated(
-    path: str | Path | None, tree: dict[str, Any], overrides: Mapping[str, str]
+    path: str | Path | None,
+    tree: dict[str, Any],
+    overrides: Mapping[str, str],
+    given: Mapping[str, int],
 ) -> Config:
+    """Return the configuration of the tables with the overrides. Of `given` each option must have an effect."""
     fields = dict(_fields())
     for dotted, text in overrides.items():
         section, _, key = dotted.partition(".")
@@ -84,11 +81,14 @@ def _validated(
         table[key] = _converted(text, fields[dotted]) if dotted in fields else text
     _expand_home(tree)
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         line = _one_line(error)
         on_command_line = re.split("[=:]", line, maxsplit=1)[0] in overrides
         raise ConfigError(line if on_command_line or not path else f"{path}: {line}") from None
+    for line in useless(config, given):
+        raise ConfigError(f"{path}: {line}" if path else line)
+    return config
 
 
 def _expand_home(tree: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str])
         tree = files.read_json(recorded)
     except files.FileError as error:
         raise ConfigError(f"{error}; expected the directory of a recorded run") from None
-    own = _read(Path(path)) if path is not None else {}
+    own = _read(path)
     changed = _given(own, overrides)
     for name in changed:
         if name.startswith(RECORDED):
@@ -127,10 +127,10 @@ def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str])
         tree[section] = (
             held | table if isinstance(held, dict) and isinstance(table, dict) else table
         )
-    config = _validated(path or recorded, tree, overrides)
+    config = _validated(path or recorded, tree, overrides, changed)
     if not config.drafter.train:
         raise ConfigError("a replay trains a drafter; expected drafter.train=true")
-    return _effective(config, changed, path)
+    return config
 
 
 def options() -> Iterator[Option]:
@@ -139,8 +139,10 @@ def options() -> Iterator[Option]:
         yield Option(name, field.default, field.description or "", _metavar(field))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: str | Path | None) -> dict[str, Any]:
     """Read the tables of a TOML file. A byte order mark, which some editors write, is skipped. Raises ConfigError."""
+    if path is None:
+        return {}
     try:
         return tomllib.loads(files.read_text(path, LARGEST_FILE))
     except files.FileError as error:

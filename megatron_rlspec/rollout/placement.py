@@ -35,7 +35,6 @@ class GpuLayout:
     mem_fraction  share of the memory that an engine finds free, for its weights and KV cache
     tokens        that the KV cache of an engine on the ranks' GPUs holds; 0: all that fit
     kv_tokens     that the KV cache of any engine holds, by the estimate
-    need          what `mem_fraction` was computed for
     """
 
     mode: Mode = "none"
@@ -44,7 +43,6 @@ class GpuLayout:
     mem_fraction: float = 0.0
     tokens: int = 0
     kv_tokens: int = 0
-    need: Need | None = None
 
     @property
     def colocated(self) -> bool:
@@ -205,11 +203,7 @@ def with_memory(layout: GpuLayout, need: Need) -> GpuLayout:
     )
     tokens = share.kv_tokens if layout.colocated else 0
     return replace(
-        layout,
-        mem_fraction=share.mem_fraction,
-        tokens=tokens,
-        kv_tokens=share.kv_tokens,
-        need=need,
+        layout, mem_fraction=share.mem_fraction, tokens=tokens, kv_tokens=share.kv_tokens
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from megatron_rlspec.host import ranks
-from megatron_rlspec.run.extension import DrafterSchedule
+from megatron_rlspec.run.extension import DrafterSchedule, DrafterScheduleBuilder
+from megatron_rlspec.run.loading import Loaded
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.train.updates import train_rollout
@@ -88,6 +90,32 @@ class Drafting:
         self._records = records
         self._teaches = fresh
         self._rollouts: list[Group] = []  # that `teach` learns from
+
+    @classmethod
+    def open(
+        cls,
+        trainer: Trainer,
+        loaded: Loaded,
+        extension: DrafterScheduleBuilder | None,
+        state: Mapping[str, Any],
+        rollouts: Sequence[Group],
+        supervised: bool,
+    ) -> Drafting:
+        """Return the drafter's side of a run; `state` and `rollouts` of a checkpoint, or empty."""
+        config = trainer.config
+        # A warm start learns from every batch alike.
+        learns_from_rollouts = config.drafter.train and not supervised
+        fresh = config.drafter.fresh and learns_from_rollouts and not config.replay.run
+        schedule = DrafterSchedule()
+        if learns_from_rollouts and extension is not None:
+            fresh = False
+            load_policy = None
+            if loaded.followed is not None:
+                load_policy = partial(loaded.followed.load, trainer)
+            schedule = extension(trainer, load_policy, state.get("online", {}), rollouts)
+        drafting = cls(trainer, loaded.vocabulary, schedule, learns_from_rollouts, fresh)
+        drafting.restore(state, rollouts)
+        return drafting
 
     def weights(self, step: int, samples: Sequence[Sample]) -> list[np.ndarray] | None:
         """Return the drafter's weight of every position, `[L]` for each sample of a step; None if all are 1."""

@@ -13,7 +13,7 @@ from megatron_rlspec.config import Command, Config, ConfigError
 from megatron_rlspec.config.effects import option
 from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.models.config import DRAFTER
-from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.models.directory import Use, check_model
 from megatron_rlspec.records import sinks
 from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
 from megatron_rlspec.speculation.cost_table import CostTable
@@ -53,12 +53,10 @@ def _check(config: Config, command: Command) -> None:
     reads_prompts = generates and command != "sft"
     drafter = config.drafter
     is_mtp = drafter.kind == "mtp"
-    hf_config = check_model(
-        config.model.path,
+    hf_config = model_config(
+        config,
         "train",
         drafter=is_mtp and drafter.train and not drafter.fresh,
-        trust_remote_code=config.model.trust_remote_code,
-        longest=config.model.max_length,
         spare=config.spare if generates else 0,
     )
     with_drafter(config, hf_config)
@@ -79,6 +77,17 @@ def _check(config: Config, command: Command) -> None:
             data.check_prompts(path, config.data)
         # A worker that cannot load the reward raises ConfigError.
         rewards.Scorer(config.reward.model_copy(update={"workers": 1})).close()
+
+
+def model_config(config: Config, use: Use, **checks: Any) -> dict[str, Any]:
+    """Return config.json of model.path; `checks` as for `check_model`. Raises ModelConfigError."""
+    return check_model(
+        config.model.path,
+        use,
+        trust_remote_code=config.model.trust_remote_code,
+        longest=config.model.max_length,
+        **{"drafter": False, "spare": config.spare} | checks,
+    )
 
 
 def leaves_engines_open(config: Config) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_rlspec import custom
+from megatron_rlspec import custom, memory_estimate
 from megatron_rlspec.config import Command, Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import Tensors, read_model, words
 from megatron_rlspec.memory_estimate import Hardware, cache_line
@@ -21,10 +21,11 @@ from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.run import identity
-from megatron_rlspec.run.replay import Replay
+from megatron_rlspec.run.trajectory import Replay
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.tasks.data import Demonstrations, Prompts, check_ids, load_tokenizer
 from megatron_rlspec.train import model
+from megatron_rlspec.train.step import Trainer
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,22 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
     )
 
 
+def build_trainer(config: Config, loaded: Loaded, supervised: bool) -> Trainer:
+    """Build the trainer with the weights that the run begins with, before any checkpoint. Collective."""
+    trainer = Trainer(config, loaded.hf_config)
+    trainer.load_hf(loaded.tensors, fresh_drafter=config.replay.fresh_drafter)
+    if loaded.eagle3_ids is not None:
+        trainer.set_draft_vocabulary(loaded.eagle3_ids.numpy())
+    if loaded.replay is not None:
+        loaded.replay.load(trainer, loaded.replay.first)
+        return trainer
+    measures_drift = config.train.drift_every and not supervised
+    if config.algorithm.kl_coef or measures_drift:
+        # The reference has the weights of model.path, also when a checkpoint is loaded next.
+        trainer.keep_reference()
+    return trainer
+
+
 def command_of(config: Config, supervised: bool) -> Command:
     """Return the command that a run was started by; `supervised`: it trains on demonstrations."""
     if supervised:
@@ -180,6 +197,33 @@ def hardware() -> Hardware:
         world=int(os.environ.get("WORLD_SIZE", "1")),
         hopper=torch.cuda.get_device_capability(0)[0] == 9,
     )
+
+
+def settle(config: Config, command: Command, engines_open: bool) -> Config:
+    """Return the configuration with what it leaves to the run; rank 0 prints the choices. On a CPU nothing changes.
+
+    Raises ConfigError if a trainer rank does not fit its GPU.
+    """
+    if not placement.devices(os.environ, torch.cuda.device_count()):
+        return config
+    machine = hardware()
+    world = machine.world
+    config = memory_estimate.with_distributed(config, world)
+    hf_config, tensors = read_model(config.model.path, config.drafter.path)
+    parameters, experts = placement.count_parameters(tensors)
+    rollout = config.rollout
+    launches = config.generates(command) and rollout.engine == "sglang" and not rollout.urls
+    engines = memory_estimate.engines_of(launches, engines_open)
+    rank = placement.trainer_memory(config, hf_config, parameters, experts, world)
+    config, lines = memory_estimate.settled(config, hf_config, parameters, rank, machine, engines)
+    if os.environ.get("RANK", "0") == "0":
+        for line in lines:
+            print(f"rlspec {command}: {line}", flush=True)
+    if not launches:  # with engines of its own, the placement checks it
+        rank = placement.trainer_memory(config, hf_config, parameters, experts, world)
+        room = memory_estimate.step_room(machine.gpu)
+        memory_estimate.check_rank(rank, room, "a trainer rank, by estimate,")
+    return config
 
 
 def draft_vocabulary(

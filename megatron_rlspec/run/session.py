@@ -34,19 +34,17 @@ from megatron_rlspec.host import ranks
 from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.push.push import exporting
 from megatron_rlspec.records.clock import Clock
-from megatron_rlspec.run import opening
 from megatron_rlspec.run.batches import advantages, micro_batches, mini_batches
-from megatron_rlspec.run.checkpoints import Drawn
-from megatron_rlspec.run.drafter_training import fresh_seconds
+from megatron_rlspec.run.checkpoints import Drawn, Saver
+from megatron_rlspec.run.drafter_training import Drafting, fresh_seconds
 from megatron_rlspec.run.evaluation import Evaluation
 from megatron_rlspec.run.extension import Extensions
-from megatron_rlspec.run.loading import command_of, load
+from megatron_rlspec.run.loading import build_trainer, command_of, load
 from megatron_rlspec.run.rank0 import Rank0
 from megatron_rlspec.run.recording import Records
-from megatron_rlspec.run.replay import TrajectoryRecording
 from megatron_rlspec.run.result import Results, take_drafter_moments
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
-from megatron_rlspec.run.saving import Saver
+from megatron_rlspec.run.trajectory import TrajectoryRecording
 from megatron_rlspec.train import runtime
 from megatron_rlspec.train.checkpoint import SaveError
 from megatron_rlspec.train.step import Trainer
@@ -123,7 +121,7 @@ class Session:
             if not colocated:
                 starting.engines.launch()  # they start while the trainer is built
 
-        self.trainer = opening.build_trainer(config, self.loaded, self.supervised)
+        self.trainer = build_trainer(config, self.loaded, self.supervised)
         self.saver = Saver(self.trainer, self.loaded.identity)
         state: dict[str, Any] = {}
         drawn = Drawn()
@@ -133,8 +131,8 @@ class Session:
         self.done = state.get("step", 0)
         if state and self.loaded.data is not None:
             self.loaded.data.restore(state["data"])
-        self.drafting = opening.make_drafting(
-            self.loaded, self.trainer, extensions, state, drawn, self.supervised
+        self.drafting = Drafting.open(
+            self.trainer, self.loaded, extensions.drafter, state, drawn.replay, self.supervised
         )
         moments = ""
         if not state:
