@@ -111,6 +111,20 @@ class EngineShare:
     kv_tokens: int
 
 
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a layout has to hold.
+
+    gpu      of one GPU
+    trainer  a trainer rank
+    engine   an engine
+    """
+
+    gpu: int
+    trainer: RankMemory
+    engine: EngineMemory
+
+
 def rank_memory(config: Config, world: int, dense: int, experts: int = 0) -> RankMemory:
     """Estimate a rank of a job of `world` ranks, between steps.
 
@@ -149,6 +163,16 @@ def activation_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
     computed = 1 + (config.drafter.depth if config.drafter.train else 0)
     layers = int(hf_config["num_hidden_layers"])  # a first stage keeps a micro-batch for each stage
     return layers * kept + computed * layer + OUTPUT_CHUNKS
+
+
+def trainer_memory(
+    config: Config, hf_config: Mapping[str, Any], parameters: int, experts: int, world: int
+) -> RankMemory:
+    """Estimate what a trainer rank needs. Arguments as for `needs`."""
+    shards = config.parallel.tensor * config.parallel.pipeline
+    dense = (parameters - experts) // shards
+    trainer = rank_memory(config, world, dense, experts // (shards * config.parallel.expert))
+    return replace(trainer, activations=activation_bytes(config, hf_config))
 
 
 def step_room(gpu: int, engine: EngineMemory | None = None) -> int:
@@ -204,6 +228,26 @@ def engine_memory(
         attention=attention,
         working=max(sglang_leaves, counted, FLOOR if gpu > 60 * GIB else 0),
     )
+
+
+def needs(
+    config: Config,
+    hf_config: Mapping[str, Any],
+    gpu: int,
+    parameters: int,
+    experts: int,
+    world: int,
+    hopper: bool = True,
+) -> Need:
+    """Estimate what a run needs. A rank has an equal share of the parameters; `--dry-run` counts them exactly.
+
+    gpu                  bytes of one GPU
+    parameters, experts  of the model, drafter included: all, and those of routed experts
+    world                ranks of the job
+    hopper               whether the GPUs are of compute capability 9
+    """
+    trainer = trainer_memory(config, hf_config, parameters, experts, world)
+    return Need(gpu, trainer, engine_memory(config, hf_config, gpu, parameters, hopper))
 
 
 def graph_bytes(config: Config) -> int:

@@ -10,17 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron_rlspec.config import Config, ConfigError
-from megatron_rlspec.memory_estimate import (
-    EngineMemory,
-    RankMemory,
-    activation_bytes,
-    check_rank,
-    engine_memory,
-    engine_share,
-    rank_memory,
-    step_room,
-)
+from megatron_rlspec.config import ConfigError
+from megatron_rlspec.memory_estimate import Need, check_rank, engine_share, step_room
 
 Mode = Literal["none", "disaggregated", "colocated"]
 
@@ -55,55 +46,11 @@ class GpuLayout:
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.engines[engine])}
 
 
-@dataclass(frozen=True)
-class Need:
-    """Bytes that a layout has to hold.
-
-    gpu      of one GPU
-    trainer  a trainer rank
-    engine   an engine
-    """
-
-    gpu: int
-    trainer: RankMemory
-    engine: EngineMemory
-
-
-def needs(
-    config: Config,
-    hf_config: Mapping[str, Any],
-    gpu: int,
-    parameters: int,
-    experts: int,
-    world: int,
-    hopper: bool = True,
-) -> Need:
-    """Estimate what a run needs. A rank has an equal share of the parameters; `--dry-run` counts them exactly.
-
-    gpu                  bytes of one GPU
-    parameters, experts  of the model, drafter included: all, and those of routed experts
-    world                ranks of the job
-    hopper               whether the GPUs are of compute capability 9
-    """
-    trainer = trainer_memory(config, hf_config, parameters, experts, world)
-    return Need(gpu, trainer, engine_memory(config, hf_config, gpu, parameters, hopper))
-
-
 def count_parameters(tensors: Any) -> tuple[int, int]:
     """Return the number of all parameters, and of those of routed experts; `tensors` as `read_model` returns them."""
     sizes = {name: math.prod(tensors.shape(name)) for name in tensors}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     return sum(sizes.values()), experts
-
-
-def trainer_memory(
-    config: Config, hf_config: Mapping[str, Any], parameters: int, experts: int, world: int
-) -> RankMemory:
-    """Estimate what a trainer rank needs. Arguments as for `needs`."""
-    shards = config.parallel.tensor * config.parallel.pipeline
-    dense = (parameters - experts) // shards
-    trainer = rank_memory(config, world, dense, experts // (shards * config.parallel.expert))
-    return replace(trainer, activations=activation_bytes(config, hf_config))
 
 
 def devices(environment: Mapping[str, str], count: int) -> tuple[str, ...]:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_rlspec import custom
-from megatron_rlspec.config import AlgorithmConfig, Config
+from megatron_rlspec.config import AlgorithmConfig
 from megatron_rlspec.losses import grpo
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.tasks import rewards
 from megatron_rlspec.train import runtime
+from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch, Sample
 
 
@@ -45,11 +46,11 @@ def mini_batches(groups: Sequence[Group], updates: int) -> list[slice]:
 
 
 def micro_batches(
-    config: Config,
+    trainer: Trainer,
     samples: Sequence[Sample],
     advantages: Sequence[float] | None = None,
     *,
-    version: int,
+    version: int | None = None,
     drafter_weights: list[np.ndarray] | None = None,
     depth: int = 0,
     supervised: bool = False,
@@ -62,6 +63,7 @@ def micro_batches(
     depth            drafts of each position; 0: drafter.depth
     supervised       no policy of the run has drawn them; the loss is a mean over all tokens, whatever [algorithm] says
     """
+    config = trainer.config
     parallel = config.parallel
     return pack(
         samples,

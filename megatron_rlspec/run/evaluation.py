@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +19,7 @@ PLATEAU = 0.01  # tokens a round by which an accept length still rises
 HELD_OUT_DRAFTS = (1, 3, 5)  # a round, at which the accept length on held-out answers is measured
 
 
+@dataclass
 class Evaluation:
     """Every rank holds one; engines are asked on rank 0.
 
@@ -26,23 +28,13 @@ class Evaluation:
     accept_lengths  means on held-out answers, of every measurement so far
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        rank0: Rank0,
-        records: Records,
-        generates: bool,
-        push: Callable[[], None],
-        accept_lengths: list[float],
-    ) -> None:
-        self.accept_lengths = accept_lengths
-        self._config = trainer.config
-        self._trainer = trainer
-        self._rank0 = rank0
-        self._records = records
-        self._generates = generates
-        self._push = push
-        self._last_accept_length = 0.0  # of the newest evaluation of a warm start
+    trainer: Trainer
+    rank0: Rank0
+    records: Records
+    generates: bool
+    push: Callable[[], None]
+    accept_lengths: list[float]
+    _last_accept_length: float = 0.0  # of the newest evaluation of a warm start
 
     def evaluate(self, name: str, done: int) -> dict[str, dict[str, float]]:
         """Generate and score responses to held-out prompts, if there are any, and write an event for each set.
@@ -56,11 +48,11 @@ class Evaluation:
         def answer(rollouts: Rollouts) -> None:
             results.update(rollouts.generation.evaluate(name, done))
 
-        while not self._rank0.ask(answer):
+        while not self.rank0.ask(answer):
             # All engines were lost. One has started again, and needs the weights.
-            self._push()
+            self.push()
         for which, result in results.items():
-            self._records.evaluated(done, which, result)
+            self.records.evaluated(done, which, result)
         return results
 
     def warm_enough(self, done: int, tokens: int, held_out: list[Sample]) -> bool:
@@ -72,26 +64,26 @@ class Evaluation:
         It may end if only the drafter is trained, and the accept length grew by less than `PLATEAU` since the last
         evaluation. With `sft.held_out` the accept length on held-out answers must have stopped rising, too.
         """
-        options = self._config.sft
+        options = self.trainer.config.sft
         settled = self._drafter_settled(done, tokens, held_out) if options.held_out else True
-        steady = self._rollouts_steady(done) if self._generates else True
+        steady = self._rollouts_steady(done) if self.generates else True
         return options.drafter_only and steady and settled
 
     def _drafter_settled(self, done: int, tokens: int, answers: list[Sample]) -> bool:
         """Measure the drafter on held-out answers. Returns whether its accept length has stopped rising."""
-        with self._records.clock("train"):
+        with self.records.clock("train"):
             packed = batches.micro_batches(
-                self._config,
+                self.trainer,
                 answers,
                 version=done + 1,
                 depth=max(HELD_OUT_DRAFTS),
                 supervised=True,
             )
-            by_drafts = self._trainer.accept_lengths(packed, HELD_OUT_DRAFTS)
+            by_drafts = self.trainer.accept_lengths(packed, HELD_OUT_DRAFTS)
         past = self.accept_lengths
         past.append(float(np.mean(list(by_drafts.values()))))
         lengths = ", ".join(f"{value:.3f} at k = {k}" for k, value in by_drafts.items())
-        self._records.event(
+        self.records.event(
             "drafter",
             f"step {done}, {tokens} tokens: accept length {lengths} on {len(answers)} held-out answers",
             step=done,
@@ -102,9 +94,9 @@ class Evaluation:
 
     def _rollouts_steady(self, done: int) -> bool:
         """Push, and evaluate with the engines. Returns whether their accept length has stopped rising."""
-        with self._records.clock("push"):
-            self._push()
-        with self._records.clock("generate"):
+        with self.records.clock("push"):
+            self.push()
+        with self.records.clock("generate"):
             results = self.evaluate(f"step-{done:06d}", done)
         steady = False
         if "" in results:

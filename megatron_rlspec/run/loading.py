@@ -182,7 +182,7 @@ def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> pla
         placement.check_colocated(config.rollout.staleness, config.drafter.overlap)
     machine = hardware()
     parameters, experts = placement.count_parameters(tensors)
-    need = placement.needs(
+    need = memory_estimate.needs(
         config, hf_config, machine.gpu, parameters, experts, machine.world, machine.hopper
     )
     return placement.with_memory(layout, need)
@@ -214,13 +214,13 @@ def settle(config: Config, command: Command, engines_open: bool) -> Config:
     rollout = config.rollout
     launches = config.generates(command) and rollout.engine == "sglang" and not rollout.urls
     engines = memory_estimate.engines_of(launches, engines_open)
-    rank = placement.trainer_memory(config, hf_config, parameters, experts, world)
+    rank = memory_estimate.trainer_memory(config, hf_config, parameters, experts, world)
     config, lines = memory_estimate.settled(config, hf_config, parameters, rank, machine, engines)
     if os.environ.get("RANK", "0") == "0":
         for line in lines:
             print(f"rlspec {command}: {line}", flush=True)
     if not launches:  # with engines of its own, the placement checks it
-        rank = placement.trainer_memory(config, hf_config, parameters, experts, world)
+        rank = memory_estimate.trainer_memory(config, hf_config, parameters, experts, world)
         room = memory_estimate.step_room(machine.gpu)
         memory_estimate.check_rank(rank, room, "a trainer rank, by estimate,")
     return config

@@ -17,6 +17,11 @@ FIGURES = {
 }
 DRAFTS = """--speculative-num-steps 3 \\
         --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"""
+WITHOUT_MTP = """\
+Transformers lists the drafter's tensors (`mtp`) as unexpected, because it does not use them. A model without them: \
+`rlspec convert {name} plain --drop-mtp --to hf`.
+
+"""
 
 
 def card(
@@ -36,38 +41,34 @@ def card(
     """
     name = result.name
     kind = "reinforcement learning" if "rollout/reward" in about else "supervised training"
-    lines = [
-        "---",
-        "library_name: transformers",
-        "---",
-        "",
-        f"# {Path(base).name}, after {kind}",
-        "",
-        f"Trained from {Path(base).name} with megatron_rlspec {__version__}.",
-        "",
-        "| | |",
-        "|---|---|",
-    ]
+    figures = ""
     for key, label in FIGURES.items():
         value = about.get(key)  # null in a record that was read again
         if value is not None and math.isfinite(value):
-            lines.append(f"| {label} | {value:.4g} |")
-    lines += [
-        "",
-        "With Transformers:",
-        "",
-        f'    AutoModelForCausalLM.from_pretrained("{name}"), AutoTokenizer.from_pretrained("{name}")',
-        "",
-    ]
-    launch = f"    python -m sglang.launch_server --model-path {name}"
+            figures += f"| {label} | {value:.4g} |\n"
+    launch = f"python -m sglang.launch_server --model-path {name}"
+    without_mtp = ""
     if has_mtp:
-        lines += [
-            "Transformers lists the drafter's tensors (`mtp`) as unexpected, because it does not use them. A model "
-            f"without them: `rlspec convert {name} plain --drop-mtp --to hf`.",
-            "",
-        ]
+        without_mtp = WITHOUT_MTP.format(name=name)
         launch += f" --speculative-algorithm NEXTN {DRAFTS}"
     if eagle3 is not None:
         launch += f" --speculative-algorithm EAGLE3 \\\n        --speculative-draft-model-path {eagle3.name} {DRAFTS}"
-    lines += ["With SGLang:", "", launch, ""]
-    return "\n".join(lines)
+    return f"""---
+library_name: transformers
+---
+
+# {Path(base).name}, after {kind}
+
+Trained from {Path(base).name} with megatron_rlspec {__version__}.
+
+| | |
+|---|---|
+{figures}
+With Transformers:
+
+    AutoModelForCausalLM.from_pretrained("{name}"), AutoTokenizer.from_pretrained("{name}")
+
+{without_mtp}With SGLang:
+
+    {launch}
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from megatron_rlspec.types import Group
 DONE, AGAIN, OVER = range(3)
 
 
+@dataclass(frozen=True)
 class Rank0:
     """Guards the calls to engines and rewards. Every rank holds one, and all make the same calls.
 
@@ -30,17 +32,10 @@ class Rank0:
     stop           ends the run on every rank: saves a checkpoint and raises RunStopped
     """
 
-    def __init__(
-        self,
-        main: bool,
-        rollouts: Rollouts | None,
-        interruption: Interruption,
-        stop: Callable[[str], NoReturn],
-    ) -> None:
-        self.main = main
-        self.rollouts = rollouts
-        self._interruption = interruption
-        self._stop = stop
+    main: bool
+    rollouts: Rollouts | None
+    interruption: Interruption
+    stop: Callable[[str], NoReturn]
 
     def ask(self, call: Callable[[Rollouts], object]) -> bool:
         """Let rank 0 call engines or rewards; the other ranks wait. Collective. Returns as `attempt`."""
@@ -63,7 +58,7 @@ class Rank0:
         except (EngineError, HealthError, rewards.RewardsFailedError) as error:
             reason = str(error)
         except RolloutCancelledError:
-            reason = self._interruption.reason
+            reason = self.interruption.reason
         except PushError as error:
             if self.main:
                 # The export failed, so a checkpoint of the same parameters may be wrong as well.
@@ -75,7 +70,7 @@ class Rank0:
             outcome = AGAIN if starts_again else OVER
         outcome = ranks.job().number(outcome)
         if outcome == OVER:
-            self._stop(reason)
+            self.stop(reason)
         return outcome == DONE
 
     def share(self, groups: list[Group]) -> list[Group]:

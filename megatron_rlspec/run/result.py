@@ -64,11 +64,11 @@ class Results:
         drafter_moments = dict(self._trainer.export_drafter_moments())
         if not built:
             return
+        drafter = next(iter(built))
         if drafter_moments:
-            path = moments.file_of(next(iter(built)))
+            path = moments.file_of(drafter)
             path.parent.mkdir(exist_ok=True)
             tensor_file.save(drafter_moments, path)
-        drafter = next(iter(built))
         about = self._records.about
         has_mtp = drafter == result and bool(self._loaded.hf_config.get("num_nextn_predict_layers"))
         text = card(model_path, about, result, drafter if drafter != result else None, has_mtp)

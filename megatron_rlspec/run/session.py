@@ -255,7 +255,7 @@ class Session:
     ) -> list[PackedBatch]:
         """Return this rank's micro-batches; arguments as for `micro_batches`."""
         return micro_batches(
-            self.config,
+            self.trainer,
             samples,
             values,
             version=self.done + 1,

@@ -14,9 +14,9 @@ import torch
 
 from megatron_rlspec import memory_estimate
 from megatron_rlspec.config import Config, ConfigError, load
-from megatron_rlspec.memory_estimate import GIB, EngineMemory, RankMemory
+from megatron_rlspec.memory_estimate import GIB, EngineMemory, Need, RankMemory, needs
 from megatron_rlspec.rollout import placement
-from megatron_rlspec.rollout.placement import GpuLayout, Need, needs, place, with_memory
+from megatron_rlspec.rollout.placement import GpuLayout, place, with_memory
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast, Handles, Http
 from megatron_rlspec.rollout.start import ServedEngines, engine_arguments
@@ -296,7 +296,7 @@ def settled(options, machine=NODE, engines="open"):
     """Return the configuration of a run of an 8B model with a drafter, its choices, and its layout."""
     config = memory_estimate.with_distributed(load(None, ANSWERS_OF_16K | options), machine.world)
     size = 8_590_000_000
-    rank = placement.trainer_memory(config, QWEN3_8B, size, 0, machine.world)
+    rank = memory_estimate.trainer_memory(config, QWEN3_8B, size, 0, machine.world)
     config, lines = memory_estimate.settled(config, QWEN3_8B, size, rank, machine, engines)
     need = needs(config, QWEN3_8B, machine.gpu, size, 0, machine.world)
     gpus = [str(i) for i in range(machine.gpus)]

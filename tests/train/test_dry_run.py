@@ -14,7 +14,6 @@ from train_ranks import HF_CONFIG, batches, config, on_ranks, samples
 from megatron_rlspec.commands import training
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.memory_estimate import GIB, engine_share
-from megatron_rlspec.rollout import placement
 from megatron_rlspec.train import dry_run, stages
 from megatron_rlspec.train.step import Trainer
 
@@ -340,7 +339,9 @@ def test_a_dry_run_says_how_many_samples_an_engine_holds_at_once():
     assert own.startswith("on GPUs of its own: KV cache of ")
     assert lines["colocated"][-1] == beside
     cfg = load(None, {"parallel.tensor": "2", "optimizer.distributed": "true", "model.max_length": "16384"})
-    need = placement.needs(cfg, MIMO | {"max_position_embeddings": 32768}, int(79.2 * GIB), sum(counted(MIMO)), 0, 8)
+    need = memory_estimate.needs(
+        cfg, MIMO | {"max_position_embeddings": 32768}, int(79.2 * GIB), sum(counted(MIMO)), 0, 8
+    )
     trainer = need.trainer.between_steps
     for line, kept in ((own, None), (beside, trainer)):
         tokens = int(line.partition("KV cache of ")[2].partition(" tokens")[0].replace(",", ""))

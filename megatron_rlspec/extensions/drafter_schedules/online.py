@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.extensions.drafter_schedules.replay import ReplayBuffer
-from megatron_rlspec.packing.pack import pack
+from megatron_rlspec.run.batches import micro_batches
 from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.tasks.rewards import failed
-from megatron_rlspec.train import runtime
 from megatron_rlspec.train.drafter_updates import EverySteps, reward_weights
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample
@@ -130,15 +129,7 @@ class OnlineLearner(DrafterSchedule):
         if not samples:
             return {}
         began = time.perf_counter()
-        parallel = self.config.parallel
-        batches = pack(
-            samples,
-            drafter_weights=self.weights(samples),
-            depth=options.depth,
-            tokens_per_micro_batch=self.config.train.tokens_per_micro_batch,
-            **runtime.placement(),
-            multiple=parallel.tensor if parallel.sequence else 1,
-        )
+        batches = micro_batches(self.trainer, samples, drafter_weights=self.weights(samples))
         metrics = self.trainer.train_step(batches, objective="grpo", train_policy=False)
         self.seconds = time.perf_counter() - began
         self.updates += 1
