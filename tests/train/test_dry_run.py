@@ -13,7 +13,7 @@ from train_ranks import HF_CONFIG, batches, config, on_ranks, samples
 
 from megatron_rlspec.commands import training
 from megatron_rlspec.config import ConfigError, load
-from megatron_rlspec.memory_estimate import GIB, engine_share
+from megatron_rlspec.memory_estimate import GIB, engine_share, needs
 from megatron_rlspec.train import dry_run, stages
 from megatron_rlspec.train.step import Trainer
 
@@ -339,9 +339,8 @@ def test_a_dry_run_says_how_many_samples_an_engine_holds_at_once():
     assert own.startswith("on GPUs of its own: KV cache of ")
     assert lines["colocated"][-1] == beside
     cfg = load(None, {"parallel.tensor": "2", "optimizer.distributed": "true", "model.max_length": "16384"})
-    need = memory_estimate.needs(
-        cfg, MIMO | {"max_position_embeddings": 32768}, int(79.2 * GIB), sum(counted(MIMO)), 0, 8
-    )
+    hf_config = MIMO | {"max_position_embeddings": 32768}
+    need = needs(cfg, hf_config, int(79.2 * GIB), sum(counted(MIMO)), 0, 8)
     trainer = need.trainer.between_steps
     for line, kept in ((own, None), (beside, trainer)):
         tokens = int(line.partition("KV cache of ")[2].partition(" tokens")[0].replace(",", ""))
