@@ -49,8 +49,10 @@ def _answer(config: Config, hf_config: dict[str, Any]) -> str:
     prompts, dropped = data.read_prompts(config.data.path, config.data, tokenizer, longest)
     shared = settings(config, prompts)
     if config.rollout.urls:
-        # Others have started these engines, with weights of their choice.
-        shared["served"] = identity.of_rows(_served(config).items())
+        # Others have started these engines, with weights of their choice. Raises EngineError if these differ.
+        starting = KINDS[config.rollout.engine].start(config, Path(), GpuLayout())
+        fingerprints = EnginePool(starting.wait()).fingerprints()
+        shared["served"] = identity.of_rows(sorted(fingerprints.items()))
     if config.answer.prompts:
         prompts = prompts[: config.answer.prompts]
     journal = Journal(path, shared, prompts)
@@ -117,13 +119,6 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
         drafter = config.drafter.path
         shared["drafter"] = identity.of_model(drafter) if drafter else ""
     return json.loads(json.dumps(shared))
-
-
-def _served(config: Config) -> dict[str, int]:
-    """Return the fingerprints of what the engines at `rollout.urls` hold. Raises EngineError if they differ."""
-    starting = KINDS[config.rollout.engine].start(config, Path(), GpuLayout())
-    fingerprints = EnginePool(starting.wait()).fingerprints()
-    return dict(sorted(fingerprints.items()))
 
 
 def _generate(
