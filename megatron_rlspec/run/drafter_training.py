@@ -14,7 +14,6 @@ from megatron_rlspec.run.extension import DrafterSchedule, DrafterScheduleBuilde
 from megatron_rlspec.run.loading import Loaded
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.train.step import Trainer
-from megatron_rlspec.train.updates import train_rollout
 from megatron_rlspec.types import Group, PackedBatch, Sample
 
 # With drafter.share=auto, the part of a step's tokens that the drafter learns from, and the fewest tokens. From a
@@ -142,18 +141,13 @@ class Drafting:
     def train_step(
         self,
         step: int,
-        mini_batches: Sequence[Sequence[PackedBatch]],
-        options: Mapping[str, Any],
+        train: Callable[..., dict[str, float]],
         rollout_seconds: float | None,
     ) -> dict[str, float]:
-        """Update policy and drafter; `options` as `Trainer.train_step`. Returns the metrics."""
-
-        def train(train_drafter: bool) -> dict[str, float]:
-            return train_rollout(
-                self._trainer, mini_batches, train_drafter=train_drafter, **options
-            )
-
-        metrics = self.schedule.train_step(step, train, rollout_seconds)
+        """Update policy and drafter by `train`, which is `train_rollout` of the step. Returns the metrics."""
+        metrics = self.schedule.train_step(
+            step, lambda learns: train(train_drafter=learns), rollout_seconds
+        )
         if self._records:
             metrics.setdefault("drafter/updated", 1.0)
         self.tokens += int(metrics.get("drafter/tokens_1", 0))

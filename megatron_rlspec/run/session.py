@@ -48,6 +48,7 @@ from megatron_rlspec.run.trajectory import TrajectoryRecording
 from megatron_rlspec.train import runtime
 from megatron_rlspec.train.checkpoint import SaveError
 from megatron_rlspec.train.step import Trainer
+from megatron_rlspec.train.updates import train_rollout
 from megatron_rlspec.types import Group, PackedBatch, Sample, Scope
 
 DRIFT_SAMPLES = 16  # of a step, on which `Trainer.drift` compares the policy with model.path
@@ -276,10 +277,11 @@ class Session:
             assert self.trainer.reference is not None
             mini_batches = [self.trainer.reference.filled(batches) for batches in mini_batches]
         options["logprob_gap"] = self.records.logprob_gap.limit
+        train = partial(train_rollout, self.trainer, mini_batches, **options)
         seconds = self.rollouts.newest.seconds if self.rollouts is not None else None
         groups = self._newest[1]
         began = time.perf_counter()
-        metrics = self.drafting.train_step(self.done, mini_batches, options, seconds)
+        metrics = self.drafting.train_step(self.done, train, seconds)
         if learns:
             allowed = fresh_seconds(seconds or 0.0, time.perf_counter() - began)
             metrics |= self.drafting.teach(self.done, groups, self._pack, allowed)
