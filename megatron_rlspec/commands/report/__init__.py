@@ -17,7 +17,7 @@ from megatron_rlspec.commands.report import charts, figures
 from megatron_rlspec.commands.report.charts import DrawnChart
 from megatron_rlspec.commands.report.records import Record, Run, options_of, read_run
 from megatron_rlspec.records import metric_names
-from megatron_rlspec.records.live import saving
+from megatron_rlspec.records.live import duration, saving
 from megatron_rlspec.records.metric_names import Metric
 from megatron_rlspec.speculation.acceptance import accept_length
 
@@ -183,10 +183,7 @@ def _facts(run: Run) -> dict[str, str]:
         if resumed:
             facts["resumed"] = "at step " + ", ".join(resumed)
     if len(times) > 1:
-        begin, end = (
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
-            for moment in (times[0], times[-1])
-        )
+        begin, end = (time.ctime(moment) for moment in (times[0], times[-1]))
         facts["date"] = f"{begin} to {end} ({duration(times[-1] - times[0])})"
     options = options_of(run.config)
     facts["steps"] = str(len(run.steps))
@@ -197,17 +194,6 @@ def _facts(run: Run) -> dict[str, str]:
     if "model.path" in options:
         facts["model"] = options["model.path"]
     return facts
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as text, in the two largest units."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    if minutes:
-        return f"{minutes} min {rest} s"
-    return f"{rest} s"
 
 
 def _tile(run: Run, key: str, label: str = "") -> Tile | None:
@@ -222,11 +208,8 @@ def _tile(run: Run, key: str, label: str = "") -> Tile | None:
 
 def _unusual(run: Run) -> list[tuple[Tile, Metric]]:
     """Return every metric whose mean over the last steps is outside its normal values."""
-    keys: set[str] = set()
-    for record in run.steps:
-        keys |= record.keys()
     unusual = []
-    for key in sorted(keys):
+    for key in sorted(set().union(*run.steps)):
         metric = metric_names.find(key)
         tile = _tile(run, key)
         if metric and tile and metric.is_normal(tile.mean) is False:
@@ -268,11 +251,8 @@ def _interval(row: Record) -> str:
 def _differing_options(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """Return (option, its value in each run) of every option that is not the same in all."""
     by_run = [options_of(run.config) for run in runs]
-    names: set[str] = set()
-    for options in by_run:
-        names |= options.keys()
     differing = []
-    for name in sorted(names):
+    for name in sorted(set().union(*by_run)):
         values = [options.get(name, "") for options in by_run]
         if len(set(values)) > 1:
             differing.append((name, *values))

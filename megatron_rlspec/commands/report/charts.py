@@ -128,8 +128,7 @@ def thin(points: Points) -> Points:
         return points
     means = []
     for first in range(0, len(points), size):
-        x, y = np.mean(points[first : first + size], axis=0)
-        means.append((float(x), float(y)))
+        means.append(tuple(np.mean(points[first : first + size], axis=0).tolist()))
     return means
 
 
