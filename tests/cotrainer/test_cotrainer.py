@@ -9,12 +9,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rlspec import DrafterConfig, Sequences
-from megatron_rlspec.config import ConfigError, load
+from megatron_rlspec.config import ConfigError, ParallelConfig, load
 from megatron_rlspec.cotrainer import cotrainer as module
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.rollout.start import embedded
+from megatron_rlspec.train import runtime
 from megatron_rlspec.train.step import Trainer
 
 TESTS = Path(__file__).parent.parent
@@ -28,7 +29,8 @@ OPTIONS = {"model.dtype": "float32", "spec.candidate_steps": "0,1,3", "rollout.e
 
 @pytest.fixture(scope="module", autouse=True)
 def job():
-    """Leave Megatron's groups, because other files of this process make their own."""
+    """Make Megatron's groups, and leave them, because other files of this process make their own."""
+    runtime.init_distributed(ParallelConfig())
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
