@@ -10,25 +10,19 @@ from typing import Literal
 from pydantic import model_validator
 
 from megatron_rlspec.config.algorithm import AlgorithmConfig
-from megatron_rlspec.config.answer import AnswerConfig
 from megatron_rlspec.config.base import ConfigError, Section
+from megatron_rlspec.config.commands import AnswerConfig, ReplayConfig, SftConfig
 from megatron_rlspec.config.data import DataConfig
 from megatron_rlspec.config.drafter import DrafterConfig
-from megatron_rlspec.config.health import HealthConfig
 from megatron_rlspec.config.log import LogConfig
+from megatron_rlspec.config.machine import ParallelConfig, PlacementConfig, PushConfig
 from megatron_rlspec.config.model import ModelConfig
-from megatron_rlspec.config.optimizer import OptimizerConfig
-from megatron_rlspec.config.parallel import ParallelConfig
-from megatron_rlspec.config.placement import PlacementConfig
-from megatron_rlspec.config.push import PushConfig
-from megatron_rlspec.config.replay import ReplayConfig
 from megatron_rlspec.config.reward import RewardConfig
 from megatron_rlspec.config.rollout import RolloutConfig
 from megatron_rlspec.config.run_dir import taken_by
-from megatron_rlspec.config.sft import SftConfig
 from megatron_rlspec.config.spec import SpecSection
 from megatron_rlspec.config.tail import TailConfig
-from megatron_rlspec.config.train import TrainConfig
+from megatron_rlspec.config.training import HealthConfig, OptimizerConfig, TrainConfig
 
 Command = Literal["train", "sft", "replay"]
 

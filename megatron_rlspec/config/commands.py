@@ -1,4 +1,4 @@
-"""[sft]: the supervised warm start, `rlspec sft`."""
+"""[sft], [answer], [replay]: what the commands beside `rlspec train` take."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatron_rlspec.config.base import Count, Files, Name, Positive, Section
+from megatron_rlspec.config.base import MOST_STEPS, Count, Files, Name, Positive, Section, Text
 
 
 class SftConfig(Section):
+    """[sft]: the supervised warm start, `rlspec sft`."""
+
     path: Files = Field("", description="prompts with written responses, as data.path")
     response_key: Name = Field("response", description="column of the written response")
     steps: Positive = Field(
@@ -33,4 +35,29 @@ class SftConfig(Section):
         50,
         description="steps between evaluations: an engine answers train.eval_prompts of data.eval_path, if that is "
         "given; the trainer measures the drafter on sft.held_out prompts, if there are any; 0: none",
+    )
+
+
+class AnswerConfig(Section):
+    """[answer]: `rlspec answer`, by which a model writes answers to prompts."""
+
+    path: Text = Field(
+        "",
+        description="JSONL file that `rlspec answer` writes; rows that it holds already are kept",
+    )
+    prompts: Count = Field(
+        0, description="answer so many prompts of data.path, the first ones; 0: all"
+    )
+
+
+class ReplayConfig(Section):
+    """[replay]: a drafter trained along a recorded run, `rlspec replay`."""
+
+    run: Text = Field("", description="the recorded run; `rlspec replay RUN` sets it")
+    policy_step: Annotated[int, Field(ge=-1, le=MOST_STEPS)] = Field(
+        -1,
+        description="-1: each step's own policy and rollouts; n: the policy after n steps, from which engines generate",
+    )
+    fresh_drafter: bool = Field(
+        False, description="start from a drafter with random weights, not from model.path's"
     )
