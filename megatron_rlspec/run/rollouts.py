@@ -4,8 +4,7 @@ With `rollout.staleness` the next step's rollout runs in a thread while this ste
 rollouts, so the version that generates a sample does not depend on timing.
 
     generation.py   prompts ──► requests ──► engines ──► samples ──► rewards ──► groups
-    engines.py      pushes and their checks, lost and restarted engines
-    speculating.py  rounds of a rollout ──► the rule of the next one
+    engines.py      pushes and their checks, lost and restarted engines; rounds of a rollout ──► the rule of the next
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run.checkpoints import Drawn
-from megatron_rlspec.run.engines import Engines, report_slow_sampling
+from megatron_rlspec.run.engines import Engines, RunDraftRule, report_slow_sampling
 from megatron_rlspec.run.extension import Extensions, Migration
 from megatron_rlspec.run.generation import Generation
-from megatron_rlspec.run.speculating import RunDraftRule
 from megatron_rlspec.run.summaries import rollout_metrics
 from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.tasks import data, rewards

@@ -12,7 +12,7 @@ from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.models.config import ModelConfigError, sharpness_of
 from megatron_rlspec.noise import draw, uniform
 from megatron_rlspec.rollout.embedded import draft, verify
-from megatron_rlspec.run.speculating import RunDraftRule
+from megatron_rlspec.run.engines import RunDraftRule
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline

@@ -12,7 +12,7 @@ from megatron_rlspec.commands.convert import main
 from megatron_rlspec.config import load
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
-from megatron_rlspec.run.speculating import RunDraftRule
+from megatron_rlspec.run.engines import RunDraftRule
 from megatron_rlspec.speculation.learning import Learning, Saved
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig

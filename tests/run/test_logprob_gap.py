@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_rlspec.config import load
+from megatron_rlspec.run.engines import RunDraftRule
 from megatron_rlspec.run.logprob_gap import GAP, LogprobGap
-from megatron_rlspec.run.speculating import RunDraftRule
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import RoundStats, SpecConfig
