@@ -235,7 +235,7 @@ class Rollouts:
         self._rolling = step
         prompts = self._prompts
         assert prompts is not None, "without prompts only evaluations are generated"
-        order = prompts.state()
+        order = prompts.order.state()
         began = time.perf_counter()
         pool = self.engines.pool
         stolen, continued = pool.stolen, pool.continued
@@ -243,7 +243,7 @@ class Rollouts:
         try:
             groups = self.generation.rollout(step, prompts, counts)
         except BaseException:
-            prompts.restore(order)
+            prompts.order.restore(order)
             raise
         counts["stolen"] = float(pool.stolen - stolen)
         counts["continued_tokens"] += pool.continued - continued

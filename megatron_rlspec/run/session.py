@@ -131,7 +131,7 @@ class Session:
             state, drawn = self.saver.load_newest(steps)
         self.done = state.get("step", 0)
         if state and self.loaded.data is not None:
-            self.loaded.data.restore(state["data"])
+            self.loaded.data.order.restore(state["data"])
         self.drafting = Drafting.open(
             self.trainer, self.loaded, extensions.drafter, state, drawn.replay, self.supervised
         )
@@ -422,7 +422,7 @@ class Session:
         state["accept_lengths"] = self.evaluation.accept_lengths
         state["logprob_gaps"] = self.records.logprob_gap.seen
         if self.loaded.data is not None:
-            state["data"] = self.loaded.data.state()
+            state["data"] = self.loaded.data.order.state()
         if self.rollouts is None:
             return state, Drawn(replay=drafter_rollouts)
         state |= self.rollouts.state()

@@ -7,7 +7,7 @@ error names file and line of the row. Rows that are too long are dropped and cou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -44,14 +44,6 @@ class Source(Generic[Row]):
     def take(self, count: int) -> list[Row]:
         """Return the next `count` rows. None comes twice unless there are fewer rows."""
         return [self.rows[i] for i in self.order.take(count)]
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for `restore`."""
-        return self.order.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue at the place of `state`. Raises DataError, as `Order.restore`."""
-        self.order.restore(state)
 
 
 class Prompts(Source[Prompt]):

@@ -46,7 +46,7 @@ class Run:
         tokenizer = data.load_tokenizer(config.model.path)
         self.prompts = data.Prompts(config.data.path, tokenizer, config)
         if order is not None:
-            self.prompts.restore(order)
+            self.prompts.order.restore(order)
         starting = StartingRollouts(config, hf_config, tokenizer, GpuLayout(), Extensions())
         starting.scorer._judge = lambda sample: {"reward": len(sample.response) % 3 / 2}
         engines = starting.engines.wait()
@@ -79,7 +79,7 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
     steps = []
     for step in range(STEPS):
         if step == 2:
-            order = run.prompts.state()
+            order = run.prompts.order.state()
             checkpoints = Checkpoints(tmp_path)
             checkpoints.write_state(2, run.rollouts.state(), run.rollouts.drawn(()))
         steps.append(run.step(step))
