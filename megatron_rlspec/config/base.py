@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import (
@@ -89,7 +88,6 @@ LearningRate = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=MONTH)]
 
 
-@dataclass(frozen=True, init=False)
 class Needs:
     """Metadata of a field: the option has an effect only where one of `settings` holds. Several of them must all hold.
 
@@ -97,10 +95,8 @@ class Needs:
     `section.key=value` or `section.key!=value`. `load` refuses options without effect.
     """
 
-    settings: tuple[str, ...]
-
     def __init__(self, *settings: str) -> None:
-        object.__setattr__(self, "settings", settings)
+        self.settings = settings
 
 
 class Section(BaseModel):
