@@ -15,6 +15,7 @@ from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.rollout.start import embedded
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.train import runtime
 from megatron_rlspec.train.step import Trainer
 
@@ -77,7 +78,7 @@ def test_the_policy_is_trained_as_without_the_class(trained, model):
 def test_engines_hold_what_was_trained_and_get_the_rule(trained):
     _, cotrainer, _ = trained
     (engine,) = cotrainer.engines.values()
-    assert engine.version == 3
+    assert engine.version == 3 and isinstance(engine.choice.present, SpecRule), "not the canary's schedule"
     difference = cotrainer._health.pusher.compare_with(engine)[1]
     assert difference.empty and cotrainer.rule.learning.prediction is not None
 
