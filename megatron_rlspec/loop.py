@@ -15,7 +15,7 @@ def train(
     config: Config, interruption: Interruption | None = None, extensions: Extensions | None = None
 ) -> None:
     """Train the policy by GRPO, and the drafter with it. Raises RunStopped if the run ends early."""
-    with Session(config, config.data.path, interruption=interruption, extensions=extensions) as run:
+    with Session(config, interruption=interruption, extensions=extensions) as run:
         run.push()  # the engines need the initial weights
         for step in run.records.steps(config.train.steps):
             # so a resumed run makes up for one that was interrupted
@@ -52,9 +52,7 @@ def warm_start(
 
     Raises RunStopped if the run ends early.
     """
-    with Session(
-        config, config.sft.path, supervised=True, interruption=interruption, extensions=extensions
-    ) as run:
+    with Session(config, supervised=True, interruption=interruption, extensions=extensions) as run:
         for step in run.records.steps(config.sft.steps):
             with run.clock("train"):
                 metrics = run.train_step(
@@ -77,7 +75,7 @@ def replay(
     Only the drafter learns, so the policy runs forward only. Raises RunStopped if the run ends early.
     """
     generates = config.replay.policy_step >= 0  # one policy stays, and engines generate from it
-    with Session(config, config.data.path, interruption=interruption, extensions=extensions) as run:
+    with Session(config, interruption=interruption, extensions=extensions) as run:
         if generates:
             run.push()
         for step in run.records.steps(config.train.steps):

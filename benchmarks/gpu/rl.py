@@ -116,7 +116,7 @@ def alternate(config: Config, engine: SGLangEngine, kinds: Sequence[str]) -> lis
     """Take one step of each kind, as `loop.train` takes them. Returns the seconds of each step."""
     schedule = Alternating()
     seconds = []
-    with Session(config, config.data.path, extensions=Extensions(drafter=lambda *_: schedule)) as run:
+    with Session(config, extensions=Extensions(drafter=lambda *_: schedule)) as run:
         assert run.rollouts is not None
         generation = run.rollouts.generation
         generation.sampling = replace(generation.sampling, ignore_eos=True)

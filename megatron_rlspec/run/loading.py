@@ -68,10 +68,10 @@ class Loaded:
         return self.replay if self.replay is not None and self.replay.follows else None
 
 
-def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -> Loaded:
+def load(config: Config, *, supervised: bool, generates: bool) -> Loaded:
     """Read what a run needs, and check that it can work with it. Rank 0 prints what is being loaded.
 
-    supervised  `data_path` holds demonstrations
+    supervised  it trains on the demonstrations of sft.path
     generates   the run has engines
 
     Raises ConfigError, DataError or CheckpointError. Writes nothing.
@@ -96,10 +96,10 @@ def load(config: Config, data_path: str, *, supervised: bool, generates: bool) -
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     rows: Prompts | Demonstrations | None = None
     if supervised:
-        rows = Demonstrations(data_path, tokenizer, config)
+        rows = Demonstrations(config.sft.path, tokenizer, config)
         check_ids(rows.held_out, hf_config["vocab_size"])
     elif generates:
-        rows = Prompts(data_path, tokenizer, config)
+        rows = Prompts(config.data.path, tokenizer, config)
     if rows is not None:
         check_ids(rows.rows, hf_config["vocab_size"])
     digests = {"model.path": identity.of_model(config.model.path)}

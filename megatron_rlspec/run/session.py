@@ -83,12 +83,11 @@ class Session:
     def __init__(
         self,
         config: Config,
-        data_path: str,
         supervised: bool = False,
         interruption: Interruption | None = None,
         extensions: Extensions | None = None,
     ) -> None:
-        """Open the run. `supervised`: `data_path` holds demonstrations (`rlspec sft`), not prompts (`rlspec train`)."""
+        """Open the run. `supervised`: it trains on the demonstrations of `sft.path` (`rlspec sft`)."""
         self.config = config
         self.supervised = supervised
         self.interruption = interruption or Interruption()
@@ -101,13 +100,13 @@ class Session:
         self._policy_changed = True  # since the last push
         self._engine_metrics: dict[str, float] = {}  # of the newest step's `adapt` and `push`
         with ExitStack() as closing:
-            self._open(closing, data_path, extensions or Extensions())
+            self._open(closing, extensions or Extensions())
             self._closing = closing.pop_all()
         self.interruption.defer()
 
-    def _open(self, closing: ExitStack, data_path: str, extensions: Extensions) -> None:
+    def _open(self, closing: ExitStack, extensions: Extensions) -> None:
         config = self.config
-        self.loaded = load(config, data_path, supervised=self.supervised, generates=self.generates)
+        self.loaded = load(config, supervised=self.supervised, generates=self.generates)
         colocated = self.loaded.layout.colocated
         starting: StartingRollouts | None = None
         if self.main and self.generates:

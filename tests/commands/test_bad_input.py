@@ -65,10 +65,10 @@ def session(settings: str) -> Act:
 
         rows = place.file("rows.jsonl", GOOD)
         write_hf(place.here / "model", MODEL, tiny_mimo.weights(MODEL), tokenizer_from=place.tokenizer_path)
-        given = dict(part.split("=", 1) for part in settings.split())
+        given = dict(part.split("=", 1) for part in settings.split()) | {"data.path": str(rows)}
         config = load(None, {"model.path": str(place.here / "model"), "train.run_dir": str(place.here / "run")} | given)
         try:
-            Session(config, str(rows))
+            Session(config)
         finally:
             assert not (place.here / "run").exists()
 
