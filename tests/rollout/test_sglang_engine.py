@@ -661,6 +661,7 @@ def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict
     assert failed["health/canary_failures"] == 1 and failed["health/canary_accept_length"] < 2
     assert "accept length" in engine.describe()["held"]
     assert pushed(72, agreeing)["health/canary_failures"] == 0 and not engine.describe()["held"]
+    engine.update_weights(0, WEIGHTS.items())
 
 
 @pytest.mark.slow
