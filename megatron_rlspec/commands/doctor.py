@@ -46,7 +46,7 @@ UPSTREAM = {
     "sglang": Upstream(
         "sglang",
         (">=0.5.15,<0.5.20", ">=0.5.23"),
-        'install sglang 0.5.23 or 0.5.15.post1, or set rollout.engine="embedded" with spec.mode="fixed"',
+        'install sglang 0.5.15.post1 to 0.5.19 or 0.5.23, or set rollout.engine="embedded" with spec.mode="fixed"',
         "pip install 'megatron_rlspec[engine]', or set rollout.engine=\"embedded\" or rollout.urls",
     ),
     "slime": Upstream(
@@ -152,5 +152,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"GPU machine: {lack.text}")
     if not lacks:
         print("GPU machine: nothing is missing")
-    stops = any(lack.stops for lack in lacks)
-    return int(options.gpu and stops)
+    return int(options.gpu and any(lack.stops for lack in lacks))

@@ -138,11 +138,12 @@ def ranks_of(argv: list[str]) -> tuple[int, list[str]]:
     parser = _Parser(add_help=False)
     parser.add_argument("--ranks", type=int)
     known, rest = parser.parse_known_args(argv)
-    if known.ranks is None:
+    ranks = known.ranks
+    if ranks is None:
         return 0, rest
-    if not 1 <= known.ranks <= MOST_RANKS:
-        raise ConfigError(f"--ranks {known.ranks}: expected a number from 1 to {MOST_RANKS}")
-    return known.ranks, rest
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ConfigError(f"--ranks {ranks}: expected a number from 1 to {MOST_RANKS}")
+    return ranks, rest
 
 
 def migrates(config: Config) -> bool:
@@ -171,7 +172,7 @@ def extensions(config: Config) -> Extensions:
 
     kinds = None
     embedded = config.rollout.engine == "embedded"
-    several_ranks = (environment.ranks_started(os.environ) or 1) > 1
+    several_ranks = environment.ranks_started(os.environ) > 1
     if migrates(config) or (embedded and several_ranks):
         from megatron_rlspec.extensions.kinds import KINDS
 
@@ -186,8 +187,7 @@ def answer(argv: list[str]) -> None:
         hf_config = model_config(config, "serve")
         data.check_prompts(config.data.path, config.data)
     hf_config = with_drafter(config, hf_config)
-    has_drafter = DRAFTER in hf_config or bool(hf_config.get("num_nextn_predict_layers"))
-    if not has_drafter:
+    if not (DRAFTER in hf_config or hf_config.get("num_nextn_predict_layers")):
         plain = config.spec.model_copy(update={"mode": "off"})
         config = config.model_copy(update={"spec": plain})
     with Interruption("; run the same command again to go on").install().translating():
@@ -200,13 +200,10 @@ def dry_run(argv: list[str]) -> None:
     """Print what each rank of `--ranks N` would hold, and start nothing. Needs config.json, but no weights or GPU."""
     ranks, argv = ranks_of(argv)
     ranks = ranks or environment.ranks_started(os.environ) or 1
-    parser = _Parser(add_help=False)
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--gpu-gib", type=float)
-    options, rest = parser.parse_known_args(argv)
-    if options.gpu_gib is not None and not options.gpu_gib > 0:
-        raise ConfigError(f"--gpu-gib {options.gpu_gib:g}: expected a number above 0")
-    config = parse("train", rest, ranks)
+    gpu_gib = parser_of("train").parse_known_args(argv)[0].gpu_gib
+    if gpu_gib is not None and not gpu_gib > 0:
+        raise ConfigError(f"--gpu-gib {gpu_gib:g}: expected a number above 0")
+    config = parse("train", argv, ranks)
     with naming_paths(config):
         hf_config = model_config(config, "train", weights=False, tokenizer=False)
     engines_open = leaves_engines_open(config)
@@ -219,7 +216,7 @@ def dry_run(argv: list[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # layers are described, not run: no GPU is touched
     from megatron_rlspec.train import dry_run
 
-    for line in dry_run.report(config, hf_config, ranks, options.gpu_gib, engines_open):
+    for line in dry_run.report(config, hf_config, ranks, gpu_gib, engines_open):
         print(line)
 
 
@@ -233,13 +230,16 @@ def parse(command: Name, argv: list[str], ranks: int | None = None) -> Config:
     known, unknown = parser_of(command).parse_known_args(argv)
     if unknown:
         raise ConfigError(_unknown_word(unknown[0]))
-    if len(known.config) > 1:
+    overrides = vars(known)
+    files = overrides.pop("config")
+    if len(files) > 1:
         raise ConfigError(
             "--config twice: expected one file; options of the command line win over it"
         )
-    file = known.config[0] if known.config else None
-    overrides = vars(known)
-    del overrides["config"]
+    file = files[0] if files else None
+    dry = overrides.pop("dry_run", False)
+    if overrides.pop("gpu_gib", 0) and not dry:
+        raise ConfigError("--gpu-gib has an effect with --dry-run only")
     if command == "replay":
         recorded = overrides.pop("run")
         config = load_replay(recorded, file, overrides)
@@ -315,6 +315,12 @@ def parser_of(command: Name) -> arguments.Parser:
             action="store_true",
             default=argparse.SUPPRESS,
             help="start nothing: print parameters, memory and place of each rank",
+        )
+        add(
+            "--gpu-gib",
+            metavar="X",
+            type=float,
+            help="with --dry-run: refuse what does not fit in GPUs of X GiB",
         )
     groups: dict[str, argparse._ArgumentGroup] = {}
     for known in options():
