@@ -94,6 +94,7 @@ def pins(name: str) -> dict[str, Requirement]:
     """Return the requirements of a file in requirements/ by name."""
     lines = [line.partition(" #")[0] for line in (REQUIREMENTS / name).read_text().splitlines()]
     found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    found = [requirement for requirement in found if requirement.marker is None or requirement.marker.evaluate()]
     by_name = {canonicalize_name(requirement.name): requirement for requirement in found}
     assert len(by_name) == len(found), f"{name} names a distribution twice"
     return by_name

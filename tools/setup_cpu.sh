@@ -13,6 +13,7 @@ stop() { echo "setup: $*" >&2; exit 2; }
 version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 there() { { find .venv/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' 2>/dev/null || true; } | wc -l; }
 installed() { n=$(there); most "$((n > before ? n - before : 0))" "$1"; }
+packages() { cat "$@" | sed '/python_version </d' | grep -c ==; }  # a package with a version for each Python is one
 most() { echo "$(($1 < $2 ? $1 : $2))"; }
 fetched() { grep -cE '^ *(Downloading|Using cached|Processing) .*\.(whl|tar\.gz|zip)( |$)' "$log" || true; }
 
@@ -45,14 +46,14 @@ found=$(version "$python") || {
     stop "$python does not run; Python 3.11 or 3.12 is needed (set PYTHON=/path/to/it). It says: $said"
 }
 case $found in
-    3.11) lock=requirements/cpu.txt ;;
-    3.12) lock=requirements/cpu-py312.txt ;;
+    3.11 | 3.12) ;;
     *) stop "$python is Python $found; 3.11 or 3.12 is needed (set PYTHON=/path/to/it)" ;;
 esac
 if [ -e .venv ]; then
     there=$(version .venv/bin/python) || there=broken
     [ "$there" = "$found" ] || stop ".venv is of Python $there, not $found; remove it (rm -r .venv) or unset PYTHON"
 fi
+lock=requirements/cpu.txt
 cuda=requirements/cuda-libraries.txt
 stamp=.venv/installed-$(sha256sum "$lock" "$cuda" requirements/tasks.txt pyproject.toml setup.py | sha256sum | cut -c1-16)
 if [ -e "$stamp" ]; then
@@ -61,7 +62,7 @@ if [ -e "$stamp" ]; then
 fi
 
 started=$(date +%s)
-echo "setup: installing $(grep -c == "$lock") packages for Python $found into .venv: 3.3 GB on disk, 3 to 15 minutes"
+echo "setup: installing $(packages "$lock") packages for Python $found into .venv: 3.3 GB on disk, 3 to 15 minutes"
 [ -e .venv ] || "$python" -m venv .venv || { rm -rf .venv; stop "$python has no venv; install it (Debian, Ubuntu: python$found-venv)"; }
 before=$(there)  # pip, and what an earlier lock has
 rm -f .venv/installed-*
@@ -70,13 +71,13 @@ install 1 "$(grep ^torch== "$lock")"
 if .venv/bin/python -c 'import sys; from importlib.metadata import requires
 sys.exit(not any(need.startswith("nvidia-") for need in requires("torch") or ()))'; then
     echo "setup: pip found a CUDA build of torch. It works without a GPU, with the libraries that it loads: 6 GB in all"
-    install "$(cat "$lock" "$cuda" | grep -c ==)" -r "$lock" -r "$cuda"
+    install "$(packages "$lock" "$cuda")" -r "$lock" -r "$cuda"
 else
-    install "$(grep -c == "$lock")" -r "$lock"
+    install "$(packages "$lock")" -r "$lock"
 fi
 failed=$(.venv/bin/python -c 'import torch' 2>&1) || stop "torch does not load: ${failed##*$'\n'}"
 if command -v "${CC:-cc}" >/dev/null; then
-    install "$(grep -c == requirements/tasks.txt)" -r requirements/tasks.txt
+    install "$(packages requirements/tasks.txt)" -r requirements/tasks.txt
 else
     echo "setup: no C compiler (${CC:-cc}), so reasoning_gym is left out; only data.path=reasoning_gym:TASK and its tests need it"
 fi

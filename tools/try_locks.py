@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Install each lock of requirements/ into an empty environment and try what a first day does there.
+"""Install the locks of requirements/ into empty environments and try what a first day does there.
 
-    python tools/try_locks.py cpu.txt gpu.txt --folder DIR
+    python tools/try_locks.py cpu-3.11 cpu-3.12 --folder DIR
 
 One line a step: the installation, `rlspec doctor`, `rlspec train --dry-run`, and an import of the trainer beside a
-Transformer Engine that is installed and does not load. pip's and the commands' output is in DIR/LOCK.log. An
+Transformer Engine that is installed and does not load. pip's and the commands' output is in DIR/NAME.log. An
 environment takes 3 to 12 GB and is removed afterwards, unless --keep is given. Exit status 1 if a step failed.
 Interpreters are python3.11 and python3.12, or what PYTHON311 and PYTHON312 name.
 """
@@ -21,12 +21,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# The interpreter, and the locks that go on top.
-LOCKS = {
-    "cpu.txt": ("python3.11", ("tasks.txt", "docs.txt")),
-    "cpu-py312.txt": ("python3.12", ("tasks.txt", "docs.txt")),
-    "gpu.txt": ("python3.12", ()),
-    "slime-tests.txt": ("python3.11", ()),
+# The interpreter, and the locks in their order.
+TRIALS = {
+    "cpu-3.11": ("python3.11", ("cpu.txt", "tasks.txt", "docs.txt")),
+    "cpu-3.12": ("python3.12", ("cpu.txt", "tasks.txt", "docs.txt")),
+    "gpu": ("python3.12", ("gpu.txt",)),
+    "slime-tests": ("python3.11", ("slime-tests.txt",)),
 }
 MODEL = {
     "architectures": ["MiMoForCausalLM"],
@@ -50,11 +50,11 @@ IMPORT = "from megatron_rlspec.train import optimizer, runtime; print(runtime.ha
 
 
 class Trial:
-    """The environment of one lock, and the log of what runs in it."""
+    """One environment, and the log of what runs in it."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
-        self.venv = folder / name.removesuffix(".txt")
+        self.venv = folder / name
         self.log = folder / f"{name}.log"
         self.log.write_text("")
         self.failed = False
@@ -75,19 +75,19 @@ class Trial:
         return done.stdout
 
     def run(self) -> None:
-        interpreter, more = LOCKS[self.name]
+        interpreter, locks = TRIALS[self.name]
         python = self.venv / "bin/python"
         interpreter = os.environ.get(interpreter.replace(".", "").upper(), interpreter)
         self.step("environment", [interpreter, "-m", "venv", "--clear", self.venv])
         if self.failed:
             return
         pip = [python, "-m", "pip", "install", "--quiet", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        for lock in (self.name, *more):
+        for lock in locks:
             self.step(f"pip install -r {lock}", [*pip, "-r", ROOT / "requirements" / lock])
             if self.failed:
                 return
         cuda = self.step("build of torch", [python, "-c", "import importlib.metadata as m; print(m.version('torch'))"])
-        if "+cpu" not in cuda and self.name != "gpu.txt":
+        if "+cpu" not in cuda and self.name != "gpu":
             self.step("pip install -r cuda-libraries.txt", [*pip, "-r", ROOT / "requirements/cuda-libraries.txt"])
         source = self.venv / "source"
         shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__"))
@@ -120,14 +120,14 @@ class Trial:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("locks", nargs="+", choices=LOCKS, metavar="LOCK", help=", ".join(LOCKS))
+    parser.add_argument("names", nargs="+", choices=TRIALS, metavar="NAME", help=", ".join(TRIALS))
     parser.add_argument("--folder", type=Path, required=True, help="for environments and logs")
     parser.add_argument("--keep", action="store_true", help="keep the environments")
     options = parser.parse_args()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     failed = False
-    for name in options.locks:
+    for name in options.names:
         trial = Trial(name, folder)
         trial.run()
         failed |= trial.failed
