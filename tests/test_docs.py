@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rlspec.cli import COMMANDS
+from megatron_rlspec.config import options
+
 ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("tests/**/*.md")]
+PAGES += [*ROOT.glob(".github/**/*.md"), *ROOT.glob(".github/**/*.yml")]
+TELL_OF_OTHERS = {ROOT / "CHANGELOG.md", ROOT / "docs/configuration.md"}  # what is gone; other projects' names
+# Parameters and functions that are written as options are, and a file of slime.
+NO_OPTIONS = {"model.mtp_layers", "model.gguf", "push.fingerprint"}
+SUFFIXES = (".py", ".md", ".toml", ".json", ".jsonl", ".sh", ".svg")
+FILE_OF_SLIME = "tools/convert_hf_to_torch_dist.py"
 
 
 def build(folder: Path) -> subprocess.CompletedProcess:
@@ -43,6 +53,22 @@ def test_the_site_builds_strictly_and_loads_nothing_from_a_network(tmp_path):
     for wrong in ("no-page.md", "#no-anchor", "no-file.py"):
         assert re.search(rf"^WARNING.*{wrong}", broken.stderr, re.MULTILINE), wrong
     assert re.search(r"^WARNING.* not included in the \"nav\"[^-]*- in-no-menu.md", broken.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_is_there(page):
+    """Options, commands of `rlspec`, and files."""
+    text = page.read_text()
+    options_there = {option.name for option in options()} | NO_OPTIONS
+    sections = "|".join({name.partition(".")[0] for name in options_there})
+    folders = "megatron_rlspec|tests|tools|benchmarks|examples|requirements|patches"
+    files = set(re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]*\w)", text)) - {FILE_OF_SLIME}
+    assert not [name for name in files if not (ROOT / name).exists()]
+    if page not in TELL_OF_OTHERS:
+        named = set(re.findall(rf"(?<![\w./:])((?:{sections})\.[a-z_]+)\b(?![\w./(])", text))
+        named = {name for name in named if not name.endswith(SUFFIXES)}
+        assert not named - options_there
+        assert not set(re.findall(r"(?<![\w/])rlspec ([a-z]+)", text)) - set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", ["configuration", "families", "metrics"])
