@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -143,6 +144,14 @@ def test_what_sglang_would_complete_to_an_option_of_ours_is_refused(words: list[
 def test_the_address_of_an_engine_can_be_asked() -> None:
     for host, url in (("::1", "http://[::1]:30000"), ("127.0.0.1", "http://127.0.0.1:30000")):
         assert serve._url(serve.parsed(["--model", "m", "--host", host])[0]) == url
+
+
+def test_sglang_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SGLang's package for GPUs on a machine without a driver, which says twenty lines."""
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints", None)
+    with pytest.raises(serve.ServeError, match=r"^SGLang cannot be imported: .*setup_cpu\.sh\)$") as refused:
+        serve._launch(serve.parser().parse_args(["--model", "x"]), "cpu", [])
+    assert "\n" not in str(refused.value)
 
 
 def test_gpus_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

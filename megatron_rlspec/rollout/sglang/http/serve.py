@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_rlspec import texts
 from megatron_rlspec.arguments import Parser, integer
 from megatron_rlspec.config import RolloutConfig, SpecSection
 from megatron_rlspec.config.base import MOST_TOKENS
@@ -517,13 +518,15 @@ def _device(asked: str) -> str:
     if asked == "auto" and not available and torch.cuda.device_count():
         why = "`rlspec doctor --gpu` says why; --device cpu serves on the CPU"
         raise ServeError(f"torch {torch.__version__} cannot use the GPUs of this machine; {why}")
-    return ("cuda" if available else "cpu") if asked == "auto" else asked
+    if asked != "auto":
+        return asked
+    return "cuda" if available else "cpu"
 
 
 def _install_stand_ins() -> None:
-    from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
+    from megatron_rlspec.rollout.sglang.cpu import stand_ins
 
-    names = cpu_stand_ins.install()
+    names = stand_ins.install()
     if names:
         print(
             f"rlspec serve: CPU engine with plain torch operators in place of {' and '.join(names)}",
@@ -537,13 +540,15 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args
     except ImportError as error:
-        raise ServeError(f"SGLang cannot be imported here: {error}") from None
+        raise ServeError(
+            f"SGLang cannot be imported: {texts.first_line(error)} (no GPU: tools/setup_cpu.sh)"
+        ) from None
 
-    from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
+    from megatron_rlspec.rollout.sglang.cpu import stand_ins
 
-    if device == "cpu" and cpu_stand_ins.standing_in("sgl_kernel"):
-        installed_sglang().prepare_cpu()
     if device == "cpu":
+        if stand_ins.standing_in("sgl_kernel"):
+            installed_sglang().prepare_cpu()
         _fork_children()
     load_plugins()
     _name_shared_memory(_scratch())
