@@ -27,10 +27,12 @@ def checkpoint(
     ffn: int = 0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    sure: float = 0.0,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Make (config.json, tensors) of a MiMo whose MTP layer returns the embedding; its layers add little to it.
 
-    `ffn` is three times `hidden` unless given. Numbers are drawn on `device`; tensors are on the CPU.
+    `ffn` is three times `hidden` unless given. Numbers are drawn on `device`; tensors are on the CPU. After a share
+    `sure` of the tokens one other token follows nearly always, as in a policy that RL has made certain.
     """
     g = torch.Generator(device).manual_seed(0)
     inter = ffn or 3 * hidden
@@ -44,6 +46,16 @@ def checkpoint(
         "model.norm.weight": torch.ones(hidden, dtype=dtype),
         "lm_head.weight": normal(vocab, hidden, std=sharpness * unit),
     }
+    g_cpu = torch.Generator().manual_seed(2)
+    first = torch.randperm(vocab, generator=g_cpu)[: int(sure * vocab)]
+    # Seven in ten lead to another sure token, so that a text has stretches of them.
+    then = torch.where(
+        torch.rand(len(first), generator=g_cpu) < 0.7,
+        first[torch.randperm(len(first), generator=g_cpu)],
+        torch.randint(vocab, (len(first),), generator=g_cpu),
+    )
+    above_all = 7 * sharpness / hidden  # the largest of 150,000 other logits is at 4.7 `sharpness`
+    tensors["lm_head.weight"].index_add_(0, then, above_all * tensors["model.embed_tokens.weight"][first])
     for prefix in [*(f"model.layers.{i}." for i in range(layers)), MTP]:
         for name, rows in (("q", hidden), ("k", hidden // heads * kv), ("v", hidden // heads * kv)):
             tensors[f"{prefix}self_attn.{name}_proj.weight"] = normal(rows, hidden, std=unit)

@@ -1,5 +1,6 @@
 """Simulate rounds that verify the drafts worth it, on the chains of a model and with an H100's costs.
 
+    python benchmarks/ragged.py --round
     python benchmarks/ragged.py NAME=MODEL:PROMPTS ... [--drafter DIR] [--temperature 1] [--batches 1,64,256] [--engine]
 
 MODEL is a run's `hf`, PROMPTS its held-out prompts. The embedded engine generates texts, drafts DEPTH tokens at every
@@ -8,6 +9,8 @@ walks along texts, and accepts the leading drafts that agree with the text, at m
 fixed number of drafts is compared with `speculation/ragged.py`, which learns as in an engine, and with a choice that
 knows the acceptance. Rounds begin at a text's second token, and at least DEPTH tokens before its end.
 
+--round measures what a round of 256 requests with five drafts costs an engine's host, in ms of a core.
+
 With --engine the embedded engine runs the rounds, too, by the costs of `CHECKED`. Printed are the drafts that both
 verify and accept, of texts that all have --new-tokens tokens.
 """
@@ -15,6 +18,7 @@ verify and accept, of texts that all have --new-tokens tokens.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +34,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import is_drafter
 from megatron_rlspec.speculation.ragged import Selection
 from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Sampling, SpecConfig, SpecSchedule
 
@@ -190,7 +195,8 @@ def walk(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="NAME=MODEL:PROMPTS")
+    parser.add_argument("models", nargs="*", metavar="NAME=MODEL:PROMPTS")
+    parser.add_argument("--round", action="store_true", help="measure the host's work for a round, and nothing else")
     parser.add_argument("--drafter", default="", help="a model whose drafter drafts in place of the model's own")
     parser.add_argument("--chat", action="store_true", help="apply the chat template")
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -201,6 +207,8 @@ def main() -> None:
     parser.add_argument("--engine", action="store_true", help="compare the simulated rounds with those of an engine")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.round:
+        host_work(256, 5)
     for named in options.models:
         name, place = named.split("=", 1)
         model, prompts = place.rsplit(":", 1)
@@ -213,6 +221,36 @@ def main() -> None:
         print("requests | drafts, accepted, over plain | passes, verified, accepted, over fixed | over fixed, known")
         for batch in map(int, options.batches.split(",")):
             compare(world, batch)
+
+
+def host_work(batch: int, steps: int, rounds: int = 1000) -> None:
+    """Print ms of a core that deciding on rounds and counting them takes, with the plans of every 32 rounds."""
+    rng = np.random.default_rng(0)
+    candidates = [SpecConfig(k) for k in (1, 2, 3, steps)]
+    for ragged in (False, True):
+        rule = SpecRule(candidates, CHECKED, ragged=ragged)
+        seconds: dict[str, float] = dict.fromkeys(("choose", "lengths", "observe", "timed"), 0.0)
+
+        def timed(name: str, *arguments: Any, of: SpecRule = rule, into: dict[str, float] = seconds) -> Any:
+            began = time.thread_time()
+            result = getattr(of, name)(*arguments)
+            into[name] += time.thread_time() - began
+            return result
+
+        for number in range(200 + rounds):
+            if number == 200:  # what is learnt first takes other paths
+                seconds.update(dict.fromkeys(seconds, 0.0))
+            config = timed("choose", batch, 300 * batch)
+            logq = -rng.exponential(0.3, (batch, config.num_steps))
+            right = np.cumprod(rng.random(logq.shape) < np.exp(logq), 1).sum(1)
+            verified = timed("lengths", logq) if ragged else np.full(batch, config.num_steps)
+            chosen = (verified, logq) if ragged else ()
+            timed("observe", config, np.minimum(right, verified), 0, *chosen)
+            mean = (None, float(verified.mean())) if ragged else ()
+            timed("timed", config, batch, 300 * batch, 10 + rng.random(), *mean)
+        parts = ", ".join(f"{name} {1e3 * spent / rounds:.3f}" for name, spent in seconds.items())
+        kind = "uneven" if ragged else "even"
+        print(f"{kind} rounds, {batch} requests: {1e3 * sum(seconds.values()) / rounds:.3f} ms ({parts})")
 
 
 def compare(world: World, batch: int) -> None:

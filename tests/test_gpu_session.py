@@ -151,7 +151,7 @@ def test_the_others_go_on_after_a_part_that_failed(gpu, ran):
     assert {name: end["state"] for name, end in record.ends.items()} == dict.fromkeys(
         parts_of(gpu, "a"), "done"
     ) | ran.ends
-    assert ran.sets == ["wide", "wide", "", "variants"], "engines that a killed part asked start anew"
+    assert ran.sets == ["wide", "wide", "", "variants", "", "uneven"], "engines that a killed part asked start anew"
 
 
 def test_parts_without_their_models_do_not_begin(gpu, ran):
@@ -212,6 +212,19 @@ def test_session_a_on_a_cpu(gpu, tmp_path):
     assert values["variants: as served, 4 requests: 3 drafts / plain"] > 0
     assert "variants: draft vocabulary, 4 requests: a round is shorter by" in values
     assert values["lossless: drafts: probability of such a difference"] > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_uneven_rounds_on_a_cpu(gpu, tmp_path):
+    """As one call does it on a card; of so few requests no gain is expected."""
+    values = session(tmp_path, "--session", "a", "--parts", "peaked,uneven")
+    for point in ("4 requests of 16", "8 requests of 16"):
+        assert values[f"uneven: {point}: uneven / even"] > 0
+        for name in ("even", "uneven"):
+            assert values[f"uneven: {point}: {name}"] > 0
+            drafts = [values.get(f"uneven: {point}: {name}, {what}", 0) for what in ("accepted", "verified")]
+            assert 0 <= drafts[0] <= drafts[1] <= 3
 
 
 @pytest.mark.slow

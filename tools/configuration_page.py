@@ -83,7 +83,7 @@ def accepts(name: str) -> str:
 def words_of(schema: dict[str, Any]) -> str:
     """Return what a JSON schema accepts, in words."""
     if "enum" in schema:
-        *first, last = map(repr, schema["enum"])
+        *first, last = (str(value).lower() if isinstance(value, bool) else repr(value) for value in schema["enum"])
         return f"{', '.join(first)} or {last}"
     kinds = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false"}
     kinds["object"] = "a table, JSON, or NAME=VALUE,..."

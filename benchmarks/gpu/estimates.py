@@ -24,6 +24,7 @@ class Estimate:
 _TABLE = "round times of an H100 at short contexts, the KV cache at 2.7 TB/s, three of four first drafts accepted"
 _MEASURED = "measured on an H100 without Transformer Engine: 177 ms for all samples, 4 layers"
 _STEP = "rounds as measured at short contexts, 3,072 tokens a response, training at 400 TFLOP/s"
+_UNEVEN = "simulated with an H100's rounds; 1.07 and 1.10 for the quickstart's policy"
 # Of the default plan on an H100 or H200. (part, what) -> estimate. The parts profile and steady know their own.
 ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("engines-wide", "answer after"): Estimate(60, 130, "measured on an H100: 95 to 103 s"),
@@ -53,6 +54,8 @@ ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("lossless", "drafts: probability of such a difference"): Estimate(0.001, 1, "drafts change no distribution"),
     ("lossless", "plain again: probability of such a difference"): Estimate(0.001, 1, "no difference"),
     ("lossless", "plain at temperature 0.7: probability of such a difference"): Estimate(0, 1e-6, "it must be seen"),
+    ("uneven", "64 requests of 128: uneven / even"): Estimate(1.03, 1.08, _UNEVEN),
+    ("uneven", "256 requests of 128: uneven / even"): Estimate(1.06, 1.11, _UNEVEN),
     ("rl", "plain / co-trained, a step"): Estimate(1.1, 1.4, "accept lengths from 1.8 to 2.7"),
     ("rl", "plain: a step"): Estimate(18, 34, _STEP),
 }

@@ -47,6 +47,8 @@ PARTS: dict[str, Part] = {
         "small",
     ),
     "lossless": Part("a", "the distribution of drafted tokens, in bfloat16", 15, 60, "variants", "small"),
+    "peaked": Part("a", "writes a model that is certain of most tokens", 40, 150),
+    "uneven": Part("a", "tokens/s with the drafts worth it, and with one number for all", 45, 120, "uneven", "peaked"),
     "widened": Part("b", "widens the policy and its drafter", 60, 200),
     "rl": Part("b", "RL steps that alternate plain, frozen and co-trained", 250, 400, "widened", "widened"),
     "stale": Part("b", "the same, sampling while it trains", 130, 250, "widened", "widened"),
@@ -90,6 +92,7 @@ class Plan:
     profile_seconds
     points        (requests, context) of `steady`, with responses of `tokens`
     turns, settle, window    of each contestant: how often, seconds that do not count, seconds that count
+    uneven_points, uneven_steps  (requests, context) of `uneven`, and the candidates there
     round_batch   requests of a traced round
     off           (requests, rounds without drafts before they draft)
     texts         requests whose texts are compared, `text_tokens` each
@@ -120,6 +123,8 @@ class Plan:
     turns: int = 3
     settle: float = 0.5
     window: float = 1.5
+    uneven_points: tuple[tuple[int, int], ...] = ((64, 128), (256, 128))
+    uneven_steps: tuple[int, ...] = (0, 1, 2, 3, 4, 6)
     round_batch: int = 64
     off: tuple[int, int] = (256, 600)
     texts: tuple[int, ...] = (64, 256, 1)
@@ -161,6 +166,8 @@ TINY = Plan(
     turns=2,
     settle=0.2,
     window=0.5,
+    uneven_points=((4, 16), (8, 16)),
+    uneven_steps=(0, 1, 3),
     round_batch=4,
     off=(4, 20),
     texts=(4, 1),

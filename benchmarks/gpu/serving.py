@@ -51,6 +51,11 @@ def engine_set(name: str, plan: Plan, folder: Path) -> dict[str, Engine]:
     """Return the engines that run together under this name."""
     if name == "wide":
         return {"wide": _adaptive(plan, folder / "wide", max(plan.batches), plan.pool, 0.85)}
+    if name == "uneven":
+        requests = max(batch for batch, _ in plan.uneven_points)
+        uneven = _adaptive(plan, folder / "peaked", requests, plan.pool, 0.85, plan.uneven_steps)
+        uneven.arguments.append("--ragged")
+        return {"uneven": uneven}
     if name == "widened":
         requests = plan.prompts * plan.samples
         tokens = requests * (plan.response + 512)
@@ -58,8 +63,10 @@ def engine_set(name: str, plan: Plan, folder: Path) -> dict[str, Engine]:
     return _variants(plan, folder / "small")
 
 
-def _adaptive(plan: Plan, model: Path, requests: int, tokens: int, memory: float) -> Engine:
-    steps = ",".join(map(str, plan.steps))
+def _adaptive(
+    plan: Plan, model: Path, requests: int, tokens: int, memory: float, candidates: Sequence[int] = ()
+) -> Engine:
+    steps = ",".join(map(str, candidates or plan.steps))
     speculation = ["--spec", "adaptive", "--candidate-steps", steps, "--num-steps", str(plan.drafts)]
     return Engine(model, [*_options(plan, requests, tokens, memory), *speculation])
 

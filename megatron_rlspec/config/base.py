@@ -40,9 +40,10 @@ class ConfigError(ValueError):
 def expectation(error: Mapping[str, Any]) -> str:
     """Return the message of one of pydantic's errors as ours are written: `expected a valid integer`."""
     message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "expected")
-    return message.replace("a valid boolean", "true or false").replace(
-        "a valid tuple", "a valid list"
+    message = message.replace("a valid boolean", "true or false").replace(
+        "True, False", "true, false"
     )
+    return message.replace("a valid tuple", "a valid list")
 
 
 def first_mistake(error: ValidationError) -> str:

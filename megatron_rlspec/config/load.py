@@ -160,7 +160,7 @@ def _fields() -> Iterator[tuple[str, FieldInfo]]:
 def _converted(text: str, field: FieldInfo) -> Any:
     """Convert a command-line text to this field's type. Returns the text itself, for the error, if that fails."""
     kind = _kind(field)
-    if kind is bool:
+    if kind is bool or True in get_args(kind):
         return {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}.get(text.lower(), text)
     if get_origin(kind) is tuple:
         if text.startswith("["):
@@ -197,7 +197,7 @@ def _metavar(field: FieldInfo) -> str:
         return f"{AUTO} or {_METAVARS[_kind(field)]}"
     kind = field.annotation
     if get_origin(kind) is Literal:
-        return "{" + ",".join(map(str, get_args(kind))) + "}"
+        return "{" + ",".join(map(str, get_args(kind))).lower() + "}"
     if get_origin(kind) is tuple:
         return "INTEGER,..." if _of_integers(field) else "TEXT,..."
     return _METAVARS.get(kind, "TEXT")

@@ -59,8 +59,9 @@ class Config(Section):
                 )
             coupled = self.spec.verifier == "position_keyed" and self.spec.drafts == "coupled"
             if self.spec.ragged and not coupled:
+                ragged = str(self.spec.ragged).lower()
                 raise ValueError(
-                    f"spec.ragged=true with {engine} needs spec.verifier=position_keyed and spec.drafts=coupled"
+                    f"spec.ragged={ragged} with {engine} needs spec.verifier=position_keyed and spec.drafts=coupled"
                 )
         if self.rollout.max_new_tokens >= self.model.max_length:
             raise ValueError(

@@ -53,10 +53,11 @@ class SpecSection(Section):
         "depend on the table or the model's sizes, and on the drafts accepted, and not on a clock",
     )
 
-    ragged: Annotated[bool, Needs("spec.mode=adaptive")] = Field(
+    ragged: Annotated[Literal[True, False, "auto"], Needs("spec.mode=adaptive")] = Field(
         False,
         description="verify of each request the drafts that are worth it, by the drafter's probabilities, and not the "
-        "same number of all; the text is the same. SGLang needs drafts=coupled, and does it on CPUs only",
+        "same number of all; auto: where the trainer predicts that it gains 1 %. The text is the same. SGLang needs "
+        "drafts=coupled, and on a GPU FlashAttention 3, where no card has run it",
     )
 
     @model_validator(mode="after")
@@ -69,7 +70,7 @@ class SpecSection(Section):
         if self.topk > 1 and self.mode != "fixed":
             raise ValueError(f"topk={self.topk} is for mode=fixed, but mode={self.mode}")
         if self.verifier == "rejection" and (self.topk > 1 or self.ragged):
-            lossy = f"topk={self.topk}" if self.topk > 1 else "ragged=true"
+            lossy = f"topk={self.topk}" if self.topk > 1 else f"ragged={str(self.ragged).lower()}"
             raise ValueError(
                 f"{lossy} is not lossless with verifier=rejection; expected verifier=position_keyed"
             )

@@ -117,29 +117,61 @@ class Prediction:
     reached   [F, K, D]: `reached[:, i, d]` drafts of depth d + 1 were reached in rounds of `steps[i]`, with each
               sharpness of coupled drafts (`types.SHARPNESS`); F = 1 for other drafts
     accepted  [F, K, D]: how many of them were accepted
+    by_logq   [F, 1 + D, 2, BINS] drafts by the drafter's log-probability, and those of them that were accepted: of all
+              depths by that of the draft, then of each depth by that of its chain (`losses/predict.by_logq`); None: not
+              known
     """
 
     steps: tuple[int, ...]
     reached: np.ndarray
     accepted: np.ndarray
+    by_logq: np.ndarray | None = None
 
     @classmethod
     def of_sums(
-        cls, steps: Sequence[int], reached: Sequence[float], accepted: Sequence[float]
+        cls,
+        steps: Sequence[int],
+        reached: Sequence[float],
+        accepted: Sequence[float],
+        by_logq: Sequence[float] | None = None,
     ) -> Prediction:
-        """Build one from the two arrays flattened, as a reduction over ranks returns them."""
+        """Build one from the arrays flattened, as a reduction over ranks returns them."""
         shape = (-1, len(steps), max(steps))
         sums = [np.array(part).reshape(shape) for part in (reached, accepted)]
+        if by_logq is not None:
+            sums.append(np.array(by_logq).reshape(len(sums[0]), 1 + max(steps), 2, -1))
         return cls(tuple(steps), *sums)
 
     def sums(self) -> list[Any]:
         """Return the arguments of `of_sums`, as JSON."""
-        return [list(self.steps), self.reached.tolist(), self.accepted.tolist()]
+        by_logq = None if self.by_logq is None else self.by_logq.tolist()
+        return [list(self.steps), self.reached.tolist(), self.accepted.tolist(), by_logq]
 
     def __add__(self, other: Prediction) -> Prediction:
         if self.steps != other.steps:
             raise ValueError(f"predictions for steps {self.steps} and {other.steps} do not add")
-        return Prediction(self.steps, self.reached + other.reached, self.accepted + other.accepted)
+        by_logq = None
+        if self.by_logq is not None and other.by_logq is not None:
+            by_logq = self.by_logq + other.by_logq
+        sums = self.reached + other.reached, self.accepted + other.accepted
+        return Prediction(self.steps, *sums, by_logq)
+
+    @property
+    def chances(self) -> np.ndarray | None:
+        """Return drafts [2, BINS] by log q and those accepted, as `ragged.Selection.counts` has them."""
+        return None if self.by_logq is None else self.by_logq[self._best, 0]
+
+    def chosen(self, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return drafts of a request [BINS + 1] that rounds verify, and accept, if they verify the likeliest chains.
+
+        The first of them verify all drafts, the last none.
+        """
+        assert self.by_logq is not None
+        chains = self.by_logq[self._best, 1 : 1 + num_steps]
+        requests = max(chains[0, 0].sum(), 1e-9)
+        curves = np.cumsum(chains.sum(0)[:, ::-1], 1)[:, ::-1] / requests
+        verified, accepted = np.pad(curves, ((0, 0), (0, 1)))
+        return verified, accepted
 
     @property
     def sharpness(self) -> float | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 # drafts of a depth that must be observed before its rate is used as an expectation
 LEAST_DRAWS = 100
+LEAST_GAIN = 0.01  # that the trainer must predict before "auto" takes ragged rounds
 # drafts of a depth that count at most when a rollout begins: its texts and weights are new
 START_DRAWS = 50.0
 KNOWN = (
@@ -69,7 +70,7 @@ class Learning:
     learn            whether engines correct the costs by their own rounds
     tp               tensor-parallel size of the engines, for a table of several
     adaptive         whether engines use `rule()`
-    ragged           whether they verify of each request the drafts worth it
+    ragged           whether they verify of each request the drafts worth it; "auto": if that should gain
 
     Raises CostTableError.
     """
@@ -83,7 +84,7 @@ class Learning:
         learn: bool = True,
         tp: int = 1,
         adaptive: bool = True,
-        ragged: bool = False,
+        ragged: bool | Literal["auto"] = False,
     ) -> None:
         self.cost: CostTable | Roofline = cost
         self._rule: dict[str, Any] = {"roofline": cost.to_json()}
@@ -92,8 +93,11 @@ class Learning:
             self._rule = {"table": cost_table, "tp": self.cost.tps[0]}
             if ragged and not self.cost.unverified:
                 raise CostTableError(f"{cost_table}: spec.ragged needs a table {UNVERIFIED}")
-        if ragged:
-            self._rule["ragged"] = True
+        self.ragged = ragged
+        self.gain = 0.0  # that ragged rounds promise in the next rollout, over the best even ones
+        self._candidates = [SpecConfig(k) if k else OFF for k in candidate_steps]
+        # (requests, tokens of context, ms) of the rounds of the last rollout
+        self._places: list[tuple[int, int, float]] = []
         self.adaptive = adaptive
         self.learn = learn
         self.acceptance = Acceptance(max(*candidate_steps, 1))  # as observed
@@ -157,7 +161,28 @@ class Learning:
         }
         if prediction.sharpness is not None:
             self.sharpness = values["spec/sharpness"] = prediction.sharpness
+        if self.ragged and prediction.by_logq is not None and self._places:
+            self.gain = values["predict/ragged_gain"] = self._predicted_gain(prediction)
         return values
+
+    def _predicted_gain(self, prediction: Prediction) -> float:
+        """Return the share by which ragged rounds should be faster than the best even ones, at the last batches."""
+        times = self._times() or RoundTimes(self.cost, self._candidates)
+        curves = {}
+        for i, config in enumerate(times.candidates):
+            if config.num_steps in prediction.steps:
+                curves[i] = prediction.chosen(config.num_steps)
+        even_ms = ragged_ms = 0.0
+        for batch, context, ms in self._places:
+            even = [1 / min(times.ms(batch, context))]  # plain decoding costs least
+            best = list(even)
+            for i, (verified, accepted) in curves.items():
+                rates = (1 + accepted) / times.uneven(i, batch, context, verified)
+                even.append(float(rates[0]))
+                best.append(float(rates.max()))
+            even_ms += ms
+            ragged_ms += ms * max(even) / max(best)
+        return even_ms / ragged_ms - 1
 
     def observe(
         self,
@@ -171,6 +196,7 @@ class Learning:
         """
         metrics = self._errors(rounds)
         self.prediction = None
+        self._places = [(s.batch, s.context_tokens or s.batch, s.ms) for s in rounds if s.ms]
         learnt = [report["learnt"] for report in reports if report.get("learnt")]
         if learnt:
             self.learnt = max(learnt, key=lambda state: sum(state["times"]["timings"]))
@@ -188,8 +214,12 @@ class Learning:
         rule = dict(self._rule)
         rule["acceptance"] = self.acceptance.fresh(START_DRAWS).to_json()
         rule["learn"] = self.learn
+        if self.ragged:
+            rule["ragged"] = self.ragged is True or self.gain >= LEAST_GAIN
         if self.adaptive and self.prediction is not None:
             rule["forecast"] = self.prediction.rates()
+            if self.prediction.chances is not None:
+                rule["chances"] = self.prediction.chances.tolist()
         if self.learnt is not None:
             rule["learnt"] = self.learnt
         if self.sharpness is not None:
@@ -215,6 +245,7 @@ class Learning:
             "acceptance": self.acceptance.to_json(),
             "prediction": self.prediction and self.prediction.sums(),
             "sharpness": self.sharpness,
+            "ragged_gain": self.gain,
             "learnt": self.learnt,
         }
 
@@ -231,6 +262,7 @@ class Learning:
         elif known:
             self.acceptance = Acceptance.from_json(state["acceptance"])
         self.sharpness = state.get("sharpness")
+        self.gain = state.get("ragged_gain", 0.0)
         self.learnt = state.get("learnt")
         if state.get("prediction"):
             self.prediction = Prediction.of_sums(*state["prediction"])
@@ -289,9 +321,12 @@ class Learning:
         drafting = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
         if any(drafting):  # `rollout/accept_length` counts rounds that drafted nothing, too, as 1
             values["spec/verified_tokens"] = accept_length(drafting)
+            values["spec/accepted_drafts"] = values["spec/verified_tokens"] - 1
         verified = sum(stats.verified for stats in rounds)
         if verified:
             values["spec/verified_drafts"] = verified / float(drafting.sum())
+        if (chose := self._saved_by_choice(rounds)) is not None:
+            values["spec/ragged_saved_seconds"] = chose
         if (found := self.saved(rounds, delivered)) is not None:
             values["spec/saved_seconds"] = (found.plain_ms - found.ms) / 1e3
         decided = [report for report in reports if report.get("predicted_ms")]
@@ -303,6 +338,31 @@ class Learning:
         values["spec/switches"] = float(sums["switches"])
         values["spec/probes"] = float(sums["probes"])
         return values
+
+    def _saved_by_choice(self, rounds: Sequence[RoundStats]) -> float | None:
+        """Return the seconds more that the best even rounds would have taken, as estimated; None without a choice."""
+        times = self._times()
+        known = times.candidates if times else ()
+        chose = [s for s in rounds if s.if_all and sum(s.accepted) and s.config in known]
+        if times is None or not chose:
+            return None
+        saved = 0.0
+        for stats in chose:
+            place = stats.batch, stats.context_tokens or stats.batch
+            requests = sum(stats.if_all)
+            # that accept 1, 2, ... drafts if all are verified
+            reached = np.cumsum(stats.if_all[::-1])[-2::-1]
+            rates = [requests / min(times.ms(*place))]
+            for i, config in enumerate(times.candidates):
+                k = config.num_steps
+                if 0 < k <= stats.config.num_steps:
+                    tokens = requests + reached[:k].sum()
+                    rates.append(tokens / float(times.uneven(i, *place, np.array([k]))[0]))
+            drafts = np.array([stats.verified / sum(stats.accepted)])
+            ran = times.candidates.index(stats.config)
+            ms = float(times.uneven(ran, *place, drafts)[0])
+            saved += stats.ms * (_tokens(stats) / ms / max(rates) - 1)
+        return float(saved) / 1e3
 
 
 def _mean(tokens: Mapping[int, float], requests: Mapping[int, float]) -> float:

@@ -26,8 +26,10 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 
 BINS = 24  # of log q, finest near 0, where most drafts are
+CELLS = 64 * BINS  # for each of which the chance is known
 LOWEST = -10.0  # the lowest border
 PRIOR = 4.0  # drafts of a bin that count as accepted with probability q
+FORETOLD = 2000.0  # drafts that the trainer's rows count for, at most
 WINDOW = 20_000.0  # drafts that count; older ones fade
 LATEST = 256  # chains that a plan is made by
 LEAST = 64  # chains without which all drafts are verified
@@ -49,6 +51,13 @@ class Plan(NamedTuple):
     share: float
 
 
+def cells_of(logq: np.ndarray) -> np.ndarray:
+    """Return the cells of log q, NaN in the lowest; `RaggedRound.choose` in SGLang computes the same."""
+    share = np.sqrt(np.sqrt(np.fmin(np.abs(logq) / -LOWEST, 1.0)))
+    cells: np.ndarray = ((1.0 - share) * (CELLS - 0.5)).astype(np.intp)
+    return cells
+
+
 class Selection:
     """See the head of this file. An engine calls `observe` after a round, which may be some rounds late.
 
@@ -56,22 +65,19 @@ class Selection:
     many of the batch as the plan says.
 
     counts  [2, BINS] drafts that were verified after accepted ones, and those of them that were accepted
+    table   [CELLS] the chance of a draft in each cell
     """
 
     def __init__(self, depth: int) -> None:
         borders = LOWEST * np.linspace(1.0, 0.0, BINS + 1) ** 4
-        self._edges = borders[1:-1]
         self._centres = (borders[1:] + borders[:-1]) / 2
+        self._logq = LOWEST * (1 - (np.arange(CELLS) + 0.5) / CELLS) ** 4
         self.counts = np.zeros((2, BINS))
-        # log q of the latest chains; NaN behind their last draft
-        self._chains = np.full((LATEST, depth), np.nan)
+        self._prior = PRIOR * np.stack([np.ones(BINS), np.exp(self._centres)])
+        # cells of the latest chains; -1 behind their last draft
+        self._chains = np.full((LATEST, depth), -1)
         self._seen = 0
         self._refit()
-
-    @property
-    def table(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return log q [BINS], ascending, and the chance at each; `chances` interpolates between them."""
-        return self._centres, self._rates
 
     def exploring(self) -> int:
         """Return the first request that verifies all its drafts in the next round; every `EXPLORE`-th after it does."""
@@ -79,7 +85,7 @@ class Selection:
 
     def chances(self, logq: np.ndarray) -> np.ndarray:
         """Return the probability that each draft is accepted if those before it are, of log q of any shape."""
-        return np.asarray(np.interp(logq, self._centres, self._rates))
+        return self.table[cells_of(logq)]
 
     def lengths(self, logq: np.ndarray, threshold: float) -> np.ndarray:
         """Return how many drafts [B] of each request to verify, by log q [B, k]."""
@@ -97,21 +103,25 @@ class Selection:
         Returns how many requests accept 0, 1, ... drafts if all are verified, [steps + 1].
         """
         chosen, steps = logq.shape
+        cells = cells_of(logq)
         depth = np.arange(steps)
         right = depth < accepted[:, None]
-        seen = (depth < np.minimum(verified, accepted + 1)[:, None])[:chosen]
-        bins = np.searchsorted(self._edges, logq[seen])
-        self.counts[0] += np.bincount(bins, minlength=BINS)
-        self.counts[1] += np.bincount(bins, right[:chosen][seen], BINS)
+        seen = depth < np.minimum(verified, accepted + 1)[:chosen, None]
+        outcomes = (cells + CELLS * right[:chosen])[seen] // (CELLS // BINS)
+        refused, found = np.bincount(outcomes, minlength=2 * BINS).reshape(2, BINS)
+        self.counts[0] += refused + found
+        self.counts[1] += found
         rows = (self._seen + np.arange(chosen)) % LATEST
-        self._chains[rows] = np.nan
-        self._chains[rows, :steps] = logq
+        self._chains[rows] = -1
+        self._chains[rows, :steps] = cells
         self._seen += chosen
         chances = right.astype(float)
-        unseen = (depth >= verified[:, None])[:chosen]
-        chances[:chosen][unseen] = self.chances(logq[unseen])
+        unseen = depth >= verified[:chosen, None]
+        np.copyto(chances[:chosen], self.table[cells], where=unseen)
         reached = np.cumprod(chances, 1).sum(0)
-        return -np.diff(reached, prepend=float(len(accepted)), append=0.0)
+        reaching = np.concatenate([[len(accepted)], reached, [0.0]])
+        histogram: np.ndarray = reaching[:-1] - reaching[1:]
+        return histogram
 
     def plan(self, steps: int, ms: Callable[[np.ndarray], np.ndarray]) -> Plan:
         """Return the best threshold for rounds of `steps` drafts.
@@ -136,6 +146,11 @@ class Selection:
             count = int(np.searchsorted(-products, -threshold, "right"))
         return Plan(threshold, count / len(chances), float(tokens[count] / tokens[-1]))
 
+    def foresee(self, counts: np.ndarray) -> None:
+        """Begin with the drafts `[2, BINS]` that the trainer predicts for these weights, as `counts` has them."""
+        self._prior += counts * (FORETOLD / max(counts[0].sum(), FORETOLD))
+        self._refit()
+
     def inherit(self, former: Selection) -> None:
         """Go on from what was learnt under earlier weights, which counts less."""
         self.counts = former.counts * INHERITED
@@ -145,21 +160,15 @@ class Selection:
 
     def restore(self, counts: Sequence[Sequence[float]]) -> None:
         """Begin with `counts` that another engine learnt under earlier weights. Raises ValueError."""
-        values = np.array(counts, float)
-        if values.shape != self.counts.shape or not (values[0] >= values[1]).all():
-            raise ValueError(
-                "speculation rule: chances: expected accepted drafts among the verified"
-            )
-        if not np.isfinite(values).all() or values.min() < 0:
-            raise ValueError("speculation rule: chances: expected finite counts from 0 on")
-        self.counts = values * INHERITED
+        self.counts = counts_of(counts) * INHERITED
         self._refit()
 
     def _latest(self, steps: int) -> np.ndarray:
         """Return the chances of the latest chains, [N, steps]. Drafts that were not made are those of other chains."""
-        chances = self.chances(self._chains[: min(self._seen, LATEST), :steps])
+        cells = self._chains[: min(self._seen, LATEST), :steps]
+        chances = self.table[cells]
         for depth in range(steps):
-            missing = np.isnan(chances[:, depth])
+            missing = cells[:, depth] < 0
             present = chances[~missing, depth]
             if not len(present):
                 present = chances[:, depth - 1]
@@ -167,6 +176,16 @@ class Selection:
         return chances
 
     def _refit(self) -> None:
-        seen = self.counts[0] + PRIOR
-        rates = (self.counts[1] + PRIOR * np.exp(self._centres)) / seen
-        self._rates = isotonic_regression(rates, weights=seen).x
+        drafts, accepted = self.counts + self._prior
+        rates = isotonic_regression(accepted / drafts, weights=drafts).x
+        self.table = np.interp(self._logq, self._centres, rates)
+
+
+def counts_of(counts: Sequence[Sequence[float]]) -> np.ndarray:
+    """Return `Selection.counts` of JSON. Raises ValueError."""
+    values = np.array(counts, float)
+    if values.shape != (2, BINS) or not (values[0] >= values[1]).all():
+        raise ValueError("speculation rule: chances: expected accepted drafts among the verified")
+    if not np.isfinite(values).all() or values.min() < 0:
+        raise ValueError("speculation rule: chances: expected finite counts from 0 on")
+    return values

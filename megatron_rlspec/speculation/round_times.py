@@ -76,6 +76,8 @@ class RoundTimes:
         self._learnt_last = (-1, -1)  # octave and index of the last timing that counted
         self._rows: dict[tuple[int, int], list[float]] = {}
         self._verified: np.ndarray | None = None
+        # (candidate, batch, quarter octave of context) -> costs by verified drafts
+        self._curves: dict[tuple[int, int, int], list[float]] = {}
         self._off = self.candidates.index(OFF) if OFF in self.candidates else -1
         # What follows from the estimates at the present batch size, until they change.
         self._factors: list[float] = []
@@ -85,6 +87,7 @@ class RoundTimes:
         """From now on rounds of each candidate verify so many drafts of a request, on average."""
         self._verified = np.array(drafts)
         self._rows.clear()
+        self._curves.clear()
 
     def uneven(
         self, candidate: int, batch: int, context_tokens: int, drafts: np.ndarray
@@ -100,6 +103,17 @@ class RoundTimes:
         self, config: SpecConfig, batch: int, context_tokens: int, drafts: np.ndarray
     ) -> np.ndarray:
         return self.cost.grid([config], np.array(batch), np.array(context_tokens), drafts)
+
+    def _uneven_cost(self, candidate: int, batch: int, context_tokens: int, drafts: float) -> float:
+        """Return the cost of one round, from costs of eighths of a draft that stay until the next plan."""
+        config = self.candidates[candidate]
+        key = candidate, batch, _quarter(batch, context_tokens)
+        if key not in self._curves:
+            counts = np.arange(8 * config.num_steps + 2) / 8
+            self._curves[key] = self._uneven(config, batch, context_tokens, counts).tolist()
+        place = min(int(8 * drafts), 8 * config.num_steps)
+        low, high = self._curves[key][place : place + 2]
+        return low + (8 * drafts - place) * (high - low)
 
     def enter(self, batch: int) -> None:
         """Go to this batch size, before its estimates are read. The state of the nearest known one is the first."""
@@ -175,7 +189,7 @@ class RoundTimes:
         if drafts is None:
             cost = self._cost_of(batch, context_tokens)[i]
         else:
-            cost = self._uneven(config, batch, context_tokens, np.array([drafts]))[0]
+            cost = self._uneven_cost(i, batch, context_tokens, drafts)
         log_ms = math.log(ms / cost)
         if self._first_of_pair is None:
             self._first_of_pair = log_ms
@@ -270,7 +284,7 @@ class RoundTimes:
 
     def _cost_of(self, batch: int, context_tokens: int) -> list[float]:
         """Return the cost of a round of each candidate at this batch, and at its mean context to a quarter octave."""
-        quarter = round(4 * math.log2(max(context_tokens / batch, 1.0)))
+        quarter = _quarter(batch, context_tokens)
         row = self._rows.get((batch, quarter))
         if row is None:
             context = batch * 2 ** (quarter / 4)
@@ -278,6 +292,11 @@ class RoundTimes:
             row = self.cost.grid(self.candidates, *place, self._verified).tolist()
             self._rows[batch, quarter] = row
         return row
+
+
+def _quarter(batch: int, context_tokens: int) -> int:
+    """Return the mean context in quarters of an octave."""
+    return round(4 * math.log2(max(context_tokens / batch, 1.0)))
 
 
 def octave_of(batch: int) -> int:

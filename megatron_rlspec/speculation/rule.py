@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron_rlspec.speculation.acceptance import Acceptance, histogram_of
 from megatron_rlspec.speculation.cost_table import UNVERIFIED, CostTable
-from megatron_rlspec.speculation.ragged import EXPLORE, Plan, Selection
+from megatron_rlspec.speculation.ragged import EXPLORE, Plan, Selection, counts_of
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.round_times import Cost, RoundTimes
 from megatron_rlspec.speculation.trials import CHANGE, Situation, Trials
@@ -401,8 +401,8 @@ class SpecRule:
 
         Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and one of `table`, `roofline` and
         `schedule`. `table` is a path or a table's own JSON; `tp` selects one tensor-parallel size of it. Optional:
-        `acceptance`, `forecast`, `learn`, `ragged`, and `learnt` (as `report` returns it), which counts if it is of the
-        same cost and candidates.
+        `acceptance`, `forecast`, `learn`, `ragged`, `chances` (drafts by log q that the trainer predicts), and `learnt`
+        (as `report` returns it), which counts if it is of the same cost and candidates.
         """
         unknown = set(data) - _KEYS
         if unknown:
@@ -421,6 +421,8 @@ class SpecRule:
             learn=data.get("learn", True),
             ragged=data.get("ragged", False),
         )
+        if rule.selection is not None and data.get("chances") is not None:
+            rule.selection.foresee(counts_of(data["chances"]))
         if rule.cost is not None and data.get("learnt") is not None:
             rule._restore(data["learnt"])
         return rule
@@ -438,7 +440,17 @@ class SpecRule:
 
 _NO_COST = Roofline(1.0, 0.0, 0.0, 0.0)
 _COSTS = ("table", "roofline", "schedule")
-_KEYS = {"candidates", "acceptance", "forecast", "learn", "learnt", "ragged", "tp", *_COSTS}
+_KEYS = {
+    "candidates",
+    "acceptance",
+    "chances",
+    "forecast",
+    "learn",
+    "learnt",
+    "ragged",
+    "tp",
+    *_COSTS,
+}
 
 
 def _cost_or_schedule(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,13 @@ The environment variable `RLSPEC_CPU_EMULATES` of `emulating_serve.py` names the
 - `overlap`: the overlap scheduler, SGLang's default on GPUs. The results of a round are processed after the next round
   was launched. SGLang turns it off for speculation on CPUs (`arg_groups/speculative_hook.py`). Lengths that the host
   knows (`known_lengths.py`) are compared with the device's, and the log counts them.
-- `graph_buffers`: the outputs of a decode pass are views of buffers that the next pass of the same model overwrites, as
-  the replay of a CUDA graph does. They hold NaN meanwhile, so that a late reader is seen.
+- `graphs`: SGLang's runner of CUDA graphs and its FlashAttention run the target (`emulated_graphs.py`). The outputs of
+  a pass are views of buffers that the next pass of the same model overwrites. They hold NaN meanwhile, so that a late
+  reader is seen.
 - `device_lengths`: sequence lengths stay on the device (`seq_lens_cpu` is None), as FlashAttention 3 has it.
+
+Mistakes that tests of uneven rounds must see: `accepts_one_more`, of a request that verifies some of its drafts, and
+`accepts_unverified`, of one that verifies none.
 """
 
 from __future__ import annotations
@@ -21,15 +25,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import emulated_graphs
 import torch
 
 from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
-from megatron_rlspec.rollout.sglang.scheduler import known_lengths
+from megatron_rlspec.rollout.sglang.scheduler import known_lengths, ragged
 
 VARIABLE = "RLSPEC_CPU_EMULATES"
 KNOWN = "rlspec: the host knew the lengths of ten more rounds"  # in the log
-PARTS = ("overlap", "graph_buffers", "device_lengths")
+PARTS = ("overlap", "graphs", "device_lengths")
 
 
 def asked() -> list[str]:
@@ -43,9 +48,12 @@ def launch(
     """Start an engine that emulates the parts in `environment`, and return at once."""
     port = free_port(ENGINES)
     program = [sys.executable, str(Path(__file__).with_name("emulating_serve.py"))]
+    program += ["--model", str(model), "--port", str(port), f"--stop-with-parent={os.getpid()}", *arguments]
+    if "graphs" in environment.get(VARIABLE, ""):
+        program += emulated_graphs.ARGUMENTS
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*program, "--model", str(model), "--port", str(port), f"--stop-with-parent={os.getpid()}", *arguments],
+            program,
             env=os.environ | environment | {"RLSPEC_API_KEY": api_key},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -58,10 +66,15 @@ def install(parts: list[str]) -> None:
     """Change SGLang in this process and in those forked from it. Imports SGLang."""
     if "overlap" in parts:
         _allow_overlap()
-    if "graph_buffers" in parts:
+    if "graphs" in parts:
+        emulated_graphs.install()
         _reuse_buffers()
     if "device_lengths" in parts:
         _keep_lengths_on_device()
+    if "accepts_one_more" in parts:
+        _accept_one_more(lambda lengths: lengths > 0)
+    if "accepts_unverified" in parts:
+        _accept_one_more(lambda lengths: lengths == 0)
 
 
 def _allow_overlap() -> None:
@@ -108,6 +121,16 @@ def _keep_lengths_on_device() -> None:
     overlap_utils.decide_needs_cpu_seq_lens = scheduler.decide_needs_cpu_seq_lens = lambda backends: False
 
 
+def _accept_one_more(of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let requests with such numbers of verified drafts accept one draft more, if it is right."""
+    without_others = ragged.Chosen.without_others
+
+    def wrong(chosen: ragged.Chosen, tokens: torch.Tensor) -> torch.Tensor:
+        return without_others(replace(chosen, lengths=chosen.lengths + of(chosen.lengths)), tokens)
+
+    ragged.Chosen.without_others = wrong  # type: ignore[method-assign]
+
+
 def _reuse_buffers() -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -118,18 +141,6 @@ def _reuse_buffers() -> None:
         return buffers.run(forward_batch, lambda: forward(runner, forward_batch, *args, **kwargs))
 
     ModelRunner.forward = into_buffers
-    # Code that asks whether decode passes are captured must find that they are.
-    ModelRunner.decode_cuda_graph_runner = property(lambda runner: _CAPTURED, lambda runner, value: None)
-
-
-class _Captured:
-    """The graph runner that SGLang finds: it runs no batch itself, so the pass stays eager."""
-
-    def can_run_graph(self, forward_batch: Any) -> bool:
-        return False
-
-
-_CAPTURED = _Captured()
 
 
 class GraphBuffers:

@@ -47,10 +47,11 @@ def test_settings_that_do_not_exist_are_refused(value: str, told: str, monkeypat
 def test_rounds_are_counted_by_their_drafts() -> None:
     client = pytest.importorskip("prometheus_client")  # SGLang needs it for /metrics only
     counters = RoundCounters()
-    counters.add(SpecConfig(2), [0, 2])
-    counters.add(SpecConfig(2), [1])
-    counters.add(OFF, [0, 0, 0])
+    counters.add(SpecConfig(2), [0, 2], 3)
+    counters.add(SpecConfig(2), [1], 2)
+    counters.add(OFF, [0, 0, 0], 0)
     value = client.REGISTRY.get_sample_value
     assert value("sglang:rlspec_rounds_total", {"drafts": "2"}) == 2
     assert value("sglang:rlspec_rounds_total", {"drafts": "off"}) == 1
-    assert value("sglang:rlspec_drafts_total") == 6 and value("sglang:rlspec_accepted_drafts_total") == 3
+    assert value("sglang:rlspec_drafts_total") == 6 and value("sglang:rlspec_verified_drafts_total") == 5
+    assert value("sglang:rlspec_accepted_drafts_total") == 3

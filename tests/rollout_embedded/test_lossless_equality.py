@@ -12,6 +12,7 @@ import torch
 from lossless_tools import Target
 
 from megatron_rlspec.rollout.embedded import verify
+from megatron_rlspec.speculation.ragged import BINS
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
@@ -113,14 +114,20 @@ def test_no_schedule_shows_in_the_text(model, sampling):
 
 @pytest.mark.parametrize("sampling", ["plain", "filtered", "greedy"])
 def test_a_rule_that_chooses_drafts_shows_in_no_text(model, sampling):
-    """Under costs at which few drafts are worth it, and under others; while it learns, and after a push."""
+    """Under costs at which few drafts are worth it, and under others; while it learns, after a push, if foretold."""
     requests = wanted(40, seed=6)
     expected = plain(model, requests, SAMPLINGS[sampling])
     engine = oracle.engine_of(*model, SpecConfig(3))
     verified = []
     for ridge in (4.0, 64.0):
         rule = {"roofline": Roofline.of_layers(12, ridge).to_json(), "ragged": True}
-        engine.set_spec_rule(rule | {"candidates": [[3, 1, 4], [5, 1, 6]], "learn": False})
+        rule |= {"candidates": [[3, 1, 4], [5, 1, 6]], "learn": False}
+        for right in (0.0, 1.0):  # what the trainer's rows say of all drafts, whatever their q
+            foretold = {"chances": [[500.0] * BINS, [500.0 * right] * BINS]}
+            engine.set_spec_rule(rule | foretold)
+            assert texts(engine, requests, SAMPLINGS[sampling]) == expected
+        engine.stats()
+        engine.set_spec_rule(rule)
         for _ in range(2):
             assert texts(engine, requests, SAMPLINGS[sampling]) == expected
         drafted = [stats for stats in engine.stats() if stats.config.num_steps]
@@ -129,6 +136,25 @@ def test_a_rule_that_chooses_drafts_shows_in_no_text(model, sampling):
             assert sum(stats.if_all) == pytest.approx(sum(stats.accepted))
         verified.append(sum(stats.verified for stats in drafted) / requests_of)
     assert verified[0] < verified[1] - 0.3, verified
+
+
+@pytest.mark.parametrize("verifies", ["some", "none"])
+def test_a_miscounted_row_is_found(model, monkeypatch, verifies):
+    """Known-bad: rows that verified some of their drafts, or none, and accepted these accept one more."""
+    requests = wanted(40)
+    expected = plain(model, requests, SAMPLINGS["plain"])
+    walk = verify.walk
+
+    def wrong(tokens, parents, valid, targets):
+        path, accepted = walk(tokens, parents, valid, targets)
+        drafts = valid.sum(1) - 1
+        short = (accepted == drafts) & (drafts < tokens.shape[1] - 1) & ((drafts == 0) == (verifies == "none"))
+        return np.concatenate([path, path[:, -1:]], 1), accepted + short
+
+    monkeypatch.setattr(verify, "walk", wrong)
+    engine = oracle.engine_of(*model, SpecConfig(3))
+    engine.rounds.selection = Uneven()
+    assert texts(engine, requests, SAMPLINGS["plain"]) != expected
 
 
 @pytest.mark.parametrize(("name", "sampling"), [("tree", "plain"), ("switching", "filtered"), ("k3", "greedy")])

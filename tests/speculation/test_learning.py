@@ -1,6 +1,7 @@
 """The learning object that both loops hold: what a checkpoint keeps, and what is read of older ones."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from megatron_rlspec.speculation.acceptance import Acceptance, Prediction
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance, RoundCost
 from megatron_rlspec.speculation.learning import Learning
+from megatron_rlspec.speculation.ragged import BINS
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
@@ -225,3 +227,70 @@ def test_a_table_that_cannot_tell_drafting_from_verifying_is_refused_for_a_ragge
     table = str(Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json")
     with pytest.raises(CostTableError, match="h100-simulated.json: spec.ragged needs a table with `unverified` rounds"):
         Learning((0, 1), table, Roofline.of_layers(2), ragged=True)
+
+
+def chains(*chances, starts=100.0, steps=3):
+    """A prediction of rounds whose drafts are sure or not: half the drafts of each chance, in a bin of log q each."""
+    by_logq = np.zeros((1 + steps, 2, BINS))
+    for chance, cell in zip(chances, (BINS - 1, BINS - 8), strict=True):
+        by_logq[0, :, cell] += starts / 2, starts / 2 * chance
+        for depth in range(1, 1 + steps):
+            by_logq[depth, :, cell] += starts / 2, starts / 2 * chance**depth
+    reached = np.full((1, steps), starts)
+    return Prediction.of_sums((steps,), reached, reached * np.mean(chances), by_logq)
+
+
+def big_batch(made):
+    """Rounds of 64 requests, where a verified token costs much by the model's sizes."""
+    made.observe([RoundStats(SpecConfig(3), 64, 6_400, 100, 900.0, (50, 20, 10, 20))], [])
+
+
+@pytest.mark.parametrize(("chances", "gains"), [((1.0, 0.1), True), ((0.6, 0.6), False)])
+def test_ragged_rounds_are_taken_where_the_trainer_predicts_that_they_gain(chances, gains):
+    made = learning(ragged="auto")
+    assert made.rule()["ragged"] is False  # nothing is known yet
+    big_batch(made)
+    values = made.expect(chains(*chances))
+    assert made.rule()["ragged"] is gains
+    assert (values["predict/ragged_gain"] > 0.05) is gains and values["predict/ragged_gain"] > -1e-9
+    later = learning(ragged="auto")
+    later.restore(json.loads(json.dumps(made.state())))
+    assert later.rule()["ragged"] is gains
+    always = learning(ragged=True)
+    always.expect(chains(*chances))
+    assert always.rule()["ragged"] is True and "ragged" not in learning().rule()
+
+
+def test_chances_of_drafts_begin_with_the_trainers_rows():
+    """They travel with the push, count where rounds have shown nothing, and give way to what rounds show."""
+    made = learning(ragged=True)
+    made.expect(chains(1.0, 0.1, starts=10_000.0))
+    data = {"candidates": [[3, 1, 4]], **json.loads(json.dumps(made.rule()))}
+    selection = SpecRule.from_json(data).selection
+    unsure = selection._centres[BINS - 8]
+    assert selection.chances(np.array([-1e-5, unsure])) == pytest.approx([1.0, 0.1], abs=0.02)
+    identity = SpecRule.from_json({name: value for name, value in data.items() if name != "chances"}).selection
+    assert identity.chances(np.array(unsure)) == pytest.approx(np.exp(unsure), abs=0.02)
+    for _ in range(400):  # half of them are right
+        logq = np.full((64, 1), unsure)
+        selection.observe(logq, np.ones(64, int), np.arange(64) % 2)
+    selection.plan(1, lambda drafts: 1 + drafts)
+    assert selection.chances(np.array(unsure)) == pytest.approx(0.5, abs=0.05)
+    data["chances"][1][3] = 1e9
+    with pytest.raises(ValueError, match="chances: expected accepted drafts among the verified"):
+        SpecRule.from_json(data)
+
+
+def test_what_the_choice_saved_is_estimated_from_the_rounds():
+    """Rounds that verified just the drafts that were right, against the best number for all."""
+    made = learning(ragged=True)
+    rule = SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **made.rule()})
+    made.learnt = json.loads(json.dumps(rule.report()["learnt"]))
+    chose = RoundStats(SpecConfig(3), 64, 6_400, 40, 1000.0, (1280, 0, 0, 1280), 3840, (1280.0, 0.0, 0.0, 1280.0))
+    values = made.observe([chose], [])
+    assert values["spec/accepted_drafts"] == 1.5 and values["spec/verified_drafts"] == 1.5
+    assert 0.1 < values["spec/ragged_saved_seconds"] < 1.0
+    none = replace(chose, verified=7680)
+    assert made.observe([none], [])["spec/ragged_saved_seconds"] == pytest.approx(0, abs=1e-6)
+    even = replace(chose, verified=7680, if_all=())
+    assert "spec/ragged_saved_seconds" not in made.observe([even], [])

@@ -74,6 +74,11 @@ def test_a_request_that_accepts_all_it_verified_says_nothing_of_the_next_depth()
     assert newcomers.tolist() == [0, 1, 1] and selection.counts.sum() == 4
 
 
+def test_log_q_that_is_no_number_is_the_least_likely():
+    selection = Selection(2)
+    assert selection.chances(np.array([np.nan, -np.inf, 1e-9])) == pytest.approx(selection.table[[0, 0, -1]])
+
+
 def test_a_new_selection_verifies_everything_and_one_after_a_push_goes_on():
     assert Selection(4).plan(4, steep).verified == 4
     later = Selection(4)

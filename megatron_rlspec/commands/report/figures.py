@@ -72,6 +72,11 @@ CHARTS = (
     ),
     Chart("Acceptance by depth", "share", {"spec/accept_<d>": "depth {}"}),
     Chart(
+        "Drafts of a request and round",
+        "drafts",
+        {"spec/verified_drafts": "verified", "spec/accepted_drafts": "accepted"},
+    ),
+    Chart(
         "Predicted tokens a round",
         "tokens/round",
         {"predict/observed_tokens": "observed", "predict/predicted_tokens": "predicted"},

@@ -455,6 +455,8 @@ def _slots(
         most = graphs.needed(chains(steps), most_batch, layers, table, options.max_total_tokens)
     except CostTableError as error:
         raise ServeError(f"--cost-table {options.cost_table}: {error}") from None
+    if options.ragged:  # many drafts can pay at any batch if few of them are verified
+        most = dict.fromkeys(chains(steps), most_batch)
     if options.spec == "fixed":
         fixed = SpecConfig(options.num_steps) if options.num_steps else OFF
         most[fixed] = most_batch

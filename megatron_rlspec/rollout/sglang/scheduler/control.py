@@ -358,7 +358,7 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     counted = [accepted[i] for i in requests]
     if_all = decisions.decider.observe(ran, counted, requests, len(running) - len(counted))
     if metrics.counters is not None:
-        metrics.counters.add(ran.config, counted)
+        metrics.counters.add(ran.config, counted, int(ran.drafts(requests).sum()))
     last = all(request.finished() for request in batch.reqs)
     ms = rounds.observe(ran, counted, requests, len(accepted), last, if_all)
     if ms is not None:

@@ -47,6 +47,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
 
     def __init__(self, worker: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(worker, *args, **kwargs)  # `args`: SGLang's rule or its file, by version
+        ragged.present.runner = worker.target_worker.model_runner
         decisions.decider.start(
             self.candidate_steps,
             worker.speculative_num_steps,
@@ -71,7 +72,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
     def init_states(self, *args: Any, **kwargs: Any) -> None:
         super().init_states(*args, **kwargs)
         if not decisions.decider.even:
-            decisions.decider.even = ragged.unsupported(self.worker.target_worker.model_runner)
+            decisions.decider.even = ragged.unsupported(ragged.present.runner)
             if decisions.decider.even:
                 logger.warning("rlspec: rounds are even: %s", decisions.decider.even)
         sglang = versions.installed()
@@ -112,8 +113,8 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             return
         assert decider.rule is not None
         assert decider.rule.selection is not None
-        device = self._batch.seq_lens.device
-        ragged.present.begin(drafts, decider.rule.selection, device)
+        most = batch_size * self._config.num_steps
+        ragged.present.begin(drafts, most, decider.rule.selection, self._batch)
 
     def _catch_up(self, n: int) -> list[int] | None:
         """Let n drafters read what they missed. Returns `_drafting`.

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
@@ -33,6 +35,13 @@ class DecodeRound:
     caught_up: float = 0.0
     logq: Any = None
     verified: Any = None
+
+    def drafts(self, requests: Sequence[int]) -> np.ndarray:
+        """Return how many drafts of some requests were verified."""
+        if self.verified is None:
+            return np.full(len(requests), self.config.num_steps)
+        of_requests: np.ndarray = self.verified.numpy()[list(requests)]
+        return of_requests
 
     def behind(self, batch: int) -> set[int]:
         """Return the indices of the requests, of `batch` many, whose drafter has not read this round's tokens."""
@@ -137,7 +146,7 @@ class Decider:
             tells_drafting = bool(costs.unverified)
             if data.get("tp") is None:
                 data["tp"] = costs.of_engine(max(self.ranks, 1)).tps[0]
-        data["ragged"] = tells_drafting and not self.even
+        data["ragged"] = tells_drafting and not self.even and data.get("ragged", True)
         if self.ranks > 1:
             data["learn"] = False  # clocks of several ranks differ
         offered = [list(c.numbers) for c in candidates]
@@ -190,7 +199,7 @@ class Decider:
             return
         drafts = None
         if ran.verified is not None and self.rule.selection is not None:
-            drafts = float(ran.verified.float().mean())
+            drafts = float(ran.verified.numpy().mean())
         caught_up = 1000 * ran.caught_up
         self.rule.timed(ran.config, batch, ran.context_tokens, ms, caught_up, drafts)
 
@@ -211,7 +220,7 @@ class Decider:
             return ()
         verified = logq = None
         if ran.verified is not None:
-            verified = ran.verified.numpy()[list(requests)]
+            verified = ran.drafts(requests)
             logq = ran.logq.numpy()[list(requests)]
         histogram = rule.observe(ran.config, accepted, others, verified, logq)
         return () if rule.selection is None else histogram

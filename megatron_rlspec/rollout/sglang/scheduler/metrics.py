@@ -21,12 +21,14 @@ class RoundCounters:
 
         self._rounds = Counter("sglang:rlspec_rounds", "Decode rounds", ["drafts"])
         self._drafts = Counter("sglang:rlspec_drafts", "Drafts that were made")
+        self._verified = Counter("sglang:rlspec_verified_drafts", "Drafts that were verified")
         self._accepted = Counter("sglang:rlspec_accepted_drafts", "Drafts that were accepted")
 
-    def add(self, config: SpecConfig, accepted: Sequence[int]) -> None:
-        """Count a round in which the i-th request accepted accepted[i] drafts."""
+    def add(self, config: SpecConfig, accepted: Sequence[int], verified: int) -> None:
+        """Count a round in which the i-th request accepted accepted[i] drafts, and all verified `verified` of them."""
         self._rounds.labels("off" if config.off else config.num_steps).inc()
         self._drafts.inc(config.num_steps * len(accepted))
+        self._verified.inc(verified)
         self._accepted.inc(sum(accepted))
 
 

@@ -20,12 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import Settings
-from megatron_rlspec.speculation.ragged import EXPLORE, Selection
+from megatron_rlspec.speculation.ragged import CELLS, EXPLORE, LOWEST, Selection
 
 PREPARE = "sglang.srt.speculative.eagle_utils.eagle_prepare_for_verify"
+GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 EXTEND = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend._build_extend_metadata"
 
 
@@ -33,15 +35,26 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     if settings.ragged:
         yield PREPARE, present.prepare, "AROUND"
         yield EXTEND, extend_lengths, "AROUND"
+        yield f"{GRAPHS}.ragged_verify_compact_graphs_enabled", present.captures, "AROUND"
+        yield f"{GRAPHS}.DecodeCudaGraphRunner.get_spec_info", with_layout, "AFTER"
 
 
 def unsupported(runner: Any) -> str:
     """Return why the target's `ModelRunner` cannot run ragged rounds, once it has its attention; "" if it can."""
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
-    attention = type(runner.attn_backend).__name__
-    if attention != "IntelAMXAttnBackend":
-        return f"{attention} was never run with ragged rounds"
+    backend = runner.attn_backend
+    attention = type(backend).__name__
+    if attention == "FlashAttentionBackend":
+        if backend.fa_impl_ver != 3 or backend.use_mla or backend.has_swa:
+            return "of FlashAttention, only version 3 with one KV cache of whole contexts was tried"
+    elif attention != "IntelAMXAttnBackend":
+        return f"{attention} takes even rounds only"
+    options = runner.server_args
+    if options.enable_two_batch_overlap or options.disable_cuda_graph_padding:
+        return "SGLang's graphs of ragged rounds need padding, and no two-batch overlap"
+    if runner.lora_manager is not None:
+        return "SGLang's graphs of ragged rounds do not support LoRA"
     if SGLANG_RETURN_ORIGINAL_LOGPROB:
         return "SGLang computes original log-probs of even rows only"
     return ""
@@ -89,28 +102,43 @@ class RaggedRound:
     """
 
     def __init__(self) -> None:
+        # the target's `ModelRunner`; None in an engine that cannot switch
+        self.runner: Any = None
         self.drafts: int | None = None
         self.chosen: Chosen | None = None
         self._exploring = 0
-        self._log_q: torch.Tensor = torch.empty(0)  # [BINS], of the table
+        self._table: np.ndarray | None = None  # of chances; on the device it is
         self._chances: torch.Tensor = torch.empty(0)
-        self._rates: np.ndarray | None = None  # that `_chances` were made of
 
     def even(self) -> None:
         """Begin a round that verifies all drafts."""
         self.drafts = None
         self.chosen = None
 
-    def begin(self, drafts: int, selection: Selection, device: torch.device) -> None:
-        """Begin a round that verifies so many drafts of the batch."""
-        self.drafts = drafts
+    def begin(self, drafts: int, most: int, selection: Selection, batch: Any) -> None:
+        """Begin a round that verifies so many of the batch's `most` drafts, or more if its graph has room for them."""
+        requests = len(batch.reqs)
+        self.drafts = min(self._tokens(requests + drafts) - requests, most)
         self.chosen = None
         self._exploring = selection.exploring()
-        centres, rates = selection.table
-        if rates is not self._rates:
-            self._rates = rates
-            table = torch.tensor(np.stack([centres, rates]), dtype=torch.float32)
-            self._log_q, self._chances = table.to(device, non_blocking=True)
+        if selection.table is not self._table:
+            self._table = selection.table
+            chances = torch.tensor(selection.table, dtype=torch.float32)
+            self._chances = chances.to(batch.seq_lens.device, non_blocking=True)
+
+    @property
+    def _graphs(self) -> Any:
+        """Return the runner of graphs that are captured by tokens; None without."""
+        graphs = getattr(self.runner, "decode_cuda_graph_runner", None)
+        return graphs if getattr(graphs, "ragged_verify_mode", False) else None
+
+    def _tokens(self, nodes: int) -> int:
+        """Return the tokens of the pass over so many nodes: those of the smallest graph that holds them."""
+        if self._graphs is not None:
+            for tokens in self._graphs.capture_num_tokens:
+                if tokens >= nodes:
+                    return tokens
+        return nodes
 
     def choose(self, logq: torch.Tensor) -> None:
         """Choose the likeliest drafts, by log q [B, k]."""
@@ -119,55 +147,74 @@ class RaggedRound:
         if group.world_size > 1:
             group.broadcast(logq, src=0)
         batch, steps = logq.shape
-        products = self._chance_of(logq).cumprod(1)
+        # as in `cells_of`
+        share = (logq.abs() / -LOWEST).nan_to_num(1.0).clamp(max=1).sqrt().sqrt()
+        products = self._chances[((1 - share) * (CELLS - 0.5)).long()].cumprod(1)
         products[self._exploring :: EXPLORE] += 1
         owners = products.flatten().topk(self.drafts).indices // steps
         lengths = torch.zeros(batch, dtype=torch.int64, device=logq.device)
         lengths.scatter_add_(0, owners, torch.ones_like(owners))
-        requests = torch.arange(batch, device=logq.device)
-        requests = requests.repeat_interleave(lengths + 1, output_size=batch + self.drafts)
-        ends = (lengths + 1).cumsum(0)
-        starts = ends - lengths - 1
-        depth = torch.arange(len(requests), device=logq.device) - starts[requests]
-        self.chosen = Chosen(logq, lengths, requests, requests * (steps + 1) + depth)
+        widths = lengths + 1
+        width = steps + 1
+        # the first node of each request in even rows, less its place among the chosen ones
+        ahead = (
+            torch.arange(0, batch * width, width, device=logq.device) - widths.cumsum(0) + widths
+        )
+        chosen = batch + self.drafts
+        nodes = ahead.repeat_interleave(widths, output_size=chosen)
+        nodes = nodes + torch.arange(chosen, device=logq.device)
+        self.chosen = Chosen(logq, lengths, nodes // width, nodes)
 
-    def _chance_of(self, logq: torch.Tensor) -> torch.Tensor:
-        """Return what `Selection.chances` returns."""
-        above = torch.bucketize(logq, self._log_q).clamp(1, len(self._log_q) - 1)
-        low, high = self._log_q[above - 1], self._log_q[above]
-        share = ((logq - low) / (high - low)).clamp(0, 1)
-        return torch.lerp(self._chances[above - 1], self._chances[above], share)
+    def captures(self, original: Callable, algorithm: Any) -> bool:
+        """Wrap SGLang's question whether the target's graphs are captured by tokens, and not by requests."""
+        ragged = self.runner is not None and not unsupported(self.runner)
+        return ragged or original(algorithm)
 
     def prepare(self, original: Callable, round_: Any, pool: Any, batch: Any, worker: Any) -> Any:
         """Wrap SGLang's preparation of the target's pass, which then runs on the chosen nodes.
 
-        round_  SGLang's `EagleVerifyInput`. Its positions stay those of the nodes, the rest becomes even again
+        round_  SGLang's `EagleVerifyInput`, which becomes even again
         """
-        chosen = self.chosen
-        if chosen is None:
+        nodes: Any = slice(None)
+        if self.chosen is not None:
+            nodes = self.chosen.nodes
+            lengths = self.chosen.lengths + 1
+        elif self._graphs is not None:
+            lengths = torch.full_like(batch.seq_lens, round_.draft_token_num)
+        else:
             return original(round_, pool, batch, worker)
-        nodes = chosen.nodes
-        even = round_.draft_token, round_.prepared_out_cache_loc, round_.kv_loc_plan
+        packed = round_.draft_token[nodes]
+        tokens = self._tokens(len(packed))
+        padding = (0, tokens - len(packed))
+        even = {name: getattr(round_, name) for name in _PACKED}
         slots = round_.prepared_out_cache_loc
         if slots is None:
             places = batch.seq_lens[:, None] + torch.arange(
                 round_.draft_token_num, device=batch.seq_lens.device
             )
             slots = pool.req_to_token[batch.req_pool_indices[:, None], places].flatten().long()
-        round_.draft_token = round_.draft_token[nodes]
-        round_.positions = round_.positions[nodes]
-        round_.prepared_out_cache_loc = slots[nodes]
+        round_.draft_token = pad(packed, padding)
+        round_.positions = pad(round_.positions[nodes], padding)
+        round_.prepared_out_cache_loc = pad(slots[nodes], padding)
         round_.kv_loc_plan = None  # SGLang makes one for these slots
-        lengths = chosen.lengths + 1
-        round_.ragged_verify_layout = versions.installed().ragged_layout(lengths, len(nodes))
+        round_.ragged_verify_layout = versions.installed().ragged_layout(lengths, tokens)
         try:
             return original(round_, pool, batch, worker)
         finally:
-            round_.draft_token, round_.prepared_out_cache_loc, round_.kv_loc_plan = even
+            vars(round_).update(even)
             batch.out_cache_loc = slots  # of the drafter's pass
 
 
+# of an `EagleVerifyInput`
+_PACKED = ("draft_token", "positions", "prepared_out_cache_loc", "kv_loc_plan")
 present = RaggedRound()
+
+
+def with_layout(verify_input: Any, graphs: Any, num_tokens: int) -> Any:
+    """Add to what a graph of the target is captured with the layout that its replays change."""
+    if graphs.ragged_verify_mode:
+        verify_input.ragged_verify_layout = graphs._capture_ragged_verify_layout(num_tokens)
+    return verify_input
 
 
 def extend_lengths(original: Callable, backend: Any, forward_batch: Any) -> Any:

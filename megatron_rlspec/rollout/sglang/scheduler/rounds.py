@@ -57,9 +57,7 @@ class TimedRounds(RoundLog):
         self._caught_up = 0.0
         self._warm_up = max(self._warm_up - 1, 0)
         self._last_end = None if last else now
-        verified = ran.config.num_steps * len(accepted)
-        if ran.verified is not None:
-            verified = int(ran.verified[list(requests)].sum())
+        verified = int(ran.drafts(requests).sum())
         histogram = [accepted.count(n) for n in range(max(accepted, default=-1) + 1)]
         self.add(ran.config, batch, ran.context_tokens, ms, histogram, verified, if_all)
         return ms

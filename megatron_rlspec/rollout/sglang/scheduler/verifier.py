@@ -218,8 +218,15 @@ class _SampledVerification:
         greedy = info.is_all_greedy
         output = logits_output
         logits = logits_output.next_token_logits
+        positions = verify_input.positions
+        if chosen is not None:
+            positions = positions[chosen.nodes]
+        nodes = len(positions)
+        if len(logits) > nodes:  # those of a CUDA graph
+            logits = logits_output.next_token_logits = logits[:nodes]
+            logits_output.hidden_states = logits_output.hidden_states[:nodes]
         if chosen is not None or not greedy:
-            positions, width = verify_input.positions, verify_input.draft_token_num
+            width = verify_input.draft_token_num
             self._pass = VerifyPass(info, logits, positions, width, logits_output, chosen)
             info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
         if chosen is not None:

@@ -1,0 +1,96 @@
+"""Batches whose sampling needs even rows, in SGLang's real scheduler with uneven rounds: grammars, penalties, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import plain_server
+import pytest
+import test_plain_server as plain
+import tiny_mimo
+from test_sglang_engine import WORTH_IT
+
+pytestmark = [pytest.mark.slow, pytest.mark.lossless]
+STEPS = 2
+GRAMMAR = {"regex": "[ab]{3}[0-9]{1,12}", "ignore_eos": False}
+# By the costs no draft is worth it, so only a request in 64 verifies some.
+CHOOSING = {"candidates": [[STEPS, 1, STEPS + 1]], "roofline": WORTH_IT["none"].to_json()}
+CHOOSING |= {"ragged": True, "learn": False}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[plain.Server]:
+    folder = tmp_path_factory.mktemp("uneven")
+    model = tiny_mimo.write(folder / "model", plain.CONFIG, plain.WEIGHTS)
+    plain.write_tokenizer(model)
+    with plain_server.started(model, folder, '{"ragged": true}', ["--grammar-backend=xgrammar"]) as engine:
+        server = plain.Server(engine, folder)
+        engine.set_spec_rule(CHOOSING)
+        server.generate(400)  # from which the rule learns
+        yield server
+
+
+def answered(server: plain.Server, asked: list[dict[str, Any]]) -> tuple[list[list[int]], float]:
+    """Return the texts of requests that run together, and the drafts of a request that a drafting round verified."""
+    server.engine.stats()
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda body: server.post("generate", body).json(), asked))
+    rounds = [stats for stats in server.engine.stats() if stats.config.num_steps]
+    requests = sum(sum(stats.accepted) for stats in rounds)
+    return [answer["output_ids"] for answer in answers], sum(s.verified for s in rounds) / max(requests, 1)
+
+
+def bodies(count: int, **more: Any) -> list[dict[str, Any]]:
+    sampling = {"max_new_tokens": 40, "temperature": 1.0, "ignore_eos": True}
+    of_request = {name: more.pop(name) for name in ("return_logprob", "top_logprobs_num") if name in more}
+    asked = []
+    for seed in range(count):
+        body = {"input_ids": plain.PROMPT, "sampling_params": sampling | {"sampling_seed": seed} | more}
+        asked.append(body | of_request)
+    return asked
+
+
+def without_drafts(server: plain.Server, asked: list[dict[str, Any]]) -> list[list[int]]:
+    server.engine.hold("the text without drafts")
+    try:
+        return answered(server, asked)[0]
+    finally:
+        server.engine.release()
+
+
+EVEN: dict[str, dict[str, Any]] = {
+    "grammar": GRAMMAR,
+    "logit bias": {"logit_bias": {"40": 4.0, "50": 4.0}},
+    "top log-probs": {"return_logprob": True, "top_logprobs_num": 2},
+}
+PENALTIES = {"frequency": {"frequency_penalty": 1.0}, "repetition": {"repetition_penalty": 1.5}}
+
+
+@pytest.mark.parametrize("name", ["plain", "filtered", "stop"])
+def test_a_usual_batch_verifies_what_is_worth_it(server: plain.Server, name: str) -> None:
+    asked = bodies(4, **plain.SAMPLINGS[name])
+    texts, verified = answered(server, asked)
+    assert texts == without_drafts(server, asked) and 0 <= verified < 0.3
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_rounds_are_even_where_sampling_needs_even_rows(server: plain.Server, name: str) -> None:
+    asked = bodies(3, **EVEN[name])
+    texts, verified = answered(server, asked)
+    assert texts == without_drafts(server, asked) and verified == STEPS
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_penalty_verifies_no_draft(server: plain.Server, name: str) -> None:
+    asked = bodies(3, **PENALTIES[name])
+    texts, verified = answered(server, asked)
+    assert texts == without_drafts(server, asked) and verified == 0
+
+
+def test_one_grammar_makes_its_whole_batch_even(server: plain.Server) -> None:
+    asked = [*bodies(3), *bodies(1, **GRAMMAR)]
+    texts, verified = answered(server, asked)
+    assert texts == without_drafts(server, asked)
+    assert 0.3 < verified < STEPS  # uneven again when the grammar's text has ended
