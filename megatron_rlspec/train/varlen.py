@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,76 +68,52 @@ class Varlen:
         )
 
     @cached_property
-    def longest(self) -> tuple[int, int]:
-        """Return the largest number of rows and of keys of a piece."""
-        return max(self.q), max(self.k)
+    def _packed(self) -> tuple[Any, ...]:
+        """Return the kernels' arguments about the pieces: boundaries, and the most rows and keys of one."""
+        return self.cu_q, self.cu_k, max(self.q), max(self.k)
 
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pieces: Varlen,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Return output `[t, n, d]` and log-sum-exp `[t, n]` of queries `[t, n, d]` to keys `[T, g, d]`."""
-    k, v = _gathered(pieces, k, v)
-    if not _has_flash(q):
-        return _blocked(q, k, v, pieces, scale)
-    out, lse, *_ = _aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        pieces.cu_q,
-        pieces.cu_k,
-        *pieces.longest,
-        0.0,
-        True,
-        False,
-        scale=scale,
-    )
-    return out, lse.t().contiguous()
-
-
-def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    pieces: Varlen,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv. `out` and `lse` may be those of a softmax that includes further keys."""
-    keys = len(k)
-    k, v = _gathered(pieces, k, v)
-    if _has_flash(q):
-        # the generator's state, for dropout
-        unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)
-        dq, dk, dv = _aten._flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse.t().contiguous(),
-            pieces.cu_q,
-            pieces.cu_k,
-            *pieces.longest,
-            0.0,
-            True,
-            *unused,
-            scale=scale,
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return output `[t, n, d]` and log-sum-exp `[t, n]` of queries `[t, n, d]` to keys `[T, g, d]`."""
+        k = self._gathered(k)
+        v = self._gathered(v)
+        if not _has_flash(q):
+            return _blocked(q, k, v, self, scale)
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, *self._packed, 0.0, True, False, scale=scale
         )
-    else:
-        dq, dk, dv = _blocked_backward(grad, q, k, v, out, lse, pieces, scale)
-    if pieces.key_rows is not None:
-        # A key row belongs to two pieces at most, so the order of a GPU's additions does not matter.
-        shape = (keys, *dk.shape[1:])
-        dk = dk.new_zeros(shape).index_add_(0, pieces.key_rows, dk)
-        dv = dv.new_zeros(shape).index_add_(0, pieces.key_rows, dv)
-    return dq, dk, dv
+        return out, lse.t().contiguous()
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv. `out` and `lse` may be those of a softmax that includes further keys."""
+        keys = len(k)
+        inputs = (grad, q, self._gathered(k), self._gathered(v), out)
+        if _has_flash(q):
+            # the generator's state, for dropout
+            unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)
+            lse = lse.t().contiguous()
+            dq, dk, dv = _aten._flash_attention_backward(
+                *inputs, lse, *self._packed, 0.0, True, *unused, scale=scale
+            )
+        else:
+            dq, dk, dv = _blocked_backward(*inputs, lse, self, scale)
+        if self.key_rows is not None:
+            # A key row belongs to two pieces at most, so the order of a GPU's additions does not matter.
+            shape = (keys, *dk.shape[1:])
+            dk = dk.new_zeros(shape).index_add_(0, self.key_rows, dk)
+            dv = dv.new_zeros(shape).index_add_(0, self.key_rows, dv)
+        return dq, dk, dv
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        return x if self.key_rows is None else x.index_select(0, self.key_rows)
 
 
 def _has_flash(q: Tensor) -> bool:
@@ -154,14 +131,6 @@ def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
     return to_device(torch.tensor(sums, dtype=torch.int32), device)
 
 
-def _gathered(pieces: Varlen, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    if pieces.key_rows is None:
-        return k, v
-    k = k.index_select(0, pieces.key_rows)
-    v = v.index_select(0, pieces.key_rows)
-    return k, v
-
-
 def _blocked(
     q: Tensor,
     k: Tensor,
@@ -170,17 +139,17 @@ def _blocked(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     exact = torch.promote_types(q.dtype, torch.float32)
+    heads = q.shape[1]
+    q = _by_group(q, k)
     out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:2], dtype=exact)
-    for rows, keys in _blocks(pieces, q.shape[1]):
+    lse = q.new_empty(q.shape[:-1], dtype=exact)
+    for rows, keys in _blocks(pieces, heads):
         scores = _scores(q[rows], k[keys], scale)
-        lse_b = scores.logsumexp(-1, keepdim=True)
-        p = scores.sub_(lse_b).exp_()
-        out_b = p.to(v.dtype) @ _by_group(v[keys])
-        out[rows] = _by_row(out_b)
-        lse_rows = _by_row(lse_b)
-        lse[rows] = lse_rows[..., 0]
-    return out, lse
+        lse_b = scores.logsumexp(-1)
+        p = scores.sub_(lse_b[..., None]).exp_()
+        out[rows] = torch.einsum("grij,jgd->igrd", p.to(v.dtype), v[keys])
+        lse[rows] = lse_b.permute(2, 0, 1)
+    return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def _blocked_backward(
@@ -193,27 +162,22 @@ def _blocked_backward(
     pieces: Varlen,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups = k.shape[1]
+    delta = (grad.to(lse.dtype) * out).sum(-1)
+    heads = q.shape[1]
+    grad, q, lse, delta = (_by_group(x, k) for x in (grad, q, lse, delta))
     dq = torch.empty_like(q)
     dk = torch.zeros_like(k, dtype=lse.dtype)
     dv = torch.zeros_like(dk)
-    delta = (grad.to(lse.dtype) * out).sum(-1)
-    for rows, keys in _blocks(pieces, q.shape[1]):
-        grad_b = _by_group(grad[rows], groups)
-        lse_b = _by_group(lse[rows, :, None], groups)
-        delta_b = _by_group(delta[rows, :, None], groups)
+    for rows, keys in _blocks(pieces, heads):
         scores = _scores(q[rows], k[keys], scale)
-        p = scores.sub_(lse_b).exp_()
-        dv[keys] += _keys_of(p.to(grad.dtype), grad_b)
-        values = _by_group(v[keys])
-        dp = grad_b @ values.transpose(-1, -2)
-        ds = dp.to(p.dtype).sub_(delta_b)
-        ds.mul_(p).mul_(scale)
-        ds = ds.to(q.dtype)
-        dq_b = ds @ _by_group(k[keys])
-        dq[rows] = _by_row(dq_b)
-        dk[keys] += _keys_of(ds, _by_group(q[rows], groups))
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+        p = scores.sub_(lse[rows].permute(1, 2, 0)[..., None]).exp_()
+        dv[keys] += torch.einsum("grij,igrd->jgd", p.to(grad.dtype), grad[rows])
+        dp = torch.einsum("igrd,jgd->grij", grad[rows], v[keys])
+        ds = dp.to(p.dtype).sub_(delta[rows].permute(1, 2, 0)[..., None])
+        ds = ds.mul_(p).mul_(scale).to(q.dtype)
+        dq[rows] = torch.einsum("grij,jgd->igrd", ds, k[keys])
+        dk[keys] += torch.einsum("grij,igrd->jgd", ds, q[rows])
+    return dq.flatten(1, 2), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _blocks(pieces: Varlen, heads: int) -> Iterator[tuple[slice, slice]]:
@@ -230,32 +194,18 @@ def _blocks(pieces: Varlen, heads: int) -> Iterator[tuple[slice, slice]]:
             yield slice(first, last), slice(k_start, k_end - (q_end - last))
 
 
+def _by_group(x: Tensor, k: Tensor) -> Tensor:
+    """View `x [rows, n, ...]` as `[rows, g, n / g, ...]`, by the key/value heads of `k`."""
+    return x.unflatten(1, (k.shape[1], -1))
+
+
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Return scores `[g, n / g, rows, keys]`, in float32 or float64; the last row sees all keys."""
     rows = len(q)
     keys = len(k)
     exact = torch.promote_types(q.dtype, torch.float32)
-    q = _by_group(q, k.shape[1])
-    k = _by_group(k)
-    scores = q @ k.transpose(-1, -2)
+    scores = torch.einsum("igrd,jgd->grij", q, k)
     scores = scores.to(exact).mul_(scale)
     hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
     hidden.triu_(1 + keys - rows)
     return scores.masked_fill_(hidden, -math.inf)
-
-
-def _by_group(x: Tensor, groups: int | None = None) -> Tensor:
-    """View `[rows, heads, d]` as `[groups, heads / groups, rows, d]`; as many groups as heads if omitted."""
-    heads = (groups or x.shape[1], -1)
-    return x.unflatten(1, heads).permute(1, 2, 0, 3)
-
-
-def _by_row(x: Tensor) -> Tensor:
-    """Reverse `_by_group`."""
-    return x.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _keys_of(weights: Tensor, x: Tensor) -> Tensor:
-    """Sum x `[g, n / g, rows, d]` with weights `[g, n / g, rows, keys]` over query heads and rows: `[keys, g, d]`."""
-    of_heads = weights.transpose(-1, -2) @ x
-    return of_heads.sum(1).transpose(0, 1)

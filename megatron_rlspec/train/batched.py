@@ -1,0 +1,142 @@
+"""Causal attention over packed sequences by torch's fused kernel for CPUs, in padded batches of similar lengths.
+
+Shapes: t tokens, n query heads, g key/value heads, d channels of a head.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+# Sequences whose lengths differ by less than this share run as one padded batch.
+_PADDING = 0.2
+
+
+@dataclass(frozen=True)
+class Batched:
+    """Whole sequences in padded batches, the longest first.
+
+    A batch row is one sequence and one key/value head. A slot is one position of a batch row. A row of a tensor
+    `[t, heads, d]` is one token and one key/value head, with the number token · g + head.
+
+    groups   g
+    shapes   (batch · g, length) of each batch
+    rows     `[slots]`, the row of each slot
+    padding  the slots without a row; they read row 0
+    slot_of  `[t · g]`, the slot of each row
+    """
+
+    groups: int
+    shapes: tuple[tuple[int, int], ...]
+    rows: Tensor
+    padding: Tensor
+    slot_of: Tensor
+
+    @classmethod
+    def of(cls, bounds: Sequence[int], groups: int, device: torch.device) -> Batched:
+        """Make the batches of the sequences between `bounds`."""
+        sequences = [(start, end - start) for start, end in itertools.pairwise(bounds)]
+        batches: list[list[tuple[int, int]]] = []
+        for sequence in sorted(sequences, key=lambda start_and_length: -start_and_length[1]):
+            length = sequence[1]
+            if not length:
+                break
+            if batches and length >= (1 - _PADDING) * batches[-1][0][1]:
+                batches[-1].append(sequence)
+            else:
+                batches.append([sequence])
+        shapes = []
+        rows = []
+        filled = []
+        head = torch.arange(groups)[:, None]
+        for batch in batches:
+            longest = batch[0][1]
+            position = torch.arange(longest)
+            starts, lengths = torch.tensor(batch)[:, :, None, None].unbind(1)
+            shapes.append((len(batch) * groups, longest))
+            inside = (position < lengths).expand(-1, groups, -1)
+            row = (starts + position) * groups + head
+            rows.append((row * inside).flatten())
+            filled.append(inside.flatten())
+        all_rows = torch.cat(rows)
+        has_row = torch.cat(filled)
+        slot_of = torch.empty(bounds[-1] * groups, dtype=torch.int64)
+        slot_of[all_rows[has_row]] = has_row.nonzero()[:, 0]
+        return cls(
+            groups=groups,
+            shapes=tuple(shapes),
+            rows=all_rows.to(device),
+            padding=(~has_row).nonzero()[:, 0].to(device),
+            slot_of=slot_of.to(device),
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return output `[t, n, d]` and log-sum-exp `[t, n]` of queries `[t, n, d]` to keys `[t, g, d]`."""
+        outs = []
+        lses = []
+        for q_b, k_b, v_b in self._batches(q, k, v):
+            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+                q_b, k_b, v_b, 0.0, True, scale=scale
+            )
+            outs.append(out)
+            lses.append(lse[..., None])
+        return self._by_token(outs), self._by_token(lses)[..., 0]
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv. `out` and `lse` may be those of a softmax that includes further keys.
+
+        torch's kernel takes several times as long for bfloat16 as for float32 where rows are few.
+        """
+        exact = torch.promote_types(q.dtype, torch.float32)
+        gradients: list[list[Tensor]] = [[], [], []]
+        lse = lse[..., None]
+        for *inputs, lse_b in self._batches(grad, q, k, v, out, lse, padded_with_0=1):
+            inputs = [x.to(exact) for x in inputs]
+            dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *inputs, lse_b[..., 0], 0.0, True, scale=scale
+            )
+            dq = dq.to(q.dtype)
+            dk = dk.to(q.dtype).sum(1, keepdim=True)
+            dv = dv.to(q.dtype).sum(1, keepdim=True)
+            for parts, part in zip(gradients, (dq, dk, dv), strict=True):
+                parts.append(part)
+        dq, dk, dv = map(self._by_token, gradients)
+        return dq, dk, dv
+
+    def _batches(self, *tensors: Tensor, padded_with_0: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """Yield of each batch its `[batch · g, n / g, length, d]` of every tensor; keys are repeated without a copy.
+
+        padded_with_0  padding of so many first tensors is 0; that of others repeats row 0
+        """
+        heads = max(x.shape[1] for x in tensors) // self.groups
+        sizes = [batch * length for batch, length in self.shapes]
+        columns = []
+        for number, x in enumerate(tensors):
+            rows = x.reshape(len(x) * self.groups, -1, x.shape[-1])
+            slots = rows.index_select(0, self.rows)
+            if number < padded_with_0:
+                slots.index_fill_(0, self.padding, 0)
+            slots = slots.expand(-1, heads, -1)
+            columns.append(slots.split(sizes))
+        for shape, *parts in zip(self.shapes, *columns, strict=True):
+            yield tuple(part.unflatten(0, shape).transpose(1, 2) for part in parts)
+
+    def _by_token(self, batches: Sequence[Tensor]) -> Tensor:
+        """Return `[t, heads, d]` of batches `[batch · g, heads / g, length, d]`."""
+        slots = torch.cat([batch.transpose(1, 2).flatten(0, 1) for batch in batches])
+        rows = slots.index_select(0, self.slot_of)
+        return rows.view(-1, self.groups * rows.shape[1], rows.shape[2])
