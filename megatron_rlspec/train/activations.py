@@ -6,9 +6,7 @@ the output layer's chunks, the drafter with its attention, the prediction of acc
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -24,9 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.packing.pack import pack
-from megatron_rlspec.train import drafter_step, runtime, step
-from megatron_rlspec.train.drafter import Drafter
-from megatron_rlspec.train.model import Policy, describe
+from megatron_rlspec.train.model import describe
+from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import PackedBatch, Prompt, Sample
 
 _META = torch.device("meta")
@@ -41,44 +38,31 @@ class Activations:
     peak: int
 
 
-def measure_micro_batch(
-    config: Config, hf_config: Mapping[str, Any], policy: Policy, drafter: Drafter | None
-) -> Activations:
-    """Run a micro-batch of GRPO on this rank of a fake job (`stages.py`), and count the bytes of its tensors.
+def measure_micro_batch(trainer: Trainer) -> Activations:
+    """Run a micro-batch of GRPO on the trainer of a fake job (`stages.py`), and count the bytes of its tensors.
 
     Every token but the first of a sequence is trained, and experts draw equally many tokens.
     """
-    replaced = [
-        (runtime, "device", lambda: _META),
-        (step, "Learner", _Untrained),
-        (drafter_step, "Learner", _Untrained),
-        (step, "Policy", lambda *_, **__: policy),
-        (step, "build_drafter", lambda *_, **__: drafter),
-        (MoELayer, "forward", _balanced),
-    ]
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.enter_context(mock.patch.object(owner, name, value))
-        trainer = step.Trainer(config, hf_config)
-        with torch.device(_CPU), LiveBytes() as live:
-            batch = _batch(config)
-            packed = describe(batch, trainer.model_config, trainer.rope, _META)
-            if not parallel_state.is_pipeline_first_stage():
-                trainer.policy.set_input_tensor(_stage_input(config, trainer, len(batch.tokens)))
-            tokens = batch.tokens.to(_META)[None]
-            positions = batch.position_ids.to(_META)[None]
-            hidden = trainer.policy(tokens, positions, None, packed_seq_params=packed)
-            after_forward = live.now
-            if trainer.last_stage:
-                trainer._head_is_finite = True
-                hidden, _, _ = trainer._losses("grpo", True, True, batch, packed, hidden)
-            hidden.backward(torch.empty_like(hidden))
+    with mock.patch.object(MoELayer, "forward", _balanced), torch.device(_CPU), LiveBytes() as live:
+        batch = _batch(trainer.config)
+        packed = describe(batch, trainer.model_config, trainer.rope, _META)
+        if not parallel_state.is_pipeline_first_stage():
+            trainer.policy.set_input_tensor(_stage_input(trainer, len(batch.tokens)))
+        tokens = batch.tokens.to(_META)[None]
+        positions = batch.position_ids.to(_META)[None]
+        hidden = trainer.policy(tokens, positions, None, packed_seq_params=packed)
+        after_forward = live.now
+        if trainer.last_stage:
+            trainer._head_is_finite = True
+            hidden, _, _ = trainer._losses("grpo", True, True, batch, packed, hidden)
+        hidden.backward(torch.empty_like(hidden))
     return Activations(after_forward, live.peak)
 
 
-def _stage_input(config: Config, trainer: step.Trainer, tokens: int) -> Tensor:
+def _stage_input(trainer: Trainer, tokens: int) -> Tensor:
     """Return what the stage before sends: hidden states `[rows, 1, H]`."""
-    rows = tokens // config.parallel.tensor if config.parallel.sequence else tokens
+    parallel = trainer.config.parallel
+    rows = tokens // parallel.tensor if parallel.sequence else tokens
     shape = (rows, 1, trainer.model_config.hidden_size)
     dtype = trainer.model_config.params_dtype
     return torch.empty(shape, dtype=dtype, device=_META, requires_grad=True)
@@ -103,7 +87,7 @@ def _batch(config: Config) -> PackedBatch:
     )[0]
 
 
-class _Untrained:
+class Untrained:
     """In place of a `Learner`: no optimizer, and gradients that are freed when they are complete."""
 
     def __init__(self, module: nn.Module, *_: Any, **__: Any) -> None:

@@ -43,26 +43,25 @@ def report(
         config, lines = _settled(config, hf_config, world, int(gpu_gib * GIB), engines_open)
         yield from lines
     built = stages.build(config, hf_config, world, activations=True)
-    ranks = [stages.memory(config, hf_config, built, stage, world) for stage in range(len(built))]
-    largest = max(range(len(ranks)), key=lambda stage: ranks[stage].total)
+    largest = max((stage.memory for stage in built), key=lambda memory: memory.total)
     if gpu_gib is not None:
-        who = f"--gpu-gib {gpu_gib:g}: a rank of pipeline stage {largest}"
-        check_rank(ranks[largest], int(gpu_gib * GIB), who)
+        number = [stage.memory for stage in built].index(largest)
+        who = f"--gpu-gib {gpu_gib:g}: a rank of pipeline stage {number}"
+        check_rank(largest, int(gpu_gib * GIB), who)
 
-    policy, drafter = stages.parameters(built, config.parallel.tensor, config.parallel.expert)
+    policy, drafter = stages.parameters(built)
     yield f"{hf_config['architectures'][0]}: {policy:,} parameters, its drafter {drafter:,}"
     yield _layout(config, world)
     tokens = config.train.tokens_per_micro_batch
     yield f"memory in GiB; activations: of micro-batches of {tokens:,} tokens; workspaces and fragmentation come on top"
-    yield from _table(config, world, built, ranks)
+    yield from _table(config, world, built)
     if gpu_gib is None:
         return
-    most = ranks[largest].total / GIB
+    most = largest.total / GIB
     yield f"fits: a rank needs at most {most:.2f} of {gpu_gib:g} GiB, without an engine on the same GPU"
     if config.rollout.engine == "sglang" and not config.rollout.urls:
-        yield from _engines(
-            config, hf_config, world, int(gpu_gib * GIB), policy + drafter, ranks[largest]
-        )
+        gpu = int(gpu_gib * GIB)
+        yield from _engines(config, hf_config, world, gpu, policy + drafter, largest)
 
 
 def _settled(
@@ -70,8 +69,8 @@ def _settled(
 ) -> tuple[Config, list[str]]:
     """Return the configuration with what a run on `world` GPUs of one node chooses, and a line for each choice."""
     built = stages.build(config, hf_config, world)
-    rank = stages.memory(config, hf_config, built, len(built) - 1, world)
-    all_parameters = sum(stages.parameters(built, config.parallel.tensor, config.parallel.expert))
+    rank = built[-1].memory
+    all_parameters = sum(stages.parameters(built))
     launches = config.rollout.engine == "sglang" and not config.rollout.urls
     # With placement.mode=disaggregated the number of GPUs is not known.
     is_open = engines_open and config.placement.mode != "disaggregated"
@@ -94,9 +93,7 @@ def _layout(config: Config, world: int) -> str:
     return line
 
 
-def _table(
-    config: Config, world: int, built: list[Stage], ranks: list[RankMemory]
-) -> Iterator[str]:
+def _table(config: Config, world: int, built: list[Stage]) -> Iterator[str]:
     """Yield a line of names, and a line for each rank."""
     axes = ["tensor", "context", "data", "pipeline"]
     if config.parallel.expert > 1:
@@ -109,13 +106,12 @@ def _table(
     for rank in range(world):
         coordinates = stages.place(rank, config, world)
         stage = built[coordinates["pipeline"]]
-        needed = ranks[coordinates["pipeline"]]
         cells = {"rank": str(rank)}
         cells |= {axis: str(coordinates[axis]) for axis in axes}
         cells["layers"] = f"{stage.layers.start}-{stage.layers.stop - 1}"
-        cells["policy"] = f"{stage.policy.here:,}"
-        cells["drafter"] = f"{stage.drafter.here:,}"
-        cells |= {part: f"{getattr(needed, part) / GIB:.2f}" for part in _MEMORY}
+        cells["policy"] = f"{stage.policy:,}"
+        cells["drafter"] = f"{stage.drafter:,}"
+        cells |= {part: f"{getattr(stage.memory, part) / GIB:.2f}" for part in _MEMORY}
         yield " ".join(f"{cells[name]:>{width}}" for name, width in widths.items())
 
 

@@ -1,7 +1,7 @@
 """The pipeline stages of a job of any size, built in one process, and the memory of their ranks.
 
-Policy and drafter are built with the classes of a real run, on torch's meta device, with torch's fake process group in
-place of the other ranks. Of the model directory only config.json is read.
+The trainer is that of a real run, on torch's meta device, with torch's fake process group in place of the other ranks.
+Of the model directory only config.json is read.
 
 The memory is that of weights, gradients, optimizer state, and all tensors of the micro-batches in flight
 (`activations.py`). Workspaces of kernels and fragmentation come on top.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -22,53 +22,32 @@ from megatron.core import parallel_state as ps
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rlspec.config import Config
-from megatron_rlspec.memory_estimate import DTYPE_BYTES, RankMemory, rank_memory
+from megatron_rlspec.config import Config, ParallelConfig
+from megatron_rlspec.memory_estimate import RankMemory, rank_memory
 from megatron_rlspec.models.names import NameTable
-from megatron_rlspec.train import runtime, shards
-from megatron_rlspec.train.activations import Activations, measure_micro_batch
-from megatron_rlspec.train.drafter import build_drafter
-from megatron_rlspec.train.model import Policy, transformer_config
+from megatron_rlspec.train import drafter_step, runtime, shards, step
+from megatron_rlspec.train.activations import Activations, Untrained, measure_micro_batch
+from megatron_rlspec.train.step import Trainer
 
 _META = torch.device("meta")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Number of parameters of one module on one rank.
-
-    cut      split over tensor-parallel ranks
-    whole    on every tensor-parallel rank
-    experts  split over tensor- and expert-parallel ranks
-    """
-
-    cut: int = 0
-    whole: int = 0
-    experts: int = 0
-
-    @property
-    def here(self) -> int:
-        """Return the number of all parameters on this rank."""
-        return self.cut + self.whole + self.experts
-
-    def of_all_ranks(self, tensor: int, expert: int) -> int:
-        """Count every parameter of the module once."""
-        return tensor * (self.cut + expert * self.experts) + self.whole
 
 
 @dataclass(frozen=True)
 class Stage:
     """One rank of a pipeline stage.
 
-    repeated     parameters that another stage holds, too
-    activations  of one micro-batch; None if they were not asked for
+    policy, drafter  parameters on this rank
+    counted          parameters of policy and drafter on all ranks of the stage, each one once
+    memory           at a step's peak, without activations if they were not asked for
+    activations      of one micro-batch
     """
 
     layers: range
-    policy: Sizes
-    drafter: Sizes
-    repeated: int = 0
-    activations: Activations | None = None
+    policy: int
+    drafter: int
+    counted: tuple[int, int]
+    memory: RankMemory
+    activations: Activations | None
 
 
 def build(
@@ -81,39 +60,11 @@ def build(
     ]
 
 
-def parameters(built: list[Stage], tensor: int, expert: int = 1) -> tuple[int, int]:
+def parameters(built: list[Stage]) -> tuple[int, int]:
     """Count the parameters of policy and drafter over all stages. A parameter on several ranks counts once."""
-    policy = 0
-    drafter = 0
-    for stage in built:
-        policy += stage.policy.of_all_ranks(tensor, expert) - tensor * stage.repeated
-        drafter += stage.drafter.of_all_ranks(tensor, expert)
+    policy = sum(stage.counted[0] for stage in built)
+    drafter = sum(stage.counted[1] for stage in built)
     return policy, drafter
-
-
-def memory(
-    config: Config, hf_config: Mapping[str, Any], built: list[Stage], stage: int, world: int
-) -> RankMemory:
-    """Compute what a rank of this stage holds at a step's peak, without activations if they were not counted."""
-    here = built[stage]
-    experts = here.policy.experts + here.drafter.experts
-    dense = here.policy.here + here.drafter.here - experts
-    rank = rank_memory(config, world, dense, experts)
-
-    replica = 0
-    behind_another = stage > 0 and stage == len(built) - 1
-    if behind_another and here.drafter.here and not hf_config.get("tie_word_embeddings", False):
-        # the drafter's copy of the embedding
-        rows = hf_config["vocab_size"] // config.parallel.tensor
-        replica = DTYPE_BYTES[config.model.dtype] * rows * hf_config["hidden_size"]
-
-    activations = 0
-    if here.activations is not None:
-        waiting = (
-            len(built) - stage - 1
-        )  # micro-batches in flight, but for the one that is computed
-        activations = waiting * here.activations.after_forward + here.activations.peak
-    return replace(rank, weights=rank.weights + replica, activations=activations)
 
 
 def place(rank: int, config: Config, world: int) -> dict[str, int]:
@@ -145,34 +96,47 @@ def _stage(
     config: Config, hf_config: Mapping[str, Any], world: int, stage: int, activations: bool
 ) -> Stage:
     parallel = config.parallel
-    options = config.drafter
+    last = stage == parallel.pipeline - 1
     with _alone(config, world, rank=stage * world // parallel.pipeline):
-        shapes_only: dict[str, Any] = {
-            "use_cpu_initialization": False,
-            "perform_initialization": False,
-        }
-        described = transformer_config(hf_config, config.model, parallel)
-        described = replace(described, **shapes_only)
-        table = shards.family(hf_config)
-        policy = Policy(described, hf_config, config.model.max_length)
-        each = described.num_layers // parallel.pipeline
-        drafter = None
-        if options.train and stage == parallel.pipeline - 1:
-            drafter = build_drafter(described, hf_config, options, config.train.seed)
-        tied = (
-            stage and stage == parallel.pipeline - 1 and policy.share_embeddings_and_output_weights
-        )
-        repeated = policy.head_weight().numel() if tied else 0
-        return Stage(
-            range(stage * each, (stage + 1) * each),
-            _count(table, policy, described),
-            _count(table, drafter, described) if drafter is not None else Sizes(),
-            repeated,
-            measure_micro_batch(config, hf_config, policy, drafter) if activations else None,
-        )
+        trainer = Trainer(config, hf_config)
+        measured = measure_micro_batch(trainer) if activations else None
+        policy = _count(trainer.table, trainer.policy, trainer.model_config)
+        drafter = Counter[str]()
+        if trainer.drafter is not None:
+            drafter = _count(trainer.table, trainer.drafter, trainer.model_config)
+        counted = _of_all_ranks(policy, parallel)
+        copied = 0
+        if stage and last:
+            head = trainer.policy.head_weight()
+            if trainer.policy.share_embeddings_and_output_weights:
+                counted -= parallel.tensor * head.numel()  # the first stage has it, too
+            elif trainer.drafter is not None:
+                copied = head.nbytes  # the drafter's copy of the embedding
+    experts = policy["experts"] + drafter["experts"]
+    memory = rank_memory(config, world, (policy + drafter).total() - experts, experts)
+    in_step = 0
+    if measured is not None:
+        # of the micro-batches in flight, and of the one that is computed
+        in_flight = parallel.pipeline - stage - 1
+        in_step = in_flight * measured.after_forward + measured.peak
+    each = trainer.model_config.num_layers // parallel.pipeline
+    return Stage(
+        range(stage * each, (stage + 1) * each),
+        policy.total(),
+        drafter.total(),
+        (counted, _of_all_ranks(drafter, parallel)),
+        replace(memory, weights=memory.weights + copied, activations=in_step),
+        measured,
+    )
 
 
-def _count(table: NameTable, module: nn.Module, config: Any) -> Sizes:
+def _count(table: NameTable, module: nn.Module, config: Any) -> Counter[str]:
+    """Count the parameters of a module on this rank, by how they are spread.
+
+    cut      over tensor-parallel ranks
+    whole    on every tensor-parallel rank
+    experts  over tensor- and expert-parallel ranks
+    """
     names: dict[int, str] = {}
     for name, tensor in shards.global_names(module, config).items():
         names[id(tensor)] = name
@@ -186,16 +150,29 @@ def _count(table: NameTable, module: nn.Module, config: Any) -> Sizes:
         else:
             kind = "whole"
         sizes[kind] += parameter.numel()
-    return Sizes(**sizes)
+    return sizes
+
+
+def _of_all_ranks(sizes: Counter[str], parallel: ParallelConfig) -> int:
+    """Count every parameter of a module once."""
+    return parallel.tensor * (sizes["cut"] + parallel.expert * sizes["experts"]) + sizes["whole"]
 
 
 @contextmanager
 def _alone(config: Config, world: int, rank: int) -> Iterator[None]:
-    """Make this process one rank of a fake job of `world` ranks; modules are built on the meta device.
+    """Make this process one rank of a fake job of `world` ranks, whose trainer has neither values nor optimizers.
 
     The process must have no other process group, and CUDA_VISIBLE_DEVICES must have been empty when it imported torch.
     """
     parallel = config.parallel
+    options = runtime.device_options()
+    options |= {"use_cpu_initialization": False, "perform_initialization": False}
+    replaced = [
+        (runtime, "device", lambda: _META),
+        (runtime, "device_options", options.copy),
+        (step, "Learner", Untrained),
+        (drafter_step, "Learner", Untrained),
+    ]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         ps.initialize_model_parallel(
@@ -207,7 +184,11 @@ def _alone(config: Config, world: int, rank: int) -> Iterator[None]:
         )
         runtime.init_distributed(parallel, config.train.seed)
         # where Megatron's layers put their weights
-        with mock.patch.object(torch.cuda, "current_device", lambda: _META), _META:
+        replaced.append((torch.cuda, "current_device", lambda: _META))
+        with ExitStack() as stack:
+            for owner, name, value in replaced:
+                stack.enter_context(mock.patch.object(owner, name, value))
+            stack.enter_context(_META)
             yield
     finally:
         runtime.shut_down()

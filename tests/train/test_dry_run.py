@@ -160,8 +160,7 @@ def sums():
         counts[name] = []
         for layout in layouts:
             cfg = config(parallel=layout)
-            built = stages.build(cfg, hf, 16)
-            counts[name].append(stages.parameters(built, cfg.parallel.tensor, cfg.parallel.expert))
+            counts[name].append(stages.parameters(stages.build(cfg, hf, 16)))
     return counts
 
 
@@ -236,8 +235,7 @@ def held(index):
 
 def promised(index):
     cfg, hf = cell(index)
-    built = stages.build(cfg, hf, 2)
-    found = [stages.memory(cfg, hf, built, stage, 2) for stage in range(cfg.parallel.pipeline)]
+    found = [stage.memory for stage in stages.build(cfg, hf, 2)]
     return [(b.weights, b.gradients, b.optimizer) for b in found]
 
 
